@@ -1,0 +1,46 @@
+PYTHON ?= python3
+
+# Tests and the demo run several processes on one machine: one thread each, unless the user says otherwise.
+export OMP_NUM_THREADS ?= 1
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow check format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## create .venv with the library and its development tools
+
+# torch goes first: the pinned build is then in place before anything that depends on it is resolved.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) torch setuptools
+	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	touch $@
+
+demo: $(STAMP) ## train a small GPT with and without 4-bit communication, into runs/demo
+	$(BIN)/sdp4bit demo --out runs/demo
+
+test: $(STAMP) ## run the tests
+	$(BIN)/python -m pytest -q
+
+test-slow: $(STAMP) ## run the tests marked slow
+	$(BIN)/python -m pytest -q -m slow
+
+check: $(STAMP) ## lint, check the format and the types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(STAMP) ## format the code and apply safe lint fixes
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+clean: ## remove caches and build output; keeps .venv and runs
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find sdp4bit tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
