@@ -1,0 +1,147 @@
+"""What is quantized and how: frozen, keyword-only settings with the paper's method as the default.
+
+Source of the defaults: SDP4Bit (NeurIPS 2024, arXiv 2410.15526), sections 3 and 5. The ablation names of
+its table 6 are available through :meth:`SDP4BitConfig.preset`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+Rounding = Literal["nearest", "stochastic"]
+ReplicaPlacement = Literal["node", "full"]
+WeightMode = Literal["difference", "direct"]
+
+QUANTIZED_BITS = (4, 8)
+HADAMARD_BLOCK = 32
+"""Length of the blocks that the Walsh-Hadamard transform mixes; groups are multiples of it."""
+
+
+def _check_bits(name: str, bits: int | None) -> None:
+    is_count = isinstance(bits, int) and not isinstance(bits, bool)
+    if bits is not None and not (is_count and bits in QUANTIZED_BITS):
+        raise ValueError(
+            f"{name}={bits!r} is not supported: use 4 or 8, or None to send full precision at this hop"
+        )
+
+
+def _check_group_size(name: str, group_size: int) -> None:
+    is_count = isinstance(group_size, int) and not isinstance(group_size, bool)
+    if not is_count or group_size < HADAMARD_BLOCK or group_size % HADAMARD_BLOCK:
+        near = group_size if is_count else HADAMARD_BLOCK
+        lower = max(HADAMARD_BLOCK, near // HADAMARD_BLOCK * HADAMARD_BLOCK)
+        raise ValueError(
+            f"{name}={group_size!r} must be a positive multiple of {HADAMARD_BLOCK}, "
+            f"for example {lower} or {lower + HADAMARD_BLOCK}"
+        )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, choices))}")
+
+
+def _check_at_least(name: str, value: int, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {minimum}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightConfig:
+    """Quantized weight differences, qWD (paper section 3.1, algorithm 2)."""
+
+    bits: int | None = 4
+    """Bits per transmitted value, 4 or 8. None sends the new weights in the model's own dtype."""
+    group_size: int = 2048
+    """Values that share one scale; a multiple of 32."""
+    mode: WeightMode = "difference"
+    """"difference" sends main shard minus replica; "direct" sends the weights themselves (qW)."""
+    rounding: Rounding = "nearest"
+    """Nearest contracts every group; the reference implementation rounds stochastically."""
+    replica: ReplicaPlacement = "node"
+    """"node" spreads one replica over the ranks of a node, "full" keeps one on every rank."""
+
+    def __post_init__(self) -> None:
+        _check_bits("weights.bits", self.bits)
+        _check_group_size("weights.group_size", self.group_size)
+        _check_choice("weights.mode", self.mode, get_args(WeightMode))
+        _check_choice("weights.rounding", self.rounding, get_args(Rounding))
+        _check_choice("weights.replica", self.replica, get_args(ReplicaPlacement))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientConfig:
+    """Two-level quantized reduce-scatter with Hadamard smoothing, TLq-HS (paper section 3.2, algorithm 3)."""
+
+    intra_bits: int | None = 8
+    """Bits inside a node, 4 or 8; None sends fp32."""
+    inter_bits: int | None = 4
+    """Bits between nodes, 4 or 8; None sends fp32."""
+    intra_group_size: int = 128
+    """Values that share one scale inside a node; a multiple of 32."""
+    inter_group_size: int = 128
+    """Values that share one scale between nodes; a multiple of 32, independent of the other."""
+    hadamard: bool = True
+    """Transform blocks of 32 values before the first quantization and back after the last sum."""
+    intra_rounding: Rounding = "stochastic"
+    """Rounding of the hop inside a node; nearest is as good at 8 bits."""
+    inter_rounding: Rounding = "stochastic"
+    """Rounding of the hop between nodes; nearest leaves a bias that averaging over steps cannot remove."""
+    pipeline_chunks: int = 1
+    """Slices of a row whose hops overlap: one is inside the node while another crosses it."""
+    start_step: int = 0
+    """Optimizer steps that are reduced in full precision before quantization starts."""
+    min_numel: int = 1024
+    """Rows (one rank's share of one reduction) shorter than this are reduced in full precision."""
+
+    def __post_init__(self) -> None:
+        _check_bits("gradients.intra_bits", self.intra_bits)
+        _check_bits("gradients.inter_bits", self.inter_bits)
+        _check_group_size("gradients.intra_group_size", self.intra_group_size)
+        _check_group_size("gradients.inter_group_size", self.inter_group_size)
+        _check_choice("gradients.intra_rounding", self.intra_rounding, get_args(Rounding))
+        _check_choice("gradients.inter_rounding", self.inter_rounding, get_args(Rounding))
+        _check_at_least("gradients.pipeline_chunks", self.pipeline_chunks, 1)
+        _check_at_least("gradients.start_step", self.start_step, 0)
+        _check_at_least("gradients.min_numel", self.min_numel, 0)
+
+
+PRESETS = ("baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit")
+"""Names of the paper's ablation (table 6), in its order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SDP4BitConfig:
+    """What sharded data parallelism quantizes; a part that is None stays in full precision."""
+
+    weights: WeightConfig | None = field(default_factory=WeightConfig)
+    gradients: GradientConfig | None = field(default_factory=GradientConfig)
+    seed: int = 0
+    """Seed of the rounding bits; the global random state is never touched."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("seed", self.seed, 0)
+
+    @classmethod
+    def preset(cls, name: str) -> SDP4BitConfig:
+        """Return one of the paper's strategies (table 6); ValueError lists the names.
+
+        baseline: bf16 weights, fp32 gradients. qw: 4-bit weights. qwd: 4-bit weight differences.
+        ulq: 4-bit gradients at both hops. tlq: 8-bit inside a node, 4-bit between nodes.
+        tlq-hs: tlq after a Hadamard transform. sdp4bit: qwd and tlq-hs together.
+        """
+        tlq_hs = GradientConfig()
+        parts: dict[str, tuple[WeightConfig | None, GradientConfig | None]] = {
+            "baseline": (None, None),
+            "qw": (WeightConfig(mode="direct"), None),
+            "qwd": (WeightConfig(), None),
+            "ulq": (None, replace(tlq_hs, intra_bits=4, hadamard=False)),
+            "tlq": (None, replace(tlq_hs, hadamard=False)),
+            "tlq-hs": (None, tlq_hs),
+            "sdp4bit": (WeightConfig(), tlq_hs),
+        }
+        if name not in parts:
+            raise ValueError(f"unknown preset {name!r}: use one of {', '.join(PRESETS)}")
+        weights, gradients = parts[name]
+        return cls(weights=weights, gradients=gradients)

@@ -1,0 +1,1 @@
+"""Quantization of tensors: layouts, reference definitions, operators. No ranks, no process groups."""

@@ -1,0 +1,96 @@
+"""Byte layout of a message: integers only, shared by every back end, the collectives and the planner.
+
+A message carries `parts` rows of `numel` values. Codes and scales travel together in one uint8 buffer:
+
+    [codes of part 0][codes of part 1]...[scales of part 0][scales of part 1]...[padding]
+
+A row is padded with zeros to a multiple of 32, the Hadamard block. Its groups have `group_size` values; the
+last may be shorter (still a multiple of 32), so a short row costs no more than 31 padded values. int4 codes
+are packed by halves of a group: byte i holds value i in its low and value i + size / 2 in its high nibble,
+both offset by 8. Scales are bf16. With 32 bits the codes are the fp32 values themselves, without scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+BLOCK = 32
+"""Rows are padded to multiples of this; also the Hadamard block."""
+SCALE_BYTES = 2
+MESSAGE_ALIGNMENT = 16
+"""Message sizes are multiples of this many bytes: each message of a buffer is aligned for wide loads."""
+FULL_PRECISION = 32
+SUPPORTED_BITS = (4, 8, FULL_PRECISION)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below value."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageLayout:
+    """Where the codes and scales of one message lie.
+
+    Raises:
+        ValueError: bits not 4, 8 or 32, a group size that is no multiple of 32, or negative counts.
+    """
+
+    numel: int
+    """Values in each row, without padding."""
+    bits: int
+    """4, 8, or 32 for unquantized fp32."""
+    group_size: int
+    """Values per scale, a multiple of 32."""
+    parts: int = 1
+    """Rows in one message."""
+
+    def __post_init__(self) -> None:
+        if self.bits not in SUPPORTED_BITS:
+            raise ValueError(f"bits={self.bits} is not one of {SUPPORTED_BITS}")
+        if self.group_size < BLOCK or self.group_size % BLOCK:
+            raise ValueError(f"group_size={self.group_size} is not a positive multiple of {BLOCK}")
+        if self.numel < 0 or self.parts < 1:
+            raise ValueError(f"numel={self.numel} and parts={self.parts} must be at least 0 and 1")
+
+    @cached_property
+    def padded_numel(self) -> int:
+        """Values in each row with padding, a multiple of 32."""
+        return round_up(self.numel, BLOCK)
+
+    @cached_property
+    def groups(self) -> int:
+        """Scales per row; 0 for full precision."""
+        return 0 if self.bits == FULL_PRECISION else -(-self.padded_numel // self.group_size)
+
+    @cached_property
+    def tail(self) -> int:
+        """Size of the last, shorter group; 0 if all groups are full."""
+        return self.padded_numel % self.group_size
+
+    @cached_property
+    def code_bytes(self) -> int:
+        """Bytes of the codes of one row."""
+        return self.padded_numel * self.bits // 8
+
+    @cached_property
+    def scales_offset(self) -> int:
+        """Where the scales begin, in bytes from the start of the message."""
+        return self.parts * self.code_bytes
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        """Bytes of codes and scales of all parts, without the final alignment."""
+        return self.scales_offset + self.parts * self.groups * SCALE_BYTES
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return round_up(self.payload_bytes, MESSAGE_ALIGNMENT)
+
+    @cached_property
+    def padding_bytes(self) -> float:
+        """Bytes beyond bits / 8 per value and 2 per group_size values: the cost of raggedness."""
+        scales = 0.0 if self.bits == FULL_PRECISION else SCALE_BYTES / self.group_size
+        return self.nbytes - self.parts * self.numel * (self.bits / 8 + scales)

@@ -1,0 +1,108 @@
+"""Random bits for stochastic rounding that depend on names, not on history.
+
+A bit is a pure function of (seed, step, bucket, stage, rank, element). Nothing is drawn from a generator,
+so activation checkpointing, dropout and the user's own random state are untouched, a resumed run repeats
+the same bits, and every back end computes them where it needs them.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+
+# The mixing constants of two public-domain functions: splitmix64 (S. Vigna), lowbias32 (C. Wellons).
+_GOLDEN = 0x9E3779B97F4A7C15
+_STREAM = 0xD1B54A32D192ED03
+_SPLITMIX_1 = 0xBF58476D1CE4E5B9
+_SPLITMIX_2 = 0x94D049BB133111EB
+LOWBIAS_1 = 0x7FEB352D
+LOWBIAS_2 = 0x846CA68B
+
+STEP_BITS, BUCKET_BITS, STAGE_BITS, RANK_BITS = 32, 12, 2, 18
+MAX_ELEMENTS = 1 << 33
+"""Elements that one key can number: counters have 32 bits and serve two elements each."""
+
+
+class Stage(IntEnum):
+    """Which quantization of a step draws the bits."""
+
+    INTRA = 0
+    INTER = 1
+    WEIGHT = 2
+
+
+def pack_stream(*, step: int, bucket: int, stage: Stage, rank: int) -> int:
+    """Return the 64-bit stream number of a quantization; distinct arguments give distinct streams.
+
+    Raises:
+        ValueError: an argument does not fit its field (32, 12, 2 and 18 bits).
+    """
+    stream = 0
+    fields = (
+        ("step", step, STEP_BITS),
+        ("bucket", bucket, BUCKET_BITS),
+        ("stage", int(stage), STAGE_BITS),
+        ("rank", rank, RANK_BITS),
+    )
+    for name, value, bits in fields:
+        if not 0 <= value < 1 << bits:
+            raise ValueError(f"{name}={value} does not fit the {bits} bits of the random stream number")
+        stream = stream << bits | value
+    return stream
+
+
+def derive_keys(seed: int, stream: int) -> tuple[int, int]:
+    """Return the two unsigned 32-bit keys of a stream (a splitmix64 finalizer, a bijection in `stream`)."""
+    z = (seed * _GOLDEN + stream * _STREAM + _GOLDEN) & _MASK64
+    z = ((z ^ (z >> 30)) * _SPLITMIX_1) & _MASK64
+    z = ((z ^ (z >> 27)) * _SPLITMIX_2) & _MASK64
+    z ^= z >> 31
+    return z & _MASK32, z >> 32
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch shifts int32 arithmetically, so the copied sign bits are masked off."""
+    return (x >> bits) & (_MASK32 >> bits)
+
+
+def hash32(counter: Tensor, k0: int, k1: int) -> Tensor:
+    """Return 32 mixed bits per counter; int32 in and out, wrapping like uint32."""
+    x = counter ^ _signed(k0)
+    x = x ^ _shift_right(x, 16)
+    x = x * LOWBIAS_1
+    x = x ^ _signed(k1)
+    x = x ^ _shift_right(x, 15)
+    x = x * _signed(LOWBIAS_2)
+    return x ^ _shift_right(x, 16)
+
+
+def random_bits16(first: int, numel: int, k0: int, k1: int, *, device: torch.device | None = None) -> Tensor:
+    """Return 16 random bits, int32 in [0, 65536), for each element first .. first + numel - 1.
+
+    Element e of a block of 32 reads counter (e // 32) * 16 + e % 16; lanes 0 to 15 take the low half of
+    its hash and lanes 16 to 31 the high half, so that one hash serves two elements.
+
+    Args:
+        first: number of the first element, a multiple of 32, not negative.
+        numel: how many elements, a multiple of 32.
+
+    Raises:
+        ValueError: a number that is negative or no multiple of 32, or an element beyond 2**33.
+    """
+    if first < 0 or numel < 0 or first % 32 or numel % 32:
+        raise ValueError(f"first={first} and numel={numel} must be multiples of 32, at least 0")
+    if first + numel > MAX_ELEMENTS:
+        raise ValueError(f"element {first + numel} is beyond {MAX_ELEMENTS}, the most one key can number")
+    counter = torch.arange(first // 2, (first + numel) // 2, dtype=torch.int64, device=device)
+    counter = counter.to(torch.int32).view(-1, 1, 16)
+    mixed = hash32(counter, k0, k1)
+    return torch.cat([mixed & 0xFFFF, _shift_right(mixed, 16)], dim=1).view(-1)
