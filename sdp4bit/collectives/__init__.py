@@ -1,0 +1,1 @@
+"""Collectives over tensors of quantized messages; torch.distributed and quantization, no framework."""

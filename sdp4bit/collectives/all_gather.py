@@ -1,0 +1,180 @@
+"""Replica of the weights, kept up to date by quantized differences, qWD (paper section 3.1, algorithm 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sdp4bit.collectives.exchange import all_gather_blocks, all_gather_rows
+from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.topology import Topology
+from sdp4bit.config import WeightConfig
+from sdp4bit.quantization import ops
+from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.quantization.random import Stage, derive_keys, pack_stream
+from sdp4bit.telemetry import TrafficCounter
+
+Span = tuple[int, int]
+"""Start and end of a stretch of a row."""
+
+
+class WeightReplica:
+    """What the devices hold of a parameter group's weights: bit-identical wherever it is held.
+
+    "full" holds the rows of all ranks on every rank. "node" holds, on local rank j, the rows of the ranks
+    with local rank j of every node; together the ranks of a node hold everything once.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        config: WeightConfig,
+        seed: int,
+        rank: int,
+        bucket: int,
+        traffic: TrafficCounter,
+        scratch: Scratch,
+    ) -> None:
+        """Prepare; nothing is allocated or sent before the first refresh."""
+        self._topology = topology
+        self._config = config
+        self._seed = seed
+        self._rank = rank
+        self._bucket = bucket
+        self._traffic = traffic
+        self._scratch = scratch
+        self.rows: Tensor | None = None
+        """[nodes, n], or [nodes, ranks_per_node, n] for "full"; None before the first refresh."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this rank holds every row."""
+        return self._config.replica == "full" or self._topology.ranks_per_node == 1
+
+    @property
+    def own_row(self) -> Tensor:
+        """[n], what the devices hold of this rank's own shard."""
+        assert self.rows is not None
+        own = self.rows[self._topology.node]
+        return own[self._topology.local_rank] if self.is_full else own
+
+    def refresh_full(self, row: Tensor) -> None:
+        """The replica equals the given rows of all ranks, sent in full precision.
+
+        Steps: 1. all-gather between nodes;  2. "full": all-gather of the result in the node.
+
+        Args:
+            row: [n], what the devices shall hold of this rank's shard, contiguous.
+        """
+        topology, numel = self._topology, row.numel()
+        shape = (topology.nodes, topology.ranks_per_node, numel) if self.is_full else (topology.nodes, numel)
+        # Plain tensors even under inference_mode: training updates them in place later.
+        with torch.inference_mode(False):
+            if self.rows is None or self.rows.shape != shape or self.rows.dtype != row.dtype:
+                self.rows = torch.empty(shape, dtype=row.dtype, device=row.device)
+            mine = self.rows[:, topology.local_rank] if self.is_full else self.rows
+            if topology.inter is None:
+                mine[0].copy_(row)
+            else:
+                all_gather_rows(mine, row, topology.inter)
+                self._traffic.count_bytes(row.nbytes, level="inter", peers=topology.nodes - 1)
+            if self.is_full and topology.intra is not None:
+                all_gather_blocks(self.rows, mine.contiguous(), topology.intra)
+                self._traffic.count_bytes(
+                    row.nbytes * topology.nodes, level="intra", peers=topology.ranks_per_node - 1
+                )
+
+    def refresh_quantized(self, row: Tensor, *, call: int, spans: Sequence[Span] | None = None) -> None:
+        """The replica has moved towards the given rows by their quantized differences.
+
+        Every rank, the owner of a row included, applies the same dequantized difference, so all copies stay
+        bit-identical and what rounding left out is part of the next difference.
+        Steps: 1. subtract, quantize;  2. all-gather of one message between nodes;  3. "full": all-gather of
+        the messages in the node;  4. dequantize, add.
+
+        Args:
+            row: [n], this rank's main shard.
+            call: number of this refresh of the bucket since the start, for the rounding bits.
+            spans: stretches of the row that may have changed, the same on all ranks; None for all of it.
+        """
+        assert self.rows is not None
+        if self._config.bits is None:
+            self.refresh_full(row)
+            return
+        replica = self.rows
+        if spans is not None:
+            row = torch.cat([row[start:end] for start, end in spans])
+            replica = torch.cat([self.rows[..., start:end] for start, end in spans], dim=-1)
+        if row.numel() == 0:
+            return
+        self._exchange_differences(row, replica, call)
+        if spans is not None:
+            offset = 0
+            for start, end in spans:
+                self.rows[..., start:end] = replica[..., offset : offset + end - start]
+                offset += end - start
+
+    def _exchange_differences(self, row: Tensor, replica: Tensor, call: int) -> None:
+        topology, config, device = self._topology, self._config, row.device
+        assert config.bits is not None
+        layout = MessageLayout(numel=row.numel(), bits=config.bits, group_size=config.group_size)
+        difference = config.mode == "difference"
+        held = replica[topology.node, topology.local_rank] if self.is_full else replica[topology.node]
+        k0, k1 = self._keys(call)
+
+        messages = self._scratch.messages("inter receive", topology.nodes, layout.nbytes, device=device)
+        own = self._scratch.messages("send", 1, layout.nbytes, device=device)[0]
+        ops.subtract_quantize(
+            row,
+            held if difference else None,
+            own,
+            config.bits,
+            config.group_size,
+            config.rounding == "stochastic",
+            k0,
+            k1,
+        )
+        if topology.inter is None:
+            messages[0].copy_(own)
+        else:
+            all_gather_rows(messages, own, topology.inter)
+            self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
+        if not self.is_full:
+            self._apply(messages, replica, layout)
+            return
+        if topology.intra is None:
+            self._apply(messages, replica[:, 0], layout)
+            return
+        gathered = self._scratch.messages(
+            "intra receive", topology.ranks_per_node * topology.nodes, layout.nbytes, device=device
+        ).view(topology.ranks_per_node, topology.nodes, layout.nbytes)
+        all_gather_rows(gathered, messages, topology.intra)
+        self._traffic.count_messages(
+            layout, level="intra", peers=topology.ranks_per_node - 1, copies=topology.nodes
+        )
+        for local_rank in range(topology.ranks_per_node):
+            self._apply(gathered[local_rank], replica[:, local_rank], layout)
+
+    def _apply(self, messages: Tensor, rows: Tensor, layout: MessageLayout) -> None:
+        difference = self._config.mode == "difference"
+        ops.dequantize_add(messages, rows, layout.bits, layout.group_size, difference)
+
+    def gather(self, output: Tensor) -> None:
+        """`output` [size * n] holds the rows of all ranks, taken from the ranks of this node.
+
+        Only for a replica that is spread over the node; one collective inside the node.
+        """
+        topology = self._topology
+        assert self.rows is not None and not self.is_full and topology.intra is not None
+        blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
+        all_gather_blocks(blocks, self.rows, topology.intra)
+        self._traffic.count_bytes(self.rows.nbytes, level="intra", peers=topology.ranks_per_node - 1)
+
+    def _keys(self, call: int) -> tuple[int, int]:
+        if self._config.rounding == "nearest":
+            return 0, 0
+        stream = pack_stream(step=call, bucket=self._bucket, stage=Stage.WEIGHT, rank=self._rank)
+        return derive_keys(self._seed, stream)

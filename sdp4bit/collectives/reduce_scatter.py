@@ -1,0 +1,253 @@
+"""Two-level quantized reduce-scatter, TLq-HS (paper section 3.2, algorithm 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sdp4bit.collectives.exchange import PendingExchange, start_all_to_all
+from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.topology import Topology
+from sdp4bit.config import GradientConfig
+from sdp4bit.quantization import ops
+from sdp4bit.quantization.hadamard import INVERSE_FACTOR
+from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MessageLayout, round_up
+from sdp4bit.quantization.random import Stage, derive_keys, pack_stream
+from sdp4bit.telemetry import Level, TrafficCounter
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Hop:
+    """One all-to-all: among whom, and what its messages look like."""
+
+    level: Level
+    stage: Stage
+    group: ProcessGroup
+    size: int
+    bits: int
+    group_size: int
+    stochastic: bool
+
+    def layout(self, numel: int, *, parts: int) -> MessageLayout:
+        return MessageLayout(numel=numel, bits=self.bits, group_size=self.group_size, parts=parts)
+
+
+def _hops(topology: Topology, config: GradientConfig) -> list[_Hop]:
+    hops = []
+    if topology.intra is not None:
+        hops.append(
+            _Hop(
+                level="intra",
+                stage=Stage.INTRA,
+                group=topology.intra,
+                size=topology.ranks_per_node,
+                bits=config.intra_bits or FULL_PRECISION,
+                group_size=config.intra_group_size,
+                stochastic=config.intra_rounding == "stochastic",
+            )
+        )
+    if topology.inter is not None:
+        hops.append(
+            _Hop(
+                level="inter",
+                stage=Stage.INTER,
+                group=topology.inter,
+                size=topology.nodes,
+                bits=config.inter_bits or FULL_PRECISION,
+                group_size=config.inter_group_size,
+                stochastic=config.inter_rounding == "stochastic",
+            )
+        )
+    return hops
+
+
+class QuantizedReduceScatter:
+    """Reduces rows over a group of nodes x ranks_per_node ranks and leaves each rank its own row.
+
+    Two levels if there are several nodes with several ranks each, else one: inside the node with the intra
+    settings, or between nodes with the inter settings. A world of one copies.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        config: GradientConfig,
+        seed: int,
+        rank: int,
+        bucket: int,
+        traffic: TrafficCounter,
+        scratch: Scratch,
+    ) -> None:
+        """Prepare; nothing is sent.
+
+        Args:
+            rank: global rank, so that no two ranks draw the same rounding bits.
+            bucket: number of the parameter group, for the same reason.
+            scratch: message buffers, shared by the reductions that follow each other.
+        """
+        self._topology = topology
+        self._hops = _hops(topology, config)
+        self._pipeline_chunks = config.pipeline_chunks
+        # Without a quantizer the transform would only add rounding errors.
+        self._hadamard = config.hadamard and any(hop.bits != FULL_PRECISION for hop in self._hops)
+        self._seed = seed
+        self._rank = rank
+        self._bucket = bucket
+        self._traffic = traffic
+        self._scratch = scratch
+
+    def __call__(self, output: Tensor, input: Tensor, *, call: int, multiplier: float = 1.0) -> None:
+        """`output` holds this rank's row of the sum over all ranks, times the multiplier.
+
+        Steps, for each of `pipeline_chunks` slices of a row:
+        1. Hadamard transform, quantize, one message per rank of the node;  2. all-to-all in the node;
+        3. dequantize, sum over the node, requantize, one message per node;  4. all-to-all between nodes;
+        5. dequantize, sum over nodes, inverse transform.
+        Hops of different slices overlap: slice i + 1 is in step 2 while slice i is in step 4. The result does
+        not depend on the number of slices.
+
+        Args:
+            output: [n], fp32, bf16 or fp16.
+            input: [size * n], row r for group rank r; not changed.
+            call: number of this reduction of the bucket since the start, for the rounding bits.
+
+        Raises:
+            ValueError: input is not size times as long as output.
+        """
+        topology, numel = self._topology, output.numel()
+        if input.numel() != topology.size * numel:
+            raise ValueError(
+                f"reduce-scatter over {topology.size} ranks needs an input of {topology.size} x {numel} "
+                f"values, got {input.numel()}"
+            )
+        if not self._hops:
+            output.copy_(input if multiplier == 1.0 else input * multiplier)
+            return
+        self._traffic.count_plain(numel * input.element_size())
+        rows = input.view(topology.nodes, topology.ranks_per_node, numel)
+        waiting = [
+            self._reduce_slice(index, span, output, rows, call, multiplier)
+            for index, span in enumerate(self._slices(numel))
+        ]
+        under_way: list[Iterator[None]] = []
+        while waiting or under_way:
+            if waiting:
+                under_way.insert(0, waiting.pop(0))
+            # Newest first: each slice starts its next transfer before an older one is waited for.
+            under_way = [reduction for reduction in under_way if next(reduction, _DONE) is not _DONE]
+
+    def quantization_error(self, values: Tensor) -> float:
+        """Return |Q(x) - x| / |x| when these values pass through the quantizers of all hops, unsummed.
+
+        Args:
+            values: [n], a sample of a gradient. The result is not finite if they are not.
+        """
+        numel, first, *rest = values.numel(), *self._hops
+        layout = first.layout(numel, parts=1)
+        message = values.new_empty(1, layout.nbytes, dtype=torch.uint8)
+        keys = derive_keys(self._seed, 0)
+        bits, size, hadamard = layout.bits, layout.group_size, self._hadamard
+        rows = values.view(1, 1, numel)
+        ops.hadamard_quantize(rows, message, bits, size, hadamard, first.stochastic, *keys, 0, 0)
+        for hop in rest:
+            layout = hop.layout(numel, parts=1)
+            sent = values.new_empty(1, layout.nbytes, dtype=torch.uint8)
+            ops.dequantize_reduce_quantize(
+                message, sent, numel, bits, size, layout.bits, layout.group_size, hop.stochastic, *keys, 0, 0
+            )
+            message, bits, size = sent, layout.bits, layout.group_size
+        result = torch.empty(numel, dtype=torch.float32, device=values.device)
+        factor = INVERSE_FACTOR if hadamard else 1.0
+        ops.dequantize_reduce_hadamard(message, result, bits, size, hadamard, factor)
+        exact = values.float()
+        norm = float(exact.norm())
+        return float((result - exact).norm()) / norm if norm else 0.0
+
+    def _slices(self, numel: int) -> list[slice]:
+        """Cut a row so that no group of either level is divided; none for an empty row."""
+        unit = math.lcm(*(hop.group_size for hop in self._hops))
+        length = round_up(-(-numel // self._pipeline_chunks), unit)
+        return [slice(start, min(start + length, numel)) for start in range(0, numel, length or 1)]
+
+    def _reduce_slice(
+        self, index: int, span: slice, output: Tensor, rows: Tensor, call: int, multiplier: float
+    ) -> Iterator[None]:
+        """Reduce rows[..., span] into output[span]; yields whenever a transfer is under way.
+
+        A row's random bits are numbered by its values' places in the whole row, so slicing changes nothing.
+        """
+        first, *rest = self._hops
+        numel = span.stop - span.start
+        row_stride = round_up(output.numel(), BLOCK)
+        part = rows[..., span]  # [nodes, ranks_per_node, numel]
+        by_destination = part.transpose(0, 1) if first.level == "intra" else part
+
+        layout = first.layout(numel, parts=by_destination.shape[1])
+        sent = self._buffer(first, "send", index, layout, rows)
+        ops.hadamard_quantize(
+            by_destination,
+            sent,
+            layout.bits,
+            layout.group_size,
+            self._hadamard,
+            first.stochastic,
+            *self._keys(first, call),
+            span.start,
+            row_stride,
+        )
+        received, transfer = self._start(first, sent, index, layout)
+        yield
+        transfer.wait()
+
+        for hop in rest:
+            summed = hop.layout(numel, parts=1)
+            sent = self._buffer(hop, "send", index, summed, rows)
+            ops.dequantize_reduce_quantize(
+                received,
+                sent,
+                numel,
+                layout.bits,
+                layout.group_size,
+                summed.bits,
+                summed.group_size,
+                hop.stochastic,
+                *self._keys(hop, call),
+                span.start,
+                row_stride,
+            )
+            layout = summed
+            received, transfer = self._start(hop, sent, index, layout)
+            yield
+            transfer.wait()
+
+        factor = multiplier * INVERSE_FACTOR if self._hadamard else multiplier
+        ops.dequantize_reduce_hadamard(
+            received, output[span], layout.bits, layout.group_size, self._hadamard, factor
+        )
+
+    def _start(
+        self, hop: _Hop, sent: Tensor, index: int, layout: MessageLayout
+    ) -> tuple[Tensor, PendingExchange]:
+        received = self._buffer(hop, "receive", index, layout, sent)
+        transfer = start_all_to_all(received, sent, hop.group, tag=index)
+        self._traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
+        return received, transfer
+
+    def _buffer(self, hop: _Hop, use: str, index: int, layout: MessageLayout, like: Tensor) -> Tensor:
+        name = f"{hop.level} {use} {index}"
+        return self._scratch.messages(name, hop.size, layout.nbytes, device=like.device)
+
+    def _keys(self, hop: _Hop, call: int) -> tuple[int, int]:
+        if not hop.stochastic:
+            return 0, 0
+        stream = pack_stream(step=call, bucket=self._bucket, stage=hop.stage, rank=self._rank)
+        return derive_keys(self._seed, stream)
+
+
+_DONE = object()

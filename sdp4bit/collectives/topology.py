@@ -1,0 +1,169 @@
+"""Which ranks of a data-parallel group share a node, and the process groups of both levels."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+TopologySpec = str | int | DeviceMesh
+"""What users give: "auto" (by host name), ranks per node, or an (inter, intra) mesh."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLayout:
+    """A data-parallel group as nodes x ranks_per_node: group rank = node * ranks_per_node + local rank."""
+
+    ranks: tuple[int, ...]
+    """Global ranks in group order."""
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self.nodes * self.ranks_per_node
+
+    def intra_ranks(self, node: int) -> list[int]:
+        """Return the global ranks of one node."""
+        start = node * self.ranks_per_node
+        return list(self.ranks[start : start + self.ranks_per_node])
+
+    def inter_ranks(self, local_rank: int) -> list[int]:
+        """Return the global ranks with this local rank, one per node."""
+        return list(self.ranks[local_rank :: self.ranks_per_node])
+
+
+def node_labels(spec: TopologySpec, *, hosts: Sequence[str]) -> list[Hashable]:
+    """Return which node each global rank is on, as labels that are equal within a node.
+
+    Args:
+        spec: "auto" takes the host names; an int k puts ranks 0..k-1 on the first node and so on (ranks of
+            the whole job, also under tensor or pipeline parallelism); a mesh takes its rows as nodes.
+        hosts: host name of each global rank.
+
+    Raises:
+        ValueError: an unknown spec, ranks that do not fill the nodes, or a mesh that is not 2-D.
+    """
+    world = len(hosts)
+    if isinstance(spec, DeviceMesh):
+        if spec.ndim != 2:
+            raise ValueError(f"topology: the mesh must be 2-D (inter, intra), this one has {spec.ndim} dims")
+        row_of = {int(r): row for row, ranks in enumerate(spec.mesh.tolist()) for r in ranks}
+        return [("mesh row", row_of[r]) if r in row_of else ("host", hosts[r]) for r in range(world)]
+    if isinstance(spec, int) and not isinstance(spec, bool):
+        if spec < 1 or world % spec:
+            divisors = [d for d in range(1, world + 1) if world % d == 0]
+            raise ValueError(
+                f"topology={spec} ranks per node does not divide the {world} ranks: use one of {divisors}"
+            )
+        return [rank // spec for rank in range(world)]
+    if spec == "auto":
+        return list(hosts)
+    raise ValueError(f'topology={spec!r} is unknown: use "auto", ranks per node, or an (inter, intra) mesh')
+
+
+def arrange(ranks: Sequence[int], labels: Sequence[Hashable]) -> NodeLayout:
+    """Return the layout of a group from the node label of every global rank.
+
+    Raises:
+        ValueError: nodes of unequal size, or ranks that are not in node-major order; with the whole table.
+    """
+    members = [labels[rank] for rank in ranks]
+    order = list(dict.fromkeys(members))
+    counts = [members.count(label) for label in order]
+    node_major = members == [label for label, count in zip(order, counts, strict=True) for _ in range(count)]
+    ascending = list(ranks) == sorted(ranks)
+    if len(set(counts)) != 1 or not node_major or not ascending:
+        what = "not in ascending, node-major order"
+        if len(set(counts)) != 1:
+            what = "spread unequally over the nodes"
+        table = "\n".join(f"  {r:>6}  {rank:>11}  {labels[rank]}" for r, rank in enumerate(ranks))
+        raise ValueError(
+            f"the {len(members)} ranks of this data-parallel group are {what} "
+            f"({', '.join(f'{label}: {count}' for label, count in zip(order, counts, strict=True))}). "
+            "Start the same number of ranks on every node and number them node by node, or pass "
+            f"topology=1 for the one-level exchange.\n  group  global rank  node\n{table}"
+        )
+    return NodeLayout(ranks=tuple(ranks), nodes=len(order), ranks_per_node=counts[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """This rank's place in a node layout and the two process groups it exchanges with."""
+
+    layout: NodeLayout
+    node: int
+    local_rank: int
+    intra: ProcessGroup | None
+    """Ranks of this node in order; None if it has one."""
+    inter: ProcessGroup | None
+    """Ranks with this local rank in node order; None if there is one node."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the group."""
+        return self.layout.nodes
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of the group on each node."""
+        return self.layout.ranks_per_node
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self.layout.size
+
+    @property
+    def row(self) -> int:
+        """This rank's number in the group."""
+        return self.node * self.ranks_per_node + self.local_rank
+
+
+def create_topologies(layouts: Sequence[NodeLayout]) -> dict[tuple[int, ...], Topology]:
+    """Return this rank's place in each layout it belongs to, by the layout's ranks, with new process groups.
+
+    Collective over the whole job: every rank passes the same layouts in the same order. A rank opens
+    connections only in the groups it is a member of, two per layout.
+    """
+    me = dist.get_rank()
+    topologies = {}
+    for layout in layouts:
+        intra = inter = None
+        if layout.ranks_per_node > 1:
+            intra = _new_groups(layout.intra_ranks(node) for node in range(layout.nodes))
+        if layout.nodes > 1:
+            inter = _new_groups(layout.inter_ranks(local) for local in range(layout.ranks_per_node))
+        if me in layout.ranks:
+            node, local_rank = divmod(layout.ranks.index(me), layout.ranks_per_node)
+            topologies[layout.ranks] = Topology(
+                layout=layout, node=node, local_rank=local_rank, intra=intra, inter=inter
+            )
+    return topologies
+
+
+def _new_groups(members: Iterable[list[int]]) -> ProcessGroup | None:
+    """Create all groups, as every rank must, and return the one this rank belongs to."""
+    mine = None
+    for ranks in members:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+def destroy_topology(topology: Topology) -> None:
+    """The process groups of the topology are released; they must not be used again."""
+    for group in (topology.intra, topology.inter):
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+def host_name() -> str:
+    """Return the name that tells this node from the others."""
+    return socket.gethostname()

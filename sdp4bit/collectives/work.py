@@ -1,0 +1,29 @@
+"""Work handles for callers that expect torch.distributed's."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+class CompletedWork(dist._Work):  # type: ignore[misc,name-defined]
+    """A collective that has been issued on the current stream; wait() orders later streams behind it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """The current stream runs after the collective; the host does not block."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the collective has finished."""
+        return self._event is None or bool(self._event.query())

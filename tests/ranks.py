@@ -1,0 +1,162 @@
+"""Starts the ranks of a distributed test: processes over gloo, or threads for large worlds."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sdp4bit.quantization import ops
+
+_PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "sdp4bit", "tests.ranks"]
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    backend: ops.BackendName = "reference",
+) -> list[Any]:
+    """Call function(*args) in world_size processes joined by gloo; return each rank's result.
+
+    A failure or a timeout ends all processes and raises with the traceback of every rank that has one.
+
+    Args:
+        function: a module-level function.
+        backend: what serves the operators; the reference by default, which needs no compilation.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        processes, pipes = [], []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_rank,
+                args=(sender, folder, rank, world_size, timeout, backend, function, args),
+                daemon=True,
+            )
+            process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
+        try:
+            return _collect(pipes, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    open_pipes = dict(enumerate(pipes))
+    while open_pipes:
+        # After the first failure the others only get a moment to fail for the same reason.
+        limit = min(deadline, time.monotonic() + 3.0) if failures else deadline
+        ready = wait(open_pipes.values(), timeout=max(0.0, limit - time.monotonic()))
+        if not ready:
+            for rank in open_pipes:
+                failures.setdefault(rank, "did not finish in time (its stack is on stderr)")
+            break
+        for rank, pipe in list(open_pipes.items()):
+            if pipe in ready:
+                del open_pipes[rank]
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    ok, value = False, "ended without a result"
+                (results if ok else failures)[rank] = value
+    if failures:
+        raise AssertionError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+    return [results[rank] for rank in sorted(results)]
+
+
+def _run_rank(
+    sender: Connection,
+    folder: str,
+    rank: int,
+    world_size: int,
+    timeout: float,
+    backend: ops.BackendName,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    faulthandler.dump_traceback_later(max(1.0, timeout - 2.0))
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        with ops.use_backend(backend):
+            result = function(*args)
+        dist.barrier()
+        dist.destroy_process_group()
+        sender.send((True, result))
+    except BaseException:
+        sender.send((False, traceback.format_exc()))
+        raise SystemExit(1) from None
+
+
+def run_threads(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0
+) -> list[Any]:
+    """Call function(*args) in world_size threads of this process, with real data through c10d."""
+    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+    results: list[Any] = [None] * world_size
+    failures: list[str] = []
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    world = threaded._install_threaded_pg()  # kept referenced: torch holds it weakly
+    store = dist.HashStore()
+
+    def run(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+            results[rank] = function(*args)
+        except BaseException as failure:
+            failures.append(f"rank {rank}: {traceback.format_exc()}")
+            with contextlib.suppress(RuntimeError):  # other threads may fail at the same moment
+                threaded.ProcessLocalGroup.exception_handle(failure)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+    try:
+        with ops.use_backend("reference"):
+            for thread in threads:
+                thread.start()
+            deadline = time.monotonic() + timeout
+            for thread in threads:
+                limit = min(deadline, time.monotonic() + 3.0) if failures else deadline
+                thread.join(max(0.0, limit - time.monotonic()))
+    finally:
+        del world
+        threaded._uninstall_threaded_pg()
+        threaded.ProcessLocalGroup.reset()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    hanging = sum(thread.is_alive() for thread in threads)
+    if failures or hanging:
+        raise AssertionError("\n".join([*failures[:3], f"{hanging} threads hang"]))
+    return results
