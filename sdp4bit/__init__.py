@@ -1,0 +1,24 @@
+"""4-bit communication for sharded data-parallel training in PyTorch.
+
+SDP4Bit (NeurIPS 2024) quantizes weight differences to 4 bits and gradients to 8 bits inside a node and 4 bits
+between nodes. One line after `fully_shard`::
+
+    comm = sdp4bit.quantize_communication(model)
+"""
+
+from __future__ import annotations
+
+from sdp4bit.config import PRESETS, GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.integrations.fsdp import CommHandle, quantize_communication
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "CommHandle",
+    "GradientConfig",
+    "SDP4BitConfig",
+    "WeightConfig",
+    "__version__",
+    "quantize_communication",
+]

@@ -1,0 +1,1 @@
+"""Adapters between training engines and the collectives."""

@@ -1,0 +1,352 @@
+"""SDP4Bit on PyTorch FSDP2: one call after `fully_shard`.
+
+Uses FSDP2's communication hooks (`set_custom_all_gather`, `set_custom_reduce_scatter`) and changes nothing
+else of it: parameters, gradients, optimizer states and state dicts stay what they were.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from sdp4bit.collectives.all_gather import WeightReplica
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
+from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.topology import (
+    NodeLayout,
+    Topology,
+    TopologySpec,
+    create_topologies,
+    destroy_topology,
+)
+from sdp4bit.config import SDP4BitConfig
+from sdp4bit.integrations.agreement import ShardedRows, agree
+from sdp4bit.integrations.explain import explain_groups
+from sdp4bit.integrations.fsdp_groups import (
+    FSDPGroup,
+    check_torch_version,
+    find_groups,
+    named_fsdp_modules,
+)
+from sdp4bit.integrations.fsdp_hooks import AllGatherHook, CommState, GroupComm, ReduceScatterHook
+from sdp4bit.integrations.fsdp_state import gradient_error, load_state, save_state, weight_drift
+from sdp4bit.telemetry import Traffic
+
+Skip = Collection[str] | Callable[[str], bool] | None
+"""Names of FSDP modules to leave in full precision (shell-style patterns), or a function that says so."""
+
+_HOOK_NAMES = (AllGatherHook.__name__, ReduceScatterHook.__name__)
+
+
+def quantize_communication(
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    topology: TopologySpec = "auto",
+    config: SDP4BitConfig | None = None,
+    skip: Skip = None,
+) -> CommHandle:
+    """The model's FSDP2 communication is quantized from the next forward on.
+
+    Call it on every rank, once, after the last `fully_shard` and before the first forward. The optimizer may
+    be built before or after; steps of any `torch.optim.Optimizer` over the model's parameters are noticed.
+
+    Args:
+        model: the root FSDP module, or all local roots (the stages of a pipeline).
+        topology: which ranks share a node: "auto" (by host name), ranks per node, or an (inter, intra) mesh.
+        config: what to quantize; the default is the paper's method.
+        skip: FSDP modules to leave in full precision, as patterns over their names or a predicate.
+
+    Raises:
+        ValueError: the model, the topology or the settings don't allow it; the same on every rank, and
+            nothing has been changed.
+        RuntimeError: torch.distributed is not initialized.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "sdp4bit.quantize_communication needs torch.distributed: call init_process_group first"
+        )
+    config = SDP4BitConfig() if config is None else config
+    roots = [model] if isinstance(model, nn.Module) else list(model)
+    groups: list[FSDPGroup] = []
+    skipped: dict[str, str] = {}
+    error = None
+    try:
+        check_torch_version()
+        groups = find_groups(roots)
+        skipped = _skipped(groups, skip)
+        for group in groups:
+            _check_group(group, is_skipped=group.name in skipped)
+    except (ValueError, TypeError) as failure:
+        error = str(failure)
+    rows = [
+        ShardedRows(name=g.name, ranks=g.ranks, row_numel=g.row_numel, dtype=str(g.param_dtypes))
+        for g in groups
+    ]
+    settings = f"{config!r} skip={sorted(skipped)}"
+    layouts = agree([] if error else rows, config=settings, topology=topology, error=error)
+    _warn(groups, layouts)
+    return CommHandle(roots, groups=groups, layouts=layouts, config=config, skipped=skipped)
+
+
+def _skipped(groups: Sequence[FSDPGroup], skip: Skip) -> dict[str, str]:
+    """Return the names of the groups to leave dense, with the reason.
+
+    Raises:
+        ValueError: a pattern that matches no group.
+    """
+    if skip is None:
+        return {}
+    names = [group.name for group in groups]
+    if callable(skip):
+        return {name: "skipped" for name in names if skip(name)}
+    patterns = [skip] if isinstance(skip, str) else list(skip)
+    result: dict[str, str] = {}
+    for pattern in patterns:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            raise ValueError(f"skip={pattern!r} matches no FSDP module; there are {', '.join(names)}")
+        result.update(dict.fromkeys(matched, f"skipped by {pattern!r}"))
+    return result
+
+
+def _check_group(group: FSDPGroup, *, is_skipped: bool) -> None:
+    """Raise ValueError if a group cannot be attached to."""
+    if any(name in _HOOK_NAMES for name in group.custom_comms):
+        raise ValueError(
+            f"{group.name} is attached already: call remove() on the first handle before attaching again"
+        )
+    if group.custom_comms:
+        raise ValueError(
+            f"{group.name} has custom communication ({', '.join(group.custom_comms)}), for example by "
+            "set_symm_mem_for_comm or set_custom_all_gather; sdp4bit cannot share it"
+        )
+    if group.reshards_to_smaller_mesh:
+        raise ValueError(
+            f"{group.name} uses an int reshard_after_forward, which gathers over a part of the ranks in "
+            'backward; use reshard_after_forward=True with WeightConfig(replica="node"), which keeps '
+            "gathers inside the node as well"
+        )
+    if is_skipped:
+        return
+    names = sorted(str(dtype) for dtype in group.param_dtypes)
+    if len(names) > 1:
+        raise ValueError(
+            f"{group.name} gathers parameters of several types ({', '.join(names)}); give them one "
+            f"(MixedPrecisionPolicy(param_dtype=...)), shard them as modules of their own, or pass "
+            f"skip=[{group.name!r}]"
+        )
+    if not all(dtype.is_floating_point for dtype in group.param_dtypes):
+        raise ValueError(
+            f"{group.name} holds {names[0]} parameters; only floating-point ones can be quantized, pass "
+            f"skip=[{group.name!r}]"
+        )
+    if group.extension_params:
+        raise ValueError(
+            f"{group.name}: {', '.join(group.extension_params[:3])} change what is gathered by a tensor "
+            f"subclass (fsdp_pre_all_gather); pass skip=[{group.name!r}]"
+        )
+
+
+def _warn(groups: Sequence[FSDPGroup], layouts: dict[tuple[int, ...], NodeLayout]) -> None:
+    if any(group.is_hybrid for group in groups):
+        warnings.warn(
+            "sdp4bit: with HSDP only the shard dimension is quantized; the all-reduce over replicas stays in "
+            "full precision. One shard dimension over all data-parallel ranks sends less",
+            stacklevel=4,
+        )
+    if all(layouts[group.ranks].size == 1 for group in groups):
+        warnings.warn(
+            "sdp4bit: every group is sharded over one rank, so nothing is sent and nothing is quantized",
+            stacklevel=4,
+        )
+    if any(group.reduce_dtype == torch.float16 for group in groups):
+        warnings.warn(
+            "sdp4bit: gradients are reduced in fp16 and may overflow before they are quantized; use "
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
+            stacklevel=4,
+        )
+
+
+class CommHandle:
+    """Quantized communication of a model; a Stateful for torch.distributed.checkpoint.
+
+    Made by :func:`quantize_communication`.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        *,
+        groups: Sequence[FSDPGroup],
+        layouts: dict[tuple[int, ...], NodeLayout],
+        config: SDP4BitConfig,
+        skipped: dict[str, str],
+    ) -> None:
+        self.config = config
+        # Separate process groups: one communicator would run gathers and reductions one after the other.
+        ordered = list(layouts.values())
+        weight_topologies = create_topologies(ordered) if config.weights else {}
+        gradient_topologies = create_topologies(ordered) if config.gradients else {}
+        self._topologies = [*weight_topologies.values(), *gradient_topologies.values()]
+        weight_scratch, gradient_scratch = Scratch(), Scratch()
+        comms = [
+            GroupComm(group, index=index, layout=layouts[group.ranks]) for index, group in enumerate(groups)
+        ]
+        self._state = CommState(comms)
+        for comm in comms:
+            self._choose_weights(comm, weight_topologies, weight_scratch, skipped)
+            self._choose_gradients(comm, gradient_topologies, gradient_scratch, skipped)
+        self._previous = [self._install(comm) for comm in comms]
+        self._hooks = [_watch_optimizers(self._state)]
+        for root in roots:
+            watched: list[nn.Module] = [module for _, module in named_fsdp_modules(root)]
+            if root not in watched:
+                watched.append(root)
+            after_load = _resync_after_load(self._state)
+            self._hooks += [module.register_load_state_dict_post_hook(after_load) for module in watched]
+
+    def _choose_weights(
+        self,
+        comm: GroupComm,
+        topologies: dict[tuple[int, ...], Topology],
+        scratch: Scratch,
+        skipped: dict[str, str],
+    ) -> None:
+        comm.weights_dense_because = _dense_because(comm, skipped, self.config.weights)
+        if self.config.weights is not None and not comm.weights_dense_because:
+            comm.replica = WeightReplica(
+                topologies[comm.group.ranks],
+                config=self.config.weights,
+                seed=self.config.seed,
+                rank=dist.get_rank(),
+                bucket=comm.index,
+                traffic=comm.weight_traffic,
+                scratch=scratch,
+            )
+
+    def _choose_gradients(
+        self,
+        comm: GroupComm,
+        topologies: dict[tuple[int, ...], Topology],
+        scratch: Scratch,
+        skipped: dict[str, str],
+    ) -> None:
+        comm.gradients_dense_because = _dense_because(comm, skipped, self.config.gradients)
+        if self.config.gradients is not None and not comm.gradients_dense_because:
+            comm.reduce_scatter = QuantizedReduceScatter(
+                topologies[comm.group.ranks],
+                config=self.config.gradients,
+                seed=self.config.seed,
+                rank=dist.get_rank(),
+                bucket=comm.index,
+                traffic=comm.gradient_traffic,
+                scratch=scratch,
+            )
+
+    def _install(self, comm: GroupComm) -> tuple[Any, Any, bool]:
+        # Without a quantizer the operation FSDP2 chooses stays, so that its results do too.
+        return comm.group.install(
+            all_gather=AllGatherHook(comm, self._state),
+            reduce_scatter=ReduceScatterHook(comm, self._state, config=self.config.gradients),
+            force_sum=comm.reduce_scatter is not None,
+        )
+
+    def mark_step(self) -> None:
+        """The weights have changed; only needed after optimizers that are not `torch.optim.Optimizer`s."""
+        self._state.mark_changed()
+
+    def resync(self) -> None:
+        """The replicas are refreshed in full precision at the next forward; call it on all ranks.
+
+        Needed after edits of the weights in place, such as swapping in averaged ones through local tensors.
+        """
+        self._state.request_resync()
+
+    def explain(self) -> str:
+        """Return a table: per FSDP group what is quantized, how, bytes of the last step, or why it is not."""
+        return explain_groups(self._state.groups, self.config)
+
+    def stats(self) -> dict[str, Any]:
+        """Return what this rank sent and what quantization cost; waits for the device.
+
+        Returns:
+            "steps": optimizer steps so far. "last_step", "total": bytes this rank sent inside its node
+            ("intra_bytes") and to other nodes ("inter_bytes"), how much of both is padding, and the number of
+            collectives. "compression_ratio": bytes of plain FSDP2 over bytes sent between nodes in the last
+            step. "weight_drift": |main - replica| / |main| over this rank's shards. "gradient_error":
+            relative error of quantizing a sample of the last gradients. Both None if they do not apply yet.
+        """
+        state = self._state
+        counters = [c for comm in state.groups for c in (comm.weight_traffic, comm.gradient_traffic)]
+        last = sum((c.current_step if state.step_pending else c.last_step for c in counters), Traffic())
+        return {
+            "steps": state.steps + int(state.step_pending),
+            "last_step": last.as_dict(),
+            "total": sum((c.total for c in counters), Traffic()).as_dict(),
+            "compression_ratio": last.compression_ratio,
+            "weight_drift": weight_drift(state),
+            "gradient_error": gradient_error(state),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a bit-exact resume needs: replica rows as DTensors, counters as tensors."""
+        return save_state(self._state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved state; call it on all ranks, before or after the model's own state is loaded.
+
+        State of another layout, of other weights, or saved by another rank is not used: the replicas are then
+        refreshed in full precision, with a warning.
+
+        Raises:
+            ValueError: not a state of this library; nothing is changed.
+        """
+        load_state(self._state, state_dict)
+
+    def remove(self) -> None:
+        """The model communicates as before; all hooks and process groups are gone. Call it on all ranks."""
+        for hook in self._hooks:
+            hook.remove()
+        for comm, (all_gather, reduce_scatter, force_sum) in zip(
+            self._state.groups, self._previous, strict=True
+        ):
+            comm.group.install(all_gather=all_gather, reduce_scatter=reduce_scatter, force_sum=force_sum)
+        for topology in self._topologies:
+            destroy_topology(topology)
+        self._hooks, self._previous, self._topologies = [], [], []
+        self._state.groups = []
+
+
+def _dense_because(comm: GroupComm, skipped: dict[str, str], part: object | None) -> str:
+    if comm.layout.size == 1:
+        return "one rank"
+    if part is None:
+        return "off in the configuration"
+    return skipped.get(comm.group.name, "")
+
+
+def _watch_optimizers(state: CommState) -> Any:
+    """Note the steps of every torch optimizer; the hook does not keep the model alive."""
+    reference = weakref.ref(state)
+
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.mark_changed(p for group in optimizer.param_groups for p in group["params"])
+
+    return register_optimizer_step_post_hook(after_step)
+
+
+def _resync_after_load(state: CommState) -> Callable[..., None]:
+    def after_load(*_: Any) -> None:
+        state.request_resync(keep_loaded=True)
+
+    return after_load

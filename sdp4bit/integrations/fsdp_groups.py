@@ -1,0 +1,217 @@
+"""What the integration reads of FSDP2's parameter groups; the only file that touches their private parts.
+
+Checked against torch 2.9 to 2.13. Everything that changes FSDP2 goes through its public setters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+MINIMUM_TORCH = (2, 9)
+_WRAPPER_PREFIXES = ("_checkpoint_wrapped_module", "_orig_mod")
+_DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch before 2.12
+        group = getattr(state, "_fsdp_param_group", None)
+        groups = [] if group is None else [group]
+    return list(groups)
+
+
+def clean_name(name: str) -> str:
+    """Return a module's or parameter's name without the names of transparent wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PREFIXES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSegment:
+    """Where one parameter's shard lies in its group's row, and how to read it."""
+
+    name: str
+    start: int
+    end: int
+    param: Any
+    """FSDP2's record of the parameter; its sharded_param attribute may be replaced over time."""
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """The parameter that optimizers and state dicts see: a DTensor."""
+        return cast(nn.Parameter, self.param.sharded_param)
+
+    def local_view(self, row: Tensor) -> Tensor:
+        """View this parameter's shard, without padding, in a row [n] of its group."""
+        padded = row[self.start : self.end].view(self.param.padded_sharded_param_size)
+        dim = self.param.fsdp_placement.dim
+        local = cast(DTensor, self.sharded).to_local()
+        return padded.narrow(dim, 0, local.size(dim) if local.numel() else 0)
+
+    def to_dtensor(self, row: Tensor) -> DTensor:
+        """Return a copy of this shard of a row as a DTensor sharded like the parameter."""
+        like = cast(DTensor, self.sharded)
+        local = self.local_view(row).clone().view(like.to_local().shape)
+        return DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+
+class FSDPGroup:
+    """One FSDP2 parameter group: the parameters that are gathered and reduced together."""
+
+    def __init__(self, module: FSDPModule, group: Any, *, name: str, module_names: dict[int, str]) -> None:
+        self.name = name or "(root)"
+        self.module = module
+        self._group = group
+        self._module_names = module_names
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The ranks that the group is sharded over."""
+        return cast(ProcessGroup, self._group.mesh_info.shard_process_group)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the process group, in order."""
+        return tuple(dist.get_process_group_ranks(self.process_group))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group computes and communicates."""
+        return cast(torch.device, self._group.device)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether gradients are also all-reduced over replicas (HSDP)."""
+        return bool(self._group._is_hsdp)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether full parameters are materialized now."""
+        return bool(self._group.is_unsharded)
+
+    @property
+    def reshards_to_smaller_mesh(self) -> bool:
+        """Whether `reshard_after_forward` is an int, so that backward gathers over a part of the ranks."""
+        return bool(self._group._use_post_forward_mesh)
+
+    @cached_property
+    def segments(self) -> list[ParamSegment]:
+        """The parameters in the order of the row."""
+        result, start = [], 0
+        for param in self._group.fsdp_params:
+            end = start + param.padded_sharded_param_size.numel()
+            owner = self._module_names.get(id(param._module_info.module), "")
+            name = clean_name(f"{owner}.{param._module_info.param_name}".lstrip("."))
+            result.append(ParamSegment(name=name, start=start, end=end, param=param))
+            start = end
+        return result
+
+    @property
+    def row_numel(self) -> int:
+        """Values in one rank's row, FSDP2's own padding of uneven shards included."""
+        return sum(param.padded_sharded_param_size.numel() for param in self._group.fsdp_params)
+
+    @property
+    def param_dtypes(self) -> set[torch.dtype]:
+        """The types that parameters have when they are gathered; more than one cannot share a replica."""
+        policy = self._group.mp_policy.param_dtype
+        return {policy or segment.sharded.dtype for segment in self.segments}
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The type that gradients are reduced in."""
+        policy = self._group.mp_policy
+        return policy.reduce_dtype or policy.param_dtype or next(iter(self.param_dtypes))
+
+    @property
+    def extension_params(self) -> list[str]:
+        """Parameters whose tensor subclass changes what is gathered."""
+        return [
+            segment.name
+            for segment in self.segments
+            if hasattr(cast(DTensor, segment.sharded)._local_tensor, "fsdp_pre_all_gather")
+        ]
+
+    @property
+    def custom_comms(self) -> list[str]:
+        """Class names of communication hooks that are not FSDP2's defaults."""
+        comms = (self._group._all_gather_comm, self._group._reduce_scatter_comm)
+        return [type(comm).__name__ for comm in comms if type(comm).__name__ not in _DEFAULT_COMMS]
+
+    def main_row(self, dtype: torch.dtype) -> Tensor:
+        """Return this rank's main shard [n] as the next all-gather would send it."""
+        data = [param._sharded_param_data for param in self._group.fsdp_params]
+        return torch.cat([d.to(device=self.device, dtype=dtype) for d in data])
+
+    def install(self, *, all_gather: Any, reduce_scatter: Any, force_sum: bool) -> tuple[Any, Any, bool]:
+        """The group communicates through the given objects; returns what it used before, for install()."""
+        previous = (
+            self._group._all_gather_comm,
+            self._group._reduce_scatter_comm,
+            bool(self._group.force_sum_reduction_for_comms),
+        )
+        self.module.set_custom_all_gather(all_gather)
+        self.module.set_custom_reduce_scatter(reduce_scatter)
+        self.module.set_force_sum_reduction_for_comms(force_sum)
+        return previous
+
+
+def named_fsdp_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+    """Yield every FSDP module below (and including) the model."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield clean_name(name), module
+
+
+def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
+    """Return the parameter groups of the models, each once, in the order of `named_modules`.
+
+    Raises:
+        ValueError: not FSDP2 modules, no parameters, or several parameter groups on one module.
+    """
+    groups: list[FSDPGroup] = []
+    seen: set[int] = set()
+    for part, root in enumerate(roots):
+        prefix = f"part{part}." if len(roots) > 1 else ""
+        module_names = {id(m): prefix + name for name, m in root.named_modules()}
+        fsdp_modules = list(named_fsdp_modules(root))
+        if not fsdp_modules:
+            raise ValueError(
+                f"{type(root).__name__} has no FSDP2 modules: call torch.distributed.fsdp.fully_shard on its "
+                "blocks and on itself before sdp4bit.quantize_communication"
+            )
+        for name, module in fsdp_modules:
+            own = _param_groups(module)
+            if len(own) > 1:
+                raise ValueError(
+                    f"{prefix}{name or type(module).__name__} has {len(own)} parameter groups (a mesh per "
+                    "parameter), which FSDP2's communication hooks do not support: use one mesh per module"
+                )
+            # fully_shard([a, b]) gives several modules one group.
+            if own and id(own[0]) not in seen and own[0].fsdp_params:
+                seen.add(id(own[0]))
+                groups.append(
+                    FSDPGroup(module, own[0], name=(prefix + name).rstrip("."), module_names=module_names)
+                )
+    if not groups:
+        raise ValueError("the FSDP2 modules of this model hold no parameters")
+    return groups
+
+
+def check_torch_version() -> None:
+    """Raise ValueError if this torch has no FSDP2 communication hooks."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    if (major, minor) < MINIMUM_TORCH:
+        raise ValueError(f"sdp4bit needs torch 2.9 or newer for FSDP2's hooks, this is {torch.__version__}")

@@ -1,0 +1,145 @@
+"""A small GPT of odd sizes and real text for it, for the tests of the FSDP2 integration."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+VOCABULARY, SEQUENCE = 61, 24
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Block(nn.Module):
+    """Pre-LN attention and MLP."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.ln1(x)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.fc2(F.gelu(self.fc1(self.ln2(x))))
+
+
+class ToyGPT(nn.Module):
+    """Uneven shards everywhere, and a parameter of one element: empty shards on most ranks."""
+
+    def __init__(self, width: int = 40, hidden: int = 107, layers: int = 2) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(SEQUENCE, width)
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.temperature = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) * self.temperature
+
+
+def data_mesh() -> DeviceMesh:
+    """Return a 1-D mesh over all ranks."""
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+def shard(
+    model: ToyGPT,
+    *,
+    mesh: DeviceMesh | None = None,
+    policy: MixedPrecisionPolicy = POLICY,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+    **options: Any,
+) -> ToyGPT:
+    """fully_shard every block, the pair of norm and head as one group, and the root."""
+    mesh = data_mesh() if mesh is None else mesh
+    for index, block in enumerate(model.blocks):
+        if wrap is not None:
+            model.blocks[index] = block = wrap(block)
+        fully_shard(block, mesh=mesh, mp_policy=policy, **options)
+    fully_shard([model.norm, model.head], mesh=mesh, mp_policy=policy, **options)
+    return fully_shard(model, mesh=mesh, mp_policy=policy, **options)
+
+
+def build(**options: Any) -> ToyGPT:
+    """Return the sharded toy model with the same weights in every call."""
+    torch.manual_seed(0)
+    return shard(ToyGPT(), **options)
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+    """Return the optimizer that the tests use."""
+    return torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01, **options)
+
+
+@lru_cache
+def _text() -> Tensor:
+    raw = torch.tensor(list(Path(textwrap.__file__).read_bytes()))
+    used = torch.unique(raw)
+    table = torch.zeros(256, dtype=torch.long)
+    table[used] = torch.arange(len(used)) % VOCABULARY
+    return table[raw]
+
+
+def batches(seed: int = 0, *, rank: int | None = None, size: int = 4) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield endless (input, target) windows of a standard-library source file, different on every rank."""
+    text = _text()
+    generator = torch.Generator().manual_seed(1000 * seed + (dist.get_rank() if rank is None else rank))
+    while True:
+        starts = torch.randint(0, len(text) - SEQUENCE - 1, (size,), generator=generator).tolist()
+        window = torch.stack([text[start : start + SEQUENCE + 1] for start in starts])
+        yield window[:, :-1], window[:, 1:]
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the cross entropy of a batch."""
+    tokens, targets = batch
+    return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Iterator[tuple[Tensor, Tensor]],
+    steps: int,
+    *,
+    clip: float | None = 1.0,
+) -> list[float]:
+    """Train and return this rank's losses."""
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(model, next(data))
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_replicas_identical(comm: Any) -> None:
+    """Every rank that holds the same rows holds the same bits."""
+    for group in comm._state.groups:
+        if group.replica is None:
+            continue
+        key = 0 if group.replica.is_full else dist.get_rank() % group.layout.ranks_per_node
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (key, group.replica.rows.view(torch.uint8)))
+        for other, rows in gathered:
+            assert other != key or torch.equal(rows, group.replica.rows.view(torch.uint8)), group.group.name
