@@ -168,7 +168,12 @@ def _check_subtract_quantize(
         other = None if replica is None else list(replica.shape)
         raise ValueError(f"main and replica must be 1-D of equal length, got {list(main.shape)} and {other}")
     layout = MessageLayout(numel=main.shape[0], bits=bits, group_size=group_size)
+    if out.dim() != 1:
+        raise ValueError(f"out must be uint8 [{layout.nbytes}], got {out.dtype} {list(out.shape)}")
     _check_messages("out", out.unsqueeze(0), 1, layout)
+    _check_values("main", main, out)
+    if replica is not None:
+        _check_values("replica", replica, out)
 
 
 def subtract_quantize(
@@ -199,6 +204,7 @@ def _check_dequantize_add(messages: Tensor, replica: Tensor, bits: int, group_si
         raise ValueError(f"replica must be 2-D with contiguous rows, got {list(replica.shape)}")
     layout = MessageLayout(numel=replica.shape[1], bits=bits, group_size=group_size)
     _check_messages("messages", messages, replica.shape[0], layout)
+    _check_values("replica", replica, messages)
 
 
 def dequantize_add(messages: Tensor, replica: Tensor, bits: int, group_size: int, accumulate: bool) -> None:
@@ -212,12 +218,26 @@ def dequantize_add(messages: Tensor, replica: Tensor, bits: int, group_size: int
     torch.ops.sdp4bit.dequantize_add(messages, replica, bits, group_size, accumulate)
 
 
-def _check_hadamard_quantize(values: Tensor, out: Tensor, bits: int, group_size: int, *_: Any) -> None:
+def _check_hadamard_quantize(
+    values: Tensor,
+    out: Tensor,
+    bits: int,
+    group_size: int,
+    hadamard: bool,
+    stochastic: bool,
+    k0: int,
+    k1: int,
+    first: int,
+    row_stride: int,
+) -> None:
     if values.dim() != 3 or (values.shape[2] > 1 and values.stride(2) != 1):
         raise ValueError(f"values must be 3-D with contiguous rows, got {list(values.shape)}")
     destinations, parts, numel = values.shape
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
     _check_messages("out", out, destinations, layout)
+    _check_values("values", values, out)
+    if stochastic:
+        _check_numbering(first, row_stride, destinations * parts, numel)
 
 
 def hadamard_quantize(
@@ -254,13 +274,22 @@ def _check_dequantize_reduce_quantize(
     group_size_in: int,
     bits_out: int,
     group_size_out: int,
-    *_: Any,
+    stochastic: bool,
+    k0: int,
+    k1: int,
+    first: int,
+    row_stride: int,
 ) -> None:
+    if out.dim() != 2:
+        raise ValueError(f"out must be 2-D, one message per row, got {list(out.shape)}")
     parts = out.shape[0]
     received = MessageLayout(numel=numel, bits=bits_in, group_size=group_size_in, parts=parts)
     sent = MessageLayout(numel=numel, bits=bits_out, group_size=group_size_out)
     _check_messages("messages", messages, None, received)
     _check_messages("out", out, parts, sent)
+    _check_device("messages", messages, out)
+    if stochastic:
+        _check_numbering(first, row_stride, parts, numel)
 
 
 def dequantize_reduce_quantize(
@@ -309,6 +338,7 @@ def _check_dequantize_reduce_hadamard(
         raise ValueError(f"out must be 1-D and contiguous, got {list(out.shape)}")
     layout = MessageLayout(numel=out.shape[0], bits=bits, group_size=group_size)
     _check_messages("messages", messages, None, layout)
+    _check_values("out", out, messages)
 
 
 def dequantize_reduce_hadamard(

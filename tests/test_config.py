@@ -1,0 +1,185 @@
+"""Settings: the presets are the paper's, and every bad value is refused with its name and a way out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from sdp4bit.config import PRESETS, GradientConfig, SDP4BitConfig, WeightConfig
+
+WEIGHTS = {
+    "bits": 4,
+    "group_size": 2048,
+    "mode": "difference",
+    "rounding": "nearest",
+    "replica": "node",
+}
+GRADIENTS = {
+    "intra_bits": 8,
+    "inter_bits": 4,
+    "intra_group_size": 128,
+    "inter_group_size": 128,
+    "hadamard": True,
+    "intra_rounding": "stochastic",
+    "inter_rounding": "stochastic",
+    "pipeline_chunks": 1,
+    "start_step": 0,
+    "min_numel": 1024,
+}
+TABLE_6 = {
+    "baseline": (None, None),
+    "qw": (WEIGHTS | {"mode": "direct"}, None),
+    "qwd": (WEIGHTS, None),
+    "ulq": (None, GRADIENTS | {"intra_bits": 4, "hadamard": False}),
+    "tlq": (None, GRADIENTS | {"hadamard": False}),
+    "tlq-hs": (None, GRADIENTS),
+    "sdp4bit": (WEIGHTS, GRADIENTS),
+}
+
+
+@pytest.mark.parametrize("name", TABLE_6)
+def test_preset_has_exactly_the_settings_of_table_6(name: str) -> None:
+    weights, gradients = TABLE_6[name]
+    expected = {"weights": weights, "gradients": gradients, "seed": 0}
+    assert dataclasses.asdict(SDP4BitConfig.preset(name)) == expected
+
+
+def test_presets_are_named_in_the_order_of_table_6() -> None:
+    assert tuple(TABLE_6) == PRESETS
+
+
+def test_defaults_are_the_paper_method() -> None:
+    assert SDP4BitConfig() == SDP4BitConfig.preset("sdp4bit")
+    assert dataclasses.asdict(WeightConfig()) == WEIGHTS
+    assert dataclasses.asdict(GradientConfig()) == GRADIENTS
+
+
+@pytest.mark.parametrize("name", ["SDP4Bit", "tlqhs", ""])
+def test_unknown_preset_lists_all_names(name: str) -> None:
+    with pytest.raises(ValueError, match="unknown preset") as error:
+        SDP4BitConfig.preset(name)
+    assert repr(name) in str(error.value)
+    for known in TABLE_6:
+        assert known in str(error.value)
+
+
+@pytest.mark.parametrize("config", [WeightConfig(), GradientConfig(), SDP4BitConfig()])
+def test_settings_are_frozen_and_hashable(config: object) -> None:
+    field = dataclasses.fields(config)[0].name  # type: ignore[arg-type]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, field, None)
+    assert hash(config) == hash(dataclasses.replace(config))  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("cls", [WeightConfig, GradientConfig, SDP4BitConfig])
+def test_settings_are_keyword_only(cls: type) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        cls(4)
+
+
+def test_none_is_full_precision_for_every_hop() -> None:
+    assert WeightConfig(bits=None).bits is None
+    gradients = GradientConfig(intra_bits=None, inter_bits=None)
+    assert (gradients.intra_bits, gradients.inter_bits) == (None, None)
+
+
+BITS_FIELDS = [
+    (WeightConfig, "weights", "bits"),
+    (GradientConfig, "gradients", "intra_bits"),
+    (GradientConfig, "gradients", "inter_bits"),
+]
+
+
+@pytest.mark.parametrize(("cls", "part", "field"), BITS_FIELDS)
+@pytest.mark.parametrize("bits", [0, 3, 5, 16, 32, -4, True, 4.0, "4"])
+def test_unsupported_bits_are_refused(cls: type, part: str, field: str, bits: object) -> None:
+    with pytest.raises(ValueError) as error:
+        cls(**{field: bits})
+    message = str(error.value)
+    assert f"{part}.{field}={bits!r}" in message
+    assert "use 4 or 8" in message
+    assert "None" in message
+
+
+@pytest.mark.parametrize(("cls", "part", "field"), BITS_FIELDS)
+@pytest.mark.parametrize("bits", [4, 8, None])
+def test_supported_bits_are_kept(cls: type, part: str, field: str, bits: int | None) -> None:
+    assert getattr(cls(**{field: bits}), field) == bits
+
+
+GROUP_FIELDS = [
+    (WeightConfig, "weights", "group_size"),
+    (GradientConfig, "gradients", "intra_group_size"),
+    (GradientConfig, "gradients", "inter_group_size"),
+]
+
+
+@pytest.mark.parametrize(("cls", "part", "field"), GROUP_FIELDS)
+@pytest.mark.parametrize(
+    ("group_size", "suggested"),
+    [
+        (0, (32, 64)),
+        (-32, (32, 64)),
+        (1, (32, 64)),
+        (33, (32, 64)),
+        (100, (96, 128)),
+        (2047, (2016, 2048)),
+        (True, (32, 64)),
+        (128.0, (32, 64)),
+        ("128", (32, 64)),
+        (None, (32, 64)),
+    ],
+)
+def test_bad_group_size_is_refused_with_two_that_work(
+    cls: type, part: str, field: str, group_size: object, suggested: tuple[int, int]
+) -> None:
+    with pytest.raises(ValueError) as error:
+        cls(**{field: group_size})
+    message = str(error.value)
+    assert f"{part}.{field}={group_size!r}" in message
+    assert f"for example {suggested[0]} or {suggested[1]}" in message
+    for size in suggested:
+        assert getattr(cls(**{field: size}), field) == size
+
+
+@pytest.mark.parametrize(
+    ("cls", "part", "field", "choices"),
+    [
+        (WeightConfig, "weights", "mode", ("difference", "direct")),
+        (WeightConfig, "weights", "rounding", ("nearest", "stochastic")),
+        (WeightConfig, "weights", "replica", ("node", "full")),
+        (GradientConfig, "gradients", "intra_rounding", ("nearest", "stochastic")),
+        (GradientConfig, "gradients", "inter_rounding", ("nearest", "stochastic")),
+    ],
+)
+@pytest.mark.parametrize("value", ["Nearest", "", None, 1, "differences"])
+def test_unknown_choice_is_refused_with_the_known_ones(
+    cls: type, part: str, field: str, choices: tuple[str, ...], value: object
+) -> None:
+    with pytest.raises(ValueError) as error:
+        cls(**{field: value})
+    assert f"{part}.{field}={value!r}" in str(error.value)
+    for choice in choices:
+        assert repr(choice) in str(error.value)
+        assert getattr(cls(**{field: choice}), field) == choice
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "field", "minimum"),
+    [
+        (GradientConfig, "gradients.pipeline_chunks", "pipeline_chunks", 1),
+        (GradientConfig, "gradients.start_step", "start_step", 0),
+        (GradientConfig, "gradients.min_numel", "min_numel", 0),
+        (SDP4BitConfig, "seed", "seed", 0),
+    ],
+)
+def test_count_below_its_minimum_or_no_integer_is_refused(
+    cls: type, name: str, field: str, minimum: int
+) -> None:
+    for value in (minimum - 1, -5, True, float(minimum), "1", None):
+        with pytest.raises(ValueError) as error:
+            cls(**{field: value})
+        assert f"{name}={value!r}" in str(error.value)
+        assert f"at least {minimum}" in str(error.value)
+    assert getattr(cls(**{field: minimum}), field) == minimum

@@ -1,0 +1,149 @@
+"""Byte layout of a message: sizes computed by hand, and no two parts ever share a byte."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT, MessageLayout, round_up
+
+repeatable = settings(deadline=None, derandomize=True)
+
+layouts = st.builds(
+    MessageLayout,
+    numel=st.integers(0, 5000),
+    bits=st.sampled_from([4, 8, 32]),
+    group_size=st.integers(1, 64).map(lambda blocks: 32 * blocks),
+    parts=st.integers(1, 9),
+)
+
+
+# numel, bits, group, parts -> padded, groups, tail, codes per row, scales begin, payload, message
+@pytest.mark.parametrize(
+    ("numel", "bits", "group_size", "parts", "expected"),
+    [
+        (4096, 4, 2048, 1, (4096, 2, 0, 2048, 2048, 2052, 2064)),
+        (4096, 8, 128, 1, (4096, 32, 0, 4096, 4096, 4160, 4160)),
+        (1024, 4, 128, 4, (1024, 8, 0, 512, 2048, 2112, 2112)),
+        (1000, 4, 128, 1, (1024, 8, 0, 512, 512, 528, 528)),
+        (1025, 8, 128, 2, (1056, 9, 32, 1056, 2112, 2148, 2160)),
+        (200, 4, 96, 3, (224, 3, 32, 112, 336, 354, 368)),
+        (1, 4, 2048, 1, (32, 1, 32, 16, 16, 18, 32)),
+        (100, 32, 128, 2, (128, 0, 0, 512, 1024, 1024, 1024)),
+        (0, 4, 128, 3, (0, 0, 0, 0, 0, 0, 0)),
+    ],
+)
+def test_sizes_equal_the_hand_computed_ones(
+    numel: int, bits: int, group_size: int, parts: int, expected: tuple[int, ...]
+) -> None:
+    layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
+    assert (
+        layout.padded_numel,
+        layout.groups,
+        layout.tail,
+        layout.code_bytes,
+        layout.scales_offset,
+        layout.payload_bytes,
+        layout.nbytes,
+    ) == expected
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "bytes_per_value"),
+    [(4, 128, 0.515625), (8, 128, 1.015625), (4, 2048, 0.5009765625), (32, 128, 4.0)],
+)
+@pytest.mark.parametrize("parts", [1, 16])
+def test_cost_per_value_is_exact_when_the_sizes_divide(
+    bits: int, group_size: int, bytes_per_value: float, parts: int
+) -> None:
+    layout = MessageLayout(numel=2048 * 8, bits=bits, group_size=group_size, parts=parts)
+    assert layout.nbytes == bytes_per_value * parts * layout.numel
+    assert layout.padding_bytes == 0.0
+
+
+def test_padding_bytes_are_what_raggedness_adds() -> None:
+    # 1 value: 32 codes of half a byte and a scale are 18 bytes, sent as 32; the value alone is 0.5 + 2/128.
+    assert MessageLayout(numel=1, bits=4, group_size=128).padding_bytes == 32 - 0.5 - 2 / 128
+    assert MessageLayout(numel=100, bits=32, group_size=128).padding_bytes == 4 * 28
+    assert MessageLayout(numel=0, bits=4, group_size=128).padding_bytes == 0
+
+
+@repeatable
+@given(layouts)
+def test_rows_codes_and_scales_never_overlap_and_fill_the_message(layout: MessageLayout) -> None:
+    owner = bytearray(layout.nbytes)
+    for part in range(layout.parts):
+        first = part * layout.code_bytes
+        for byte in range(first, first + layout.code_bytes):
+            owner[byte] += 1
+        first = layout.scales_offset + part * layout.groups * 2
+        for byte in range(first, first + layout.groups * 2):
+            owner[byte] += 1
+    assert owner[: layout.payload_bytes] == b"\x01" * layout.payload_bytes
+    assert not any(owner[layout.payload_bytes :])
+    assert 0 <= layout.nbytes - layout.payload_bytes < MESSAGE_ALIGNMENT
+
+
+@repeatable
+@given(layouts)
+def test_groups_cover_a_padded_row_exactly(layout: MessageLayout) -> None:
+    assert 0 <= layout.padded_numel - layout.numel < 32
+    if layout.bits == 32:
+        assert layout.groups == 0
+        return
+    sizes = [layout.group_size] * (layout.padded_numel // layout.group_size)
+    sizes += [layout.tail] * (layout.tail > 0)
+    assert len(sizes) == layout.groups
+    assert sum(sizes) == layout.padded_numel
+    assert all(size % 32 == 0 for size in sizes)
+    assert sum(size * layout.bits // 8 for size in sizes) == layout.code_bytes
+
+
+@repeatable
+@given(layouts)
+def test_messages_and_scales_are_aligned(layout: MessageLayout) -> None:
+    assert layout.nbytes % MESSAGE_ALIGNMENT == 0
+    assert layout.code_bytes % 16 == 0
+    assert layout.scales_offset % 16 == 0
+
+
+@repeatable
+@given(layouts)
+def test_padding_costs_at_most_31_values_and_a_scale_per_row_and_the_alignment(
+    layout: MessageLayout,
+) -> None:
+    scales = Fraction(0) if layout.bits == 32 else Fraction(2, layout.group_size)
+    needed = layout.parts * layout.numel * (Fraction(layout.bits, 8) + scales)
+    padding = layout.nbytes - needed
+    per_row = Fraction(31 * layout.bits, 8) + (0 if layout.bits == 32 else 2)
+    assert 0 <= padding < layout.parts * per_row + MESSAGE_ALIGNMENT
+    # Reported as a float: three roundings of numbers no larger than the message.
+    assert abs(Fraction(layout.padding_bytes) - padding) <= 3 * Fraction(layout.nbytes, 1 << 52)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"bits": 3}, "bits=3"),
+        ({"bits": 16}, "bits=16"),
+        ({"group_size": 0}, "group_size=0"),
+        ({"group_size": -32}, "group_size=-32"),
+        ({"group_size": 100}, "group_size=100"),
+        ({"numel": -1}, "numel=-1"),
+        ({"parts": 0}, "parts=0"),
+    ],
+)
+def test_bad_numbers_are_refused_by_name(arguments: dict[str, int], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        MessageLayout(**({"numel": 64, "bits": 4, "group_size": 32} | arguments))
+
+
+@repeatable
+@given(st.integers(0, 10**12), st.integers(1, 10**6))
+def test_round_up_is_the_smallest_multiple_not_below(value: int, multiple: int) -> None:
+    rounded = round_up(value, multiple)
+    assert rounded % multiple == 0
+    assert 0 <= rounded - value < multiple

@@ -1,0 +1,263 @@
+"""Random bits of stochastic rounding: known answers, no shared streams, no memory, no visible pattern."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sdp4bit.quantization.random import (
+    MAX_ELEMENTS,
+    Stage,
+    derive_keys,
+    hash32,
+    pack_stream,
+    random_bits16,
+)
+
+repeatable = settings(deadline=None, derandomize=True)
+M32, M64 = (1 << 32) - 1, (1 << 64) - 1
+
+
+def splitmix64_finalizer(z: int) -> int:
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & M64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & M64
+    return z ^ z >> 31
+
+
+def keys_by_hand(seed: int, stream: int) -> tuple[int, int]:
+    state = seed * 0x9E3779B97F4A7C15 + stream * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15
+    mixed = splitmix64_finalizer(state & M64)
+    return mixed & M32, mixed >> 32
+
+
+def hash_by_hand(counter: int, k0: int, k1: int) -> int:
+    x = counter ^ k0
+    x ^= x >> 16
+    x = x * 0x7FEB352D & M32
+    x ^= k1
+    x ^= x >> 15
+    x = x * 0x846CA68B & M32
+    return x ^ x >> 16
+
+
+def bits_by_hand(element: int, k0: int, k1: int) -> int:
+    mixed = hash_by_hand(element // 32 * 16 + element % 16, k0, k1)
+    return mixed & 0xFFFF if element % 32 < 16 else mixed >> 16
+
+
+keys = st.integers(0, M32)
+
+
+# Keys
+
+
+def test_keys_of_stream_zero_are_the_published_outputs_of_splitmix64() -> None:
+    # The first three outputs of splitmix64 from state 0: the seed advances by the same increment.
+    published = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
+    for seed, output in enumerate(published):
+        assert derive_keys(seed, 0) == (output & M32, output >> 32)
+
+
+@repeatable
+@given(st.integers(0, 1 << 70), st.integers(0, M64))
+def test_keys_equal_the_definition_in_integers(seed: int, stream: int) -> None:
+    assert derive_keys(seed, stream) == keys_by_hand(seed, stream)
+
+
+@repeatable
+@given(st.integers(0, M64), st.integers(0, M64), st.integers(0, M64))
+def test_different_streams_of_a_seed_have_different_keys(seed: int, a: int, b: int) -> None:
+    assert (derive_keys(seed, a) == derive_keys(seed, b)) == (a == b)
+
+
+# Streams
+
+LIMITS = {"step": 1 << 32, "bucket": 1 << 12, "rank": 1 << 18}
+stream_names = st.fixed_dictionaries(
+    {name: st.integers(0, limit - 1) for name, limit in LIMITS.items()}
+    | {"stage": st.sampled_from(list(Stage))}
+)
+
+
+@repeatable
+@given(stream_names, stream_names)
+def test_different_names_have_different_streams(a: dict, b: dict) -> None:
+    assert (pack_stream(**a) == pack_stream(**b)) == (a == b)
+
+
+@repeatable
+@given(stream_names)
+def test_names_can_be_read_back_from_the_stream(names: dict) -> None:
+    stream = pack_stream(**names)
+    assert 0 <= stream <= M64
+    assert names == {
+        "step": stream >> 32,
+        "bucket": stream >> 20 & 0xFFF,
+        "stage": stream >> 18 & 3,
+        "rank": stream & 0x3FFFF,
+    }
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_name_beyond_its_field_is_refused(name: str) -> None:
+    names = {"step": 0, "bucket": 0, "stage": Stage.INTER, "rank": 0}
+    pack_stream(**names | {name: LIMITS[name] - 1})
+    for value in (-1, LIMITS[name]):
+        bits = LIMITS[name].bit_length() - 1
+        with pytest.raises(ValueError, match=rf"{name}={value} does not fit the {bits} bits"):
+            pack_stream(**names | {name: value})
+
+
+def test_stages_are_three_different_numbers() -> None:
+    assert [int(stage) for stage in (Stage.INTRA, Stage.INTER, Stage.WEIGHT)] == [0, 1, 2]
+
+
+# Bits
+
+
+@repeatable
+@given(st.lists(st.integers(0, M32), min_size=1, max_size=20), keys, keys)
+def test_hash_equals_the_definition_in_integers(counters: list[int], k0: int, k1: int) -> None:
+    counter = torch.tensor(counters, dtype=torch.int64).to(torch.int32)
+    mixed = hash32(counter, k0, k1)
+    assert mixed.dtype == torch.int32
+    assert [x & M32 for x in mixed.tolist()] == [hash_by_hand(c, k0, k1) for c in counters]
+
+
+@repeatable
+@given(st.integers(0, (MAX_ELEMENTS - 96) // 32), keys, keys)
+def test_bits_equal_the_definition_in_integers(block: int, k0: int, k1: int) -> None:
+    first = 32 * block
+    bits = random_bits16(first, 96, k0, k1)
+    assert bits.dtype == torch.int32
+    assert bits.tolist() == [bits_by_hand(e, k0, k1) for e in range(first, first + 96)]
+
+
+def test_known_bits_do_not_change() -> None:
+    k0, k1 = keys_by_hand(7, pack_stream(step=3, bucket=5, stage=Stage.INTER, rank=2))
+    first = [bits_by_hand(e, k0, k1) for e in range(0, 64, 8)]
+    assert first == KNOWN_BITS
+    keys = derive_keys(7, pack_stream(step=3, bucket=5, stage=Stage.INTER, rank=2))
+    assert random_bits16(0, 64, *keys)[::8].tolist() == KNOWN_BITS
+
+
+KNOWN_BITS = [15965, 52246, 698, 17974, 57510, 46946, 336, 29160]
+
+
+@repeatable
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(0, 1000), keys, keys)
+def test_bits_do_not_depend_on_how_a_range_is_split(
+    blocks: list[int], first_block: int, k0: int, k1: int
+) -> None:
+    first, pieces = 32 * first_block, []
+    for count in blocks:
+        pieces.append(random_bits16(first, 32 * count, k0, k1))
+        first += 32 * count
+    whole = random_bits16(32 * first_block, 32 * sum(blocks), k0, k1)
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize(("first", "numel"), [(1, 32), (0, 31), (16, 32), (-32, 64), (32, -32)])
+def test_range_that_is_no_multiple_of_32_or_negative_is_refused(first: int, numel: int) -> None:
+    with pytest.raises(ValueError, match=f"first={first} and numel={numel} must be multiples of 32"):
+        random_bits16(first, numel, 1, 2)
+
+
+def test_last_element_has_bits_and_the_next_is_refused() -> None:
+    assert MAX_ELEMENTS == 1 << 33
+    last = random_bits16(MAX_ELEMENTS - 32, 32, 1, 2)
+    assert last.tolist() == [bits_by_hand(e, 1, 2) for e in range(MAX_ELEMENTS - 32, MAX_ELEMENTS)]
+    with pytest.raises(ValueError, match=f"element {MAX_ELEMENTS + 32} is beyond {MAX_ELEMENTS}"):
+        random_bits16(MAX_ELEMENTS, 32, 1, 2)
+
+
+def test_global_random_state_is_untouched() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    random_bits16(0, 1 << 12, *derive_keys(1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# Statistics: fixed keys, so that each bound is met or missed for good. A sound generator fails a
+# one-in-a-million bound for one key in a million.
+
+SIGMA_ONE_IN_A_MILLION = 4.892  # two-sided normal quantile
+COUNT = 1 << 20
+STATISTICS_KEYS = [derive_keys(0, 0), derive_keys(1234, pack_stream(step=9, bucket=1, stage=1, rank=3))]
+
+
+def chi_square_quantile(degrees: int, z: float) -> float:
+    """Wilson-Hilferty approximation of the quantile that a normal variable has at z."""
+    spread = 2 / (9 * degrees)
+    return degrees * (1 - spread + z * math.sqrt(spread)) ** 3
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    a, b = a.double(), b.double()
+    return (((a - a.mean()) * (b - b.mean())).mean() / (a.std() * b.std())).item()
+
+
+def assert_uncorrelated(a: Tensor, b: Tensor) -> None:
+    # The correlation of n independent pairs is normal with standard deviation 1/sqrt(n).
+    assert abs(correlation(a, b)) < SIGMA_ONE_IN_A_MILLION / math.sqrt(a.numel())
+
+
+@pytest.mark.parametrize("k", STATISTICS_KEYS)
+@pytest.mark.parametrize(("shift", "bins"), [(0, 1 << 16), (8, 256), (4, 256), (0, 256)])
+def test_bits_are_uniform(k: tuple[int, int], shift: int, bins: int) -> None:
+    values = random_bits16(0, COUNT, *k) >> shift & (bins - 1)
+    observed = torch.bincount(values, minlength=bins).double()
+    expected = COUNT / bins
+    chi_square = ((observed - expected) ** 2 / expected).sum().item()
+    low = chi_square_quantile(bins - 1, -SIGMA_ONE_IN_A_MILLION)
+    high = chi_square_quantile(bins - 1, SIGMA_ONE_IN_A_MILLION)
+    assert low < chi_square < high
+
+
+@pytest.mark.parametrize("k", STATISTICS_KEYS)
+def test_every_bit_of_every_lane_is_fair(k: tuple[int, int]) -> None:
+    lanes = random_bits16(0, COUNT, *k).view(-1, 32)
+    for bit in range(16):
+        ones = (lanes >> bit & 1).sum(0).double()
+        z = (ones - len(lanes) / 2) / math.sqrt(len(lanes) / 4)
+        assert z.abs().max().item() < SIGMA_ONE_IN_A_MILLION
+
+
+@pytest.mark.parametrize("k", STATISTICS_KEYS)
+def test_lanes_are_uncorrelated(k: tuple[int, int]) -> None:
+    bits = random_bits16(0, COUNT, *k)
+    halves = bits.view(-1, 2, 16)
+    assert_uncorrelated(halves[:, 0].reshape(-1), halves[:, 1].reshape(-1))
+    for lag in (1, 2, 16, 31, 32, 64, 128):
+        assert_uncorrelated(bits[lag:], bits[:-lag])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"step": 10},
+        {"bucket": 2},
+        {"stage": Stage.INTER},
+        {"rank": 4},
+        {"rank": 5, "step": 8},
+    ],
+)
+def test_streams_are_uncorrelated(other: dict[str, int]) -> None:
+    names = {"step": 9, "bucket": 1, "stage": Stage.INTRA, "rank": 3}
+    a = random_bits16(0, COUNT, *derive_keys(0, pack_stream(**names)))
+    b = random_bits16(0, COUNT, *derive_keys(0, pack_stream(**names | other)))
+    assert_uncorrelated(a, b)
+    # Two streams agree at an element with probability 2**-16: 16 expected here, Poisson.
+    assert (a == b).sum().item() < 16 + SIGMA_ONE_IN_A_MILLION * math.sqrt(16) + 8
+
+
+def test_seeds_are_uncorrelated() -> None:
+    stream = pack_stream(step=9, bucket=1, stage=Stage.INTRA, rank=3)
+    a = random_bits16(0, COUNT, *derive_keys(0, stream))
+    for seed in (1, 2, 1 << 31):
+        assert_uncorrelated(a, random_bits16(0, COUNT, *derive_keys(seed, stream)))
