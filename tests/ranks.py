@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
+import pickle  # by value: a tensor of a process that has ended cannot be shared
 import tempfile
 import threading
 import time
@@ -20,7 +21,14 @@ import torch.distributed as dist
 
 from sdp4bit.quantization import ops
 
-_PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "sdp4bit", "tests.ranks"]
+_PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "sdp4bit",
+    "tests.ranks",
+]
 
 
 def run_ranks(
@@ -79,7 +87,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             if pipe in ready:
                 del open_pipes[rank]
                 try:
-                    ok, value = pipe.recv()
+                    ok, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     ok, value = False, "ended without a result"
                 (results if ok else failures)[rank] = value
@@ -112,9 +120,9 @@ def _run_rank(
             result = function(*args)
         dist.barrier()
         dist.destroy_process_group()
-        sender.send((True, result))
+        sender.send_bytes(pickle.dumps((True, result)))
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
         raise SystemExit(1) from None
 
 

@@ -55,3 +55,65 @@ def test_every_rank_gets_its_row_exactly(nodes: int, per_node: int) -> None:
 @pytest.mark.parametrize(("nodes", "per_node"), [(8, 8), (16, 8)])
 def test_the_shard_map_holds_in_large_worlds(nodes: int, per_node: int) -> None:
     run_threads(reduce_integers, nodes * per_node, nodes, per_node, [160], 1, timeout=240)
+
+
+def reduce_floats(nodes: int, per_node: int) -> None:
+    """Unquantized sums are as exact as any fp32 summation: within (ranks - 1) * 2**-24 * sum |x|."""
+    world, rank, numel = nodes * per_node, dist.get_rank(), 777
+    _, reduce_scatter, _ = make(nodes, per_node, EXACT)
+    inputs = [torch.randn(world, numel, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    output = torch.empty(numel)
+    reduce_scatter(output, inputs[rank].reshape(-1), call=0, multiplier=0.25)
+    rows = torch.stack(inputs)[:, rank].double()
+    bound = (world - 1) * 2**-24 * rows.abs().sum(0) * 0.25
+    assert ((output - rows.sum(0) * 0.25).abs() <= bound * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2)])
+def test_unquantized_sums_keep_the_error_bound_of_fp32(nodes: int, per_node: int) -> None:
+    run_ranks(reduce_floats, nodes * per_node, nodes, per_node)
+
+
+def reduce_with_slices(config: GradientConfig) -> None:
+    """The result and the bytes of payload do not depend on the number of slices, nor the buffers' history."""
+    rows = torch.randn(4 * 3001, generator=torch.Generator().manual_seed(dist.get_rank()))
+    results = []
+    for chunks in (1, 2, 5, 1000):
+        _, reduce_scatter, _ = make(2, 2, replace(config, pipeline_chunks=chunks))
+        output = torch.empty(3001)
+        for call in (4, 3):
+            reduce_scatter(output, rows, call=call)
+        results.append(output)
+    assert all(torch.equal(results[0], result) for result in results[1:])
+
+
+def test_slicing_changes_no_bit_for_unequal_group_sizes() -> None:
+    run_ranks(reduce_with_slices, 4, GradientConfig(intra_group_size=96, inter_group_size=256))
+
+
+def reduce_special_values() -> None:
+    """A NaN on one rank reaches its group of the owner's row, and nothing else; Inf becomes NaN."""
+    _, reduce_scatter, _ = make(2, 2, GradientConfig(hadamard=False))
+    rows = torch.ones(4, 512)
+    if dist.get_rank() == 3:
+        rows[1, 130], rows[2, 5] = float("nan"), float("inf")
+    output = torch.empty(512)
+    reduce_scatter(output, rows.view(-1), call=0)
+    poisoned = {1: slice(128, 256), 2: slice(0, 128)}.get(dist.get_rank(), slice(0, 0))
+    expected = torch.zeros(512, dtype=torch.bool)
+    expected[poisoned] = True
+    assert torch.equal(output.isnan(), expected)
+
+
+def test_values_that_are_not_finite_come_out_not_finite() -> None:
+    run_ranks(reduce_special_values, 4)
+
+
+def reject_wrong_sizes() -> None:
+    _, reduce_scatter, _ = make(2, 1, GradientConfig())
+    with pytest.raises(ValueError, match="2 x 10 values, got 30"):
+        reduce_scatter(torch.empty(10), torch.empty(30), call=0)
+
+
+def test_an_input_of_the_wrong_size_is_an_error() -> None:
+    run_ranks(reject_wrong_sizes, 2)

@@ -15,8 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
+
 VOCABULARY, SEQUENCE = 61, 24
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+LOSSLESS = SDP4BitConfig(weights=WeightConfig(bits=None), gradients=None)
+"""Weights come from replicas refreshed in full precision: results equal plain FSDP2's bit for bit."""
+QUANTIZED = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
+"""The default method, for the smallest rows too."""
 
 
 class Block(nn.Module):
@@ -133,13 +140,86 @@ def train(
     return losses
 
 
+class Run:
+    """One training run, loop left to the test: plain FSDP2 if `config` is None; losses are collected."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: SDP4BitConfig | None,
+        *,
+        topology: int = 2,
+        data_rank: int | None = None,
+        clip: float | None = 1.0,
+        **optimizer_options: Any,
+    ) -> None:
+        self.model = model
+        self.comm: Any = None
+        if config is not None:
+            self.comm = quantize_communication(model, topology=topology, config=config)
+        self.optimizer = adamw(model, **{"fused": True, **optimizer_options})
+        self.data = batches(rank=data_rank)
+        self.eval_batch = next(batches(seed=1, rank=data_rank))
+        self.clip = clip
+        self.losses: list[float] = []
+
+    def backward(self) -> None:
+        """One forward and backward."""
+        loss = loss_of(self.model, next(self.data))
+        loss.backward()
+        self.losses.append(loss.item())
+
+    def step(self) -> None:
+        """One optimizer step."""
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, steps: int) -> Run:
+        """Whole steps."""
+        for _ in range(steps):
+            self.backward()
+            self.step()
+        return self
+
+    def evaluate(self, mode: Callable[[], Any] = torch.no_grad) -> float:
+        """Return the loss of a forward without gradients on always the same data."""
+        with mode():
+            return loss_of(self.model, self.eval_batch).item()
+
+    def finish(self) -> list[float]:
+        """Return the losses, and that of a last forward, which sees the last step; replicas are identical."""
+        result = [*self.losses, self.evaluate()]
+        if self.comm is not None:
+            assert_replicas_identical(self.comm)
+        return result
+
+
+def assert_close_to_plain(scenario: Callable[..., list[float]], *args: Any, bound: float = 0.03) -> None:
+    """Without loss of precision a scenario equals plain FSDP2's bit for bit; quantized, within the bound.
+
+    Args:
+        scenario: called with a configuration (None for plain FSDP2) and args; returns losses.
+        bound: relative difference of any quantized loss of the few steps.
+    """
+    plain, lossless, quantized = (scenario(config, *args) for config in (None, LOSSLESS, QUANTIZED))
+    assert lossless == plain
+    assert quantized != plain
+    for ours, theirs in zip(quantized, plain, strict=True):
+        assert abs(ours - theirs) <= bound * theirs, (quantized, plain)
+
+
 def assert_replicas_identical(comm: Any) -> None:
-    """Every rank that holds the same rows holds the same bits."""
+    """Every rank that holds the same rows of the same parameter group holds the same bits."""
+    mine = {}
     for group in comm._state.groups:
-        if group.replica is None:
-            continue
-        key = 0 if group.replica.is_full else dist.get_rank() % group.layout.ranks_per_node
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (key, group.replica.rows.view(torch.uint8)))
-        for other, rows in gathered:
-            assert other != key or torch.equal(rows, group.replica.rows.view(torch.uint8)), group.group.name
+        if group.replica is not None:
+            layout = group.layout
+            part = 0 if group.replica.is_full else layout.ranks.index(dist.get_rank()) % layout.ranks_per_node
+            mine[layout.ranks, group.group.name, part] = group.replica.rows.view(torch.uint8)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    for other in gathered:
+        for key in mine.keys() & other.keys():
+            assert torch.equal(mine[key], other[key]), key

@@ -87,7 +87,7 @@ class QuantizedReduceScatter:
         """Prepare; nothing is sent.
 
         Args:
-            rank: global rank, so that no two ranks draw the same rounding bits.
+            rank: numbers those whose gradients are summed, so that no two draw the same rounding bits.
             bucket: number of the parameter group, for the same reason.
             scratch: message buffers, shared by the reductions that follow each other.
         """

@@ -13,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 TopologySpec = str | int | DeviceMesh
 """What users give: "auto" (by host name), ranks per node, or an (inter, intra) mesh."""
 
+MeshRows = tuple[tuple[int, ...], ...]
+"""An (inter, intra) mesh as global ranks, one row per node."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeLayout:
@@ -38,23 +41,26 @@ class NodeLayout:
         return list(self.ranks[local_rank :: self.ranks_per_node])
 
 
-def node_labels(spec: TopologySpec, *, hosts: Sequence[str]) -> list[Hashable]:
+def mesh_rows(mesh: DeviceMesh) -> MeshRows:
+    """Return the global ranks of an (inter, intra) mesh; ValueError if it is not 2-D."""
+    if mesh.ndim != 2:
+        raise ValueError(f"topology: the mesh must be 2-D (inter, intra), this one has {mesh.ndim} dims")
+    return tuple(tuple(int(rank) for rank in row) for row in mesh.mesh.tolist())
+
+
+def node_labels(spec: str | int | Sequence[MeshRows], *, hosts: Sequence[str]) -> list[Hashable]:
     """Return which node each global rank is on, as labels that are equal within a node.
 
     Args:
         spec: "auto" takes the host names; an int k puts ranks 0..k-1 on the first node and so on (ranks of
-            the whole job, also under tensor or pipeline parallelism); a mesh takes its rows as nodes.
+            the whole job, also under tensor or pipeline parallelism); meshes, the one that each global rank
+            passes for its own data-parallel group, take their rows as nodes.
         hosts: host name of each global rank.
 
     Raises:
-        ValueError: an unknown spec, ranks that do not fill the nodes, or a mesh that is not 2-D.
+        ValueError: an unknown spec, ranks that do not fill the nodes, or meshes that contradict each other.
     """
     world = len(hosts)
-    if isinstance(spec, DeviceMesh):
-        if spec.ndim != 2:
-            raise ValueError(f"topology: the mesh must be 2-D (inter, intra), this one has {spec.ndim} dims")
-        row_of = {int(r): row for row, ranks in enumerate(spec.mesh.tolist()) for r in ranks}
-        return [("mesh row", row_of[r]) if r in row_of else ("host", hosts[r]) for r in range(world)]
     if isinstance(spec, int) and not isinstance(spec, bool):
         if spec < 1 or world % spec:
             divisors = [d for d in range(1, world + 1) if world % d == 0]
@@ -64,7 +70,29 @@ def node_labels(spec: TopologySpec, *, hosts: Sequence[str]) -> list[Hashable]:
         return [rank // spec for rank in range(world)]
     if spec == "auto":
         return list(hosts)
-    raise ValueError(f'topology={spec!r} is unknown: use "auto", ranks per node, or an (inter, intra) mesh')
+    if isinstance(spec, str | int):
+        raise ValueError(
+            f'topology={spec!r} is unknown: use "auto", ranks per node, or an (inter, intra) mesh'
+        )
+    return list(_own_rows(spec))
+
+
+def _own_rows(meshes: Sequence[MeshRows]) -> list[tuple[int, ...]]:
+    """Return the row that each global rank has in its own mesh."""
+    rows = []
+    for rank, mesh in enumerate(meshes):
+        row = next((row for row in mesh if rank in row), None)
+        if row is None:
+            raise ValueError(f"topology: rank {rank} is not in the (inter, intra) mesh it passes, {mesh}")
+        rows.append(row)
+    for rank, row in enumerate(rows):
+        for peer in row:
+            if rows[peer] != row:
+                raise ValueError(
+                    f"topology: ranks {rank} and {peer} pass meshes that contradict each other: one has the "
+                    f"row {row}, the other {rows[peer]}"
+                )
+    return rows
 
 
 def arrange(ranks: Sequence[int], labels: Sequence[Hashable]) -> NodeLayout:

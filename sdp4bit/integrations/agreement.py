@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from sdp4bit.collectives.topology import NodeLayout, TopologySpec, arrange, host_name, node_labels
+from sdp4bit.collectives.topology import (
+    MeshRows,
+    NodeLayout,
+    TopologySpec,
+    arrange,
+    host_name,
+    mesh_rows,
+    node_labels,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +27,8 @@ class ShardedRows:
     name: str
     ranks: tuple[int, ...]
     row_numel: int
-    dtype: str
+    dtypes: tuple[str, ...]
+    skipped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,34 +36,64 @@ class Proposal:
     """What one rank is about to set up."""
 
     config: str
-    topology: str
+    topology: str | int | MeshRows
     groups: tuple[ShardedRows, ...]
+    unmatched: tuple[str, ...] = ()
     error: str | None = None
     host: str = ""
 
 
 def agree(
-    groups: Sequence[ShardedRows], *, config: str, topology: TopologySpec, error: str | None
+    groups: Sequence[ShardedRows],
+    *,
+    config: str,
+    topology: TopologySpec,
+    unmatched: Sequence[str] = (),
+    error: str | None,
 ) -> dict[tuple[int, ...], NodeLayout]:
     """Return the node layout of every data-parallel group of the job; collective over the whole job.
 
     Args:
+        unmatched: patterns that match none of the groups on this rank; they must match on some rank.
         error: what is wrong on this rank; every rank then raises it.
 
     Raises:
         ValueError: the same on every rank: an error on some rank, settings that differ, or a group whose
             ranks do not fill its nodes evenly.
     """
-    name = topology if isinstance(topology, str | int) else f"mesh {topology.mesh.tolist()}"
-    mine = Proposal(config=config, topology=repr(name), groups=tuple(groups), error=error, host=host_name())
+    spec: str | int | MeshRows = ""
+    try:
+        spec = _sendable(topology)
+    except ValueError as failure:
+        error = error or str(failure)
+    mine = Proposal(
+        config=config,
+        topology=spec,
+        groups=tuple(groups),
+        unmatched=tuple(unmatched),
+        error=error,
+        host=host_name(),
+    )
     proposals: list[Proposal] = [mine] * dist.get_world_size()
     dist.all_gather_object(proposals, mine)
     _raise_errors(proposals)
     _raise_differences("configurations", [p.config for p in proposals])
-    if isinstance(topology, str | int):
-        _raise_differences("topologies", [p.topology for p in proposals])
+    # Under tensor parallelism each data-parallel group has a mesh of its own.
+    specs = [p.topology for p in proposals]
+    _raise_differences("topologies", [repr(s) if isinstance(s, str | int) else "a mesh" for s in specs])
     _raise_unlike_peers(proposals)
-    return _arrange_all(topology, proposals)
+    _raise_unmatched(proposals)
+    return _arrange_all(proposals)
+
+
+def _sendable(topology: TopologySpec) -> str | int | MeshRows:
+    if isinstance(topology, DeviceMesh):
+        return mesh_rows(topology)
+    if isinstance(topology, str | int):
+        return topology
+    raise ValueError(
+        f'topology={topology!r} is unknown: use "auto", ranks per node, or an (inter, intra) mesh'
+    )
 
 
 def _raise_errors(proposals: Sequence[Proposal]) -> None:
@@ -76,24 +117,40 @@ def _raise_differences(what: str, values: Sequence[str]) -> None:
 
 def _raise_unlike_peers(proposals: Sequence[Proposal]) -> None:
     """Check that all members of a process group list the same parameter groups in the same order."""
-    for rank, proposal in enumerate(proposals):
-        for members in dict.fromkeys(rows.ranks for rows in proposal.groups):
-            own = [rows for rows in proposal.groups if rows.ranks == members]
-            for peer in members:
-                other = [rows for rows in proposals[peer].groups if rows.ranks == members]
-                if other != own:
-                    first = next(
-                        (pair for pair in zip(own, other, strict=False) if pair[0] != pair[1]),
-                        (len(own), len(other)),
-                    )
-                    raise ValueError(
-                        f"ranks {rank} and {peer} share a data-parallel group but not its parameter groups; "
-                        f"build the same model on both. First difference: {first[0]} and {first[1]}"
-                    )
+    listed: list[dict[tuple[int, ...], list[ShardedRows]]] = []
+    for proposal in proposals:
+        listed.append({})
+        for rows in proposal.groups:
+            listed[-1].setdefault(rows.ranks, []).append(rows)
+    for members in dict.fromkeys(ranks for groups in listed for ranks in groups):
+        first, *others = members
+        own = listed[first].get(members, [])
+        for peer in others:
+            other = listed[peer].get(members, [])
+            if other != own:
+                pair = next(
+                    (pair for pair in zip(own, other, strict=False) if pair[0] != pair[1]),
+                    (f"{len(own)} parameter groups", f"{len(other)}"),
+                )
+                raise ValueError(
+                    f"ranks {first} and {peer} share a data-parallel group but not its parameter groups; "
+                    "build the same model and skip the same modules on both. "
+                    f"First difference: {pair[0]} and {pair[1]}"
+                )
 
 
-def _arrange_all(topology: TopologySpec, proposals: Sequence[Proposal]) -> dict[tuple[int, ...], NodeLayout]:
-    labels = node_labels(topology, hosts=[p.host for p in proposals])
+def _raise_unmatched(proposals: Sequence[Proposal]) -> None:
+    """Check that every pattern matches on some rank; the stages of a pipeline have different modules."""
+    nowhere = set.intersection(*(set(p.unmatched) for p in proposals))
+    if nowhere:
+        names = dict.fromkeys(rows.name for p in proposals for rows in p.groups)
+        raise ValueError(f"skip={min(nowhere)!r} matches no FSDP module; there are {', '.join(names)}")
+
+
+def _arrange_all(proposals: Sequence[Proposal]) -> dict[tuple[int, ...], NodeLayout]:
+    first = proposals[0].topology
+    spec = first if isinstance(first, str | int) else [cast(MeshRows, p.topology) for p in proposals]
+    labels = node_labels(spec, hosts=[p.host for p in proposals])
     members = {rows.ranks for proposal in proposals for rows in proposal.groups}
     return {ranks: arrange(ranks, labels) for ranks in sorted(members)}
 

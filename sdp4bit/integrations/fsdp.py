@@ -74,47 +74,60 @@ def quantize_communication(
             "sdp4bit.quantize_communication needs torch.distributed: call init_process_group first"
         )
     config = SDP4BitConfig() if config is None else config
-    roots = [model] if isinstance(model, nn.Module) else list(model)
+    roots: list[nn.Module] = []
     groups: list[FSDPGroup] = []
     skipped: dict[str, str] = {}
-    error = None
+    patterns: list[str] = []
+    unmatched: list[str] = []
+    failure = None
     try:
         check_torch_version()
+        roots = [model] if isinstance(model, nn.Module) else list(model)
         groups = find_groups(roots)
-        skipped = _skipped(groups, skip)
+        patterns = [] if skip is None or callable(skip) else sorted([skip] if isinstance(skip, str) else skip)
+        skipped, unmatched = _skipped(groups, skip if callable(skip) else patterns)
         for group in groups:
             _check_group(group, is_skipped=group.name in skipped)
-    except (ValueError, TypeError) as failure:
-        error = str(failure)
+    except Exception as caught:  # whatever happens on one rank, the others must not wait for it
+        failure, groups = caught, []
     rows = [
-        ShardedRows(name=g.name, ranks=g.ranks, row_numel=g.row_numel, dtype=str(g.param_dtypes))
+        ShardedRows(
+            name=g.name,
+            ranks=g.ranks,
+            row_numel=g.row_numel,
+            dtypes=tuple(sorted(map(str, g.param_dtypes))),
+            skipped=g.name in skipped,
+        )
         for g in groups
     ]
-    settings = f"{config!r} skip={sorted(skipped)}"
-    layouts = agree([] if error else rows, config=settings, topology=topology, error=error)
+    try:
+        layouts = agree(
+            rows,
+            config=f"{config!r}, skip={'a function' if callable(skip) else patterns}",
+            topology=topology,
+            unmatched=unmatched,
+            error=None if failure is None else _describe(failure),
+        )
+    except ValueError as refusal:
+        raise refusal from failure
     _warn(groups, layouts)
     return CommHandle(roots, groups=groups, layouts=layouts, config=config, skipped=skipped)
 
 
-def _skipped(groups: Sequence[FSDPGroup], skip: Skip) -> dict[str, str]:
-    """Return the names of the groups to leave dense, with the reason.
+def _describe(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, ValueError) else f"{type(failure).__name__}: {failure}"
 
-    Raises:
-        ValueError: a pattern that matches no group.
-    """
-    if skip is None:
-        return {}
+
+def _skipped(
+    groups: Sequence[FSDPGroup], skip: Sequence[str] | Callable[[str], bool]
+) -> tuple[dict[str, str], list[str]]:
+    """Return the names of the groups to leave dense, with the reason, and the patterns that match none."""
     names = [group.name for group in groups]
     if callable(skip):
-        return {name: "skipped" for name in names if skip(name)}
-    patterns = [skip] if isinstance(skip, str) else list(skip)
-    result: dict[str, str] = {}
-    for pattern in patterns:
-        matched = fnmatch.filter(names, pattern)
-        if not matched:
-            raise ValueError(f"skip={pattern!r} matches no FSDP module; there are {', '.join(names)}")
-        result.update(dict.fromkeys(matched, f"skipped by {pattern!r}"))
-    return result
+        return {name: "skipped" for name in names if skip(name)}, []
+    matched = {pattern: fnmatch.filter(names, pattern) for pattern in skip}
+    reasons = {name: f"skipped by {pattern!r}" for pattern, found in matched.items() for name in found}
+    return reasons, [pattern for pattern, found in matched.items() if not found]
 
 
 def _check_group(group: FSDPGroup, *, is_skipped: bool) -> None:
@@ -160,18 +173,18 @@ def _warn(groups: Sequence[FSDPGroup], layouts: dict[tuple[int, ...], NodeLayout
         warnings.warn(
             "sdp4bit: with HSDP only the shard dimension is quantized; the all-reduce over replicas stays in "
             "full precision. One shard dimension over all data-parallel ranks sends less",
-            stacklevel=4,
+            stacklevel=3,
         )
     if all(layouts[group.ranks].size == 1 for group in groups):
         warnings.warn(
             "sdp4bit: every group is sharded over one rank, so nothing is sent and nothing is quantized",
-            stacklevel=4,
+            stacklevel=3,
         )
     if any(group.reduce_dtype == torch.float16 for group in groups):
         warnings.warn(
             "sdp4bit: gradients are reduced in fp16 and may overflow before they are quantized; use "
             "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
@@ -207,9 +220,7 @@ class CommHandle:
         self._previous = [self._install(comm) for comm in comms]
         self._hooks = [_watch_optimizers(self._state)]
         for root in roots:
-            watched: list[nn.Module] = [module for _, module in named_fsdp_modules(root)]
-            if root not in watched:
-                watched.append(root)
+            watched = {root, *(module for _, module in named_fsdp_modules(root))}
             after_load = _resync_after_load(self._state)
             self._hooks += [module.register_load_state_dict_post_hook(after_load) for module in watched]
 
@@ -226,7 +237,7 @@ class CommHandle:
                 topologies[comm.group.ranks],
                 config=self.config.weights,
                 seed=self.config.seed,
-                rank=dist.get_rank(),
+                rank=comm.group.shard_rank,
                 bucket=comm.index,
                 traffic=comm.weight_traffic,
                 scratch=scratch,
@@ -245,7 +256,7 @@ class CommHandle:
                 topologies[comm.group.ranks],
                 config=self.config.gradients,
                 seed=self.config.seed,
-                rank=dist.get_rank(),
+                rank=comm.group.data_rank,
                 bucket=comm.index,
                 traffic=comm.gradient_traffic,
                 scratch=scratch,
@@ -298,6 +309,7 @@ class CommHandle:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a bit-exact resume needs: replica rows as DTensors, counters as tensors."""
+        self._check_attached()
         return save_state(self._state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -309,7 +321,12 @@ class CommHandle:
         Raises:
             ValueError: not a state of this library; nothing is changed.
         """
+        self._check_attached()
         load_state(self._state, state_dict)
+
+    def _check_attached(self) -> None:
+        if not self._state.groups:
+            raise RuntimeError("this handle has been removed from its model and has no state any more")
 
     def remove(self) -> None:
         """The model communicates as before; all hooks and process groups are gone. Call it on all ranks."""

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 MINIMUM_TORCH = (2, 9)
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module", "_orig_mod")
+_BIT_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
 
@@ -51,6 +53,19 @@ class ParamSegment:
         """The parameter that optimizers and state dicts see: a DTensor."""
         return cast(nn.Parameter, self.param.sharded_param)
 
+    @property
+    def is_on_all_ranks(self) -> bool:
+        """Whether no rank's shard is empty."""
+        dim, ranks = self.param.fsdp_placement.dim, self.param.mesh_info.shard_mesh_size
+        return bool(self.param.padded_sharded_param_size[dim] * (ranks - 1) < self.param._orig_size[dim])
+
+    @property
+    def version(self) -> tuple[int, int, int]:
+        """What edits change: counters of the DTensor and of its shard, and which tensor the shard is."""
+        sharded: Any = self.sharded
+        local = sharded._local_tensor
+        return _version(sharded), id(local) if local.numel() else 0, _version(local)
+
     def local_view(self, row: Tensor) -> Tensor:
         """View this parameter's shard, without padding, in a row [n] of its group."""
         padded = row[self.start : self.end].view(self.param.padded_sharded_param_size)
@@ -65,6 +80,10 @@ class ParamSegment:
         return DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class FSDPGroup:
@@ -85,6 +104,24 @@ class FSDPGroup:
     def ranks(self) -> tuple[int, ...]:
         """Global ranks of the process group, in order."""
         return tuple(dist.get_process_group_ranks(self.process_group))
+
+    @property
+    def shard_rank(self) -> int:
+        """Which shard this rank holds: the same on HSDP replicas and on tensor-parallel peers.
+
+        It numbers the rounding of weights, so that ranks with equal weights send equal differences.
+        """
+        return int(self._group.mesh_info.shard_mesh_rank)
+
+    @property
+    def data_rank(self) -> int:
+        """Which data this rank sees: the same on tensor-parallel peers only.
+
+        It numbers the rounding of gradients: parameters that tensor parallelism replicates stay equal.
+        """
+        info = self._group.mesh_info
+        replica = int(info.replicate_mesh_rank) if self.is_hybrid else 0
+        return replica * int(info.shard_mesh_size) + self.shard_rank
 
     @property
     def device(self) -> torch.device:
@@ -127,7 +164,8 @@ class FSDPGroup:
     def param_dtypes(self) -> set[torch.dtype]:
         """The types that parameters have when they are gathered; more than one cannot share a replica."""
         policy = self._group.mp_policy.param_dtype
-        return {policy or segment.sharded.dtype for segment in self.segments}
+        own = {segment.sharded.dtype for segment in self.segments}
+        return {policy if policy and dtype.is_floating_point else dtype for dtype in own}
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -155,6 +193,17 @@ class FSDPGroup:
         data = [param._sharded_param_data for param in self._group.fsdp_params]
         return torch.cat([d.to(device=self.device, dtype=dtype) for d in data])
 
+    def fingerprint(self) -> Tensor:
+        """Return an int64 scalar that tells main shards apart: the sum of the bit patterns of this rank's."""
+        shards = [cast(DTensor, segment.sharded).to_local().detach() for segment in self.segments]
+        patterns = [shard.reshape(-1).view(_BIT_PATTERNS[shard.element_size()]) for shard in shards]
+        return torch.stack([pattern.sum(dtype=torch.int64) for pattern in patterns]).sum()
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The largest mesh of the parameters; no two of its ranks hold the same shards."""
+        return max((cast(DTensor, s.sharded).device_mesh for s in self.segments), key=lambda mesh: mesh.ndim)
+
     def install(self, *, all_gather: Any, reduce_scatter: Any, force_sum: bool) -> tuple[Any, Any, bool]:
         """The group communicates through the given objects; returns what it used before, for install()."""
         previous = (
@@ -168,11 +217,11 @@ class FSDPGroup:
         return previous
 
 
-def named_fsdp_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+def named_fsdp_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield every FSDP module below (and including) the model."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            yield clean_name(name), module
+            yield clean_name(name), cast(nn.Module, module)
 
 
 def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
@@ -193,7 +242,7 @@ def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
                 "blocks and on itself before sdp4bit.quantize_communication"
             )
         for name, module in fsdp_modules:
-            own = _param_groups(module)
+            own = _param_groups(cast(FSDPModule, module))
             if len(own) > 1:
                 raise ValueError(
                     f"{prefix}{name or type(module).__name__} has {len(own)} parameter groups (a mesh per "
@@ -203,7 +252,12 @@ def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
             if own and id(own[0]) not in seen and own[0].fsdp_params:
                 seen.add(id(own[0]))
                 groups.append(
-                    FSDPGroup(module, own[0], name=(prefix + name).rstrip("."), module_names=module_names)
+                    FSDPGroup(
+                        cast(FSDPModule, module),
+                        own[0],
+                        name=(prefix + name).rstrip("."),
+                        module_names=module_names,
+                    )
                 )
     if not groups:
         raise ValueError("the FSDP2 modules of this model hold no parameters")

@@ -43,15 +43,25 @@ class GroupComm:
         self.gradient_traffic = TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
         self.changed: set[int] = set()
         """Segments that an optimizer may have changed since the last refresh."""
+        self.versions: list[tuple[int, int, int]] = []
+        """Version of every segment when it was last known to be in `changed` or in the replica."""
         self.resync_wanted = True
         """The next refresh is in full precision; so is the first."""
         self.loaded_row: Tensor | None = None
         """What a checkpoint says the devices held of this rank's shard, until the next refresh."""
+        self.loaded_fingerprint: Tensor | None = None
+        """The fingerprint, in each of its elements, of the main shard that the loaded row belongs to."""
         self.load_unsettled = False
         """A checkpoint was loaded and the ranks have not yet agreed whether to use its rows."""
         self.refreshes = 0
         self.reductions = 0
         self.gradient_sample: Tensor | None = None
+
+    def loaded_row_fits(self) -> bool:
+        """Whether a row was loaded and this rank saved it when its main shard was bit for bit what it is."""
+        if self.loaded_row is None or self.loaded_fingerprint is None:
+            return False
+        return bool((self.loaded_fingerprint == self.group.fingerprint()).all())
 
     def changed_spans(self) -> list[Span] | None:
         """Return the stretches of the row that may have changed; None if that is all of it."""
@@ -78,7 +88,8 @@ class CommState:
         self.step_pending = False
         """An optimizer has stepped and no parameter has been unsharded since."""
         self.reductions_since_step = 0
-        self._versions: list[tuple[int, int, int]] = []
+        self._places: dict[int, tuple[GroupComm, int]] = {}
+        self._resharding_after = -1
         self._unsharded_since_check: set[int] = set()
         self._warned: set[str] = set()
 
@@ -86,26 +97,50 @@ class CommState:
 
     def mark_changed(self, params: Iterable[Any] | None = None) -> bool:
         """Note an optimizer step over these parameters (None: all trainable ones); False if none is ours."""
-        ids = None if params is None else {id(p) for p in params}
-        found = False
-        for comm in self.groups:
-            for index, segment in enumerate(comm.group.segments):
-                sharded = segment.sharded
-                if ids is None or id(sharded) in ids:
-                    found = True
-                    if sharded.requires_grad:
-                        comm.changed.add(index)
-        if not found:
+        places = self._all_places() if params is None else self._places_of(params)
+        if not places:
             return False
+        for comm, index in places:
+            segment = comm.group.segments[index]
+            if segment.sharded.requires_grad:
+                comm.changed.add(index)
+                # An edit of a parameter that the step does not cover is still to be noticed.
+                if comm.versions:
+                    comm.versions[index] = segment.version
         self.step_pending = True
         self.reductions_since_step = 0
         if not in_backward():
-            for comm in self.groups:
-                # Parameters that stay unsharded would hide the update from the next forward.
-                if comm.group.is_unsharded:
-                    comm.group.module.reshard()
-        self._versions = self._read_versions()
+            self._reshard_changed()
+        elif self._resharding_after != torch._C._current_graph_task_id():
+            self._resharding_after = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._reshard_changed)
         return True
+
+    def _reshard_changed(self) -> None:
+        """Free parameters that stayed unsharded: they would hide the step from the next forward."""
+        for comm in self.groups:
+            if comm.changed and comm.group.is_unsharded:
+                comm.group.module.reshard()
+
+    def _all_places(self) -> list[tuple[GroupComm, int]]:
+        return [(comm, index) for comm in self.groups for index in range(len(comm.group.segments))]
+
+    def _places_of(self, params: Iterable[Any]) -> list[tuple[GroupComm, int]]:
+        """Return the group and segment of those of the parameters that are ours.
+
+        Optimizers that step in backward ask once for every parameter, so the answer comes from a table.
+        """
+        wanted = list(params)
+        found = [place for place in map(self._place_of, wanted) if place]
+        if len(found) < len(wanted):
+            # FSDP2 may have replaced parameters since.
+            self._places = {id(c.group.segments[i].sharded): (c, i) for c, i in self._all_places()}
+            found = [place for place in map(self._place_of, wanted) if place]
+        return found
+
+    def _place_of(self, param: Any) -> tuple[GroupComm, int] | None:
+        place = self._places.get(id(param))
+        return place if place and place[0].group.segments[place[1]].sharded is param else None
 
     def request_resync(self, *, keep_loaded: bool = False) -> None:
         """All replicas are refreshed in full precision at their next unshard.
@@ -116,7 +151,10 @@ class CommState:
         """
         for comm in self.groups:
             comm.resync_wanted = True
-            if not keep_loaded:
+            if keep_loaded:
+                # Rows that were found to fit may not fit what has just been loaded.
+                comm.load_unsettled = comm.load_unsettled or comm.loaded_row is not None
+            else:
                 comm.loaded_row = None
                 comm.load_unsettled = False
                 comm.changed.clear()
@@ -134,31 +172,25 @@ class CommState:
             self._check_edits()
         self._unsharded_since_check.add(comm.index)
 
-    def _read_versions(self) -> list[tuple[int, int, int]]:
-        """Version counters of every parameter: as a DTensor, and of the local tensor with its identity."""
-        result = []
-        for comm in self.groups:
-            for segment in comm.group.segments:
-                sharded: Any = segment.sharded
-                local = sharded._local_tensor
-                result.append((sharded._version, id(local) if local.numel() else 0, local._version))
-        return result
-
     def _check_edits(self) -> None:
         """Resync if the weights were loaded or edited in place without an optimizer step.
 
         Only signs that all ranks see alike lead to a resync by itself: operations on DTensors, and a change
-        of every local tensor, as a checkpoint load makes. Others are reported; acting on them could leave
-        ranks waiting for each other.
+        of the local tensors of all parameters that every rank holds a part of, as a checkpoint load makes.
+        Others are reported; acting on them could leave ranks waiting for each other.
         """
-        before, self._versions = self._versions, self._read_versions()
-        if not before or before == self._versions:
+        pairs: list[tuple[tuple[int, int, int], tuple[int, int, int]]] = []
+        for comm in self.groups:
+            before, comm.versions = comm.versions, [segment.version for segment in comm.group.segments]
+            pairs += zip(before, comm.versions, strict=False)
+        if all(old == new for old, new in pairs):
             return
-        pairs = list(zip(before, self._versions, strict=True))
-        edited = sum(old[1:] != new[1:] for old, new in pairs if new[1])
-        if any(old[0] != new[0] for old, new in pairs) or edited == sum(new[1] != 0 for _, new in pairs):
+        segments = [segment for comm in self.groups for segment in comm.group.segments]
+        edited = [old[1:] != new[1:] for old, new in pairs]
+        common = [e for e, segment in zip(edited, segments, strict=True) if segment.is_on_all_ranks]
+        if any(old[0] != new[0] for old, new in pairs) or (common and all(common)):
             self.request_resync(keep_loaded=True)
-        elif edited:
+        elif any(edited):
             self.warn_once(
                 "sdp4bit: some parameters were edited in place on this rank, outside an optimizer step; the "
                 "replicas do not know. Call comm.resync() on all ranks after such edits"
@@ -169,31 +201,19 @@ class CommState:
     def settle_loaded_rows(self, comm: GroupComm) -> None:
         """Use the rows of a loaded checkpoint, or drop them on all ranks if they are not these weights'.
 
-        A row that was saved by another rank, or belongs to other weights, is far from this rank's shard.
         One reduction over the group's ranks per load makes the decision common.
         """
         peers = [c for c in self.groups if c.layout == comm.layout and c.replica is not None]
-        distance = norm = 0.0
-        pending = complete = True
         for peer in peers:
             peer.load_unsettled = False
-            row = peer.loaded_row
-            if row is None:
-                complete = False
-                continue
-            main = peer.group.main_row(row.dtype).float()
-            distance += float((row.float() - main).square().sum())
-            norm += float(main.square().sum())
-            pending = pending and bool(peer.changed)
-        limit = 0.5 if pending else 0.05
-        fits = complete and distance <= limit**2 * norm
+        fits = all(peer.loaded_row_fits() for peer in peers)
         verdict = torch.tensor([int(fits)], device=comm.group.device)
         dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=comm.group.process_group)
         if not verdict.item():
-            self.warn_once(
-                "sdp4bit: the loaded communication state was not saved for these weights by this rank "
-                f"(relative distance {(distance / norm) ** 0.5 if norm else float('inf'):.3g} on this rank); "
-                "all replicas are refreshed in full precision instead"
+            warnings.warn(
+                "sdp4bit: the loaded communication state was not saved with these weights, or not by each "
+                "rank for itself; all replicas are refreshed in full precision instead",
+                stacklevel=2,
             )
             for peer in peers:
                 peer.loaded_row = None
@@ -299,7 +319,7 @@ class ReduceScatterHook(_Allocate):
         if state.reductions_since_step == _REDUCTIONS_WITHOUT_STEP * len(state.groups):
             state.warn_once(
                 f"sdp4bit: {_REDUCTIONS_WITHOUT_STEP} gradient reductions without an optimizer step over "
-                "these parameters; if the optimizer is no torch.optim.Optimizer, call comm.mark_step() after it"
+                "these parameters; unless the optimizer is a torch.optim.Optimizer, call comm.mark_step()"
             )
         quantized, config = comm.reduce_scatter, self._config
         if quantized is None or config is None or numel < config.min_numel or state.steps < config.start_step:
@@ -322,6 +342,6 @@ def _multiplier(op: Any, size: int, name: str) -> float:
     if op == dist.ReduceOp.AVG:
         return 1.0 / size
     raise ValueError(
-        f"{name}: FSDP2 asks for the reduction {op}, which cannot be quantized; keep "
+        f"{name}: FSDP2 asks for the reduction {getattr(op, 'op', op)}, which cannot be quantized; keep "
         "set_force_sum_reduction_for_comms(True), as quantize_communication sets it"
     )
