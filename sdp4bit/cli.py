@@ -1,0 +1,81 @@
+"""The `sdp4bit` command: pretrain, compare, demo."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+EXIT_SETTING = 2
+_PACKAGES = ("tyro", "rich", "tokenizers", "numpy", "matplotlib")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit code of the command: 0, 2 for a wrong setting, 1 or a signal's for a failed run."""
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        return _wrong_setting(f"this command needs {', '.join(missing)}: pip install sdp4bit[pretrain]")
+    from sdp4bit.pretrain.config import SettingError
+
+    try:
+        return _run(_parse(arguments))
+    except SettingError as error:
+        return _wrong_setting(str(error))
+
+
+def _parse(arguments: Sequence[str] | None) -> Any:
+    """Return the settings of the chosen command; their class says which it is."""
+    import tyro
+
+    from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
+    from sdp4bit.pretrain.config import PretrainConfig
+
+    commands: Any = (
+        Annotated[PretrainConfig, tyro.conf.subcommand("pretrain", description=_PRETRAIN)]
+        | Annotated[CompareConfig, tyro.conf.subcommand("compare", description=_COMPARE)]
+        | Annotated[DemoConfig, tyro.conf.subcommand("demo", description=_DEMO)]
+    )
+    return tyro.cli(
+        commands,
+        prog="sdp4bit",
+        description="4-bit communication for sharded data parallel training.",
+        args=arguments,
+        # Options have the names of their fields alone; a test keeps those unique.
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+_PRETRAIN = (
+    "Pretrain a GPT with FSDP2 and quantized communication. Starts --nproc-per-node processes on this "
+    "machine; under torchrun, torchrun starts them."
+)
+_COMPARE = (
+    "Train the same model with several strategies and seeds, one after another, and compare their losses."
+)
+_DEMO = (
+    "Train a small GPT on 4 processes of this machine that stand for 2 nodes of 2 ranks: first with plain "
+    "FSDP2, then with 4-bit communication."
+)
+
+
+def _run(config: Any) -> int:
+    from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
+    from sdp4bit.pretrain.launch import run_on_ranks
+
+    if isinstance(config, DemoConfig):
+        from sdp4bit.pretrain.demo import demo
+
+        return run_on_ranks(demo, config=config, parallel=config.comparison().parallel)
+    if isinstance(config, CompareConfig):
+        from sdp4bit.pretrain.compare import compare
+
+        return run_on_ranks(compare, config=config, parallel=config.parallel)
+    from sdp4bit.pretrain.trainer import pretrain
+
+    return run_on_ranks(pretrain, config=config, parallel=config.parallel)
+
+
+def _wrong_setting(message: str) -> int:
+    print(f"sdp4bit: error: {message}", file=sys.stderr)
+    return EXIT_SETTING

@@ -1,0 +1,127 @@
+"""Starting the ranks of a run on this machine, and ending all of them when one fails."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from sdp4bit.pretrain.config import ParallelConfig, SettingError
+from sdp4bit.pretrain.ranks import Ranks, join_ranks
+
+C = TypeVar("C")
+C_contra = TypeVar("C_contra", contravariant=True)
+
+EXIT_SETTING = 2
+EXIT_FAILED = 1
+_WAIT_FOR_FIRST_RANK = 2.0
+
+
+class Program(Protocol[C_contra]):
+    """What every rank runs; a function of a module, so that new processes can import it."""
+
+    def __call__(self, config: C_contra, *, ranks: Ranks) -> object:
+        """The program has run on this rank."""
+        ...
+
+
+def run_on_ranks(program: Program[C], *, config: C, parallel: ParallelConfig) -> int:
+    """Return the exit code after the program has run on all ranks.
+
+    Under torchrun this process is one of the ranks. Otherwise they are started here; when one fails, the
+    others are stopped at once, and none outlives this call.
+
+    Raises:
+        SettingError: the number of processes does not fit the other settings; nothing has been started.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return _run_under_torchrun(program, config)
+    processes = parallel.nproc_per_node or torch.cuda.device_count() or 1
+    parallel.check_world(processes)
+    # Failures are reported below, once; the launcher would add its own account in many lines.
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="sdp4bit-") as folder:
+        launch = elastic_launch(
+            LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=processes,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                run_id="sdp4bit",
+                max_restarts=0,
+                start_method="spawn",
+                local_addr="localhost",
+            ),
+            entrypoint=_run_started,
+        )
+        try:
+            launch(program, config, Path(folder))
+        except ChildFailedError as error:
+            return _report_failure(error, folder=Path(folder))
+        except SignalException as error:
+            return 128 + int(error.sigval)
+        except KeyboardInterrupt:
+            return 128 + int(signal.SIGINT)
+    return 0
+
+
+def _run_under_torchrun(program: Program[C], config: C) -> int:
+    try:
+        with join_ranks() as ranks:
+            program(config, ranks=ranks)
+    except SettingError as error:
+        rank = int(os.environ["RANK"])
+        if rank:
+            # Rank 0 says it for all; torchrun then ends this process. It speaks if rank 0 has not failed.
+            time.sleep(_WAIT_FOR_FIRST_RANK)
+        _say(f"{error}" if rank == 0 else f"rank {rank}: {error}")
+        return EXIT_SETTING
+    return 0
+
+
+def _run_started(program: Program[C], config: C, folder: Path) -> None:
+    """Run one rank; a setting error is left in the folder, for the parent to report once."""
+    try:
+        with join_ranks() as ranks:
+            program(config, ranks=ranks)
+    except SettingError as error:
+        working = folder / f".{os.getpid()}"
+        working.write_text(str(error), encoding="utf-8")
+        working.replace(folder / f"error-{int(os.environ['RANK']):05d}")
+        sys.exit(EXIT_SETTING)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(EXIT_FAILED)
+
+
+def _report_failure(error: ChildFailedError, *, folder: Path) -> int:
+    messages = sorted(folder.glob("error-*"))
+    if messages:
+        _say(messages[0].read_text(encoding="utf-8"))
+        return EXIT_SETTING
+    rank, failure = error.get_first_failure()
+    _say(f"rank {rank} failed ({_ending(failure.exitcode)}); the other ranks have been stopped")
+    return EXIT_FAILED
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"ended by {signal.Signals(-exit_code).name}"
+    return f"exit code {exit_code}"
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"sdp4bit: error: {message}\n")

@@ -1,0 +1,169 @@
+"""What a run reports while it trains: JSON lines, TensorBoard, a progress bar or plain lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from sdp4bit.pretrain.config import LoggingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step; bytes are what all ranks together sent in it, the last three are of rank 0."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    step_seconds: float
+    intra_bytes: int
+    inter_bytes: int
+    compression_ratio: float
+    """Bytes that plain FSDP2 would have sent between nodes, over those sent."""
+    weight_drift: float | None
+    """|main weights - replica| / |main weights|; None where weights are not quantized."""
+    gradient_error: float | None
+    """Relative error of quantizing a sample of the gradients; None where gradients are not quantized."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationMetrics:
+    """A validation after an optimizer step; bytes are what all ranks together sent for it.
+
+    The first forward after a step is what refreshes quantized weights: after a validation, the next training
+    step does not send them again.
+    """
+
+    step: int
+    loss: float
+    intra_bytes: int
+    inter_bytes: int
+
+
+def format_bytes(count: float) -> str:
+    """Return a byte count in decimal units, with three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def write_atomically(path: Path, content: str) -> None:
+    """The file holds the content; a reader sees the old or the new file, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    working = path.with_name(f".{path.name}.{os.getpid()}")
+    working.write_text(content, encoding="utf-8")
+    working.replace(path)
+
+
+class MetricsWriter:
+    """Writes and shows the metrics of a run; made on rank 0 only."""
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        *,
+        description: str,
+        steps: int,
+        first_step: int,
+        console: Console | None = None,
+    ) -> None:
+        """Files of an earlier part of the run are continued: what they say of later steps is taken away."""
+        self._config = config
+        self._steps = steps
+        self._description = description
+        self._console = console or Console()
+        self._lines = _continued_jsonl(config, first_step=first_step) if config.jsonl else None
+        self._tensorboard = _tensorboard_writer(config, first_step=first_step)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        if self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._progress.add_task(description, total=steps, completed=first_step, numbers="")
+            self._progress.start()
+
+    def close(self) -> None:
+        """All files are complete and the progress bar is gone."""
+        if self._progress is not None:
+            self._progress.stop()
+        if self._lines is not None:
+            self._lines.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def log_step(self, metrics: StepMetrics) -> None:
+        """The step is in all outputs; plain lines only every log interval."""
+        self._write("train", asdict(metrics))
+        numbers = (
+            f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  sent "
+            f"{format_bytes(metrics.intra_bytes)} in nodes, {format_bytes(metrics.inter_bytes)} between"
+        )
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=metrics.step, numbers=numbers)
+        elif metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._steps):
+            self.say(f"step {metrics.step}/{self._steps}  {numbers}")
+
+    def log_validation(self, metrics: ValidationMetrics) -> None:
+        """The validation is in all outputs."""
+        self._write("validation", asdict(metrics))
+        self.say(f"step {metrics.step}/{self._steps}  validation loss {metrics.loss:.4f}")
+
+    def say(self, message: str) -> None:
+        """A line stands on the console, above the progress bar if there is one."""
+        self._console.print(f"{self._description}: {message}", highlight=False, markup=False, soft_wrap=True)
+
+    def _write(self, event: str, values: Mapping[str, Any]) -> None:
+        if self._lines is not None:
+            self._lines.write(json.dumps({"event": event, **values}) + "\n")
+            self._lines.flush()
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                if name != "step" and value is not None:
+                    self._tensorboard.add_scalar(f"{event}/{name}", value, values["step"])
+
+
+def _continued_jsonl(config: LoggingConfig, *, first_step: int) -> Any:
+    path = config.out / "metrics.jsonl"
+    kept = ""
+    if first_step and path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= first_step:
+                    kept += line + "\n"
+            except ValueError:
+                # The run was killed while it wrote this line.
+                continue
+    write_atomically(path, kept)
+    return path.open("a", encoding="utf-8")
+
+
+def _tensorboard_writer(config: LoggingConfig, *, first_step: int) -> Any:
+    if not config.tensorboard:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(config.out / "tensorboard"), purge_step=first_step + 1)

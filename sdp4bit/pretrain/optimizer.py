@@ -1,0 +1,49 @@
+"""AdamW with Megatron's decay groups, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from sdp4bit.pretrain.config import OptimizerConfig
+
+
+def build_optimizer(model: nn.Module, *, config: OptimizerConfig, learning_rate: float) -> torch.optim.AdamW:
+    """Return AdamW over all parameters: matrices and embeddings decay, biases and norms do not."""
+    decayed: list[nn.Parameter] = []
+    not_decayed: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        (decayed if parameter.ndim >= 2 else not_decayed).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": not_decayed, "weight_decay": 0.0},
+        ],
+        lr=learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def learning_rate_at(step: int, *, config: OptimizerConfig, peak: float, steps: int) -> float:
+    """Return the learning rate of a step (counted from 0) of a run of `steps`.
+
+    Linear over the warm-up, which ends at the peak; then half a cosine to the smallest rate at the last
+    decay step; constant afterwards.
+    """
+    decay_steps = config.decay_steps or steps
+    warmup_steps = math.ceil(config.warmup_fraction * decay_steps)
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    lowest = peak * config.min_learning_rate_fraction
+    progress = min(1.0, (step + 1 - warmup_steps) / max(1, decay_steps - warmup_steps))
+    return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """The next step of the optimizer uses this rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate

@@ -1,0 +1,110 @@
+"""The processes of a run: joining the process group, and agreeing on errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from sdp4bit.pretrain.config import SettingError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Which process of the run this is, and the device it computes on."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process prints and writes for all."""
+        return self.rank == 0
+
+
+@contextmanager
+def join_ranks() -> Iterator[Ranks]:
+    """The default process group exists inside the block: torchrun's ranks, or one process alone."""
+    alone = "RANK" not in os.environ
+    rank, world_size, local_rank, local_world_size = (
+        (0, 1, 0, 1)
+        if alone
+        else (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    )
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        # Ranks on one machine share its cores; more threads than cores cost several times the step.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=HashStore() if alone else None,
+        rank=rank,
+        world_size=world_size,
+    )
+    try:
+        yield Ranks(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            device=device,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def agree(work: Callable[[], T]) -> T:
+    """Return what `work` returns here, once it has succeeded on every rank.
+
+    Raises:
+        SettingError: on all ranks, if it was raised on any.
+        RuntimeError: on all ranks, if anything else was raised on any.
+    """
+    result: T
+    failure: tuple[bool, str] | None = None
+    cause: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        cause = error
+        is_setting = isinstance(error, SettingError)
+        failure = (is_setting, str(error) if is_setting else f"{type(error).__name__}: {error}")
+    failures: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    for rank, other in enumerate(failures):
+        if other is not None:
+            is_setting, message = other
+            raise (
+                SettingError(message) if is_setting else RuntimeError(f"rank {rank}: {message}")
+            ) from cause
+    return result
+
+
+def first_rank_decides(work: Callable[[], T]) -> T:
+    """Return what `work` returned on rank 0, which alone runs it; its error is raised on all ranks."""
+    result = agree(lambda: work() if dist.get_rank() == 0 else None)
+    box: list[T | None] = [result]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]  # type: ignore[return-value]
+
+
+def sum_over_ranks(values: list[float], *, device: torch.device) -> list[float]:
+    """Return the sums of each value over all ranks, added in double precision."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor)
+    summed: list[float] = tensor.tolist()
+    return summed
