@@ -122,6 +122,10 @@ class SDP4BitConfig:
 
     def __post_init__(self) -> None:
         _check_at_least("seed", self.seed, 0)
+        for name, kind in (("weights", WeightConfig), ("gradients", GradientConfig)):
+            part = getattr(self, name)
+            if part is not None and not isinstance(part, kind):
+                raise ValueError(f"{name}={part!r} must be a {kind.__name__} or None")
 
     @classmethod
     def preset(cls, name: str) -> SDP4BitConfig:

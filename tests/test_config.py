@@ -183,3 +183,8 @@ def test_count_below_its_minimum_or_no_integer_is_refused(
         assert f"{name}={value!r}" in str(error.value)
         assert f"at least {minimum}" in str(error.value)
     assert getattr(cls(**{field: minimum}), field) == minimum
+
+
+def test_parts_in_each_others_place_are_an_error() -> None:
+    with pytest.raises(ValueError, match="must be a WeightConfig or None"):
+        SDP4BitConfig(weights=GradientConfig())  # type: ignore[arg-type]

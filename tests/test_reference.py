@@ -1,160 +1,36 @@
-"""The definition of the operators, byte for byte against an independent one in Python integers.
-
-The oracle below loops over groups and values, follows docs/method.md, and shares no code with the library
-but the random bits, which tests/test_random.py compares with integers by themselves.
-"""
+"""The definition of the operators, byte for byte against an independent one in Python integers."""
 
 from __future__ import annotations
-
-import math
-import struct
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from sdp4bit.quantization import reference
-from sdp4bit.quantization.hadamard import hadamard32
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import derive_keys, random_bits16
-
-repeatable = settings(deadline=None, derandomize=True)
-NAN, INF = float("nan"), float("inf")
-K0, K1 = derive_keys(11, 22)
-QMAX = {4: 7, 8: 127}
-
-
-# The oracle
-
-
-def float_bits(value: float) -> int:
-    return struct.unpack("<I", struct.pack("<f", value))[0]
-
-
-def bits_float(bits: int) -> float:
-    return struct.unpack("<f", struct.pack("<I", bits))[0]
-
-
-def rounded(value: float) -> float:
-    """To fp32. A product of two fp32 numbers is exact in fp64, so the product is rounded once."""
-    return float(np.float32(value))
-
-
-def oracle_group(group: list[float], bits: int, random: list[int]) -> tuple[list[int], int]:
-    """Return the codes and the bf16 bits of the scale of one group."""
-    largest = max(float_bits(value) & 0x7FFFFFFF for value in group)
-    if largest >= 0x7F800000:
-        return [0] * len(group), 0x7FC0
-    if bits_float(largest) < 2.0**-100:
-        return [0] * len(group), 0
-    step = rounded(bits_float(largest) * rounded(1.0 / QMAX[bits]))
-    scale = -(-(float_bits(step) + 4) // 65536)  # round up 4 units in the last place above
-    inverse = rounded(65536.0 / bits_float(scale << 16))
-    codes = [(math.trunc(rounded(x * inverse)) + r) >> 16 for x, r in zip(group, random, strict=True)]
-    return codes, scale
-
-
-def oracle_message(
-    rows: list[list[float]], bits: int, group_size: int, random: list[list[int]] | None
-) -> bytes:
-    """Return the bytes of a message of these rows; random bits per row, or None for nearest."""
-    codes, scales = b"", b""
-    for index, row in enumerate(rows):
-        padded = row + [0.0] * (-len(row) % 32)
-        draws = [0x8000] * len(padded) if random is None else random[index]
-        if bits == 32:
-            codes += struct.pack(f"<{len(padded)}f", *padded)
-            continue
-        for start in range(0, len(padded), group_size):
-            group = padded[start : start + group_size]
-            integers, scale = oracle_group(group, bits, draws[start : start + group_size])
-            scales += struct.pack("<H", scale)
-            if bits == 8:
-                codes += struct.pack(f"{len(group)}b", *integers)
-            else:
-                half = len(group) // 2
-                codes += bytes(integers[i] + 8 + 16 * (integers[i + half] + 8) for i in range(half))
-    message = codes + scales
-    return message + bytes(-len(message) % 16)
-
-
-def oracle_values(message: bytes, numel: int, bits: int, group_size: int, parts: int) -> list[list[float]]:
-    """Return the rows that a message carries, padding included."""
-    padded = -(-numel // 32) * 32
-    if bits == 32:
-        flat = struct.unpack(f"<{parts * padded}f", message[: 4 * parts * padded])
-        return [list(flat[part * padded : (part + 1) * padded]) for part in range(parts)]
-    code, scale, rows = 0, parts * padded * bits // 8, []
-    for _ in range(parts):
-        row: list[float] = []
-        while len(row) < padded:
-            size = min(group_size, padded - len(row))
-            packed = message[code : code + size * bits // 8]
-            if bits == 8:
-                integers = list(struct.unpack(f"{size}b", packed))
-            else:
-                integers = [byte % 16 - 8 for byte in packed] + [byte // 16 - 8 for byte in packed]
-            factor = bits_float(struct.unpack("<H", message[scale : scale + 2])[0] << 16)
-            row += [rounded(q * factor) for q in integers]
-            code, scale = code + len(packed), scale + 2
-        rows.append(row)
-    return rows
-
-
-# Calls of the reference
-
-
-def values_of(*shape: int, seed: int = 0, heavy: bool = True) -> Tensor:
-    """Values over many magnitudes, with zeros, ties, subnormal numbers and repeated values among them."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=generator)
-    if heavy:
-        exponents = torch.randn(shape, generator=generator) * 3
-        values = values * torch.exp2(exponents.round())
-        kind = torch.randint(0, 20, shape, generator=generator)
-        values = torch.where(kind == 0, 0.0, values)
-        values = torch.where(kind == 1, 3.5, values)
-        values = torch.where(kind == 2, torch.tensor(1e-42), values)
-    return values
-
-
-def encoded(rows: Tensor, bits: int, group_size: int, *, stochastic: bool = False) -> Tensor:
-    """The message of rows [parts, n], without a transform."""
-    parts, numel = rows.shape
-    layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
-    out = torch.full((1, layout.nbytes), 0xAA, dtype=torch.uint8)
-    reference.hadamard_quantize(
-        rows.unsqueeze(0),
-        out,
-        bits=bits,
-        group_size=group_size,
-        hadamard=False,
-        stochastic=stochastic,
-        k0=K0,
-        k1=K1,
-        first=0,
-        row_stride=layout.padded_numel,
-    )
-    return out[0]
-
-
-def decoded(message: Tensor, numel: int, bits: int, group_size: int, parts: int = 1) -> Tensor:
-    layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
-    return reference.decode(message.unsqueeze(0), layout)[0, :, :numel]
-
-
-def same_values(a: Tensor, b: Tensor) -> bool:
-    """Equal bits, except that one NaN is as good as another."""
-    bits_equal = a.view(torch.int32) == b.view(torch.int32)
-    return bool((bits_equal | (a.isnan() & b.isnan())).all())
-
-
-# Scale rule
-
-finite_floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+from sdp4bit.quantization.random import random_bits16
+from tests.oracle import (
+    INF,
+    K0,
+    K1,
+    NAN,
+    QMAX,
+    bits_float,
+    decoded,
+    encoded,
+    finite_floats,
+    float_bits,
+    oracle_group,
+    oracle_message,
+    oracle_values,
+    repeatable,
+    rounded,
+    same_values,
+    values_of,
+)
 
 
 def scale_of(largest: float, bits: int) -> Tensor:
@@ -444,141 +320,3 @@ def test_a_non_finite_value_of_one_rank_survives_the_reduction(
     expected = clean.clone()
     expected[1, first : first + wider] = NAN
     assert same_values(reduced(), expected)
-
-
-# Sums
-
-
-def test_sum_starts_from_plus_zero_and_adds_in_rank_order() -> None:
-    # In fp32, (1e8 + 1) - 1e8 = 0 but (1e8 - 1e8) + 1 = 1.
-    rows = torch.tensor([[1e8], [1.0], [-1e8], [-0.0]]).expand(4, 32)
-    messages = torch.stack([encoded(row.view(1, 32), 32, 32) for row in rows])
-
-    def total(order: list[int]) -> Tensor:
-        out = torch.empty(32)
-        reference.dequantize_reduce_hadamard(
-            messages[order], out, bits=32, group_size=32, hadamard=False, multiplier=1.0
-        )
-        return out
-
-    assert torch.equal(total([0, 1, 2]), torch.zeros(32))
-    assert torch.equal(total([0, 2, 1]), torch.ones(32))
-    assert total([3]).view(torch.int32).tolist() == [0] * 32  # +0.0 + -0.0 is +0.0
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("numel", [32, 200, 1000])
-def test_reduction_equals_the_oracle(bits: int, numel: int) -> None:
-    group_size = 96
-    messages = torch.stack([encoded(values_of(1, numel, seed=seed), bits, group_size) for seed in range(5)])
-    total = np.zeros(numel, dtype=np.float32)
-    for message in messages.tolist():
-        row = oracle_values(bytes(message), numel, bits, group_size, 1)[0][:numel]
-        total = total + np.array(row, dtype=np.float32)
-    multiplier = 1 / 3
-    out = torch.empty(numel)
-    reference.dequantize_reduce_hadamard(
-        messages, out, bits=bits, group_size=group_size, hadamard=False, multiplier=multiplier
-    )
-    assert torch.equal(out, torch.from_numpy(total * np.float32(multiplier)))
-
-
-def test_requantized_sum_equals_the_oracle_with_other_group_sizes() -> None:
-    numel, parts, ranks = 300, 2, 3
-    messages = torch.stack([encoded(values_of(parts, numel, seed=seed), 8, 128) for seed in range(ranks)])
-    first, row_stride = 64, 4096
-    out = torch.full((parts, 176), 0xAA, dtype=torch.uint8)
-    reference.dequantize_reduce_quantize(
-        messages,
-        out,
-        numel=numel,
-        bits_in=8,
-        group_size_in=128,
-        bits_out=4,
-        group_size_out=96,
-        stochastic=True,
-        k0=K0,
-        k1=K1,
-        first=first,
-        row_stride=row_stride,
-    )
-    total = np.zeros((parts, 320), dtype=np.float32)
-    for message in messages.tolist():
-        total = total + np.array(oracle_values(bytes(message), numel, 8, 128, parts), dtype=np.float32)
-    for part in range(parts):
-        random = random_bits16(part * row_stride + first, 320, K0, K1).tolist()
-        expected = oracle_message([total[part].tolist()], 4, 96, [random])
-        assert bytes(out[part].tolist()) == expected
-
-
-def test_transform_happens_once_before_the_first_and_once_after_the_last_sum() -> None:
-    numel = 100
-    values = values_of(2, 1, numel, heavy=False)
-    messages = torch.empty(2, 512, dtype=torch.uint8)
-    reference.hadamard_quantize(
-        values, messages, bits=32, group_size=32, hadamard=True, stochastic=False,
-        k0=0, k1=0, first=0, row_stride=128,
-    )  # fmt: skip
-    padded = torch.nn.functional.pad(values, (0, 28))
-    mixed = hadamard32(padded)
-    assert torch.equal(messages.view(torch.float32).view(2, 1, 128), mixed)
-    out = torch.empty(numel)
-    reference.dequantize_reduce_hadamard(
-        messages, out, bits=32, group_size=32, hadamard=True, multiplier=1 / 64
-    )
-    assert torch.equal(out, hadamard32(mixed[0, 0] + mixed[1, 0])[:numel] * (1 / 64))
-
-
-# Weights
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("group_size", [96, 2048])
-def test_weight_difference_is_taken_and_added_in_fp32(dtype: torch.dtype, group_size: int) -> None:
-    numel, bits = 2100, 4
-    main = values_of(numel, heavy=False)
-    replica = (main + values_of(numel, seed=1, heavy=False) * 1e-2).to(dtype)
-    layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
-    out = torch.empty(layout.nbytes, dtype=torch.uint8)
-    reference.subtract_quantize(
-        main, replica, out, bits=bits, group_size=group_size, stochastic=True, k0=K0, k1=K1
-    )
-    difference = (main.numpy() - replica.float().numpy()).tolist()
-    random = random_bits16(0, layout.padded_numel, K0, K1).tolist()
-    expected = oracle_message([difference], bits, group_size, [random])
-    assert bytes(out.tolist()) == expected
-
-    received = torch.tensor(oracle_values(expected, numel, bits, group_size, 1)[0][:numel])
-    rows = torch.stack([replica, -replica])
-    updated = rows.clone()
-    reference.dequantize_add(
-        torch.stack([out, out]), updated, bits=bits, group_size=group_size, accumulate=True
-    )
-    assert torch.equal(updated, (rows.float() + received).to(dtype))
-    reference.dequantize_add(
-        torch.stack([out, out]), updated, bits=bits, group_size=group_size, accumulate=False
-    )
-    assert torch.equal(updated, received.to(dtype).expand(2, numel))
-
-
-def test_bf16_sum_is_rounded_to_nearest_even() -> None:
-    # Between 1 and 1 + 2**-7 in bf16 lies the tie 1 + 2**-8; between the next two, 1 + 3 * 2**-8.
-    replica = torch.ones(1, 32, dtype=torch.bfloat16)
-    replica[0, 1] = 1 + 2**-7
-    difference = torch.full((1, 32), 2.0**-8)
-    difference[0, 2] = 2.0**-8 + 2.0**-20
-    message = encoded(difference, 32, 32).unsqueeze(0)
-    reference.dequantize_add(message, replica, bits=32, group_size=32, accumulate=True)
-    assert replica[0, :3].tolist() == [1.0, 1 + 2**-6, 1 + 2**-7]
-
-
-def test_a_zero_difference_leaves_the_replica_alone() -> None:
-    main = values_of(4096, heavy=False).to(torch.bfloat16)
-    layout = MessageLayout(numel=4096, bits=4, group_size=2048)
-    out = torch.empty(layout.nbytes, dtype=torch.uint8)
-    reference.subtract_quantize(
-        main.float(), main, out, bits=4, group_size=2048, stochastic=True, k0=K0, k1=K1
-    )
-    replica = main.clone().unsqueeze(0)
-    reference.dequantize_add(out.unsqueeze(0), replica, bits=4, group_size=2048, accumulate=True)
-    assert torch.equal(replica[0], main)

@@ -42,7 +42,11 @@ def _is_available(name: str) -> bool:
 
 def _load(name: str) -> ModuleType:
     if name not in _loaded:
+        # numba starts its threads on import and with them sets the number of torch's, if both use one OpenMP.
+        threads = torch.get_num_threads()
         _loaded[name] = importlib.import_module(_MODULE[name])
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
     return _loaded[name]
 
 
