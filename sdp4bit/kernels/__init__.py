@@ -1,1 +1,1 @@
-"""Fast back ends of the operators: numba on the CPU, Triton on GPUs. Reached only through quantization.ops."""
+"""Fast back ends of the operators: numba on the CPU, Triton on GPUs. Only quantization.ops reaches them."""

@@ -171,6 +171,8 @@ def _check_subtract_quantize(
     if main.dim() != 1 or (replica is not None and replica.shape != main.shape):
         other = None if replica is None else list(replica.shape)
         raise ValueError(f"main and replica must be 1-D of equal length, got {list(main.shape)} and {other}")
+    if not main.is_contiguous() or (replica is not None and not replica.is_contiguous()):
+        raise ValueError("main and replica must be contiguous")
     layout = MessageLayout(numel=main.shape[0], bits=bits, group_size=group_size)
     if out.dim() != 1:
         raise ValueError(f"out must be uint8 [{layout.nbytes}], got {out.dtype} {list(out.shape)}")

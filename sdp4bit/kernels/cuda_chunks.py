@@ -1,0 +1,318 @@
+"""Device functions of the Triton kernels: how a tile of values is read, transformed, coded and written.
+
+Everything in a message is a multiple of 16 values: a half of an int4 group, the lanes that share one half
+of a random word, a 16-byte vector of codes. So a row is cut into chunks of 16, two to a Hadamard block, and
+every tile has the shape [..., 16] with a whole chunk, or half of one, in a thread. Codes then move as
+vectors at any group size, the strides 1 to 8 of the transform stay inside a thread, and stride 16 adds two
+tiles.
+
+A tile comes as two halves, `low` and `high`, computed side by side. Each slot of it holds one chunk in each:
+
+* int4: the same place in the low and in the high half of a group, two chunks that share their bytes;
+* int8 and fp32: the first and the second chunk of a block, which share their random words.
+
+Names: `chunk`, `group`, `slot`, `blocks` count in a row; GROUP is the size of a group in blocks of 32. What
+belongs to a chunk, such as its mask, has one dimension less than its values.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK = tl.constexpr(16)
+FULL_PRECISION = tl.constexpr(32)
+# Constants of the definition, see sdp4bit.quantization.reference and random.
+_ABS_MASK = tl.constexpr(0x7FFFFFFF)
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_TINY_BITS = tl.constexpr(0x0D800000)
+_NAN_SCALE = tl.constexpr(0x7FC0)
+_SCALE_ROUND_UP = tl.constexpr(0x10003)
+_HIGH_HALF = tl.constexpr(-65536)
+_HALF = tl.constexpr(0x8000)
+_INT4_OFFSET = tl.constexpr(8 << 16)
+_LOWBIAS_1 = tl.constexpr(0x7FEB352D)
+_LOWBIAS_2 = tl.constexpr(0x846CA68B)
+_ONE_BITS = tl.constexpr(0x3F800000)
+# An int4 code in the mantissa of a float, see _decode_int4.
+LOW_NIBBLE = tl.constexpr(0x0F)
+LOW_EXPONENT = tl.constexpr(0x4B000000)  # 2**23
+LOW_BIAS = tl.constexpr(2.0**23 + 8)
+HIGH_NIBBLE = tl.constexpr(0xF0)
+HIGH_EXPONENT = tl.constexpr(0x49000000)  # 2**19
+HIGH_BIAS = tl.constexpr(2.0**19 + 8)
+
+
+@triton.jit
+def float_from_bf16(bits):
+    """fp32 of bf16 bits in int16."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def offsets(chunk):
+    """Numbers of the values of chunks, int64 [..., 16]."""
+    return tl.expand_dims(chunk.to(tl.int64) * CHUNK, -1) + tl.arange(0, CHUNK)
+
+
+@triton.jit
+def _inside(chunk, mask, numel):
+    """Which values of the chunks of a row lie before its end."""
+    # Compared chunk by chunk: if numel is known to be a multiple of 16, loads stay whole vectors.
+    left = tl.expand_dims(numel - chunk.to(tl.int64) * CHUNK, -1)
+    return tl.expand_dims(mask, -1) & (tl.arange(0, CHUNK) < left)
+
+
+@triton.jit
+def load_values(row, chunk, mask, numel):
+    """fp32 of chunks of a row of fp32, bf16 or fp16, zero beyond its `numel` values.
+
+    bf16 goes through integers, because the interpreter has no arithmetic for it.
+    """
+    inside = _inside(chunk, mask, numel)
+    if row.dtype.element_ty == tl.bfloat16:
+        bits = tl.load(row.to(tl.pointer_type(tl.int16)) + offsets(chunk), mask=inside, other=0)
+        return float_from_bf16(bits)
+    else:
+        return tl.load(row + offsets(chunk), mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_values(row, chunk, value, mask, numel):
+    """Chunks of a row of fp32, bf16 or fp16 hold fp32 values, rounded to nearest even."""
+    inside = _inside(chunk, mask, numel)
+    if row.dtype.element_ty == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where((bits & _ABS_MASK) > _INFINITY_BITS, _NAN_SCALE, rounded)
+        tl.store(row.to(tl.pointer_type(tl.int16)) + offsets(chunk), rounded.to(tl.int16), mask=inside)
+    else:
+        tl.store(row + offsets(chunk), value.to(row.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _butterfly(x, STRIDE: tl.constexpr):
+    pairs = tl.reshape(x, (x.numel // (2 * STRIDE), 2, STRIDE))
+    low, high = tl.split(tl.permute(pairs, (0, 2, 1)))
+    mixed = tl.permute(tl.join(low + high, low - high), (0, 2, 1))
+    return tl.reshape(mixed, x.shape)
+
+
+@triton.jit
+def mix16(x):
+    """Strides 1, 2, 4, 8 of the Hadamard transform in each chunk; stride 16 is left to the caller.
+
+    Written neither as a product with a matrix nor as a broadcast and a sum: compilers put both on TF32
+    tensor cores, which round.
+    """
+    return _butterfly(_butterfly(_butterfly(_butterfly(x, 1), 2), 4), 8)
+
+
+@triton.jit
+def _hash32(block, k0, k1):
+    """32 random bits, uint32 [..., 16], for lanes 0 to 15 (low half) and 16 to 31 (high half) of blocks."""
+    x = tl.expand_dims(block.to(tl.uint32) * 16, -1) + tl.arange(0, CHUNK).to(tl.uint32)
+    x = x ^ k0.to(tl.uint32, bitcast=True)
+    x = x ^ (x >> 16)
+    x = x * _LOWBIAS_1
+    x = x ^ k1.to(tl.uint32, bitcast=True)
+    x = x ^ (x >> 15)
+    x = x * _LOWBIAS_2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _random16(first_block, chunk, k0, k1):
+    """16 random bits, int32 [..., 16], for chunks of a row that begins at block `first_block`.
+
+    One hash per value: the other chunk that the hash would serve is in another thread.
+    """
+    mixed = _hash32(first_block + (chunk >> 1), k0, k1)
+    shift = tl.expand_dims((chunk & 1) * 16, -1).to(tl.uint32)
+    return ((mixed >> shift) & 0xFFFF).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def chunks_of(group, slot, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """The low and the high chunk of slots of groups in a row of `blocks`, and which slots exist."""
+    size = tl.minimum(blocks - group * GROUP, GROUP)
+    if BITS == 4:
+        low = group * (2 * GROUP) + slot
+        return low, low + size, slot < size
+    else:
+        low = (group * GROUP + slot) * 2
+        return low, low + 1, slot < size
+
+
+@triton.jit
+def codes_and_scales(message, part, parts, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Where the codes (uint8) and the scales (int16) of one part of a message begin."""
+    row_bytes = blocks.to(tl.int64) * (4 * BITS)
+    groups = tl.cdiv(blocks, GROUP).to(tl.int64)
+    scales = (message + parts * row_bytes).to(tl.pointer_type(tl.int16))
+    return message + part * row_bytes, scales + part * groups
+
+
+@triton.jit
+def decode_int4(byte, nibble, exponent, bias):
+    """fp32 of one nibble of bytes: it is put into the mantissa of 2**23 (low) or 2**19 (high, unshifted).
+
+    To subtract that number and the code's offset of 8 is exact, and one addition does the work of a shift,
+    a subtraction and a conversion, which runs at a fraction of an addition's rate.
+    """
+    bits = (byte.to(tl.int32) & nibble) | exponent
+    return bits.to(tl.float32, bitcast=True) - bias
+
+
+@triton.jit
+def decode_int8(byte):
+    """fp32 of int8 codes read as uint8."""
+    return byte.to(tl.int8, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _load_codes(codes, scales, place, group, is_high, mask, BITS: tl.constexpr):
+    """fp32 of chunks of a message; `is_high` says which nibble of the bytes at `place` is theirs."""
+    each = tl.expand_dims(mask, -1)
+    if BITS == FULL_PRECISION:
+        return tl.load(codes.to(tl.pointer_type(tl.float32)) + place, mask=each, other=0.0)
+    else:
+        scale = float_from_bf16(tl.load(scales + group, mask=mask, other=0))
+        byte = tl.load(codes + place, mask=each, other=0)
+        if BITS == 8:
+            value = decode_int8(byte)
+        else:
+            high = tl.expand_dims(is_high, -1)
+            nibble = tl.where(high, HIGH_NIBBLE, LOW_NIBBLE)
+            exponent = tl.where(high, HIGH_EXPONENT, LOW_EXPONENT)
+            value = decode_int4(byte, nibble, exponent, tl.where(high, HIGH_BIAS, LOW_BIAS))
+        return value * tl.expand_dims(scale, -1)
+
+
+@triton.jit
+def sum_messages(
+    codes,
+    scales,
+    stride,
+    count,
+    chunk,
+    blocks,
+    mask,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """fp32 sum of chunks over messages, in order, from +0.0.
+
+    Every chunk finds its own group, so it does not matter which groups the caller works in. `stride` is the
+    distance of messages in bytes, even. COUNT unrolls the loop; -1 takes the number of messages from count.
+    """
+    group = chunk // (2 * GROUP)
+    position = chunk
+    is_high = mask
+    if BITS == 4:
+        slot = chunk - group * (2 * GROUP)
+        size = tl.minimum(blocks - group * GROUP, GROUP)
+        is_high = slot >= size
+        position = group * GROUP + tl.where(is_high, slot - size, slot)
+    place = offsets(position)
+    total = tl.zeros(place.shape, tl.float32)
+    if COUNT >= 0:
+        for i in tl.static_range(COUNT):
+            step = i * stride
+            total += _load_codes(codes + step, scales + (step >> 1), place, group, is_high, mask, BITS)
+    else:
+        for i in range(count):
+            step = i * stride
+            total += _load_codes(codes + step, scales + (step >> 1), place, group, is_high, mask, BITS)
+    return total
+
+
+@triton.jit
+def largest_bits(low, high):
+    """Largest magnitude of each group of a tile, int32 [groups, 1]: as bits, NaN > Inf > finite."""
+    low = low.to(tl.int32, bitcast=True) & _ABS_MASK
+    high = high.to(tl.int32, bitcast=True) & _ABS_MASK
+    return tl.max(tl.max(tl.maximum(low, high), 2), 1, keep_dims=True)
+
+
+@triton.jit
+def compute_scale(largest, BITS: tl.constexpr):
+    """The scale as bf16 bits in int32, and 65536 / scale, or 0 for a group whose codes are all zero."""
+    not_finite = largest >= _INFINITY_BITS
+    unused = not_finite | (largest < _TINY_BITS)
+    step = largest.to(tl.float32, bitcast=True) * (1.0 / (2 ** (BITS - 1) - 1))
+    bits = (step.to(tl.int32, bitcast=True) + _SCALE_ROUND_UP) & _HIGH_HALF
+    divisor = tl.where(unused, _ONE_BITS, bits).to(tl.float32, bitcast=True)
+    # The operator / is approximate on a GPU; div_rn is not.
+    quotient = tl.div_rn(tl.full(divisor.shape, 65536.0, tl.float32), divisor)
+    bits = tl.where(unused, 0, bits >> 16)
+    return tl.where(not_finite, _NAN_SCALE, bits), tl.where(unused, 0.0, quotient)
+
+
+@triton.jit
+def _round(value, reciprocal, offset):
+    """Codes, int32: value * reciprocal, cut to a multiple of 2**-16, plus offset, rounded down."""
+    reciprocal = tl.expand_dims(reciprocal, -1)
+    fixed = (tl.where(reciprocal > 0.0, value, 0.0) * reciprocal).to(tl.int32)
+    return (fixed + offset) >> 16
+
+
+@triton.jit
+def store_codes(
+    codes,
+    low,
+    high,
+    reciprocal,
+    group,
+    slot,
+    blocks,
+    first_block,
+    k0,
+    k1,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """A row of a message holds the codes of a tile; `first_block` numbers the row for its random bits."""
+    low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
+    mask = tl.expand_dims(mask, -1)
+    if BITS == FULL_PRECISION:
+        floats = codes.to(tl.pointer_type(tl.float32))
+        tl.store(floats + offsets(low_chunk), low, mask=mask)
+        tl.store(floats + offsets(high_chunk), high, mask=mask)
+    elif BITS == 8:
+        if STOCHASTIC:
+            mixed = _hash32(first_block + (low_chunk >> 1), k0, k1)
+            low_code = _round(low, reciprocal, (mixed & 0xFFFF).to(tl.int32, bitcast=True))
+            high_code = _round(high, reciprocal, (mixed >> 16).to(tl.int32, bitcast=True))
+        else:
+            low_code = _round(low, reciprocal, _HALF)
+            high_code = _round(high, reciprocal, _HALF)
+        tl.store(codes + offsets(low_chunk), low_code.to(tl.uint8), mask=mask)
+        tl.store(codes + offsets(high_chunk), high_code.to(tl.uint8), mask=mask)
+    else:
+        if STOCHASTIC:
+            low_random = _random16(first_block, low_chunk, k0, k1)
+            high_random = _random16(first_block, high_chunk, k0, k1)
+            low_code = _round(low, reciprocal, low_random + _INT4_OFFSET)
+            high_code = _round(high, reciprocal, high_random + _INT4_OFFSET)
+        else:
+            low_code = _round(low, reciprocal, _HALF + _INT4_OFFSET)
+            high_code = _round(high, reciprocal, _HALF + _INT4_OFFSET)
+        packed = (low_code | (high_code << 4)).to(tl.uint8)
+        tl.store(codes + offsets(group * GROUP + slot), packed, mask=mask)
+
+
+@triton.jit
+def store_scales(scales, bits, group, part, parts, blocks, is_first, GROUP: tl.constexpr):
+    """A message holds the scales of groups and, if `is_first`, the zeros at its end.
+
+    `scales` are those of the part, one of `parts`. Codes fill whole 16 bytes, so only scales leave a gap.
+    """
+    groups = tl.cdiv(blocks, GROUP).to(tl.int64)
+    tl.store(scales + group, bits.to(tl.int16), mask=group < groups)
+    count = parts * groups
+    end = tl.where(is_first, (count + 7) // 8 * 8, 0)
+    padding = count + tl.arange(0, 8)
+    tl.store(scales + (padding - part * groups), tl.zeros((8,), tl.int16), mask=padding < end)
