@@ -1,0 +1,1 @@
+"""Measurements, each gated by a check that what is measured is correct."""

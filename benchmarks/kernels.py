@@ -1,0 +1,345 @@
+"""Time the five operators on each back end, as a share of a copy of the same tensor on the same machine.
+
+    python -m benchmarks.kernels --elements 16384,16777216 --backends numba --threads 1,2 --json kernels.json
+
+Before an operator is timed, its bytes are compared with those of the reference. Rounds are interleaved: each
+runs a copy and every operator of every back end, so that a disturbance hits them alike; the median of the
+rounds counts. A share is (bytes read and written / seconds) of an operator over that of `Tensor.copy_` of as
+many fp32 values. `elements` are the values of the tensor that an operator reads or writes; for
+dequantize_reduce_quantize those in all messages together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdp4bit.quantization import ops
+from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.quantization.random import derive_keys
+
+KEYS = derive_keys(0, 0)
+RANKS, NODES = 4, 2
+WEIGHT_GROUP, GRADIENT_GROUP = 2048, 128
+CHECKED_ELEMENTS = 1 << 18
+DRAWN_ELEMENTS = 1 << 22
+DEVICES = {"reference": "cpu", "numba": "cpu", "triton": "cuda"}
+DEFAULT_ELEMENTS = {"cpu": range(14, 25, 2), "cuda": range(18, 29, 2)}
+MEASURED_SECONDS = 2e-4
+COPY = "copy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One operator with its tensors."""
+
+    run: Callable[[], object]
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read and written."""
+        tensors = (*self.inputs, self.output)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def make_messages(values: Tensor, layout: MessageLayout, bits: int) -> Tensor:
+    messages = torch.empty(values.shape[0], layout.nbytes, dtype=torch.uint8, device=values.device)
+    ops.hadamard_quantize(values, messages, bits, GRADIENT_GROUP, True, True, *KEYS, 0, layout.padded_numel)
+    return messages
+
+
+def draw(elements: int, seed: int, device: str) -> Tensor:
+    """Normal values, the same on every device; repeated where many are asked for."""
+    drawn = torch.randn(min(elements, DRAWN_ELEMENTS), generator=torch.Generator().manual_seed(seed))
+    return drawn.to(device).repeat(-(-elements // drawn.numel()))[:elements]
+
+
+def make_cases(elements: int, device: str) -> dict[str, Case]:
+    """The operators as a training step calls them, with the method's bits and group sizes."""
+    main = draw(elements, 0, device)
+    copied = torch.empty_like(main)
+
+    weights = MessageLayout(numel=elements, bits=4, group_size=WEIGHT_GROUP)
+    replica = (main + 0.01 * draw(elements, 1, device)).bfloat16()
+    difference = torch.empty(1, weights.nbytes, dtype=torch.uint8, device=device)
+    ops.subtract_quantize(main, replica, difference[0], 4, WEIGHT_GROUP, False, *KEYS)
+    updated = replica.clone()[None]
+
+    row = elements // (RANKS * NODES)
+    intra = MessageLayout(numel=row, bits=8, group_size=GRADIENT_GROUP, parts=NODES)
+    gradient = main[: RANKS * NODES * row].view(NODES, RANKS, row).transpose(0, 1)
+    sent = make_messages(gradient, intra, 8)
+    numbering = (*KEYS, 0, intra.padded_numel)
+
+    inter = MessageLayout(numel=row, bits=4, group_size=GRADIENT_GROUP)
+    reduced = torch.empty(NODES, inter.nbytes, dtype=torch.uint8, device=device)
+    sizes = (row, 8, GRADIENT_GROUP, 4, GRADIENT_GROUP)
+
+    arrived = make_messages(
+        main.expand(NODES, 1, elements),
+        MessageLayout(numel=elements, bits=4, group_size=GRADIENT_GROUP),
+        4,
+    )
+    result = torch.empty_like(main)
+    return {
+        COPY: Case(run=lambda: copied.copy_(main), inputs=(main,), output=copied),
+        "subtract_quantize": Case(
+            run=lambda: ops.subtract_quantize(main, replica, difference[0], 4, WEIGHT_GROUP, False, *KEYS),
+            inputs=(main, replica),
+            output=difference,
+        ),
+        "dequantize_add": Case(
+            run=lambda: ops.dequantize_add(difference, updated, 4, WEIGHT_GROUP, True),
+            inputs=(difference, updated),
+            output=updated,
+        ),
+        "hadamard_quantize": Case(
+            run=lambda: ops.hadamard_quantize(gradient, sent, 8, GRADIENT_GROUP, True, True, *numbering),
+            inputs=(gradient,),
+            output=sent,
+        ),
+        "dequantize_reduce_quantize": Case(
+            run=lambda: ops.dequantize_reduce_quantize(sent, reduced, *sizes, True, *numbering),
+            inputs=(sent,),
+            output=reduced,
+        ),
+        "dequantize_reduce_hadamard": Case(
+            run=lambda: ops.dequantize_reduce_hadamard(
+                arrived, result, 4, GRADIENT_GROUP, True, 1 / (32 * RANKS * NODES)
+            ),
+            inputs=(arrived,),
+            output=result,
+        ),
+    }
+
+
+def reason_to_skip(backend: str) -> str | None:
+    """Why a back end cannot run here."""
+    if backend == "numba" and importlib.util.find_spec("numba") is None:
+        return "numba is not installed"
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if DEVICES[backend] == "cuda" and not torch.cuda.is_available():
+        return "there is no GPU"
+    return None
+
+
+def check_bytes(backend: str, elements: int) -> None:
+    """Every operator writes the bytes of the reference."""
+    outputs = []
+    for name in ("reference", backend):
+        with ops.use_backend(name):  # type: ignore[arg-type]
+            cases = make_cases(elements, DEVICES[name])
+            for case in cases.values():
+                case.run()
+            outputs.append({op: case.output.cpu() for op, case in cases.items()})
+    for op, expected in outputs[0].items():
+        if not torch.equal(expected, outputs[1][op]):
+            sys.exit(f"{backend}: {op} differs from the reference at {elements} elements; nothing was timed")
+
+
+def measure_once(run: Callable[[], object], repetitions: int, device: str) -> float:
+    """Seconds of one call; on a GPU those of the device, by events."""
+    if device == "cpu":
+        start = time.perf_counter()
+        for _ in range(repetitions):
+            run()
+        return (time.perf_counter() - start) / repetitions
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(repetitions):
+        run()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1000 / repetitions
+
+
+def measure(
+    backends: list[str], elements: int, threads: int | None, rounds: int, budget: float
+) -> list[dict[str, Any]]:
+    """Time all operators of back ends of one device.
+
+    Args:
+        budget: seconds after which a slow operator is left out of further rounds.
+    """
+    device = DEVICES[backends[0]]
+    runs: dict[tuple[str, str], tuple[Case, int]] = {}
+    for backend in backends:
+        with ops.use_backend(backend):  # type: ignore[arg-type]
+            for op, case in make_cases(elements, device).items():
+                if op == COPY and backend != backends[0]:
+                    continue
+                case.run()
+                seconds = measure_once(case.run, 1, device)
+                runs[backend, op] = case, max(1, int(MEASURED_SECONDS / max(seconds, 1e-7)))
+    samples: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+    for _ in range(rounds):
+        for (backend, op), (case, repetitions) in runs.items():
+            taken = samples[backend, op]
+            if sum(taken) * repetitions > budget:
+                continue
+            with ops.use_backend(backend):  # type: ignore[arg-type]
+                taken.append(measure_once(case.run, repetitions, device))
+    medians = {key: statistics.median(taken) for key, taken in samples.items()}
+    copy = runs[backends[0], COPY][0].nbytes / medians[backends[0], COPY]
+    return [
+        {
+            "op": op,
+            "backend": "torch" if op == COPY else backend,
+            "elements": elements,
+            "threads": threads,
+            "seconds": medians[backend, op],
+            "share_of_copy": case.nbytes / medians[backend, op] / copy,
+        }
+        for (backend, op), (case, _) in runs.items()
+    ]
+
+
+def describe_machine() -> dict[str, Any]:
+    """Hardware, versions, date and command."""
+    processor = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        names = [line for line in information.read_text().splitlines() if line.startswith("model name")]
+        processor = names[0].partition(":")[2].strip() if names else processor
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "numba", "triton", "sdp4bit"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "cpu": processor,
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "versions": versions,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks.kernels", *sys.argv[1:]]),
+    }
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """The rows, by rich if it is installed."""
+    cells = [
+        (
+            row["op"],
+            row["backend"],
+            f"{row['elements']:,}",
+            "" if row["threads"] is None else str(row["threads"]),
+            f"{row['seconds'] * 1e6:,.1f}",
+            f"{row['share_of_copy']:.0%}",
+        )
+        for row in rows
+    ]
+    titles = ("operator", "back end", "elements", "threads", "microseconds", "share of copy")
+    if importlib.util.find_spec("rich") is None:
+        for line in (titles, *cells):
+            print("  ".join(f"{cell:<28}" if i == 0 else f"{cell:>14}" for i, cell in enumerate(line)))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for i, title in enumerate(titles):
+        table.add_column(title, justify="left" if i < 2 else "right", no_wrap=True)
+    for line in cells:
+        table.add_row(*line)
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+
+
+def plot(rows: list[dict[str, Any]], machine: dict[str, Any], path: Path) -> None:
+    """One panel per operator: share of a copy over the number of elements."""
+    from matplotlib import pyplot
+
+    operators = [op for op in dict.fromkeys(row["op"] for row in rows) if op != COPY]
+    figure, panels = pyplot.subplots(1, len(operators), figsize=(3.4 * len(operators), 3.6), sharey=True)
+    for panel, op in zip(panels, operators, strict=True):
+        lines: dict[tuple[str, int | None], list[tuple[int, float]]] = {}
+        for row in rows:
+            if row["op"] == op:
+                point = row["elements"], 100 * row["share_of_copy"]
+                lines.setdefault((row["backend"], row["threads"]), []).append(point)
+        for (backend, threads), points in lines.items():
+            label = backend if threads is None else f"{backend}, {threads} thread{'s' * (threads > 1)}"
+            panel.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=label)
+        panel.axhline(100, color="gray", linewidth=0.8, linestyle=":")
+        panel.set(title=op, xlabel="elements", xscale="log", ylim=(0, None))
+        panel.title.set_fontsize(9)
+    panels[0].set_ylabel("share of a copy's bandwidth, %")
+    panels[0].legend(fontsize=7)
+    figure.suptitle(f"{machine['gpu'] or machine['cpu']}, torch {machine['versions']['torch']}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.replace("_", "").split(",")]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n")[0])
+    parser.add_argument("--elements", type=numbers, help="sizes, such as 16384,16777216; up to 2**28 is 1 GB")
+    parser.add_argument("--backends", default="numba,triton", help="of reference, numba, triton")
+    parser.add_argument("--threads", type=numbers, default=[1, torch.get_num_threads()], help="on the CPU")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--budget", type=float, default=5.0, help="seconds for one operator of one size")
+    parser.add_argument("--json", type=Path, help="file for machine and rows")
+    parser.add_argument("--plot", type=Path, help="file for the figure, such as kernels.png")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    usable = []
+    for backend in arguments.backends.split(","):
+        if backend not in DEVICES:
+            sys.exit(f"unknown back end {backend!r}: use {', '.join(DEVICES)}")
+        reason = reason_to_skip(backend)
+        if reason is None:
+            usable.append(backend)
+        else:
+            print(f"skipped {backend}: {reason}")
+    rows = []
+    for device in ("cpu", "cuda"):
+        backends = [backend for backend in usable if DEVICES[backend] == device]
+        if not backends:
+            continue
+        sizes = arguments.elements or [1 << power for power in DEFAULT_ELEMENTS[device]]
+        for backend in backends:
+            if backend != "reference":
+                check_bytes(backend, min(max(sizes), CHECKED_ELEMENTS))
+        for threads in sorted(set(arguments.threads)) if device == "cpu" else [None]:
+            if threads is not None:
+                torch.set_num_threads(threads)
+            for elements in sizes:
+                rows += measure(backends, elements, threads, arguments.rounds, arguments.budget)
+    if not rows:
+        sys.exit("no back end can run here")
+    print_table(rows)
+    machine = describe_machine()
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    if arguments.plot:
+        plot(rows, machine, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

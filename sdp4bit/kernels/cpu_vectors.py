@@ -1,0 +1,335 @@
+"""SIMD vectors for numba: types that compiled functions compute with, 16 or 32 lanes wide.
+
+numba's own integer typing promotes int32 to int64, which halves the SIMD width and keeps loops from
+vectorizing. These types map to LLVM vectors instead, which the compiler splits over whatever registers the
+machine has: two of AVX-512 hold a block of 32 values, four of AVX2, eight of NEON. No fast-math: every
+operation is rounded as written. Addresses are int64 numbers, of any alignment.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from llvmlite import ir
+from numba import types
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, models, register_model
+
+INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+FLOAT = ir.FloatType()
+_LANE = {types.float32: FLOAT, types.int32: INT32}
+
+
+class Vector(types.Type):
+    """A SIMD vector of float32 or int32."""
+
+    def __init__(self, scalar: types.Type, lanes: int) -> None:
+        self.scalar, self.lanes = scalar, lanes
+        super().__init__(name=f"{scalar}x{lanes}")
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager, vector):
+        super().__init__(manager, vector, ir.VectorType(_LANE[vector.scalar], vector.lanes))
+
+
+F16, F32 = Vector(types.float32, 16), Vector(types.float32, 32)
+I16, I32 = Vector(types.int32, 16), Vector(types.int32, 32)
+
+
+def _constant(lanes, value):
+    return ir.Constant(ir.VectorType(INT32, lanes), [INT32(value)] * lanes)
+
+
+def _splat(builder, scalar, lanes):
+    undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
+    first = builder.insert_element(undefined, scalar, INT32(0))
+    return builder.shuffle_vector(first, undefined, _constant(lanes, 0))
+
+
+def _splat_int(builder, number, lanes):
+    return _splat(builder, builder.trunc(number, INT32), lanes)
+
+
+def _pick(builder, a, b, lanes):
+    mask = ir.Constant(ir.VectorType(INT32, len(lanes)), [INT32(lane) for lane in lanes])
+    return builder.shuffle_vector(a, b, mask)
+
+
+def _define_operator(operation, **instructions):
+    @infer_global(operation)
+    class _Template(AbstractTemplate):
+        def generic(self, args, kws):
+            left, right = args
+            if isinstance(left, Vector) and left == right and left.scalar.name in instructions:
+                return signature(left, left, right)
+            return None
+
+    @lower_builtin(operation, Vector, Vector)
+    def _lower(context, builder, sig, args):
+        return getattr(builder, instructions[sig.args[0].scalar.name])(*args)
+
+
+_define_operator(operator.add, float32="fadd", int32="add")
+_define_operator(operator.sub, float32="fsub", int32="sub")
+_define_operator(operator.mul, float32="fmul", int32="mul")
+_define_operator(operator.and_, int32="and_")
+_define_operator(operator.or_, int32="or_")
+
+
+def point(builder, address, pointee):
+    """Return an LLVM pointer to an address."""
+    return builder.inttoptr(address, pointee.as_pointer())
+
+
+def _loader(result, memory, widen):
+    """Return a function of an address that loads a value stored as `memory`."""
+
+    @intrinsic
+    def load(typing_context, address):
+        def codegen(context, builder, sig, args):
+            target = context.get_value_type(result)
+            is_vector = isinstance(result, Vector)
+            pointee = ir.VectorType(memory, result.lanes) if is_vector else memory
+            return widen(builder, builder.load(point(builder, args[0], pointee), align=1), target)
+
+        return result(types.int64), codegen
+
+    return load
+
+
+def _as_is(builder, value, target):
+    return value
+
+
+def _zero_extend(builder, value, target):
+    return builder.zext(value, target)
+
+
+def _sign_extend(builder, value, target):
+    return builder.sext(value, target)
+
+
+def _widen_bf16(builder, value, target):
+    lanes = target.count
+    wide = builder.zext(value, ir.VectorType(INT32, lanes))
+    return builder.bitcast(builder.shl(wide, _constant(lanes, 16)), target)
+
+
+load_f32 = _loader(F32, FLOAT, _as_is)
+load_bf16 = _loader(F32, INT16, _widen_bf16)
+load_i8 = _loader(I32, INT8, _sign_extend)
+load_u8 = _loader(I32, INT8, _zero_extend)
+load_u8x16 = _loader(I16, INT8, _zero_extend)
+load_scalar_u16 = _loader(types.int64, INT16, _zero_extend)
+load_scalar_u32 = _loader(types.int64, INT32, _zero_extend)
+
+
+def _storer(memory, narrow):
+    """Return a function of an address and a vector or an int64 that stores it as `memory`."""
+
+    @intrinsic
+    def store(typing_context, address, value):
+        def codegen(context, builder, sig, args):
+            target = ir.VectorType(memory, value.lanes) if isinstance(value, Vector) else memory
+            builder.store(narrow(builder, args[1], target), point(builder, args[0], target), align=1)
+
+        return types.void(types.int64, value if isinstance(value, Vector) else types.int64), codegen
+
+    return store
+
+
+def _truncate(builder, value, target):
+    return builder.trunc(value, target)
+
+
+def _narrow_bf16(builder, value, target):
+    """Round to nearest even by integers; NaN becomes 0x7FC0."""
+    lanes = target.count
+    bits = builder.bitcast(value, ir.VectorType(INT32, lanes))
+    odd = builder.and_(builder.lshr(bits, _constant(lanes, 16)), _constant(lanes, 1))
+    rounded = builder.add(builder.add(bits, _constant(lanes, 0x7FFF)), odd)
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    kept = builder.select(is_nan, _constant(lanes, 0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(kept, _constant(lanes, 16)), target)
+
+
+store_f32 = _storer(FLOAT, _as_is)
+store_bf16 = _storer(INT16, _narrow_bf16)
+store_u8, store_u16, store_u32 = (_storer(memory, _truncate) for memory in (INT8, INT16, INT32))
+
+
+def _lanewise(scalar, instruction):
+    @intrinsic
+    def convert(typing_context, vector):
+        result = Vector(scalar, vector.lanes)
+
+        def codegen(context, builder, sig, args):
+            return getattr(builder, instruction)(args[0], context.get_value_type(result))
+
+        return result(vector), codegen
+
+    return convert
+
+
+to_float = _lanewise(types.float32, "sitofp")
+to_int = _lanewise(types.int32, "fptosi")  # towards zero; what does not fit is undefined
+bits_of = _lanewise(types.int32, "bitcast")
+float_of_bits = _lanewise(types.float32, "bitcast")
+
+
+def _shifter(instruction):
+    @intrinsic
+    def shift(typing_context, vector, count):
+        def codegen(context, builder, sig, args):
+            return getattr(builder, instruction)(args[0], _splat_int(builder, args[1], vector.lanes))
+
+        return vector(vector, types.int64), codegen
+
+    return shift
+
+
+shift_right, shift_right_signed = _shifter("lshr"), _shifter("ashr")
+
+
+def _splatter(lanes):
+    @intrinsic
+    def splat(typing_context, number):
+        is_float = isinstance(number, types.Float)
+        source, lane = (types.float32,) * 2 if is_float else (types.int64, types.int32)
+
+        def codegen(context, builder, sig, args):
+            return (_splat if is_float else _splat_int)(builder, args[0], lanes)
+
+        return Vector(lane, lanes)(source), codegen
+
+    return splat
+
+
+splat, splat16 = _splatter(32), _splatter(16)
+
+
+@intrinsic
+def maximum(typing_context, a, b):
+    """Return the larger of each pair of signed lanes."""
+
+    def codegen(context, builder, sig, args):
+        return builder.select(builder.icmp_signed(">", *args), *args)
+
+    return a(a, b), codegen
+
+
+@intrinsic
+def largest_lane(typing_context, vector):
+    """Return the largest signed lane, an int64."""
+
+    def codegen(context, builder, sig, args):
+        name = f"llvm.vector.reduce.smax.v{vector.lanes}i32"
+        function = builder.module.globals.get(name)
+        if function is None:
+            function = ir.Function(builder.module, ir.FunctionType(INT32, [args[0].type]), name)
+        return builder.sext(builder.call(function, args), INT64)
+
+    return types.int64(vector), codegen
+
+
+@intrinsic
+def float_from_bits(typing_context, bits):
+    """Return the fp32 number whose bits are the low 32 of an int64."""
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(builder.trunc(args[0], INT32), FLOAT)
+
+    return types.float32(types.int64), codegen
+
+
+@intrinsic
+def bits_from_float(typing_context, number):
+    """Return the bits of an fp32 number, an int64 that is not negative."""
+
+    def codegen(context, builder, sig, args):
+        return builder.zext(builder.bitcast(args[0], INT32), INT64)
+
+    return types.int64(types.float32), codegen
+
+
+def _butterfly_lanes():
+    """Return, for strides 1, 2, 4, 8, 16, the lanes of two 16-lane vectors to combine: (first, second).
+
+    Each stage leaves the sums in one vector and the differences in the other. Lanes are chosen such that
+    every shuffle takes two registers of any width from 128 to 512 bits apart in one instruction: strides 1
+    and 2 stay inside quads of lanes, 4 and 8 move whole quads, 16 sorts what the first two have mixed.
+    """
+
+    def quads(*pairs):
+        return [16 * vector + 4 * quad + lane for vector, quad in pairs for lane in range(4)]
+
+    inside = [16 * vector + 4 * quad + lane for quad in range(4) for vector in (0, 1) for lane in (0, 2)]
+    sorting = [
+        16 * vector + 4 * quad + lane
+        for vector in (0, 1)
+        for q in (0, 1)
+        for quad in (q, q + 2)
+        for lane in (0, 2)
+    ]
+    by4 = quads((0, 0), (0, 2), (1, 0), (1, 2))
+    by8 = quads((0, 0), (1, 0), (0, 2), (1, 2))
+    steps = ((inside, 1), (inside, 1), (by4, 4), (by8, 4), (sorting, 1))
+    return [(lanes, [lane + step for lane in lanes]) for lanes, step in steps]
+
+
+@intrinsic
+def hadamard32(typing_context, block):
+    """Return the transform of 32 values, the butterflies in the order of the definition."""
+
+    def codegen(context, builder, sig, args):
+        sums, differences = (_pick(builder, args[0], args[0], range(i, i + 16)) for i in (0, 16))
+        for lanes in _butterfly_lanes():
+            first, second = (_pick(builder, sums, differences, chosen) for chosen in lanes)
+            sums, differences = builder.fadd(first, second), builder.fsub(first, second)
+        return _pick(builder, sums, differences, range(32))
+
+    return block(block), codegen
+
+
+@intrinsic
+def random_bits16(typing_context, element, k0, k1):
+    """Return the 16 random bits of each value of the block that begins at `element`, a multiple of 32.
+
+    The counters of a block differ in their low 4 bits only, which the first mixing step, x ^ x >> 16, keeps
+    apart: it is one scalar. The second key moves behind the shift, which is linear in it.
+    """
+
+    def codegen(context, builder, sig, args):
+        element, k0, k1 = args
+        first = builder.trunc(builder.ashr(element, INT64(1)), INT32)
+        first = builder.xor(first, builder.trunc(k0, INT32))
+        first = builder.xor(first, builder.lshr(first, INT32(16)))
+        key = builder.trunc(k1, INT32)
+        key = builder.xor(key, builder.lshr(key, INT32(15)))
+        sixteen = _constant(16, 16)
+        x = builder.xor(_splat(builder, first, 16), ir.Constant(sixteen.type, [INT32(i) for i in range(16)]))
+        x = builder.mul(x, _constant(16, 0x7FEB352D))
+        x = builder.xor(builder.xor(x, builder.lshr(x, _constant(16, 15))), _splat(builder, key, 16))
+        x = builder.mul(x, _constant(16, 0x846CA68B))
+        high = builder.lshr(x, sixteen)
+        low = builder.and_(builder.xor(x, high), _constant(16, 0xFFFF))
+        return _pick(builder, low, high, range(32))
+
+    return I32(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def prefetch(typing_context, address):
+    """Start reading the cache line of an address, which need not be valid."""
+
+    def codegen(context, builder, sig, args):
+        name, byte = "llvm.prefetch.p0", INT8.as_pointer()
+        function = builder.module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+            function = ir.Function(builder.module, kind, name)
+        builder.call(function, [point(builder, args[0], INT8), INT32(0), INT32(3), INT32(1)])
+
+    return types.void(types.int64), codegen
