@@ -54,7 +54,7 @@ def test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit(replica: str,
 
 
 class SumInNodesFirst:
-    """A dense reduction that adds in the order of the two-level exchange: within each node, then over nodes."""
+    """A dense reduction that adds as the two-level exchange does: within each node, then over nodes."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -45,9 +45,7 @@ for name in {OPTIONAL}:
 
 def python(code: str, *, cwd: Path = ROOT) -> str:
     """Standard output of `code`, run by a fresh interpreter in `cwd`."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -97,9 +95,7 @@ def test_installed_version_is_the_one_in_pyproject() -> None:
 def test_wheel_ships_types_and_licence_and_only_the_library(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "LICENSE", "sdp4bit", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
-    wheel = python(
-        "import setuptools.build_meta as b; print(b.build_wheel('.'))", cwd=tmp_path
-    ).split()[-1]
+    wheel = python("import setuptools.build_meta as b; print(b.build_wheel('.'))", cwd=tmp_path).split()[-1]
     with zipfile.ZipFile(tmp_path / wheel) as archive:
         files = archive.namelist()
     assert "sdp4bit/py.typed" in files

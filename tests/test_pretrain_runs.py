@@ -7,17 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 pytest.importorskip("tyro")
 pytest.importorskip("tokenizers")
@@ -28,94 +21,19 @@ from sdp4bit.pretrain import demo as demo_module
 from sdp4bit.pretrain.comparison import DEMO_PROCESSES, CompareConfig, DemoConfig
 from sdp4bit.pretrain.config import (
     CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     PretrainConfig,
     SettingError,
-    TrainingConfig,
 )
-from sdp4bit.pretrain.corpus import END_OF_TEXT
-from sdp4bit.pretrain.ranks import Ranks, agree, first_rank_decides
-from sdp4bit.pretrain.trainer import TrainingDivergedError, TrainingResult, pretrain
+from sdp4bit.pretrain.trainer import pretrain
 from tests.ranks import run_ranks
-
-SOURCES = (
-    "argparse",
-    "ast",
-    "base64",
-    "calendar",
-    "csv",
-    "enum",
-    "heapq",
-    "inspect",
-    "pickle",
-    "queue",
-    "tarfile",
-)
+from tests.tiny_runs import command_line, losses, read_log, small, this_rank, train_here, write_text
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    library = Path(json.__file__).parent.parent
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(
-        END_OF_TEXT.join((library / f"{name}.py").read_text("utf-8") for name in SOURCES), "utf-8"
-    )
-    return path
-
-
-def small(text: Path, out: Path, **changes: Any) -> PretrainConfig:
-    """Return a run of 8 steps of a model with 0.1 million parameters, with dropout."""
-    config = PretrainConfig(
-        seed=5,
-        model=ModelConfig(layers=2, hidden=64, heads=2, dropout=0.1),
-        data=DataConfig(data_path=(text,), vocabulary_size=512, cache_dir=text.parent / "cache"),
-        training=TrainingConfig(
-            steps=8,
-            sequence_length=32,
-            micro_batch_size=2,
-            eval_interval=4,
-            eval_batches=2,
-            accumulation=2,
-        ),
-        optimizer=OptimizerConfig(learning_rate=5e-3, warmup_fraction=0.25),
-        parallel=ParallelConfig(ranks_per_node=2),
-        logging=LoggingConfig(out=out, tensorboard=False),
-    )
-    return replace(config, **changes)
-
-
-def this_rank() -> Ranks:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return Ranks(
-        rank=rank, world_size=size, local_rank=rank, local_world_size=size, device=torch.device("cpu")
-    )
-
-
-def train_here(*configs: PretrainConfig) -> list[TrainingResult]:
-    return [pretrain(config, ranks=this_rank()) for config in configs]
-
-
-def command_line(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sdp4bit", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def read_log(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(out: Path) -> dict[tuple[str, int], float]:
-    return {(line["event"], line["step"]): line["loss"] for line in read_log(out)}
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def test_the_command_line_trains_on_four_processes(text, tmp_path):
@@ -295,117 +213,3 @@ def test_demo_summary_has_its_shape(tmp_path):
         assert all(value > 0 for value in run.values())
     assert summary["baseline"]["inter_bytes_per_step"] > 5 * summary["sdp4bit"]["inter_bytes_per_step"]
     assert (tmp_path / "demo" / "curves.png").stat().st_size > 10_000
-
-
-def errors_of_all_kinds() -> list[str]:
-    def fail_on_rank_1(error: Exception) -> int:
-        if dist.get_rank() == 1:
-            raise error
-        return dist.get_rank()
-
-    def fail_on_rank_0() -> int:
-        if dist.get_rank() == 0:
-            raise SettingError("rank 0 says no")
-        raise AssertionError("only rank 0 is asked")
-
-    assert agree(dist.get_rank) == dist.get_rank()
-    assert first_rank_decides(lambda: f"from {dist.get_rank()}") == "from 0"
-    messages = []
-    for work in (
-        lambda: agree(lambda: fail_on_rank_1(SettingError("change it"))),
-        lambda: agree(lambda: fail_on_rank_1(OSError("disk full"))),
-        lambda: first_rank_decides(fail_on_rank_0),
-    ):
-        try:
-            work()
-        except (SettingError, RuntimeError) as error:
-            messages.append(f"{type(error).__name__}: {error}")
-    return messages
-
-
-def test_an_error_on_one_rank_is_raised_on_all():
-    results = run_ranks(errors_of_all_kinds, 2)
-    assert (
-        results[0]
-        == results[1]
-        == [
-            "SettingError: change it",
-            "RuntimeError: rank 1: OSError: disk full",
-            "SettingError: rank 0 says no",
-        ]
-    )
-
-
-def diverge(config: PretrainConfig) -> str:
-    with pytest.raises(TrainingDivergedError) as error:
-        pretrain(config, ranks=this_rank())
-    return str(error.value)
-
-
-def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path):
-    config = small(text, tmp_path, optimizer=OptimizerConfig(learning_rate=1e30, clip_grad=0))
-    messages = run_ranks(diverge, 2, replace(config, parallel=ParallelConfig(ranks_per_node=1)))
-    assert messages[0] == messages[1]
-    assert "lower --learning-rate" in messages[0]
-
-
-def test_a_killed_rank_ends_the_others(text, tmp_path):
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "sdp4bit", "pretrain", "--nproc-per-node", "2", "--steps", "100000"),
-            *(
-                "--strategy",
-                "baseline",
-                "--layers",
-                "1",
-                "--hidden",
-                "64",
-                "--heads",
-                "2",
-                "--no-tensorboard",
-            ),
-            *(
-                "--data-path",
-                str(text),
-                "--vocabulary-size",
-                "512",
-                "--cache-dir",
-                str(text.parent / "cache"),
-            ),
-            *("--out", str(tmp_path), "--sequence-length", "32"),
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + 240
-        log = tmp_path / "metrics.jsonl"
-        while not (log.exists() and log.read_text()):
-            assert time.monotonic() < deadline, "training has not started"
-            assert process.poll() is None, process.stderr.read() if process.stderr else ""
-            time.sleep(0.2)
-        children = ranks_of(process.pid)
-        assert len(children) == 2
-        os.kill(children[1], 9)
-        _, errors = process.communicate(timeout=20)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 1
-    assert "failed (ended by SIGKILL); the other ranks have been stopped" in errors
-    assert not any(Path(f"/proc/{child}").exists() for child in children)
-
-
-def ranks_of(parent: int) -> list[int]:
-    """Return the processes that a launcher has started as ranks, in order."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-            command = (stat.parent / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if int(fields[1]) == parent and b"spawn_main" in command:
-            found.append(int(stat.parent.name))
-    return sorted(found)

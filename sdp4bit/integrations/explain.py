@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
-from sdp4bit.integrations.fsdp_hooks import GroupComm
+from sdp4bit.integrations.fsdp_hooks import CommState, GroupComm
 from sdp4bit.telemetry import Traffic
 
 _HEADER = ("group", "values/rank", "ranks", "weights", "gradients", "intra B/step", "inter B/step")
 
 
-def explain_groups(groups: Sequence[GroupComm], config: SDP4BitConfig) -> str:
+def explain_groups(state: CommState, config: SDP4BitConfig) -> str:
     """Return the table as text, one line per group and a line of totals."""
     lines = [_HEADER]
     total = Traffic()
-    for comm in groups:
-        sent = comm.weight_traffic.last_step + comm.gradient_traffic.last_step
+    for comm in state.groups:
+        sent = state.last_traffic(comm)
         total = total + sent
         lines.append(
             (

@@ -219,6 +219,8 @@ class CommHandle:
             self._choose_gradients(comm, gradient_topologies, gradient_scratch, skipped)
         self._previous = [self._install(comm) for comm in comms]
         self._hooks = [_watch_optimizers(self._state)]
+        for group in groups:
+            self._hooks += self._state.aliases.watch(group)
         for root in roots:
             watched = {root, *(module for _, module in named_fsdp_modules(root))}
             after_load = _resync_after_load(self._state)
@@ -279,11 +281,12 @@ class CommHandle:
 
         Needed after edits of the weights in place, such as swapping in averaged ones through local tensors.
         """
+        self._state.reshard()
         self._state.request_resync()
 
     def explain(self) -> str:
         """Return a table: per FSDP group what is quantized, how, bytes of the last step, or why it is not."""
-        return explain_groups(self._state.groups, self.config)
+        return explain_groups(self._state, self.config)
 
     def stats(self) -> dict[str, Any]:
         """Return what this rank sent and what quantization cost; waits for the device.
@@ -296,12 +299,11 @@ class CommHandle:
             relative error of quantizing a sample of the last gradients. Both None if they do not apply yet.
         """
         state = self._state
-        counters = [c for comm in state.groups for c in (comm.weight_traffic, comm.gradient_traffic)]
-        last = sum((c.current_step if state.step_pending else c.last_step for c in counters), Traffic())
+        last = sum((state.last_traffic(comm) for comm in state.groups), Traffic())
         return {
             "steps": state.steps + int(state.step_pending),
             "last_step": last.as_dict(),
-            "total": sum((c.total for c in counters), Traffic()).as_dict(),
+            "total": sum((comm.total_traffic for comm in state.groups), Traffic()).as_dict(),
             "compression_ratio": last.compression_ratio,
             "weight_drift": weight_drift(state),
             "gradient_error": gradient_error(state),
@@ -339,7 +341,7 @@ class CommHandle:
         for topology in self._topologies:
             destroy_topology(topology)
         self._hooks, self._previous, self._topologies = [], [], []
-        self._state.groups = []
+        self._state.detach()
 
 
 def _dense_because(comm: GroupComm, skipped: dict[str, str], part: object | None) -> str:
@@ -356,14 +358,30 @@ def _watch_optimizers(state: CommState) -> Any:
 
     def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         alive = reference()
-        if alive is not None:
+        if alive is not None and not _only_creates_state(optimizer, alive):
             alive.mark_changed(p for group in optimizer.param_groups for p in group["params"])
 
     return register_optimizer_step_post_hook(after_step)
 
 
+def _only_creates_state(optimizer: torch.optim.Optimizer, state: CommState) -> bool:
+    """Whether a step cannot change weights: no gradients from a reduction, a learning rate of zero.
+
+    torch.distributed.checkpoint takes such steps to create optimizer states; with stateless optimizers, at
+    every save.
+    """
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    on_host = [float(r) for r in rates if isinstance(r, float | int | torch.Tensor) and not _on_device(r)]
+    return state.reductions_since_step == 0 and on_host == [0.0] * len(rates)
+
+
+def _on_device(rate: float | torch.Tensor) -> bool:
+    return isinstance(rate, torch.Tensor) and rate.device.type != "cpu"
+
+
 def _resync_after_load(state: CommState) -> Callable[..., None]:
     def after_load(*_: Any) -> None:
+        state.reshard()
         state.request_resync(keep_loaded=True)
 
     return after_load

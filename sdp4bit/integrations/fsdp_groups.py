@@ -24,6 +24,9 @@ _BIT_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
 
+Version = tuple[int, int, int]
+
+
 def _param_groups(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -60,11 +63,19 @@ class ParamSegment:
         return bool(self.param.padded_sharded_param_size[dim] * (ranks - 1) < self.param._orig_size[dim])
 
     @property
-    def version(self) -> tuple[int, int, int]:
-        """What edits change: counters of the DTensor and of its shard, and which tensor the shard is."""
-        sharded: Any = self.sharded
-        local = sharded._local_tensor
-        return _version(sharded), id(local) if local.numel() else 0, _version(local)
+    def owner(self) -> nn.Module:
+        """The module that the parameter is registered on."""
+        return cast(nn.Module, self.param._module_info.module)
+
+    @property
+    def own_name(self) -> str:
+        """The parameter's name in its owner."""
+        return str(self.param._module_info.param_name)
+
+    @property
+    def version(self) -> Version:
+        """What edits change."""
+        return tensor_version(self.sharded)
 
     def local_view(self, row: Tensor) -> Tensor:
         """View this parameter's shard, without padding, in a row [n] of its group."""
@@ -82,7 +93,13 @@ class ParamSegment:
         )
 
 
-def _version(tensor: Tensor) -> int:
+def tensor_version(tensor: Any) -> Version:
+    """Return what edits of a DTensor change: its counter, which tensor its shard is, the shard's counter."""
+    local = tensor._local_tensor
+    return _counter(tensor), id(local) if local.numel() else 0, _counter(local)
+
+
+def _counter(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 

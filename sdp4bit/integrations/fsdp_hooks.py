@@ -16,8 +16,9 @@ from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.collectives.work import CompletedWork
 from sdp4bit.config import GradientConfig
-from sdp4bit.integrations.fsdp_groups import FSDPGroup
-from sdp4bit.telemetry import TrafficCounter
+from sdp4bit.integrations.fsdp_edits import StateDictAliases
+from sdp4bit.integrations.fsdp_groups import FSDPGroup, Version
+from sdp4bit.telemetry import Traffic, TrafficCounter
 
 _SAMPLE_NUMEL = 4096
 _REDUCTIONS_WITHOUT_STEP = 1000
@@ -43,7 +44,7 @@ class GroupComm:
         self.gradient_traffic = TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
         self.changed: set[int] = set()
         """Segments that an optimizer may have changed since the last refresh."""
-        self.versions: list[tuple[int, int, int]] = []
+        self.versions: list[Version] = []
         """Version of every segment when it was last known to be in `changed` or in the replica."""
         self.resync_wanted = True
         """The next refresh is in full precision; so is the first."""
@@ -56,6 +57,11 @@ class GroupComm:
         self.refreshes = 0
         self.reductions = 0
         self.gradient_sample: Tensor | None = None
+
+    @property
+    def total_traffic(self) -> Traffic:
+        """What the group has sent so far."""
+        return self.weight_traffic.total + self.gradient_traffic.total
 
     def loaded_row_fits(self) -> bool:
         """Whether a row was loaded and this rank saved it when its main shard was bit for bit what it is."""
@@ -88,6 +94,7 @@ class CommState:
         self.step_pending = False
         """An optimizer has stepped and no parameter has been unsharded since."""
         self.reductions_since_step = 0
+        self.aliases = StateDictAliases()
         self._places: dict[int, tuple[GroupComm, int]] = {}
         self._resharding_after = -1
         self._unsharded_since_check: set[int] = set()
@@ -120,6 +127,12 @@ class CommState:
         """Free parameters that stayed unsharded: they would hide the step from the next forward."""
         for comm in self.groups:
             if comm.changed and comm.group.is_unsharded:
+                comm.group.module.reshard()
+
+    def reshard(self) -> None:
+        """Free parameters that stayed unsharded: they would hide a refresh from the next forward."""
+        for comm in self.groups:
+            if comm.group.is_unsharded:
                 comm.group.module.reshard()
 
     def _all_places(self) -> list[tuple[GroupComm, int]]:
@@ -167,10 +180,12 @@ class CommState:
             for each in self.groups:
                 each.weight_traffic.end_step()
                 each.gradient_traffic.end_step()
-        if comm.index in self._unsharded_since_check or not self._unsharded_since_check:
-            self._unsharded_since_check.clear()
+        # The root's group comes first in a forward, unless it stayed unsharded after the last one.
+        seen = self._unsharded_since_check
+        if comm.index == 0 or comm.index in seen or not seen:
+            seen.clear()
             self._check_edits()
-        self._unsharded_since_check.add(comm.index)
+        seen.add(comm.index)
 
     def _check_edits(self) -> None:
         """Resync if the weights were loaded or edited in place without an optimizer step.
@@ -179,22 +194,33 @@ class CommState:
         of the local tensors of all parameters that every rank holds a part of, as a checkpoint load makes.
         Others are reported; acting on them could leave ranks waiting for each other.
         """
-        pairs: list[tuple[tuple[int, int, int], tuple[int, int, int]]] = []
+        written, operated, edited = self.aliases.written(), False, {}
         for comm in self.groups:
-            before, comm.versions = comm.versions, [segment.version for segment in comm.group.segments]
-            pairs += zip(before, comm.versions, strict=False)
-        if all(old == new for old, new in pairs):
-            return
-        segments = [segment for comm in self.groups for segment in comm.group.segments]
-        edited = [old[1:] != new[1:] for old, new in pairs]
-        common = [e for e, segment in zip(edited, segments, strict=True) if segment.is_on_all_ranks]
-        if any(old[0] != new[0] for old, new in pairs) or (common and all(common)):
+            segments = comm.group.segments
+            before, comm.versions = comm.versions, [segment.version for segment in segments]
+            for segment, old, new in zip(segments, before or comm.versions, comm.versions, strict=True):
+                by_operation, in_place = written.get(segment.name, (False, False))
+                operated = operated or by_operation or old[0] != new[0]
+                edited[segment.name, segment.is_on_all_ranks] = in_place or old[1:] != new[1:]
+        common = [changed for (_, is_common), changed in edited.items() if is_common]
+        if operated or (common and all(common)):
             self.request_resync(keep_loaded=True)
-        elif any(edited):
+        elif any(edited.values()):
             self.warn_once(
                 "sdp4bit: some parameters were edited in place on this rank, outside an optimizer step; the "
                 "replicas do not know. Call comm.resync() on all ranks after such edits"
             )
+
+    # -- what the handle asks ------------------------------------------------------------------------
+
+    def last_traffic(self, comm: GroupComm) -> Traffic:
+        """Return what a group sent in the last step, which ends with its optimizer step."""
+        counters = (comm.weight_traffic, comm.gradient_traffic)
+        return sum((c.current_step if self.step_pending else c.last_step for c in counters), Traffic())
+
+    def detach(self) -> None:
+        """Nothing of the model is referred to any more; the step count stays."""
+        self.groups, self._places, self.aliases = [], {}, StateDictAliases()
 
     # -- checkpoints ---------------------------------------------------------------------------------
 

@@ -83,6 +83,8 @@ def load_state(state: CommState, saved: dict[str, Any]) -> None:
             stacklevel=3,
         )
     state.steps, state.step_pending = int(saved["steps"]), False
+    state.reductions_since_step = 0
+    state.reshard()
     for comm in state.groups:
         counters = saved["groups"].get(comm.group.name)
         expected = 2 + len(comm.group.segments)

@@ -109,7 +109,7 @@ class DemoConfig:
 
     out: Path = Path("runs/demo")
     """Folder for summary.json, curves.png and the logs of both runs."""
-    steps: int = 120
+    steps: int = 100
     """Optimizer steps of each run."""
     seed: int = 1
     """Seed of the weights, the sample order and the rounding; the same for both runs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -97,7 +98,7 @@ class MetricsWriter:
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("[bold]{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=20),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[numbers]}"),
                 TimeRemainingColumn(),
@@ -119,7 +120,7 @@ class MetricsWriter:
         """The step is in all outputs; plain lines only every log interval."""
         self._write("train", asdict(metrics))
         numbers = (
-            f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  sent "
+            f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  "
             f"{format_bytes(metrics.intra_bytes)} in nodes, {format_bytes(metrics.inter_bytes)} between"
         )
         if self._progress is not None and self._task is not None:
@@ -137,6 +138,8 @@ class MetricsWriter:
         self._console.print(f"{self._description}: {message}", highlight=False, markup=False, soft_wrap=True)
 
     def _write(self, event: str, values: Mapping[str, Any]) -> None:
+        # JSON has no NaN: a loss that is not a number any more is null.
+        values = {name: value if math.isfinite(value or 0) else None for name, value in values.items()}
         if self._lines is not None:
             self._lines.write(json.dumps({"event": event, **values}) + "\n")
             self._lines.flush()

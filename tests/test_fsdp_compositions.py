@@ -1,0 +1,256 @@
+"""FSDP2 integration, compositions: other features of FSDP2 and of PyTorch beside quantized communication.
+
+Layer: real processes over gloo, mostly 2 nodes x 2 ranks. A feature trains with plain FSDP2, with replicas
+that lose nothing (bit-equal to plain FSDP2) and quantized (a few steps within 3 % of its losses).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
+from tests.ranks import run_ranks
+from tests.toy import (
+    QUANTIZED,
+    Run,
+    adamw,
+    assert_close_to_plain,
+    assert_variants_equal,
+    build,
+)
+
+
+def accumulate(config: SDP4BitConfig | None, reductions: int) -> list[float]:
+    """Two micro-batches a step, reduced once or each by itself."""
+    run = Run(build(), config)
+    for _ in range(2):
+        for micro_batch in range(2):
+            run.model.set_requires_gradient_sync(reductions == 2 or micro_batch == 1)
+            run.backward()
+        run.step()
+    if config is QUANTIZED:
+        assert [group.reductions for group in run.comm._state.groups] == [2 * reductions] * 4
+        assert run.comm.stats()["steps"] == 2
+    return run.finish()
+
+
+def without_blocks(config: SDP4BitConfig | None) -> list[float]:
+    """The second block takes part in every other step."""
+    run = Run(build(), config)
+    both = run.model.blocks
+    first = nn.ModuleList([both[0]])
+    for blocks in (both, first, both):
+        run.model.blocks = blocks
+        run.train(1)
+    return run.finish()
+
+
+def check_iterations() -> None:
+    assert_close_to_plain(accumulate, 1)
+    assert_close_to_plain(accumulate, 2)
+    assert_close_to_plain(without_blocks)
+
+
+def test_accumulated_gradients_are_reduced_once_and_blocks_may_be_skipped() -> None:
+    run_ranks(check_iterations, 4)
+
+
+def evaluating(
+    config: SDP4BitConfig | None, before: tuple[int, ...] = (0, 0, 0), after: tuple[int, ...] = (0, 0, 0)
+) -> list[float]:
+    """Three steps with some evaluations before the forward and after the backward of each."""
+    run = Run(build(), config, clip=None)
+    for step in range(3):
+        for index in range(before[step]):
+            # FSDP2 itself cannot train after a first forward under inference_mode.
+            run.evaluate(torch.inference_mode if step and index % 2 == 0 else torch.no_grad)
+        run.backward()
+        for _ in range(after[step]):
+            run.evaluate()  # leaves the root unsharded; the next forward must see the step all the same
+        run.step()
+    return run.finish()
+
+
+def check_evaluations() -> None:
+    assert_variants_equal(evaluating, (), ((2, 0, 3),), ((0, 1, 0), (1, 0, 2)))
+
+
+def test_evaluations_do_not_change_training() -> None:
+    run_ranks(check_evaluations, 4)
+
+
+FULL = replace(QUANTIZED, weights=WeightConfig(replica="full"))
+
+
+def resharding(
+    config: SDP4BitConfig | None, after_forward: bool = True, after_backward: bool = True
+) -> list[float]:
+    model = build(reshard_after_forward=after_forward)
+    model.set_reshard_after_backward(after_backward)
+    return Run(model, config, clip=None).train(2).finish()
+
+
+def check_resharding() -> None:
+    assert_variants_equal(resharding, (), (False, True), (False, False), (True, False))
+    assert resharding(FULL, False, False) == resharding(FULL) == resharding(QUANTIZED)
+    assert resharding(None, False, False) != resharding(None)  # FSDP2 itself misses its optimizer's steps
+
+
+def test_resharding_does_not_change_the_result() -> None:
+    run_ranks(check_resharding, 4)
+
+
+def gathering(config: SDP4BitConfig | None, ahead: bool) -> list[float]:
+    """Groups are gathered when needed, or ahead: asynchronously by hand and by FSDP2's setters."""
+    model = build()
+    run = Run(model, config)
+    first, second = model.blocks
+    if ahead:
+        model.set_modules_to_forward_prefetch([first])
+        first.set_modules_to_forward_prefetch([second, model.norm])
+        second.set_modules_to_backward_prefetch([first])
+    for step in range(3):
+        if ahead:
+            handles = [m.unshard(async_op=True) for m in (model, first, second)[: step + 1]]
+            handles[0].wait()
+        run.train(1)
+    return run.finish()
+
+
+def check_gathering() -> None:
+    assert_variants_equal(gathering, (False,), (True,))
+    assert gathering(FULL, True) == gathering(FULL, False)
+
+
+def test_gathering_ahead_does_not_change_the_result() -> None:
+    run_ranks(check_gathering, 4)
+
+
+class Noisy(nn.Module):
+    """A block with dropout: recomputation must draw the same random numbers again."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.block(x), 0.2)
+
+
+def dropping(config: SDP4BitConfig | None, recompute: str = "") -> list[float]:
+    """Train with dropout, with activation checkpointing inside or outside the FSDP module, or without."""
+
+    def wrap(block: nn.Module) -> nn.Module:
+        return checkpoint_wrapper(Noisy(block)) if recompute == "inside" else Noisy(block)
+
+    model = build(wrap=wrap)
+    if recompute == "outside":
+        model.blocks = nn.ModuleList(map(checkpoint_wrapper, model.blocks))
+    torch.manual_seed(dist.get_rank())
+    return Run(model, config).train(2).finish()
+
+
+def check_checkpointing() -> None:
+    assert_variants_equal(dropping, (), ("inside",), ("outside",))
+
+
+def test_activation_checkpointing_with_dropout_does_not_change_the_result() -> None:
+    run_ranks(check_checkpointing, 4)
+
+
+def compiled(config: SDP4BitConfig | None) -> list[float]:
+    model = build(wrap=lambda block: torch.compile(block, backend="aot_eager"))
+    return Run(model, config).train(2).finish()
+
+
+def check_compilation() -> None:
+    assert_close_to_plain(compiled)
+
+
+def test_compiled_blocks_train_as_with_plain_fsdp2() -> None:
+    run_ranks(check_compilation, 4)
+
+
+def optimizing(
+    config: SDP4BitConfig | None, in_backward: bool = False, after_backward: bool = True
+) -> list[float]:
+    """AdamW after the backward, or one per parameter that steps as soon as its gradient is there."""
+    model = build()
+    model.set_reshard_after_backward(after_backward)
+    run = Run(model, config, clip=None)
+    if not in_backward:
+        return run.train(3).finish()
+    optimizers = {p: adamw(model, params=[p], fused=True) for p in model.parameters()}
+
+    def update(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(update)
+    for _ in range(3):
+        run.backward()
+    losses = run.finish()
+    assert run.comm.stats()["steps"] == 3
+    return losses
+
+
+def check_optimizer_in_backward() -> None:
+    assert_variants_equal(optimizing, (), (True,), (True, False))
+
+
+def test_optimizers_in_backward_equal_one_after_it() -> None:
+    run_ranks(check_optimizer_in_backward, 4)
+
+
+def clipping(config: SDP4BitConfig | None, foreach: bool) -> list[float]:
+    return Run(build(), config, clip=0.05, fused=None, foreach=foreach).train(2).finish()
+
+
+def check_optimizers() -> None:
+    assert_close_to_plain(clipping, False)
+    assert_close_to_plain(clipping, True)
+
+
+def test_clipping_and_every_kind_of_adamw_train_as_with_plain_fsdp2() -> None:
+    run_ranks(check_optimizers, 4)
+
+
+def check_start_step() -> None:
+    config = SDP4BitConfig(weights=None, gradients=GradientConfig(start_step=2, min_numel=0))
+    plain, run = Run(build(), None).train(5), Run(build(), config)
+    run.train(2)
+    assert [group.reductions for group in run.comm._state.groups] == [0] * 4
+    dense = run.comm.stats()["last_step"]
+    run.train(3)
+    assert [group.reductions for group in run.comm._state.groups] == [3] * 4
+    assert run.losses[:3] == plain.losses[:3]
+    assert run.losses[3:] != plain.losses[3:]
+    assert run.comm.stats()["last_step"]["inter_bytes"] < dense["inter_bytes"]
+
+
+def test_gradients_are_dense_before_the_start_step() -> None:
+    run_ranks(check_start_step, 4)
+
+
+def check_min_numel() -> None:
+    run = Run(build(), SDP4BitConfig(weights=None, gradients=GradientConfig(min_numel=1024))).train(2)
+    small = 0
+    for line, group in zip(run.comm.explain().splitlines()[2:], run.comm._state.groups, strict=False):
+        rows, sent = group.group.row_numel, group.gradient_traffic.current_step
+        assert ("below min_numel=1024" in line) == (group.reductions == 0) == (rows < 1024)
+        if rows < 1024:
+            small += 1
+            # A ring of fp32 rows over 4 ranks: every second neighbour is on the other node.
+            assert (sent.intra_bytes, sent.inter_bytes, sent.collectives) == (6 * rows, 6 * rows, 1)
+    assert 0 < small < 4
+
+
+def test_rows_below_the_minimum_are_reduced_densely_and_counted() -> None:
+    run_ranks(check_min_numel, 4)

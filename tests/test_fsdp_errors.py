@@ -1,0 +1,382 @@
+"""What cannot be attached to is refused on all ranks with one text, and nothing is left half attached.
+
+Layer: gloo, 4 processes as 2 nodes x 2 ranks. Hosts are stood in for by patching the host name of each rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim import optimizer as optimizers
+
+from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
+from tests import toy
+from tests.ranks import run_ranks
+
+LIMIT = 60.0
+
+
+class Holder(nn.Module):
+    """Any parameters, summed in the forward if they can be."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__()
+        trainable = [t.dtype == torch.float32 for t in tensors]
+        self.held = nn.ParameterList(
+            nn.Parameter(t, requires_grad=g) for t, g in zip(tensors, trainable, strict=True)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((x * p.float().sum() for p in self.held), torch.zeros(()))
+
+
+def footprint(model: nn.Module) -> list[Any]:
+    """What attaching changes: communication objects, hooks on modules, global hooks, process groups."""
+    fsdp = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    groups = [group for m in fsdp for group in m._get_fsdp_state()._fsdp_param_groups]
+    return [
+        [(g._all_gather_comm, g._reduce_scatter_comm, g.force_sum_reduction_for_comms) for g in groups],
+        [[*m._load_state_dict_post_hooks, *m._state_dict_hooks] for m in model.modules()],
+        list(optimizers._global_optimizer_post_hooks),
+        sorted(group.group_name for group in dist.distributed_c10d._world.pg_map),
+    ]
+
+
+def refuse(model: nn.Module, *parts: str, **options: Any) -> None:
+    """Every rank refuses with the same text, which holds all the parts; nothing has changed."""
+    before = footprint(model)
+    text = "accepted"
+    try:
+        quantize_communication(model, **options)
+    except ValueError as refusal:
+        text = str(refusal)
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    assert texts == [text] * len(texts)
+    for part in parts:
+        assert part in text, text
+    assert footprint(model) == before
+
+
+def accept(model: nn.Module, **options: Any) -> None:
+    """The model can be attached to, trains with quantized messages, and is plain again after remove()."""
+    before = footprint(model)
+    comm = quantize_communication(model, **options)
+    assert footprint(model) != before
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    loss = model(torch.ones(())) if isinstance(model, Holder) else toy.loss_of(model, next(toy.batches()))
+    loss.backward()
+    optimizer.step()
+    assert comm.stats()["steps"] == 1
+    assert comm.stats()["last_step"]["inter_bytes"] > 0
+    comm.remove()
+    assert footprint(model) == before
+    comm.remove()
+    for call in (comm.state_dict, lambda: comm.load_state_dict({})):
+        with pytest.raises(RuntimeError, match="removed from its model"):
+            call()
+
+
+def held(*tensors: torch.Tensor, policy: MixedPrecisionPolicy | None = None, **options: Any) -> Holder:
+    return fully_shard(Holder(*tensors), mp_policy=policy or MixedPrecisionPolicy(), **options)
+
+
+# -- models -------------------------------------------------------------------------------------------
+
+
+def unsuitable_models() -> None:
+    refuse(nn.Linear(4, 4), "Linear has no FSDP2 modules: call torch.distributed.fsdp.fully_shard")
+    refuse(fully_shard(nn.Sequential(nn.ReLU())), "hold no parameters")
+
+    mixed = held(torch.ones(40, 40), torch.ones(8, dtype=torch.bfloat16))
+    refuse(mixed, "several types (torch.bfloat16, torch.float32)", "skip=['(root)']")
+    accept(mixed, skip=["(root)"], topology=2)
+    accept(held(torch.ones(40, 40), torch.ones(8, dtype=torch.bfloat16), policy=toy.POLICY), topology=2)
+
+    # A policy casts floating-point parameters only.
+    for policy in (None, toy.POLICY):
+        refuse(held(torch.ones(8, dtype=torch.int64), policy=policy), "holds torch.int64 parameters", "skip=")
+        floating = "torch.bfloat16" if policy else "torch.float32"
+        refuse(
+            held(torch.ones(8), torch.ones(8, dtype=torch.int64), policy=policy), f"({floating}, torch.int64)"
+        )
+
+    subclass = held(torch.ones(40, 40))
+    subclass.held[0]._local_tensor.fsdp_pre_all_gather = None  # stands in for a tensor subclass
+    refuse(subclass, "held.0 change what is gathered by a tensor subclass (fsdp_pre_all_gather)")
+
+
+def reshard_to_part() -> None:
+    model = toy.build(reshard_after_forward=2)
+    refuse(model, "(root) uses an int reshard_after_forward", 'WeightConfig(replica="node")', topology=2)
+    model.set_reshard_after_forward(True)
+    accept(model, topology=2)
+
+
+def mesh_per_parameter() -> None:
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        return  # torch before 2.12 has one mesh per module
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    meshes = {8: toy.data_mesh(), 12: mesh["inner"]}
+
+    def place(param: nn.Parameter) -> Any:
+        info = common.FSDPMeshInfo(mesh=meshes[param.shape[0]], shard_mesh_dim=0)
+        return common.ShardPlacementResult(placement=None, mesh_info=info)
+
+    model = held(torch.ones(8), torch.ones(12), shard_placement_fn=place)
+    refuse(model, "Holder has 2 parameter groups (a mesh per parameter)", "one mesh per module")
+
+
+class OtherAllGather:
+    """Somebody else's communication; never called here."""
+
+
+def occupied_models() -> None:
+    attached = toy.build()
+    comm = quantize_communication(attached, topology=2)
+    refuse(attached, "is attached already: call remove() on the first handle", topology=2)
+    run = toy.train(attached, toy.adamw(attached), toy.batches(), 2)
+    assert run[1] < run[0]
+    comm.remove()
+    accept(attached, topology=2)
+
+    custom = toy.build()
+    custom.blocks[1].set_custom_all_gather(OtherAllGather())
+    refuse(custom, "blocks.1 has custom communication (OtherAllGather)", topology=2)
+    refuse(custom, "blocks.1 has custom communication (OtherAllGather)", topology=2, skip="blocks.1")
+
+    allocating = toy.build()
+    allocating.set_allocate_memory_from_process_group_for_comm(True)
+    refuse(allocating, "has custom communication (ProcessGroupAllocAllGather", topology=2)
+
+    symmetric = toy.build()
+    collectives = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+    with mock.patch.object(collectives.SymmMemAllGather, "__init__", return_value=None):  # needs NCCL
+        symmetric.set_symm_mem_for_comm()
+    refuse(symmetric, "has custom communication (SymmMemAllGather", "set_symm_mem_for_comm", topology=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [unsuitable_models, reshard_to_part, mesh_per_parameter, occupied_models],
+    ids=lambda f: f.__name__,
+)
+def test_models_that_cannot_be_attached_to_are_refused(case: Callable[[], None]) -> None:
+    run_ranks(case, 4, timeout=LIMIT)
+
+
+# -- settings -----------------------------------------------------------------------------------------
+
+
+def impossible_topologies() -> None:
+    model = toy.build()
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inter", "intra"))
+    refuse(model, "topology=3 ranks per node does not divide the 4 ranks: use one of [1, 2, 4]", topology=3)
+    refuse(model, "topology=0 ranks per node", topology=0)
+    refuse(model, "topology=True is unknown", topology=True)
+    refuse(model, "topology='banana' is unknown", topology="banana")
+    refuse(model, "topology=2.0 is unknown", topology=2.0)
+    refuse(model, "topology=None is unknown", topology=None)
+    refuse(model, "must be 2-D (inter, intra), this one has 1 dims", topology=grid["intra"])
+    refuse(model, "this one has 3 dims", topology=init_device_mesh("cpu", (2, 2, 1)))
+    accept(model, topology=2)
+
+
+HOST = "sdp4bit.integrations.agreement.host_name"
+
+
+def uneven_hosts() -> None:
+    model = toy.build()
+    for hosts, message in (("aaab", "unequally over the nodes (a: 3, b: 1)"), ("abab", "node-major order")):
+        with mock.patch(HOST, return_value=f"host-{hosts[dist.get_rank()]}"):
+            table = [f"{rank:>6}  {rank:>11}  host-{hosts[rank]}" for rank in range(4)]
+            refuse(model, message.replace("a:", "host-a:").replace("b:", "host-b:"), "\n  ".join(table))
+            accept(model, topology=1)
+    with mock.patch(HOST, return_value="aabb"[dist.get_rank()]):
+        comm = quantize_communication(model)
+        assert "2 x 2" in comm.explain()
+        comm.remove()
+
+
+def settings_of_ranks_differ() -> None:
+    model, first = toy.build(), dist.get_rank() == 0
+    grid = init_device_mesh("cpu", (2, 2))
+    configs = [
+        SDP4BitConfig(seed=0 if first else 1),
+        SDP4BitConfig(gradients=GradientConfig() if first else None),
+    ]
+    for config in configs:
+        refuse(model, "ask for different configurations", "rank 0: ", "ranks 1, 2, 3: ", config=config)
+    skips: list[Any] = [["blocks.0"] if first else ["blocks.1"], ["blocks.?"] if first else None]
+    for skip in skips:
+        refuse(model, "ask for different configurations", "skip=['blocks.", skip=skip, topology=2)
+    refuse(model, "ask for different topologies", "rank 0: 1", "ranks 1, 2, 3: 2", topology=1 if first else 2)
+    refuse(model, "ask for different topologies", "rank 0: a mesh", topology=grid if first else 2)
+    refuse(
+        model,
+        "ranks 0 and 1 share a data-parallel group but not its parameter groups",
+        "skip the same modules on both",
+        "name='blocks.0'",
+        skip=lambda name: name == "blocks.0" and first,
+        topology=2,
+    )
+    refuse(model, "topology=2.0 is unknown", "[rank 0]", topology=2.0 if first else 2)
+    refuse(model, "skip='*.nothing' matches no FSDP module; there are (root), blocks.0", skip=["*.nothing"])
+    accept(model, topology=2, skip={"blocks.0", "norm"})
+
+
+def one_rank_fails() -> None:
+    model, last = toy.build(), dist.get_rank() == 3
+
+    def fail(name: str) -> bool:
+        return not last or bool({}["no such name"])
+
+    unsharded = toy.ToyGPT()
+    refuse(unsharded if last else model, "ToyGPT has no FSDP2 modules", "[rank 3]", topology=2)
+    refuse(model, "TypeError: 'int' object is not iterable [rank 3]", skip=5 if last else None, topology=2)
+    refuse(model, "KeyError: 'no such name' [rank 3]", skip=fail, topology=2)
+    with mock.patch("torch.__version__", "2.8.1" if last else torch.__version__):
+        refuse(model, "sdp4bit needs torch 2.9 or newer", "this is 2.8.1 [rank 3]", topology=2)
+    torch.manual_seed(0)
+    wider = toy.shard(toy.ToyGPT(width=48 if last else 40))
+    refuse(wider, "ranks 0 and 3 share a data-parallel group", "build the same model", topology=2)
+    deeper = toy.shard(toy.ToyGPT(layers=3 if last else 2))
+    refuse(deeper, "ranks 0 and 3 share a data-parallel group", "First difference: ", topology=2)
+    accept(model, topology=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [impossible_topologies, uneven_hosts, settings_of_ranks_differ, one_rank_fails],
+    ids=lambda f: f.__name__,
+)
+def test_settings_that_cannot_work_are_refused_by_all_ranks(case: Callable[[], None]) -> None:
+    run_ranks(case, 4, timeout=LIMIT)
+
+
+# -- while running ------------------------------------------------------------------------------------
+
+
+def failure_of(action: Callable[[], Any]) -> list[str]:
+    """Return what the action raises on each rank."""
+    with pytest.raises(ValueError) as caught:
+        action()
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, str(caught.value))
+    return texts
+
+
+def change_after_attaching(change: str) -> list[str]:
+    """Attach, take a step, change what FSDP2 does, and return the error of each rank in the next step."""
+    model = toy.build()
+    comm = quantize_communication(model, topology=2)
+    optimizer, data = toy.adamw(model), toy.batches()
+    toy.train(model, optimizer, data, 1)
+    if change == "reshard to a part":
+        with pytest.raises(ValueError, match="reshard_after_forward should be a bool"):
+            model.set_reshard_after_forward(2)
+        # Stands in for an FSDP2 that accepts an int here, as fully_shard does.
+        like = toy.build(reshard_after_forward=2)
+        for block, other in zip(model.blocks, like.blocks, strict=True):
+            (group,), (source,) = (b._get_fsdp_state()._fsdp_param_groups for b in (block, other))
+            for part in (group, *group.fsdp_params):
+                part.post_forward_mesh_info = source.post_forward_mesh_info
+    else:
+        model.set_force_sum_reduction_for_comms(False)
+        for block in model.blocks:
+            block.set_force_sum_reduction_for_comms(False)
+            block.set_gradient_divide_factor(2.0)
+    assert comm.stats()["steps"] == 1
+    return failure_of(lambda: toy.train(model, optimizer, data, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("reshard to a part", "blocks.1: gathered over 2 instead of 4 ranks; an int reshard_after_forward"),
+        ("divide before the sum", "blocks.1: FSDP2 asks for the reduction RedOpType.PREMUL_SUM"),
+    ],
+)
+def test_changes_that_cannot_be_quantized_are_refused_when_they_matter(change: str, message: str) -> None:
+    texts = run_ranks(change_after_attaching, 4, change, timeout=LIMIT)
+    assert all(text.startswith(message) for text in texts[0])
+    assert len(set(texts[0])) == 1
+
+
+# -- warnings and the rest ----------------------------------------------------------------------------
+
+
+def warned(model: nn.Module, **options: Any) -> list[str]:
+    """Return the library's warnings about attaching; they point at this file."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quantize_communication(model, **options).remove()
+    ours = [w for w in caught if "sdp4bit" in str(w.message)]
+    assert {w.filename for w in ours} <= {__file__}
+    return [str(w.message) for w in ours]
+
+
+def odd_but_possible() -> None:
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    (text,) = warned(toy.build(mesh=hybrid), topology=2)
+    assert "with HSDP only the shard dimension is quantized" in text
+    accept(toy.build(mesh=init_device_mesh("cpu", (1, 4), mesh_dim_names=("r", "s"))), topology=2)
+
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
+    (text,) = warned(toy.build(policy=half), topology=2)
+    assert "reduced in fp16" in text
+
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("other", "shard"))["shard"]
+    (text,) = warned(toy.build(mesh=alone), topology=1)
+    assert "sharded over one rank" in text
+
+    assert warned(toy.build(), topology=2) == []
+
+
+def test_settings_that_do_less_than_asked_for_are_warned_about() -> None:
+    run_ranks(odd_but_possible, 4, timeout=LIMIT)
+
+
+def mesh_and_count_agree() -> None:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inter", "intra"))
+    # One (inter, intra) mesh per data-parallel group, side by side as under tensor parallelism.
+    cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("inter", "intra", "tp"))
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    for mesh, topologies in ((toy.data_mesh(), [2, grid]), (pairs, [2, cube["inter", "intra"]])):
+        runs = []
+        for topology in topologies:
+            model = toy.build(mesh=mesh)
+            comm = quantize_communication(model, topology=topology)
+            runs.append(toy.train(model, toy.adamw(model), toy.batches(), 2))
+            assert comm.stats()["last_step"]["inter_bytes"] > 0
+        assert runs[0] == runs[1]
+
+
+def test_a_mesh_means_the_same_as_the_number_of_its_columns() -> None:
+    run_ranks(mesh_and_count_agree, 4, timeout=LIMIT)
+
+
+def test_without_a_process_group_the_error_says_how_to_get_one() -> None:
+    with pytest.raises(RuntimeError, match="call init_process_group first"):
+        quantize_communication(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("part", [WeightConfig, GradientConfig])
+def test_group_sizes_and_bits_are_checked_before_any_rank_is_asked(part: Any) -> None:
+    names = [("bits", "group_size")] if part is WeightConfig else []
+    names += [(f"{hop}_bits", f"{hop}_group_size") for hop in ("intra", "inter") if part is GradientConfig]
+    for bits, size in names:
+        with pytest.raises(ValueError, match=rf"{bits}=3 is not supported: use 4 or 8"):
+            part(**{bits: 3})
+        with pytest.raises(ValueError, match=rf"{size}=100 must be a positive multiple of 32.* 96 or 128"):
+            part(**{size: 100})

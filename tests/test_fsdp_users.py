@@ -1,0 +1,356 @@
+"""FSDP2 integration, what users bring: edits of weights, frozen parameters, odd groups, their optimizers.
+
+Layer: real processes over gloo, 2 nodes x 2 ranks. Where it can be, results equal plain FSDP2's bit for bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from sdp4bit import SDP4BitConfig
+from sdp4bit.quantization.layout import MessageLayout
+from tests.ranks import run_ranks
+from tests.toy import (
+    LOSSLESS,
+    POLICY,
+    QUANTIZED,
+    VOCABULARY,
+    Run,
+    adamw,
+    assert_close_to_plain,
+    assert_variants_equal,
+    build,
+    data_mesh,
+)
+
+
+def is_fresh(run: Run) -> bool:
+    """Whether this rank's replica rows equal its main shards, as after a refresh in full precision."""
+    return all(
+        torch.equal(g.replica.own_row, g.group.main_row(g.replica.rows.dtype)) for g in run.comm._state.groups
+    )
+
+
+def halve_all(params: list[DTensor], model: nn.Module) -> None:
+    for parameter in params:
+        parameter.mul_(0.5)
+
+
+def halve_one(params: list[DTensor], model: nn.Module) -> None:
+    params[3].copy_(params[3] * 0.5)
+
+
+def halve_locals(params: list[DTensor], model: nn.Module) -> None:
+    for parameter in params:
+        parameter.to_local().mul_(0.5)
+
+
+def halve_by_apply(params: list[DTensor], model: nn.Module) -> None:
+    model._apply(lambda tensor: tensor * 0.5)
+
+
+def editing(config: SDP4BitConfig | None, edit: Callable[[list[DTensor], nn.Module], None]) -> list[float]:
+    """Weights are edited after a step that has been followed by a forward."""
+    run = Run(build(), config).train(1)
+    before = run.evaluate()
+    assert config is not QUANTIZED or not is_fresh(run)
+    run.model.reshard()
+    with torch.no_grad():
+        edit(list(run.model.parameters()), run.model)
+    assert run.evaluate() != before
+    assert config is None or is_fresh(run)
+    run.optimizer = adamw(run.model, fused=True)  # _apply may replace parameters
+    return run.train(1).finish()
+
+
+def check_edits() -> None:
+    for edit in (halve_all, halve_one, halve_locals, halve_by_apply):
+        assert_close_to_plain(editing, edit)
+
+
+def check_unnoticed_edits() -> None:
+    """What one rank cannot know of the others is reported, and resync() refreshes."""
+    plain, run = (Run(build(), config).train(1) for config in (None, LOSSLESS))
+    before = run.evaluate()
+    assert before == plain.evaluate()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for each in (plain, run):
+                each.model.reshard()
+                with torch.no_grad():
+                    each.model.head.weight.to_local().mul_(0.5)
+            assert run.evaluate() == before
+    assert sum("Call comm.resync()" in str(warning.message) for warning in caught) == 1
+    run.comm.resync()
+    assert run.evaluate() == plain.evaluate() != before
+    # The root is unsharded now; resync() makes the next forward see its edited shards all the same.
+    with torch.no_grad():
+        for each in (plain, run):
+            torch._foreach_mul_(each.optimizer.param_groups[0]["params"], 0.5)
+    plain.model.reshard()
+    run.comm.resync()
+    assert run.evaluate() == plain.evaluate()
+    run = Run(build(), QUANTIZED).train(2)
+    run.comm.resync()
+    assert run.finish() and is_fresh(run)
+
+
+def check_inference_only() -> None:
+    """A model that is loaded, never trained and edited between generations."""
+    expected = Run(build(), None).evaluate()
+    for mode in (torch.no_grad, torch.inference_mode):
+        model = build()
+        with mode():
+            model.load_state_dict(build().state_dict(), assign=True)
+            model._apply(torch.clone)  # under inference_mode: tensors without version counters
+        run = Run(model, LOSSLESS)
+        assert [run.evaluate(mode) for _ in range(2)] == [expected] * 2
+        model.reshard()
+        with mode():
+            model.head.weight.mul_(0.5)
+        run.comm.resync()
+        assert run.evaluate(mode) != expected
+
+
+def test_edits_of_weights_are_noticed() -> None:
+    run_ranks(check_edits, 4)
+
+
+def test_edits_that_cannot_be_noticed_warn_once_and_resync_refreshes() -> None:
+    run_ranks(check_unnoticed_edits, 4)
+
+
+def test_models_that_never_train_serve_what_was_loaded_and_edited() -> None:
+    run_ranks(check_inference_only, 4)
+
+
+def adapt(model: Any) -> Any:
+    """Freeze the first block, and all of the second but the last layer."""
+    model.blocks.requires_grad_(False)
+    model.blocks[1].fc2.requires_grad_(True)
+    return model
+
+
+def adapting(config: SDP4BitConfig | None) -> list[float]:
+    """Frozen weights are edited before the optimizer steps; then a frozen layer begins to train."""
+    run = Run(adapt(build()), config)
+    for step in range(3):
+        if step == 2:
+            run.model.reshard()
+            run.model.blocks[1].fc1.requires_grad_(True)
+        run.backward()
+        with torch.no_grad():
+            run.model.blocks[0].qkv.weight.mul_(0.9)
+        run.step()
+    return run.finish()
+
+
+def sent_by(run: Run) -> list[tuple[float, float, float, float]]:
+    """Return what each group sent in the last step: weights intra and inter, gradients intra and inter."""
+    result = []
+    for group in run.comm._state.groups:
+        weights, gradients = group.weight_traffic.last_step, group.gradient_traffic.last_step
+        sent = weights.intra_bytes, weights.inter_bytes, gradients.intra_bytes, gradients.inter_bytes
+        result.append(sent)
+    return result
+
+
+def expected_bytes(run: Run, gathers: dict[str, int]) -> list[tuple[float, float, float, float]]:
+    """Return what groups send if only trainable parameters are sent."""
+    result = []
+    for group in run.comm._state.groups:
+        trainable = [s.end - s.start for s in group.group.segments if s.sharded.requires_grad]
+        gathered = 2 * 2 * group.group.row_numel * gathers[group.group.name]  # bf16 rows of both nodes
+        if not trainable:
+            result.append((gathered, 0, 0, 0))
+            continue
+        difference = MessageLayout(numel=sum(trainable), bits=4, group_size=2048)
+        inside = MessageLayout(numel=sum(trainable), bits=8, group_size=128, parts=2)
+        between = MessageLayout(numel=sum(trainable), bits=4, group_size=128)
+        result.append((gathered, difference.nbytes, inside.nbytes, between.nbytes))
+    return result
+
+
+def check_frozen() -> None:
+    assert_close_to_plain(adapting)
+    run = Run(adapt(build()), QUANTIZED).train(3)
+    run.evaluate()
+    gathers = {"(root)": 1, "blocks.0": 2, "blocks.1": 2, "norm": 2}
+    assert sent_by(run) == expected_bytes(run, gathers)
+    assert [inter > 0 for _, inter, _, _ in sent_by(run)] == [True, False, True, True]
+    assert "12 frozen not sent" in run.comm.explain() and "10 frozen not sent" in run.comm.explain()
+    run.model.reshard()
+    run.model.blocks[1].fc1.requires_grad_(True)
+    run.train(2)
+    run.evaluate()
+    assert sent_by(run) == expected_bytes(run, gathers)
+
+
+def test_frozen_parameters_are_not_sent_until_they_train() -> None:
+    run_ranks(check_frozen, 4)
+
+
+class Experts(nn.Module):
+    """Three experts: on four ranks one holds none."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, width, width) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("blw,ewv->blv", x, self.weight)
+
+
+class Zoo(nn.Module):
+    """Empty shards, shards along columns, buffers, fp32 beside bf16, tied weights, one element."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.experts, self.columns = Experts(width), nn.Linear(width, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.first, self.second = nn.Linear(8, 19), nn.Linear(19, width)
+        self.out = nn.Linear(width, VOCABULARY, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        columns = self.columns(x + self.experts(x))
+        normed = self.norm(columns.float().flatten(0, 1)).view(columns.shape).to(x.dtype)
+        return self.out(x + self.second(F.gelu(self.first(normed)))) * self.scale
+
+
+class Outer(nn.Module):
+    """A root without parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zoo = Zoo()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.zoo(tokens)
+
+
+def visiting(config: SDP4BitConfig | None) -> list[float]:
+    torch.manual_seed(0)
+    model = Outer()
+    zoo, mesh = model.zoo, data_mesh()
+
+    def along_columns(parameter: nn.Parameter) -> Shard:
+        return Shard(parameter.ndim - 1)
+
+    fully_shard(zoo.columns, mesh=mesh, mp_policy=POLICY, shard_placement_fn=along_columns)
+    fully_shard(zoo.norm, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    for module in (zoo.experts, [zoo.first, zoo.second], zoo, model):
+        fully_shard(module, mesh=mesh, mp_policy=POLICY)
+    run = Run(model, config).train(4)
+    if config is not None:
+        replicas = {g.group.name: g.replica.rows.dtype for g in run.comm._state.groups}
+        assert list(replicas) == ["zoo", "zoo.experts", "zoo.columns", "zoo.norm", "zoo.first"]
+        assert [name for name, dtype in replicas.items() if dtype == torch.float32] == ["zoo.norm"]
+    return run.finish()
+
+
+def check_zoo() -> None:
+    assert_close_to_plain(visiting)
+
+
+def test_groups_of_every_kind_train_as_with_plain_fsdp2() -> None:
+    run_ranks(check_zoo, 4)
+
+
+class Container:
+    """An optimizer in a wrapper that is none."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def step(self) -> None:
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+
+class Pair(Container):
+    """Two optimizers over disjoint parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        params = list(model.parameters())
+        self.both = [
+            adamw(model, params=params[::2], fused=True),
+            adamw(model, params=params[1::2], fused=True),
+        ]
+
+    def step(self) -> None:
+        for optimizer in self.both:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.both:
+            optimizer.zero_grad()
+
+
+def bringing(config: SDP4BitConfig | None, kind: str) -> list[float]:
+    """Two steps with an optimizer of this kind."""
+    run = Run(build(), config, clip=None)
+    if kind == "wrapped":
+        run.optimizer = Container(run.optimizer)
+    if kind == "two":
+        run.optimizer = Pair(run.model)
+    run.backward()
+    if kind == "late":
+        run.optimizer = adamw(run.model, fused=True)
+    run.step()
+    if kind == "swapped":
+        (group,) = run.optimizer.param_groups
+        halves = group["params"][3:], group["params"][:3]
+        run.optimizer.param_groups = [{**group, "params": params} for params in halves]
+    losses = run.train(1).finish()
+    assert config is None or run.comm.stats()["steps"] == 2
+    return losses
+
+
+class PlainSGD:
+    """No torch optimizer: it updates local tensors."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.run.model.parameters():
+            parameter.to_local().add_(parameter.grad.to_local(), alpha=-0.3)
+        self.run.comm.mark_step()
+
+    def zero_grad(self) -> None:
+        self.run.model.zero_grad()
+
+
+def descending(config: SDP4BitConfig | None, by_hand: bool) -> list[float]:
+    run = Run(build(), config, clip=None)
+    run.optimizer = (
+        PlainSGD(run) if by_hand else torch.optim.SGD(run.model.parameters(), lr=0.3, foreach=True)
+    )
+    losses = run.train(3).finish()
+    assert config is None or run.comm.stats()["steps"] == 3
+    return losses
+
+
+def check_optimizers() -> None:
+    assert_variants_equal(bringing, ("usual",), ("wrapped",), ("two",), ("late",), ("swapped",))
+    assert_variants_equal(descending, (False,), (True,))
+
+
+def test_optimizers_may_come_late_change_be_wrapped_or_written_by_hand() -> None:
+    run_ranks(check_optimizers, 4)

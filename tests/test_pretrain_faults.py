@@ -1,0 +1,148 @@
+"""What ends a run: errors on one rank, a loss that is not finite, a killed rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+pytest.importorskip("tyro")
+pytest.importorskip("tokenizers")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from sdp4bit.pretrain.config import (
+    OptimizerConfig,
+    ParallelConfig,
+    PretrainConfig,
+    SettingError,
+)
+from sdp4bit.pretrain.ranks import agree, first_rank_decides
+from sdp4bit.pretrain.trainer import TrainingDivergedError, pretrain
+from tests.ranks import run_ranks
+from tests.tiny_runs import small, this_rank, write_text
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+def errors_of_all_kinds() -> list[str]:
+    def fail_on_rank_1(error: Exception) -> int:
+        if dist.get_rank() == 1:
+            raise error
+        return dist.get_rank()
+
+    def fail_on_rank_0() -> int:
+        if dist.get_rank() == 0:
+            raise SettingError("rank 0 says no")
+        raise AssertionError("only rank 0 is asked")
+
+    assert agree(dist.get_rank) == dist.get_rank()
+    assert first_rank_decides(lambda: f"from {dist.get_rank()}") == "from 0"
+    messages = []
+    for work in (
+        lambda: agree(lambda: fail_on_rank_1(SettingError("change it"))),
+        lambda: agree(lambda: fail_on_rank_1(OSError("disk full"))),
+        lambda: first_rank_decides(fail_on_rank_0),
+    ):
+        try:
+            work()
+        except (SettingError, RuntimeError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
+
+
+def test_an_error_on_one_rank_is_raised_on_all():
+    results = run_ranks(errors_of_all_kinds, 2)
+    assert (
+        results[0]
+        == results[1]
+        == [
+            "SettingError: change it",
+            "RuntimeError: rank 1: OSError: disk full",
+            "SettingError: rank 0 says no",
+        ]
+    )
+
+
+def diverge(config: PretrainConfig) -> str:
+    with pytest.raises(TrainingDivergedError) as error:
+        pretrain(config, ranks=this_rank())
+    return str(error.value)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path):
+    config = small(text, tmp_path, optimizer=OptimizerConfig(learning_rate=1e30, clip_grad=0))
+    messages = run_ranks(diverge, 2, replace(config, parallel=ParallelConfig(ranks_per_node=1)))
+    assert messages[0] == messages[1]
+    assert "lower --learning-rate" in messages[0]
+
+
+def test_a_killed_rank_ends_the_others(text, tmp_path):
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "sdp4bit", "pretrain", "--nproc-per-node", "2", "--steps", "100000"),
+            *(
+                "--strategy",
+                "baseline",
+                "--layers",
+                "1",
+                "--hidden",
+                "64",
+                "--heads",
+                "2",
+                "--no-tensorboard",
+            ),
+            *(
+                "--data-path",
+                str(text),
+                "--vocabulary-size",
+                "512",
+                "--cache-dir",
+                str(text.parent / "cache"),
+            ),
+            *("--out", str(tmp_path), "--sequence-length", "32"),
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 240
+        log = tmp_path / "metrics.jsonl"
+        while not (log.exists() and log.read_text()):
+            assert time.monotonic() < deadline, "training has not started"
+            assert process.poll() is None, process.stderr.read() if process.stderr else ""
+            time.sleep(0.2)
+        children = ranks_of(process.pid)
+        assert len(children) == 2
+        os.kill(children[1], 9)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1
+    assert "failed (ended by SIGKILL); the other ranks have been stopped" in errors
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def ranks_of(parent: int) -> list[int]:
+    """Return the processes that a launcher has started as ranks, in order."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            command = (stat.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(fields[1]) == parent and b"spawn_main" in command:
+            found.append(int(stat.parent.name))
+    return sorted(found)
