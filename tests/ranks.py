@@ -35,7 +35,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = 240.0,
     backend: ops.BackendName = "reference",
 ) -> list[Any]:
     """Call function(*args) in world_size processes joined by gloo; return each rank's result.
@@ -127,7 +127,7 @@ def _run_rank(
 
 
 def run_threads(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240.0
 ) -> list[Any]:
     """Call function(*args) in world_size threads of this process, with real data through c10d."""
     from torch.testing._internal.distributed import multi_threaded_pg as threaded

@@ -34,7 +34,7 @@ from tests.ranks import run_ranks
 NODE = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
 STOCHASTIC = replace(NODE, weights=WeightConfig(replica="full", rounding="stochastic"))
 BEFORE, AFTER = 3, 20
-LIMIT = 120.0
+LIMIT = 240.0
 
 
 class Job:
