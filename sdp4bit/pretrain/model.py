@@ -48,8 +48,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return what every position reads from itself and those before it; [batch, length, hidden]."""
         batch, length, hidden = x.shape
-        packed = self.query_key_value(x).view(batch, length, 3, self.heads, hidden // self.heads)
-        query, key, value = packed.permute(2, 0, 3, 1, 4)
+        # Rows are ordered [head, query/key/value, channel], so that a part of the rows is a part of the heads.
+        packed = self.query_key_value(x).view(batch, length, self.heads, 3, hidden // self.heads)
+        query, key, value = packed.permute(3, 0, 2, 1, 4)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         y = y.transpose(1, 2).reshape(batch, length, hidden)
