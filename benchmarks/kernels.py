@@ -40,7 +40,10 @@ WEIGHT_GROUP, GRADIENT_GROUP = 2048, 128
 CHECKED_ELEMENTS = 1 << 18
 DRAWN_ELEMENTS = 1 << 22
 DEVICES = {"reference": "cpu", "numba": "cpu", "triton": "cuda"}
-DEFAULT_ELEMENTS = {"cpu": range(14, 25, 2), "cuda": range(18, 29, 2)}
+DEFAULT_ELEMENTS = {"cpu": range(14, 29, 2), "cuda": range(14, 29, 2)}
+"""Powers of two: 64 KB to 1 GB of fp32 values."""
+REFERENCE_ELEMENTS = 1 << 24
+"""The reference needs some 100 bytes of memory per element, and seconds beyond this size."""
 MEASURED_SECONDS = 2e-4
 COPY = "copy"
 
@@ -330,7 +333,13 @@ def main() -> None:
             if threads is not None:
                 torch.set_num_threads(threads)
             for elements in sizes:
-                rows += measure(backends, elements, threads, arguments.rounds, arguments.budget)
+                measured = [b for b in backends if b != "reference" or elements <= REFERENCE_ELEMENTS]
+                if measured != backends:
+                    print(
+                        f"skipped reference at {elements:,} elements: measured up to {REFERENCE_ELEMENTS:,}"
+                    )
+                if measured:
+                    rows += measure(measured, elements, threads, arguments.rounds, arguments.budget)
     if not rows:
         sys.exit("no back end can run here")
     print_table(rows)

@@ -1,7 +1,8 @@
 """The kernels of the CPU back end, compiled on first use and kept in numba's cache.
 
 A kernel does the share of thread `thread` of `threads`. Rows are cut into tiles of whole groups that stay in
-the first-level cache with their codes; all steps of an operator are done on one tile before the next. The
+the first-level cache with their codes; all steps of an operator are done on one tile before the next. While
+one tile is computed with, the next is fetched from memory, or memory and arithmetic would take turns. The
 arguments are one block of int64 numbers, addresses among them: a call then costs the same few hundred
 nanoseconds for every kernel, and one function runs them all in parallel.
 """
@@ -27,6 +28,7 @@ from sdp4bit.kernels.cpu_vectors import (
     largest_lane,
     load_f32,
     point,
+    prefetch,
     splat,
     store_u8,
     store_u32,
@@ -157,6 +159,8 @@ def quantize_rows(thread, threads, parameters):
             total, count, largest, message + part * code_bytes + (start * bits >> 3),
             message + scales_offset + 2 * (part * groups + start // group_size),
             bits, group_size, stochastic, row * row_stride + first + start, k0, k1, spare,
+            source + (count << shift), shift,
+            other + (count << replica_shift) if replica else 0, replica_shift,
         )  # fmt: skip
         start += tile
         if start >= padded:
@@ -192,7 +196,7 @@ def reduce_quantize(thread, threads, parameters):
         message = out + part * out_stride
         encode_tile(
             total, count, largest, message + (start * bits >> 3), message + scales_offset + 2 * first_group,
-            bits, group_size, stochastic, part * row_stride + first + start, k0, k1, spare,
+            bits, group_size, stochastic, part * row_stride + first + start, k0, k1, spare, 0, 0, 0, 0,
         )  # fmt: skip
         start += tile
         if start >= padded:
@@ -223,6 +227,9 @@ def dequantize_rows(thread, threads, parameters):
         target = out + row * out_stride + (start << shift)
         whole = min(count, (numel - start) & ~31)
         for i in range(0, whole, 32):
+            prefetch(target + ((i + count) << shift))
+            if shift == 2:
+                prefetch(target + ((i + count) << shift) + 64)
             block = load_f32(total + 4 * i)
             _finish_block(block, target + (i << shift), is_bf16, accumulate, hadamard, multiplier, 32, spare)
         if whole < count:

@@ -22,6 +22,7 @@ from sdp4bit.kernels.cpu_vectors import (
     load_u8,
     load_u8x16,
     maximum,
+    prefetch,
     random_bits16,
     shift_right,
     shift_right_signed,
@@ -111,10 +112,31 @@ def fixed_point(values, factor, stochastic, element, k0, k1):
 
 
 @inline
-def encode_group(values, size, factor, codes, bits, stochastic, element, k0, k1, spare):
-    """Write the codes of one group."""
+def prefetch_block(address, shift):
+    """Start reading the 32 values at an address, fp32 or bf16, which may be past the end of a tensor."""
+    prefetch(address)
+    if shift == 2:
+        prefetch(address + 64)
+
+
+@inline
+def prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift):
+    """Start reading 32 upcoming values and their replica; an address of 0 stands for none."""
+    if upcoming:
+        prefetch_block(upcoming + (i << shift), shift)
+    if upcoming_replica:
+        prefetch_block(upcoming_replica + (i << replica_shift), replica_shift)
+
+
+@inline
+def encode_group(
+    values, size, factor, codes, bits, stochastic, element, k0, k1, spare,
+    upcoming, shift, upcoming_replica, replica_shift,
+):  # fmt: skip
+    """Write the codes of one group; meanwhile, as many upcoming values and their replica are prefetched."""
     if bits == 8:
         for i in range(0, size, 32):
+            prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
             fixed = fixed_point(values + 4 * i, factor, stochastic, element + i, k0, k1)
             store_u8(codes + i, shift_right_signed(fixed, 16))
         return
@@ -123,6 +145,8 @@ def encode_group(values, size, factor, codes, bits, stochastic, element, k0, k1,
         offset, mask = splat(8 << 16), splat(0xF0)
         for i in range(0, half, 32):
             j = i + half
+            prefetch_upcoming(2 * i, upcoming, shift, upcoming_replica, replica_shift)
+            prefetch_upcoming(2 * i + 32, upcoming, shift, upcoming_replica, replica_shift)
             low = fixed_point(values + 4 * i, factor, stochastic, element + i, k0, k1) + offset
             high = fixed_point(values + 4 * j, factor, stochastic, element + j, k0, k1) + offset
             store_u8(codes + i, shift_right(low, 16) | shift_right(high, 12) & mask)
@@ -137,8 +161,16 @@ def encode_group(values, size, factor, codes, bits, stochastic, element, k0, k1,
 
 
 @inline
-def encode_tile(values, count, largest, codes, scales, bits, group_size, stochastic, element, k0, k1, spare):
-    """Write codes and scales of `count` values; `largest` points to the bits of each group's largest |x|."""
+def encode_tile(
+    values, count, largest, codes, scales, bits, group_size, stochastic, element, k0, k1, spare,
+    upcoming, shift, upcoming_replica, replica_shift,
+):  # fmt: skip
+    """Write codes and scales of `count` values; `largest` points to the bits of each group's largest |x|.
+
+    Args:
+        upcoming, upcoming_replica: addresses to prefetch from meanwhile, 0 for none.
+        shift, replica_shift: 2 if they are fp32, 1 if bf16.
+    """
     if bits == 32:
         for i in range(0, count, 32):
             store_f32(codes + 4 * i, load_f32(values + 4 * i))
@@ -159,6 +191,8 @@ def encode_tile(values, count, largest, codes, scales, bits, group_size, stochas
         encode_group(
             values + 4 * first, min(group_size, count - first), factor, codes + (first * bits >> 3),
             bits, stochastic, element + first, k0, k1, spare,
+            upcoming + (first << shift) if upcoming else 0, shift,
+            upcoming_replica + (first << replica_shift) if upcoming_replica else 0, replica_shift,
         )  # fmt: skip
 
 
