@@ -273,8 +273,9 @@ def plot(rows: list[dict[str, Any]], machine: dict[str, Any], path: Path) -> Non
     from matplotlib import pyplot
 
     operators = [op for op in dict.fromkeys(row["op"] for row in rows) if op != COPY]
-    figure, panels = pyplot.subplots(1, len(operators), figsize=(3.4 * len(operators), 3.6), sharey=True)
-    for panel, op in zip(panels, operators, strict=True):
+    figure, grid = pyplot.subplots(2, 3, figsize=(10, 6), sharex=True, sharey=True)
+    panels = list(grid.flat)
+    for panel, op in zip(panels, operators, strict=False):
         lines: dict[tuple[str, int | None], list[tuple[int, float]]] = {}
         for row in rows:
             if row["op"] == op:
@@ -284,13 +285,19 @@ def plot(rows: list[dict[str, Any]], machine: dict[str, Any], path: Path) -> Non
             label = backend if threads is None else f"{backend}, {threads} thread{'s' * (threads > 1)}"
             panel.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=label)
         panel.axhline(100, color="gray", linewidth=0.8, linestyle=":")
-        panel.set(title=op, xlabel="elements", xscale="log", ylim=(0, None))
-        panel.title.set_fontsize(9)
-    panels[0].set_ylabel("share of a copy's bandwidth, %")
-    panels[0].legend(fontsize=7)
-    figure.suptitle(f"{machine['gpu'] or machine['cpu']}, torch {machine['versions']['torch']}", fontsize=9)
+        panel.set_title(op, fontsize=10)
+        panel.set_xscale("log", base=2)
+        panel.tick_params(labelbottom=True)
+    panels[0].set_ylim(bottom=0)
+    for panel in grid[:, 0]:
+        panel.set_ylabel("share of a copy's bandwidth, %")
+    for panel in panels[len(operators) :]:
+        panel.axis("off")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower right", bbox_to_anchor=(0.95, 0.2))
+    figure.supxlabel("elements (fp32)", fontsize=10)
+    figure.suptitle(f"{machine['gpu'] or machine['cpu']}, torch {machine['versions']['torch']}", fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=110)
 
 
 def numbers(text: str) -> list[int]:

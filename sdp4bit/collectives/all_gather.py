@@ -12,7 +12,7 @@ from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.config import WeightConfig
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.quantization.layout import MessageLayout, message_layout
 from sdp4bit.quantization.random import Stage, derive_keys, pack_stream
 from sdp4bit.telemetry import TrafficCounter
 
@@ -120,7 +120,7 @@ class WeightReplica:
     def _exchange_differences(self, row: Tensor, replica: Tensor, call: int) -> None:
         topology, config, device = self._topology, self._config, row.device
         assert config.bits is not None
-        layout = MessageLayout(numel=row.numel(), bits=config.bits, group_size=config.group_size)
+        layout = message_layout(numel=row.numel(), bits=config.bits, group_size=config.group_size)
         difference = config.mode == "difference"
         held = replica[topology.node, topology.local_rank] if self.is_full else replica[topology.node]
         k0, k1 = self._keys(call)

@@ -16,7 +16,7 @@ from sdp4bit.collectives.topology import Topology
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
-from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MessageLayout, round_up
+from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MessageLayout, message_layout, round_up
 from sdp4bit.quantization.random import Stage, derive_keys, pack_stream
 from sdp4bit.telemetry import Level, TrafficCounter
 
@@ -34,7 +34,7 @@ class _Hop:
     stochastic: bool
 
     def layout(self, numel: int, *, parts: int) -> MessageLayout:
-        return MessageLayout(numel=numel, bits=self.bits, group_size=self.group_size, parts=parts)
+        return message_layout(numel=numel, bits=self.bits, group_size=self.group_size, parts=parts)
 
 
 def _hops(topology: Topology, config: GradientConfig) -> list[_Hop]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.kernels import cpu_kernels
-from sdp4bit.quantization.layout import MessageLayout, round_up
+from sdp4bit.quantization.layout import message_layout, round_up
 
 _TILE = 1024
 """Values that are worked on at a time, unless a group is larger."""
@@ -110,11 +110,6 @@ os.register_at_fork(after_in_child=_parallel.forbid)
 
 
 @lru_cache(maxsize=1024)
-def _layout(numel: int, bits: int, group_size: int, parts: int = 1) -> MessageLayout:
-    return MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
-
-
-@lru_cache(maxsize=1024)
 def _tile(padded: int, group_size: int, terms: int) -> tuple[int, int]:
     """Return the values of a tile, whole groups or a whole row, and the bytes a thread needs for it."""
     tile = min(max(1, _TILE // group_size) * group_size, padded)
@@ -171,7 +166,7 @@ def subtract_quantize(
     k1: int,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`."""
-    layout = _layout(main.shape[0], bits, group_size)
+    layout = message_layout(numel=main.shape[0], bits=bits, group_size=group_size)
     main = _readable(main)
     replica = replica if replica is None else _readable(replica)
     _run(
@@ -190,7 +185,7 @@ def dequantize_add(
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`."""
     rows, numel = replica.shape
-    layout = _layout(numel, bits, group_size)
+    layout = message_layout(numel=numel, bits=bits, group_size=group_size)
     target = _readable(replica)
     size = target.element_size()
     # The sum of the one message starts from -0.0, which leaves even a -0.0 as it is.
@@ -220,7 +215,7 @@ def hadamard_quantize(
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`."""
     destinations, parts, numel = values.shape
-    layout = _layout(numel, bits, group_size, parts)
+    layout = message_layout(numel=numel, bits=bits, group_size=group_size, parts=parts)
     values = _readable(values)
     size = values.element_size()
     outer, inner, _ = values.stride()
@@ -252,8 +247,8 @@ def dequantize_reduce_quantize(
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
     parts, terms = out.shape[0], messages.shape[0]
-    received = _layout(numel, bits_in, group_size_in, parts)
-    sent = _layout(numel, bits_out, group_size_out)
+    received = message_layout(numel=numel, bits=bits_in, group_size=group_size_in, parts=parts)
+    sent = message_layout(numel=numel, bits=bits_out, group_size=group_size_out)
     _run(
         cpu_kernels.reduce_quantize,
         messages.data_ptr(), messages.stride(0), terms, received.code_bytes, received.scales_offset,
@@ -269,7 +264,7 @@ def dequantize_reduce_hadamard(
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
     terms, numel = messages.shape[0], out.shape[0]
-    layout = _layout(numel, bits, group_size)
+    layout = message_layout(numel=numel, bits=bits, group_size=group_size)
     target = out if out.dtype in _READ_IN_PLACE else torch.empty_like(out, dtype=torch.float32)
     multiplier_bits = struct.unpack("<i", struct.pack("<f", multiplier))[0]
     _run(

@@ -32,7 +32,13 @@ from sdp4bit.kernels.cuda_kernels import (
     reduce_hadamard_kernel,
     reduce_quantize_kernel,
 )
-from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MESSAGE_ALIGNMENT, MessageLayout
+from sdp4bit.quantization.layout import (
+    BLOCK,
+    FULL_PRECISION,
+    MESSAGE_ALIGNMENT,
+    MessageLayout,
+    message_layout,
+)
 
 _TILE_SLOTS = 64
 """Slots of 32 values per program; not measured. Two warps of NVIDIA with a slot per thread keep 56 to 72
@@ -124,7 +130,7 @@ def subtract_quantize(
     for name, tensor in (("main", main), ("replica", replica)):
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got stride {tensor.stride()}")
-    layout = MessageLayout(numel=main.numel(), bits=bits, group_size=group_size)
+    layout = message_layout(numel=main.numel(), bits=bits, group_size=group_size)
     groups, slots, programs = _tile(layout)
     unit = math.gcd(_VALUE_UNIT, layout.numel)
     _launch(
@@ -166,7 +172,7 @@ def dequantize_add(
     with 4 bits and groups of 2048.
     """
     rows, numel = replica.shape
-    layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
+    layout = message_layout(numel=numel, bits=bits, group_size=group_size)
     row_stride = replica.stride(0) if rows > 1 else 0
     unit = math.gcd(_VALUE_UNIT, numel, row_stride)
     blocks = layout.padded_numel // BLOCK
@@ -209,7 +215,7 @@ def hadamard_quantize(
     and groups of 128. Rows are read where they lie, whatever the strides of `values`.
     """
     destinations, parts, numel = values.shape
-    layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
+    layout = message_layout(numel=numel, bits=bits, group_size=group_size, parts=parts)
     groups, slots, programs = _tile(layout)
     # The stride of a dimension of size 1 means nothing.
     destination_stride = values.stride(0) if destinations > 1 else 0
@@ -266,8 +272,8 @@ def dequantize_reduce_quantize(
     4.58 for four messages of 8 bits into 4 bits with groups of 128.
     """
     parts = out.shape[0]
-    received = MessageLayout(numel=numel, bits=bits_in, group_size=group_size_in, parts=parts)
-    sent = MessageLayout(numel=numel, bits=bits_out, group_size=group_size_out)
+    received = message_layout(numel=numel, bits=bits_in, group_size=group_size_in, parts=parts)
+    sent = message_layout(numel=numel, bits=bits_out, group_size=group_size_out)
     groups, slots, programs = _tile(sent)
     first_block, row_blocks = _random_blocks(stochastic, first, row_stride)
     _launch(
@@ -305,7 +311,7 @@ def dequantize_reduce_hadamard(
     Bytes per value: k * (bits / 8 + 2 / group_size) read, 4 (fp32) written; 6.06 for four messages of 4 bits
     with groups of 128.
     """
-    layout = MessageLayout(numel=out.numel(), bits=bits, group_size=group_size)
+    layout = message_layout(numel=out.numel(), bits=bits, group_size=group_size)
     unit = math.gcd(_VALUE_UNIT, layout.numel)
     blocks = layout.padded_numel // BLOCK
     _launch(

@@ -13,7 +13,7 @@ both offset by 8. Scales are bf16. With 32 bits the codes are the fp32 values th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 BLOCK = 32
 """Rows are padded to multiples of this; also the Hadamard block."""
@@ -94,3 +94,20 @@ class MessageLayout:
         """Bytes beyond bits / 8 per value and 2 per group_size values: the cost of raggedness."""
         scales = 0.0 if self.bits == FULL_PRECISION else SCALE_BYTES / self.group_size
         return self.nbytes - self.parts * self.numel * (self.bits / 8 + scales)
+
+
+def message_layout(*, numel: int, bits: int, group_size: int, parts: int = 1) -> MessageLayout:
+    """Return a layout, the same object for equal arguments, so that its sizes are computed once.
+
+    Raises:
+        ValueError: as :class:`MessageLayout`.
+    """
+    if isinstance(numel, int) and isinstance(parts, int):
+        return _shared_layout(numel, bits, group_size, parts)
+    # While torch.compile traces dynamic shapes, sizes are symbols, which cannot be looked up.
+    return MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
+
+
+@lru_cache(maxsize=4096)
+def _shared_layout(numel: int, bits: int, group_size: int, parts: int) -> MessageLayout:
+    return MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)

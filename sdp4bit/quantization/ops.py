@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.quantization import reference
-from sdp4bit.quantization.layout import BLOCK, MESSAGE_ALIGNMENT, MessageLayout, round_up
+from sdp4bit.quantization.layout import BLOCK, MESSAGE_ALIGNMENT, MessageLayout, message_layout, round_up
 from sdp4bit.quantization.random import MAX_ELEMENTS
 
 BackendName = Literal["auto", "reference", "numba", "triton"]
@@ -173,7 +173,7 @@ def _check_subtract_quantize(
         raise ValueError(f"main and replica must be 1-D of equal length, got {list(main.shape)} and {other}")
     if not main.is_contiguous() or (replica is not None and not replica.is_contiguous()):
         raise ValueError("main and replica must be contiguous")
-    layout = MessageLayout(numel=main.shape[0], bits=bits, group_size=group_size)
+    layout = message_layout(numel=main.shape[0], bits=bits, group_size=group_size)
     if out.dim() != 1:
         raise ValueError(f"out must be uint8 [{layout.nbytes}], got {out.dtype} {list(out.shape)}")
     _check_messages("out", out.unsqueeze(0), 1, layout)
@@ -208,7 +208,7 @@ def subtract_quantize(
 def _check_dequantize_add(messages: Tensor, replica: Tensor, bits: int, group_size: int, *_: Any) -> None:
     if replica.dim() != 2 or (replica.shape[1] > 1 and replica.stride(1) != 1):
         raise ValueError(f"replica must be 2-D with contiguous rows, got {list(replica.shape)}")
-    layout = MessageLayout(numel=replica.shape[1], bits=bits, group_size=group_size)
+    layout = message_layout(numel=replica.shape[1], bits=bits, group_size=group_size)
     _check_messages("messages", messages, replica.shape[0], layout)
     _check_values("replica", replica, messages)
 
@@ -239,7 +239,7 @@ def _check_hadamard_quantize(
     if values.dim() != 3 or (values.shape[2] > 1 and values.stride(2) != 1):
         raise ValueError(f"values must be 3-D with contiguous rows, got {list(values.shape)}")
     destinations, parts, numel = values.shape
-    layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
+    layout = message_layout(numel=numel, bits=bits, group_size=group_size, parts=parts)
     _check_messages("out", out, destinations, layout)
     _check_values("values", values, out)
     if stochastic:
@@ -289,8 +289,8 @@ def _check_dequantize_reduce_quantize(
     if out.dim() != 2:
         raise ValueError(f"out must be 2-D, one message per row, got {list(out.shape)}")
     parts = out.shape[0]
-    received = MessageLayout(numel=numel, bits=bits_in, group_size=group_size_in, parts=parts)
-    sent = MessageLayout(numel=numel, bits=bits_out, group_size=group_size_out)
+    received = message_layout(numel=numel, bits=bits_in, group_size=group_size_in, parts=parts)
+    sent = message_layout(numel=numel, bits=bits_out, group_size=group_size_out)
     _check_messages("messages", messages, None, received)
     _check_messages("out", out, parts, sent)
     _check_device("messages", messages, out)
@@ -342,7 +342,7 @@ def _check_dequantize_reduce_hadamard(
 ) -> None:
     if out.dim() != 1 or not out.is_contiguous():
         raise ValueError(f"out must be 1-D and contiguous, got {list(out.shape)}")
-    layout = MessageLayout(numel=out.shape[0], bits=bits, group_size=group_size)
+    layout = message_layout(numel=out.shape[0], bits=bits, group_size=group_size)
     _check_messages("messages", messages, None, layout)
     _check_values("out", out, messages)
 

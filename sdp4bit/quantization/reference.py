@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.quantization.hadamard import hadamard32
-from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout
+from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout, message_layout
 from sdp4bit.quantization.random import random_bits16
 
 _ABS_MASK = 0x7FFFFFFF
@@ -181,7 +181,7 @@ def subtract_quantize(
     k1: int,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`."""
-    layout = MessageLayout(numel=main.numel(), bits=bits, group_size=group_size)
+    layout = message_layout(numel=main.numel(), bits=bits, group_size=group_size)
     difference = main.float() if replica is None else main.float() - replica.float()
     random = None
     if stochastic:
@@ -193,7 +193,7 @@ def dequantize_add(
     messages: Tensor, replica: Tensor, *, bits: int, group_size: int, accumulate: bool
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`."""
-    layout = MessageLayout(numel=replica.shape[1], bits=bits, group_size=group_size)
+    layout = message_layout(numel=replica.shape[1], bits=bits, group_size=group_size)
     received = decode(messages, layout)[:, 0, : layout.numel]
     replica.copy_(replica.float() + received if accumulate else received)
 
@@ -213,7 +213,7 @@ def hadamard_quantize(
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`."""
     destinations, parts, numel = values.shape
-    layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
+    layout = message_layout(numel=numel, bits=bits, group_size=group_size, parts=parts)
     padded = _pad(values, layout)
     if hadamard:
         padded = hadamard32(padded)
@@ -241,8 +241,8 @@ def dequantize_reduce_quantize(
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
     parts = out.shape[0]
-    received = MessageLayout(numel=numel, bits=bits_in, group_size=group_size_in, parts=parts)
-    sent = MessageLayout(numel=numel, bits=bits_out, group_size=group_size_out)
+    received = message_layout(numel=numel, bits=bits_in, group_size=group_size_in, parts=parts)
+    sent = message_layout(numel=numel, bits=bits_out, group_size=group_size_out)
     total = _reduce(messages, received)
     random = None
     if stochastic:
@@ -254,7 +254,7 @@ def dequantize_reduce_hadamard(
     messages: Tensor, out: Tensor, *, bits: int, group_size: int, hadamard: bool, multiplier: float
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
-    layout = MessageLayout(numel=out.numel(), bits=bits, group_size=group_size)
+    layout = message_layout(numel=out.numel(), bits=bits, group_size=group_size)
     total = _reduce(messages, layout)[0]
     if hadamard:
         total = hadamard32(total)
