@@ -44,6 +44,8 @@ _NAN_SCALE = 0x7FC0
 _STEP_4, _STEP_8 = np.float32(1 / 7), np.float32(1 / 127)
 _FIXED_POINT = np.float32(65536)
 _HALF = 0x8000
+_AHEAD = 512
+"""Bytes by which reading int8 codes of several messages runs ahead; int4 codes gain nothing by it."""
 _ZERO = np.float32(0)
 
 # Bits of 2**23 and of 2**19. Put under them, the low and the high nibble of a byte count units of an fp32
@@ -212,6 +214,7 @@ def sum_int8(total, codes, count, table, terms, stride, start, peak):
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
             source = codes + term * stride + i
+            prefetch(source + _AHEAD)
             low = low + to_float(load_i8(source)) * scale
             high = high + to_float(load_i8(source + 32)) * scale
         peak = record(total + 4 * i, low, peak)
