@@ -16,21 +16,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         return _wrong_setting(f"this command needs {', '.join(missing)}: pip install sdp4bit[pretrain]")
-    from sdp4bit.pretrain.config import SettingError
+    from sdp4bit.pretrain.settings import SettingError
 
     try:
-        return _run(_parse(arguments))
+        return _run(parse(arguments))
     except SettingError as error:
         return _wrong_setting(str(error))
 
 
-def _parse(arguments: Sequence[str] | None) -> Any:
+def parse(arguments: Sequence[str] | None) -> Any:
     """Return the settings of the chosen command; their class says which it is."""
     import tyro
 
     from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
     from sdp4bit.pretrain.config import PretrainConfig
+    from sdp4bit.pretrain.config_file import expand_config_file
 
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    classes = {"pretrain": PretrainConfig, "compare": CompareConfig, "demo": DemoConfig}
+    if arguments and arguments[0] in classes:
+        arguments[1:] = expand_config_file(arguments[1:], settings=classes[arguments[0]])
     commands: Any = (
         Annotated[PretrainConfig, tyro.conf.subcommand("pretrain", description=_PRETRAIN)]
         | Annotated[CompareConfig, tyro.conf.subcommand("compare", description=_COMPARE)]
@@ -48,7 +53,8 @@ def _parse(arguments: Sequence[str] | None) -> Any:
 
 _PRETRAIN = (
     "Pretrain a GPT with FSDP2 and quantized communication. Starts --nproc-per-node processes on this "
-    "machine; under torchrun, torchrun starts them."
+    "machine; under torchrun, torchrun starts them. Options may also stand in a file, with --config-file "
+    "NAME.yaml or NAME.toml; those on the command line win."
 )
 _COMPARE = (
     "Train the same model with several strategies and seeds, one after another, and compare their losses."

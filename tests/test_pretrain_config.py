@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 
@@ -12,10 +13,9 @@ pytest.importorskip("tyro")
 
 from sdp4bit import PRESETS
 from sdp4bit.cli import main
+from sdp4bit.pretrain.communication_config import STRATEGIES, CommunicationConfig
 from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
 from sdp4bit.pretrain.config import (
-    MODEL_CARDS,
-    STRATEGIES,
     CheckpointConfig,
     DataConfig,
     LoggingConfig,
@@ -23,9 +23,10 @@ from sdp4bit.pretrain.config import (
     OptimizerConfig,
     ParallelConfig,
     PretrainConfig,
-    SettingError,
     TrainingConfig,
 )
+from sdp4bit.pretrain.model_cards import MODEL_CARDS
+from sdp4bit.pretrain.settings import SettingError, option_flags
 
 
 def test_strategies_are_the_presets_of_the_library():
@@ -49,36 +50,39 @@ def test_given_settings_replace_the_card():
 
 
 def test_vocabulary_is_padded_to_a_multiple_of_128():
-    shape = ModelConfig().shape(vocabulary=50257, positions=8)
+    shape = ModelConfig().shape(vocabulary=50257, sequence_length=8)
     assert shape.vocabulary == 50304
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ModelConfig(hidden=100, heads=3), "--hidden 100 is not divisible by --heads 3.* 102"),
-        (lambda: ModelConfig(layers=0), "--layers 0 must be at least 1"),
+        (
+            lambda: ModelConfig(hidden=100, heads=3),
+            "--hidden-size 100 is not divisible by --num-.* 102",
+        ),
+        (lambda: ModelConfig(layers=0), "--num-layers 0 must be at least 1"),
         (lambda: ModelConfig(dropout=1.0), "--dropout 1.0"),
         (lambda: DataConfig(vocabulary_size=256), "--vocabulary-size 256 must be between 257"),
         (lambda: DataConfig(validation_fraction=0.0), "--validation-fraction 0.0"),
-        (lambda: TrainingConfig(steps=0), "--steps 0 must be at least 1"),
+        (lambda: TrainingConfig(steps=0), "--train-iters 0 must be at least 1"),
         (lambda: TrainingConfig(micro_batch_size=0), "--micro-batch-size 0"),
         (lambda: TrainingConfig(precision="fp32", arithmetic="bf16"), "--arithmetic bf16 needs"),
-        (lambda: OptimizerConfig(learning_rate=0.0), "--learning-rate 0.0 must be positive"),
-        (lambda: OptimizerConfig(warmup_fraction=1.5), "--warmup-fraction 1.5"),
-        (lambda: OptimizerConfig(beta2=1.0), "--beta2 1.0"),
+        (lambda: OptimizerConfig(learning_rate=0.0), "--lr 0.0 must be positive"),
+        (lambda: OptimizerConfig(warmup_fraction=1.5), "--lr-warmup-fraction 1.5"),
+        (lambda: OptimizerConfig(beta2=1.0), "--adam-beta2 1.0"),
         (lambda: ParallelConfig(ranks_per_node=0), "--ranks-per-node 0"),
         (lambda: ParallelConfig(ranks_per_node=3).check_world(4), "3 does not divide the 4 ranks.* 1, 2, 4"),
         (lambda: LoggingConfig(log_interval=0), "--log-interval 0"),
         (lambda: CheckpointConfig(save_interval=0), "--save-interval 0"),
         (lambda: PretrainConfig(seed=-1), "--seed -1"),
-        (lambda: PretrainConfig(model=ModelConfig(model_card="13B")), "13B model: set --learning-rate"),
+        (lambda: PretrainConfig(model=ModelConfig(model_card="13B")), "13B model: set --lr"),
         (
-            lambda: PretrainConfig(strategy="qwd", parallel=ParallelConfig(pipeline_chunks=2)),
-            "--pipeline-chunks has no effect with strategy qwd",
+            lambda: PretrainConfig(strategy="qwd", communication=CommunicationConfig(pipeline_chunks=2)),
+            "--gradient-alltoall-pipeline has no effect with strategy qwd",
         ),
         (
-            lambda: PretrainConfig(strategy="tlq", parallel=ParallelConfig(replica="full")),
+            lambda: PretrainConfig(strategy="tlq", communication=CommunicationConfig(replica="full")),
             "--replica has no effect with strategy tlq",
         ),
         (lambda: CompareConfig(strategies="baseline,foo"), "'foo' is unknown: use any of baseline, qw, qwd"),
@@ -86,10 +90,10 @@ def test_vocabulary_is_padded_to_a_multiple_of_128():
         (lambda: CompareConfig(seeds="1,x"), "--seeds '1,x'"),
         (lambda: CompareConfig(seeds="1,1"), "--seeds '1,1'"),
         (
-            lambda: CompareConfig(strategies="baseline,qw", parallel=ParallelConfig(pipeline_chunks=2)),
-            "none of the strategies quantizes gradients",
+            lambda: CompareConfig(strategies="qw", communication=CommunicationConfig(pipeline_chunks=2)),
+            "--gradient-alltoall-pipeline has no effect with any",
         ),
-        (lambda: DemoConfig(steps=0), "--steps 0"),
+        (lambda: DemoConfig(steps=0), "--train-iters 0"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_numbers(make, message):
@@ -98,8 +102,8 @@ def test_a_wrong_setting_is_refused_with_its_numbers(make, message):
 
 
 def test_communication_settings_reach_the_library():
-    parallel = ParallelConfig(pipeline_chunks=4, replica="full")
-    config = parallel.communication("sdp4bit", seed=7)
+    settings = CommunicationConfig(pipeline_chunks=4, replica="full")
+    config = settings.resolve("sdp4bit", seed=7)
     assert config.seed == 7
     assert config.gradients is not None
     assert config.gradients.pipeline_chunks == 4
@@ -111,14 +115,14 @@ def test_compare_trains_seed_by_seed_and_applies_options_where_they_mean_somethi
     config = CompareConfig(
         strategies="baseline, qwd,tlq",
         seeds="1,2",
-        parallel=ParallelConfig(replica="full", pipeline_chunks=2),
+        communication=CommunicationConfig(replica="full", pipeline_chunks=2),
     )
     runs = config.runs()
     assert [(run.seed, run.strategy) for run in runs] == [
         (seed, strategy) for seed in (1, 2) for strategy in ("baseline", "qwd", "tlq")
     ]
-    assert [run.parallel.replica for run in runs[:3]] == [None, "full", None]
-    assert [run.parallel.pipeline_chunks for run in runs[:3]] == [None, None, 2]
+    assert [run.communication.replica for run in runs[:3]] == [None, "full", None]
+    assert [run.communication.pipeline_chunks for run in runs[:3]] == [None, None, 2]
     assert len({run.logging.out for run in runs}) == 6
 
 
@@ -136,9 +140,10 @@ def test_option_names_are_unique(command):
     config = command()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        names += (
-            [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else [field.name]
-        )
+        if dataclasses.is_dataclass(value):
+            names += itertools.chain(*option_flags(type(value)).values())
+        else:
+            names += option_flags(command)[field.name]
     assert len(names) == len(set(names))
 
 
@@ -153,7 +158,7 @@ def test_cards_without_a_learning_rate_are_those_the_paper_only_timed():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["pretrain", "--steps", "0"], "sdp4bit: error: --steps 0 must be at least 1\n"),
+        (["pretrain", "--steps", "0"], "sdp4bit: error: --train-iters 0 must be at least 1\n"),
         (
             ["pretrain", "--nproc-per-node", "4", "--ranks-per-node", "3"],
             "sdp4bit: error: --ranks-per-node 3 does not divide the 4 ranks: use one of 1, 2, 4\n",
@@ -183,7 +188,7 @@ def test_help_shows_the_docstring_of_every_setting(capsys):
         main(["pretrain", "--help"])
     assert exit_info.value.code == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "Micro batches per optimizer step; gradients are reduced once, after the last." in text
+    assert "Micro batches per optimizer step, 1 when not given; gradients are reduced once" in text
 
 
 def test_missing_packages_are_named_with_the_way_out():

@@ -14,10 +14,11 @@ pytest.importorskip("tyro")
 pytest.importorskip("tokenizers")
 
 from sdp4bit.pretrain import data
-from sdp4bit.pretrain.config import DataConfig, SettingError
+from sdp4bit.pretrain.config import DataConfig
 from sdp4bit.pretrain.corpus import END_OF_TEXT, FileCorpus, StandardLibraryCorpus, split_corpus
 from sdp4bit.pretrain.data import Batches, Dataset, SampleOrder, TokenFile, fill_cache, open_dataset
 from sdp4bit.pretrain.ranks import Ranks
+from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.tokenizer import BytePairTokenizer
 
 DOCUMENTS = [f"def function_{i}(x):\n    return x + {i}  # μ and 漢字 {i}\n" * (1 + i % 5) for i in range(60)]

@@ -17,13 +17,9 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from sdp4bit.pretrain.config import (
-    OptimizerConfig,
-    ParallelConfig,
-    PretrainConfig,
-    SettingError,
-)
+from sdp4bit.pretrain.config import OptimizerConfig, ParallelConfig, PretrainConfig
 from sdp4bit.pretrain.ranks import agree, first_rank_decides
+from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.trainer import TrainingDivergedError, pretrain
 from tests.ranks import run_ranks
 from tests.tiny_runs import small, this_rank, write_text

@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("tyro")
 
 from sdp4bit.pretrain import model as model_module
-from sdp4bit.pretrain.config import ModelConfig, ModelShape
+from sdp4bit.pretrain.config import ModelConfig
 from sdp4bit.pretrain.model import GPT
+from sdp4bit.pretrain.model_cards import ModelShape
 from sdp4bit.pretrain.parallelize import arithmetic_dtype
 
 SMALL = ModelShape(layers=2, hidden=32, heads=4, vocabulary=128, positions=16)

@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("tyro")
 
-from sdp4bit.pretrain.config import ModelShape, OptimizerConfig
+from sdp4bit.pretrain.config import OptimizerConfig
 from sdp4bit.pretrain.model import GPT
+from sdp4bit.pretrain.model_cards import ModelShape
 from sdp4bit.pretrain.optimizer import build_optimizer, learning_rate_at, set_learning_rate
 
 
@@ -53,8 +54,14 @@ def test_decay_is_half_a_cosine_to_a_tenth():
 
 
 def test_rate_is_constant_after_the_decay_steps():
-    found = rates(100, decay_steps=50, warmup_fraction=0.0, min_learning_rate_fraction=0.2)
+    found = rates(100, decay_steps=50, warmup_fraction=0.0, min_lr=0.2)
     assert found[49:] == pytest.approx([0.2] * 51)
+
+
+def test_decay_may_be_a_line_or_nothing():
+    line = rates(20, warmup_steps=10, decay_style="linear", min_lr=0.0)
+    assert line == pytest.approx([(step + 1) / 10 for step in range(10)] + [s / 10 for s in range(9, -1, -1)])
+    assert rates(20, warmup_steps=10, decay_style="constant")[10:] == [1.0] * 10
 
 
 @pytest.mark.parametrize("warmup_fraction", [0.0, 1.0])

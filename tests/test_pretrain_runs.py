@@ -19,13 +19,8 @@ pytest.importorskip("matplotlib")
 
 from sdp4bit.pretrain import demo as demo_module
 from sdp4bit.pretrain.comparison import DEMO_PROCESSES, CompareConfig, DemoConfig
-from sdp4bit.pretrain.config import (
-    CheckpointConfig,
-    ModelConfig,
-    ParallelConfig,
-    PretrainConfig,
-    SettingError,
-)
+from sdp4bit.pretrain.config import CheckpointConfig, ModelConfig, ParallelConfig, PretrainConfig
+from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.trainer import pretrain
 from tests.ranks import run_ranks
 from tests.tiny_runs import command_line, losses, read_log, small, this_rank, train_here, write_text

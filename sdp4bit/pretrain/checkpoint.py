@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from sdp4bit.pretrain.config import ModelShape, SettingError
 from sdp4bit.pretrain.metrics import write_atomically
+from sdp4bit.pretrain.model_cards import ModelShape
 from sdp4bit.pretrain.parallelize import Communication
 from sdp4bit.pretrain.ranks import Ranks, first_rank_decides
+from sdp4bit.pretrain.settings import SettingError
 
 LATEST = "latest"
 RUN_STATE = "run.json"

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from sdp4bit.pretrain.comparison import CompareConfig
-from sdp4bit.pretrain.config import SettingError
 from sdp4bit.pretrain.metrics import format_bytes, write_atomically
 from sdp4bit.pretrain.ranks import Ranks, agree
+from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.trainer import TrainingResult, pretrain
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from sdp4bit.config import SDP4BitConfig
+from sdp4bit.pretrain.communication_config import STRATEGIES, CommunicationConfig, Strategy
 from sdp4bit.pretrain.config import (
-    STRATEGIES,
     DataConfig,
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PretrainConfig,
-    SettingError,
-    Strategy,
     TrainingConfig,
 )
+from sdp4bit.pretrain.settings import SettingError, option_flags
 
 DEMO_PROCESSES = 4
 DEMO_RANKS_PER_NODE = 2
@@ -40,6 +38,7 @@ class CompareConfig:
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
@@ -53,13 +52,6 @@ class CompareConfig:
         return [self._run(strategy, seed) for seed in seeds for strategy in strategies]
 
     def _run(self, strategy: Strategy, seed: int) -> PretrainConfig:
-        quantized = SDP4BitConfig.preset(strategy)
-        # Options that concern one half of the method are meant for the strategies that have it.
-        parallel = replace(
-            self.parallel,
-            pipeline_chunks=self.parallel.pipeline_chunks if quantized.gradients else None,
-            replica=self.parallel.replica if quantized.weights else None,
-        )
         return PretrainConfig(
             strategy=strategy,
             seed=seed,
@@ -67,7 +59,9 @@ class CompareConfig:
             data=self.data,
             training=self.training,
             optimizer=self.optimizer,
-            parallel=parallel,
+            # Options that concern one half of the method are meant for the strategies that have it.
+            communication=self.communication.restricted_to(strategy),
+            parallel=self.parallel,
             logging=LoggingConfig(
                 out=self.out / f"{strategy}-seed{seed}",
                 tensorboard=False,
@@ -76,11 +70,17 @@ class CompareConfig:
         )
 
     def _check_used(self, strategies: Sequence[Strategy]) -> None:
-        presets = [SDP4BitConfig.preset(strategy) for strategy in strategies]
-        if self.parallel.pipeline_chunks is not None and not any(p.gradients for p in presets):
-            raise SettingError("--pipeline-chunks has no effect: none of the strategies quantizes gradients")
-        if self.parallel.replica is not None and not any(p.weights for p in presets):
-            raise SettingError("--replica has no effect: none of the strategies quantizes weights")
+        communication = self.communication
+        if communication.names_parts:
+            raise SettingError(
+                "--quantized-weights and --quantized-gradients are for `pretrain`: "
+                "here, --strategies says what is quantized"
+            )
+        used = {name for strategy in strategies for name in communication.restricted_to(strategy).given()}
+        for name in communication.given():
+            if name not in used:
+                flag = option_flags(CommunicationConfig)[name][0]
+                raise SettingError(f"{flag} has no effect with any of the strategies {self.strategies}")
 
 
 def _names(text: str) -> list[Strategy]:

@@ -8,109 +8,65 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from sdp4bit.config import ReplicaPlacement, SDP4BitConfig
+from sdp4bit.config import SDP4BitConfig
+from sdp4bit.pretrain.communication_config import DEFAULT_STRATEGY, STRATEGIES, CommunicationConfig, Strategy
+from sdp4bit.pretrain.model_cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelCard, ModelShape
+from sdp4bit.pretrain.reference_flags import ReferenceConfig
+from sdp4bit.pretrain.settings import SettingError, option, option_flags, require, require_at_least
 
-Strategy = Literal["baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit"]
-CardName = Literal["tiny", "125M", "350M", "1.3B", "2.7B", "6.7B", "13B", "18B"]
 Precision = Literal["bf16", "fp32"]
 Arithmetic = Literal["auto", "bf16", "fp32"]
-
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-VOCABULARY_MULTIPLE = 128
-"""The embedding has a multiple of this many rows, as in the paper; the extra rows are never a target."""
-
-
-class SettingError(Exception):
-    """A setting that cannot work; the message holds the numbers and the way out, in one line.
-
-    Not a ValueError: the option parser would catch those and put its own words around them.
-    """
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelCard:
-    """Size and training defaults of a named model."""
-
-    layers: int
-    hidden: int
-    heads: int
-    sequence_length: int = 2048
-    micro_batch_size: int
-    learning_rate: float | None
-    """None where the paper timed the model but did not train it."""
-
-
-MODEL_CARDS: dict[CardName, ModelCard] = {
-    "tiny": ModelCard(
-        layers=4, hidden=256, heads=4, sequence_length=128, micro_batch_size=4, learning_rate=2e-3
-    ),
-    "125M": ModelCard(layers=12, hidden=768, heads=12, micro_batch_size=8, learning_rate=6e-4),
-    "350M": ModelCard(layers=24, hidden=1024, heads=16, micro_batch_size=8, learning_rate=3e-4),
-    "1.3B": ModelCard(layers=24, hidden=2048, heads=16, micro_batch_size=4, learning_rate=2e-4),
-    "2.7B": ModelCard(layers=32, hidden=2560, heads=32, micro_batch_size=1, learning_rate=None),
-    "6.7B": ModelCard(layers=32, hidden=4096, heads=32, micro_batch_size=2, learning_rate=1.2e-4),
-    "13B": ModelCard(layers=40, hidden=5120, heads=40, micro_batch_size=1, learning_rate=None),
-    "18B": ModelCard(layers=40, hidden=6144, heads=48, micro_batch_size=1, learning_rate=None),
-}
-"""The paper's models (appendix D and table 8), and one of 4 million parameters that a laptop trains."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """The sizes a GPT is built from, everything resolved."""
-
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int
-    positions: int
-    dropout: float = 0.0
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise SettingError(message)
-
-
-def _require_at_least(name: str, value: float | None, minimum: float) -> None:
-    _require(value is None or value >= minimum, f"{name} {value} must be at least {minimum}")
+DecayStyle = Literal["cosine", "linear", "constant"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The GPT to train: a model card, with single sizes replaced."""
 
-    model_card: CardName = "tiny"
-    """Model card: sizes, and the defaults of sequence length, micro batch and learning rate."""
-    layers: int | None = None
+    model_card: Annotated[CardName, option("preset", "model-card")] = "tiny"
+    """Model card: sizes, and the defaults of sequence length, micro batch, learning rate and vocabulary."""
+    layers: Annotated[int | None, option("num-layers", "layers")] = None
     """Transformer blocks; the card's when not given."""
-    hidden: int | None = None
+    hidden: Annotated[int | None, option("hidden-size", "hidden")] = None
     """Width of the residual stream; the card's when not given."""
-    heads: int | None = None
+    heads: Annotated[int | None, option("num-attention-heads", "heads")] = None
     """Attention heads; the card's when not given."""
+    positions: Annotated[int | None, option("max-position-embeddings")] = None
+    """Learned positions; as many as a sequence has tokens when not given."""
     dropout: float = 0.0
     """Dropout of the embedding, the attention weights and both branches of a block."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads"):
-            _require_at_least(f"--{name}", getattr(self, name), 1)
-        _require(0 <= self.dropout < 1, f"--dropout {self.dropout} must be at least 0 and below 1")
-        shape = self.shape(vocabulary=1, positions=1)
-        _require(
+        flags = option_flags(ModelConfig)
+        for name in ("layers", "hidden", "heads", "positions"):
+            require_at_least(flags[name][0], getattr(self, name), 1)
+        require(0 <= self.dropout < 1, f"--dropout {self.dropout} must be at least 0 and below 1")
+        shape = self.shape(vocabulary=1, sequence_length=1)
+        require(
             shape.hidden % shape.heads == 0,
-            f"--hidden {shape.hidden} is not divisible by --heads {shape.heads}: "
+            f"--hidden-size {shape.hidden} is not divisible by --num-attention-heads {shape.heads}: "
             f"use a hidden size of {-(-shape.hidden // shape.heads) * shape.heads} or other heads",
         )
 
-    def shape(self, *, vocabulary: int, positions: int) -> ModelShape:
+    @property
+    def card(self) -> ModelCard:
+        """The model card."""
+        return MODEL_CARDS[self.model_card]
+
+    def shape(self, *, vocabulary: int, sequence_length: int) -> ModelShape:
         """Return the sizes of the model; the vocabulary is rounded up to a multiple of 128."""
-        card = MODEL_CARDS[self.model_card]
+        positions = self.positions or sequence_length
+        require(
+            positions >= sequence_length,
+            f"--max-position-embeddings {positions} is less than the {sequence_length} tokens of a sequence: "
+            "give more positions or a smaller --seq-length",
+        )
         return ModelShape(
-            layers=self.layers or card.layers,
-            hidden=self.hidden or card.hidden,
-            heads=self.heads or card.heads,
+            layers=self.layers or self.card.layers,
+            hidden=self.hidden or self.card.hidden,
+            heads=self.heads or self.card.heads,
             vocabulary=-(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
             positions=positions,
             dropout=self.dropout,
@@ -132,17 +88,17 @@ class DataConfig:
     """Where tokenized text is kept between runs; $XDG_CACHE_HOME/sdp4bit or ~/.cache/sdp4bit otherwise."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             257 <= self.vocabulary_size <= 1 << 20,
             f"--vocabulary-size {self.vocabulary_size} must be between 257 (256 bytes and the end of text) "
             f"and {1 << 20}",
         )
-        _require(
+        require(
             0 < self.validation_fraction < 1,
             f"--validation-fraction {self.validation_fraction} must be between 0 and 1, both excluded",
         )
         for path in self.data_path:
-            _require(
+            require(
                 path.suffix != ".bin",
                 f"{path}: .bin/.idx data is not supported; give .jsonl or text",
             )
@@ -159,17 +115,19 @@ class DataConfig:
 class TrainingConfig:
     """Length and size of the training run, and its precision."""
 
-    steps: int = 200
+    steps: Annotated[int, option("train-iters", "steps")] = 200
     """Optimizer steps."""
     micro_batch_size: int | None = None
     """Sequences per rank in one forward; the card's when not given."""
-    accumulation: int = 1
-    """Micro batches per optimizer step; gradients are reduced once, after the last."""
-    sequence_length: int | None = None
-    """Tokens per sequence, also the number of learned positions; the card's when not given."""
+    global_batch_size: int | None = None
+    """Sequences per optimizer step over all ranks; instead of --accumulation."""
+    accumulation: int | None = None
+    """Micro batches per optimizer step, 1 when not given; gradients are reduced once, after the last."""
+    sequence_length: Annotated[int | None, option("seq-length", "sequence-length")] = None
+    """Tokens per sequence; the card's when not given."""
     eval_interval: int = 100
     """Steps between validations; the last step is always followed by one."""
-    eval_batches: int = 4
+    eval_batches: Annotated[int, option("eval-iters", "eval-batches")] = 4
     """Global batches per validation, always the same ones."""
     precision: Precision = "bf16"
     """dtype in which FSDP2 gathers the weights; gradients are reduced in fp32, masters are fp32 always."""
@@ -182,18 +140,31 @@ class TrainingConfig:
     """Compile every block with torch.compile."""
     reshard_after_forward: bool = True
     """Free gathered weights after forward and gather them again in backward (ZeRO-3); off: once a step."""
+    exit_interval: int | None = None
+    """Save and leave when the step is a multiple of this."""
+    exit_duration_in_mins: float | None = None
+    """Save and leave after the first step that ends later than this many minutes after the start."""
 
     def __post_init__(self) -> None:
+        flags = option_flags(TrainingConfig)
         for name in (
             "steps",
             "micro_batch_size",
+            "global_batch_size",
             "accumulation",
             "sequence_length",
             "eval_interval",
+            "eval_batches",
+            "exit_interval",
         ):
-            _require_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
-        _require_at_least("--eval-batches", self.eval_batches, 1)
-        _require(
+            require_at_least(flags[name][0], getattr(self, name), 1)
+        require_at_least("--exit-duration-in-mins", self.exit_duration_in_mins, 0)
+        require(
+            self.accumulation is None or self.global_batch_size is None,
+            f"--accumulation {self.accumulation} and --global-batch-size {self.global_batch_size} both say "
+            "how many sequences a step has: give one of the two",
+        )
+        require(
             not (self.precision == "fp32" and self.arithmetic == "bf16"),
             "--arithmetic bf16 needs --precision bf16: fp32 weights are multiplied in fp32",
         )
@@ -203,19 +174,23 @@ class TrainingConfig:
 class OptimizerConfig:
     """AdamW with linear warm-up and cosine decay; the defaults are the paper's."""
 
-    learning_rate: float | None = None
+    learning_rate: Annotated[float | None, option("lr", "learning-rate")] = None
     """Peak learning rate; the card's when not given."""
-    min_learning_rate_fraction: float = 0.1
-    """Learning rate at the end of the decay, as a share of the peak."""
-    warmup_fraction: float = 0.01
+    min_lr: float | None = None
+    """Learning rate at the end of the decay; a tenth of the peak when not given."""
+    decay_style: Annotated[DecayStyle, option("lr-decay-style")] = "cosine"
+    """Shape of the decay from the peak to the smallest learning rate."""
+    warmup_fraction: Annotated[float, option("lr-warmup-fraction", "warmup-fraction")] = 0.01
     """Share of the decay steps in which the learning rate rises linearly."""
-    decay_steps: int | None = None
+    warmup_steps: Annotated[int | None, option("lr-warmup-iters")] = None
+    """Steps in which the learning rate rises linearly; instead of the share."""
+    decay_steps: Annotated[int | None, option("lr-decay-iters", "decay-steps")] = None
     """Steps until the learning rate has decayed; all steps when not given."""
-    beta1: float = 0.9
+    beta1: Annotated[float, option("adam-beta1", "beta1")] = 0.9
     """Decay of the gradient's average."""
-    beta2: float = 0.95
+    beta2: Annotated[float, option("adam-beta2", "beta2")] = 0.95
     """Decay of the squared gradient's average."""
-    eps: float = 1e-8
+    eps: Annotated[float, option("adam-eps", "eps")] = 1e-8
     """Term that keeps the division finite."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices and embeddings; biases and norms are not decayed."""
@@ -223,40 +198,38 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 does not clip."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.learning_rate is None or self.learning_rate > 0,
-            f"--learning-rate {self.learning_rate} must be positive",
+            f"--lr {self.learning_rate} must be positive",
         )
-        for name in ("min_learning_rate_fraction", "warmup_fraction"):
-            value = getattr(self, name)
-            _require(0 <= value <= 1, f"--{name.replace('_', '-')} {value} must be between 0 and 1")
+        require_at_least("--min-lr", self.min_lr, 0)
+        require(
+            0 <= self.warmup_fraction <= 1,
+            f"--lr-warmup-fraction {self.warmup_fraction} must be between 0 and 1",
+        )
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
-            _require(0 <= value < 1, f"--{name} {value} must be at least 0 and below 1")
-        _require(self.eps > 0, f"--eps {self.eps} must be positive")
-        _require_at_least("--weight-decay", self.weight_decay, 0)
-        _require_at_least("--clip-grad", self.clip_grad, 0)
-        _require_at_least("--decay-steps", self.decay_steps, 1)
+            require(0 <= value < 1, f"--adam-{name} {value} must be at least 0 and below 1")
+        require(self.eps > 0, f"--adam-eps {self.eps} must be positive")
+        require_at_least("--weight-decay", self.weight_decay, 0)
+        require_at_least("--clip-grad", self.clip_grad, 0)
+        require_at_least("--lr-decay-iters", self.decay_steps, 1)
+        require_at_least("--lr-warmup-iters", self.warmup_steps, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Processes, nodes, and details of the quantized communication."""
+    """Processes and nodes."""
 
     nproc_per_node: int | None = None
     """Processes to start on this machine; one per GPU, or one, when not given. Under torchrun, torchrun's
     option of the same name decides."""
     ranks_per_node: int | None = None
     """Consecutive ranks that count as one node; found by host name when not given."""
-    pipeline_chunks: int | None = None
-    """Slices whose hops inside and between nodes overlap; the strategy's when not given."""
-    replica: ReplicaPlacement | None = None
-    """Weight replica for quantized weights: node (spread over the ranks of a node) or full (on every rank);
-    the strategy's when not given."""
 
     def __post_init__(self) -> None:
-        for name in ("nproc_per_node", "ranks_per_node", "pipeline_chunks"):
-            _require_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
+        for name in ("nproc_per_node", "ranks_per_node"):
+            require_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
 
     def check_world(self, world_size: int) -> None:
         """Ranks per node are known to divide the world; SettingError otherwise."""
@@ -266,31 +239,6 @@ class ParallelConfig:
                 f"--ranks-per-node {self.ranks_per_node} does not divide the {world_size} ranks: "
                 f"use one of {divisors}"
             )
-
-    def communication(self, strategy: Strategy, *, seed: int) -> SDP4BitConfig:
-        """Return the strategy's settings with those given here in their place.
-
-        Raises:
-            SettingError: a setting that this strategy has no use for.
-        """
-        config = replace(SDP4BitConfig.preset(strategy), seed=seed)
-        if self.pipeline_chunks is not None:
-            if config.gradients is None:
-                raise SettingError(
-                    f"--pipeline-chunks has no effect with strategy {strategy}, which does not quantize "
-                    "gradients: leave it out, or use ulq, tlq, tlq-hs or sdp4bit"
-                )
-            config = replace(
-                config, gradients=replace(config.gradients, pipeline_chunks=self.pipeline_chunks)
-            )
-        if self.replica is not None:
-            if config.weights is None:
-                raise SettingError(
-                    f"--replica has no effect with strategy {strategy}, which does not quantize weights: "
-                    "leave it out, or use qw, qwd or sdp4bit"
-                )
-            config = replace(config, weights=replace(config.weights, replica=self.replica))
-        return config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,11 +251,25 @@ class LoggingConfig:
     """Write metrics.jsonl, one object a line."""
     tensorboard: bool = True
     """Write TensorBoard events."""
+    tensorboard_dir: Path | None = None
+    """Folder of the TensorBoard events; tensorboard in the run's folder when not given."""
+    wandb_project: str | None = None
+    """Send the measurements to this project of Weights & Biases (needs the wandb package)."""
+    wandb_exp_name: str | None = None
+    """Name of the run in Weights & Biases; the folder's name when not given."""
     log_interval: int = 10
     """Steps between printed lines when the output is not a terminal."""
+    log_throughput: bool = False
+    """Print TFLOP/s per device, by the paper's count of operations."""
+    timing_log_level: Literal[0, 1, 2] = 0
+    """Print where the time of a step goes: 1 forward-backward and optimizer, 2 also data and clipping."""
 
     def __post_init__(self) -> None:
-        _require_at_least("--log-interval", self.log_interval, 1)
+        require_at_least("--log-interval", self.log_interval, 1)
+        require(
+            self.wandb_exp_name is None or self.wandb_project is not None,
+            "--wandb-exp-name has no effect without --wandb-project",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,51 +284,83 @@ class CheckpointConfig:
     """Folder of checkpoints to resume from: its latest one, or one of its step folders."""
 
     def __post_init__(self) -> None:
-        _require_at_least("--save-interval", self.save_interval, 1)
+        require_at_least("--save-interval", self.save_interval, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
     """Everything one training run depends on."""
 
-    strategy: Strategy = "sdp4bit"
-    """What is quantized, by the names of the paper's ablation; baseline is plain FSDP2."""
+    strategy: Strategy | None = None
+    """What is quantized, by the names of the paper's ablation; baseline is plain FSDP2. sdp4bit when neither
+    this nor --quantized-weights nor --quantized-gradients is given."""
     seed: int = 1234
     """Seed of the initial weights, the sample order, dropout and stochastic rounding."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
     def __post_init__(self) -> None:
-        _require_at_least("--seed", self.seed, 0)
-        _ = self.learning_rate
-        self.parallel.communication(self.strategy, seed=self.seed)
+        require_at_least("--seed", self.seed, 0)
+        rate, lowest = self.learning_rate, self.optimizer.min_lr
+        require(lowest is None or lowest <= rate, f"--min-lr {lowest} is above the peak of {rate}: see --lr")
+        _ = self.model_shape, self.quantization
+
+    @property
+    def quantization(self) -> SDP4BitConfig:
+        """The library's settings."""
+        return self.communication.resolve(self.strategy, seed=self.seed)
+
+    @property
+    def strategy_name(self) -> str:
+        """The strategy, for people: its name, or what the reference implementation's flags make."""
+        if not self.communication.names_parts:
+            return self.strategy or DEFAULT_STRATEGY
+        quantization = self.quantization
+        for name in STRATEGIES:
+            if replace(SDP4BitConfig.preset(name), seed=quantization.seed) == quantization:
+                return name
+        return "custom"
 
     @property
     def learning_rate(self) -> float:
         """Peak learning rate; SettingError if the card has none and none is given."""
-        rate = self.optimizer.learning_rate or MODEL_CARDS[self.model.model_card].learning_rate
+        rate = self.optimizer.learning_rate or self.model.card.learning_rate
         if rate is None:
             raise SettingError(
-                f"the paper gives no learning rate for the {self.model.model_card} model: set --learning-rate"
+                f"the paper gives no learning rate for the {self.model.model_card} model: set --lr"
             )
         return rate
 
     @property
     def sequence_length(self) -> int:
         """Tokens per sequence."""
-        return self.training.sequence_length or MODEL_CARDS[self.model.model_card].sequence_length
+        return self.training.sequence_length or self.model.card.sequence_length
 
     @property
     def micro_batch_size(self) -> int:
         """Sequences per rank in one forward."""
-        return self.training.micro_batch_size or MODEL_CARDS[self.model.model_card].micro_batch_size
+        return self.training.micro_batch_size or self.model.card.micro_batch_size
 
     @property
     def model_shape(self) -> ModelShape:
         """Sizes of the model."""
-        return self.model.shape(vocabulary=self.data.vocabulary_size, positions=self.sequence_length)
+        return self.model.shape(vocabulary=self.data.vocabulary_size, sequence_length=self.sequence_length)
+
+    def micro_batches(self, data_parallel_size: int) -> int:
+        """Return the micro batches of an optimizer step; SettingError if the batch does not divide."""
+        if self.training.global_batch_size is None:
+            return self.training.accumulation or 1
+        at_once = self.micro_batch_size * data_parallel_size
+        if self.training.global_batch_size % at_once:
+            raise SettingError(
+                f"--global-batch-size {self.training.global_batch_size} is not a multiple of {at_once}, "
+                f"--micro-batch-size {self.micro_batch_size} on {data_parallel_size} data-parallel ranks"
+            )
+        return self.training.global_batch_size // at_once

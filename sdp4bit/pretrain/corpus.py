@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sdp4bit.pretrain.config import SettingError
+from sdp4bit.pretrain.settings import SettingError
 
 END_OF_TEXT = "<|endoftext|>"
 STANDARD_LIBRARY_BYTES = 6_000_000

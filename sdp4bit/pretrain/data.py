@@ -22,7 +22,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from sdp4bit.pretrain.config import DataConfig, SettingError
+from sdp4bit.pretrain.config import DataConfig
 from sdp4bit.pretrain.corpus import (
     Corpus,
     CorpusSplit,
@@ -31,6 +31,7 @@ from sdp4bit.pretrain.corpus import (
     split_corpus,
 )
 from sdp4bit.pretrain.ranks import Ranks, agree, first_rank_decides
+from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.tokenizer import BytePairTokenizer
 
 FORMAT_VERSION = 1

@@ -17,8 +17,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from sdp4bit.pretrain.config import ParallelConfig, SettingError
+from sdp4bit.pretrain.config import ParallelConfig
 from sdp4bit.pretrain.ranks import Ranks, join_ranks
+from sdp4bit.pretrain.settings import SettingError
 
 C = TypeVar("C")
 C_contra = TypeVar("C_contra", contravariant=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from sdp4bit.pretrain.config import ModelShape
+from sdp4bit.pretrain.model_cards import ModelShape
 
 INIT_STD = 0.02
 INIT_BLOCK_ROWS = 64
@@ -48,7 +48,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return what every position reads from itself and those before it; [batch, length, hidden]."""
         batch, length, hidden = x.shape
-        # Rows are ordered [head, query/key/value, channel], so that a part of the rows is a part of the heads.
+        # Rows are ordered [head, query/key/value, channel]: a part of the rows is a part of the heads.
         packed = self.query_key_value(x).view(batch, length, self.heads, 3, hidden // self.heads)
         query, key, value = packed.permute(3, 0, 2, 1, 4)
         dropout = self.dropout if self.training else 0.0

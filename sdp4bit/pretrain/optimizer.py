@@ -9,6 +9,9 @@ from torch import nn
 
 from sdp4bit.pretrain.config import OptimizerConfig
 
+LOWEST_SHARE = 0.1
+"""Learning rate at the end of the decay over the peak, as in the paper, when none is given."""
+
 
 def build_optimizer(model: nn.Module, *, config: OptimizerConfig, learning_rate: float) -> torch.optim.AdamW:
     """Return AdamW over all parameters: matrices and embeddings decay, biases and norms do not."""
@@ -31,16 +34,21 @@ def build_optimizer(model: nn.Module, *, config: OptimizerConfig, learning_rate:
 def learning_rate_at(step: int, *, config: OptimizerConfig, peak: float, steps: int) -> float:
     """Return the learning rate of a step (counted from 0) of a run of `steps`.
 
-    Linear over the warm-up, which ends at the peak; then half a cosine to the smallest rate at the last
-    decay step; constant afterwards.
+    Linear over the warm-up, which ends at the peak; then half a cosine, or a line, to the smallest rate at
+    the last decay step; constant afterwards.
     """
     decay_steps = config.decay_steps or steps
-    warmup_steps = math.ceil(config.warmup_fraction * decay_steps)
+    warmup_steps = config.warmup_steps
+    if warmup_steps is None:
+        warmup_steps = math.ceil(config.warmup_fraction * decay_steps)
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    lowest = peak * config.min_learning_rate_fraction
+    if config.decay_style == "constant":
+        return peak
+    lowest = peak * LOWEST_SHARE if config.min_lr is None else config.min_lr
     progress = min(1.0, (step + 1 - warmup_steps) / max(1, decay_steps - warmup_steps))
-    return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
+    left = 1 - progress if config.decay_style == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return lowest + (peak - lowest) * left
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import sdp4bit
-from sdp4bit.pretrain.config import Arithmetic, PretrainConfig, SettingError
+from sdp4bit.pretrain.config import Arithmetic, PretrainConfig
 from sdp4bit.pretrain.model import GPT
 from sdp4bit.pretrain.ranks import Ranks
+from sdp4bit.pretrain.settings import SettingError
 
 Communication = Any
 """The handle of sdp4bit.quantize_communication."""
@@ -65,7 +66,7 @@ def quantize(model: nn.Module, *, config: PretrainConfig, ranks: Ranks) -> Commu
         return sdp4bit.quantize_communication(
             model,
             topology="auto" if ranks_per_node is None else ranks_per_node,
-            config=config.parallel.communication(config.strategy, seed=config.seed),
+            config=config.quantization,
         )
     except ValueError as error:
         raise SettingError(str(error)) from error

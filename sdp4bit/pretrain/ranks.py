@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from sdp4bit.pretrain.config import SettingError
+from sdp4bit.pretrain.settings import SettingError
 
 T = TypeVar("T")
 

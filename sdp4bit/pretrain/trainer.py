@@ -15,13 +15,14 @@ from rich.console import Console
 from torch.distributed.fsdp import FSDPModule
 
 from sdp4bit.pretrain.checkpoint import Checkpointer, Progress
-from sdp4bit.pretrain.config import PretrainConfig, SettingError
+from sdp4bit.pretrain.config import PretrainConfig
 from sdp4bit.pretrain.data import Batches, prepare_dataset
 from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics, ValidationMetrics, write_atomically
 from sdp4bit.pretrain.model import GPT
 from sdp4bit.pretrain.optimizer import build_optimizer, learning_rate_at, set_learning_rate
 from sdp4bit.pretrain.parallelize import Communication, build_model
 from sdp4bit.pretrain.ranks import Ranks, agree, sum_over_ranks
+from sdp4bit.pretrain.settings import SettingError
 
 FINAL_STEPS = 20
 
@@ -88,7 +89,7 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
         dataset,
         sequence_length=config.sequence_length,
         micro_batch_size=config.micro_batch_size,
-        accumulation=config.training.accumulation,
+        accumulation=config.micro_batches(ranks.world_size),
         eval_batches=config.training.eval_batches,
         seed=config.seed,
         ranks=ranks,
@@ -101,7 +102,7 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
         optimizer=optimizer,
         communication=communication,
         shape=config.model_shape,
-        strategy=config.strategy,
+        strategy=config.strategy_name,
         dataset_key=dataset.key,
         ranks=ranks,
     )
@@ -110,7 +111,7 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
         progress = checkpointer.load(config.checkpoint.load)
     if progress.step >= config.training.steps:
         raise SettingError(
-            f"the loaded checkpoint has done {progress.step} steps: set --steps to more than that"
+            f"the loaded checkpoint has done {progress.step} steps: set --train-iters to more than that"
         )
     loop = TrainingLoop(
         config=config,
@@ -121,7 +122,10 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
         progress=progress,
         ranks=ranks,
     )
-    result = TrainingResult(strategy=config.strategy, seed=config.seed)
+    result = TrainingResult(strategy=config.strategy_name, seed=config.seed)
+    if ranks.is_first:
+        for line in config.reference.explain():
+            (console or Console()).print(line, highlight=False, markup=False, soft_wrap=True)
     writer = agree(lambda: _open_writer(config, progress, console) if ranks.is_first else None)
     try:
         if writer is not None:
@@ -174,7 +178,7 @@ class TrainingLoop:
             yield self._step()
 
     def _step(self) -> StepMetrics:
-        config, accumulation = self.config, self.config.training.accumulation
+        config, accumulation = self.config, self.config.micro_batches(self.ranks.world_size)
         start = time.perf_counter()
         learning_rate = learning_rate_at(
             self.progress.step,
@@ -262,7 +266,7 @@ def _open_writer(config: PretrainConfig, progress: Progress, console: Console | 
         write_atomically(out / "config.json", settings + "\n")
         return MetricsWriter(
             config.logging,
-            description=config.strategy,
+            description=config.strategy_name,
             steps=config.training.steps,
             first_step=progress.step,
             console=console,
