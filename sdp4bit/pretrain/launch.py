@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Protocol, TypeVar
 
 import torch
@@ -20,6 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from sdp4bit.pretrain.config import ParallelConfig
 from sdp4bit.pretrain.ranks import Ranks, join_ranks
 from sdp4bit.pretrain.settings import SettingError
+from sdp4bit.pretrain.stopping import SIGNALS
 
 C = TypeVar("C")
 C_contra = TypeVar("C_contra", contravariant=True)
@@ -65,11 +71,14 @@ def run_on_ranks(program: Program[C], *, config: C, parallel: ParallelConfig) ->
                 max_restarts=0,
                 start_method="spawn",
                 local_addr="localhost",
+                # SIGTERM is passed on to the ranks instead, see _passing_on_signals.
+                signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
             ),
             entrypoint=_run_started,
         )
         try:
-            launch(program, config, Path(folder))
+            with _passing_on_signals():
+                launch(program, config, Path(folder))
         except ChildFailedError as error:
             return _report_failure(error, folder=Path(folder))
         except SignalException as error:
@@ -77,6 +86,33 @@ def run_on_ranks(program: Program[C], *, config: C, parallel: ParallelConfig) ->
         except KeyboardInterrupt:
             return 128 + int(signal.SIGINT)
     return 0
+
+
+@contextmanager
+def _passing_on_signals() -> Iterator[None]:
+    """Inside the block SIGUSR1 and SIGTERM go on to the ranks, which save and leave; a second SIGTERM ends
+    them at once.
+    """
+    terminated = False
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        nonlocal terminated
+        if terminated and number == signal.SIGTERM:
+            raise SignalException("a second SIGTERM", signal.SIGTERM)
+        terminated = terminated or number == signal.SIGTERM
+        for process in multiprocessing.active_children():
+            if process.pid is not None:
+                os.kill(process.pid, number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _run_under_torchrun(program: Program[C], config: C) -> int:

@@ -1,10 +1,11 @@
-"""What a run reports while it trains: JSON lines, TensorBoard, a progress bar or plain lines."""
+"""What a run reports while it trains: JSON lines, TensorBoard, Weights & Biases, a bar or plain lines."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from rich.progress import (
 )
 
 from sdp4bit.pretrain.config import LoggingConfig
+from sdp4bit.pretrain.settings import SettingError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +30,14 @@ class StepMetrics:
     """One optimizer step; bytes are what all ranks together sent in it, the last three are of rank 0."""
 
     step: int
+    samples: int
+    """Sequences trained on since the beginning, this step's included."""
     loss: float
     lr: float
     grad_norm: float
     tokens_per_second: float
+    tflops_per_device: float
+    """10**12 floating-point operations per second and device, by the paper's count."""
     step_seconds: float
     intra_bytes: int
     inter_bytes: int
@@ -93,6 +99,8 @@ class MetricsWriter:
         self._console = console or Console()
         self._lines = _continued_jsonl(config, first_step=first_step) if config.jsonl else None
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
+        self._wandb = _wandb_run(config)
+        self._since_line: list[StepMetrics] = []
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         if self._console.is_terminal:
@@ -115,18 +123,28 @@ class MetricsWriter:
             self._lines.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
     def log_step(self, metrics: StepMetrics) -> None:
-        """The step is in all outputs; plain lines only every log interval."""
+        """The step is in all outputs; plain lines only every log interval, with the means since the last."""
         self._write("train", asdict(metrics))
-        numbers = (
-            f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  "
-            f"{format_bytes(metrics.intra_bytes)} in nodes, {format_bytes(metrics.inter_bytes)} between"
-        )
+        self._since_line.append(metrics)
         if self._progress is not None and self._task is not None:
+            numbers = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
             self._progress.update(self._task, completed=metrics.step, numbers=numbers)
-        elif metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._steps):
-            self.say(f"step {metrics.step}/{self._steps}  {numbers}")
+        if metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._steps):
+            if self._progress is None:
+                self.say(self._line(metrics))
+            self._since_line.clear()
+
+    def log_timings(self, milliseconds: Mapping[str, tuple[float, float]]) -> None:
+        """A line says where the time went: per part the least and the most of all ranks."""
+        if milliseconds:
+            parts = ", ".join(
+                f"{name} {least:.1f}-{most:.1f}" for name, (least, most) in milliseconds.items()
+            )
+            self.say(f"milliseconds per step, least and most of the ranks: {parts}")
 
     def log_validation(self, metrics: ValidationMetrics) -> None:
         """The validation is in all outputs."""
@@ -136,6 +154,28 @@ class MetricsWriter:
     def say(self, message: str) -> None:
         """A line stands on the console, above the progress bar if there is one."""
         self._console.print(f"{self._description}: {message}", highlight=False, markup=False, soft_wrap=True)
+
+    def _line(self, last: StepMetrics) -> str:
+        """Return one line about the steps since the last one."""
+        steps = self._since_line
+        seconds = statistics.fmean(step.step_seconds for step in steps)
+        tokens = statistics.fmean(step.tokens_per_second * step.step_seconds for step in steps)
+        operations = statistics.fmean(step.tflops_per_device * step.step_seconds for step in steps)
+        parts = [
+            f"step {last.step}/{self._steps}",
+            f"samples {last.samples}",
+            f"loss {statistics.fmean(step.loss for step in steps):.4f}",
+            f"lr {last.lr:.3e}",
+            f"grad norm {last.grad_norm:.3f}",
+            f"{1000 * seconds:.1f} ms",
+            f"{tokens / seconds:,.0f} tokens/s",
+            f"{format_bytes(statistics.fmean(step.intra_bytes for step in steps))} in nodes",
+            f"{format_bytes(statistics.fmean(step.inter_bytes for step in steps))} between",
+            f"{last.compression_ratio:.2f} x less",
+        ]
+        if self._config.log_throughput:
+            parts.insert(7, f"{operations / seconds:.3g} TFLOP/s per device")
+        return " | ".join(parts)
 
     def _write(self, event: str, values: Mapping[str, Any]) -> None:
         # JSON has no NaN: a loss that is not a number any more is null.
@@ -147,6 +187,9 @@ class MetricsWriter:
             for name, value in values.items():
                 if name != "step" and value is not None:
                     self._tensorboard.add_scalar(f"{event}/{name}", value, values["step"])
+        if self._wandb is not None:
+            named = {f"{event}/{name}": value for name, value in values.items() if name != "step"}
+            self._wandb.log(named, step=values["step"])
 
 
 def _continued_jsonl(config: LoggingConfig, *, first_step: int) -> Any:
@@ -169,4 +212,20 @@ def _tensorboard_writer(config: LoggingConfig, *, first_step: int) -> Any:
         return None
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(config.out / "tensorboard"), purge_step=first_step + 1)
+    folder = config.tensorboard_dir or config.out / "tensorboard"
+    return SummaryWriter(str(folder), purge_step=first_step + 1)
+
+
+def _wandb_run(config: LoggingConfig) -> Any:
+    if config.wandb_project is None:
+        return None
+    try:
+        import wandb
+    except ImportError as error:
+        raise SettingError("--wandb-project needs the wandb package: pip install wandb") from error
+    return wandb.init(
+        project=config.wandb_project,
+        name=config.wandb_exp_name or config.out.name,
+        dir=str(config.out),
+        config=json.loads((config.out / "config.json").read_text(encoding="utf-8")),
+    )

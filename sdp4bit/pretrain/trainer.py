@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import cast
 
@@ -23,6 +24,8 @@ from sdp4bit.pretrain.optimizer import build_optimizer, learning_rate_at, set_le
 from sdp4bit.pretrain.parallelize import Communication, build_model
 from sdp4bit.pretrain.ranks import Ranks, agree, sum_over_ranks
 from sdp4bit.pretrain.settings import SettingError
+from sdp4bit.pretrain.stopping import StopRequests
+from sdp4bit.pretrain.timers import Timers
 
 FINAL_STEPS = 20
 
@@ -40,6 +43,8 @@ class TrainingResult:
     steps: list[StepMetrics] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
     """Step and validation loss."""
+    stopped: str | None = None
+    """Why the run ended before its last step; None if it did not."""
 
     @property
     def train_loss(self) -> float:
@@ -127,29 +132,38 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
         for line in config.reference.explain():
             (console or Console()).print(line, highlight=False, markup=False, soft_wrap=True)
     writer = agree(lambda: _open_writer(config, progress, console) if ranks.is_first else None)
-    try:
+    stops = StopRequests(config.training, device=ranks.device)
+    save = config.checkpoint.save
+    with ExitStack() as stack:
+        stack.enter_context(stops.listening())
         if writer is not None:
+            stack.callback(writer.close)
             writer.say(describe_run(config, model=model, batches=batches, ranks=ranks))
         for metrics in loop.steps():
             result.steps.append(metrics)
             if writer is not None:
                 writer.log_step(metrics)
             if not math.isfinite(metrics.loss):
-                raise TrainingDivergedError(
-                    f"the loss is {metrics.loss} at step {metrics.step}: lower --learning-rate"
-                )
+                raise TrainingDivergedError(f"the loss is {metrics.loss} at step {metrics.step}: lower --lr")
             is_last = metrics.step == config.training.steps
-            if is_last or metrics.step % config.training.eval_interval == 0:
+            result.stopped = None if is_last else stops.after_step(metrics.step)
+            if metrics.step % config.logging.log_interval == 0:
+                timings = loop.timers.summarize()
+                if writer is not None:
+                    writer.log_timings(timings)
+            if is_last or (metrics.step % config.training.eval_interval == 0 and not result.stopped):
                 validation = loop.validate()
                 result.validation.append((validation.step, validation.loss))
                 if writer is not None:
                     writer.log_validation(validation)
-            save = config.checkpoint.save
-            if save is not None and (is_last or metrics.step % config.checkpoint.save_interval == 0):
+            is_due = is_last or result.stopped or metrics.step % config.checkpoint.save_interval == 0
+            if save is not None and is_due:
                 checkpointer.save(save, progress=loop.progress)
-    finally:
-        if writer is not None:
-            writer.close()
+            if result.stopped:
+                if writer is not None:
+                    kept = f"saved in {save}" if save is not None else "not saved, as --save was not given"
+                    writer.say(f"leaving after step {metrics.step} because of {result.stopped}; {kept}")
+                break
     communication.remove()
     return result
 
@@ -167,9 +181,15 @@ class TrainingLoop:
     ranks: Ranks
 
     def __post_init__(self) -> None:
+        self.timers = Timers(level=self.config.logging.timing_log_level, device=self.ranks.device)
         # Held from here on: while weights are gathered, model.parameters() yields other tensors.
         self._parameters = list(self.model.parameters())
         self._sharded = cast(FSDPModule, self.model)
+        self._operations_per_device = (
+            self.config.model_shape.flops_per_sample(self.config.sequence_length)
+            * self.batches.global_batch_size
+            / self.ranks.world_size
+        )
         self._sent_before = self.communication.stats()["total"]
 
     def steps(self) -> Iterator[StepMetrics]:
@@ -190,15 +210,19 @@ class TrainingLoop:
 
         self.model.train()
         loss_sum = torch.zeros((), device=self.ranks.device)
-        for micro, (tokens, targets) in enumerate(self.batches.training(self.progress.samples)):
-            # Gradients of earlier micro batches stay on this rank and are reduced with the last one's.
-            self._sharded.set_requires_gradient_sync(micro == accumulation - 1)
-            loss = self.model(tokens, targets) / accumulation
-            loss.backward()
-            loss_sum += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, config.optimizer.clip_grad or math.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with self.timers("forward-backward", level=1):
+            for micro, (tokens, targets) in enumerate(self.batches.training(self.progress.samples)):
+                # Gradients of earlier micro batches stay on this rank and are reduced with the last one's.
+                self._sharded.set_requires_gradient_sync(micro == accumulation - 1)
+                loss = self.model(tokens, targets) / accumulation
+                loss.backward()
+                loss_sum += loss.detach()
+        with self.timers("clip-grad-norm", level=2):
+            norm = torch.nn.utils.clip_grad_norm_(self._parameters, config.optimizer.clip_grad or math.inf)
+        with self.timers("optimizer", level=1):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.timers.count_step()
         self.progress = Progress(
             step=self.progress.step + 1,
             samples=self.progress.samples + self.batches.global_batch_size,
@@ -212,10 +236,12 @@ class TrainingLoop:
         seconds = time.perf_counter() - start
         return StepMetrics(
             step=self.progress.step,
+            samples=self.progress.samples,
             loss=loss_of_ranks / self.ranks.world_size,
             lr=learning_rate,
             grad_norm=norm.full_tensor().item(),  # type: ignore[attr-defined]
             tokens_per_second=self.batches.global_batch_size * config.sequence_length / seconds,
+            tflops_per_device=self._operations_per_device / seconds / 1e12,
             step_seconds=seconds,
             intra_bytes=round(intra_bytes),
             inter_bytes=round(inter_bytes),
