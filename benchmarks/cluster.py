@@ -1,12 +1,13 @@
 """Time training steps of a GPT on an emulated cluster: nodes joined by shaped links, gloo, real sockets.
 
-    python -m benchmarks.cluster --nodes 2 --ranks-per-node 1 --rates 100mbit,250mbit,1gbit --json cluster.json
+    python -m benchmarks.cluster --nodes 2 --ranks-per-node 1 --rates 100mbit,250mbit,1gbit --json FILE
 
-Every strategy (benchmarks/cluster_strategies.py) is built once and warmed up on unshaped links. At each rate, rounds
-follow each other; a round runs one step of every strategy in an order drawn anew, so that a disturbance hits them
-alike. Medians over the rounds count, the spread is (slowest - fastest) / median, and a ratio is that of two steps of
-the same round. Bytes are read from the interfaces' counters and compared with what the strategy says it sent.
-Needs root and iproute2; makes network namespaces of its own and removes them, also when it is killed.
+Every strategy (benchmarks/cluster_strategies.py) is built once and warmed up on unshaped links. At each
+rate, rounds follow each other; a round runs one step of every strategy in an order drawn anew, so that a
+disturbance hits them alike. Medians over the rounds count, the spread is (slowest - fastest) / median, and
+a ratio is that of two steps of the same round. Bytes are read from the interfaces' counters and compared
+with what the strategy says it sent. Needs root and iproute2; makes network namespaces of its own and
+removes them, also when it is killed.
 """
 
 from __future__ import annotations

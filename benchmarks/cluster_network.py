@@ -1,12 +1,13 @@
 """Nodes as network namespaces: a veth link each to a bridge, shaped both ways; nothing outside them changes.
 
-Every node is a namespace with one uplink, `eth0`. Its other end is a port of a bridge in a namespace of its own,
-the switch. A token bucket (tbf) at both ends of each link shapes what a node sends and what it receives. Ranks
-of one node talk over `lo`, which is neither shaped nor counted.
+Every node is a namespace with one uplink, `eth0`. Its other end is a port of a bridge in a namespace of its
+own, the switch. A token bucket (tbf) at both ends of each link shapes what a node sends and what it
+receives. Ranks of one node talk over `lo`, which is neither shaped nor counted.
 
-Cleaning up is the duty of a watchdog process from the start: it waits for the end of its standard input, which
-comes when the network is closed or when the process that made it dies, however it dies. Then it ends what runs
-in the namespaces and removes them. If it is killed as well, the next network removes what is left.
+Cleaning up is the duty of a watchdog process from the start: it waits for the end of its standard input,
+which comes when the network is closed or when the process that made it dies, however it dies. Then it ends
+what runs in the namespaces and removes them. If it is killed as well, the next network removes what is
+left.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def summarize(
         groups.setdefault((sample.rate, sample.strategy), []).append(sample)
     rows = [_row(group) for group in groups.values()]
     names = {name for _, name in groups}
-    # With several ranks per node the flat exchange is no fair reference: most of the gain would be the levels.
+    # With several ranks per node the flat exchange is no fair reference: the levels alone gain much.
     references = [name for name in ("hierarchical", "fair", "fair-bf16", "ddp", "fsdp2") if name in names]
     targets = [name for name in names if name.startswith(FASTEST)]
     ratios = [

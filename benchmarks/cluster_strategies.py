@@ -1,13 +1,13 @@
 """Every way of training one GPT over several nodes that the emulated cluster compares, as a training step.
 
-All start from the same weights, see the same data and step the same AdamW. FSDP2 strategies shard each block and
-the rest, keep weights gathered between forward and backward (`reshard_after_forward=False`: one gather per step,
-as in the paper), gather in bf16 and compute in bf16. DDP keeps whole fp32 weights on every rank and computes in
-bf16 as well.
+All start from the same weights, see the same data and step the same AdamW. FSDP2 strategies shard each
+block and the rest, keep weights gathered between forward and backward (`reshard_after_forward=False`: one
+gather per step, as in the paper), gather in bf16 and compute in bf16. DDP keeps whole fp32 weights on every
+rank and computes in bf16 as well.
 
 A half that a strategy leaves in full precision goes through the same pairwise exchange as a quantized half:
-gloo's own reduce-scatter sends twice what is needed and its all-gather runs half duplex between two ranks. Only
-`fsdp2`, which is what a user of gloo has today, goes through gloo's own.
+gloo's own reduce-scatter sends twice what is needed and its all-gather runs half duplex between two ranks.
+Only `fsdp2`, which is what a user of gloo has today, goes through gloo's own.
 """
 
 from __future__ import annotations
@@ -225,9 +225,10 @@ def _fair_bf16(workload: Workload, cluster: Cluster) -> TrainingStep:
     return TrainingStep(model, workload=workload, rank=dist.get_rank(), sent_bytes=sent_bytes)
 
 
-def _bf16_hook(state: object, bucket: dist.GradBucket) -> Any:
-    # A function of our own: DDP refuses the stock one by its name unless the back end is NCCL.
-    return default_hooks.bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
+def _bf16_hook(state, bucket):  # type: ignore[no-untyped-def]
+    # A function of our own: DDP refuses the stock one by its name unless the back end is NCCL. Without
+    # annotations: DDP compares them with its types, and here they are strings.
+    return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def _ddp(hook: str | None) -> Callable[[Workload, Cluster], TrainingStep]:
