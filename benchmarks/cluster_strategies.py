@@ -2,8 +2,8 @@
 
 All start from the same weights, see the same data and step the same AdamW. FSDP2 strategies shard each
 block and the rest, keep weights gathered between forward and backward (`reshard_after_forward=False`: one
-gather per step, as in the paper), gather in bf16 and compute in bf16. DDP keeps whole fp32 weights on every
-rank and computes in bf16 as well.
+gather per step, as in the paper) and gather in bf16; all compute in bf16 where the machine is fast at it,
+else in fp32. DDP keeps whole fp32 weights on every rank.
 
 A half that a strategy leaves in full precision goes through the same pairwise exchange as a quantized half:
 gloo's own reduce-scatter sends twice what is needed and its all-gather runs half duplex between two ranks.
@@ -156,9 +156,14 @@ class Bf16ReduceScatter:
         self.inter_bytes += row_bytes * (self._cluster.ranks - self._cluster.ranks_per_node)
 
 
+def arithmetic() -> torch.dtype:
+    """Return the type of activations that this machine multiplies fast."""
+    return torch.bfloat16 if torch.cpu.get_capabilities().get("avx512_bf16", False) else torch.float32
+
+
 def build_model(workload: Workload) -> GPT:
     """Return the model with its initial weights, the same on all ranks."""
-    model = GPT(workload.shape, arithmetic=torch.bfloat16)
+    model = GPT(workload.shape, arithmetic=arithmetic())
     model.reset_parameters(seed=workload.seed)
     return model
 
