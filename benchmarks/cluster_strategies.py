@@ -48,7 +48,7 @@ class Workload:
     vocabulary: int = 8192
     sequence_length: int = 128
     micro_batch: int = 1
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-4
     seed: int = 0
 
     @property
