@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -27,3 +28,22 @@ class CompletedWork(dist._Work):  # type: ignore[misc,name-defined]
     def is_completed(self) -> bool:
         """Whether the collective has finished."""
         return self._event is None or bool(self._event.query())
+
+
+class DeferredWork(dist._Work):  # type: ignore[misc,name-defined]
+    """A collective on the host whose last steps are done when somebody waits for it."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        super().__init__()
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """The collective has finished; further calls do nothing."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the collective has finished."""
+        return self._finish is None
