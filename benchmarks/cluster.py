@@ -170,7 +170,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--strategies", help="names to compare, comma-separated; default: all that differ here"
     )
-    parser.add_argument("--seconds-per-rate", type=float, default=60.0, help="at least three rounds are run")
+    parser.add_argument("--seconds-per-rate", type=float, default=45.0, help="at least three rounds are run")
     parser.add_argument("--hidden", type=int, default=384, help="width of the model")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0, help="of the order, the data and the initial weights")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -177,6 +177,8 @@ def shard(model: GPT, *, reduce_dtype: torch.dtype = torch.float32) -> GPT:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    # Blocks are asked for when the forward pass begins; an exchange that can will overlap it.
+    cast(FSDPModule, model).set_modules_to_forward_prefetch(cast(list[FSDPModule], list(model.blocks)))
     return model
 
 
