@@ -42,6 +42,10 @@ BUILD_TIMEOUT, STEP_TIMEOUT = 240.0, 120.0
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 """Large tensors come from memory that the process keeps: else every step pays for zeroed pages again."""
 
+_PRIORITY = ["sh", "-c", 'echo -10 2> /dev/null > /proc/self/autogroup; exec nice -n -10 "$@"', "sh"]
+"""Other programs disturb the ranks less. Where the kernel groups processes by session, a nice value counts
+inside the group only, so the group gets one as well."""
+
 
 class Ranks:
     """The workers on the nodes, which all get the same commands."""
@@ -69,7 +73,7 @@ class Ranks:
             with log.open("ab") as errors:
                 process = network.start(
                     rank // ranks_per_node,
-                    [*pin, sys.executable, "-m", "benchmarks.cluster_worker"],
+                    [*_PRIORITY, *pin, sys.executable, "-m", "benchmarks.cluster_worker"],
                     env=environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
