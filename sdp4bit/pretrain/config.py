@@ -6,27 +6,24 @@ Every field is a command-line option; the docstring below it is what `--help` sh
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from sdp4bit.config import ReplicaPlacement, SDP4BitConfig
+from sdp4bit.pretrain.parallel_config import ParallelConfig, Strategy
+from sdp4bit.pretrain.settings import SettingError
+from sdp4bit.pretrain.settings import require as _require
+from sdp4bit.pretrain.settings import require_at_least as _require_at_least
 
-Strategy = Literal["baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit"]
+__all__ = ["ParallelConfig", "SettingError", "Strategy"]  # taken to be public by type checkers, with the rest
+
 CardName = Literal["tiny", "125M", "350M", "1.3B", "2.7B", "6.7B", "13B", "18B"]
-Precision = Literal["bf16", "fp32"]
-Arithmetic = Literal["auto", "bf16", "fp32"]
+Precision = Literal["bf16", "fp16", "fp32"]
+Arithmetic = Literal["auto", "bf16", "fp16", "fp32"]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 VOCABULARY_MULTIPLE = 128
 """The embedding has a multiple of this many rows, as in the paper; the extra rows are never a target."""
-
-
-class SettingError(Exception):
-    """A setting that cannot work; the message holds the numbers and the way out, in one line.
-
-    Not a ValueError: the option parser would catch those and put its own words around them.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +64,6 @@ class ModelShape:
     vocabulary: int
     positions: int
     dropout: float = 0.0
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise SettingError(message)
-
-
-def _require_at_least(name: str, value: float | None, minimum: float) -> None:
-    _require(value is None or value >= minimum, f"{name} {value} must be at least {minimum}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +162,18 @@ class TrainingConfig:
     precision: Precision = "bf16"
     """dtype in which FSDP2 gathers the weights; gradients are reduced in fp32, masters are fp32 always."""
     arithmetic: Arithmetic = "auto"
-    """dtype of the activations. auto: that of the weights, except on CPUs without bf16 instructions, where
-    bf16 weights are multiplied in fp32, several times faster."""
-    activation_checkpointing: bool = False
-    """Recompute every block in backward instead of keeping its activations."""
+    """dtype of the activations. auto: that of the weights, except on CPUs without instructions for it, where
+    weights are multiplied in fp32, several times faster."""
+    loss_scale: float | None = None
+    """fp16: multiply the loss by this always; found and adapted while training when not given."""
+    initial_loss_scale: float = 2.0**32
+    """fp16: first scale of the loss."""
+    loss_scale_window: int = 1000
+    """fp16: steps without an overflow after which the scale is doubled."""
+    hysteresis: int = 2
+    """fp16: overflows until the scale is halved."""
+    min_loss_scale: float = 1.0
+    """fp16: smallest scale of the loss; an overflow at it ends the run."""
     compile: bool = False
     """Compile every block with torch.compile."""
     reshard_after_forward: bool = True
@@ -192,10 +188,28 @@ class TrainingConfig:
             "eval_interval",
         ):
             _require_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
-        _require_at_least("--eval-batches", self.eval_batches, 1)
+        for name in ("eval_batches", "loss_scale_window", "hysteresis"):
+            _require_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
         _require(
-            not (self.precision == "fp32" and self.arithmetic == "bf16"),
-            "--arithmetic bf16 needs --precision bf16: fp32 weights are multiplied in fp32",
+            self.arithmetic in ("auto", "fp32", self.precision),
+            f"--arithmetic {self.arithmetic} needs --precision {self.arithmetic}: {self.precision} weights "
+            f"are multiplied in {self.precision} or fp32",
+        )
+        self._check_loss_scale()
+
+    def _check_loss_scale(self) -> None:
+        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+            value = getattr(self, name)
+            option = f"--{name.replace('_', '-')}"
+            _require(value is None or value > 0, f"{option} {value} must be positive")
+        _require(
+            self.loss_scale is None or self.precision == "fp16",
+            f"--loss-scale {self.loss_scale} has no effect with --precision {self.precision}: leave it out, "
+            "or use --precision fp16",
+        )
+        _require(
+            self.initial_loss_scale >= self.min_loss_scale,
+            f"--initial-loss-scale {self.initial_loss_scale} is below --min-loss-scale {self.min_loss_scale}",
         )
 
 
@@ -237,60 +251,6 @@ class OptimizerConfig:
         _require_at_least("--weight-decay", self.weight_decay, 0)
         _require_at_least("--clip-grad", self.clip_grad, 0)
         _require_at_least("--decay-steps", self.decay_steps, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """Processes, nodes, and details of the quantized communication."""
-
-    nproc_per_node: int | None = None
-    """Processes to start on this machine; one per GPU, or one, when not given. Under torchrun, torchrun's
-    option of the same name decides."""
-    ranks_per_node: int | None = None
-    """Consecutive ranks that count as one node; found by host name when not given."""
-    pipeline_chunks: int | None = None
-    """Slices whose hops inside and between nodes overlap; the strategy's when not given."""
-    replica: ReplicaPlacement | None = None
-    """Weight replica for quantized weights: node (spread over the ranks of a node) or full (on every rank);
-    the strategy's when not given."""
-
-    def __post_init__(self) -> None:
-        for name in ("nproc_per_node", "ranks_per_node", "pipeline_chunks"):
-            _require_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
-
-    def check_world(self, world_size: int) -> None:
-        """Ranks per node are known to divide the world; SettingError otherwise."""
-        if self.ranks_per_node is not None and world_size % self.ranks_per_node:
-            divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
-            raise SettingError(
-                f"--ranks-per-node {self.ranks_per_node} does not divide the {world_size} ranks: "
-                f"use one of {divisors}"
-            )
-
-    def communication(self, strategy: Strategy, *, seed: int) -> SDP4BitConfig:
-        """Return the strategy's settings with those given here in their place.
-
-        Raises:
-            SettingError: a setting that this strategy has no use for.
-        """
-        config = replace(SDP4BitConfig.preset(strategy), seed=seed)
-        if self.pipeline_chunks is not None:
-            if config.gradients is None:
-                raise SettingError(
-                    f"--pipeline-chunks has no effect with strategy {strategy}, which does not quantize "
-                    "gradients: leave it out, or use ulq, tlq, tlq-hs or sdp4bit"
-                )
-            config = replace(
-                config, gradients=replace(config.gradients, pipeline_chunks=self.pipeline_chunks)
-            )
-        if self.replica is not None:
-            if config.weights is None:
-                raise SettingError(
-                    f"--replica has no effect with strategy {strategy}, which does not quantize weights: "
-                    "leave it out, or use qw, qwd or sdp4bit"
-                )
-            config = replace(config, weights=replace(config.weights, replica=self.replica))
-        return config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,6 +305,13 @@ class PretrainConfig:
         _require_at_least("--seed", self.seed, 0)
         _ = self.learning_rate
         self.parallel.communication(self.strategy, seed=self.seed)
+        shape = self.model_shape
+        self.parallel.check_model(
+            layers=shape.layers,
+            heads=shape.heads,
+            vocabulary=shape.vocabulary,
+            micro_batches=self.training.accumulation,
+        )
 
     @property
     def learning_rate(self) -> float:

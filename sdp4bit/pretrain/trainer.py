@@ -8,20 +8,20 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import cast
 
 import torch
 from rich.console import Console
-from torch.distributed.fsdp import FSDPModule
 
 from sdp4bit.pretrain.checkpoint import Checkpointer, Progress
 from sdp4bit.pretrain.config import PretrainConfig, SettingError
 from sdp4bit.pretrain.data import Batches, prepare_dataset
+from sdp4bit.pretrain.loss_scale import LossScale
 from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics, ValidationMetrics, write_atomically
 from sdp4bit.pretrain.model import GPT
 from sdp4bit.pretrain.optimizer import build_optimizer, learning_rate_at, set_learning_rate
-from sdp4bit.pretrain.parallelize import Communication, build_model
+from sdp4bit.pretrain.parallelize import ShardedModel, build_model, lay_out
 from sdp4bit.pretrain.ranks import Ranks, agree, sum_over_ranks
+from sdp4bit.pretrain.training_step import TrainingStep
 
 FINAL_STEPS = 20
 
@@ -84,6 +84,7 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
         TrainingDivergedError: on all ranks, if the loss stops being finite.
     """
     dataset = prepare_dataset(config.data, ranks=ranks)
+    layout = lay_out(config, ranks=ranks)
     batches = Batches(
         dataset,
         sequence_length=config.sequence_length,
@@ -91,13 +92,17 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
         accumulation=config.training.accumulation,
         eval_batches=config.training.eval_batches,
         seed=config.seed,
-        ranks=ranks,
+        ranks=layout.data_ranks,
     )
-    torch.manual_seed(config.seed + ranks.rank)
-    model, communication = build_model(config, ranks=ranks)
-    optimizer = build_optimizer(model, config=config.optimizer, learning_rate=config.learning_rate)
+    torch.manual_seed(config.seed + layout.random_stream)
+    model = build_model(config, layout=layout)
+    communication = model.communication
+    optimizer = build_optimizer(
+        model.parameters(), config=config.optimizer, learning_rate=config.learning_rate
+    )
+    loss_scale = LossScale(config.training) if config.training.precision == "fp16" else None
     checkpointer = Checkpointer(
-        model=model,
+        model=model.chunks[0],
         optimizer=optimizer,
         communication=communication,
         shape=config.model_shape,
@@ -115,8 +120,8 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
     loop = TrainingLoop(
         config=config,
         model=model,
-        communication=communication,
         optimizer=optimizer,
+        loss_scale=loss_scale,
         batches=batches,
         progress=progress,
         ranks=ranks,
@@ -125,15 +130,12 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
     writer = agree(lambda: _open_writer(config, progress, console) if ranks.is_first else None)
     try:
         if writer is not None:
-            writer.say(describe_run(config, model=model, batches=batches, ranks=ranks))
+            writer.say(describe_run(config, model=model, batches=batches))
         for metrics in loop.steps():
             result.steps.append(metrics)
             if writer is not None:
                 writer.log_step(metrics)
-            if not math.isfinite(metrics.loss):
-                raise TrainingDivergedError(
-                    f"the loss is {metrics.loss} at step {metrics.step}: lower --learning-rate"
-                )
+            loop.check(metrics)
             is_last = metrics.step == config.training.steps
             if is_last or metrics.step % config.training.eval_interval == 0:
                 validation = loop.validate()
@@ -155,18 +157,19 @@ class TrainingLoop:
     """The arithmetic of a run: optimizer steps and validations, nothing else."""
 
     config: PretrainConfig
-    model: GPT
-    communication: Communication
+    model: ShardedModel
     optimizer: torch.optim.Optimizer
+    loss_scale: LossScale | None
     batches: Batches
     progress: Progress
     ranks: Ranks
 
     def __post_init__(self) -> None:
-        # Held from here on: while weights are gathered, model.parameters() yields other tensors.
-        self._parameters = list(self.model.parameters())
-        self._sharded = cast(FSDPModule, self.model)
-        self._sent_before = self.communication.stats()["total"]
+        self._communication = self.model.communication
+        self._step_of_model = TrainingStep(
+            self.model, optimizer=self.optimizer, loss_scale=self.loss_scale, config=self.config
+        )
+        self._sent_before = self._communication.stats()["total"]
 
     def steps(self) -> Iterator[StepMetrics]:
         """Yield the measurements of each remaining optimizer step, after it."""
@@ -174,43 +177,34 @@ class TrainingLoop:
             yield self._step()
 
     def _step(self) -> StepMetrics:
-        config, accumulation = self.config, self.config.training.accumulation
+        config = self.config
         start = time.perf_counter()
+        # The schedule counts steps that changed the weights.
+        skipped = 0 if self.loss_scale is None else self.loss_scale.skipped
         learning_rate = learning_rate_at(
-            self.progress.step,
+            self.progress.step - skipped,
             config=config.optimizer,
             peak=config.learning_rate,
             steps=config.training.steps,
         )
         set_learning_rate(self.optimizer, learning_rate)
-
-        self.model.train()
-        loss_sum = torch.zeros((), device=self.ranks.device)
-        for micro, (tokens, targets) in enumerate(self.batches.training(self.progress.samples)):
-            # Gradients of earlier micro batches stay on this rank and are reduced with the last one's.
-            self._sharded.set_requires_gradient_sync(micro == accumulation - 1)
-            loss = self.model(tokens, targets) / accumulation
-            loss.backward()
-            loss_sum += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, config.optimizer.clip_grad or math.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        outcome = self._step_of_model.run(self.batches.training(self.progress.samples))
         self.progress = Progress(
             step=self.progress.step + 1,
             samples=self.progress.samples + self.batches.global_batch_size,
         )
 
-        stats = self.communication.stats()
+        stats = self._communication.stats()
         sent = self._sent_since(stats["total"])
-        loss_of_ranks, intra_bytes, inter_bytes = sum_over_ranks(
-            [loss_sum.item(), sent["intra_bytes"], sent["inter_bytes"]], device=self.ranks.device
+        loss_sum, intra_bytes, inter_bytes = sum_over_ranks(
+            [outcome.loss_sum, sent["intra_bytes"], sent["inter_bytes"]], device=self.ranks.device
         )
         seconds = time.perf_counter() - start
         return StepMetrics(
             step=self.progress.step,
-            loss=loss_of_ranks / self.ranks.world_size,
+            loss=loss_sum / outcome.tokens,
             lr=learning_rate,
-            grad_norm=norm.full_tensor().item(),  # type: ignore[attr-defined]
+            grad_norm=outcome.grad_norm,
             tokens_per_second=self.batches.global_batch_size * config.sequence_length / seconds,
             step_seconds=seconds,
             intra_bytes=round(intra_bytes),
@@ -218,18 +212,29 @@ class TrainingLoop:
             compression_ratio=stats["compression_ratio"],
             weight_drift=stats["weight_drift"],
             gradient_error=stats["gradient_error"],
+            loss_scale=outcome.loss_scale,
+            skipped=outcome.skipped,
         )
 
-    @torch.no_grad()
+    def check(self, metrics: StepMetrics) -> None:
+        """The run has not diverged in this step; TrainingDivergedError on all ranks otherwise."""
+        if metrics.skipped:
+            if self.loss_scale is not None and metrics.loss_scale == self.config.training.min_loss_scale:
+                raise TrainingDivergedError(
+                    f"the gradient is not finite at step {metrics.step}, at the smallest loss scale "
+                    f"{metrics.loss_scale:g}: lower --learning-rate"
+                )
+        elif not math.isfinite(metrics.loss):
+            raise TrainingDivergedError(
+                f"the loss is {metrics.loss} at step {metrics.step}: lower --learning-rate"
+            )
+
     def validate(self) -> ValidationMetrics:
         """Return the mean loss over the validation batches of all ranks, and what it took to send."""
-        self.model.eval()
-        losses = [self.model(tokens, targets).item() for tokens, targets in self.batches.validation()]
-        # The root keeps its gathered weights after a forward that no backward follows.
-        self._sharded.reshard()
-        sent = self._sent_since(self.communication.stats()["total"])
+        loss_sum, tokens = self._step_of_model.validate(self.batches.validation())
+        sent = self._sent_since(self._communication.stats()["total"])
         total, count, intra_bytes, inter_bytes = sum_over_ranks(
-            [sum(losses), len(losses), sent["intra_bytes"], sent["inter_bytes"]], device=self.ranks.device
+            [loss_sum, tokens, sent["intra_bytes"], sent["inter_bytes"]], device=self.ranks.device
         )
         return ValidationMetrics(
             step=self.progress.step,
@@ -244,12 +249,17 @@ class TrainingLoop:
         return {level: total[level] - before[level] for level in total}
 
 
-def describe_run(config: PretrainConfig, *, model: GPT, batches: Batches, ranks: Ranks) -> str:
+def describe_run(config: PretrainConfig, *, model: ShardedModel, batches: Batches) -> str:
     """Return one line that says what is about to be trained."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    weights, arithmetic = config.training.precision, str(model.arithmetic).removeprefix("torch.")
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in GPT(config.model_shape).parameters())
+    layout = model.layout
+    weights, arithmetic = config.training.precision, str(model.chunks[0].arithmetic).removeprefix("torch.")
+    sizes = {"pipeline": layout.pipeline.size(), "tensor": layout.tensor.size()}
+    split = "".join(f" x {size} {name}" for name, size in sizes.items() if size > 1)
     return (
-        f"{parameters / 1e6:,.1f} million parameters on {ranks.world_size} ranks ({ranks.device.type}), "
+        f"{parameters / 1e6:,.1f} million parameters on {layout.ranks.world_size} ranks "
+        f"({layout.ranks.device.type}{f', {layout.data.size()} data{split}' if split else ''}), "
         f"{batches.global_batch_size} sequences of {config.sequence_length} tokens a step, "
         f"{weights} weights, {arithmetic} arithmetic"
     )
