@@ -21,12 +21,12 @@ from sdp4bit.pretrain.config import (
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
     PretrainConfig,
-    TrainingConfig,
 )
 from sdp4bit.pretrain.model_cards import MODEL_CARDS
+from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.settings import SettingError, option_flags
+from sdp4bit.pretrain.training_config import TrainingConfig
 
 
 def test_strategies_are_the_presets_of_the_library():

@@ -7,16 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sdp4bit.pretrain.communication_config import STRATEGIES, CommunicationConfig, Strategy
-from sdp4bit.pretrain.config import (
-    DataConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PretrainConfig,
-    TrainingConfig,
-)
+from sdp4bit.pretrain.config import DataConfig, LoggingConfig, ModelConfig, OptimizerConfig, PretrainConfig
+from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.settings import SettingError, option_flags
+from sdp4bit.pretrain.training_config import TrainingConfig
 
 DEMO_PROCESSES = 4
 DEMO_RANKS_PER_NODE = 2

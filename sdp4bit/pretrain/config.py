@@ -13,11 +13,11 @@ from typing import Annotated, Literal
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.pretrain.communication_config import DEFAULT_STRATEGY, STRATEGIES, CommunicationConfig, Strategy
 from sdp4bit.pretrain.model_cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelCard, ModelShape
+from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.reference_flags import ReferenceConfig
 from sdp4bit.pretrain.settings import SettingError, option, option_flags, require, require_at_least
+from sdp4bit.pretrain.training_config import TrainingConfig
 
-Precision = Literal["bf16", "fp32"]
-Arithmetic = Literal["auto", "bf16", "fp32"]
 DecayStyle = Literal["cosine", "linear", "constant"]
 
 
@@ -112,65 +112,6 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """Length and size of the training run, and its precision."""
-
-    steps: Annotated[int, option("train-iters", "steps")] = 200
-    """Optimizer steps."""
-    micro_batch_size: int | None = None
-    """Sequences per rank in one forward; the card's when not given."""
-    global_batch_size: int | None = None
-    """Sequences per optimizer step over all ranks; instead of --accumulation."""
-    accumulation: int | None = None
-    """Micro batches per optimizer step, 1 when not given; gradients are reduced once, after the last."""
-    sequence_length: Annotated[int | None, option("seq-length", "sequence-length")] = None
-    """Tokens per sequence; the card's when not given."""
-    eval_interval: int = 100
-    """Steps between validations; the last step is always followed by one."""
-    eval_batches: Annotated[int, option("eval-iters", "eval-batches")] = 4
-    """Global batches per validation, always the same ones."""
-    precision: Precision = "bf16"
-    """dtype in which FSDP2 gathers the weights; gradients are reduced in fp32, masters are fp32 always."""
-    arithmetic: Arithmetic = "auto"
-    """dtype of the activations. auto: that of the weights, except on CPUs without bf16 instructions, where
-    bf16 weights are multiplied in fp32, several times faster."""
-    activation_checkpointing: bool = False
-    """Recompute every block in backward instead of keeping its activations."""
-    compile: bool = False
-    """Compile every block with torch.compile."""
-    reshard_after_forward: bool = True
-    """Free gathered weights after forward and gather them again in backward (ZeRO-3); off: once a step."""
-    exit_interval: int | None = None
-    """Save and leave when the step is a multiple of this."""
-    exit_duration_in_mins: float | None = None
-    """Save and leave after the first step that ends later than this many minutes after the start."""
-
-    def __post_init__(self) -> None:
-        flags = option_flags(TrainingConfig)
-        for name in (
-            "steps",
-            "micro_batch_size",
-            "global_batch_size",
-            "accumulation",
-            "sequence_length",
-            "eval_interval",
-            "eval_batches",
-            "exit_interval",
-        ):
-            require_at_least(flags[name][0], getattr(self, name), 1)
-        require_at_least("--exit-duration-in-mins", self.exit_duration_in_mins, 0)
-        require(
-            self.accumulation is None or self.global_batch_size is None,
-            f"--accumulation {self.accumulation} and --global-batch-size {self.global_batch_size} both say "
-            "how many sequences a step has: give one of the two",
-        )
-        require(
-            not (self.precision == "fp32" and self.arithmetic == "bf16"),
-            "--arithmetic bf16 needs --precision bf16: fp32 weights are multiplied in fp32",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW with linear warm-up and cosine decay; the defaults are the paper's."""
 
@@ -215,30 +156,6 @@ class OptimizerConfig:
         require_at_least("--clip-grad", self.clip_grad, 0)
         require_at_least("--lr-decay-iters", self.decay_steps, 1)
         require_at_least("--lr-warmup-iters", self.warmup_steps, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """Processes and nodes."""
-
-    nproc_per_node: int | None = None
-    """Processes to start on this machine; one per GPU, or one, when not given. Under torchrun, torchrun's
-    option of the same name decides."""
-    ranks_per_node: int | None = None
-    """Consecutive ranks that count as one node; found by host name when not given."""
-
-    def __post_init__(self) -> None:
-        for name in ("nproc_per_node", "ranks_per_node"):
-            require_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
-
-    def check_world(self, world_size: int) -> None:
-        """Ranks per node are known to divide the world; SettingError otherwise."""
-        if self.ranks_per_node is not None and world_size % self.ranks_per_node:
-            divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
-            raise SettingError(
-                f"--ranks-per-node {self.ranks_per_node} does not divide the {world_size} ranks: "
-                f"use one of {divisors}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +228,17 @@ class PretrainConfig:
         rate, lowest = self.learning_rate, self.optimizer.min_lr
         require(lowest is None or lowest <= rate, f"--min-lr {lowest} is above the peak of {rate}: see --lr")
         _ = self.model_shape, self.quantization
+
+    def check_layout(self, world_size: int) -> None:
+        """The ranks, the model and the batch are known to fit together; SettingError otherwise."""
+        self.parallel.check_world(world_size)
+        shape = self.model_shape
+        self.parallel.check_model(
+            layers=shape.layers,
+            heads=shape.heads,
+            vocabulary=shape.vocabulary,
+            micro_batches=self.micro_batches(world_size // self.parallel.model_parallel_size),
+        )
 
     @property
     def quantization(self) -> SDP4BitConfig:

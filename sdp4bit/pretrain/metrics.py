@@ -27,7 +27,7 @@ from sdp4bit.pretrain.settings import SettingError
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step; bytes are what all ranks together sent in it, the last three are of rank 0."""
+    """One optimizer step; bytes are what all ranks together sent in it."""
 
     step: int
     samples: int
@@ -42,11 +42,15 @@ class StepMetrics:
     intra_bytes: int
     inter_bytes: int
     compression_ratio: float
-    """Bytes that plain FSDP2 would have sent between nodes, over those sent."""
+    """Bytes that plain FSDP2 would have sent between nodes, over those sent; rank 0's, like the next two."""
     weight_drift: float | None
     """|main weights - replica| / |main weights|; None where weights are not quantized."""
     gradient_error: float | None
     """Relative error of quantizing a sample of the gradients; None where gradients are not quantized."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None without fp16."""
+    skipped: bool = False
+    """Whether an fp16 gradient was not finite, so that the weights have been left as they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
