@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from sdp4bit.config import ReplicaPlacement, SDP4BitConfig
+from sdp4bit.pretrain.checkpoint_config import CheckpointConfig
 
 Strategy = Literal["baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit"]
 CardName = Literal["tiny", "125M", "350M", "1.3B", "2.7B", "6.7B", "13B", "18B"]
@@ -308,21 +309,6 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         _require_at_least("--log-interval", self.log_interval, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Saving and resuming."""
-
-    save: Path | None = None
-    """Folder for checkpoints; one is written at the end as well."""
-    save_interval: int = 1000
-    """Steps between checkpoints."""
-    load: Path | None = None
-    """Folder of checkpoints to resume from: its latest one, or one of its step folders."""
-
-    def __post_init__(self) -> None:
-        _require_at_least("--save-interval", self.save_interval, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,9 @@ import torch
 from rich.console import Console
 from torch.distributed.fsdp import FSDPModule
 
-from sdp4bit.pretrain.checkpoint import Checkpointer, Progress
+from sdp4bit.pretrain.checkpoint import Checkpointer, RunIdentity
+from sdp4bit.pretrain.checkpoint_folder import TOKENIZER, Progress
+from sdp4bit.pretrain.checkpoint_state import TrainingState
 from sdp4bit.pretrain.config import PretrainConfig, SettingError
 from sdp4bit.pretrain.data import Batches, prepare_dataset
 from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics, ValidationMetrics, write_atomically
@@ -81,6 +83,7 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
 
     Raises:
         SettingError: on all ranks, before the first step.
+        CheckpointError: on all ranks, at the end of the step by which a checkpoint has failed to be saved.
         TrainingDivergedError: on all ranks, if the loss stops being finite.
     """
     dataset = prepare_dataset(config.data, ranks=ranks)
@@ -97,13 +100,17 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
     model, communication = build_model(config, ranks=ranks)
     optimizer = build_optimizer(model, config=config.optimizer, learning_rate=config.learning_rate)
     checkpointer = Checkpointer(
-        model=model,
-        optimizer=optimizer,
-        communication=communication,
-        shape=config.model_shape,
-        strategy=config.strategy,
-        dataset_key=dataset.key,
+        TrainingState(models=[model], optimizers=[optimizer], communication=communication, ranks=ranks),
+        config=config.checkpoint,
+        identity=RunIdentity(
+            shape=config.model_shape,
+            vocabulary_size=config.data.vocabulary_size,
+            strategy=config.strategy,
+            dataset=dataset.key,
+            seed=config.seed,
+        ),
         ranks=ranks,
+        attach=lambda folder: dataset.tokenizer.save(folder / TOKENIZER),
     )
     progress = Progress()
     if config.checkpoint.load is not None:
@@ -140,9 +147,13 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
                 result.validation.append((validation.step, validation.loss))
                 if writer is not None:
                     writer.log_validation(validation)
-            save = config.checkpoint.save
-            if save is not None and (is_last or metrics.step % config.checkpoint.save_interval == 0):
-                checkpointer.save(save, progress=loop.progress)
+            checkpointer.poll()
+            if config.checkpoint.is_due(metrics.step, is_last=is_last):
+                checkpointer.save(progress=loop.progress)
+        checkpointer.close()
+    except BaseException:
+        checkpointer.abandon()
+        raise
     finally:
         if writer is not None:
             writer.close()
