@@ -233,7 +233,7 @@ class Checkpointer:
         if record.strategy is not None and record.world_size != size:
             self._warn(
                 f"{path} was saved by {record.world_size} ranks and is loaded by {size}: replicas are "
-                "refreshed in full precision and random numbers start anew, so the continuation is not bit-exact"
+                "refreshed in full precision and random numbers start anew; the continuation is not bit-exact"
             )
             return []
         if record.strategy not in (None, self._identity.strategy):

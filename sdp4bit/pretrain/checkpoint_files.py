@@ -100,20 +100,20 @@ class HashedFile(io.RawIOBase):
         return Digest(bytes=self._written, sha256=self._hash.hexdigest())
 
     def _explained(self, error: OSError) -> CheckpointError:
-        free = _free_bytes(self._path)
         expected = f", of about {self._expected_bytes:,}" if self._expected_bytes else ""
         self.failure = CheckpointError(
             f"cannot write {self._path}: {error.strerror or error} after {self._written:,} bytes{expected}; "
-            f"{free} bytes are free there"
+            f"{free_bytes(self._path)}"
         )
         return self.failure
 
 
-def _free_bytes(path: Path) -> str:
+def free_bytes(path: Path) -> str:
+    """Return how many bytes are free where the path is, in words."""
     try:
-        return f"{shutil.disk_usage(path.parent).free:,}"
+        return f"{shutil.disk_usage(path.parent).free:,} bytes are free there"
     except OSError:
-        return "an unknown number of"
+        return "how much is free there is not known"
 
 
 def write_file(path: Path, content: bytes) -> Digest:
@@ -128,8 +128,8 @@ def write_file(path: Path, content: bytes) -> Digest:
 
 
 def replace_file(path: Path, content: str) -> None:
-    """The file holds the content; after a crash a reader sees the old or the new file, never a part."""
-    working = path.with_name(f".{path.name}.{os.getpid()}")
+    """The file holds the content; also after a crash a reader sees the old or the new one, never a part."""
+    working = path.with_name(f".{path.name}.partial")
     write_file(working, content.encode())
     working.replace(path)
     sync_folder(path.parent)

@@ -24,8 +24,10 @@ from typing import Any
 
 from sdp4bit.pretrain.checkpoint_files import (
     MANIFEST,
+    CheckpointError,
     Digest,
     digest_file,
+    free_bytes,
     replace_file,
     sync_folder,
     write_file,
@@ -129,7 +131,10 @@ def publish(
     content = json.dumps(asdict(record), indent=2) + "\n"
     digests[RUN_STATE] = write_file(working / RUN_STATE, content.encode())
     if attach is not None:
-        attach(working)
+        try:
+            attach(working)
+        except Exception as error:  # not all say where, and a full disk is likely
+            raise CheckpointError(f"cannot write into {working}: {error}; {free_bytes(working)}") from error
         for path in working.iterdir():
             if path.name not in digests:
                 digests[path.name] = digest_file(path)

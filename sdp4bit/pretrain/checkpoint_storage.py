@@ -1,7 +1,7 @@
 """How torch.distributed.checkpoint writes and reads a checkpoint's folder: hashed, and executing nothing.
 
 Two things in its format can carry code: `.metadata`, which is a pickle, and values that are not tensors,
-which are pickles too. The first is read here by an unpickler that knows only the names of the format itself; of the
+which are pickles too. The first is read here by an unpickler that knows only the names of the format; of the
 second there are none, and what claims to be one is refused. Tensors are read with `weights_only=True`.
 """
 
