@@ -191,7 +191,7 @@ class Checkpointer:
         )
 
     def _check_matches(self, checkpoint: Checkpoint) -> None:
-        """The checkpoint is of this model; what else differs has been warned of."""
+        """The checkpoint is of this model; what else differs or is missing has been warned of."""
         record, here = checkpoint.record, asdict(self._identity.shape)
         different = [
             f"{name} {record.shape.get(name)} (now {here[name]})"
@@ -207,8 +207,9 @@ class Checkpointer:
                 f"{checkpoint.path} was trained with seed {record.seed}, this run has {self._identity.seed}: "
                 "it reads samples in another order, and may read some twice"
             )
-        if OPTIMIZER not in record.parts:
-            self._warn(f"{checkpoint.path} has no optimizer state: the optimizer starts anew")
+        absent = [part for part in (OPTIMIZER, *self._state.own_names) if part not in record.parts]
+        if absent:
+            self._warn(f"{checkpoint.path} has no {', '.join(absent)} state: this run starts with a new one")
 
     def _templates(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         """Return the tensors to load on any number of ranks; ValueError if the checkpoint lacks some."""
