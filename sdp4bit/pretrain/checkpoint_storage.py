@@ -105,7 +105,7 @@ class CheckpointWriter(FileSystemWriter):
 
     def __init__(self, folder: Path, *, expected_bytes: int) -> None:
         # Every file is synchronized once, when it is complete.
-        super().__init__(folder, single_file_per_rank=True, sync_files=False)
+        super().__init__(folder, single_file_per_rank=True, sync_files=False, per_thread_copy_ahead=0)
         self._hashed = HashedFileSystem(expected_bytes=expected_bytes)
         self.fs = self._hashed
 
