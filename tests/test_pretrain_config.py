@@ -13,16 +13,10 @@ pytest.importorskip("tyro")
 
 from sdp4bit import PRESETS
 from sdp4bit.cli import main
+from sdp4bit.pretrain.checkpoint_config import CheckpointConfig
 from sdp4bit.pretrain.communication_config import STRATEGIES, CommunicationConfig
 from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
-from sdp4bit.pretrain.config import (
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PretrainConfig,
-)
+from sdp4bit.pretrain.config import DataConfig, LoggingConfig, ModelConfig, OptimizerConfig, PretrainConfig
 from sdp4bit.pretrain.model_cards import MODEL_CARDS
 from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.settings import SettingError, option_flags

@@ -18,8 +18,9 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from sdp4bit.pretrain import demo as demo_module
+from sdp4bit.pretrain.checkpoint_config import CheckpointConfig
 from sdp4bit.pretrain.comparison import DEMO_PROCESSES, CompareConfig, DemoConfig
-from sdp4bit.pretrain.config import CheckpointConfig, ModelConfig, PretrainConfig
+from sdp4bit.pretrain.config import ModelConfig, PretrainConfig
 from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.trainer import pretrain

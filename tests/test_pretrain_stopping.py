@@ -18,7 +18,8 @@ pytest.importorskip("tyro")
 import torch
 from rich.console import Console
 
-from sdp4bit.pretrain.config import CheckpointConfig, LoggingConfig
+from sdp4bit.pretrain.checkpoint_config import CheckpointConfig
+from sdp4bit.pretrain.config import LoggingConfig
 from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics
 from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.stopping import StopRequests

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from sdp4bit.config import SDP4BitConfig
+from sdp4bit.pretrain.checkpoint_config import CheckpointConfig
 from sdp4bit.pretrain.communication_config import DEFAULT_STRATEGY, STRATEGIES, CommunicationConfig, Strategy
 from sdp4bit.pretrain.model_cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelCard, ModelShape
 from sdp4bit.pretrain.parallel_config import ParallelConfig
@@ -187,21 +188,6 @@ class LoggingConfig:
             self.wandb_exp_name is None or self.wandb_project is not None,
             "--wandb-exp-name has no effect without --wandb-project",
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Saving and resuming."""
-
-    save: Path | None = None
-    """Folder for checkpoints; one is written at the end as well."""
-    save_interval: int = 1000
-    """Steps between checkpoints."""
-    load: Path | None = None
-    """Folder of checkpoints to resume from: its latest one, or one of its step folders."""
-
-    def __post_init__(self) -> None:
-        require_at_least("--save-interval", self.save_interval, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, field
 import torch
 from rich.console import Console
 
-from sdp4bit.pretrain.checkpoint import Checkpointer, Progress
+from sdp4bit.pretrain.checkpoint import Checkpointer, RunIdentity
+from sdp4bit.pretrain.checkpoint_folder import TOKENIZER, Progress
+from sdp4bit.pretrain.checkpoint_state import TrainingState
 from sdp4bit.pretrain.config import PretrainConfig
 from sdp4bit.pretrain.data import Batches, prepare_dataset
 from sdp4bit.pretrain.loss_scale import LossScale
@@ -79,6 +81,7 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
 
     Raises:
         SettingError: on all ranks, before the first step.
+        CheckpointError: on all ranks, at the end of the step by which a checkpoint has failed to be saved.
         TrainingDivergedError: on all ranks, if the loss stops being finite.
     """
     config.check_layout(ranks.world_size)
@@ -100,13 +103,23 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
     )
     loss_scale = LossScale(config.training) if config.training.weights == "fp16" else None
     checkpointer = Checkpointer(
-        model=model.chunks[0],
-        optimizer=optimizer,
-        communication=model.communication,
-        shape=config.model_shape,
-        strategy=config.strategy_name,
-        dataset_key=dataset.key,
+        TrainingState(
+            models=model.chunks,
+            optimizers=[optimizer],
+            communication=model.communication,
+            ranks=ranks,
+            shared={} if loss_scale is None else {"loss_scale": loss_scale},
+        ),
+        config=config.checkpoint,
+        identity=RunIdentity(
+            shape=config.model_shape,
+            vocabulary_size=config.data.vocabulary_size,
+            strategy=config.strategy_name,
+            dataset=dataset.key,
+            seed=config.seed,
+        ),
         ranks=ranks,
+        attach=lambda folder: dataset.tokenizer.save(folder / TOKENIZER),
     )
     progress = Progress()
     if config.checkpoint.load is not None:
@@ -127,9 +140,9 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
     result = TrainingResult(strategy=config.strategy_name, seed=config.seed)
     writer = agree(lambda: _open_writer(config, progress, console) if ranks.is_first else None)
     stops = StopRequests(config.training, device=ranks.device)
-    save = config.checkpoint.save
     with ExitStack() as stack:
         stack.enter_context(stops.listening())
+        stack.push(lambda kind, *_: checkpointer.abandon() if kind is not None else None)
         if writer is not None:
             stack.callback(writer.close)
             writer.say(describe_run(config, model=model, batches=batches))
@@ -150,14 +163,16 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
                 result.validation.append((validation.step, validation.loss))
                 if writer is not None:
                     writer.log_validation(validation)
-            is_due = is_last or result.stopped or metrics.step % config.checkpoint.save_interval == 0
-            if save is not None and is_due:
-                checkpointer.save(save, progress=loop.progress)
+            checkpointer.poll()
+            if config.checkpoint.is_due(metrics.step, is_last=is_last or bool(result.stopped)):
+                checkpointer.save(progress=loop.progress)
             if result.stopped:
-                if writer is not None:
-                    kept = f"saved in {save}" if save is not None else "not saved, as --save was not given"
-                    writer.say(f"leaving after step {metrics.step} because of {result.stopped}; {kept}")
                 break
+        checkpointer.close()
+        if result.stopped and writer is not None:
+            folder, step = config.checkpoint.save, loop.progress.step
+            kept = "not saved, as --save was not given" if folder is None else f"saved in {folder}"
+            writer.say(f"left after step {step} because of {result.stopped}; {kept}")
     model.communication.remove()
     return result
 

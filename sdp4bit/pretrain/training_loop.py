@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sdp4bit.pretrain.checkpoint import Progress
+from sdp4bit.pretrain.checkpoint_folder import Progress
 from sdp4bit.pretrain.config import PretrainConfig
 from sdp4bit.pretrain.data import Batches
 from sdp4bit.pretrain.loss_scale import LossScale
