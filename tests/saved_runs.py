@@ -68,3 +68,7 @@ def load_step(folder: Path) -> int:
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     assert checkpoint.record.progress.samples == 4 * checkpoint.record.progress.step
     return checkpoint.record.progress.step
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

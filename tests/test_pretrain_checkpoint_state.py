@@ -69,7 +69,10 @@ def chunks(model: GPT) -> list[nn.Module]:
     """Return two parts of the model, as the stages of a pipeline have them: with names of the whole."""
     first, last = nn.Module(), nn.Module()
     first.token_embedding, first.position_embedding = model.token_embedding, model.position_embedding
-    first.blocks, last.blocks = nn.ModuleDict({"0": model.blocks["0"]}), nn.ModuleDict({"1": model.blocks["1"]})
+    first.blocks, last.blocks = (
+        nn.ModuleDict({"0": model.blocks["0"]}),
+        nn.ModuleDict({"1": model.blocks["1"]}),
+    )
     last.final_norm = model.final_norm
     return [first, last]
 

@@ -20,6 +20,9 @@ from sdp4bit.pretrain.checkpoint_storage import CheckpointWriter, TensorSavePlan
 
 T = TypeVar("T")
 
+# What torch.save adds.
+_BYTES_AROUND_A_TENSOR = 1300
+
 
 def write_checkpoint(
     tensors: Mapping[str, Tensor],
@@ -91,9 +94,9 @@ def _together(work: Callable[[], T], *, group: dist.ProcessGroup) -> list[T]:
 
 
 def _local_bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(
-        (value.to_local() if isinstance(value, DTensor) else value).nbytes for value in tensors.values()
-    )
+    """Return about how many bytes this rank writes."""
+    local = (value.to_local() if isinstance(value, DTensor) else value for value in tensors.values())
+    return sum(tensor.nbytes + _BYTES_AROUND_A_TENSOR for tensor in local)
 
 
 class BackgroundWork:
