@@ -84,18 +84,22 @@ def test_initial_weights_follow_gpt2():
 def test_shards_of_any_world_hold_the_same_initial_weights(world_size):
     rows, columns = 150, 5
     whole = torch.empty(rows, columns)
-    model_module._fill_normal(whole, first_row=0, rows=rows, std=0.02, key="k")
+    options = {"shape": (rows, columns), "std": 0.02, "key": "k"}
+    model_module._fill_normal(whole, rows=range(rows), columns=range(columns), **options)
     chunks = [torch.empty_like(chunk) for chunk in whole.chunk(world_size)]
     first_row = 0
     for chunk in chunks:
-        model_module._fill_normal(chunk, first_row=first_row, rows=rows, std=0.02, key="k")
+        held = range(first_row, first_row + chunk.shape[0])
+        for some in (range(2), range(2, columns)):
+            model_module._fill_normal(chunk[:, some.start : some.stop], rows=held, columns=some, **options)
         first_row += chunk.shape[0]
     assert torch.equal(torch.cat(chunks), whole)
 
 
 def test_loss_at_the_start_is_that_of_a_uniform_guess():
     batch = tokens()
-    assert small_gpt()(batch, batch.roll(1)).item() == pytest.approx(math.log(SMALL.vocabulary), rel=0.01)
+    loss = small_gpt()(batch, batch.roll(1)) / batch.numel()
+    assert loss.item() == pytest.approx(math.log(SMALL.vocabulary), rel=0.01)
 
 
 def test_attention_is_causal():
@@ -113,19 +117,6 @@ def test_every_parameter_gets_a_gradient_and_the_embeddings_are_tied():
     assert all(p.grad is not None for p in gpt.parameters())
     unused = sorted(set(range(SMALL.vocabulary)) - set(batch.flatten().tolist()))
     assert gpt.token_embedding.weight.grad[unused].abs().sum() > 0  # through the output layer
-
-
-def test_activation_checkpointing_changes_nothing():
-    batch = tokens()
-    results = []
-    for recompute in (False, True):
-        gpt = small_gpt(activation_checkpointing=recompute)
-        loss = gpt(batch, batch.roll(-1, dims=1))
-        loss.backward()
-        results.append((loss, [p.grad for p in gpt.parameters()]))
-    (loss, gradients), (loss_again, gradients_again) = results
-    assert torch.equal(loss, loss_again)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_again, strict=True))
 
 
 @pytest.mark.parametrize("arithmetic", [torch.float32, torch.bfloat16])

@@ -61,6 +61,7 @@ def test_the_command_line_trains_on_four_processes(text, tmp_path):
     assert set(steps[0]) == {
         *("event", "step", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds"),
         *("intra_bytes", "inter_bytes", "compression_ratio", "weight_drift", "gradient_error"),
+        *("loss_scale", "skipped"),
     }
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
     assert all(line["intra_bytes"] > 0 and line["inter_bytes"] > 0 for line in steps)
