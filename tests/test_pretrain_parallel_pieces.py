@@ -159,13 +159,16 @@ def test_loss_scale_resumes():
     ],
 )
 def test_layouts_that_cannot_be_are_refused(parallel, training, message):
-    with pytest.raises(SettingError, match=message):
+    def check() -> None:
         config = PretrainConfig(
             model=ModelConfig(layers=4, heads=4),
             parallel=ParallelConfig(**parallel),
             training=TrainingConfig(**training),
         )
         config.check_layout(config.parallel.model_parallel_size)
+
+    with pytest.raises(SettingError, match=message):
+        check()
 
 
 def test_worlds_that_the_layout_does_not_fill_are_refused():
