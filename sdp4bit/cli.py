@@ -1,7 +1,8 @@
-"""The `sdp4bit` command: pretrain, compare, demo."""
+"""The `sdp4bit` command: preprocess, pretrain, compare, demo."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -30,11 +31,13 @@ def _parse(arguments: Sequence[str] | None) -> Any:
 
     from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
     from sdp4bit.pretrain.config import PretrainConfig
+    from sdp4bit.pretrain.preprocess import PreprocessConfig
 
     commands: Any = (
         Annotated[PretrainConfig, tyro.conf.subcommand("pretrain", description=_PRETRAIN)]
         | Annotated[CompareConfig, tyro.conf.subcommand("compare", description=_COMPARE)]
         | Annotated[DemoConfig, tyro.conf.subcommand("demo", description=_DEMO)]
+        | Annotated[PreprocessConfig, tyro.conf.subcommand("preprocess", description=_PREPROCESS)]
     )
     return tyro.cli(
         commands,
@@ -53,6 +56,10 @@ _PRETRAIN = (
 _COMPARE = (
     "Train the same model with several strategies and seeds, one after another, and compare their losses."
 )
+_PREPROCESS = (
+    "Turn documents (.jsonl, also .gz or .zst, and .parquet) into Megatron's .bin/.idx files, which pretrain "
+    "and compare read with --data-path."
+)
 _DEMO = (
     "Train a small GPT on 4 processes of this machine that stand for 2 nodes of 2 ranks: first with plain "
     "FSDP2, then with 4-bit communication."
@@ -62,7 +69,16 @@ _DEMO = (
 def _run(config: Any) -> int:
     from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
     from sdp4bit.pretrain.launch import run_on_ranks
+    from sdp4bit.pretrain.preprocess import PreprocessConfig
 
+    if isinstance(config, PreprocessConfig):
+        from sdp4bit.pretrain.preprocess import preprocess
+
+        try:
+            preprocess(config)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        return 0
     if isinstance(config, DemoConfig):
         from sdp4bit.pretrain.demo import demo
 

@@ -59,7 +59,7 @@ def test_vocabulary_is_padded_to_a_multiple_of_128():
         (lambda: ModelConfig(hidden=100, heads=3), "--hidden 100 is not divisible by --heads 3.* 102"),
         (lambda: ModelConfig(layers=0), "--layers 0 must be at least 1"),
         (lambda: ModelConfig(dropout=1.0), "--dropout 1.0"),
-        (lambda: DataConfig(vocabulary_size=256), "--vocabulary-size 256 must be between 257"),
+        (lambda: DataConfig(vocabulary_size=256), "--vocab-size 256 must be between 257"),
         (lambda: DataConfig(validation_fraction=0.0), "--validation-fraction 0.0"),
         (lambda: TrainingConfig(steps=0), "--steps 0 must be at least 1"),
         (lambda: TrainingConfig(micro_batch_size=0), "--micro-batch-size 0"),

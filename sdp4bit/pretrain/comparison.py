@@ -19,6 +19,7 @@ from sdp4bit.pretrain.config import (
     Strategy,
     TrainingConfig,
 )
+from sdp4bit.pretrain.data_config import CacheFolder
 
 DEMO_PROCESSES = 4
 DEMO_RANKS_PER_NODE = 2
@@ -113,7 +114,7 @@ class DemoConfig:
     """Optimizer steps of each run."""
     seed: int = 1
     """Seed of the weights, the sample order and the rounding; the same for both runs."""
-    cache_dir: Path | None = None
+    cache_dir: CacheFolder = None
     """Where tokenized text is kept between runs; $XDG_CACHE_HOME/sdp4bit or ~/.cache/sdp4bit otherwise."""
 
     def __post_init__(self) -> None:

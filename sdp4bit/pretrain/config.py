@@ -5,12 +5,17 @@ Every field is a command-line option; the docstring below it is what `--help` sh
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from sdp4bit.config import ReplicaPlacement, SDP4BitConfig
+from sdp4bit.pretrain.data_config import DataConfig
+from sdp4bit.pretrain.settings import SettingError
+from sdp4bit.pretrain.settings import require as _require
+from sdp4bit.pretrain.settings import require_at_least as _require_at_least
+
+__all__ = ["DataConfig", "SettingError"]  # type checkers take what else is defined here to be public anyway
 
 Strategy = Literal["baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit"]
 CardName = Literal["tiny", "125M", "350M", "1.3B", "2.7B", "6.7B", "13B", "18B"]
@@ -20,13 +25,6 @@ Arithmetic = Literal["auto", "bf16", "fp32"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 VOCABULARY_MULTIPLE = 128
 """The embedding has a multiple of this many rows, as in the paper; the extra rows are never a target."""
-
-
-class SettingError(Exception):
-    """A setting that cannot work; the message holds the numbers and the way out, in one line.
-
-    Not a ValueError: the option parser would catch those and put its own words around them.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +67,6 @@ class ModelShape:
     dropout: float = 0.0
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise SettingError(message)
-
-
-def _require_at_least(name: str, value: float | None, minimum: float) -> None:
-    _require(value is None or value >= minimum, f"{name} {value} must be at least {minimum}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The GPT to train: a model card, with single sizes replaced."""
@@ -115,44 +104,6 @@ class ModelConfig:
             positions=positions,
             dropout=self.dropout,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Where the text comes from, and its tokenizer."""
-
-    data_path: tuple[Path, ...] = ()
-    """Text files: .jsonl (one object with "text" a line) or plain text (one document a file; documents may be
-    separated by <|endoftext|>). Without: the sources of the running Python's standard library."""
-    vocabulary_size: int = 4096
-    """Tokens of the byte-level BPE tokenizer that is trained on the text."""
-    validation_fraction: float = 0.05
-    """Share of the text, in whole documents, that is held out for validation."""
-    cache_dir: Path | None = None
-    """Where tokenized text is kept between runs; $XDG_CACHE_HOME/sdp4bit or ~/.cache/sdp4bit otherwise."""
-
-    def __post_init__(self) -> None:
-        _require(
-            257 <= self.vocabulary_size <= 1 << 20,
-            f"--vocabulary-size {self.vocabulary_size} must be between 257 (256 bytes and the end of text) "
-            f"and {1 << 20}",
-        )
-        _require(
-            0 < self.validation_fraction < 1,
-            f"--validation-fraction {self.validation_fraction} must be between 0 and 1, both excluded",
-        )
-        for path in self.data_path:
-            _require(
-                path.suffix != ".bin",
-                f"{path}: .bin/.idx data is not supported; give .jsonl or text",
-            )
-
-    def cache_folder(self) -> Path:
-        """Return the folder of the cache, whether it exists or not."""
-        if self.cache_dir is not None:
-            return self.cache_dir
-        base = os.environ.get("XDG_CACHE_HOME")
-        return (Path(base) if base else Path.home() / ".cache") / "sdp4bit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,4 +320,4 @@ class PretrainConfig:
     @property
     def model_shape(self) -> ModelShape:
         """Sizes of the model."""
-        return self.model.shape(vocabulary=self.data.vocabulary_size, positions=self.sequence_length)
+        return self.model.shape(vocabulary=self.data.vocabulary, positions=self.sequence_length)

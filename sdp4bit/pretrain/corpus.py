@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sdp4bit.pretrain.config import SettingError
+from sdp4bit.pretrain.settings import SettingError
 
 END_OF_TEXT = "<|endoftext|>"
 STANDARD_LIBRARY_BYTES = 6_000_000
@@ -74,7 +74,7 @@ class FileCorpus:
     def __init__(self, paths: tuple[Path, ...]) -> None:
         for path in paths:
             if not path.is_file():
-                raise SettingError(f"--data-path {path}: there is no such file")
+                raise SettingError(f"--data-path {path}: there is no such file, nor {path}.idx")
         self._paths = paths
 
     def documents(self) -> Iterator[str]:

@@ -91,7 +91,9 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
         accumulation=config.training.accumulation,
         eval_batches=config.training.eval_batches,
         seed=config.seed,
-        ranks=ranks,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        device=ranks.device,
     )
     torch.manual_seed(config.seed + ranks.rank)
     model, communication = build_model(config, ranks=ranks)
