@@ -151,6 +151,7 @@ class DataConfig(TokenizerConfig):
         apart = bool(self.train_data_path or self.valid_data_path or self.test_data_path)
         if self.mock_data:
             require(not self.data_path and not apart, "--mock-data reads no files: leave out --data-path")
+            require(not self.eod_mask_loss, "--mock-data has no ends of documents: leave out --eod-mask-loss")
         require(
             not (self.data_path and apart),
             "--data-path is divided by --split, --train-data-path and --valid-data-path are not: give one "
@@ -252,7 +253,7 @@ class DataConfig(TokenizerConfig):
     @property
     def split_shares(self) -> tuple[float, float, float]:
         """Shares of the documents for training, validation and test; they sum to 1."""
-        text = self.split or DEFAULT_SPLIT
+        text = DEFAULT_SPLIT if self.split is None else self.split
         try:
             shares = [float(part) for part in text.split(",")]
         except ValueError:

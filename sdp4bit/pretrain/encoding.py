@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +38,7 @@ class PieceEncoder:
     """Encodes the texts of each key; the same in every process."""
 
     def __init__(self, files: TokenizerFiles, *, keys: Sequence[str], append_eod: bool) -> None:
-        """Raises SettingError: the tokenizer cannot be read, or has no end-of-document token."""
+        """Raises SettingError: the tokenizer cannot be read, or has no token to append."""
         tokenizer = files.load()
         self.dtype = token_dtype(tokenizer.vocabulary_size)
         self._encoder = DocumentEncoder(tokenizer, dtype=self.dtype)
@@ -46,8 +47,8 @@ class PieceEncoder:
         if append_eod:
             if tokenizer.end_of_text is None:
                 raise SettingError(
-                    "--append-eod: the tokenizer has none of the usual tokens for the end of a document: name "
-                    "it with --eod-token"
+                    "--append-eod: the tokenizer has none of the usual tokens for the end of a document: "
+                    "name it with --eod-token"
                 )
             self._end = np.array([tokenizer.end_of_text], self.dtype).tobytes()
 
@@ -130,6 +131,8 @@ def _start_worker(files: TokenizerFiles, keys: Sequence[str], append_eod: bool) 
     global _encoder
     # As many processes as cores: threads of the tokenizers library would only be in each other's way.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # An interrupt from the keyboard reaches every process; the parent ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _encoder = PieceEncoder(files, keys=keys, append_eod=append_eod)
 
