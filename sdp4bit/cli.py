@@ -1,7 +1,8 @@
-"""The `sdp4bit` command: pretrain, compare, demo, export, import."""
+"""The `sdp4bit` command: preprocess, pretrain, compare, demo, export, import."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -32,6 +33,7 @@ def parse(arguments: Sequence[str] | None) -> Any:
     from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
     from sdp4bit.pretrain.config import PretrainConfig
     from sdp4bit.pretrain.config_file import expand_config_file
+    from sdp4bit.pretrain.preprocess import PreprocessConfig
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     classes = {"pretrain": PretrainConfig, "compare": CompareConfig, "demo": DemoConfig}
@@ -43,6 +45,7 @@ def parse(arguments: Sequence[str] | None) -> Any:
         | Annotated[DemoConfig, tyro.conf.subcommand("demo", description=_DEMO)]
         | Annotated[ExportConfig, tyro.conf.subcommand("export", description=_EXPORT)]
         | Annotated[ImportConfig, tyro.conf.subcommand("import", description=_IMPORT)]
+        | Annotated[PreprocessConfig, tyro.conf.subcommand("preprocess", description=_PREPROCESS)]
     )
     return tyro.cli(
         commands,
@@ -62,6 +65,10 @@ _PRETRAIN = (
 _COMPARE = (
     "Train the same model with several strategies and seeds, one after another, and compare their losses."
 )
+_PREPROCESS = (
+    "Turn documents (.jsonl, also .gz or .zst, and .parquet) into Megatron's .bin/.idx files, which pretrain "
+    "and compare read with --data-path."
+)
 _DEMO = (
     "Train a small GPT on 4 processes of this machine that stand for 2 nodes of 2 ranks: first with plain "
     "FSDP2, then with 4-bit communication."
@@ -80,7 +87,16 @@ def _run(config: Any) -> int:
     from sdp4bit.pretrain.checkpoint_config import ExportConfig, ImportConfig
     from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
     from sdp4bit.pretrain.launch import run_on_ranks
+    from sdp4bit.pretrain.preprocess import PreprocessConfig
 
+    if isinstance(config, PreprocessConfig):
+        from sdp4bit.pretrain.preprocess import preprocess
+
+        try:
+            preprocess(config)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        return 0
     if isinstance(config, DemoConfig):
         from sdp4bit.pretrain.demo import demo
 

@@ -13,6 +13,7 @@ pytest.importorskip("tyro")
 
 from sdp4bit.cli import parse
 from sdp4bit.pretrain.config import PretrainConfig
+from tests.indexed_corpora import write_corpus, write_vocabulary
 
 FOLDER = Path(__file__).parent.parent / "examples" / "paper"
 ACCURACY = {"125M": (8, 6e-4), "350M": (8, 3e-4), "1.3B": (4, 2e-4), "6.7B": (2, 1.2e-4)}
@@ -28,6 +29,12 @@ SPEED = {
 @pytest.fixture
 def run_script(tmp_path):
     """Runs a script with a torchrun that only writes down its arguments."""
+    vocabulary, merges = write_vocabulary(tmp_path, size=700)
+    data = {
+        "DATA": str(write_corpus(tmp_path / "corpus", [[1, 2]])),
+        "VOCAB": str(vocabulary),
+        "MERGES": str(merges),
+    }
     torchrun = tmp_path / "torchrun"
     torchrun.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
     torchrun.chmod(torchrun.stat().st_mode | stat.S_IXUSR)
@@ -40,7 +47,7 @@ def run_script(tmp_path):
             timeout=30,
             check=True,
             cwd=tmp_path,
-            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **environment},
+            env={**os.environ, **data, "PATH": f"{tmp_path}:{os.environ['PATH']}", **environment},
         )
         arguments = done.stdout.splitlines()
         start = arguments.index("sdp4bit")

@@ -5,7 +5,6 @@ Every field is a command-line option; the docstring below it is what `--help` sh
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,6 +12,7 @@ from typing import Annotated, Literal
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.pretrain.checkpoint_config import CheckpointConfig
 from sdp4bit.pretrain.communication_config import DEFAULT_STRATEGY, STRATEGIES, CommunicationConfig, Strategy
+from sdp4bit.pretrain.data_config import DataConfig
 from sdp4bit.pretrain.model_cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelCard, ModelShape
 from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.reference_flags import ReferenceConfig
@@ -72,44 +72,6 @@ class ModelConfig:
             positions=positions,
             dropout=self.dropout,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Where the text comes from, and its tokenizer."""
-
-    data_path: tuple[Path, ...] = ()
-    """Text files: .jsonl (one object with "text" a line) or plain text (one document a file; documents may be
-    separated by <|endoftext|>). Without: the sources of the running Python's standard library."""
-    vocabulary_size: int = 4096
-    """Tokens of the byte-level BPE tokenizer that is trained on the text."""
-    validation_fraction: float = 0.05
-    """Share of the text, in whole documents, that is held out for validation."""
-    cache_dir: Path | None = None
-    """Where tokenized text is kept between runs; $XDG_CACHE_HOME/sdp4bit or ~/.cache/sdp4bit otherwise."""
-
-    def __post_init__(self) -> None:
-        require(
-            257 <= self.vocabulary_size <= 1 << 20,
-            f"--vocabulary-size {self.vocabulary_size} must be between 257 (256 bytes and the end of text) "
-            f"and {1 << 20}",
-        )
-        require(
-            0 < self.validation_fraction < 1,
-            f"--validation-fraction {self.validation_fraction} must be between 0 and 1, both excluded",
-        )
-        for path in self.data_path:
-            require(
-                path.suffix != ".bin",
-                f"{path}: .bin/.idx data is not supported; give .jsonl or text",
-            )
-
-    def cache_folder(self) -> Path:
-        """Return the folder of the cache, whether it exists or not."""
-        if self.cache_dir is not None:
-            return self.cache_dir
-        base = os.environ.get("XDG_CACHE_HOME")
-        return (Path(base) if base else Path.home() / ".cache") / "sdp4bit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +227,17 @@ class PretrainConfig:
     @property
     def model_shape(self) -> ModelShape:
         """Sizes of the model."""
-        return self.model.shape(vocabulary=self.data.vocabulary_size, sequence_length=self.sequence_length)
+        return self.model.shape(
+            vocabulary=self.resolved_data.vocabulary, sequence_length=self.sequence_length
+        )
+
+    @property
+    def resolved_data(self) -> DataConfig:
+        """The data's settings; what is tokenized or made up here gets the card's vocabulary by default."""
+        data = self.data
+        if data.vocabulary_size is not None or data.source == "indexed" or data.tokenizer_files is not None:
+            return data
+        return replace(data, vocabulary_size=self.model.card.vocabulary)
 
     def micro_batches(self, data_parallel_size: int) -> int:
         """Return the micro batches of an optimizer step; SettingError if the batch does not divide."""

@@ -85,7 +85,8 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
         TrainingDivergedError: on all ranks, if the loss stops being finite.
     """
     config.check_layout(ranks.world_size)
-    dataset = prepare_dataset(config.data, ranks=ranks)
+    dataset = prepare_dataset(config.resolved_data, ranks=ranks)
+    tokenizer = dataset.tokenizer
     layout = lay_out(config, ranks=ranks)
     batches = Batches(
         dataset,
@@ -94,7 +95,9 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
         accumulation=config.micro_batches(layout.data.size()),
         eval_batches=config.training.eval_batches,
         seed=config.seed,
-        ranks=layout.data_ranks,
+        rank=layout.data.get_local_rank(),
+        world_size=layout.data.size(),
+        device=ranks.device,
     )
     torch.manual_seed(config.seed + layout.random_stream)
     model = build_model(config, layout=layout)
@@ -113,13 +116,13 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
         config=config.checkpoint,
         identity=RunIdentity(
             shape=config.model_shape,
-            vocabulary_size=config.data.vocabulary_size,
+            vocabulary_size=config.resolved_data.vocabulary,
             strategy=config.strategy_name,
             dataset=dataset.key,
             seed=config.seed,
         ),
         ranks=ranks,
-        attach=lambda folder: dataset.tokenizer.save(folder / TOKENIZER),
+        attach=None if tokenizer is None else lambda folder: tokenizer.save(folder / TOKENIZER),
     )
     progress = Progress()
     if config.checkpoint.load is not None:
