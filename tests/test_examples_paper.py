@@ -50,8 +50,8 @@ def run_script(tmp_path):
             env={**os.environ, **data, "PATH": f"{tmp_path}:{os.environ['PATH']}", **environment},
         )
         arguments = done.stdout.splitlines()
-        start = arguments.index("sdp4bit")
-        config = parse(arguments[start + 1 :])
+        start = arguments.index("pretrain")
+        config = parse(arguments[start:])
         assert isinstance(config, PretrainConfig)
         return arguments[:start], config
 
