@@ -116,6 +116,9 @@ def install() -> None:
     OnCPU().__enter__()
 
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    if not hasattr(moe_utils, "te_general_gemm"):  # read, but not defined, without Transformer Engine
+        moe_utils.te_general_gemm = None

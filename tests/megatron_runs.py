@@ -118,7 +118,11 @@ class MegatronRun:
         self.losses: list[float] = []
         self.comm: Any = None
         if config is not None and attach:
-            self.comm = quantize_communication(self.chunks, self.optimizer, config=config, topology=topology)
+            self.attach(config, topology=topology)
+
+    def attach(self, config: SDP4BitConfig, *, topology: int) -> None:
+        """Quantize what the run communicates."""
+        self.comm = quantize_communication(self.chunks, self.optimizer, config=config, topology=topology)
 
     def _transformer(
         self, hidden: int, layers: int, tp: int, pp: int, chunks: int, more: dict[str, Any]
@@ -258,10 +262,10 @@ class MegatronRun:
         self.assert_replicas_identical()
         return result
 
-    def parameters(self) -> dict[str, torch.Tensor]:
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return every parameter by name."""
         return {
-            f"{number}.{name}": parameter.detach()
+            f"{number}.{name}": parameter
             for number, chunk in enumerate(self.chunks)
             for name, parameter in chunk.named_parameters()
         }
