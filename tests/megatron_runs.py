@@ -270,6 +270,10 @@ class MegatronRun:
             for name, parameter in chunk.named_parameters()
         }
 
+    def weights(self) -> list[torch.Tensor]:
+        """Return a copy of every parameter."""
+        return [parameter.detach().clone() for parameter in self.parameters().values()]
+
     def assert_replicas_identical(self) -> None:
         """All data-parallel ranks hold the same bits of all parameters and of the padding."""
         for chunk in self.chunks:
