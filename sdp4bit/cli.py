@@ -1,4 +1,4 @@
-"""The `sdp4bit` command: preprocess, pretrain, compare, demo, export, import."""
+"""The `sdp4bit` command: preprocess, pretrain, compare, demo, export, import, plan, probe."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ def parse(arguments: Sequence[str] | None) -> Any:
     from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
     from sdp4bit.pretrain.config import PretrainConfig
     from sdp4bit.pretrain.config_file import expand_config_file
+    from sdp4bit.pretrain.planning import PlanConfig
     from sdp4bit.pretrain.preprocess import PreprocessConfig
+    from sdp4bit.pretrain.probe_config import ProbeConfig
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     classes = {"pretrain": PretrainConfig, "compare": CompareConfig, "demo": DemoConfig}
+    classes |= {"plan": PlanConfig, "probe": ProbeConfig}
     if arguments and arguments[0] in classes:
         arguments[1:] = expand_config_file(arguments[1:], settings=classes[arguments[0]])
     commands: Any = (
@@ -46,6 +49,8 @@ def parse(arguments: Sequence[str] | None) -> Any:
         | Annotated[ExportConfig, tyro.conf.subcommand("export", description=_EXPORT)]
         | Annotated[ImportConfig, tyro.conf.subcommand("import", description=_IMPORT)]
         | Annotated[PreprocessConfig, tyro.conf.subcommand("preprocess", description=_PREPROCESS)]
+        | Annotated[PlanConfig, tyro.conf.subcommand("plan", description=_PLAN)]
+        | Annotated[ProbeConfig, tyro.conf.subcommand("probe", description=_PROBE)]
     )
     return tyro.cli(
         commands,
@@ -81,13 +86,32 @@ _IMPORT = (
     "Write a Hugging Face GPT-2 model as a checkpoint, which `sdp4bit pretrain --load` continues from at "
     "step 0 with a new optimizer. One process, no GPU."
 )
+_PLAN = (
+    "Say what quantized communication would gain on a cluster: bytes, step time, memory, a verdict. Nothing "
+    "is trained; the clusters are the paper's, described by options, or measured by `sdp4bit probe`."
+)
+_PROBE = (
+    "Measure the bandwidth inside and between nodes and the speed of quantization, for `sdp4bit plan "
+    "--probe`. Starts --nproc-per-node processes on this machine; under torchrun, torchrun starts them."
+)
 
 
 def _run(config: Any) -> int:
     from sdp4bit.pretrain.checkpoint_config import ExportConfig, ImportConfig
     from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
     from sdp4bit.pretrain.launch import run_on_ranks
+    from sdp4bit.pretrain.planning import PlanConfig
     from sdp4bit.pretrain.preprocess import PreprocessConfig
+    from sdp4bit.pretrain.probe_config import ProbeConfig
+
+    if isinstance(config, PlanConfig):
+        from sdp4bit.pretrain.planning_report import run_plan
+
+        return run_plan(config)
+    if isinstance(config, ProbeConfig):
+        from sdp4bit.pretrain.probe import probe
+
+        return run_on_ranks(probe, config=config, parallel=config.parallel)
 
     if isinstance(config, PreprocessConfig):
         from sdp4bit.pretrain.preprocess import preprocess
