@@ -135,6 +135,11 @@ def _run(config: Any) -> int:
         written = export_model(config) if isinstance(config, ExportConfig) else import_model(config)
         print(f"sdp4bit: written {written}")
         return 0
+    if config.dry_run:
+        from sdp4bit.pretrain.dry_run import print_dry_run
+
+        print_dry_run(config)
+        return 0
     from sdp4bit.pretrain.trainer import pretrain
 
     return run_on_ranks(pretrain, config=config, parallel=config.parallel)

@@ -161,6 +161,12 @@ class PretrainConfig:
     this nor --quantized-weights nor --quantized-gradients is given."""
     seed: int = 1234
     """Seed of the initial weights, the sample order, dropout and stochastic rounding."""
+    dry_run: bool = False
+    """Train nothing; say what the run would take of each rank."""
+    json: bool = False
+    """Say it as one JSON object."""
+    world_size: int | None = None
+    """Ranks that --dry-run reckons with; --nproc-per-node, or 1, when not given."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -173,8 +179,14 @@ class PretrainConfig:
 
     def __post_init__(self) -> None:
         require_at_least("--seed", self.seed, 0)
-        rate, lowest = self.learning_rate, self.optimizer.min_lr
-        require(lowest is None or lowest <= rate, f"--min-lr {lowest} is above the peak of {rate}: see --lr")
+        require_at_least("--world-size", self.world_size, 1)
+        require(self.dry_run or not self.json, "--json has no effect without --dry-run")
+        require(self.dry_run or self.world_size is None, "--world-size has no effect without --dry-run")
+        if not self.dry_run:
+            rate, lowest = self.learning_rate, self.optimizer.min_lr
+            require(
+                lowest is None or lowest <= rate, f"--min-lr {lowest} is above the peak of {rate}: see --lr"
+            )
         _ = self.model_shape, self.quantization
 
     def check_layout(self, world_size: int) -> None:

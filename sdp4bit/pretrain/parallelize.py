@@ -139,8 +139,11 @@ def build_model(config: PretrainConfig, *, layout: RankLayout) -> ShardedModel:
         SettingError: the communication cannot be set up like this; on all ranks.
     """
     stages = config.parallel.stages(config.model_shape.layers)
-    mine = list(range(layout.pipeline.get_local_rank(), len(stages), layout.pipeline.size()))
-    chunks = [_build_chunk(config, layers=stages[stage], layout=layout) for stage in mine]
+    mine = _stages_here(config, layout=layout)
+    chunks = shard_chunks(config, layout=layout)
+    for chunk in chunks:
+        chunk.to_empty(device=layout.ranks.device)
+        chunk.reset_parameters(seed=config.seed)
     return ShardedModel(
         chunks=chunks,
         stages=mine,
@@ -149,7 +152,21 @@ def build_model(config: PretrainConfig, *, layout: RankLayout) -> ShardedModel:
     )
 
 
-def _build_chunk(config: PretrainConfig, *, layers: range, layout: RankLayout) -> GPT:
+def shard_chunks(config: PretrainConfig, *, layout: RankLayout) -> list[GPT]:
+    """Return what this rank has of the model, split and sharded, without memory."""
+    stages = config.parallel.stages(config.model_shape.layers)
+    return [
+        _shard_chunk(config, layers=stages[stage], layout=layout)
+        for stage in _stages_here(config, layout=layout)
+    ]
+
+
+def _stages_here(config: PretrainConfig, *, layout: RankLayout) -> list[int]:
+    stages = len(config.parallel.stages(config.model_shape.layers))
+    return list(range(layout.pipeline.get_local_rank(), stages, layout.pipeline.size()))
+
+
+def _shard_chunk(config: PretrainConfig, *, layers: range, layout: RankLayout) -> GPT:
     training, device = config.training, layout.ranks.device
     weights = dtype_of(training.weights)
     with torch.device("meta"):
@@ -179,8 +196,6 @@ def _build_chunk(config: PretrainConfig, *, layers: range, layout: RankLayout) -
         if ends:
             fully_shard(ends, **options)
     fully_shard(model, **options)
-    model.to_empty(device=device)
-    model.reset_parameters(seed=config.seed)
     return model
 
 
