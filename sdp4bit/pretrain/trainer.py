@@ -39,6 +39,8 @@ class TrainingResult:
     steps: list[StepMetrics] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
     """Step and validation loss."""
+    test_loss: float | None = None
+    """Loss after the last step on data of its own; None without any."""
 
     @property
     def train_loss(self) -> float:
@@ -142,6 +144,11 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
                 result.validation.append((validation.step, validation.loss))
                 if writer is not None:
                     writer.log_validation(validation)
+            if is_last and batches.has_test:
+                test = loop.validate(test=True)
+                result.test_loss = test.loss
+                if writer is not None:
+                    writer.log_validation(test, event="test")
             save = config.checkpoint.save
             if save is not None and (is_last or metrics.step % config.checkpoint.save_interval == 0):
                 checkpointer.save(save, progress=loop.progress)
@@ -223,10 +230,11 @@ class TrainingLoop:
         )
 
     @torch.no_grad()
-    def validate(self) -> ValidationMetrics:
-        """Return the mean loss over the validation batches of all ranks, and what it took to send."""
+    def validate(self, *, test: bool = False) -> ValidationMetrics:
+        """Return the mean loss over the validation or test batches of all ranks, and what it took to send."""
         self.model.eval()
-        losses = [self.model(tokens, targets).item() for tokens, targets in self.batches.validation()]
+        batches = self.batches.test() if test else self.batches.validation()
+        losses = [self.model(tokens, targets).item() for tokens, targets in batches]
         # The root keeps its gathered weights after a forward that no backward follows.
         self._sharded.reshard()
         sent = self._sent_since(self.communication.stats()["total"])
