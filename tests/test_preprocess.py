@@ -140,6 +140,9 @@ class TestCommand:
         assert losses[0] == losses[1]
         assert len(losses[0]) == config.training.steps
         assert np.mean(losses[0][-2:]) < losses[0][0]
+        assert first[0].test_loss == second[0].test_loss < losses[0][0]
+        lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+        assert (lines[-1]["event"], lines[-1]["loss"]) == ("test", first[0].test_loss)
 
     def test_a_tokenizer_json_and_its_end_of_text(self, tmp_path):
         tokenizer = BytePairTokenizer.train(TEXTS, vocabulary_size=300)

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import (
@@ -150,10 +150,12 @@ class MetricsWriter:
             )
             self.say(f"milliseconds per step, least and most of the ranks: {parts}")
 
-    def log_validation(self, metrics: ValidationMetrics) -> None:
-        """The validation is in all outputs."""
-        self._write("validation", asdict(metrics))
-        self.say(f"step {metrics.step}/{self._steps}  validation loss {metrics.loss:.4f}")
+    def log_validation(
+        self, metrics: ValidationMetrics, *, event: Literal["validation", "test"] = "validation"
+    ) -> None:
+        """The validation, or the test after the last step, is in all outputs."""
+        self._write(event, asdict(metrics))
+        self.say(f"step {metrics.step}/{self._steps}  {event} loss {metrics.loss:.4f}")
 
     def say(self, message: str) -> None:
         """A line stands on the console, above the progress bar if there is one."""

@@ -39,6 +39,8 @@ class TrainingResult:
     """Step and validation loss."""
     stopped: str | None = None
     """Why the run ended before its last step; None if it did not."""
+    test_loss: float | None = None
+    """Loss after the last step on data of its own; None without any."""
 
     @property
     def train_loss(self) -> float:
@@ -166,6 +168,11 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
                 result.validation.append((validation.step, validation.loss))
                 if writer is not None:
                     writer.log_validation(validation)
+            if is_last and batches.has_test:
+                test = loop.validate(test=True)
+                result.test_loss = test.loss
+                if writer is not None:
+                    writer.log_validation(test, event="test")
             checkpointer.poll()
             if config.checkpoint.is_due(metrics.step, is_last=is_last or bool(result.stopped)):
                 checkpointer.save(progress=loop.progress)

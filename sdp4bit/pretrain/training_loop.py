@@ -120,9 +120,10 @@ class TrainingLoop:
         elif not math.isfinite(metrics.loss):
             raise TrainingDivergedError(f"the loss is {metrics.loss} at step {metrics.step}: lower --lr")
 
-    def validate(self) -> ValidationMetrics:
-        """Return the mean loss over the validation batches of all ranks, and what it took to send."""
-        loss_sum, tokens = self._step_of_model.validate(self.batches.validation())
+    def validate(self, *, test: bool = False) -> ValidationMetrics:
+        """Return the mean loss over the validation or test batches of all ranks, and what it took to send."""
+        batches = self.batches.test() if test else self.batches.validation()
+        loss_sum, tokens = self._step_of_model.validate(batches)
         sent = self._sent_since(self._communication.stats()["total"])
         total, count, intra_bytes, inter_bytes = sum_over_ranks(
             [loss_sum, tokens, sent["intra_bytes"], sent["inter_bytes"]], device=self.ranks.device
