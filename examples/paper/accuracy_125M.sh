@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The 125M row of the paper's accuracy table (table 1; appendix D).
-#     DATA=pile/my-gpt2_text_document VOCAB=pile/vocab.json MERGES=pile/merges.txt \
+#     DATA=pile/pile_text_document VOCAB=pile/vocab.json MERGES=pile/merges.txt \
 #         examples/paper/accuracy_125M.sh --strategy sdp4bit
 # 80,000 steps of 256 sequences of The Pile. --strategy takes the table's columns: baseline,
 # qw, qwd, tlq, tlq-hs, sdp4bit (and ulq, figure 5). The same command again continues from the last checkpoint.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Downloads what the paper trained on, The Pile (deduplicated) and GPT-2's vocabulary, and makes .bin/.idx files of it:
 #
-#   examples/prepare_pile.sh FOLDER [FILES]
+#   examples/paper/the_pile.sh FOLDER [FILES]
 #
 # NOT RUN by the authors: their machines have no way to the hub. Needs a network, several hundred GB of disk for the
 # download, as much again for the result (2 bytes a token), and `pip install sdp4bit[data,pretrain]`. FILES limits
@@ -10,8 +10,8 @@
 # Interrupted downloads go on where they were; preprocessing starts anew and leaves no half files. Train on the
 # result with
 #
-#   examples/pretrain_one_node.sh --data-path FOLDER/pile_text_document \
-#       --vocab-file FOLDER/vocab.json --merge-file FOLDER/merges.txt
+#   DATA=FOLDER/pile_text_document VOCAB=FOLDER/vocab.json MERGES=FOLDER/merges.txt \
+#       examples/paper/accuracy_125M.sh
 set -euo pipefail
 
 FOLDER=$1
