@@ -109,7 +109,7 @@ def test_all_three_dimensions_on_eight_processes(text):
 
 @pytest.mark.slow
 def test_compiled_blocks_train_as_eager_ones(text):
-    """Also with gathered norms of their own, dropout and recomputation inside what is compiled."""
+    """Also around FSDP2's hooks of the norms, which are groups of their own, and with recomputation."""
     options = {**LAYOUTS["TP2 x DP2"], "layers": 2, "ranks_per_node": 1}
     configs = {
         "eager": laid_out(text, **options),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +66,16 @@ class Embedding(nn.Embedding):
         return torch.where(here[..., None], found, torch.zeros_like(found))
 
 
+@torch.compiler.disable(recursive=False)
+def _recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return function(*inputs), which keeps the inputs only and is computed again in backward.
+
+    Not a part of compiled graphs, which cannot hold it together with split parameters (torch 2.13).
+    """
+    result: Tensor = checkpoint(function, *inputs, use_reentrant=False)
+    return result
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
 
@@ -78,23 +91,25 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what every position reads from itself and those before it; [batch, length, hidden]."""
-        batch, length, _ = x.shape
-        # Rows are ordered [head, query/key/value, channel]: a part of the rows is a part of the heads.
-        packed = self.query_key_value(x).view(batch, length, -1, 3, self.head_size)
-        query, key, value = packed.permute(3, 0, 2, 1, 4)
+        packed = self.query_key_value(x)
         if self.recompute and self.training:
-            y: Tensor = checkpoint(self._core, query, key, value, use_reentrant=False)
+            y = _recomputed(self._core, packed)
         else:
-            y = self._core(query, key, value)
-        y = y.transpose(1, 2).reshape(batch, length, -1)
+            y = self._core(packed)
         return F.dropout(self.projection(y), self.dropout, self.training)
 
-    def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _core(self, packed: Tensor) -> Tensor:
+        """Return what the heads of this rank read, [batch, length, channels of these heads]."""
+        batch, length, _ = packed.shape
+        # Channels are ordered [head, query/key/value, channel]: a part of them is a part of the heads.
+        query, key, value = packed.view(batch, length, -1, 3, self.head_size).permute(3, 0, 2, 1, 4)
         dropout = self.dropout if self.training else 0.0
+        own_numbers: AbstractContextManager[None] = nullcontext()
         if dropout and self.tensor_rank is not None:
-            with random_numbers_of_rank(self.tensor_rank, device=query.device):
-                return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+            own_numbers = random_numbers_of_rank(self.tensor_rank, device=packed.device)
+        with own_numbers:
+            y = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        return y.transpose(1, 2).reshape(batch, length, -1)
 
 
 class FeedForward(nn.Module):
@@ -127,9 +142,12 @@ class Block(nn.Module):
         """Return the residual stream after this block; [batch, length, hidden]."""
         if self.recompute and self.training:
             # Inside the FSDP2 unit: the recomputation uses the weights that backward has gathered anyway.
-            y: Tensor = checkpoint(self._residual, x, use_reentrant=False)
-            return y
+            return _recomputed(self._residual, x)
         return self._residual(x)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """The arithmetic of the block is compiled; recomputation stays around it."""
+        self._residual = torch.compile(self._residual, *args, **kwargs)  # type: ignore[method-assign]
 
     def _residual(self, x: Tensor) -> Tensor:
         attended: Tensor = x + self.attention(self.attention_norm(x))
