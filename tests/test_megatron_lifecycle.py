@@ -167,7 +167,7 @@ def check_resume(overlap: bool) -> None:
 def sharded_formats(run: MegatronRun) -> None:
     """Megatron's distributed checkpoint formats carry the communication state in the optimizer's entry."""
     model = run.chunks[0].module.sharded_state_dict()
-    for kind in ("dp_reshardable", "fully_sharded_model_space"):
+    for kind in ("dp_reshardable", "fully_reshardable"):
         metadata = {"distrib_optim_sharding_type": kind}
         entry = run.optimizer.sharded_state_dict(model, metadata=metadata)["optimizer"]
         assert getattr(entry, "data", entry)["sdp4bit"] == run.comm.state_dict()
