@@ -17,13 +17,16 @@ pytest.importorskip("tokenizers")
 
 from sdp4bit.pretrain import sample_index
 from sdp4bit.pretrain.blend import BlendedSamples, parse_blend
-from sdp4bit.pretrain.data import IGNORED, Batches, Dataset, check_indexed, open_indexed
+from sdp4bit.pretrain.data import Batches, Dataset, check_indexed, open_indexed, prepare_dataset
 from sdp4bit.pretrain.data_config import DataConfig
 from sdp4bit.pretrain.indexed import IndexedTokens
 from sdp4bit.pretrain.mock_data import MockSplit
 from sdp4bit.pretrain.sample_index import IndexedSplit, make_epoch
 from sdp4bit.pretrain.settings import SettingError
+from sdp4bit.pretrain.tensor_parallel import IGNORED_TARGET
 from tests.indexed_corpora import counting_corpus, write_corpus
+from tests.ranks import run_ranks
+from tests.tiny_runs import this_rank
 
 VOCABULARY = 1 << 20
 
@@ -304,7 +307,7 @@ class TestBatches:
         assert torch.equal(pairs[0][0], pairs[1][0])
         after_end = pairs[0][0] == end
         assert after_end.any()
-        assert torch.equal(pairs[1][1], torch.where(after_end, IGNORED, pairs[0][1]))
+        assert torch.equal(pairs[1][1], torch.where(after_end, IGNORED_TARGET, pairs[0][1]))
 
     def test_masking_needs_to_know_the_end(self, tmp_path):
         prefix = write_corpus(tmp_path / "a", [[1, 2, 3]] * 10)
@@ -331,3 +334,29 @@ class TestMockData:
 
 
 FROZEN_MOCK = [[35593, 35594, 35595, 35596, 35597], [26854, 26855, 26856, 26857, 26858]]
+
+
+def open_and_report(config: DataConfig, other: DataConfig) -> list[str]:
+    """Return what both ranks say about a corpus, and about one that the second rank reads elsewhere."""
+    ranks = this_rank()
+    # Each rank stands for a node of its own.
+    ranks = replace(ranks, local_rank=0, local_world_size=1)
+    found = [prepare_dataset(config, ranks=ranks).key]
+    try:
+        prepare_dataset(other if ranks.rank else config, ranks=ranks)
+    except SettingError as error:
+        found.append(str(error))
+    return found
+
+
+def test_nodes_that_read_other_files_are_an_error_on_all_ranks(tmp_path):
+    a = counting_corpus(tmp_path / "a", documents=50, seed=1)
+    b = counting_corpus(tmp_path / "b", documents=50, seed=2)
+    configs = [DataConfig(data_path=(str(p),), vocabulary_size=VOCABULARY) for p in (a, b)]
+    first, second = run_ranks(open_and_report, 2, *configs)
+    assert first == second
+    assert "rank 1 reads other data than rank 0" in first[1]
+    (tmp_path / "b.idx").write_bytes((tmp_path / "b.idx").read_bytes()[:60])
+    first, second = run_ranks(open_and_report, 2, *configs)
+    assert first == second
+    assert "b.idx: arrays: " in first[1]

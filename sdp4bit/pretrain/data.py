@@ -24,11 +24,10 @@ from sdp4bit.pretrain.ranks import Ranks, agree, first_rank_decides
 from sdp4bit.pretrain.sample_index import IndexedSplit
 from sdp4bit.pretrain.samples import Samples, Split
 from sdp4bit.pretrain.settings import SettingError
+from sdp4bit.pretrain.tensor_parallel import IGNORED_TARGET
 from sdp4bit.pretrain.token_cache import fill_cache, open_cache
 from sdp4bit.pretrain.tokenizer import BytePairTokenizer
 
-IGNORED = -100
-"""Target of a position whose loss does not count; what cross entropy ignores."""
 T = TypeVar("T")
 
 
@@ -229,7 +228,7 @@ class Batches:
         if self._train.count == 0:
             raise SettingError(
                 f"the training text has {dataset.train.tokens} tokens, less than one sequence of "
-                f"{sequence_length} and its next token: give more text or a smaller --sequence-length"
+                f"{sequence_length} and its next token: give more text or a smaller --seq-length"
             )
         self._validation = dataset.validation.samples(sequence_length=sequence_length, seed=None)
         self._eval_micro_batches = self._available(
@@ -249,7 +248,7 @@ class Batches:
             raise SettingError(
                 f"the {name} text has {split.tokens} tokens, less than {across} sequences of "
                 f"{length} for {self._world_size} ranks: give more text, a larger share for {name} "
-                "(--validation-fraction, --split), or a smaller --micro-batch-size or --sequence-length"
+                "(--validation-fraction, --split), or a smaller --micro-batch-size or --seq-length"
             )
         return min(batches * self._accumulation, available)
 
@@ -289,5 +288,5 @@ class Batches:
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         if self._masked_token is not None:
             # As in Megatron: nothing is to be learnt of the token that follows the end of a document.
-            targets[inputs == self._masked_token] = IGNORED
+            targets[inputs == self._masked_token] = IGNORED_TARGET
         return inputs.to(self._device), targets.to(self._device)
