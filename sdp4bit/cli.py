@@ -1,4 +1,4 @@
-"""The `sdp4bit` command: pretrain, compare, demo."""
+"""The `sdp4bit` command: pretrain, compare, demo, export, import."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Annotated, Any
 
 EXIT_SETTING = 2
-_PACKAGES = ("tyro", "rich", "tokenizers", "numpy", "matplotlib")
+_PACKAGES = ("tyro", "rich", "tokenizers", "numpy", "matplotlib", "safetensors")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +28,7 @@ def _parse(arguments: Sequence[str] | None) -> Any:
     """Return the settings of the chosen command; their class says which it is."""
     import tyro
 
+    from sdp4bit.pretrain.checkpoint_config import ExportConfig, ImportConfig
     from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
     from sdp4bit.pretrain.config import PretrainConfig
 
@@ -35,6 +36,8 @@ def _parse(arguments: Sequence[str] | None) -> Any:
         Annotated[PretrainConfig, tyro.conf.subcommand("pretrain", description=_PRETRAIN)]
         | Annotated[CompareConfig, tyro.conf.subcommand("compare", description=_COMPARE)]
         | Annotated[DemoConfig, tyro.conf.subcommand("demo", description=_DEMO)]
+        | Annotated[ExportConfig, tyro.conf.subcommand("export", description=_EXPORT)]
+        | Annotated[ImportConfig, tyro.conf.subcommand("import", description=_IMPORT)]
     )
     return tyro.cli(
         commands,
@@ -57,9 +60,18 @@ _DEMO = (
     "Train a small GPT on 4 processes of this machine that stand for 2 nodes of 2 ranks: first with plain "
     "FSDP2, then with 4-bit communication."
 )
+_EXPORT = (
+    "Write the model and tokenizer of a checkpoint as a Hugging Face GPT-2 model: config.json, "
+    "model.safetensors and the tokenizer's files. One process, no GPU."
+)
+_IMPORT = (
+    "Write a Hugging Face GPT-2 model as a checkpoint, which `sdp4bit pretrain --load` continues from at "
+    "step 0 with a new optimizer. One process, no GPU."
+)
 
 
 def _run(config: Any) -> int:
+    from sdp4bit.pretrain.checkpoint_config import ExportConfig, ImportConfig
     from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
     from sdp4bit.pretrain.launch import run_on_ranks
 
@@ -71,6 +83,12 @@ def _run(config: Any) -> int:
         from sdp4bit.pretrain.compare import compare
 
         return run_on_ranks(compare, config=config, parallel=config.parallel)
+    if isinstance(config, ExportConfig | ImportConfig):
+        from sdp4bit.pretrain.huggingface import export_model, import_model
+
+        written = export_model(config) if isinstance(config, ExportConfig) else import_model(config)
+        print(f"sdp4bit: written {written}")
+        return 0
     from sdp4bit.pretrain.trainer import pretrain
 
     return run_on_ranks(pretrain, config=config, parallel=config.parallel)

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from sdp4bit.pretrain.checkpoint_config import CheckpointConfig
 from sdp4bit.pretrain.parallel_config import ParallelConfig, Strategy
 from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.settings import require as _require
 from sdp4bit.pretrain.settings import require_at_least as _require_at_least
 
-__all__ = ["ParallelConfig", "SettingError", "Strategy"]  # taken to be public by type checkers, with the rest
+# Type checkers take what else is defined here to be public anyway.
+__all__ = ["CheckpointConfig", "ParallelConfig", "SettingError", "Strategy"]
 
 CardName = Literal["tiny", "125M", "350M", "1.3B", "2.7B", "6.7B", "13B", "18B"]
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -268,21 +270,6 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         _require_at_least("--log-interval", self.log_interval, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Saving and resuming."""
-
-    save: Path | None = None
-    """Folder for checkpoints; one is written at the end as well."""
-    save_interval: int = 1000
-    """Steps between checkpoints."""
-    load: Path | None = None
-    """Folder of checkpoints to resume from: its latest one, or one of its step folders."""
-
-    def __post_init__(self) -> None:
-        _require_at_least("--save-interval", self.save_interval, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

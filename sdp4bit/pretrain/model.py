@@ -66,7 +66,7 @@ class Embedding(nn.Embedding):
         return torch.where(here[..., None], found, torch.zeros_like(found))
 
 
-@torch.compiler.disable(recursive=False)
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return function(*inputs), which keeps the inputs only and is computed again in backward.
 
@@ -142,7 +142,8 @@ class Block(nn.Module):
         """Return the residual stream after this block; [batch, length, hidden]."""
         if self.recompute and self.training:
             # Inside the FSDP2 unit: the recomputation uses the weights that backward has gathered anyway.
-            return _recomputed(self._residual, x)
+            y: Tensor = _recomputed(self._residual, x)
+            return y
         return self._residual(x)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass, field
 import torch
 from rich.console import Console
 
-from sdp4bit.pretrain.checkpoint import Checkpointer, Progress
+from sdp4bit.pretrain.checkpoint import Checkpointer, RunIdentity
+from sdp4bit.pretrain.checkpoint_folder import TOKENIZER, Progress
+from sdp4bit.pretrain.checkpoint_state import TrainingState
 from sdp4bit.pretrain.config import PretrainConfig, SettingError
 from sdp4bit.pretrain.data import Batches, prepare_dataset
 from sdp4bit.pretrain.loss_scale import LossScale
@@ -81,6 +83,7 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
 
     Raises:
         SettingError: on all ranks, before the first step.
+        CheckpointError: on all ranks, at the end of the step by which a checkpoint has failed to be saved.
         TrainingDivergedError: on all ranks, if the loss stops being finite.
     """
     dataset = prepare_dataset(config.data, ranks=ranks)
@@ -96,19 +99,29 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
     )
     torch.manual_seed(config.seed + layout.random_stream)
     model = build_model(config, layout=layout)
-    communication = model.communication
     optimizer = build_optimizer(
         model.parameters(), config=config.optimizer, learning_rate=config.learning_rate
     )
     loss_scale = LossScale(config.training) if config.training.precision == "fp16" else None
     checkpointer = Checkpointer(
-        model=model.chunks[0],
-        optimizer=optimizer,
-        communication=communication,
-        shape=config.model_shape,
-        strategy=config.strategy,
-        dataset_key=dataset.key,
+        TrainingState(
+            models=model.chunks,
+            optimizers=[optimizer],
+            communication=model.communication,
+            ranks=ranks,
+            shared={} if loss_scale is None else {"loss_scale": loss_scale},
+        ),
+        config=config.checkpoint,
+        identity=RunIdentity(
+            shape=config.model_shape,
+            vocabulary_size=config.data.vocabulary_size,
+            strategy=config.strategy,
+            dataset=dataset.key,
+            seed=config.seed,
+            layout=model.describe_layout(),
+        ),
         ranks=ranks,
+        attach=lambda folder: dataset.tokenizer.save(folder / TOKENIZER),
     )
     progress = Progress()
     if config.checkpoint.load is not None:
@@ -142,13 +155,17 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
                 result.validation.append((validation.step, validation.loss))
                 if writer is not None:
                     writer.log_validation(validation)
-            save = config.checkpoint.save
-            if save is not None and (is_last or metrics.step % config.checkpoint.save_interval == 0):
-                checkpointer.save(save, progress=loop.progress)
+            checkpointer.poll()
+            if config.checkpoint.is_due(metrics.step, is_last=is_last):
+                checkpointer.save(progress=loop.progress)
+        checkpointer.close()
+    except BaseException:
+        checkpointer.abandon()
+        raise
     finally:
         if writer is not None:
             writer.close()
-    communication.remove()
+    model.communication.remove()
     return result
 
 
@@ -253,15 +270,15 @@ def describe_run(config: PretrainConfig, *, model: ShardedModel, batches: Batche
     """Return one line that says what is about to be trained."""
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in GPT(config.model_shape).parameters())
-    layout = model.layout
-    weights, arithmetic = config.training.precision, str(model.chunks[0].arithmetic).removeprefix("torch.")
-    sizes = {"pipeline": layout.pipeline.size(), "tensor": layout.tensor.size()}
-    split = "".join(f" x {size} {name}" for name, size in sizes.items() if size > 1)
+    ranks, training = model.layout.ranks, config.training
+    arithmetic = str(model.chunks[0].arithmetic).removeprefix("torch.")
+    where = ranks.device.type
+    if config.parallel.model_parallel_size > 1:
+        where += f", {model.describe_layout()}"
     return (
-        f"{parameters / 1e6:,.1f} million parameters on {layout.ranks.world_size} ranks "
-        f"({layout.ranks.device.type}{f', {layout.data.size()} data{split}' if split else ''}), "
+        f"{parameters / 1e6:,.1f} million parameters on {ranks.world_size} ranks ({where}), "
         f"{batches.global_batch_size} sequences of {config.sequence_length} tokens a step, "
-        f"{weights} weights, {arithmetic} arithmetic"
+        f"{training.precision} weights, {arithmetic} arithmetic"
     )
 
 
