@@ -87,7 +87,7 @@ def trained(model: GPT, *optimizers: torch.optim.Optimizer, steps: int) -> list[
     generator = torch.Generator().manual_seed(3)
     for _ in range(steps):
         tokens = torch.randint(0, 100, (4, 9), generator=generator)
-        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss = model(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()

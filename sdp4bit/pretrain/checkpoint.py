@@ -40,6 +40,8 @@ class RunIdentity:
     dataset: str | None
     """Key of the text and tokenizer."""
     seed: int
+    layout: str | None = None
+    """How the ranks share the model and the data."""
 
 
 class Checkpointer:
@@ -187,6 +189,7 @@ class Checkpointer:
             strategy=identity.strategy,
             dataset=identity.dataset,
             seed=identity.seed,
+            layout=identity.layout,
             parts=(MODEL, OPTIMIZER, *self._state.own_names),
             progress=progress,
         )
@@ -236,6 +239,14 @@ class Checkpointer:
             self._warn(
                 f"{path} was saved by {record.world_size} ranks and is loaded by {size}: replicas are "
                 "refreshed in full precision and random numbers start anew; the continuation is not bit-exact"
+            )
+            return []
+        if record.layout not in (None, self._identity.layout):
+            # Random states would fit, but tensor-parallel ranks must draw the same numbers as their peers.
+            self._warn(
+                f"{path} was saved by ranks as {record.layout} and is loaded by {self._identity.layout}: "
+                "replicas are refreshed in full precision and random numbers start anew; the continuation is "
+                "not bit-exact"
             )
             return []
         if record.strategy not in (None, self._identity.strategy):

@@ -69,6 +69,8 @@ class RunRecord:
     dataset: str | None = None
     """Key of the text that was read; None if there was none."""
     seed: int | None = None
+    layout: str | None = None
+    """How the ranks shared the model and the data."""
     parts: tuple[str, ...] = (MODEL,)
     """What is in it: the model, the optimizer, and what each rank has for itself, such as random state."""
     progress: Progress = field(default_factory=Progress)

@@ -108,6 +108,9 @@ class TrainingState:
         """Return tensors to load the optimizers' state into: what the checkpoint has, sharded as here."""
         slots = _slots(saved)
         tensors: dict[str, Tensor] = {}
+        if not slots and "shared.loss_scale.values" in saved:
+            # Saved before the first step that was not skipped.
+            return tensors
         for optimizer in self.optimizers:
             for parameter, name in self._parameters(optimizer):
                 if name not in slots:

@@ -112,6 +112,14 @@ class ShardedModel:
         for chunk in self.chunks:
             cast(FSDPModule, chunk).reshard()
 
+    def describe_layout(self) -> str:
+        """Return what decides which rank has which part of the model, and which random numbers it draws."""
+        layout = self.layout
+        stages = f" in {len(self.chunks)} stages each" if len(self.chunks) > 1 else ""
+        sizes = {"data": layout.data, "pipeline": layout.pipeline, "tensor": layout.tensor}
+        text = " x ".join(f"{mesh.size()} {name}" for name, mesh in sizes.items() if mesh.size() > 1)
+        return (text or "one rank") + stages
+
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of all chunks; to be called while no weights are gathered."""
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]

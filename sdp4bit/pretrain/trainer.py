@@ -122,6 +122,7 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
             strategy=config.strategy_name,
             dataset=dataset.key,
             seed=config.seed,
+            layout=model.describe_layout(),
         ),
         ranks=ranks,
         attach=None if tokenizer is None else lambda folder: tokenizer.save(folder / TOKENIZER),
@@ -191,15 +192,15 @@ def describe_run(config: PretrainConfig, *, model: ShardedModel, batches: Batche
     """Return one line that says what is about to be trained."""
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in GPT(config.model_shape).parameters())
-    layout = model.layout
-    weights, arithmetic = config.training.weights, str(model.chunks[0].arithmetic).removeprefix("torch.")
-    sizes = {"pipeline": layout.pipeline.size(), "tensor": layout.tensor.size()}
-    split = "".join(f" x {size} {name}" for name, size in sizes.items() if size > 1)
+    ranks, training = model.layout.ranks, config.training
+    arithmetic = str(model.chunks[0].arithmetic).removeprefix("torch.")
+    where = ranks.device.type
+    if config.parallel.model_parallel_size > 1:
+        where += f", {model.describe_layout()}"
     return (
-        f"{parameters / 1e6:,.1f} million parameters on {layout.ranks.world_size} ranks "
-        f"({layout.ranks.device.type}{f', {layout.data.size()} data{split}' if split else ''}), "
+        f"{parameters / 1e6:,.1f} million parameters on {ranks.world_size} ranks ({where}), "
         f"{batches.global_batch_size} sequences of {config.sequence_length} tokens a step, "
-        f"{weights} weights, {arithmetic} arithmetic"
+        f"{training.weights} weights, {arithmetic} arithmetic"
     )
 
 
