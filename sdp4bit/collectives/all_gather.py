@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.exchange import all_gather_blocks, all_gather_rows
+from sdp4bit.collectives.exchange import (
+    PendingExchange,
+    all_gather_blocks,
+    all_gather_rows,
+    start_all_gather_rows,
+)
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.config import WeightConfig
@@ -25,6 +31,9 @@ class WeightReplica:
 
     "full" holds the rows of all ranks on every rank. "node" holds, on local rank j, the rows of the ranks
     with local rank j of every node; together the ranks of a node hold everything once.
+
+    A refresh is started, which sends, and settled, which applies what has come: transfers of several replicas
+    can be under way at once, and other work be done meanwhile.
     """
 
     def __init__(
@@ -46,6 +55,7 @@ class WeightReplica:
         self._bucket = bucket
         self._traffic = traffic
         self._scratch = scratch
+        self._pending: Callable[[], None] | None = None
         self.rows: Tensor | None = None
         """[nodes, n], or [nodes, ranks_per_node, n] for "full"; None before the first refresh."""
 
@@ -57,18 +67,32 @@ class WeightReplica:
     @property
     def own_row(self) -> Tensor:
         """[n], what the devices hold of this rank's own shard."""
+        self.settle()
         assert self.rows is not None
         own = self.rows[self._topology.node]
         return own[self._topology.local_rank] if self.is_full else own
 
-    def refresh_full(self, row: Tensor) -> None:
-        """The replica equals the given rows of all ranks, sent in full precision.
+    @property
+    def is_pending(self) -> bool:
+        """Whether a refresh has been started and not settled; the rows must not be read."""
+        return self._pending is not None
 
-        Steps: 1. all-gather between nodes;  2. "full": all-gather of the result in the node.
+    def settle(self) -> None:
+        """The refresh that is under way, if any, has finished; the ranks of a node call it together."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with torch.no_grad(), torch.inference_mode(False):
+                pending()
+
+    def start_full_refresh(self, row: Tensor) -> None:
+        """After settle() the replica equals the given rows of all ranks, sent in full precision.
+
+        Steps: 1. all-gather between nodes;  2. "full": all-gather of the result in the node, in settle().
 
         Args:
-            row: [n], what the devices shall hold of this rank's shard, contiguous.
+            row: [n], what the devices shall hold of this rank's shard, contiguous; unchanged until settle().
         """
+        self.settle()
         topology, numel = self._topology, row.numel()
         shape = (topology.nodes, topology.ranks_per_node, numel) if self.is_full else (topology.nodes, numel)
         # Plain tensors even under inference_mode: training updates them in place later.
@@ -76,48 +100,52 @@ class WeightReplica:
             if self.rows is None or self.rows.shape != shape or self.rows.dtype != row.dtype:
                 self.rows = torch.empty(shape, dtype=row.dtype, device=row.device)
             mine = self.rows[:, topology.local_rank] if self.is_full else self.rows
+            transfer = PendingExchange([])
             if topology.inter is None:
                 mine[0].copy_(row)
             else:
-                all_gather_rows(mine, row, topology.inter)
+                transfer = start_all_gather_rows(mine, row, topology.inter)
                 self._traffic.count_bytes(row.nbytes, level="inter", peers=topology.nodes - 1)
-            if self.is_full and topology.intra is not None:
-                all_gather_blocks(self.rows, mine.contiguous(), topology.intra)
-                self._traffic.count_bytes(
-                    row.nbytes * topology.nodes, level="intra", peers=topology.ranks_per_node - 1
-                )
+        self._pending = partial(self._finish_full, transfer, row, mine)
 
-    def refresh_quantized(self, row: Tensor, *, call: int, spans: Sequence[Span] | None = None) -> None:
-        """The replica has moved towards the given rows by their quantized differences.
+    def _finish_full(self, transfer: PendingExchange, row: Tensor, mine: Tensor) -> None:
+        topology = self._topology
+        transfer.wait()
+        if self.is_full and topology.intra is not None:
+            assert self.rows is not None
+            all_gather_blocks(self.rows, mine.contiguous(), topology.intra)
+            self._traffic.count_bytes(
+                row.nbytes * topology.nodes, level="intra", peers=topology.ranks_per_node - 1
+            )
+
+    def start_quantized_refresh(self, row: Tensor, *, call: int, spans: Sequence[Span] | None = None) -> None:
+        """After settle() the replica has moved towards the given rows by their quantized differences.
 
         Every rank, the owner of a row included, applies the same dequantized difference, so all copies stay
         bit-identical and what rounding left out is part of the next difference.
-        Steps: 1. subtract, quantize;  2. all-gather of one message between nodes;  3. "full": all-gather of
-        the messages in the node;  4. dequantize, add.
+        Steps: 1. subtract, quantize;  2. all-gather of one message between nodes;  and in settle() 3. "full":
+        all-gather of the messages in the node;  4. dequantize, add.
 
         Args:
             row: [n], this rank's main shard.
             call: number of this refresh of the bucket since the start, for the rounding bits.
             spans: stretches of the row that may have changed, the same on all ranks; None for all of it.
         """
+        self.settle()
         assert self.rows is not None
         if self._config.bits is None:
-            self.refresh_full(row)
+            self.start_full_refresh(row)
             return
         replica = self.rows
         if spans is not None:
             row = torch.cat([row[start:end] for start, end in spans])
             replica = torch.cat([self.rows[..., start:end] for start, end in spans], dim=-1)
-        if row.numel() == 0:
-            return
-        self._exchange_differences(row, replica, call)
-        if spans is not None:
-            offset = 0
-            for start, end in spans:
-                self.rows[..., start:end] = replica[..., offset : offset + end - start]
-                offset += end - start
+        if row.numel():
+            self._start_differences(row, replica, call, spans)
 
-    def _exchange_differences(self, row: Tensor, replica: Tensor, call: int) -> None:
+    def _start_differences(
+        self, row: Tensor, replica: Tensor, call: int, spans: Sequence[Span] | None
+    ) -> None:
         topology, config, device = self._topology, self._config, row.device
         assert config.bits is not None
         layout = message_layout(numel=row.numel(), bits=config.bits, group_size=config.group_size)
@@ -125,8 +153,10 @@ class WeightReplica:
         held = replica[topology.node, topology.local_rank] if self.is_full else replica[topology.node]
         k0, k1 = self._keys(call)
 
-        messages = self._scratch.messages("inter receive", topology.nodes, layout.nbytes, device=device)
-        own = self._scratch.messages("send", 1, layout.nbytes, device=device)[0]
+        slot = self._scratch.take_slot()
+        name = f"inter receive {slot}"
+        messages = self._scratch.messages(name, topology.nodes, layout.nbytes, device=device)
+        own = self._scratch.messages(f"send {slot}", 1, layout.nbytes, device=device)[0]
         ops.subtract_quantize(
             row,
             held if difference else None,
@@ -137,11 +167,36 @@ class WeightReplica:
             k0,
             k1,
         )
+        transfer = PendingExchange([])
         if topology.inter is None:
             messages[0].copy_(own)
         else:
-            all_gather_rows(messages, own, topology.inter)
+            transfer = start_all_gather_rows(messages, own, topology.inter)
             self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
+        self._pending = partial(self._finish_differences, transfer, messages, replica, layout, spans, slot)
+
+    def _finish_differences(
+        self,
+        transfer: PendingExchange,
+        messages: Tensor,
+        replica: Tensor,
+        layout: MessageLayout,
+        spans: Sequence[Span] | None,
+        slot: int,
+    ) -> None:
+        transfer.wait()
+        self._apply_all(messages, replica, layout)
+        self._scratch.free_slot(slot)
+        if spans is not None:
+            assert self.rows is not None
+            offset = 0
+            for start, end in spans:
+                self.rows[..., start:end] = replica[..., offset : offset + end - start]
+                offset += end - start
+
+    def _apply_all(self, messages: Tensor, replica: Tensor, layout: MessageLayout) -> None:
+        """Add the differences of this rank's peers between nodes and, to a full replica, of all ranks."""
+        topology = self._topology
         if not self.is_full:
             self._apply(messages, replica, layout)
             return
@@ -149,7 +204,7 @@ class WeightReplica:
             self._apply(messages, replica[:, 0], layout)
             return
         gathered = self._scratch.messages(
-            "intra receive", topology.ranks_per_node * topology.nodes, layout.nbytes, device=device
+            "intra receive", topology.ranks_per_node * topology.nodes, layout.nbytes, device=messages.device
         ).view(topology.ranks_per_node, topology.nodes, layout.nbytes)
         all_gather_rows(gathered, messages, topology.intra)
         self._traffic.count_messages(
@@ -168,6 +223,7 @@ class WeightReplica:
         Only for a replica that is spread over the node; one collective inside the node.
         """
         topology = self._topology
+        self.settle()
         assert self.rows is not None and not self.is_full and topology.intra is not None
         blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
         all_gather_blocks(blocks, self.rows, topology.intra)

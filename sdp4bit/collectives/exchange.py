@@ -57,7 +57,14 @@ def start_all_to_all(received: Tensor, sent: Tensor, group: ProcessGroup, *, tag
 
 
 def all_gather_rows(received: Tensor, sent: Tensor, group: ProcessGroup) -> None:
-    """Row i of `received` is what rank i of the group sent.
+    """Row i of `received` is what rank i of the group sent; see start_all_gather_rows."""
+    start_all_gather_rows(received, sent, group).wait()
+
+
+def start_all_gather_rows(received: Tensor, sent: Tensor, group: ProcessGroup) -> PendingExchange:
+    """Row i of `received` comes from rank i of the group, which passes it as `sent`.
+
+    Gathers that are under way in a group at once are told apart by their order, the same on all ranks.
 
     Args:
         received: [group size, ...]; every received[i] contiguous and of the shape of sent.
@@ -68,13 +75,13 @@ def all_gather_rows(received: Tensor, sent: Tensor, group: ProcessGroup) -> None
         _all_gather_native(flat.view(-1), sent.view(-1), group=group)
         if flat is not received:
             received.copy_(flat)
-        return
+        return PendingExchange([])
     rank, size = group.rank(), group.size()
     peers = [(rank + i) % size for i in range(1, size)]
     works = [dist.irecv(received[p], group=group, group_src=p) for p in peers]
     works += [dist.isend(sent, group=group, group_dst=p) for p in peers]
     received[rank].copy_(sent)
-    PendingExchange(works).wait()
+    return PendingExchange(works)
 
 
 def all_gather_blocks(received: Tensor, sent: Tensor, group: ProcessGroup) -> None:

@@ -10,11 +10,13 @@ class Scratch:
     """Byte buffers by name that only grow, so that no fresh memory is touched in a steady state.
 
     One instance serves calls that follow each other on one stream (or thread): a buffer is overwritten by the
-    next call that asks for the same name.
+    next call that asks for the same name. Calls whose transfers are under way at once take a slot each and
+    put its number into the names.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
+        self._slots: set[int] = set()
 
     def messages(self, name: str, count: int, nbytes: int, *, device: torch.device) -> Tensor:
         """Return uint8 [count, nbytes] of unspecified content."""
@@ -26,6 +28,16 @@ class Scratch:
                 buffer = torch.empty(count * nbytes, dtype=torch.uint8, device=device)
             self._buffers[key] = buffer
         return buffer[: count * nbytes].view(count, nbytes)
+
+    def take_slot(self) -> int:
+        """Return the lowest number that nobody holds, until free_slot()."""
+        slot = next(number for number in range(len(self._slots) + 1) if number not in self._slots)
+        self._slots.add(slot)
+        return slot
+
+    def free_slot(self, slot: int) -> None:
+        """The slot's buffers may be overwritten."""
+        self._slots.discard(slot)
 
     @property
     def nbytes(self) -> int:

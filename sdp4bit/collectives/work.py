@@ -59,3 +59,22 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             function()
             return CompletedWork(self._device)
+
+
+class DeferredWork(dist._Work):  # type: ignore[misc,name-defined]
+    """A collective on the host whose last steps are done when somebody waits for it."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        super().__init__()
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """The collective has finished; further calls do nothing."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the collective has finished."""
+        return self._finish is None

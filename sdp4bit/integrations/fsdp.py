@@ -334,6 +334,9 @@ class CommHandle:
         """The model communicates as before; all hooks and process groups are gone. Call it on all ranks."""
         for hook in self._hooks:
             hook.remove()
+        for comm in self._state.groups:
+            if comm.replica is not None:
+                comm.replica.settle()
         for comm, (all_gather, reduce_scatter, force_sum) in zip(
             self._state.groups, self._previous, strict=True
         ):

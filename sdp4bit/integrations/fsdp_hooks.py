@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from sdp4bit.collectives.all_gather import Span, WeightReplica
 from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.collectives.work import CompletedWork
+from sdp4bit.collectives.work import CompletedWork, DeferredWork
 from sdp4bit.config import GradientConfig
 from sdp4bit.integrations.fsdp_edits import StateDictAliases
 from sdp4bit.integrations.fsdp_groups import FSDPGroup, Version
@@ -295,26 +296,30 @@ class AllGatherHook(_Allocate):
             return all_gather_dense(output_tensor, input_tensor, group, async_op=async_op)
         if replica.rows is None or outside_backward:
             with torch.inference_mode(False):
-                self._refresh(replica, input_tensor, outside_backward=outside_backward)
+                self._start_refresh(replica, input_tensor, outside_backward=outside_backward)
         if replica.is_full:
             assert replica.rows is not None
             output_tensor.set_(replica.rows.view(-1))  # type: ignore[call-overload]  # FSDP2 copies out of the replica itself
-        else:
-            replica.gather(output_tensor)
+        finish = replica.settle if replica.is_full else partial(replica.gather, output_tensor)
+        if replica.is_pending and output_tensor.device.type == "cpu":
+            # FSDP2 waits for it when it needs the weights: at once, unless they are prefetched. On a GPU the
+            # streams do this.
+            return DeferredWork(finish)
+        finish()
         return CompletedWork(output_tensor.device) if async_op else None
 
-    def _refresh(self, replica: WeightReplica, row: Tensor, *, outside_backward: bool) -> None:
+    def _start_refresh(self, replica: WeightReplica, row: Tensor, *, outside_backward: bool) -> None:
         comm = self._comm
         if comm.resync_wanted or replica.rows is None or replica.rows.dtype != row.dtype:
             if comm.load_unsettled:
                 self._state.settle_loaded_rows(comm)
             loaded, comm.loaded_row = comm.loaded_row, None
-            replica.refresh_full(row if loaded is None else loaded)
+            replica.start_full_refresh(row if loaded is None else loaded)
             comm.resync_wanted = False
             if loaded is None:
                 comm.changed.clear()
         if comm.changed and outside_backward:
-            replica.refresh_quantized(row, call=comm.refreshes, spans=comm.changed_spans())
+            replica.start_quantized_refresh(row, call=comm.refreshes, spans=comm.changed_spans())
             comm.refreshes += 1
             comm.changed.clear()
 

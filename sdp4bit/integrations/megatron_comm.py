@@ -99,7 +99,8 @@ class BucketWeights:
     def equalize(self) -> None:
         """All ranks hold, of every row, what the rank that owns it holds."""
         self._attach_rows(self._quantized)
-        self._quantized.refresh_full(self.own_row.clone())
+        self._quantized.start_full_refresh(self.own_row.clone())
+        self._quantized.settle()
 
     def refresh(self) -> None:
         """The replica has moved to the main weights, by quantized differences.
@@ -113,7 +114,8 @@ class BucketWeights:
         self._attach_rows(self._quantized)
         exact = self._take_out_exact(row) if self._exact_numel else None
         row = row if self._bits is not None else row.to(self.own_row.dtype)
-        self._quantized.refresh_quantized(row, call=self.refreshes)
+        self._quantized.start_quantized_refresh(row, call=self.refreshes)
+        self._quantized.settle()
         if exact is not None:
             self._gather_exact(exact)
         self.refreshes += 1
@@ -122,7 +124,8 @@ class BucketWeights:
         """The replica is the main weights of all ranks, rounded to the model's type."""
         self.dirty = False
         self._attach_rows(self._quantized)
-        self._quantized.refresh_full(self.main_row().to(self.own_row.dtype))
+        self._quantized.start_full_refresh(self.main_row().to(self.own_row.dtype))
+        self._quantized.settle()
 
     def _take_out_exact(self, row: Tensor) -> Tensor:
         """Return the exact stretches of the row; there, the row now differs from the replica by nothing."""
@@ -133,7 +136,8 @@ class BucketWeights:
         return sent
 
     def _gather_exact(self, sent: Tensor) -> None:
-        self._exact.refresh_full(sent)
+        self._exact.start_full_refresh(sent)
+        self._exact.settle()
         received = self._exact.rows
         assert received is not None
         for rank, values in enumerate(received.view(-1, self._exact_numel)):

@@ -1,0 +1,248 @@
+"""Time training steps of a GPT on an emulated cluster: nodes joined by shaped links, gloo, real sockets.
+
+    python -m benchmarks.cluster --nodes 2 --ranks-per-node 1 --rates 100mbit,250mbit,1gbit --json FILE
+
+Every strategy (benchmarks/cluster_strategies.py) is built once and warmed up on unshaped links. At each
+rate, rounds follow each other; a round runs one step of every strategy in an order drawn anew, so that a
+disturbance hits them alike. Medians over the rounds count, the spread is (slowest - fastest) / median, and
+a ratio is that of two steps of the same round. Bytes are read from the interfaces' counters and compared
+with what the strategy says it sent. Needs root and iproute2; makes network namespaces of its own and
+removes them, also when it is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from benchmarks import cluster_report
+from benchmarks.cluster_network import Network, NetworkError, rate_in_bits, reason_to_skip
+from benchmarks.cluster_report import Sample
+
+EXIT_IMPOSSIBLE = 2
+PORT = 29500
+ROOT = Path(__file__).resolve().parent.parent
+WARM_UP_STEPS = 4
+"""Connections open, DDP rebuilds its buckets, PowerSGD has begun, kernels are compiled."""
+MINIMUM_ROUNDS = 3
+BUILD_TIMEOUT, STEP_TIMEOUT = 240.0, 120.0
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
+"""Large tensors come from memory that the process keeps: else every step pays for zeroed pages again."""
+
+
+class Ranks:
+    """The workers on the nodes, which all get the same commands."""
+
+    def __init__(self, network: Network, *, ranks_per_node: int, log: Path) -> None:
+        """Start one worker per rank, each on a core of its own as far as there are enough."""
+        self._answers: list[queue.Queue[str]] = []
+        self._processes: list[subprocess.Popen[str]] = []
+        self._log = log
+        nodes, cores = len(network.nodes), sorted(os.sched_getaffinity(0))
+        for rank in range(nodes * ranks_per_node):
+            environment = {
+                **os.environ,
+                **_MALLOC,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(nodes * ranks_per_node),
+                "MASTER_ADDR": network.address(0),
+                "MASTER_PORT": str(PORT),
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": "1",
+                "NUMBA_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+            }
+            pin = ["taskset", "-c", str(cores[rank % len(cores)])]
+            with log.open("ab") as errors:
+                process = network.start(
+                    rank // ranks_per_node,
+                    [*pin, sys.executable, "-m", "benchmarks.cluster_worker"],
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
+            answers: queue.Queue[str] = queue.Queue()
+            threading.Thread(target=_collect, args=(process.stdout, answers), daemon=True).start()
+            self._processes.append(process)
+            self._answers.append(answers)
+
+    def ask(self, command: dict[str, Any], *, timeout: float) -> list[dict[str, Any]]:
+        """Return every rank's answer.
+
+        Raises:
+            NetworkError: a rank ended or did not answer in time, with the end of what the ranks wrote.
+        """
+        for process in self._processes:
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps(command) + "\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                raise self._failure("a rank has ended") from None
+        deadline = time.monotonic() + timeout
+        answers = []
+        for rank, waiting in enumerate(self._answers):
+            try:
+                line = waiting.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise self._failure(f"rank {rank} gave no answer within {timeout:.0f} s") from None
+            if not line:
+                raise self._failure(f"rank {rank} has ended")
+            answers.append(json.loads(line))
+        return answers
+
+    def _failure(self, what: str) -> NetworkError:
+        lines = self._log.read_text(errors="replace").splitlines()
+        return NetworkError("\n".join([what, *lines[-30:]]))
+
+
+def _collect(stream: Any, answers: queue.Queue[str]) -> None:
+    """Every line is in the queue, and an empty one when there are no more."""
+    for line in stream:
+        answers.put(line)
+    answers.put("")
+
+
+def measure(
+    network: Network,
+    ranks: Ranks,
+    *,
+    strategies: Sequence[str],
+    rates: Sequence[str],
+    seconds: float,
+    seed: int,
+) -> list[Sample]:
+    """Return one sample per strategy, rate and round."""
+    order = random.Random(seed)
+    samples: list[Sample] = []
+    for rate in rates:
+        network.set_rate(rate)
+        start = time.monotonic()
+        durations: list[float] = []
+        # As many rounds as fit, but enough for a median.
+        while len(durations) < MINIMUM_ROUNDS or (time.monotonic() - start + max(durations) <= seconds):
+            begun = time.monotonic()
+            for name in order.sample(list(strategies), len(strategies)):
+                samples.append(run_once(network, ranks, name=name, rate=rate, round=len(durations)))
+            durations.append(time.monotonic() - begun)
+        print(f"{rate}: {len(durations)} rounds in {time.monotonic() - start:.0f} s", flush=True)
+    return samples
+
+
+def run_once(network: Network, ranks: Ranks, *, name: str, rate: str, round: int) -> Sample:
+    """One step of a strategy, with what the interfaces counted meanwhile."""
+    before = network.sent_bytes()
+    answers = ranks.ask({"run": name, "steps": 1}, timeout=STEP_TIMEOUT)
+    after = network.sent_bytes()
+    nodes = len(before)
+    reported = [answer["sent_bytes"] for answer in answers]
+    return Sample(
+        strategy=name,
+        rate=rate,
+        round=round,
+        seconds=max(answer["seconds"][0] for answer in answers),
+        tx_bytes=(sum(after) - sum(before)) / nodes,
+        reported_bytes=None if None in reported else sum(reported) / nodes,
+        loss=answers[0]["loss"],
+    )
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__.split("\n")[0])
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=1)
+    parser.add_argument("--rates", default="100mbit,250mbit,1gbit", help="of each link, in each direction")
+    parser.add_argument(
+        "--strategies", help="names to compare, comma-separated; default: all that differ here"
+    )
+    parser.add_argument("--seconds-per-rate", type=float, default=45.0, help="at least three rounds are run")
+    parser.add_argument("--hidden", type=int, default=384, help="width of the model")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0, help="of the order, the data and the initial weights")
+    parser.add_argument("--json", type=Path, help="file for machine, rows, ratios and bytes")
+    parser.add_argument("--plot", type=Path, help="file for the figure, such as cluster.png")
+    chosen = parser.parse_args(arguments)
+    if chosen.nodes < 2 or chosen.nodes > 200 or chosen.ranks_per_node < 1:
+        parser.error("--nodes must be 2 to 200 and --ranks-per-node at least 1")
+    try:
+        for rate in chosen.rates.split(","):
+            rate_in_bits(rate)
+    except ValueError as error:
+        parser.error(str(error))
+    return chosen
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the tables, and return the exit code."""
+    chosen = parse_arguments(arguments)
+    reason = reason_to_skip()
+    if reason is not None:
+        print(f"the emulated cluster cannot run here: {reason}", file=sys.stderr)
+        return EXIT_IMPOSSIBLE
+    from benchmarks.cluster_strategies import STRATEGIES, Cluster, Workload, as_message, strategies_for
+
+    cluster = Cluster(nodes=chosen.nodes, ranks_per_node=chosen.ranks_per_node)
+    strategies = chosen.strategies.split(",") if chosen.strategies else strategies_for(cluster)
+    unknown = [name for name in strategies if name not in STRATEGIES]
+    if unknown:
+        print(f"unknown strategies {', '.join(unknown)}: use {', '.join(STRATEGIES)}", file=sys.stderr)
+        return EXIT_IMPOSSIBLE
+    workload = Workload(
+        hidden=chosen.hidden, heads=max(1, chosen.hidden // 64), layers=chosen.layers, seed=chosen.seed
+    )
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="sdp4bit-cluster-") as folder,
+            Network(chosen.nodes) as network,
+        ):
+            ranks = Ranks(network, ranks_per_node=chosen.ranks_per_node, log=Path(folder) / "ranks.log")
+            built = {"nodes": cluster.nodes, "ranks_per_node": cluster.ranks_per_node}
+            answers = ranks.ask(
+                {"build": strategies, "workload": as_message(workload), **built}, timeout=BUILD_TIMEOUT
+            )
+            for name in strategies:
+                ranks.ask({"run": name, "steps": WARM_UP_STEPS}, timeout=BUILD_TIMEOUT)
+            samples = measure(
+                network,
+                ranks,
+                strategies=strategies,
+                rates=chosen.rates.split(","),
+                seconds=chosen.seconds_per_rate,
+                seed=chosen.seed,
+            )
+    except NetworkError as failure:
+        print(f"the emulated cluster failed: {failure}", file=sys.stderr)
+        return 1
+    result = cluster_report.summarize(
+        samples, cluster=cluster, parameters=answers[0]["parameters"], arguments=arguments
+    )
+    cluster_report.print_tables(result)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(result, indent=1) + "\n")
+    if chosen.plot:
+        cluster_report.plot(result, chosen.plot)
+    return 0
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""Nodes as network namespaces: a veth link each to a bridge, shaped both ways; nothing outside them changes.
+
+Every node is a namespace with one uplink, `eth0`. Its other end is a port of a bridge in a namespace of its
+own, the switch. A token bucket (tbf) at both ends of each link shapes what a node sends and what it
+receives. Ranks of one node talk over `lo`, which is neither shaped nor counted.
+
+Cleaning up is the duty of a watchdog process from the start: it waits for the end of its standard input,
+which comes when the network is closed or when the process that made it dies, however it dies. Then it ends
+what runs in the namespaces and removes them. If it is killed as well, the next network removes what is
+left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+PREFIX = "sdp4bit-"
+UPLINK = "eth0"
+_NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)-(switch|n\d+)")
+_SUBNET = "10.77.0"
+_UNITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
+
+_MINIMUM_BURST = 128 * 1024
+"""Below one 64 KiB offload packet the token bucket cuts packets in software and falls short of its rate."""
+_MINIMUM_QUEUE = 1 << 20
+_BURST_SECONDS, _QUEUE_SECONDS = 1e-3, 20e-3
+
+# Namespaces are the arguments. A process that is just starting may appear after the first look.
+_WATCHDOG = """
+trap '' INT TERM HUP
+cat > /dev/null
+for attempt in 1 2 3 4 5; do
+    running=$(for name in "$@"; do ip netns pids "$name" 2> /dev/null; done)
+    [ -z "$running" ] && break
+    kill -KILL $running 2> /dev/null
+    sleep 0.1
+done
+for name in "$@"; do ip netns del "$name" 2> /dev/null; done
+"""
+
+
+class NetworkError(RuntimeError):
+    """A command that sets up the network failed."""
+
+
+def reason_to_skip() -> str | None:
+    """Return why a network cannot be made here, or None."""
+    if os.name != "posix" or not Path("/proc/self/ns/net").exists():
+        return "network namespaces exist on Linux only"
+    if os.geteuid() != 0:
+        return "making network namespaces needs root"
+    missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found: install iproute2"
+    probe = f"{PREFIX}{_identity()}-switch"
+    try:
+        _run("ip", "netns", "add", probe)
+        try:
+            _run("ip", "-n", probe, "link", "add", UPLINK, "type", "veth", "peer", "name", "p0")
+            _run("tc", "-n", probe, "qdisc", "add", "dev", UPLINK, "root", *_token_bucket(1e6))
+            _run("ip", "-n", probe, "link", "add", "br0", "type", "bridge")
+        finally:
+            _run("ip", "netns", "del", probe)
+    except NetworkError as failure:
+        return f"the kernel refuses: {failure}"
+    return None
+
+
+def rate_in_bits(rate: str) -> float:
+    """Return bits per second of a rate such as 250mbit; ValueError for others."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(gbit|mbit|kbit)", rate)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"rate {rate!r} is not understood: write it like 250mbit or 1gbit")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def remove_leftovers() -> list[str]:
+    """Namespaces of networks whose process has ended are gone, with what ran in them; return their names."""
+    left = []
+    for line in _run("ip", "netns", "list").splitlines():
+        match = _NAME.fullmatch(line.split(" ")[0])
+        if match and _started(int(match[1])) != match[2]:
+            left.append(match[0])
+    if left:
+        subprocess.run(["sh", "-c", _WATCHDOG, "sh", *left], stdin=subprocess.DEVNULL, check=False)
+    return left
+
+
+class Network:
+    """Nodes that reach each other over shaped links; a context manager that leaves nothing behind."""
+
+    def __init__(self, nodes: int) -> None:
+        """Prepare; nothing exists before the context is entered."""
+        base = f"{PREFIX}{_identity()}"
+        self._switch = f"{base}-switch"
+        self.nodes = [f"{base}-n{node}" for node in range(nodes)]
+        """Names of the nodes' namespaces."""
+        self._watchdog: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Network:
+        """The nodes are joined by unshaped links.
+
+        Raises:
+            NetworkError: a command failed; what had been made is removed.
+        """
+        remove_leftovers()
+        # A session of its own: an interrupt from the terminal must not reach it before it has cleaned up.
+        self._watchdog = subprocess.Popen(
+            ["sh", "-c", _WATCHDOG, "sh", self._switch, *self.nodes],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            self._create()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Everything in the network has been ended and removed."""
+        self.close()
+
+    def close(self) -> None:
+        """Everything in the network has been ended and removed; may be called again."""
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            assert watchdog.stdin is not None
+            watchdog.stdin.close()
+            watchdog.wait()
+
+    def _create(self) -> None:
+        switch = self._switch
+        _run("ip", "netns", "add", switch)
+        _run(
+            "ip", "-n", switch, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0"
+        )
+        _run("ip", "-n", switch, "link", "set", "br0", "up")
+        for index, node in enumerate(self.nodes):
+            port = f"p{index}"
+            _run("ip", "netns", "add", node)
+            _run(
+                "ip", "-n", node, "link", "add", UPLINK, "type", "veth", "peer", "name", port, "netns", switch
+            )
+            _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
+            _run("ip", "-n", node, "addr", "add", f"{self.address(index)}/24", "dev", UPLINK)
+            for device in ("lo", UPLINK):
+                _run("ip", "-n", node, "link", "set", device, "up")
+            # Connections keep their speed while the ranks compute, and start without what others have learnt.
+            for name, value in (
+                ("tcp_congestion_control", "reno"),
+                ("tcp_slow_start_after_idle", "0"),
+                ("tcp_no_metrics_save", "1"),
+            ):
+                setting = f"echo {value} > /proc/sys/net/ipv4/{name}"
+                _run("ip", "netns", "exec", node, "sh", "-c", setting)
+
+    def address(self, node: int) -> str:
+        """Return the address of a node."""
+        return f"{_SUBNET}.{node + 1}"
+
+    def set_rate(self, rate: str | None) -> None:
+        """Every link carries at most this rate in each direction; None lifts the limit."""
+        bits = None if rate is None else rate_in_bits(rate)
+        ends = [(node, UPLINK) for node in self.nodes]
+        ends += [(self._switch, f"p{index}") for index in range(len(self.nodes))]
+        for namespace, device in ends:
+            with suppress(NetworkError):  # there is none yet
+                _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
+            if bits is not None:
+                _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *_token_bucket(bits))
+
+    def sent_bytes(self) -> list[int]:
+        """Return what each node has sent over its link so far, by the interface's counter."""
+        counters = []
+        for node in self.nodes:
+            links = json.loads(_run("ip", "-n", node, "-j", "-s", "link", "show", UPLINK))
+            counters.append(int(links[0]["stats64"]["tx"]["bytes"]))
+        return counters
+
+    def start(self, node: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a program on a node, in a session of its own; close() ends it."""
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.nodes[node], *command], start_new_session=True, **options
+        )
+
+
+def _token_bucket(bits: float) -> list[str]:
+    burst = int(max(_MINIMUM_BURST, bits / 8 * _BURST_SECONDS))
+    limit = burst + int(max(_MINIMUM_QUEUE, bits / 8 * _QUEUE_SECONDS))
+    return ["tbf", "rate", f"{int(bits)}bit", "burst", str(burst), "limit", str(limit)]
+
+
+def _identity() -> str:
+    """Return this process's id and start time, which together name no other process."""
+    return f"{os.getpid()}-{_started(os.getpid())}"
+
+
+def _started(pid: int) -> str | None:
+    """Return when a process started, in the kernel's ticks; None if there is no such process."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return status.rpartition(")")[2].split()[19]
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as failure:
+        raise NetworkError(f"{command[0]}: {failure}") from failure
+    if done.returncode:
+        raise NetworkError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout

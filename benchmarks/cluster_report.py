@@ -1,0 +1,176 @@
+"""What an emulated cluster's samples say: rows, ratios of steps of one round, bytes, a table and a plot."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.cluster_strategies import Cluster
+
+LABEL = "emulated cluster, TCP, gloo, CPU"
+FASTEST = "sdp4bit"
+TOLERATED_BYTES = 0.03
+"""TCP headers, acknowledgements and the barriers around a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One step of one strategy."""
+
+    strategy: str
+    rate: str
+    round: int
+    seconds: float
+    tx_bytes: float
+    """Counted by the interfaces, per node."""
+    reported_bytes: float | None
+    """Counted by the strategy, per node; None if it does not count."""
+    loss: float
+
+
+def summarize(
+    samples: Sequence[Sample], *, cluster: Cluster, parameters: int, arguments: Sequence[str] | None
+) -> dict[str, Any]:
+    """Return machine, rows, ratios to the full-precision references, and the check of the bytes."""
+    groups: dict[tuple[str, str], list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault((sample.rate, sample.strategy), []).append(sample)
+    rows = [_row(group) for group in groups.values()]
+    names = {name for _, name in groups}
+    # With several ranks per node the flat exchange is no fair reference: the levels alone gain much.
+    references = [name for name in ("hierarchical", "fair", "fair-bf16", "ddp", "fsdp2") if name in names]
+    targets = [name for name in names if name.startswith(FASTEST)]
+    ratios = [
+        _ratio(groups[rate, reference], groups[rate, target])
+        for rate in dict.fromkeys(rate for rate, _ in groups)
+        for target in sorted(targets)
+        for reference in references
+    ]
+    return {
+        "label": LABEL,
+        "machine": describe_machine(arguments),
+        "nodes": cluster.nodes,
+        "ranks_per_node": cluster.ranks_per_node,
+        "parameters": parameters,
+        "rows": rows,
+        "ratios": ratios,
+    }
+
+
+def _row(group: Sequence[Sample]) -> dict[str, Any]:
+    seconds = [sample.seconds for sample in group]
+    median = statistics.median(seconds)
+    sent = statistics.median(sample.tx_bytes for sample in group)
+    reported = group[0].reported_bytes
+    return {
+        "strategy": group[0].strategy,
+        "rate": group[0].rate,
+        "seconds_per_step": median,
+        "spread": (max(seconds) - min(seconds)) / median,
+        "tx_bytes_per_node_per_step": sent,
+        "loss": group[-1].loss,
+        "rounds": len(group),
+        "fastest": min(seconds),
+        "slowest": max(seconds),
+        "reported_bytes_per_node_per_step": reported,
+        "bytes_agree": abs(sent / reported - 1) <= TOLERATED_BYTES if reported else None,
+    }
+
+
+def _ratio(reference: Sequence[Sample], target: Sequence[Sample]) -> dict[str, Any]:
+    pairs = zip(reference, target, strict=True)
+    ratios = sorted(slow.seconds / fast.seconds for slow, fast in pairs)
+    return {
+        "rate": reference[0].rate,
+        "reference": reference[0].strategy,
+        "strategy": target[0].strategy,
+        "ratio": statistics.median(ratios),
+        "lowest": ratios[0],
+        "highest": ratios[-1],
+    }
+
+
+def describe_machine(arguments: Sequence[str] | None) -> dict[str, Any]:
+    """Hardware, versions, date and command."""
+    information = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in information if line.startswith("model name")]
+    versions = {"python": platform.python_version(), "linux": platform.release()}
+    for package in ("torch", "numba", "sdp4bit"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    given = sys.argv[1:] if arguments is None else arguments
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "versions": versions,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks.cluster", *given]),
+    }
+
+
+def print_tables(result: dict[str, Any]) -> None:
+    """The rows and the ratios, as Markdown."""
+    machine = result["machine"]
+    print(
+        f"\n{result['label']}: {result['nodes']} nodes x {result['ranks_per_node']} ranks, "
+        f"{result['parameters'] / 1e6:.1f} million parameters; {machine['cores']} cores, {machine['cpu']}, "
+        f"torch {machine['versions']['torch']}\n"
+    )
+    print("| rate | strategy | s per step | spread | MB sent per node | by its own count | loss | rounds |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in result["rows"]:
+        counted = row["reported_bytes_per_node_per_step"]
+        own = "" if counted is None else f"{counted / 1e6:.3f}"
+        if row["bytes_agree"] is False:
+            own += " DIFFERS"
+        print(
+            f"| {row['rate']} | {row['strategy']} | {row['seconds_per_step']:.3f} | {row['spread']:.0%} | "
+            f"{row['tx_bytes_per_node_per_step'] / 1e6:.3f} | {own} | {row['loss']:.4f} | {row['rounds']} |"
+        )
+    print("\n| rate | reference | strategy | times faster (lowest to highest round) |\n|---|---|---|---|")
+    for ratio in result["ratios"]:
+        print(
+            f"| {ratio['rate']} | {ratio['reference']} | {ratio['strategy']} | "
+            f"{ratio['ratio']:.2f} ({ratio['lowest']:.2f} to {ratio['highest']:.2f}) |"
+        )
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """One panel per rate: seconds per step of every strategy, with the range of the rounds."""
+    from matplotlib import pyplot
+
+    rates = list(dict.fromkeys(row["rate"] for row in result["rows"]))
+    figure, panels = pyplot.subplots(1, len(rates), figsize=(3.4 * len(rates) + 1.2, 4.2), squeeze=False)
+    slowest = {row["strategy"]: row["seconds_per_step"] for row in result["rows"] if row["rate"] == rates[0]}
+    names = sorted(slowest, key=lambda name: slowest[name])
+    for panel, rate in zip(panels[0], rates, strict=True):
+        rows = {row["strategy"]: row for row in result["rows"] if row["rate"] == rate}
+        medians = [rows[name]["seconds_per_step"] for name in names]
+        below = [rows[name]["seconds_per_step"] - rows[name]["fastest"] for name in names]
+        above = [rows[name]["slowest"] - rows[name]["seconds_per_step"] for name in names]
+        colors = ["tab:green" if name.startswith(FASTEST) else "tab:gray" for name in names]
+        panel.barh(names, medians, xerr=[below, above], color=colors, error_kw={"elinewidth": 0.8})
+        panel.set_title(f"{rate} per link", fontsize=10)
+        panel.set_xlabel("seconds per step", fontsize=9)
+        panel.tick_params(labelsize=8)
+        if panel is not panels[0][0]:
+            panel.set_yticklabels([])
+    layout = f"{result['nodes']} nodes x {result['ranks_per_node']} ranks"
+    figure.suptitle(
+        f"{layout}, {result['parameters'] / 1e6:.1f} M parameters ({result['label']})", fontsize=10
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)

@@ -1,0 +1,306 @@
+"""Every way of training one GPT over several nodes that the emulated cluster compares, as a training step.
+
+All start from the same weights, see the same data and step the same AdamW. FSDP2 strategies shard each
+block and the rest, keep weights gathered between forward and backward (`reshard_after_forward=False`: one
+gather per step, as in the paper) and gather in bf16; all compute in bf16 where the machine is fast at it,
+else in fp32. DDP keeps whole fp32 weights on every rank.
+
+A half that a strategy leaves in full precision goes through the same pairwise exchange as a quantized half:
+gloo's own reduce-scatter sends twice what is needed and its all-gather runs half duplex between two ranks.
+Only `fsdp2`, which is what a user of gloo has today, goes through gloo's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import sdp4bit
+from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.collectives.exchange import start_all_to_all
+from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.pretrain.model import GPT
+from sdp4bit.pretrain.model_cards import ModelShape
+
+FULL_WEIGHTS = WeightConfig(bits=None)
+FULL_GRADIENTS = GradientConfig(intra_bits=None, inter_bits=None, hadamard=False)
+POWER_SGD_RANK = 4
+POWER_SGD_START = 2
+"""Steps that PowerSGD averages in full precision first; warm-up must be longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The model and its data; the default is large enough that 250 Mbit/s are 90 % of a step."""
+
+    layers: int = 6
+    hidden: int = 384
+    heads: int = 6
+    vocabulary: int = 8192
+    sequence_length: int = 128
+    micro_batch: int = 1
+    learning_rate: float = 3e-4
+    seed: int = 0
+
+    @property
+    def shape(self) -> ModelShape:
+        """What the model is built from."""
+        return ModelShape(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            vocabulary=self.vocabulary,
+            positions=self.sequence_length,
+        )
+
+    def batch(self, step: int, *, rank: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and targets of a rank's step, both [micro_batch, sequence_length].
+
+        Frequencies fall as in text (Zipf), and every other token follows from the one before, so that a model
+        has something to learn within few steps.
+        """
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step * 4099 + rank)
+        frequencies = 1.0 / torch.arange(1, self.vocabulary + 1)
+        count = self.micro_batch * (self.sequence_length + 1)
+        drawn = torch.multinomial(frequencies, count, replacement=True, generator=generator)
+        text = drawn.view(self.micro_batch, self.sequence_length + 1)
+        text[:, 1::2] = (text[:, 0:-1:2] * 7 + 1) % self.vocabulary
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """How many ranks are where; ranks are numbered node by node."""
+
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all nodes."""
+        return self.nodes * self.ranks_per_node
+
+
+class TrainingStep:
+    """One strategy's model and optimizer; calling it trains one step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        workload: Workload,
+        rank: int,
+        sent_bytes: Callable[[], float] | None,
+    ) -> None:
+        self._model = model
+        self._workload = workload
+        self._rank = rank
+        self._sent_bytes = sent_bytes
+        self._optimizer = torch.optim.AdamW(model.parameters(), workload.learning_rate, fused=True)
+        self.steps = 0
+
+    def __call__(self) -> Tensor:
+        """Train one step and return this rank's loss before it."""
+        tokens, targets = self._workload.batch(self.steps, rank=self._rank)
+        loss: Tensor = self._model(tokens, targets)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.steps += 1
+        return loss.detach()
+
+    def sent_bytes(self) -> float | None:
+        """Return what this rank says it has sent to other nodes so far; None if nobody counts."""
+        return None if self._sent_bytes is None else self._sent_bytes()
+
+
+class Bf16ReduceScatter:
+    """FSDP2's reduce-scatter as a pairwise exchange of bf16 rows, which are summed in fp32."""
+
+    def __init__(self, scratch: Scratch, cluster: Cluster) -> None:
+        self._scratch = scratch
+        self._cluster = cluster
+        self.inter_bytes = 0
+        """Bytes sent to other nodes so far."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a new tensor."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """`output_tensor` [n] holds this rank's row of the mean or sum of `input_tensor` [ranks * n]."""
+        ranks, device = group.size(), input_tensor.device
+        sent = input_tensor.view(ranks, -1)
+        row_bytes = sent[0].nbytes
+        received = self._scratch.messages("rows", ranks, row_bytes, device=device).view(sent.dtype)
+        start_all_to_all(received, sent, group).wait()
+        total = torch.sum(received, 0, dtype=torch.float32)
+        output_tensor.copy_(total.div_(ranks) if op == dist.ReduceOp.AVG else total)
+        self.inter_bytes += row_bytes * (self._cluster.ranks - self._cluster.ranks_per_node)
+
+
+def arithmetic() -> torch.dtype:
+    """Return the type of activations that this machine multiplies fast."""
+    return torch.bfloat16 if torch.cpu.get_capabilities().get("avx512_bf16", False) else torch.float32
+
+
+def build_model(workload: Workload) -> GPT:
+    """Return the model with its initial weights, the same on all ranks."""
+    model = GPT(workload.shape, arithmetic=arithmetic())
+    model.reset_parameters(seed=workload.seed)
+    return model
+
+
+def shard(model: GPT, *, reduce_dtype: torch.dtype = torch.float32) -> GPT:
+    """Return the model, sharded by FSDP2 over all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    # Blocks are asked for when the forward pass begins; an exchange that can will overlap it.
+    cast(FSDPModule, model).set_modules_to_forward_prefetch(cast(list[FSDPModule], list(model.blocks)))
+    return model
+
+
+def _compute(workload: Workload, cluster: Cluster) -> TrainingStep:
+    return TrainingStep(
+        build_model(workload), workload=workload, rank=dist.get_rank(), sent_bytes=lambda: 0.0
+    )
+
+
+def _fsdp2(workload: Workload, cluster: Cluster) -> TrainingStep:
+    return TrainingStep(
+        shard(build_model(workload)), workload=workload, rank=dist.get_rank(), sent_bytes=None
+    )
+
+
+def _quantized(config: SDP4BitConfig, *, levels: int = 2) -> Callable[[Workload, Cluster], TrainingStep]:
+    """Return a builder of FSDP2 with this communication, in one level (all ranks alike) or two."""
+
+    def build(workload: Workload, cluster: Cluster) -> TrainingStep:
+        model = shard(build_model(workload))
+        per_node = cluster.ranks_per_node if levels == 2 else 1
+        comm = sdp4bit.quantize_communication(model, topology=per_node, config=config)
+        # Of what one level counts as sent to other "nodes", some goes to ranks of this one.
+        crossing = 1.0 if levels == 2 else _crossing(cluster)
+
+        def sent_bytes() -> float:
+            return float(comm.stats()["total"]["inter_bytes"]) * crossing
+
+        return TrainingStep(model, workload=workload, rank=dist.get_rank(), sent_bytes=sent_bytes)
+
+    return build
+
+
+def _crossing(cluster: Cluster) -> float:
+    """Return the share of a rank's peers that are on other nodes."""
+    return (cluster.ranks - cluster.ranks_per_node) / max(1, cluster.ranks - 1)
+
+
+def _fair_bf16(workload: Workload, cluster: Cluster) -> TrainingStep:
+    model = shard(build_model(workload), reduce_dtype=torch.bfloat16)
+    config = SDP4BitConfig(weights=FULL_WEIGHTS, gradients=None)
+    comm = sdp4bit.quantize_communication(model, topology=1, config=config)
+    reduction = Bf16ReduceScatter(Scratch(), cluster)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(reduction)
+
+    def sent_bytes() -> float:
+        return float(comm.stats()["total"]["inter_bytes"]) * _crossing(cluster) + reduction.inter_bytes
+
+    return TrainingStep(model, workload=workload, rank=dist.get_rank(), sent_bytes=sent_bytes)
+
+
+def _bf16_hook(state, bucket):  # type: ignore[no-untyped-def]
+    # A function of our own: DDP refuses the stock one by its name unless the back end is NCCL. Without
+    # annotations: DDP compares them with its types, and here they are strings.
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+def _ddp(hook: str | None) -> Callable[[Workload, Cluster], TrainingStep]:
+    def build(workload: Workload, cluster: Cluster) -> TrainingStep:
+        # With several buckets the follow-up reductions of PowerSGD race on gloo and abort.
+        bucket = {"bucket_cap_mb": 4096} if hook == "powersgd" else {}
+        model = DistributedDataParallel(build_model(workload), gradient_as_bucket_view=True, **bucket)
+        if hook == "bf16":
+            model.register_comm_hook(None, _bf16_hook)
+        elif hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(
+                None,
+                matrix_approximation_rank=POWER_SGD_RANK,
+                start_powerSGD_iter=POWER_SGD_START,
+                min_compression_rate=2,
+            )
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return TrainingStep(model, workload=workload, rank=dist.get_rank(), sent_bytes=None)
+
+    return build
+
+
+def _preset(name: str, *, chunks: int = 1) -> SDP4BitConfig:
+    config = SDP4BitConfig.preset(name)
+    gradients = config.gradients or FULL_GRADIENTS
+    return replace(
+        config,
+        weights=config.weights or FULL_WEIGHTS,
+        gradients=replace(gradients, pipeline_chunks=chunks),
+    )
+
+
+FAIR, HIERARCHICAL = "fair", "hierarchical"
+_FULL = SDP4BitConfig(weights=FULL_WEIGHTS, gradients=FULL_GRADIENTS)
+
+STRATEGIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
+    "compute": _compute,
+    "fsdp2": _fsdp2,
+    FAIR: _quantized(_FULL, levels=1),
+    "fair-bf16": _fair_bf16,
+    HIERARCHICAL: _quantized(_FULL),
+    "ddp": _ddp(None),
+    "ddp-bf16": _ddp("bf16"),
+    "ddp-powersgd": _ddp("powersgd"),
+    "qw": _quantized(_preset("qw")),
+    "qwd": _quantized(_preset("qwd")),
+    "ulq": _quantized(_preset("ulq")),
+    "tlq": _quantized(_preset("tlq")),
+    "tlq-hs": _quantized(_preset("tlq-hs")),
+    "sdp4bit": _quantized(_preset("sdp4bit")),
+    "sdp4bit-4chunks": _quantized(_preset("sdp4bit", chunks=4)),
+}
+"""Builders by name. compute: no communication at all, so ranks drift apart; it bounds what can be gained."""
+
+
+def strategies_for(cluster: Cluster) -> list[str]:
+    """Return the strategies that differ on this cluster: with one rank per node there is one level only."""
+    return [name for name in STRATEGIES if name != HIERARCHICAL or cluster.ranks_per_node > 1]
+
+
+def workload_from(values: dict[str, Any]) -> Workload:
+    """Return the workload that as_message() described."""
+    return Workload(**values)
+
+
+def as_message(workload: Workload) -> dict[str, Any]:
+    """Return a description that JSON can carry."""
+    return asdict(workload)
