@@ -236,7 +236,8 @@ class TrainingLoop:
     def check(self, metrics: StepMetrics) -> None:
         """The run has not diverged in this step; TrainingDivergedError on all ranks otherwise."""
         if metrics.skipped:
-            if self.loss_scale is not None and metrics.loss_scale == self.config.training.min_loss_scale:
+            training = self.config.training
+            if training.loss_scale is None and metrics.loss_scale == training.min_loss_scale:
                 raise TrainingDivergedError(
                     f"the gradient is not finite at step {metrics.step}, at the smallest loss scale "
                     f"{metrics.loss_scale:g}: lower --learning-rate"
