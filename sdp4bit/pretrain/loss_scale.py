@@ -25,11 +25,6 @@ class LossScale:
         self._good_steps = 0
         self._overflows_left = config.hysteresis
 
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether an overflow could not be answered by a smaller scale."""
-        return self._config.loss_scale is None and self.value <= self._config.min_loss_scale
-
     def update(self, *, overflow: bool) -> None:
         """The scale is that of the next step.
 

@@ -111,8 +111,9 @@ class TrainingLoop:
         )
 
     def _check_finite(self, metrics: StepMetrics) -> None:
+        training = self.config.training
         if metrics.skipped:
-            if metrics.loss_scale == self.config.training.min_loss_scale:
+            if training.loss_scale is None and metrics.loss_scale == training.min_loss_scale:
                 raise TrainingDivergedError(
                     f"the gradient is not finite at step {metrics.step}, at the smallest loss scale "
                     f"{metrics.loss_scale:g}: lower --lr"
