@@ -188,9 +188,9 @@ class LayoutConfig:
     """Share of the communication that runs beside computation, as far as it fits there."""
     engine: Engine = "fsdp2"
     """fsdp2: a group per block; megatron: one flat buffer, gathered once a step and kept."""
-    reshard_after_forward: bool | None = None
-    """FSDP2 frees a block's weights after forward and gathers them again in backward; it does when not
-    given."""
+    reshard_after_forward: bool = True
+    """FSDP2 frees a block's weights after forward and gathers them again in backward; off: once a micro
+    batch."""
     least_padding: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """FSDP2 shards each parameter along the dimension that pads least (shard_placement_fn)."""
 
@@ -200,7 +200,7 @@ class LayoutConfig:
                 require_at_least(flags[0], getattr(self, name), 1)
         require(0 <= self.overlap <= 1, f"--overlap {self.overlap} must be between 0 and 1")
         for given, flag in (
-            (self.reshard_after_forward is not None, "--reshard-after-forward"),
+            (not self.reshard_after_forward, "--no-reshard-after-forward"),
             (self.least_padding, "--least-padding"),
         ):
             require(
@@ -294,13 +294,12 @@ class PlanConfig:
 
     def groups(self) -> tuple[ShardedGroup, ...]:
         """Return the parameters of one model-parallel rank."""
-        reshard = self.layout.reshard_after_forward
         try:
             groups = gpt_groups(
                 self.size(),
                 tensor_parallel=self.layout.tensor_parallel,
                 pipeline_parallel=self.layout.pipeline_parallel,
-                freed_after_forward=True if reshard is None else reshard,
+                freed_after_forward=self.layout.reshard_after_forward,
             )
         except ValueError as error:
             raise SettingError(str(error)) from error

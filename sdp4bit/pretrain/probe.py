@@ -174,7 +174,7 @@ def _quantization(values: int, *, grid: RankGrid, device: torch.device) -> tuple
         hops.append((n, 1, gradients.inter_bits, gradients.inter_group_size))
     messages = []
     for size, parts, bits, group_size in hops:
-        # After the first hop a message carries one row; before a single hop, one per peer as well.
+        # The hop inside a node carries a row for each node, the one between nodes a single row.
         layout = message_layout(numel=row, bits=bits, group_size=group_size, parts=parts)
         messages.append(torch.empty(size, layout.nbytes, dtype=torch.uint8, device=device))
     first_size, first_parts, first_bits, first_group = hops[0]
