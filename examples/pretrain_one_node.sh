@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Pretrains the 125M model of the paper on all GPUs of one machine. Further options go to `sdp4bit pretrain`:
 #
-#   examples/pretrain_one_node.sh --data-path corpus.jsonl --vocabulary-size 50257
+#   examples/pretrain_one_node.sh --data-path corpus.jsonl
 #
 # On one machine all traffic stays inside the node, where gradients are 8 bits. --ranks-per-node lets groups of ranks
 # stand for nodes.
 set -euo pipefail
 
 exec torchrun --standalone --nproc-per-node gpu -m sdp4bit pretrain \
-    --model-card 125M \
-    --steps 1000 \
+    --preset 125M \
+    --train-iters 1000 \
     --no-reshard-after-forward \
     --out runs/125M \
     --save runs/125M/checkpoints \

@@ -8,6 +8,7 @@ between nodes. One line after `fully_shard`::
 
 from __future__ import annotations
 
+from sdp4bit import megatron
 from sdp4bit.config import PRESETS, GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.integrations.fsdp import CommHandle, quantize_communication
 
@@ -20,5 +21,6 @@ __all__ = [
     "SDP4BitConfig",
     "WeightConfig",
     "__version__",
+    "megatron",
     "quantize_communication",
 ]

@@ -1,14 +1,15 @@
-"""The `sdp4bit` command: pretrain, compare, demo."""
+"""The `sdp4bit` command: preprocess, pretrain, compare, demo, export, import, plan, probe."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Annotated, Any
 
 EXIT_SETTING = 2
-_PACKAGES = ("tyro", "rich", "tokenizers", "numpy", "matplotlib")
+_PACKAGES = ("tyro", "rich", "tokenizers", "numpy", "matplotlib", "safetensors")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,18 +29,28 @@ def parse(arguments: Sequence[str] | None) -> Any:
     """Return the settings of the chosen command; their class says which it is."""
     import tyro
 
+    from sdp4bit.pretrain.checkpoint_config import ExportConfig, ImportConfig
     from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
     from sdp4bit.pretrain.config import PretrainConfig
     from sdp4bit.pretrain.config_file import expand_config_file
+    from sdp4bit.pretrain.planning import PlanConfig
+    from sdp4bit.pretrain.preprocess import PreprocessConfig
+    from sdp4bit.pretrain.probe_config import ProbeConfig
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     classes = {"pretrain": PretrainConfig, "compare": CompareConfig, "demo": DemoConfig}
+    classes |= {"plan": PlanConfig, "probe": ProbeConfig}
     if arguments and arguments[0] in classes:
         arguments[1:] = expand_config_file(arguments[1:], settings=classes[arguments[0]])
     commands: Any = (
         Annotated[PretrainConfig, tyro.conf.subcommand("pretrain", description=_PRETRAIN)]
         | Annotated[CompareConfig, tyro.conf.subcommand("compare", description=_COMPARE)]
         | Annotated[DemoConfig, tyro.conf.subcommand("demo", description=_DEMO)]
+        | Annotated[ExportConfig, tyro.conf.subcommand("export", description=_EXPORT)]
+        | Annotated[ImportConfig, tyro.conf.subcommand("import", description=_IMPORT)]
+        | Annotated[PreprocessConfig, tyro.conf.subcommand("preprocess", description=_PREPROCESS)]
+        | Annotated[PlanConfig, tyro.conf.subcommand("plan", description=_PLAN)]
+        | Annotated[ProbeConfig, tyro.conf.subcommand("probe", description=_PROBE)]
     )
     return tyro.cli(
         commands,
@@ -59,16 +70,57 @@ _PRETRAIN = (
 _COMPARE = (
     "Train the same model with several strategies and seeds, one after another, and compare their losses."
 )
+_PREPROCESS = (
+    "Turn documents (.jsonl, also .gz or .zst, and .parquet) into Megatron's .bin/.idx files, which pretrain "
+    "and compare read with --data-path."
+)
 _DEMO = (
     "Train a small GPT on 4 processes of this machine that stand for 2 nodes of 2 ranks: first with plain "
     "FSDP2, then with 4-bit communication."
 )
+_EXPORT = (
+    "Write the model and tokenizer of a checkpoint as a Hugging Face GPT-2 model: config.json, "
+    "model.safetensors and the tokenizer's files. One process, no GPU."
+)
+_IMPORT = (
+    "Write a Hugging Face GPT-2 model as a checkpoint, which `sdp4bit pretrain --load` continues from at "
+    "step 0 with a new optimizer. One process, no GPU."
+)
+_PLAN = (
+    "Say what quantized communication would gain on a cluster: bytes, step time, memory, a verdict. Nothing "
+    "is trained; the clusters are the paper's, described by options, or measured by `sdp4bit probe`."
+)
+_PROBE = (
+    "Measure the bandwidth inside and between nodes and the speed of quantization, for `sdp4bit plan "
+    "--probe`. Starts --nproc-per-node processes on this machine; under torchrun, torchrun starts them."
+)
 
 
 def _run(config: Any) -> int:
+    from sdp4bit.pretrain.checkpoint_config import ExportConfig, ImportConfig
     from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
     from sdp4bit.pretrain.launch import run_on_ranks
+    from sdp4bit.pretrain.planning import PlanConfig
+    from sdp4bit.pretrain.preprocess import PreprocessConfig
+    from sdp4bit.pretrain.probe_config import ProbeConfig
 
+    if isinstance(config, PlanConfig):
+        from sdp4bit.pretrain.planning_report import run_plan
+
+        return run_plan(config)
+    if isinstance(config, ProbeConfig):
+        from sdp4bit.pretrain.probe import probe
+
+        return run_on_ranks(probe, config=config, parallel=config.parallel)
+
+    if isinstance(config, PreprocessConfig):
+        from sdp4bit.pretrain.preprocess import preprocess
+
+        try:
+            preprocess(config)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        return 0
     if isinstance(config, DemoConfig):
         from sdp4bit.pretrain.demo import demo
 
@@ -77,6 +129,17 @@ def _run(config: Any) -> int:
         from sdp4bit.pretrain.compare import compare
 
         return run_on_ranks(compare, config=config, parallel=config.parallel)
+    if isinstance(config, ExportConfig | ImportConfig):
+        from sdp4bit.pretrain.huggingface import export_model, import_model
+
+        written = export_model(config) if isinstance(config, ExportConfig) else import_model(config)
+        print(f"sdp4bit: written {written}")
+        return 0
+    if config.dry_run:
+        from sdp4bit.pretrain.dry_run import print_dry_run
+
+        print_dry_run(config)
+        return 0
     from sdp4bit.pretrain.trainer import pretrain
 
     return run_on_ranks(pretrain, config=config, parallel=config.parallel)

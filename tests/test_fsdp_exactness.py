@@ -131,20 +131,21 @@ def test_full_and_node_replicas_give_equal_losses(nodes: int, per_node: int) -> 
     assert losses_of(results[0]) == losses_of(results[1])
 
 
-def train_long(replica: str) -> list[float]:
+def train_long(replica: str, steps: int) -> list[float]:
     model = build()
     config = SDP4BitConfig(weights=WeightConfig(replica=replica))
     comm = sdp4bit.quantize_communication(model, topology=2, config=config)
     optimizer, data, losses = adamw(model), batches(), []
     for _ in range(4):
-        losses += train(model, optimizer, data, 50)
+        losses += train(model, optimizer, data, steps // 4)
         assert_replicas_identical(comm)
     assert comm.stats()["weight_drift"] < 0.02
     return losses
 
 
-def test_replicas_stay_identical_for_200_steps_and_both_kinds_agree() -> None:
-    node = run_ranks(train_long, 4, "node", timeout=240, backend="auto")
-    full = run_ranks(train_long, 4, "full", timeout=240, backend="auto")
+@pytest.mark.parametrize("steps", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_replicas_stay_identical_and_both_kinds_agree(steps: int) -> None:
+    node = run_ranks(train_long, 4, "node", steps, timeout=240, backend="auto")
+    full = run_ranks(train_long, 4, "full", steps, timeout=240, backend="auto")
     assert node == full
-    assert sum(node[0][-20:]) / 20 < 0.8 * sum(node[0][:20]) / 20
+    assert sum(node[0][-20:]) < (0.8 if steps == 200 else 1.0) * sum(node[0][:20])

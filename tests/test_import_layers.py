@@ -25,10 +25,11 @@ MAY_IMPORT = {
     "plan": {"config", "quantization.layout"},
     "collectives": {"config", "quantization", "telemetry"},
     "integrations": METHOD,
-    "api": METHOD | {"integrations"},
-    "pretrain": METHOD | {"integrations", "api"},
-    "cli": METHOD | {"integrations", "api", "pretrain"},
-    "__main__": METHOD | {"integrations", "api", "pretrain", "cli"},
+    "megatron": METHOD | {"integrations"},
+    "api": METHOD | {"integrations", "megatron"},
+    "pretrain": METHOD | {"integrations", "megatron", "api"},
+    "cli": METHOD | {"integrations", "megatron", "api", "pretrain"},
+    "__main__": METHOD | {"integrations", "megatron", "api", "pretrain", "cli"},
 }
 ROOMS = MAY_IMPORT.keys() - {"api"}
 KERNEL_CALLER = "sdp4bit.quantization.ops"

@@ -13,20 +13,15 @@ pytest.importorskip("tyro")
 
 from sdp4bit import PRESETS
 from sdp4bit.cli import main
+from sdp4bit.pretrain.checkpoint_config import CheckpointConfig
 from sdp4bit.pretrain.communication_config import STRATEGIES, CommunicationConfig
 from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
-from sdp4bit.pretrain.config import (
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PretrainConfig,
-    TrainingConfig,
-)
+from sdp4bit.pretrain.config import LoggingConfig, ModelConfig, OptimizerConfig, PretrainConfig
+from sdp4bit.pretrain.data_config import DataConfig
 from sdp4bit.pretrain.model_cards import MODEL_CARDS
+from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.settings import SettingError, option_flags
+from sdp4bit.pretrain.training_config import TrainingConfig
 
 
 def test_strategies_are_the_presets_of_the_library():
@@ -63,7 +58,7 @@ def test_vocabulary_is_padded_to_a_multiple_of_128():
         ),
         (lambda: ModelConfig(layers=0), "--num-layers 0 must be at least 1"),
         (lambda: ModelConfig(dropout=1.0), "--dropout 1.0"),
-        (lambda: DataConfig(vocabulary_size=256), "--vocabulary-size 256 must be between 257"),
+        (lambda: DataConfig(vocabulary_size=256), "--vocab-size 256 must be between 257"),
         (lambda: DataConfig(validation_fraction=0.0), "--validation-fraction 0.0"),
         (lambda: TrainingConfig(steps=0), "--train-iters 0 must be at least 1"),
         (lambda: TrainingConfig(micro_batch_size=0), "--micro-batch-size 0"),

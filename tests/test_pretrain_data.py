@@ -13,12 +13,12 @@ import torch
 pytest.importorskip("tyro")
 pytest.importorskip("tokenizers")
 
-from sdp4bit.pretrain import data
-from sdp4bit.pretrain.config import DataConfig
+from sdp4bit.pretrain import token_cache
 from sdp4bit.pretrain.corpus import END_OF_TEXT, FileCorpus, StandardLibraryCorpus, split_corpus
-from sdp4bit.pretrain.data import Batches, Dataset, SampleOrder, TokenFile, fill_cache, open_dataset
-from sdp4bit.pretrain.ranks import Ranks
+from sdp4bit.pretrain.data import Batches, Dataset
+from sdp4bit.pretrain.data_config import DataConfig
 from sdp4bit.pretrain.settings import SettingError
+from sdp4bit.pretrain.token_cache import SampleOrder, TokenFile, fill_cache, open_cache
 from sdp4bit.pretrain.tokenizer import BytePairTokenizer
 
 DOCUMENTS = [f"def function_{i}(x):\n    return x + {i}  # μ and 漢字 {i}\n" * (1 + i % 5) for i in range(60)]
@@ -33,16 +33,6 @@ def text_file(tmp_path: Path) -> Path:
 
 def config(path: Path, cache: Path, **options) -> DataConfig:
     return DataConfig(data_path=(path,), cache_dir=cache, vocabulary_size=300, **options)
-
-
-def ranks(rank: int, world_size: int) -> Ranks:
-    return Ranks(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        local_world_size=world_size,
-        device=torch.device("cpu"),
-    )
 
 
 class TestCorpus:
@@ -129,21 +119,21 @@ class TestTokenizer:
 class TestCache:
     def test_contents(self, text_file, tmp_path):
         folder = fill_cache(config(text_file, tmp_path / "cache"))
-        dataset = open_dataset(folder)
+        dataset = open_cache(folder)
         counts = json.loads((folder / "tokens.json").read_text())
-        assert (len(dataset.train), len(dataset.validation)) == (counts["train"], counts["validation"])
+        assert (dataset.train.tokens, dataset.validation.tokens) == (counts["train"], counts["validation"])
         assert counts["dtype"] == "uint16"
         corpus = FileCorpus((text_file,))
         held_out = [t for t, v in split_corpus(corpus, validation_fraction=0.05).read(corpus) if v]
         windows = range(dataset.validation.windows(4))
-        inputs, targets = dataset.validation.batch(windows, sequence_length=4)
-        assert torch.equal(inputs[:, 1:], targets[:, :-1])
-        text = dataset.tokenizer.decode(inputs.flatten().tolist())
+        rows = dataset.validation.rows(windows, sequence_length=4)
+        assert np.array_equal(rows[:-1, -1], rows[1:, 0])
+        text = dataset.tokenizer.decode(rows[:, :-1].flatten().tolist())
         assert text and END_OF_TEXT.join(held_out).startswith(text)
 
     def test_the_second_time_nothing_is_written(self, text_file, tmp_path, monkeypatch):
         first = fill_cache(config(text_file, tmp_path / "cache"))
-        monkeypatch.setattr(data, "_tokenize", None)
+        monkeypatch.setattr(token_cache, "_tokenize", None)
         assert fill_cache(config(text_file, tmp_path / "cache")) == first
 
     def test_other_text_or_settings_have_another_folder(self, text_file, tmp_path):
@@ -161,7 +151,7 @@ class TestCache:
             (folder / "train.bin").write_bytes(b"half")
             raise OSError("disk full")
 
-        monkeypatch.setattr(data, "_tokenize", fail_late)
+        monkeypatch.setattr(token_cache, "_tokenize", fail_late)
         with pytest.raises(OSError, match="disk full"):
             fill_cache(config(text_file, tmp_path / "cache"))
         assert list((tmp_path / "cache").iterdir()) == []
@@ -172,11 +162,11 @@ class TestCache:
             folders = list(pool.map(fill_cache, [settings] * 3, timeout=60))
         assert len(set(folders)) == 1
         assert [path.name for path in (tmp_path / "cache").iterdir()] == [folders[0].name]
-        assert len(open_dataset(folders[0]).train) > 0
+        assert open_cache(folders[0]).train.tokens > 0
 
     def test_an_unwritable_cache_says_so(self, text_file, tmp_path):
         (tmp_path / "file").write_text("")
-        with pytest.raises(SettingError, match="set --cache-dir"):
+        with pytest.raises(SettingError, match="set --data-cache-path"):
             fill_cache(config(text_file, tmp_path / "file"))
 
     def test_default_folder_follows_xdg(self, monkeypatch, tmp_path):
@@ -219,17 +209,19 @@ def batches(
         dataset,
         micro_batch_size=micro,
         accumulation=accumulation,
-        ranks=ranks(rank, world_size),
+        rank=rank,
+        world_size=world_size,
+        device=torch.device("cpu"),
         **settings,
     )
 
 
 class TestBatches:
     def test_a_window_and_its_next_tokens(self, dataset):
-        inputs, targets = dataset.train.batch([2], sequence_length=10)
-        assert inputs.tolist() == [list(range(20, 30))]
-        assert targets.tolist() == [list(range(21, 31))]
+        assert dataset.train.rows([2], sequence_length=10).tolist() == [list(range(20, 31))]
         assert dataset.train.windows(10) == 100
+        inputs, targets = next(batches(dataset, rank=0, world_size=1, micro=1, accumulation=1).validation())
+        assert (inputs.tolist(), targets.tolist()) == ([list(range(10))], [list(range(1, 11))])
 
     @pytest.mark.parametrize(
         ("world_size", "micro", "accumulation"), [(1, 8, 1), (2, 2, 2), (4, 1, 2), (8, 1, 1)]

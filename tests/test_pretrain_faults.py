@@ -17,10 +17,12 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from sdp4bit.pretrain.config import OptimizerConfig, ParallelConfig, PretrainConfig
+from sdp4bit.pretrain.config import OptimizerConfig, PretrainConfig
+from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.ranks import agree, first_rank_decides
 from sdp4bit.pretrain.settings import SettingError
-from sdp4bit.pretrain.trainer import TrainingDivergedError, pretrain
+from sdp4bit.pretrain.trainer import pretrain
+from sdp4bit.pretrain.training_loop import TrainingDivergedError
 from tests.ranks import run_ranks
 from tests.tiny_runs import small, this_rank, write_text
 
@@ -79,7 +81,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path):
     config = small(text, tmp_path, optimizer=OptimizerConfig(learning_rate=1e30, clip_grad=0))
     messages = run_ranks(diverge, 2, replace(config, parallel=ParallelConfig(ranks_per_node=1)))
     assert messages[0] == messages[1]
-    assert "lower --learning-rate" in messages[0]
+    assert "lower --lr" in messages[0]
 
 
 def test_a_killed_rank_ends_the_others(text, tmp_path):

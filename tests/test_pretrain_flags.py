@@ -11,9 +11,10 @@ pytest.importorskip("tyro")
 from sdp4bit import SDP4BitConfig
 from sdp4bit.cli import main, parse
 from sdp4bit.pretrain.communication_config import STRATEGIES, CommunicationConfig
-from sdp4bit.pretrain.config import PretrainConfig, TrainingConfig
+from sdp4bit.pretrain.config import PretrainConfig
 from sdp4bit.pretrain.model_cards import MODEL_CARDS
 from sdp4bit.pretrain.settings import SettingError
+from sdp4bit.pretrain.training_config import TrainingConfig
 
 PAPER_FLAGS = [
     "--quantized-weights",

@@ -44,7 +44,7 @@ def test_parameter_counts_are_the_papers(card, vocabulary_multiple, billions):
     """The vocabulary is padded to 128 x tensor parallel size there."""
     padded = math.ceil(50257 / (128 * vocabulary_multiple)) * 128 * vocabulary_multiple
     with torch.device("meta"):
-        gpt = GPT(ModelConfig(model_card=card).shape(vocabulary=padded, positions=2048))
+        gpt = GPT(ModelConfig(model_card=card).shape(vocabulary=padded, sequence_length=2048))
     count = sum(p.numel() for p in gpt.parameters())
     # The paper's formula leaves out the 2h values of the last norm.
     assert round((count - 2 * gpt.shape.hidden) / 1e9, 4) == billions
@@ -53,7 +53,7 @@ def test_parameter_counts_are_the_papers(card, vocabulary_multiple, billions):
 @pytest.mark.parametrize(("card", "millions"), [("tiny", 4.3), ("125M", 125.3), ("350M", 355.9)])
 def test_small_parameter_counts(card, millions):
     shape = ModelConfig(model_card=card).shape(
-        vocabulary=4096 if card == "tiny" else 50257, positions=128 if card == "tiny" else 2048
+        vocabulary=4096 if card == "tiny" else 50257, sequence_length=128 if card == "tiny" else 2048
     )
     with torch.device("meta"):
         count = sum(p.numel() for p in GPT(shape).parameters())
@@ -85,18 +85,21 @@ def test_initial_weights_follow_gpt2():
 def test_shards_of_any_world_hold_the_same_initial_weights(world_size):
     rows, columns = 150, 5
     whole = torch.empty(rows, columns)
-    model_module._fill_normal(whole, first_row=0, rows=rows, std=0.02, key="k")
+    size = {"shape": (rows, columns), "std": 0.02, "key": "k"}
+    model_module._fill_normal(whole, rows=range(rows), columns=range(columns), **size)
     chunks = [torch.empty_like(chunk) for chunk in whole.chunk(world_size)]
     first_row = 0
     for chunk in chunks:
-        model_module._fill_normal(chunk, first_row=first_row, rows=rows, std=0.02, key="k")
-        first_row += chunk.shape[0]
+        held = range(first_row, first_row + chunk.shape[0])
+        model_module._fill_normal(chunk, rows=held, columns=range(columns), **size)
+        first_row = held.stop
     assert torch.equal(torch.cat(chunks), whole)
 
 
 def test_loss_at_the_start_is_that_of_a_uniform_guess():
     batch = tokens()
-    assert small_gpt()(batch, batch.roll(1)).item() == pytest.approx(math.log(SMALL.vocabulary), rel=0.01)
+    loss = small_gpt()(batch, batch.roll(1)).item() / batch.numel()
+    assert loss == pytest.approx(math.log(SMALL.vocabulary), rel=0.01)
 
 
 def test_attention_is_causal():
@@ -116,11 +119,12 @@ def test_every_parameter_gets_a_gradient_and_the_embeddings_are_tied():
     assert gpt.token_embedding.weight.grad[unused].abs().sum() > 0  # through the output layer
 
 
-def test_activation_checkpointing_changes_nothing():
+@pytest.mark.parametrize("granularity", ["selective", "full"])
+def test_recomputation_changes_nothing(granularity):
     batch = tokens()
     results = []
-    for recompute in (False, True):
-        gpt = small_gpt(activation_checkpointing=recompute)
+    for recompute in ("none", granularity):
+        gpt = small_gpt(recompute=recompute)
         loss = gpt(batch, batch.roll(-1, dims=1))
         loss.backward()
         results.append((loss, [p.grad for p in gpt.parameters()]))

@@ -22,7 +22,7 @@ def rates(steps: int, **options) -> list[float]:
 
 def test_biases_and_norms_do_not_decay_but_embeddings_do():
     gpt = GPT(ModelShape(layers=1, hidden=32, heads=4, vocabulary=128, positions=16))
-    optimizer = build_optimizer(gpt, config=OptimizerConfig(), learning_rate=0.5)
+    optimizer = build_optimizer(gpt.parameters(), config=OptimizerConfig(), learning_rate=0.5)
     names = {id(parameter): name for name, parameter in gpt.named_parameters()}
     decayed, not_decayed = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
     assert all(name.endswith(".bias") or "norm" in name for name in not_decayed)
@@ -36,7 +36,7 @@ def test_biases_and_norms_do_not_decay_but_embeddings_do():
 
 def test_the_learning_rate_reaches_every_group():
     gpt = torch.nn.Linear(2, 2)
-    optimizer = build_optimizer(gpt, config=OptimizerConfig(), learning_rate=0.5)
+    optimizer = build_optimizer(gpt.parameters(), config=OptimizerConfig(), learning_rate=0.5)
     set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
 

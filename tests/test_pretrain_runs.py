@@ -18,8 +18,10 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from sdp4bit.pretrain import demo as demo_module
+from sdp4bit.pretrain.checkpoint_config import CheckpointConfig
 from sdp4bit.pretrain.comparison import DEMO_PROCESSES, CompareConfig, DemoConfig
-from sdp4bit.pretrain.config import CheckpointConfig, ModelConfig, ParallelConfig, PretrainConfig
+from sdp4bit.pretrain.config import ModelConfig, PretrainConfig
+from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.trainer import pretrain
 from tests.ranks import run_ranks
@@ -54,14 +56,15 @@ def test_the_command_line_trains_on_four_processes(text, tmp_path):
     steps = [line for line in lines if line["event"] == "train"]
     assert [line["step"] for line in steps] == list(range(1, 9))
     assert set(steps[0]) == {
-        *("event", "step", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds"),
+        *("event", "step", "samples", "loss", "lr", "grad_norm", "loss_scale", "skipped"),
+        *("tokens_per_second", "tflops_per_device", "step_seconds"),
         *("intra_bytes", "inter_bytes", "compression_ratio", "weight_drift", "gradient_error"),
     }
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
     assert all(line["intra_bytes"] > 0 and line["inter_bytes"] > 0 for line in steps)
     assert steps[-1]["compression_ratio"] > 4
     assert [line["step"] for line in lines if line["event"] == "validation"] == [8]
-    assert "sdp4bit: step 4/8  loss" in done.stdout
+    assert "sdp4bit: step 4/8 | samples 64 | loss" in done.stdout
     assert "sdp4bit: step 8/8  validation loss" in done.stdout
     assert json.loads((tmp_path / "config.json").read_text())["strategy"] == "sdp4bit"
     assert any((tmp_path / "tensorboard").iterdir())
@@ -127,7 +130,7 @@ def test_checkpoints_are_checked_and_may_change_the_world_size(text, tmp_path):
     assert messages[0] == messages[1]
     assert "another model: layers 2 (now 1)" in messages[0][0]
     assert "nowhere: no checkpoint there" in messages[0][1]
-    assert "has done 8 steps: set --steps to more" in messages[0][2]
+    assert "has done 8 steps: set --train-iters to more" in messages[0][2]
 
 
 def sampled_losses(config: PretrainConfig) -> list[float]:

@@ -18,11 +18,13 @@ pytest.importorskip("tyro")
 import torch
 from rich.console import Console
 
-from sdp4bit.pretrain.config import CheckpointConfig, LoggingConfig, TrainingConfig
+from sdp4bit.pretrain.checkpoint_config import CheckpointConfig
+from sdp4bit.pretrain.config import LoggingConfig
 from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics
 from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.stopping import StopRequests
 from sdp4bit.pretrain.timers import Timers
+from sdp4bit.pretrain.training_config import TrainingConfig
 from tests.ranks import run_ranks
 from tests.tiny_runs import losses, small, train_here, write_text
 
@@ -136,7 +138,7 @@ def step_metrics(step: int) -> StepMetrics:
     return StepMetrics(
         step=step, samples=8 * step, loss=float(step), lr=1e-3, grad_norm=0.5, tokens_per_second=1000.0,
         tflops_per_device=2.0, step_seconds=0.5, intra_bytes=1000 * step, inter_bytes=500,
-        compression_ratio=5.9, weight_drift=None, gradient_error=None,
+        compression_ratio=5.9, weight_drift=None, gradient_error=None, loss_scale=None, skipped=False,
     )  # fmt: skip
 
 

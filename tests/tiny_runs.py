@@ -13,18 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sdp4bit.pretrain.config import (
-    DataConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PretrainConfig,
-    TrainingConfig,
-)
+from sdp4bit.pretrain.config import LoggingConfig, ModelConfig, OptimizerConfig, PretrainConfig
 from sdp4bit.pretrain.corpus import END_OF_TEXT
+from sdp4bit.pretrain.data_config import DataConfig
+from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.ranks import Ranks
 from sdp4bit.pretrain.trainer import TrainingResult, pretrain
+from sdp4bit.pretrain.training_config import TrainingConfig
 
 SOURCES = (
     "argparse",

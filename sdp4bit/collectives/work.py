@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,36 @@ class CompletedWork(dist._Work):  # type: ignore[misc,name-defined]
     def is_completed(self) -> bool:
         """Whether the collective has finished."""
         return self._event is None or bool(self._event.query())
+
+
+class JointWork:
+    """Several works as one."""
+
+    def __init__(self, *works: Any) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """All have completed; on CUDA, the current stream waits for them."""
+        for work in self._works:
+            work.wait()
+
+
+class SideStream:
+    """Runs collectives in order beside the current stream; where there are no streams, at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def run(self, function: Callable[[], None]) -> CompletedWork:
+        """Issue the function's work behind all that the current stream has been given so far."""
+        if self._stream is None:
+            function()
+            return CompletedWork(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            function()
+            return CompletedWork(self._device)
 
 
 class DeferredWork(dist._Work):  # type: ignore[misc,name-defined]

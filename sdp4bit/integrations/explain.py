@@ -1,7 +1,11 @@
-"""The table that tells what each FSDP group sends, and why where it is not quantized."""
+"""The table that tells what each parameter group sends, and why where it is not quantized."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.integrations.fsdp_hooks import CommState, GroupComm
 from sdp4bit.telemetry import Traffic
@@ -9,23 +13,43 @@ from sdp4bit.telemetry import Traffic
 _HEADER = ("group", "values/rank", "ranks", "weights", "gradients", "intra B/step", "inter B/step")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of the table."""
+
+    name: str
+    row_numel: int
+    ranks: str
+    weights: str
+    gradients: str
+    sent: Traffic
+
+
 def explain_groups(state: CommState, config: SDP4BitConfig) -> str:
-    """Return the table as text, one line per group and a line of totals."""
-    lines = [_HEADER]
-    total = Traffic()
-    for comm in state.groups:
-        sent = state.last_traffic(comm)
-        total = total + sent
-        lines.append(
-            (
-                comm.group.name,
-                f"{comm.group.row_numel:,}",
-                f"{comm.layout.nodes} x {comm.layout.ranks_per_node}",
-                comm.weights_dense_because or _weights(config.weights, comm),
-                comm.gradients_dense_because or _gradients(config.gradients, comm),
-                *_bytes(sent),
+    """Return the table of an FSDP2 model as text, one line per group and a line of totals."""
+    return render(
+        [
+            Row(
+                name=comm.group.name,
+                row_numel=comm.group.row_numel,
+                ranks=describe_ranks(comm.layout),
+                weights=comm.weights_dense_because or _fsdp_weights(config.weights, comm),
+                gradients=comm.gradients_dense_because
+                or describe_gradients(config.gradients, comm.layout, comm.group.row_numel),
+                sent=state.last_traffic(comm),
             )
-        )
+            for comm in state.groups
+        ]
+    )
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Return the table as text, with a line of totals."""
+    lines = [_HEADER]
+    for row in rows:
+        values = f"{row.row_numel:,}"
+        lines.append((row.name, values, row.ranks, row.weights, row.gradients, *_bytes(row.sent)))
+    total = sum((row.sent for row in rows), Traffic())
     lines.append(("total", "", "", "", "", *_bytes(total)))
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
     numeric = {1, 5, 6}
@@ -40,32 +64,44 @@ def explain_groups(state: CommState, config: SDP4BitConfig) -> str:
     return "\n".join(rendered)
 
 
+def describe_ranks(layout: NodeLayout) -> str:
+    """Return nodes x ranks per node as text."""
+    return f"{layout.nodes} x {layout.ranks_per_node}"
+
+
+def describe_weights(config: WeightConfig | None, *, where: str) -> str:
+    """Return how quantized weights travel, and where their replica is, as text."""
+    assert config is not None
+    if config.bits is None:
+        return f"full precision, {where}"
+    return f"int{config.bits}/{config.group_size} {config.mode}, {where}"
+
+
+def describe_gradients(config: GradientConfig | None, layout: NodeLayout, row_numel: int) -> str:
+    """Return how rows of quantized gradients travel, as text."""
+    assert config is not None
+    if row_numel < config.min_numel:
+        return f"row below min_numel={config.min_numel}"
+    hops = []
+    if layout.ranks_per_node > 1:
+        hops.append("intra " + _hop(config.intra_bits, config.intra_group_size))
+    if layout.nodes > 1:
+        hops.append("inter " + _hop(config.inter_bits, config.inter_group_size))
+    text = ", ".join(hops) + (", Hadamard" if config.hadamard else "")
+    return text + (f", from step {config.start_step}" if config.start_step else "")
+
+
 def _bytes(sent: Traffic) -> tuple[str, str]:
     if not sent.collectives:
         return "-", "-"
     return f"{sent.intra_bytes:,.0f}", f"{sent.inter_bytes:,.0f}"
 
 
-def _weights(config: WeightConfig | None, comm: GroupComm) -> str:
+def _fsdp_weights(config: WeightConfig | None, comm: GroupComm) -> str:
     assert config is not None
-    if config.bits is None:
-        return f"full precision, {config.replica} replica"
+    text = describe_weights(config, where=f"{config.replica} replica")
     frozen = sum(not segment.sharded.requires_grad for segment in comm.group.segments)
-    note = f", {frozen} frozen not sent" if frozen else ""
-    return f"int{config.bits}/{config.group_size} {config.mode}, {config.replica} replica{note}"
-
-
-def _gradients(config: GradientConfig | None, comm: GroupComm) -> str:
-    assert config is not None
-    if comm.group.row_numel < config.min_numel:
-        return f"row below min_numel={config.min_numel}"
-    hops = []
-    if comm.layout.ranks_per_node > 1:
-        hops.append("intra " + _hop(config.intra_bits, config.intra_group_size))
-    if comm.layout.nodes > 1:
-        hops.append("inter " + _hop(config.inter_bits, config.inter_group_size))
-    text = ", ".join(hops) + (", Hadamard" if config.hadamard else "")
-    return text + (f", from step {config.start_step}" if config.start_step else "")
+    return text + (f", {frozen} frozen not sent" if frozen and config.bits is not None else "")
 
 
 def _hop(bits: int | None, group_size: int) -> str:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sdp4bit.integrations.fsdp_hooks import CommState, GroupComm
+from sdp4bit.integrations.measures import relative_distance, sampled_error
 
 FORMAT_VERSION = 1
 _PARTS = ("layout", "groups", "replica", "fingerprints")
@@ -150,31 +151,17 @@ def _layout(state: CommState) -> dict[str, int]:
 
 def weight_drift(state: CommState) -> float | None:
     """Return |main - replica| / |main| over this rank's shards; None before the first refresh."""
-    distance = norm = 0.0
-    seen = False
-    for comm in state.groups:
-        if comm.replica is None or comm.replica.rows is None:
-            continue
-        seen = True
-        main = comm.group.main_row(torch.float32)
-        distance += float((main - comm.replica.own_row.float()).square().sum())
-        norm += float(main.square().sum())
-    if not seen:
-        return None
-    return float((distance / norm) ** 0.5) if norm else 0.0
+    return relative_distance(
+        (comm.group.main_row(torch.float32), comm.replica.own_row)
+        for comm in state.groups
+        if comm.replica is not None and comm.replica.rows is not None
+    )
 
 
 def gradient_error(state: CommState) -> float | None:
     """Return the relative error of quantizing samples of the last gradients; None before the first."""
-    distance = norm = 0.0
-    seen = False
-    for comm in state.groups:
-        if comm.reduce_scatter is None or comm.gradient_sample is None:
-            continue
-        seen = True
-        energy = float(comm.gradient_sample.float().square().sum())
-        distance += energy * comm.reduce_scatter.quantization_error(comm.gradient_sample) ** 2
-        norm += energy
-    if not seen:
-        return None
-    return float((distance / norm) ** 0.5) if norm else 0.0
+    return sampled_error(
+        (comm.reduce_scatter, comm.gradient_sample)
+        for comm in state.groups
+        if comm.reduce_scatter is not None and comm.gradient_sample is not None
+    )

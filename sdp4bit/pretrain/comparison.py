@@ -7,16 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sdp4bit.pretrain.communication_config import STRATEGIES, CommunicationConfig, Strategy
-from sdp4bit.pretrain.config import (
-    DataConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PretrainConfig,
-    TrainingConfig,
-)
+from sdp4bit.pretrain.config import LoggingConfig, ModelConfig, OptimizerConfig, PretrainConfig
+from sdp4bit.pretrain.data_config import CacheFolder, DataConfig
+from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.settings import SettingError, option_flags
+from sdp4bit.pretrain.training_config import TrainingConfig
 
 DEMO_PROCESSES = 4
 DEMO_RANKS_PER_NODE = 2
@@ -113,7 +108,7 @@ class DemoConfig:
     """Optimizer steps of each run."""
     seed: int = 1
     """Seed of the weights, the sample order and the rounding; the same for both runs."""
-    cache_dir: Path | None = None
+    cache_dir: CacheFolder = None
     """Where tokenized text is kept between runs; $XDG_CACHE_HOME/sdp4bit or ~/.cache/sdp4bit otherwise."""
 
     def __post_init__(self) -> None:

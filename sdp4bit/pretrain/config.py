@@ -5,19 +5,20 @@ Every field is a command-line option; the docstring below it is what `--help` sh
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from sdp4bit.config import SDP4BitConfig
+from sdp4bit.pretrain.checkpoint_config import CheckpointConfig
 from sdp4bit.pretrain.communication_config import DEFAULT_STRATEGY, STRATEGIES, CommunicationConfig, Strategy
+from sdp4bit.pretrain.data_config import DataConfig
 from sdp4bit.pretrain.model_cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelCard, ModelShape
+from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.reference_flags import ReferenceConfig
 from sdp4bit.pretrain.settings import SettingError, option, option_flags, require, require_at_least
+from sdp4bit.pretrain.training_config import TrainingConfig
 
-Precision = Literal["bf16", "fp32"]
-Arithmetic = Literal["auto", "bf16", "fp32"]
 DecayStyle = Literal["cosine", "linear", "constant"]
 
 
@@ -74,103 +75,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Where the text comes from, and its tokenizer."""
-
-    data_path: tuple[Path, ...] = ()
-    """Text files: .jsonl (one object with "text" a line) or plain text (one document a file; documents may be
-    separated by <|endoftext|>). Without: the sources of the running Python's standard library."""
-    vocabulary_size: int = 4096
-    """Tokens of the byte-level BPE tokenizer that is trained on the text."""
-    validation_fraction: float = 0.05
-    """Share of the text, in whole documents, that is held out for validation."""
-    cache_dir: Path | None = None
-    """Where tokenized text is kept between runs; $XDG_CACHE_HOME/sdp4bit or ~/.cache/sdp4bit otherwise."""
-
-    def __post_init__(self) -> None:
-        require(
-            257 <= self.vocabulary_size <= 1 << 20,
-            f"--vocabulary-size {self.vocabulary_size} must be between 257 (256 bytes and the end of text) "
-            f"and {1 << 20}",
-        )
-        require(
-            0 < self.validation_fraction < 1,
-            f"--validation-fraction {self.validation_fraction} must be between 0 and 1, both excluded",
-        )
-        for path in self.data_path:
-            require(
-                path.suffix != ".bin",
-                f"{path}: .bin/.idx data is not supported; give .jsonl or text",
-            )
-
-    def cache_folder(self) -> Path:
-        """Return the folder of the cache, whether it exists or not."""
-        if self.cache_dir is not None:
-            return self.cache_dir
-        base = os.environ.get("XDG_CACHE_HOME")
-        return (Path(base) if base else Path.home() / ".cache") / "sdp4bit"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """Length and size of the training run, and its precision."""
-
-    steps: Annotated[int, option("train-iters", "steps")] = 200
-    """Optimizer steps."""
-    micro_batch_size: int | None = None
-    """Sequences per rank in one forward; the card's when not given."""
-    global_batch_size: int | None = None
-    """Sequences per optimizer step over all ranks; instead of --accumulation."""
-    accumulation: int | None = None
-    """Micro batches per optimizer step, 1 when not given; gradients are reduced once, after the last."""
-    sequence_length: Annotated[int | None, option("seq-length", "sequence-length")] = None
-    """Tokens per sequence; the card's when not given."""
-    eval_interval: int = 100
-    """Steps between validations; the last step is always followed by one."""
-    eval_batches: Annotated[int, option("eval-iters", "eval-batches")] = 4
-    """Global batches per validation, always the same ones."""
-    precision: Precision = "bf16"
-    """dtype in which FSDP2 gathers the weights; gradients are reduced in fp32, masters are fp32 always."""
-    arithmetic: Arithmetic = "auto"
-    """dtype of the activations. auto: that of the weights, except on CPUs without bf16 instructions, where
-    bf16 weights are multiplied in fp32, several times faster."""
-    activation_checkpointing: bool = False
-    """Recompute every block in backward instead of keeping its activations."""
-    compile: bool = False
-    """Compile every block with torch.compile."""
-    reshard_after_forward: bool = True
-    """Free gathered weights after forward and gather them again in backward (ZeRO-3); off: once a step."""
-    exit_interval: int | None = None
-    """Save and leave when the step is a multiple of this."""
-    exit_duration_in_mins: float | None = None
-    """Save and leave after the first step that ends later than this many minutes after the start."""
-
-    def __post_init__(self) -> None:
-        flags = option_flags(TrainingConfig)
-        for name in (
-            "steps",
-            "micro_batch_size",
-            "global_batch_size",
-            "accumulation",
-            "sequence_length",
-            "eval_interval",
-            "eval_batches",
-            "exit_interval",
-        ):
-            require_at_least(flags[name][0], getattr(self, name), 1)
-        require_at_least("--exit-duration-in-mins", self.exit_duration_in_mins, 0)
-        require(
-            self.accumulation is None or self.global_batch_size is None,
-            f"--accumulation {self.accumulation} and --global-batch-size {self.global_batch_size} both say "
-            "how many sequences a step has: give one of the two",
-        )
-        require(
-            not (self.precision == "fp32" and self.arithmetic == "bf16"),
-            "--arithmetic bf16 needs --precision bf16: fp32 weights are multiplied in fp32",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW with linear warm-up and cosine decay; the defaults are the paper's."""
 
@@ -218,30 +122,6 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """Processes and nodes."""
-
-    nproc_per_node: int | None = None
-    """Processes to start on this machine; one per GPU, or one, when not given. Under torchrun, torchrun's
-    option of the same name decides."""
-    ranks_per_node: int | None = None
-    """Consecutive ranks that count as one node; found by host name when not given."""
-
-    def __post_init__(self) -> None:
-        for name in ("nproc_per_node", "ranks_per_node"):
-            require_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
-
-    def check_world(self, world_size: int) -> None:
-        """Ranks per node are known to divide the world; SettingError otherwise."""
-        if self.ranks_per_node is not None and world_size % self.ranks_per_node:
-            divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
-            raise SettingError(
-                f"--ranks-per-node {self.ranks_per_node} does not divide the {world_size} ranks: "
-                f"use one of {divisors}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     """What is written while training."""
 
@@ -273,21 +153,6 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Saving and resuming."""
-
-    save: Path | None = None
-    """Folder for checkpoints; one is written at the end as well."""
-    save_interval: int = 1000
-    """Steps between checkpoints."""
-    load: Path | None = None
-    """Folder of checkpoints to resume from: its latest one, or one of its step folders."""
-
-    def __post_init__(self) -> None:
-        require_at_least("--save-interval", self.save_interval, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
     """Everything one training run depends on."""
 
@@ -296,6 +161,12 @@ class PretrainConfig:
     this nor --quantized-weights nor --quantized-gradients is given."""
     seed: int = 1234
     """Seed of the initial weights, the sample order, dropout and stochastic rounding."""
+    dry_run: bool = False
+    """Train nothing; say what the run would take of each rank."""
+    json: bool = False
+    """Say it as one JSON object."""
+    world_size: int | None = None
+    """Ranks that --dry-run reckons with; --nproc-per-node, or 1, when not given."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -308,9 +179,26 @@ class PretrainConfig:
 
     def __post_init__(self) -> None:
         require_at_least("--seed", self.seed, 0)
-        rate, lowest = self.learning_rate, self.optimizer.min_lr
-        require(lowest is None or lowest <= rate, f"--min-lr {lowest} is above the peak of {rate}: see --lr")
+        require_at_least("--world-size", self.world_size, 1)
+        require(self.dry_run or not self.json, "--json has no effect without --dry-run")
+        require(self.dry_run or self.world_size is None, "--world-size has no effect without --dry-run")
+        if not self.dry_run:
+            rate, lowest = self.learning_rate, self.optimizer.min_lr
+            require(
+                lowest is None or lowest <= rate, f"--min-lr {lowest} is above the peak of {rate}: see --lr"
+            )
         _ = self.model_shape, self.quantization
+
+    def check_layout(self, world_size: int) -> None:
+        """The ranks, the model and the batch are known to fit together; SettingError otherwise."""
+        self.parallel.check_world(world_size)
+        shape = self.model_shape
+        self.parallel.check_model(
+            layers=shape.layers,
+            heads=shape.heads,
+            vocabulary=shape.vocabulary,
+            micro_batches=self.micro_batches(world_size // self.parallel.model_parallel_size),
+        )
 
     @property
     def quantization(self) -> SDP4BitConfig:
@@ -351,7 +239,17 @@ class PretrainConfig:
     @property
     def model_shape(self) -> ModelShape:
         """Sizes of the model."""
-        return self.model.shape(vocabulary=self.data.vocabulary_size, sequence_length=self.sequence_length)
+        return self.model.shape(
+            vocabulary=self.resolved_data.vocabulary, sequence_length=self.sequence_length
+        )
+
+    @property
+    def resolved_data(self) -> DataConfig:
+        """The data's settings; what is tokenized or made up here gets the card's vocabulary by default."""
+        data = self.data
+        if data.vocabulary_size is not None or data.source == "indexed" or data.tokenizer_files is not None:
+            return data
+        return replace(data, vocabulary_size=self.model.card.vocabulary)
 
     def micro_batches(self, data_parallel_size: int) -> int:
         """Return the micro batches of an optimizer step; SettingError if the batch does not divide."""

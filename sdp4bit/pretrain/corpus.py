@@ -74,7 +74,7 @@ class FileCorpus:
     def __init__(self, paths: tuple[Path, ...]) -> None:
         for path in paths:
             if not path.is_file():
-                raise SettingError(f"--data-path {path}: there is no such file")
+                raise SettingError(f"--data-path {path}: there is no such file, nor {path}.idx")
         self._paths = paths
 
     def documents(self) -> Iterator[str]:

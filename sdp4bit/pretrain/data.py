@@ -1,4 +1,4 @@
-"""Tokenized text on disk and the order in which training reads it.
+"""Tokens from wherever the settings say, and the micro batches that a rank reads of them.
 
 The order is a function of the seed and of a sample's global number alone, so that any number of ranks with
 the same global batch sees the same samples in every step.
@@ -8,190 +8,196 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
-import tokenizers
 import torch
 from torch import Tensor
 
-from sdp4bit.pretrain.config import DataConfig
-from sdp4bit.pretrain.corpus import (
-    Corpus,
-    CorpusSplit,
-    FileCorpus,
-    StandardLibraryCorpus,
-    split_corpus,
-)
+from sdp4bit.pretrain.blend import BlendedSplit, Part, parse_blend
+from sdp4bit.pretrain.data_config import DataConfig
+from sdp4bit.pretrain.indexed import IndexedTokens
+from sdp4bit.pretrain.mock_data import MockSplit
 from sdp4bit.pretrain.ranks import Ranks, agree, first_rank_decides
+from sdp4bit.pretrain.sample_index import IndexedSplit
+from sdp4bit.pretrain.samples import Samples, Split
 from sdp4bit.pretrain.settings import SettingError
+from sdp4bit.pretrain.tensor_parallel import IGNORED_TARGET
+from sdp4bit.pretrain.token_cache import fill_cache, open_cache
 from sdp4bit.pretrain.tokenizer import BytePairTokenizer
 
-FORMAT_VERSION = 1
-_ENCODE_DOCUMENTS = 256
-
-
-class TokenFile:
-    """Tokens of many documents, one after another, read through memory mapping."""
-
-    def __init__(self, path: Path, *, dtype: npt.DTypeLike) -> None:
-        self._tokens = np.memmap(path, dtype=dtype, mode="r")
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def windows(self, sequence_length: int) -> int:
-        """Return how many sequences and their next tokens fit."""
-        return max(0, (len(self) - 1) // sequence_length)
-
-    def batch(self, windows: Iterable[int], *, sequence_length: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens of these windows and the token that follows each; [windows, length], int64."""
-        rows = np.stack([self._tokens[w * sequence_length : (w + 1) * sequence_length + 1] for w in windows])
-        tokens = torch.from_numpy(rows.astype(np.int64))
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Training and validation tokens of one corpus, and the tokenizer that made them."""
+    """Tokens to train and validate on."""
 
     key: str
-    """Name of the cache entry: equal for equal documents and settings."""
-    train: TokenFile
-    validation: TokenFile
-    tokenizer: BytePairTokenizer
+    """Equal for equal tokens and splits."""
+    train: Split
+    validation: Split
+    test: Split | None = None
+    tokenizer: BytePairTokenizer | None = None
+    masked_token: int | None = None
+    """Token after which the loss does not count."""
 
 
 def prepare_dataset(config: DataConfig, *, ranks: Ranks) -> Dataset:
-    """Return the dataset on every rank; it is in the cache of every node.
+    """Return the dataset on every rank.
 
-    1. Rank 0 tokenizes the text, unless the cache has it.
-    2. The first rank of every other node does, where the cache is not shared.
+    1. Rank 0 tokenizes the text, unless the cache has it, or checks the .bin/.idx files.
+    2. The first rank of every other node does, where the cache is not shared, and compares.
     3. Everybody opens the files.
 
     Raises:
-        SettingError: on all ranks: unreadable text, or nodes that read different text.
+        SettingError: on all ranks: unreadable text, damaged files, or nodes that read different data.
     """
-    folder = first_rank_decides(lambda: fill_cache(config))
+    if config.source == "mock":
+        split = MockSplit(vocabulary=config.vocabulary)
+        return Dataset(key=f"mock-{config.vocabulary}", train=split, validation=split, test=split)
+    if config.source == "indexed":
+        key = _on_every_node(lambda: check_indexed(config), known=lambda key: False, ranks=ranks)
+        return agree(lambda: open_indexed(config, key=key))
+    folder = _on_every_node(lambda: fill_cache(config), known=Path.is_dir, ranks=ranks)
+    return agree(lambda: open_text(config, folder=folder))
 
-    def fill_cache_of_node() -> None:
-        if ranks.local_rank == 0 and not folder.is_dir():
-            found = fill_cache(config)
-            if found.name != folder.name:
+
+def _on_every_node(work: Callable[[], T], *, known: Callable[[T], bool], ranks: Ranks) -> T:
+    """Return what rank 0 got; the first rank of every other node got the same, or knows it already."""
+    expected = first_rank_decides(work)
+
+    def repeat() -> None:
+        if ranks.local_rank == 0 and ranks.rank > 0 and not known(expected):
+            found = work()
+            if found != expected:
                 raise SettingError(
-                    f"rank {ranks.rank} reads other text than rank 0 ({found.name}, {folder.name}): use the "
-                    "same files, Python and tokenizers versions on all nodes, or a shared --cache-dir"
+                    f"rank {ranks.rank} reads other data than rank 0 ({found}, {expected}): use the same "
+                    "files, Python and tokenizers versions on all nodes, or a shared --data-cache-path"
                 )
 
-    agree(fill_cache_of_node)
-    return agree(lambda: open_dataset(folder))
+    agree(repeat)
+    return expected
 
 
-def fill_cache(config: DataConfig) -> Path:
-    """Return the cache folder that holds the tokenized text, after writing it if it was not there.
-
-    The folder appears under its name complete or not at all, whoever else writes it at the same time.
-    """
-    corpus: Corpus = FileCorpus(config.data_path) if config.data_path else StandardLibraryCorpus()
-    split = split_corpus(corpus, validation_fraction=config.validation_fraction)
-    settings = {
-        "format": FORMAT_VERSION,
-        "corpus": split.digest,
-        "vocabulary_size": config.vocabulary_size,
-        "validation_fraction": config.validation_fraction,
-        "tokenizers": tokenizers.__version__,
-    }
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
-    cache = config.cache_folder()
-    folder = cache / key
-    if folder.is_dir():
-        return folder
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        working = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=cache))
-    except OSError as error:
-        raise SettingError(f"cannot write the cache folder {cache} ({error}): set --cache-dir") from error
-    try:
-        _tokenize(corpus, split=split, config=config, folder=working)
-        (working / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
-        working.chmod(0o755)
-        try:
-            working.rename(folder)
-        except OSError:
-            # Another process was first; its files are the same.
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(working, ignore_errors=True)
-    return folder
-
-
-def open_dataset(folder: Path) -> Dataset:
+def open_text(config: DataConfig, *, folder: Path) -> Dataset:
     """Return the dataset of a cache folder."""
-    counts = json.loads((folder / "tokens.json").read_text())
-    dtype = np.dtype(counts["dtype"])
+    text = open_cache(folder)
     return Dataset(
-        key=folder.name,
-        train=TokenFile(folder / "train.bin", dtype=dtype),
-        validation=TokenFile(folder / "validation.bin", dtype=dtype),
-        tokenizer=BytePairTokenizer.load(folder / "tokenizer.json"),
+        key=text.key,
+        train=text.train,
+        validation=text.validation,
+        tokenizer=text.tokenizer,
+        masked_token=text.end_of_text if config.eod_mask_loss else None,
     )
 
 
-def _tokenize(corpus: Corpus, *, split: CorpusSplit, config: DataConfig, folder: Path) -> None:
-    """The folder holds tokenizer.json, train.bin, validation.bin and tokens.json."""
-    training_text = (text for text, held_out in split.read(corpus) if not held_out)
-    tokenizer = BytePairTokenizer.train(training_text, vocabulary_size=config.vocabulary_size)
-    tokenizer.save(folder / "tokenizer.json")
-    dtype = np.dtype(np.uint16 if config.vocabulary_size <= 1 << 16 else np.uint32)
-    counts = {"train": 0, "validation": 0}
-    with (
-        (folder / "train.bin").open("wb") as train,
-        (folder / "validation.bin").open("wb") as validation,
-    ):
-        for documents in _batched(split.read(corpus)):
-            encoded = tokenizer.encode_documents([text for text, _ in documents])
-            for (_, held_out), tokens in zip(documents, encoded, strict=True):
-                (validation if held_out else train).write(np.array(tokens, dtype).tobytes())
-                counts["validation" if held_out else "train"] += len(tokens)
-        for file in (train, validation):
-            file.flush()
-            os.fsync(file.fileno())
-    (folder / "tokens.json").write_text(json.dumps({"dtype": dtype.name, **counts}) + "\n")
+def check_indexed(config: DataConfig) -> str:
+    """Return the key of the dataset; its .bin/.idx files are known to be undamaged.
+
+    Raises:
+        SettingError: a file is missing or damaged; it names file and field.
+    """
+    corpora = {part.prefix: IndexedTokens(part.prefix) for _, parts in _blends(config) for part in parts}
+    for corpus in corpora.values():
+        corpus.check()
+    description = {
+        "corpora": [
+            [option, str(part.weight), corpora[part.prefix].fingerprint()]
+            for option, parts in _blends(config)
+            for part in parts
+        ],
+        "split": config.split_shares if config.data_path else None,
+        "vocabulary": config.vocabulary,
+    }
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def _batched(documents: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    while batch := list(islice(documents, _ENCODE_DOCUMENTS)):
-        yield batch
+def open_indexed(config: DataConfig, *, key: str) -> Dataset:
+    """Return the dataset of .bin/.idx files that have been checked.
+
+    Raises:
+        SettingError: a split without documents, or --eod-mask-loss without the token to mask.
+    """
+    masked = config.end_of_document if config.eod_mask_loss else None
+    if config.eod_mask_loss and masked is None:
+        raise SettingError(
+            "--eod-mask-loss needs the token that ends documents: give the tokenizer (--vocab-file and "
+            "--merge-file, or --tokenizer-model, with --eod-token if it is an unusual one)"
+        )
+    splits: list[Split | None]
+    blends = dict(_blends(config))
+    if config.data_path:
+        splits = [
+            _open_blend(blends["--data-path"], config, shares=shares)
+            for shares in _borders(config.split_shares)
+        ]
+    else:
+        splits = [
+            _open_blend(blends[option], config, shares=(0.0, 1.0)) if option in blends else None
+            for option in ("--train-data-path", "--valid-data-path", "--test-data-path")
+        ]
+    train, validation, test = splits
+    assert train is not None and validation is not None
+    return Dataset(
+        key=key,
+        train=train,
+        validation=validation,
+        test=test,
+        tokenizer=config.tokenizer,
+        masked_token=masked,
+    )
 
 
-class SampleOrder:
-    """Which window a global sample number means: all windows shuffled, then all in another order."""
+def _blends(config: DataConfig) -> list[tuple[str, list[Part]]]:
+    """Return the corpora of each option that names some."""
+    options = {
+        "--data-path": config.data_path,
+        "--train-data-path": config.train_data_path,
+        "--valid-data-path": config.valid_data_path,
+        "--test-data-path": config.test_data_path,
+    }
+    return [(option, parse_blend(paths, option=option)) for option, paths in options.items() if paths]
 
-    def __init__(self, *, windows: int, seed: int) -> None:
-        self._windows = windows
-        self._seed = seed
-        self._epoch = -1
-        self._permutation: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
-    def window(self, sample: int) -> int:
-        """Return the window of a global sample number."""
-        epoch, position = divmod(sample, self._windows)
-        if epoch != self._epoch:
-            self._permutation = np.random.default_rng([self._seed, epoch]).permutation(self._windows)
-            self._epoch = epoch
-        return int(self._permutation[position])
+def _borders(shares: Sequence[float]) -> list[tuple[float, float]]:
+    """Return where each share of the documents begins and ends, between 0 and 1."""
+    ends = [sum(shares[: index + 1]) for index in range(len(shares))]
+    return list(zip([0.0, *ends[:-1]], ends, strict=True))
+
+
+def _open_blend(parts: Sequence[Part], config: DataConfig, *, shares: tuple[float, float]) -> Split | None:
+    """Return a share of the documents of each corpus; None for a share of nothing."""
+    if shares[0] >= shares[1]:
+        return None
+    splits = []
+    for part in parts:
+        corpus = IndexedTokens(part.prefix)
+        first, last = (round(share * corpus.documents) for share in shares)
+        splits.append(
+            IndexedSplit(
+                corpus=corpus,
+                first=first,
+                last=last,
+                vocabulary=config.vocabulary,
+                fingerprint=corpus.fingerprint(),
+                cache=config.cache_folder(),
+            )
+        )
+    if len(splits) == 1:
+        return splits[0]
+    weights = [part.weight for part in parts if part.weight is not None]
+    return BlendedSplit(
+        names=[f"{split.corpus.prefix}, documents {split.first} to {split.last}," for split in splits],
+        splits=splits,
+        weights=weights or None,
+    )
 
 
 class Batches:
-    """The micro batches that one rank reads of every global batch."""
+    """The micro batches that one data-parallel rank reads of every global batch."""
 
     def __init__(
         self,
@@ -202,51 +208,85 @@ class Batches:
         accumulation: int,
         eval_batches: int,
         seed: int,
-        ranks: Ranks,
+        rank: int,
+        world_size: int,
+        device: torch.device,
     ) -> None:
-        """The splits are known to be long enough; SettingError otherwise."""
-        self._dataset = dataset
-        self._sequence_length = sequence_length
+        """The splits are known to be long enough; SettingError otherwise.
+
+        Args:
+            rank: place in the data-parallel dimension; ranks that share a model replica have the same.
+            world_size: size of the data-parallel dimension.
+        """
         self._micro_batch_size = micro_batch_size
         self._accumulation = accumulation
-        self._ranks = ranks
-        windows = dataset.train.windows(sequence_length)
-        if windows == 0:
+        self._rank = rank
+        self._world_size = world_size
+        self._device = device
+        self._masked_token = dataset.masked_token
+        self._train = dataset.train.samples(sequence_length=sequence_length, seed=seed)
+        if self._train.count == 0:
             raise SettingError(
-                f"the training text has {len(dataset.train)} tokens, less than one sequence of "
-                f"{sequence_length} and its next token: give more text or a smaller --sequence-length"
+                f"the training text has {dataset.train.tokens} tokens, less than one sequence of "
+                f"{sequence_length} and its next token: give more text or a smaller --seq-length"
             )
-        self._order = SampleOrder(windows=windows, seed=seed)
-        across = ranks.world_size * micro_batch_size
-        available = dataset.validation.windows(sequence_length) // across
+        self._validation = dataset.validation.samples(sequence_length=sequence_length, seed=None)
+        self._eval_micro_batches = self._available(
+            self._validation, dataset.validation, eval_batches, name="validation", length=sequence_length
+        )
+        self._test = None
+        if dataset.test is not None:
+            self._test = dataset.test.samples(sequence_length=sequence_length, seed=None)
+            self._test_micro_batches = self._available(
+                self._test, dataset.test, eval_batches, name="test", length=sequence_length
+            )
+
+    def _available(self, samples: Samples, split: Split, batches: int, *, name: str, length: int) -> int:
+        across = self._world_size * self._micro_batch_size
+        available = samples.count // across
         if available == 0:
             raise SettingError(
-                f"the validation text has {len(dataset.validation)} tokens, less than {across} sequences of "
-                f"{sequence_length} for {ranks.world_size} ranks: give more text, a larger "
-                "--validation-fraction, or a smaller --micro-batch-size or --sequence-length"
+                f"the {name} text has {split.tokens} tokens, less than {across} sequences of "
+                f"{length} for {self._world_size} ranks: give more text, a larger share for {name} "
+                "(--validation-fraction, --split), or a smaller --micro-batch-size or --seq-length"
             )
-        self._eval_micro_batches = min(eval_batches * accumulation, available)
+        return min(batches * self._accumulation, available)
 
     @property
     def global_batch_size(self) -> int:
         """Sequences per optimizer step, over all ranks."""
-        return self._ranks.world_size * self._micro_batch_size * self._accumulation
+        return self._world_size * self._micro_batch_size * self._accumulation
+
+    @property
+    def has_test(self) -> bool:
+        """Whether part of the data is for a test after training."""
+        return self._test is not None
 
     def training(self, first_sample: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's micro batches of the global batch that starts at a sample."""
         for micro in range(self._accumulation):
-            samples = self._share(micro, first_sample=first_sample)
-            yield self._batch(self._dataset.train, [self._order.window(sample) for sample in samples])
+            yield self._batch(self._train, self._share(micro, first_sample=first_sample))
 
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's share of the validation windows, the same ones every time."""
+        """Yield this rank's share of the validation samples, the same ones every time."""
         for micro in range(self._eval_micro_batches):
-            yield self._batch(self._dataset.validation, self._share(micro, first_sample=0))
+            yield self._batch(self._validation, self._share(micro, first_sample=0))
+
+    def test(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's share of the test samples, the same ones every time; nothing without any."""
+        if self._test is not None:
+            for micro in range(self._test_micro_batches):
+                yield self._batch(self._test, self._share(micro, first_sample=0))
 
     def _share(self, micro: int, *, first_sample: int) -> range:
-        start = first_sample + (micro * self._ranks.world_size + self._ranks.rank) * self._micro_batch_size
+        start = first_sample + (micro * self._world_size + self._rank) * self._micro_batch_size
         return range(start, start + self._micro_batch_size)
 
-    def _batch(self, tokens: TokenFile, windows: Iterable[int]) -> tuple[Tensor, Tensor]:
-        inputs, targets = tokens.batch(windows, sequence_length=self._sequence_length)
-        return inputs.to(self._ranks.device), targets.to(self._ranks.device)
+    def _batch(self, samples: Samples, numbers: range) -> tuple[Tensor, Tensor]:
+        """Return tokens and targets, [samples, length]; the targets of masked positions are ignored."""
+        tokens = torch.from_numpy(samples.rows(numbers))
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        if self._masked_token is not None:
+            # As in Megatron: nothing is to be learnt of the token that follows the end of a document.
+            targets[inputs == self._masked_token] = IGNORED_TARGET
+        return inputs.to(self._device), targets.to(self._device)

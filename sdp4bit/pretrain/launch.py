@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from sdp4bit.pretrain.config import ParallelConfig
+from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.ranks import Ranks, join_ranks
 from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.stopping import SIGNALS

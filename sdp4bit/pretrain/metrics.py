@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import (
@@ -27,7 +27,7 @@ from sdp4bit.pretrain.settings import SettingError
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step; bytes are what all ranks together sent in it, the last three are of rank 0."""
+    """One optimizer step; bytes are what all ranks together sent in it."""
 
     step: int
     samples: int
@@ -42,11 +42,15 @@ class StepMetrics:
     intra_bytes: int
     inter_bytes: int
     compression_ratio: float
-    """Bytes that plain FSDP2 would have sent between nodes, over those sent."""
+    """Bytes that plain FSDP2 would have sent between nodes, over those sent; rank 0's, like the next two."""
     weight_drift: float | None
     """|main weights - replica| / |main weights|; None where weights are not quantized."""
     gradient_error: float | None
     """Relative error of quantizing a sample of the gradients; None where gradients are not quantized."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None without fp16."""
+    skipped: bool = False
+    """Whether an fp16 gradient was not finite, so that the weights have been left as they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,10 +150,12 @@ class MetricsWriter:
             )
             self.say(f"milliseconds per step, least and most of the ranks: {parts}")
 
-    def log_validation(self, metrics: ValidationMetrics) -> None:
-        """The validation is in all outputs."""
-        self._write("validation", asdict(metrics))
-        self.say(f"step {metrics.step}/{self._steps}  validation loss {metrics.loss:.4f}")
+    def log_validation(
+        self, metrics: ValidationMetrics, *, event: Literal["validation", "test"] = "validation"
+    ) -> None:
+        """The validation, or the test after the last step, is in all outputs."""
+        self._write(event, asdict(metrics))
+        self.say(f"step {metrics.step}/{self._steps}  {event} loss {metrics.loss:.4f}")
 
     def say(self, message: str) -> None:
         """A line stands on the console, above the progress bar if there is one."""

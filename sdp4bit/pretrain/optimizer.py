@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from sdp4bit.pretrain.config import OptimizerConfig
 
@@ -13,16 +16,19 @@ LOWEST_SHARE = 0.1
 """Learning rate at the end of the decay over the peak, as in the paper, when none is given."""
 
 
-def build_optimizer(model: nn.Module, *, config: OptimizerConfig, learning_rate: float) -> torch.optim.AdamW:
-    """Return AdamW over all parameters: matrices and embeddings decay, biases and norms do not."""
-    decayed: list[nn.Parameter] = []
-    not_decayed: list[nn.Parameter] = []
-    for parameter in model.parameters():
-        (decayed if parameter.ndim >= 2 else not_decayed).append(parameter)
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], *, config: OptimizerConfig, learning_rate: float
+) -> torch.optim.AdamW:
+    """Return AdamW over the parameters: matrices and embeddings decay, biases and norms do not."""
+    # One fused update cannot mix parameters of several meshes, as tensor parallelism makes them.
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
     return torch.optim.AdamW(
         [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": not_decayed, "weight_decay": 0.0},
+            {"params": members, "weight_decay": config.weight_decay if decays else 0.0}
+            for (decays, _), members in sorted(groups.items(), key=lambda item: not item[0][0])
         ],
         lr=learning_rate,
         betas=(config.beta1, config.beta2),

@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from sdp4bit.pretrain.config import TrainingConfig
+from sdp4bit.pretrain.training_config import TrainingConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Batch systems send these some time before they end a job."""

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
-import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import cast
 
 import torch
 from rich.console import Console
-from torch.distributed.fsdp import FSDPModule
 
-from sdp4bit.pretrain.checkpoint import Checkpointer, Progress
+from sdp4bit.pretrain.checkpoint import Checkpointer, RunIdentity
+from sdp4bit.pretrain.checkpoint_folder import TOKENIZER, Progress
+from sdp4bit.pretrain.checkpoint_state import TrainingState
 from sdp4bit.pretrain.config import PretrainConfig
 from sdp4bit.pretrain.data import Batches, prepare_dataset
-from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics, ValidationMetrics, write_atomically
+from sdp4bit.pretrain.loss_scale import LossScale
+from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics, write_atomically
 from sdp4bit.pretrain.model import GPT
-from sdp4bit.pretrain.optimizer import build_optimizer, learning_rate_at, set_learning_rate
-from sdp4bit.pretrain.parallelize import Communication, build_model
-from sdp4bit.pretrain.ranks import Ranks, agree, sum_over_ranks
+from sdp4bit.pretrain.optimizer import build_optimizer
+from sdp4bit.pretrain.parallelize import ShardedModel, build_model, lay_out
+from sdp4bit.pretrain.ranks import Ranks, agree
 from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.stopping import StopRequests
-from sdp4bit.pretrain.timers import Timers
+from sdp4bit.pretrain.training_loop import TrainingLoop
 
 FINAL_STEPS = 20
-
-
-class TrainingDivergedError(RuntimeError):
-    """The loss is no longer a finite number."""
 
 
 @dataclass(kw_only=True)
@@ -45,6 +39,8 @@ class TrainingResult:
     """Step and validation loss."""
     stopped: str | None = None
     """Why the run ended before its last step; None if it did not."""
+    test_loss: float | None = None
+    """Loss after the last step on data of its own; None without any."""
 
     @property
     def train_loss(self) -> float:
@@ -87,29 +83,49 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
 
     Raises:
         SettingError: on all ranks, before the first step.
+        CheckpointError: on all ranks, at the end of the step by which a checkpoint has failed to be saved.
         TrainingDivergedError: on all ranks, if the loss stops being finite.
     """
-    dataset = prepare_dataset(config.data, ranks=ranks)
+    config.check_layout(ranks.world_size)
+    dataset = prepare_dataset(config.resolved_data, ranks=ranks)
+    tokenizer = dataset.tokenizer
+    layout = lay_out(config, ranks=ranks)
     batches = Batches(
         dataset,
         sequence_length=config.sequence_length,
         micro_batch_size=config.micro_batch_size,
-        accumulation=config.micro_batches(ranks.world_size),
+        accumulation=config.micro_batches(layout.data.size()),
         eval_batches=config.training.eval_batches,
         seed=config.seed,
-        ranks=ranks,
+        rank=layout.data.get_local_rank(),
+        world_size=layout.data.size(),
+        device=ranks.device,
     )
-    torch.manual_seed(config.seed + ranks.rank)
-    model, communication = build_model(config, ranks=ranks)
-    optimizer = build_optimizer(model, config=config.optimizer, learning_rate=config.learning_rate)
+    torch.manual_seed(config.seed + layout.random_stream)
+    model = build_model(config, layout=layout)
+    optimizer = build_optimizer(
+        model.parameters(), config=config.optimizer, learning_rate=config.learning_rate
+    )
+    loss_scale = LossScale(config.training) if config.training.weights == "fp16" else None
     checkpointer = Checkpointer(
-        model=model,
-        optimizer=optimizer,
-        communication=communication,
-        shape=config.model_shape,
-        strategy=config.strategy_name,
-        dataset_key=dataset.key,
+        TrainingState(
+            models=model.chunks,
+            optimizers=[optimizer],
+            communication=model.communication,
+            ranks=ranks,
+            shared={} if loss_scale is None else {"loss_scale": loss_scale},
+        ),
+        config=config.checkpoint,
+        identity=RunIdentity(
+            shape=config.model_shape,
+            vocabulary_size=config.resolved_data.vocabulary,
+            strategy=config.strategy_name,
+            dataset=dataset.key,
+            seed=config.seed,
+            layout=model.describe_layout(),
+        ),
         ranks=ranks,
+        attach=None if tokenizer is None else lambda folder: tokenizer.save(folder / TOKENIZER),
     )
     progress = Progress()
     if config.checkpoint.load is not None:
@@ -121,30 +137,27 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
     loop = TrainingLoop(
         config=config,
         model=model,
-        communication=communication,
         optimizer=optimizer,
+        loss_scale=loss_scale,
         batches=batches,
         progress=progress,
         ranks=ranks,
     )
     result = TrainingResult(strategy=config.strategy_name, seed=config.seed)
-    if ranks.is_first:
-        for line in config.reference.explain():
-            (console or Console()).print(line, highlight=False, markup=False, soft_wrap=True)
     writer = agree(lambda: _open_writer(config, progress, console) if ranks.is_first else None)
     stops = StopRequests(config.training, device=ranks.device)
-    save = config.checkpoint.save
     with ExitStack() as stack:
         stack.enter_context(stops.listening())
+        stack.push(lambda kind, *_: checkpointer.abandon() if kind is not None else None)
         if writer is not None:
             stack.callback(writer.close)
-            writer.say(describe_run(config, model=model, batches=batches, ranks=ranks))
+            writer.say(describe_run(config, model=model, batches=batches))
+            for line in config.reference.explain():
+                writer.say(line)
         for metrics in loop.steps():
             result.steps.append(metrics)
             if writer is not None:
                 writer.log_step(metrics)
-            if not math.isfinite(metrics.loss):
-                raise TrainingDivergedError(f"the loss is {metrics.loss} at step {metrics.step}: lower --lr")
             is_last = metrics.step == config.training.steps
             result.stopped = None if is_last else stops.after_step(metrics.step)
             if metrics.step % config.logging.log_interval == 0:
@@ -156,140 +169,50 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
                 result.validation.append((validation.step, validation.loss))
                 if writer is not None:
                     writer.log_validation(validation)
-            is_due = is_last or result.stopped or metrics.step % config.checkpoint.save_interval == 0
-            if save is not None and is_due:
-                checkpointer.save(save, progress=loop.progress)
-            if result.stopped:
+            if is_last and batches.has_test:
+                test = loop.validate(test=True)
+                result.test_loss = test.loss
                 if writer is not None:
-                    kept = f"saved in {save}" if save is not None else "not saved, as --save was not given"
-                    writer.say(f"leaving after step {metrics.step} because of {result.stopped}; {kept}")
+                    writer.log_validation(test, event="test")
+            checkpointer.poll()
+            if config.checkpoint.is_due(metrics.step, is_last=is_last or bool(result.stopped)):
+                checkpointer.save(progress=loop.progress)
+            if result.stopped:
                 break
-    communication.remove()
+        checkpointer.close()
+        if result.stopped and writer is not None:
+            folder, step = config.checkpoint.save, loop.progress.step
+            kept = "not saved, as --save was not given" if folder is None else f"saved in {folder}"
+            writer.say(f"left after step {step} because of {result.stopped}; {kept}")
+    model.communication.remove()
     return result
 
 
-@dataclass(kw_only=True)
-class TrainingLoop:
-    """The arithmetic of a run: optimizer steps and validations, nothing else."""
-
-    config: PretrainConfig
-    model: GPT
-    communication: Communication
-    optimizer: torch.optim.Optimizer
-    batches: Batches
-    progress: Progress
-    ranks: Ranks
-
-    def __post_init__(self) -> None:
-        self.timers = Timers(level=self.config.logging.timing_log_level, device=self.ranks.device)
-        # Held from here on: while weights are gathered, model.parameters() yields other tensors.
-        self._parameters = list(self.model.parameters())
-        self._sharded = cast(FSDPModule, self.model)
-        self._operations_per_device = (
-            self.config.model_shape.flops_per_sample(self.config.sequence_length)
-            * self.batches.global_batch_size
-            / self.ranks.world_size
-        )
-        self._sent_before = self.communication.stats()["total"]
-
-    def steps(self) -> Iterator[StepMetrics]:
-        """Yield the measurements of each remaining optimizer step, after it."""
-        while self.progress.step < self.config.training.steps:
-            yield self._step()
-
-    def _step(self) -> StepMetrics:
-        config, accumulation = self.config, self.config.micro_batches(self.ranks.world_size)
-        start = time.perf_counter()
-        learning_rate = learning_rate_at(
-            self.progress.step,
-            config=config.optimizer,
-            peak=config.learning_rate,
-            steps=config.training.steps,
-        )
-        set_learning_rate(self.optimizer, learning_rate)
-
-        self.model.train()
-        loss_sum = torch.zeros((), device=self.ranks.device)
-        with self.timers("forward-backward", level=1):
-            for micro, (tokens, targets) in enumerate(self.batches.training(self.progress.samples)):
-                # Gradients of earlier micro batches stay on this rank and are reduced with the last one's.
-                self._sharded.set_requires_gradient_sync(micro == accumulation - 1)
-                loss = self.model(tokens, targets) / accumulation
-                loss.backward()
-                loss_sum += loss.detach()
-        with self.timers("clip-grad-norm", level=2):
-            norm = torch.nn.utils.clip_grad_norm_(self._parameters, config.optimizer.clip_grad or math.inf)
-        with self.timers("optimizer", level=1):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self.timers.count_step()
-        self.progress = Progress(
-            step=self.progress.step + 1,
-            samples=self.progress.samples + self.batches.global_batch_size,
-        )
-
-        stats = self.communication.stats()
-        sent = self._sent_since(stats["total"])
-        loss_of_ranks, intra_bytes, inter_bytes = sum_over_ranks(
-            [loss_sum.item(), sent["intra_bytes"], sent["inter_bytes"]], device=self.ranks.device
-        )
-        seconds = time.perf_counter() - start
-        return StepMetrics(
-            step=self.progress.step,
-            samples=self.progress.samples,
-            loss=loss_of_ranks / self.ranks.world_size,
-            lr=learning_rate,
-            grad_norm=norm.full_tensor().item(),  # type: ignore[attr-defined]
-            tokens_per_second=self.batches.global_batch_size * config.sequence_length / seconds,
-            tflops_per_device=self._operations_per_device / seconds / 1e12,
-            step_seconds=seconds,
-            intra_bytes=round(intra_bytes),
-            inter_bytes=round(inter_bytes),
-            compression_ratio=stats["compression_ratio"],
-            weight_drift=stats["weight_drift"],
-            gradient_error=stats["gradient_error"],
-        )
-
-    @torch.no_grad()
-    def validate(self) -> ValidationMetrics:
-        """Return the mean loss over the validation batches of all ranks, and what it took to send."""
-        self.model.eval()
-        losses = [self.model(tokens, targets).item() for tokens, targets in self.batches.validation()]
-        # The root keeps its gathered weights after a forward that no backward follows.
-        self._sharded.reshard()
-        sent = self._sent_since(self.communication.stats()["total"])
-        total, count, intra_bytes, inter_bytes = sum_over_ranks(
-            [sum(losses), len(losses), sent["intra_bytes"], sent["inter_bytes"]], device=self.ranks.device
-        )
-        return ValidationMetrics(
-            step=self.progress.step,
-            loss=total / count,
-            intra_bytes=round(intra_bytes),
-            inter_bytes=round(inter_bytes),
-        )
-
-    def _sent_since(self, total: dict[str, int]) -> dict[str, int]:
-        """Return what this rank has sent since the last call."""
-        before, self._sent_before = self._sent_before, total
-        return {level: total[level] - before[level] for level in total}
-
-
-def describe_run(config: PretrainConfig, *, model: GPT, batches: Batches, ranks: Ranks) -> str:
+def describe_run(config: PretrainConfig, *, model: ShardedModel, batches: Batches) -> str:
     """Return one line that says what is about to be trained."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    weights, arithmetic = config.training.precision, str(model.arithmetic).removeprefix("torch.")
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in GPT(config.model_shape).parameters())
+    ranks, training = model.layout.ranks, config.training
+    arithmetic = str(model.chunks[0].arithmetic).removeprefix("torch.")
+    where = ranks.device.type
+    if config.parallel.model_parallel_size > 1:
+        where += f", {model.describe_layout()}"
     return (
-        f"{parameters / 1e6:,.1f} million parameters on {ranks.world_size} ranks ({ranks.device.type}), "
+        f"{parameters / 1e6:,.1f} million parameters on {ranks.world_size} ranks ({where}), "
         f"{batches.global_batch_size} sequences of {config.sequence_length} tokens a step, "
-        f"{weights} weights, {arithmetic} arithmetic"
+        f"{training.weights} weights, {arithmetic} arithmetic"
     )
 
 
 def _open_writer(config: PretrainConfig, progress: Progress, console: Console | None) -> MetricsWriter:
     out = config.logging.out
     try:
-        settings = json.dumps(asdict(config), indent=2, default=str)
-        write_atomically(out / "config.json", settings + "\n")
+        settings = {
+            **asdict(config),
+            "strategy": config.strategy_name,
+            "quantization": asdict(config.quantization),
+        }
+        write_atomically(out / "config.json", json.dumps(settings, indent=2, default=str) + "\n")
         return MetricsWriter(
             config.logging,
             description=config.strategy_name,

@@ -1,0 +1,128 @@
+"""The one new line in a Megatron-Core training loop.
+
+    torchrun --nproc-per-node 4 examples/megatron_minimal.py
+
+Needs GPUs, one per rank, and `pip install sdp4bit[megatron]`. Four ranks stand for two nodes of two:
+`topology=2` says so. On a cluster leave it out, and nodes are found by host name.
+"""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import sdp4bit
+
+VOCABULARY, LENGTH, BATCH, MICROBATCHES = 512, 128, 4, 2
+
+
+def batches(seed: int) -> Iterator[torch.Tensor]:
+    """Yield sequences that count upwards from random starts."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(0, VOCABULARY, (BATCH, 1), generator=generator)
+        yield ((starts + torch.arange(LENGTH + 1)) % VOCABULARY).cuda()
+
+
+def forward_step(
+    data: Iterator[torch.Tensor], model: torch.nn.Module
+) -> tuple[torch.Tensor, partial[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    window = next(data)
+    positions = torch.arange(LENGTH, device=window.device).expand(BATCH, LENGTH)
+    ones = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=window.device)
+    losses = model(window[:, :-1].contiguous(), positions, ones.triu(1), labels=window[:, 1:].contiguous())
+    return losses, partial(mean_loss)
+
+
+def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = losses.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def main() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if dist.is_nccl_available() else "gloo")
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(0)
+    model_parallel_cuda_manual_seed(0)
+
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=256,
+        num_attention_heads=4,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+    gpt = GPTModel(
+        config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=LENGTH
+    ).cuda()
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    )
+    model = DistributedDataParallel(config, ddp_config, Float16Module(config, gpt))
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-3,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
+            overlap_param_gather=True,
+        ),
+        [model],
+    )
+    comm = sdp4bit.megatron.quantize_communication([model], optimizer, topology=2)  # the new line
+
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    config.no_sync_func = model.no_sync
+    data = batches(parallel_state.get_data_parallel_rank())
+    for step in range(20):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data,
+            model=[model],
+            num_microbatches=MICROBATCHES,
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+            forward_only=False,
+        )
+        optimizer.step()
+        if dist.get_rank() == 0:
+            loss = torch.stack([result["loss"] for result in results]).mean()
+            print(f"step {step + 1}: loss {loss.item():.4f}")
+
+    stats = comm.stats()
+    if dist.get_rank() == 0:
+        print(comm.explain())
+        print(stats)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

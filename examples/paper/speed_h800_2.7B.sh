@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# The 2.7B row, H800, of the paper's speed table (table 2; layouts in table 8): 16 nodes of 8 GPUs, made-up data.
+#     NNODES=16 MASTER_ADDR=first-node examples/paper/speed_h800_2.7B.sh --strategy sdp4bit
+# and the same with --strategy baseline. The table's figure is the mean over steps 21 to 30. Not run by this project.
+set -euo pipefail
+here=$(dirname "${BASH_SOURCE[0]}")
+chunks=(--gradient-alltoall-pipeline 8)
+for argument in "$@"; do
+    # Without quantized gradients there is no exchange to cut into slices.
+    case $argument in baseline | qw | qwd) chunks=() ;; esac
+done
+
+NPROC_PER_NODE=${NPROC_PER_NODE:-8} exec "$here/torchrun.sh" --preset 2.7B --lr 1e-4 --mock-data \
+    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 \
+    --seq-length 2048 --micro-batch-size 1 --accumulation 1 --train-iters 30 --eval-interval 1000 \
+    --bf16 --recompute-granularity selective --no-reshard-after-forward \
+    --log-interval 10 --log-throughput --out "runs/speed_h800_2.7B" "${chunks[@]}" "$@"

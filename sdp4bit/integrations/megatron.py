@@ -1,0 +1,147 @@
+"""SDP4Bit on Megatron-Core: one call after DDP and the distributed optimizer are built.
+
+Megatron-Core offers no hook for its data-parallel collectives, so methods of the live bucket groups and
+optimizers are replaced, object by object; its classes and modules stay as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sdp4bit.collectives.topology import NodeLayout, TopologySpec
+from sdp4bit.config import SDP4BitConfig
+from sdp4bit.integrations.agreement import ShardedRows, agree
+from sdp4bit.integrations.megatron_buckets import REPLICATED_DTYPES, MegatronBucket, find_buckets
+from sdp4bit.integrations.megatron_guards import MARK, check_chunks, distributed_optimizers
+from sdp4bit.integrations.megatron_handle import MegatronCommHandle
+
+
+def quantize_communication(
+    model_chunks: Sequence[Any],
+    optimizer: Any,
+    *,
+    config: SDP4BitConfig | None = None,
+    topology: TopologySpec = "auto",
+) -> MegatronCommHandle:
+    """The data-parallel communication of Megatron-Core is quantized from the next step on.
+
+    Call it on every rank, once, after `get_megatron_optimizer` and before the first forward; before or after
+    a checkpoint is loaded. The same call again returns the same handle.
+
+    Args:
+        model_chunks: the DistributedDataParallel chunks of this rank, all that the optimizer updates.
+        optimizer: what `get_megatron_optimizer` returned for them.
+        config: what to quantize; the default is the paper's method. The replica is Megatron's parameter
+            buffer, which every rank holds: `weights.replica` makes no difference.
+        topology: which ranks share a node: "auto" (by host name), ranks of the job per node, or an
+            (inter, intra) mesh of the data-parallel group.
+
+    Raises:
+        ValueError: the model, the optimizer, their versions or the settings don't allow it; the same on every
+            rank, and nothing has been changed.
+        RuntimeError: torch.distributed is not initialized.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "sdp4bit.megatron.quantize_communication needs torch.distributed: call init_process_group first"
+        )
+    config = SDP4BitConfig() if config is None else config
+    chunks: list[Any] = []
+    optimizers: list[Any] = []
+    buckets: list[MegatronBucket] = []
+    existing: MegatronCommHandle | None = None
+    failure = None
+    try:
+        if not isinstance(config, SDP4BitConfig):
+            raise ValueError(f"config={config!r} must be an SDP4BitConfig")
+        chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
+        check_chunks(chunks)
+        optimizers = distributed_optimizers(optimizer)
+        buckets = find_buckets(chunks, optimizers)
+        existing = _existing_handle(buckets, optimizers, config, topology)
+        for bucket in buckets:
+            _check_bucket(bucket)
+    except Exception as caught:  # whatever happens on one rank, the others must not wait for it
+        failure, buckets = caught, []
+    rows = [
+        ShardedRows(
+            name=b.name,
+            ranks=b.ranks,
+            row_numel=b.row_numel,
+            dtypes=(str(b.param_dtype), str(b.gradients.dtype)),
+        )
+        for b in buckets
+        if not b.is_expert
+    ]
+    try:
+        layouts = agree(
+            rows,
+            config=f"{config!r}, {'attached already' if existing else 'not attached yet'}",
+            topology=topology,
+            error=None if failure is None else _describe(failure),
+        )
+    except ValueError as refusal:
+        raise refusal from failure
+    if existing is not None:
+        return existing
+    _warn(buckets, layouts)
+    return MegatronCommHandle(
+        chunks, optimizers=optimizers, buckets=buckets, layouts=layouts, config=config, topology=topology
+    )
+
+
+def _describe(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, ValueError) else f"{type(failure).__name__}: {failure}"
+
+
+def _existing_handle(
+    buckets: Sequence[MegatronBucket], optimizers: Sequence[Any], config: SDP4BitConfig, topology: object
+) -> MegatronCommHandle | None:
+    """Return the handle that all of these are attached to, None if none is; else raise ValueError."""
+    targets = [*(bucket.group for bucket in buckets if not bucket.is_expert), *optimizers]
+    handles = [vars(target).get(MARK) for target in targets]
+    marked = {id(handle): handle for handle in handles if handle is not None}
+    if not marked:
+        return None
+    (handle, *others) = marked.values()
+    if others or any(h is None and _is_attachable(t) for h, t in zip(handles, targets, strict=True)):
+        raise ValueError("some of these model chunks are attached already: call remove() on their handle")
+    assert isinstance(handle, MegatronCommHandle)
+    if (handle.config, repr(handle.topology)) != (config, repr(topology)):
+        raise ValueError(
+            f"attached already with {handle.config!r}, topology={handle.topology!r}: call remove() on that "
+            "handle before attaching with other settings"
+        )
+    return handle
+
+
+def _is_attachable(target: Any) -> bool:
+    group = getattr(target, "intra_distributed_optimizer_instance_group", None)
+    return group is not None and bool(group.size() > 1)
+
+
+def _check_bucket(bucket: MegatronBucket) -> None:
+    if bucket.param_dtype not in (*REPLICATED_DTYPES, torch.float32):
+        raise ValueError(
+            f"{bucket.name} holds {bucket.param_dtype} parameters, which have no 16-bit replica: train in "
+            "bf16 or fp16 (params_dtype) without fp8 or fp4 parameters"
+        )
+
+
+def _warn(buckets: Sequence[MegatronBucket], layouts: dict[tuple[int, ...], NodeLayout]) -> None:
+    if all(layout.size == 1 for layout in layouts.values()):
+        warnings.warn(
+            "sdp4bit: the data-parallel groups have one rank each: nothing is sent, nothing quantized",
+            stacklevel=3,
+        )
+    if any(bucket.gradients.dtype == torch.float16 for bucket in buckets):
+        warnings.warn(
+            "sdp4bit: gradients are reduced in fp16 and may overflow before they are quantized; set "
+            "grad_reduce_in_fp32=True",
+            stacklevel=3,
+        )

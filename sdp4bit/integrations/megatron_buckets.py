@@ -1,0 +1,219 @@
+"""What the integration reads of Megatron-Core's buckets and its distributed optimizer.
+
+With `megatron_guards`, the only files that know their private parts; nothing here changes them. Checked
+against Megatron-Core 0.16.1 and 0.19.2.
+
+A bucket is a stretch of a model chunk's contiguous parameter and gradient buffers, divided evenly over the
+data-parallel ranks: row r of it is the shard whose fp32 main weights rank r keeps and updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sdp4bit.collectives.all_gather import Span
+
+REPLICATED_DTYPES = (torch.bfloat16, torch.float16)
+"""Parameters of these types have fp32 main weights, so that a replica and its difference exist."""
+
+
+def class_names(value: object) -> list[str]:
+    """Return the names of a value's class and its bases: Megatron-Core is recognized without importing it."""
+    return [base.__name__ for base in type(value).__mro__]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A part of a row: where it lies and the fp32 main weights the optimizer updates."""
+
+    start: int
+    end: int
+    main: Tensor
+
+
+class MegatronBucket:
+    """One bucket of parameters and gradients that are gathered and reduced together."""
+
+    def __init__(self, *, name: str, buffer: Any, bucket: Any, group: Any, is_expert: bool) -> None:
+        self.name = name
+        self.group = group
+        """Megatron's bucket group, which starts this bucket's collectives."""
+        self.is_expert = is_expert
+        self.optimizer: Any = None
+        """The distributed optimizer that updates this bucket's weights."""
+        self.pieces: list[Piece] = []
+        """What this rank's optimizer keeps of its row, in order."""
+        self._buffer = buffer
+        self._bucket = bucket
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The ranks that the bucket is divided over."""
+        return cast(ProcessGroup, self.group.intra_distributed_optimizer_instance_group)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the process group, in order."""
+        return tuple(dist.get_process_group_ranks(self.process_group))
+
+    @property
+    def weights(self) -> Tensor:
+        """[ranks * n], the parameters; model parameters are views of it."""
+        return cast(Tensor, self._bucket.param_data)
+
+    @property
+    def gradients(self) -> Tensor:
+        """[ranks * n], the gradients."""
+        return cast(Tensor, self._bucket.grad_data)
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Type of the model's parameters."""
+        return cast(torch.dtype, self._buffer.param_dtype)
+
+    @property
+    def row_numel(self) -> int:
+        """Values in one rank's row, Megatron's own padding included."""
+        return self.gradients.numel() // len(self.ranks)
+
+    @property
+    def parameters(self) -> list[Any]:
+        """The model's parameters in the order that Megatron lists them."""
+        return list(self._bucket.params_list)
+
+    @property
+    def has_tied_embedding(self) -> bool:
+        """Whether the first and the last pipeline stage hold this bucket's parameter both."""
+        return any(getattr(param, "shared_embedding", False) for param in self.parameters)
+
+    def holds(self, bucket: Any) -> bool:
+        """Whether this is Megatron's record of the bucket."""
+        return self._bucket is bucket
+
+    def span(self, param: Any) -> Span:
+        """Return where a parameter lies in the bucket."""
+        start, end, _ = self._buffer.param_index_map[param]
+        return start - self._bucket.offset, end - self._bucket.offset
+
+    def read_main(self, row: Tensor) -> None:
+        """`row` [n] holds this rank's main weights; zeros where there is padding."""
+        end = 0
+        for piece in self.pieces:
+            row[end : piece.start].zero_()
+            row[piece.start : piece.end].copy_(piece.main.detach())
+            end = piece.end
+        row[end:].zero_()
+
+
+def find_buckets(chunks: Sequence[Any], optimizers: Sequence[Any]) -> list[MegatronBucket]:
+    """Return the buckets of all model chunks, dense ones first, with the optimizers' shards of them.
+
+    Raises:
+        ValueError: buckets that no given optimizer updates, or an optimizer of other model chunks.
+    """
+    buckets = list(_buckets(chunks))
+    for optimizer in optimizers:
+        # The loops below see only the parameters that this rank has a part of; steps concern all ranks.
+        for record in (record for buffer in optimizer.buffers for record in buffer.buckets):
+            bucket = next((b for b in buckets if b.holds(record)), None)
+            if bucket is None:
+                raise ValueError(
+                    "the optimizer updates buckets that are not in model_chunks: pass all model chunks that "
+                    "the optimizer was built for"
+                )
+            bucket.optimizer = optimizer
+        for bucket, piece in _pieces(buckets, optimizer):
+            bucket.pieces.append(piece)
+    for bucket in buckets:
+        bucket.pieces.sort(key=lambda piece: piece.start)
+        if bucket.optimizer is None:
+            raise ValueError(
+                f"no distributed optimizer updates {bucket.name}: pass the optimizer that "
+                "get_megatron_optimizer returned for these model chunks"
+            )
+    return buckets
+
+
+def _buckets(chunks: Sequence[Any]) -> Iterator[MegatronBucket]:
+    for kind in ("", "expert_parallel_"):
+        for number, chunk in enumerate(chunks):
+            groups = getattr(chunk, f"{kind}bucket_groups")
+            for buffer in getattr(chunk, f"{kind}buffers"):
+                prefix = f"chunk{number}." + ("expert." if kind else "")
+                dtype = str(buffer.param_dtype).removeprefix("torch.")
+                for index, bucket in enumerate(buffer.buckets):
+                    yield MegatronBucket(
+                        name=f"{prefix}{dtype}.{index}",
+                        buffer=buffer,
+                        bucket=bucket,
+                        group=next(g for g in groups if any(each is bucket for each in g.buckets)),
+                        is_expert=bool(kind),
+                    )
+
+
+def _pieces(buckets: Sequence[MegatronBucket], optimizer: Any) -> Iterator[tuple[MegatronBucket, Piece]]:
+    """Yield this rank's part of every 16-bit parameter."""
+    pairs = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
+    for params, mains in pairs:
+        for param, main in zip(params, mains, strict=True):
+            buffer, _, index = optimizer.model_param_gbuf_map[param]
+            record = optimizer.buffers[buffer].buckets[index]
+            bucket = next(bucket for bucket in buckets if bucket.holds(record))
+            span = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
+            first = bucket.process_group.rank() * bucket.row_numel
+            yield bucket, Piece(start=span.start - first, end=span.end - first, main=main)
+
+
+def replicated_spans(bucket: MegatronBucket, replicated: Sequence[Any]) -> list[list[Span]]:
+    """Return the stretches of every rank's row that hold parameters equal on tensor-parallel ranks."""
+    chosen = {id(param) for param in replicated}
+    spans = sorted(bucket.span(param) for param in bucket.parameters if id(param) in chosen)
+    numel = bucket.row_numel
+    rows: list[list[Span]] = []
+    for rank in range(len(bucket.ranks)):
+        first, last = rank * numel, (rank + 1) * numel
+        cut = [(max(start, first) - first, min(end, last) - first) for start, end in spans]
+        rows.append([(start, end) for start, end in cut if start < end])
+    return rows
+
+
+def tensor_parallel_group(chunk: Any) -> ProcessGroup | None:
+    """Return the ranks that share this chunk's layers by tensor parallelism; None if there is one."""
+    group = cast("ProcessGroup | None", getattr(chunk, "tp_group", None))
+    return group if group is not None and group.size() > 1 else None
+
+
+def replicated_parameters(params: Sequence[Any], group: ProcessGroup) -> list[Any]:
+    """Return the parameters that tensor parallelism holds in full, with equal values, on all ranks.
+
+    Collective over the tensor-parallel group. Megatron marks divided parameters; one that it does not mark
+    but whose values differ is not returned.
+    """
+    candidates = [param for param in params if not getattr(param, "tensor_model_parallel", False)]
+    if not candidates:
+        return []
+    sums = torch.stack([_bit_sum(param.detach()) for param in candidates])
+    low, high = sums.clone(), sums
+    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+    return [param for param, equal in zip(candidates, (low == high).tolist(), strict=True) if equal]
+
+
+def sums_over_tensor_parallel(config: Any, name: str, param: Any) -> bool:
+    """Whether Megatron adds this replicated parameter's gradients up over tensor-parallel ranks itself."""
+    if config.sequence_parallel and getattr(param, "sequence_parallel", False):
+        return True
+    is_head_norm = "q_layernorm" in name or "k_layernorm" in name
+    return bool(getattr(config, "qk_layernorm", False)) and is_head_norm
+
+
+def _bit_sum(values: Tensor) -> Tensor:
+    return values.reshape(-1).view(torch.int16).sum(dtype=torch.int64)

@@ -1,0 +1,282 @@
+"""The handle of an attached Megatron-Core model, which owns all that replaces its communication."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.topology import NodeLayout, TopologySpec, create_topologies, destroy_topology
+from sdp4bit.collectives.work import SideStream
+from sdp4bit.config import SDP4BitConfig
+from sdp4bit.integrations.explain import Row, describe_gradients, describe_ranks, describe_weights, render
+from sdp4bit.integrations.measures import relative_distance, sampled_error
+from sdp4bit.integrations.megatron_buckets import REPLICATED_DTYPES, MegatronBucket, replicated_spans
+from sdp4bit.integrations.megatron_comm import (
+    BucketComm,
+    BucketGradients,
+    BucketWeights,
+    Channel,
+    weight_number,
+)
+from sdp4bit.integrations.megatron_patches import Clock, GroupPatch, OptimizerPatch
+from sdp4bit.integrations.megatron_tensor_parallel import TensorParallelCopies
+from sdp4bit.telemetry import Traffic
+
+FORMAT_VERSION = 1
+_COUNTERS = ("steps", "refreshes", "reductions", "pending")
+
+
+class MegatronCommHandle:
+    """Quantized communication of a Megatron-Core model, with the methods of the FSDP2 handle.
+
+    Made by :func:`sdp4bit.megatron.quantize_communication`. Its state travels in the optimizer's part of
+    Megatron's own checkpoints; `state_dict` and `load_state_dict` are for programs that save otherwise.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        *,
+        optimizers: Sequence[Any],
+        buckets: Sequence[MegatronBucket],
+        layouts: dict[tuple[int, ...], NodeLayout],
+        config: SDP4BitConfig,
+        topology: TopologySpec,
+    ) -> None:
+        self.config = config
+        self.topology = topology
+        self._clock = Clock()
+        self._copies = TensorParallelCopies(chunks, buckets)
+        self._topologies: list[Any] = []
+        self._comms = [
+            BucketComm(bucket, layout=None if bucket.is_expert else layouts[bucket.ranks])
+            for bucket in buckets
+        ]
+        self._choose(list(layouts.values()))
+        self._groups = self._group_patches()
+        self._optimizers = [
+            OptimizerPatch(
+                optimizer,
+                [comm for comm in self._comms if comm.bucket.optimizer is optimizer],
+                clock=self._clock,
+                save=self.state_dict,
+                load=self.load_state_dict,
+            )
+            for optimizer in optimizers
+        ]
+        self._refresh_all(equalize=True)
+        self._patches: list[GroupPatch | OptimizerPatch] = [*self._groups, *self._optimizers]
+        for patch in self._patches:
+            patch.install(self)
+        self._copies.install(gradients_quantized=config.gradients is not None)
+
+    def _choose(self, layouts: Sequence[NodeLayout]) -> None:
+        """Give every bucket what quantizes its weights and its gradients, or the reason why nothing does."""
+        # Separate process groups: one communicator would run gathers and reductions one after the other.
+        weights = self._channels(layouts) if self.config.weights is not None else {}
+        gradients = self._channels(layouts) if self.config.gradients is not None else {}
+        for index, comm in enumerate(self._comms):
+            bucket, numel = comm.bucket, comm.bucket.row_numel
+            reason = _dense_because(comm)
+            comm.weights_dense_because = reason or ("" if self.config.weights else "off in the configuration")
+            comm.gradients_dense_because = reason or (
+                "" if self.config.gradients else "off in the configuration"
+            )
+            if self.config.weights is not None and not reason:
+                comm.weights = BucketWeights(
+                    bucket,
+                    weights[bucket.ranks],
+                    config=self.config.weights,
+                    number=weight_number(bucket, index),
+                    exact_spans=replicated_spans(bucket, self._copies.parameters),
+                    traffic=comm.traffic,
+                )
+            if self.config.gradients is not None and not reason and numel >= self.config.gradients.min_numel:
+                comm.gradients = BucketGradients(
+                    gradients[bucket.ranks],
+                    config=self.config.gradients,
+                    number=index,
+                    traffic=comm.traffic,
+                )
+
+    def _channels(self, layouts: Sequence[NodeLayout]) -> dict[tuple[int, ...], Channel]:
+        topologies = create_topologies(layouts)
+        self._topologies += topologies.values()
+        scratch = Scratch()
+        return {
+            ranks: Channel(topology=topology, seed=self.config.seed, scratch=scratch)
+            for ranks, topology in topologies.items()
+        }
+
+    def _group_patches(self) -> list[GroupPatch]:
+        comms_of: dict[int, list[BucketComm]] = {}
+        for comm in self._comms:
+            if comm.layout is not None and comm.layout.size > 1:
+                comms_of.setdefault(id(comm.bucket.group), []).append(comm)
+        if not comms_of:
+            return []
+        device = next(iter(comms_of.values()))[0].bucket.gradients.device
+        weight_stream, gradient_stream = SideStream(device), SideStream(device)
+        return [
+            GroupPatch(
+                comms[0].bucket.group,
+                comms,
+                clock=self._clock,
+                gradients=self.config.gradients,
+                weight_stream=weight_stream,
+                gradient_stream=gradient_stream,
+            )
+            for comms in comms_of.values()
+        ]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _refresh_all(self, *, equalize: bool = False) -> None:
+        for comm in self._comms:
+            if comm.weights is not None:
+                # Ranks may start from different random weights; Megatron's first gather would level them.
+                comm.weights.equalize() if equalize else comm.weights.refresh_full()
+
+    def mark_step(self) -> None:
+        """The main weights have changed outside optimizer.step(); the next parameter sync sends that."""
+        for patch in self._optimizers:
+            patch.mark_changed()
+        for group in self._groups:
+            group.group.param_gather_dispatched = False
+
+    def resync(self) -> None:
+        """The replicas are the main weights again, sent in full precision; call it on all ranks."""
+        for group in self._groups:
+            group.finish_pending()
+        self._refresh_all()
+
+    def explain(self) -> str:
+        """Return a table: per bucket what is quantized, how, bytes of the last step, or why it is not."""
+        return render([self._row(comm) for comm in self._comms])
+
+    def _row(self, comm: BucketComm) -> Row:
+        weights, gradients = comm.weights_dense_because, comm.gradients_dense_because
+        layout = comm.layout
+        if layout is not None:
+            gradients = gradients or describe_gradients(self.config.gradients, layout, comm.bucket.row_numel)
+        if comm.weights is not None:
+            weights = describe_weights(self.config.weights, where="in the parameter buffer")
+            exact = comm.weights.exact_numel
+            weights += f", {exact:,} exact (equal under TP)" if exact else ""
+        return Row(
+            name=comm.bucket.name,
+            row_numel=comm.bucket.row_numel,
+            ranks=f"{len(comm.bucket.ranks)}" if layout is None else describe_ranks(layout),
+            weights=weights,
+            gradients=gradients,
+            sent=comm.traffic.last_step,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Return what this rank sent and what quantization cost; waits for the device.
+
+        Returns:
+            "steps": optimizer steps so far. "last_step", "total": bytes this rank sent inside its node
+            ("intra_bytes") and to other nodes ("inter_bytes"), how much of both is padding, and the number of
+            collectives; a step ends when the optimizer has updated the main weights. "compression_ratio":
+            bytes of plain Megatron-Core over bytes sent between nodes in the last step. "weight_drift":
+            |main - replica| / |main| over this rank's shards. "gradient_error": relative error of quantizing
+            a sample of the last gradients. Both None if they do not apply yet. Expert buckets do not count.
+        """
+        last = sum((comm.traffic.last_step for comm in self._comms), Traffic())
+        return {
+            "steps": self._clock.steps,
+            "last_step": last.as_dict(),
+            "total": sum((comm.traffic.total for comm in self._comms), Traffic()).as_dict(),
+            "compression_ratio": last.compression_ratio,
+            "weight_drift": relative_distance(
+                (c.weights.main_row(), c.weights.own_row) for c in self._comms if c.weights is not None
+            ),
+            "gradient_error": sampled_error(
+                (c.gradients.quantized, c.gradients.sample)
+                for c in self._comms
+                if c.gradients is not None and c.gradients.sample is not None
+            ),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a bit-exact resume needs beside Megatron's parameters and optimizer state.
+
+        The replica is Megatron's parameters themselves; what is added are counters, the same on every rank.
+        """
+        self._check_attached()
+        weights = [comm.weights for comm in self._comms if comm.weights is not None]
+        gradients = [comm.gradients for comm in self._comms if comm.gradients is not None]
+        return {
+            "format_version": FORMAT_VERSION,
+            "steps": self._clock.steps,
+            "refreshes": max((w.refreshes for w in weights), default=0),
+            "reductions": max((g.reductions for g in gradients), default=0),
+            "pending": int(any(w.dirty for w in weights)),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved state; call it on all ranks, before or after Megatron's own is loaded.
+
+        Raises:
+            ValueError: not a state of this library; nothing is changed.
+        """
+        self._check_attached()
+        counters = _checked(state_dict)
+        self._clock.steps = counters["steps"]
+        for patch in self._optimizers:
+            patch.set_steps(counters["steps"])
+        for comm in self._comms:
+            if comm.weights is not None:
+                comm.weights.refreshes = counters["refreshes"]
+                comm.weights.dirty = bool(counters["pending"])
+            if comm.gradients is not None:
+                comm.gradients.reductions = counters["reductions"]
+
+    def _check_attached(self) -> None:
+        if not self._comms:
+            raise RuntimeError("this handle has been removed from its model and has no state any more")
+
+    def remove(self) -> None:
+        """Megatron-Core communicates as before, from the main weights; call it on all ranks."""
+        if self._comms:
+            self.resync()
+        for patch in self._patches:
+            patch.remove()
+        self._copies.remove()
+        for topology in self._topologies:
+            destroy_topology(topology)
+        self._comms, self._groups, self._optimizers = [], [], []
+        self._patches, self._topologies = [], []
+
+
+def _dense_because(comm: BucketComm) -> str:
+    if comm.bucket.is_expert:
+        return "expert parallel"
+    if comm.layout is not None and comm.layout.size == 1:
+        return "one rank"
+    if comm.bucket.param_dtype not in REPLICATED_DTYPES:
+        return f"{str(comm.bucket.param_dtype).removeprefix('torch.')} parameters"
+    return ""
+
+
+def _checked(state_dict: Any) -> dict[str, int]:
+    """Return the counters of a communication state; ValueError if it is none of a known format."""
+    what = "this is not the state of sdp4bit communication on Megatron-Core"
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"{what}: a {type(state_dict).__name__}")
+    missing = [key for key in ("format_version", *_COUNTERS) if key not in state_dict]
+    if missing:
+        raise ValueError(f"{what}: it lacks {', '.join(missing)}")
+    if state_dict["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"communication state of format {state_dict['format_version']}, this version reads "
+            f"{FORMAT_VERSION}"
+        )
+    wrong = [key for key in _COUNTERS if not isinstance(state_dict[key], int) or state_dict[key] < 0]
+    if wrong:
+        raise ValueError(f"{what}: {', '.join(wrong)} should be counts")
+    return {key: int(state_dict[key]) for key in _COUNTERS}

@@ -1,0 +1,9 @@
+"""The Megatron-Core integration under its short name; importing it does not import Megatron-Core."""
+
+from __future__ import annotations
+
+from sdp4bit.integrations.megatron import quantize_communication
+from sdp4bit.integrations.megatron_arguments import add_arguments, from_args
+from sdp4bit.integrations.megatron_handle import MegatronCommHandle
+
+__all__ = ["MegatronCommHandle", "add_arguments", "from_args", "quantize_communication"]

@@ -1,0 +1,91 @@
+"""Memory of one rank in a step, by use, without activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from sdp4bit.config import SDP4BitConfig
+from sdp4bit.plan.model import ShardedGroup
+from sdp4bit.plan.traffic import (
+    GATHERED_BYTES,
+    REDUCED_BYTES,
+    GroupTraffic,
+    RankGrid,
+    is_full,
+    slice_lengths,
+)
+from sdp4bit.quantization.layout import FULL_PRECISION, message_layout
+
+MAIN_BYTES = 4
+ADAM_BYTES = 8
+"""Two fp32 averages."""
+GATHERED_AT_ONCE = 2
+"""FSDP2 gathers the next group while one computes."""
+
+
+def memory_per_rank(
+    groups: Sequence[ShardedGroup],
+    traffic: Sequence[GroupTraffic],
+    *,
+    grid: RankGrid,
+    config: SDP4BitConfig,
+    accumulation: int,
+) -> dict[str, int]:
+    """Return bytes by use: main weights, Adam, gradients, gathered weights, replica, buffers.
+
+    FSDP2 keeps shards of gradients (whole ones while micro batches accumulate) and gathers few groups at a
+    time. A flat buffer keeps all weights and gradients on every rank, and its weights are the replica.
+    """
+    ranks = grid.size
+    rows = [group.row_numel for group in traffic]
+    is_flat = any(group.is_flat for group in groups)
+    kept = [row for row, group in zip(rows, groups, strict=True) if not group.freed_after_forward]
+    freed = sorted(row for row, group in zip(rows, groups, strict=True) if group.freed_after_forward)
+    gathered = ranks * (sum(kept) + sum(freed[-GATHERED_AT_ONCE:]))
+    largest = max(rows)
+    whole_gradients = is_flat or accumulation > 1
+    used = {
+        "main weights, fp32": MAIN_BYTES * sum(rows),
+        "Adam, fp32": ADAM_BYTES * sum(rows),
+        "gradients, fp32": REDUCED_BYTES * sum(rows) * (ranks if whole_gradients else 1),
+        "gathered weights, bf16": GATHERED_BYTES * gathered,
+    }
+    if not is_flat:
+        used["rows being reduced, fp32"] = REDUCED_BYTES * ranks * largest
+    weights = config.weights
+    if weights is not None and ranks > 1 and not is_flat:
+        held = ranks if is_full(weights, grid=grid) else grid.nodes
+        used["weight replica, bf16"] = GATHERED_BYTES * held * sum(rows)
+    messages = _message_buffers(largest, grid=grid, config=config, is_flat=is_flat)
+    if messages:
+        used["message buffers"] = messages
+    return used
+
+
+def _message_buffers(row: int, *, grid: RankGrid, config: SDP4BitConfig, is_flat: bool) -> int:
+    """Return the bytes of the buffers that the largest group needs; all groups share them."""
+    if grid.size == 1:
+        return 0
+    total = 0
+    gradients, weights = config.gradients, config.weights
+    if gradients is not None and row >= gradients.min_numel:
+        hops = []
+        if grid.ranks_per_node > 1:
+            hops.append((gradients.intra_bits, gradients.intra_group_size, grid.nodes, grid.ranks_per_node))
+        if grid.nodes > 1:
+            hops.append((gradients.inter_bits, gradients.inter_group_size, 1, grid.nodes))
+        unit = math.lcm(*(group_size for _, group_size, _, _ in hops))
+        for numel in slice_lengths(row, chunks=gradients.pipeline_chunks, unit=unit):
+            for bits, group_size, parts, size in hops:
+                layout = message_layout(
+                    numel=numel, bits=bits or FULL_PRECISION, group_size=group_size, parts=parts
+                )
+                total += 2 * size * layout.nbytes
+    if weights is not None and weights.bits is not None:
+        layout = message_layout(numel=row, bits=weights.bits, group_size=weights.group_size)
+        replicas = grid.nodes
+        if (is_flat or is_full(weights, grid=grid)) and grid.ranks_per_node > 1:
+            replicas += grid.size
+        total += (1 + replicas) * layout.nbytes
+    return total

@@ -1,0 +1,226 @@
+"""Bytes that one rank sends in a step, by level: exact, from the layouts of the messages, before it runs.
+
+What is counted is what :mod:`sdp4bit.telemetry` counts while it runs. Quantized messages are exact; a
+collective of the communication library is counted as a ring in rank order, the least that any algorithm
+needs, spread evenly over the ranks of a node.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.plan.model import ShardedGroup
+from sdp4bit.quantization.layout import (
+    FULL_PRECISION,
+    SCALE_BYTES,
+    MessageLayout,
+    message_layout,
+    round_up,
+)
+
+GATHERED_BYTES = 2
+"""Weights are gathered in bf16."""
+REDUCED_BYTES = 4
+"""Gradients are reduced in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGrid:
+    """A data-parallel group: nodes x ranks_per_node."""
+
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What one rank sends in one or more collectives, and how their levels follow each other."""
+
+    intra_bytes: float = 0.0
+    inter_bytes: float = 0.0
+    padding_bytes: float = 0.0
+    """The part of both that fills rows up to 32 values and messages up to 16 bytes."""
+    collectives: int = 0
+    chunks: int | None = None
+    """Slices that overlap their two levels; None for a ring, which keeps both levels busy at once."""
+    moved_bytes: float = 0.0
+    """What the quantization kernels read and write."""
+
+    def times(self, count: int) -> Exchange:
+        """Return the same exchange, done several times."""
+        scaled = {
+            name: getattr(self, name) * count for name in ("intra_bytes", "inter_bytes", "padding_bytes")
+        }
+        return replace(
+            self, **scaled, collectives=self.collectives * count, moved_bytes=self.moved_bytes * count
+        )
+
+
+def ring(row_bytes: float, *, grid: RankGrid) -> Exchange:
+    """Return what a ring over all ranks sends to gather, or to reduce, rows of this size."""
+    sent, g = row_bytes * (grid.size - 1), grid.ranks_per_node
+    if grid.nodes == 1:
+        return Exchange(intra_bytes=float(sent), collectives=1)
+    return Exchange(intra_bytes=sent * (g - 1) / g, inter_bytes=sent / g, collectives=1)
+
+
+def message_bytes(layout: MessageLayout, *, scale_bytes: int = SCALE_BYTES) -> int:
+    """Return the size of a message; scales of another width travel apart, without alignment."""
+    if scale_bytes == SCALE_BYTES:
+        return layout.nbytes
+    return layout.scales_offset + layout.parts * layout.groups * scale_bytes
+
+
+def gradient_exchange(
+    row_numel: int,
+    *,
+    grid: RankGrid,
+    config: GradientConfig | None,
+    dense_bytes: int = REDUCED_BYTES,
+    scale_bytes: int = SCALE_BYTES,
+) -> Exchange:
+    """Return one reduction of rows of `row_numel` values, quantization having started.
+
+    Args:
+        config: None for full precision; so are rows below its min_numel.
+        dense_bytes: bytes per value of a reduction in full precision.
+        scale_bytes: bytes per scale.
+    """
+    if grid.size == 1:
+        return Exchange()
+    if config is None or row_numel < config.min_numel:
+        return ring(row_numel * dense_bytes, grid=grid)
+    g, n = grid.ranks_per_node, grid.nodes
+    intra_bits, inter_bits = config.intra_bits or FULL_PRECISION, config.inter_bits or FULL_PRECISION
+    two_levels = g > 1 and n > 1
+    units = [config.intra_group_size] * (g > 1) + [config.inter_group_size] * (n > 1)
+    intra = inter = padding = 0.0
+    moved = REDUCED_BYTES * (grid.size + 1.0) * row_numel
+    spans = slice_lengths(row_numel, chunks=config.pipeline_chunks, unit=math.lcm(*units))
+    for numel in spans:
+        # With one level only, its messages carry a row to every rank.
+        if g > 1:
+            layout = message_layout(numel=numel, bits=intra_bits, group_size=config.intra_group_size, parts=n)
+            nbytes = message_bytes(layout, scale_bytes=scale_bytes)
+            intra += nbytes * (g - 1)
+            padding += layout.padding_bytes * (g - 1)
+            moved += 2.0 * nbytes * g
+        if n > 1:
+            layout = message_layout(numel=numel, bits=inter_bits, group_size=config.inter_group_size)
+            nbytes = message_bytes(layout, scale_bytes=scale_bytes)
+            inter += nbytes * (n - 1)
+            padding += layout.padding_bytes * (n - 1)
+            moved += 2.0 * nbytes * n
+    return Exchange(
+        intra_bytes=intra,
+        inter_bytes=inter,
+        padding_bytes=padding,
+        collectives=len(spans) * (2 if two_levels else 1),
+        chunks=max(1, len(spans)),
+        moved_bytes=moved,
+    )
+
+
+def slice_lengths(numel: int, *, chunks: int, unit: int) -> list[int]:
+    """Return the lengths of the slices of a row, cut so that no group of either level is divided."""
+    length = round_up(-(-numel // chunks), unit)
+    return [min(length, numel - start) for start in range(0, numel, length or 1)]
+
+
+def weight_refresh(row_numel: int, *, grid: RankGrid, config: WeightConfig | None) -> Exchange:
+    """Return the update of the weight replica, once per optimizer step."""
+    if config is None or grid.size == 1 or row_numel == 0:
+        return Exchange()
+    g, n = grid.ranks_per_node, grid.nodes
+    if config.bits is None:
+        nbytes, padding, moved = GATHERED_BYTES * row_numel, 0.0, 0.0
+    else:
+        layout = message_layout(numel=row_numel, bits=config.bits, group_size=config.group_size)
+        nbytes, padding = layout.nbytes, layout.padding_bytes
+        rows = grid.size if is_full(config, grid=grid) else n
+        # The difference is read from two bf16 rows; every row held is read, changed and written.
+        moved = (1 + rows) * (2.0 * GATHERED_BYTES * row_numel + nbytes)
+    inter_copies = n - 1
+    intra_copies = n * (g - 1) if is_full(config, grid=grid) else 0
+    return Exchange(
+        intra_bytes=float(nbytes * intra_copies),
+        inter_bytes=float(nbytes * inter_copies),
+        padding_bytes=padding * (inter_copies + intra_copies),
+        collectives=(inter_copies > 0) + (intra_copies > 0),
+        chunks=1,
+        moved_bytes=moved,
+    )
+
+
+def weight_gather(row_numel: int, *, grid: RankGrid, config: WeightConfig | None) -> Exchange:
+    """Return one gather of the weights, of which a step has one or two per micro batch."""
+    if grid.size == 1:
+        return Exchange()
+    if config is None:
+        return ring(GATHERED_BYTES * row_numel, grid=grid)
+    if is_full(config, grid=grid):
+        return Exchange()
+    sent = GATHERED_BYTES * row_numel * grid.nodes * (grid.ranks_per_node - 1)
+    return Exchange(intra_bytes=float(sent), collectives=1, chunks=1)
+
+
+def is_full(config: WeightConfig, *, grid: RankGrid) -> bool:
+    """Whether every rank holds every row of the replica."""
+    return config.replica == "full" or grid.ranks_per_node == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupTraffic:
+    """What one rank sends for one parameter group in a step."""
+
+    name: str
+    numel: int
+    """Parameters of the group on this model-parallel rank, without padding."""
+    row_numel: int
+    gradients: Exchange
+    refresh: Exchange
+    gathers: Exchange
+
+    @property
+    def exchanges(self) -> tuple[Exchange, Exchange, Exchange]:
+        """All of it."""
+        return self.gradients, self.refresh, self.gathers
+
+
+def group_traffic(
+    group: ShardedGroup,
+    *,
+    grid: RankGrid,
+    config: SDP4BitConfig,
+    accumulation: int = 1,
+    dense_bytes: int = REDUCED_BYTES,
+    least_padding: bool = False,
+) -> GroupTraffic:
+    """Return what a steady step sends for a group: gradients reduced once, after the last micro batch.
+
+    Args:
+        accumulation: micro batches per step; FSDP2 gathers the weights anew for each.
+        dense_bytes: bytes per gradient of a reduction in full precision.
+        least_padding: parameters are cut along the dimension that pads least, see `least_padded_dim`.
+    """
+    row = group.row_numel(ranks=grid.size, least_padding=least_padding)
+    # A flat buffer stays gathered: every rank holds all weights, so its replica is a full one.
+    weights = config.weights
+    if group.is_flat and weights is not None:
+        weights = replace(weights, replica="full")
+    gathers = 1 if group.is_flat else accumulation * (2 if group.freed_after_forward else 1)
+    return GroupTraffic(
+        name=group.name,
+        numel=group.numel,
+        row_numel=row,
+        gradients=gradient_exchange(row, grid=grid, config=config.gradients, dense_bytes=dense_bytes),
+        refresh=weight_refresh(row, grid=grid, config=weights),
+        gathers=weight_gather(row, grid=grid, config=weights).times(gathers),
+    )

@@ -1,0 +1,99 @@
+"""Settings of how a run is laid out over processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sdp4bit.pretrain.settings import SettingError, require, require_at_least
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Processes, nodes and parallelism."""
+
+    nproc_per_node: int | None = None
+    """Processes to start on this machine; one per GPU, or one, when not given. Under torchrun, torchrun's
+    option of the same name decides."""
+    ranks_per_node: int | None = None
+    """Consecutive ranks of the job that count as one node; found by host name when not given."""
+    tensor_model_parallel_size: int = 1
+    """Ranks that share the matrices of every block; consecutive ranks."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the blocks, one after another; micro batches (--accumulation) keep them busy."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Blocks in one of several stages that each rank of a pipeline has, interleaved with those of the others;
+    one stage per rank when not given."""
+    recompute_granularity: Recompute = "none"
+    """What is computed again in backward instead of being kept: the attention weights and their products
+    (selective), or whole blocks (full)."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "nproc_per_node",
+            "ranks_per_node",
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "num_layers_per_virtual_pipeline_stage",
+        ):
+            require_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
+        per_stage = self.num_layers_per_virtual_pipeline_stage
+        require(
+            per_stage is None or self.pipeline_model_parallel_size > 1,
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} has no effect without "
+            "--pipeline-model-parallel-size",
+        )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that together hold the model once, apart from data parallelism."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    def check_world(self, world_size: int) -> None:
+        """Nodes and model-parallel ranks are known to divide the world; SettingError otherwise."""
+        if self.ranks_per_node is not None and world_size % self.ranks_per_node:
+            divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
+            raise SettingError(
+                f"--ranks-per-node {self.ranks_per_node} does not divide the {world_size} ranks: "
+                f"use one of {divisors}"
+            )
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        require(
+            world_size % self.model_parallel_size == 0,
+            f"--tensor-model-parallel-size {tensor} times --pipeline-model-parallel-size {pipeline} is "
+            f"{self.model_parallel_size}, which does not divide the {world_size} ranks",
+        )
+
+    def check_model(self, *, layers: int, heads: int, vocabulary: int, micro_batches: int) -> None:
+        """A model of these sizes can be laid out like this; SettingError otherwise."""
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        for what, size in (("attention heads", heads), ("rows of the vocabulary", vocabulary)):
+            require(
+                size % tensor == 0,
+                f"--tensor-model-parallel-size {tensor} does not divide the {size} {what}",
+            )
+        require(
+            layers % pipeline == 0,
+            f"--pipeline-model-parallel-size {pipeline} does not divide the {layers} blocks",
+        )
+        per_stage = self.num_layers_per_virtual_pipeline_stage
+        if per_stage is None:
+            return
+        require(
+            layers // pipeline % per_stage == 0,
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} does not divide the {layers // pipeline} "
+            f"blocks that each of {pipeline} ranks has",
+        )
+        require(
+            micro_batches % pipeline == 0,
+            f"{micro_batches} micro batches (--accumulation) are not a multiple of "
+            f"--pipeline-model-parallel-size {pipeline}, as interleaved stages need it",
+        )
+
+    def stages(self, layers: int) -> list[range]:
+        """Return the blocks of every stage, in order; stage s is on rank s modulo the pipeline's size."""
+        pipeline = self.pipeline_model_parallel_size
+        per_stage = self.num_layers_per_virtual_pipeline_stage or layers // pipeline
+        return [range(start, start + per_stage) for start in range(0, layers, per_stage)]

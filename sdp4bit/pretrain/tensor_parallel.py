@@ -1,0 +1,194 @@
+"""Tensor parallelism: which part of a parameter a rank holds, and what is exchanged around its use.
+
+Parameters are split by `parallelize_module` and stay DTensors, so that FSDP2 and checkpoints know where parts
+belong. Arithmetic is on local tensors. Parameters that all ranks have alike are never quantized together with
+split ones: they would share scales with neighbours that differ from rank to rank, and drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+IGNORED_TARGET = -100
+"""Targets with this value have no loss, as in torch's cross entropy."""
+
+
+class ColumnParallel(ParallelStyle):
+    """Rows of the weight, and so columns of the output, are split; the input is whole."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _split(module, device_mesh, {"weight": Shard(0), "bias": Shard(0)})
+        module.register_forward_pre_hook(lambda _, inputs: (enter(inputs[0], device_mesh.get_group()),))
+        return module
+
+
+class RowParallel(ParallelStyle):
+    """Columns of the weight, and so of the input, are split; the output is whole.
+
+    The bias is split too: each rank adds its part to its share of the sum.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _split(module, device_mesh, {"weight": Shard(1), "bias": Shard(0)})
+        module.register_forward_hook(lambda _, __, output: leave(output, device_mesh.get_group()))
+        return module
+
+
+class VocabularyParallel(ParallelStyle):
+    """Rows of an embedding are split; the output is whole."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _split(module, device_mesh, {"weight": Shard(0)})
+        module.register_forward_hook(lambda _, __, output: leave(output, device_mesh.get_group()))
+        return module
+
+
+def _split(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
+    for name, placement in placements.items():
+        whole = module.get_parameter(name)
+        # Every rank makes the whole without memory, so nothing is sent.
+        part = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """Return what this rank holds of a parameter, differentiable."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def first_row(parameter: Tensor) -> int:
+    """Return the index of the first row that this rank holds of a parameter with equally split rows."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    return int(parameter.device_mesh.get_local_rank()) * int(parameter.to_local().shape[0])
+
+
+def padded_bias(bias: Tensor, *, width: int) -> Tensor:
+    """Return this rank's part of a bias at its place among zeros; the bias itself if it is whole."""
+    part, start = local_part(bias), first_row(bias)
+    if part.shape[0] == width:
+        return part
+    return F.pad(part, (start, width - start - part.shape[0]))
+
+
+class _Enter(torch.autograd.Function):
+    """The input is whole on all ranks; each has a part of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradients[0], ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    """The output is the sum of what the ranks have; each gets the whole gradient."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return x, which all ranks have alike; backward sums what the ranks contribute to its gradient."""
+    result: Tensor = _Enter.apply(x, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of x over the ranks; backward hands its gradient to all of them."""
+    result: Tensor = _Leave.apply(x, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Sum of the cross entropies where each rank has the logits of a part of the vocabulary."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
+        largest = logits.max(dim=-1).values
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        logits = logits - largest[:, None]
+        here = (targets >= start) & (targets < start + logits.shape[1])
+        column = torch.where(here, targets - start, 0)[:, None]
+        of_target = torch.where(here, logits.gather(1, column)[:, 0], 0.0)
+        exponentials = logits.exp_()
+        sums = torch.stack([exponentials.sum(dim=-1), of_target])
+        dist.all_reduce(sums, group=group)
+        probabilities = exponentials.div_(sums[0][:, None])
+        counted = targets != IGNORED_TARGET
+        ctx.save_for_backward(probabilities, column, here, counted)
+        return torch.where(counted, sums[0].log() - sums[1], 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        probabilities, column, here, counted = ctx.saved_tensors
+        result = probabilities.scatter_add(1, column, -here.to(probabilities.dtype)[:, None])
+        return result * (counted * gradients[0])[:, None], None, None, None
+
+
+def summed_cross_entropy(
+    logits: Tensor, targets: Tensor, *, start: int = 0, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Return the sum of the cross entropies of all targets that are not -100, in fp32; a scalar.
+
+    Args:
+        logits: [n, vocabulary], or with a group this rank's columns of them, from column `start` on.
+        targets: [n], int64.
+        group: the ranks that hold the other columns; all return the same.
+    """
+    if group is None:
+        return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED_TARGET, reduction="sum")
+    result: Tensor = _SplitCrossEntropy.apply(logits.float(), targets, start, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+@contextmanager
+def random_numbers_of_rank(tensor_rank: int, *, device: torch.device) -> Iterator[None]:
+    """Inside, each tensor-parallel rank draws other numbers; outside, all draw the same again.
+
+    The numbers follow from the generator of the CPU, so recomputation and resumed runs repeat them.
+    """
+    seed = int(torch.randint(1 << 62, (), dtype=torch.int64))
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed + tensor_rank)
+        yield
+
+
+def parameter_group(parameter: Tensor) -> dist.ProcessGroup | None:
+    """Return the ranks that a gathered parameter is split over, if it is."""
+    return parameter.device_mesh.get_group() if isinstance(parameter, DTensor) else None
+
+
+Style = Callable[[], ParallelStyle]
+BLOCK_STYLES: dict[str, Style] = {
+    "attention.query_key_value": ColumnParallel,
+    "attention.projection": RowParallel,
+    "feed_forward.expand": ColumnParallel,
+    "feed_forward.projection": RowParallel,
+}
+"""How the layers of a block are split."""

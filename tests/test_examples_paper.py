@@ -1,0 +1,103 @@
+"""The scripts of the paper's tables: what they ask torchrun and `sdp4bit pretrain` for."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tyro")
+
+from sdp4bit.cli import parse
+from sdp4bit.pretrain.config import PretrainConfig
+from tests.indexed_corpora import write_corpus, write_vocabulary
+
+FOLDER = Path(__file__).parent.parent / "examples" / "paper"
+ACCURACY = {"125M": (8, 6e-4), "350M": (8, 3e-4), "1.3B": (4, 2e-4), "6.7B": (2, 1.2e-4)}
+# Tensor and pipeline parallel size (table 8) and slices of the gradient exchange.
+SPEED = {
+    ("a100", "1.3B"): (1, 1, 8), ("a100", "2.7B"): (1, 1, 8), ("a100", "6.7B"): (4, 1, 8),
+    ("a100", "13B"): (4, 2, 1), ("a100", "18B"): (4, 2, 1),
+    ("h800", "1.3B"): (1, 1, 8), ("h800", "2.7B"): (1, 1, 8), ("h800", "6.7B"): (4, 1, 8),
+    ("h800", "13B"): (8, 1, 1), ("h800", "18B"): (8, 1, 1),
+}  # fmt: skip
+
+
+@pytest.fixture
+def run_script(tmp_path):
+    """Runs a script with a torchrun that only writes down its arguments."""
+    vocabulary, merges = write_vocabulary(tmp_path, size=700)
+    data = {
+        "DATA": str(write_corpus(tmp_path / "corpus", [[1, 2]])),
+        "VOCAB": str(vocabulary),
+        "MERGES": str(merges),
+    }
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    torchrun.chmod(torchrun.stat().st_mode | stat.S_IXUSR)
+
+    def run(name: str, *options: str, **environment: str) -> tuple[list[str], PretrainConfig]:
+        done = subprocess.run(
+            [FOLDER / name, *options],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+            cwd=tmp_path,
+            env={**os.environ, **data, "PATH": f"{tmp_path}:{os.environ['PATH']}", **environment},
+        )
+        arguments = done.stdout.splitlines()
+        start = arguments.index("pretrain")
+        config = parse(arguments[start:])
+        assert isinstance(config, PretrainConfig)
+        return arguments[:start], config
+
+    return run
+
+
+@pytest.mark.parametrize("model", ACCURACY)
+def test_accuracy_scripts_have_the_settings_of_the_model_cards(model, run_script):
+    _, config = run_script(f"accuracy_{model}.sh", "--strategy", "tlq-hs")
+    micro_batch_size, learning_rate = ACCURACY[model]
+    assert config.model.model_card == model
+    assert config.strategy_name == "tlq-hs"
+    assert (config.micro_batch_size, config.learning_rate) == (micro_batch_size, learning_rate)
+    training, optimizer = config.training, config.optimizer
+    assert (training.steps, training.global_batch_size, config.sequence_length) == (80000, 256, 2048)
+    assert (optimizer.decay_steps, optimizer.warmup_fraction, optimizer.clip_grad) == (70000, 0.01, 1.0)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.weight_decay) == (0.9, 0.95, 0.1)
+    assert (training.eval_interval, training.eval_batches) == (100, 10)
+    assert config.micro_batches(256 // micro_batch_size) == 1
+    assert config.checkpoint.load is None
+
+
+def test_accuracy_scripts_continue_from_the_last_checkpoint(run_script, tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "latest").write_text("step-00001000\n")
+    _, config = run_script("accuracy_125M.sh", RUN=str(tmp_path / "run"))
+    assert (config.checkpoint.load, config.checkpoint.save) == (folder, folder)
+
+
+@pytest.mark.parametrize(("cluster", "model"), SPEED)
+def test_speed_scripts_have_the_layouts_of_table_8(cluster, model, run_script):
+    torchrun, config = run_script(f"speed_{cluster}_{model}.sh", NNODES="16", MASTER_ADDR="first")
+    tensor, pipeline, chunks = SPEED[cluster, model]
+    per_node = torchrun[torchrun.index("--nproc-per-node") + 1]
+    assert per_node == {"a100": "4", "h800": "8"}[cluster]
+    assert torchrun[torchrun.index("--nnodes") + 1] == "16"
+    assert torchrun[torchrun.index("--rdzv-endpoint") + 1] == "first:29500"
+    assert config.parallel.tensor_model_parallel_size == tensor
+    assert config.parallel.pipeline_model_parallel_size == pipeline
+    assert config.quantization.gradients.pipeline_chunks == chunks
+    assert (config.micro_batch_size, config.micro_batches(16), config.sequence_length) == (1, 1, 2048)
+    assert config.data.mock_data
+
+
+def test_speed_scripts_run_the_baseline_too(run_script):
+    _, config = run_script("speed_a100_6.7B.sh", "--strategy", "baseline")
+    assert config.quantization.gradients is None
+    assert config.quantization.weights is None
