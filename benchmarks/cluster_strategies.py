@@ -28,7 +28,7 @@ import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.collectives.exchange import start_all_to_all
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.pretrain.model import GPT
+from sdp4bit.pretrain.model import GPT, Block
 from sdp4bit.pretrain.model_cards import ModelShape
 
 FULL_WEIGHTS = WeightConfig(bits=None)
@@ -174,11 +174,12 @@ def shard(model: GPT, *, reduce_dtype: torch.dtype = torch.float32) -> GPT:
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    for block in model.blocks:
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     # Blocks are asked for when the forward pass begins; an exchange that can will overlap it.
-    cast(FSDPModule, model).set_modules_to_forward_prefetch(cast(list[FSDPModule], list(model.blocks)))
+    cast(FSDPModule, model).set_modules_to_forward_prefetch(cast(list[FSDPModule], blocks))
     return model
 
 
