@@ -149,7 +149,13 @@ def resume(folder: str, config: SDP4BitConfig, exact: list[tuple[list[float], li
     assert max(abs(a - b) for a, b in zip(without, losses, strict=False)) < 0.05
 
 
-@pytest.mark.parametrize("config", [NODE, STOCHASTIC], ids=["node", "full-stochastic"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(NODE, id="node"),
+        pytest.param(STOCHASTIC, id="full-stochastic", marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_continues_bit_for_bit(config: SDP4BitConfig, tmp_path: Path) -> None:
     exact = run_ranks(save_and_go_on, 4, str(tmp_path), config, timeout=LIMIT)
     run_ranks(resume, 4, str(tmp_path), config, exact, timeout=LIMIT)

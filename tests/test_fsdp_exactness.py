@@ -83,7 +83,15 @@ def test_four_ranks_with_the_identity_differ_from_plain_by_the_order_of_summatio
     assert losses_of(identity) == losses_of(run_ranks(train_in_node_order, 4, 8))
 
 
-@pytest.mark.parametrize("name", ["qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qw",
+        "tlq",
+        "sdp4bit",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwd", "ulq", "tlq-hs")),
+    ],
+)
 def test_presets_train_on_their_own_paths(name: str) -> None:
     config = SDP4BitConfig.preset(name)
     losses, stats = run_ranks(train_with, 4, config, 2, 6)[0]
@@ -123,7 +131,10 @@ def test_all_back_ends_give_the_same_losses() -> None:
     assert losses_of(run_ranks(train_with, 4, SDP4BitConfig(), 2, 4, backend="numba")) == expected
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("nodes", "per_node"),
+    [(2, 2), pytest.param(3, 2, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)],
+)
 def test_full_and_node_replicas_give_equal_losses(nodes: int, per_node: int) -> None:
     config = SDP4BitConfig()
     full = replace(config, weights=replace(config.weights, replica="full"))
@@ -143,7 +154,7 @@ def train_long(replica: str, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("steps", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_replicas_stay_identical_and_both_kinds_agree(steps: int) -> None:
     node = run_ranks(train_long, 4, "node", steps, timeout=240, backend="auto")
     full = run_ranks(train_long, 4, "full", steps, timeout=240, backend="auto")

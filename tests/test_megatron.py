@@ -52,6 +52,7 @@ def check_two_ranks() -> None:
     fp32_buffer()
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(check_two_ranks, 2)
 
