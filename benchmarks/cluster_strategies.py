@@ -111,7 +111,7 @@ class TrainingStep:
     def __call__(self) -> Tensor:
         """Train one step and return this rank's loss before it."""
         tokens, targets = self._workload.batch(self.steps, rank=self._rank)
-        loss: Tensor = self._model(tokens, targets)
+        loss: Tensor = self._model(tokens, targets) / targets.numel()
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
