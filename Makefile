@@ -26,8 +26,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small GPT with and without 4-bit communication, into runs/demo
 	$(BIN)/sdp4bit demo --out runs/demo
 
+# Files of tests are spread over two workers: many tests start four processes, which is enough for a machine.
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-slow: $(STAMP) ## run the tests marked slow
 	$(BIN)/python -m pytest -q -m slow

@@ -32,8 +32,10 @@ ONE_PER_NODE = Cluster(nodes=2, ranks_per_node=1)
 STEPS = 6
 
 OWNER = """
-import sys, time
+import signal, sys, time
 from benchmarks.cluster_network import Network
+# Shells start their background commands with it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with Network(2) as network:
     network.start(0, ["sleep", "300"])
     print(*network.nodes, flush=True)
