@@ -42,6 +42,11 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, choices))}")
 
 
+def _check_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
+
+
 def _check_at_least(name: str, value: int, minimum: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ValueError(f"{name}={value!r} must be an integer of at least {minimum}")
@@ -84,6 +89,9 @@ class GradientConfig:
     """Values that share one scale between nodes; a multiple of 32, independent of the other."""
     hadamard: bool = True
     """Transform blocks of 32 values before the first quantization and back after the last sum."""
+    random_signs: bool = False
+    """Change signs of the values before the transform, by 32 random bits per reduction that all ranks share,
+    and back after the last sum: no fixed pattern of gradients then adds up in one place."""
     intra_rounding: Rounding = "stochastic"
     """Rounding of the hop inside a node; nearest is as good at 8 bits."""
     inter_rounding: Rounding = "stochastic"
@@ -100,6 +108,13 @@ class GradientConfig:
         _check_bits("gradients.inter_bits", self.inter_bits)
         _check_group_size("gradients.intra_group_size", self.intra_group_size)
         _check_group_size("gradients.inter_group_size", self.inter_group_size)
+        _check_flag("gradients.hadamard", self.hadamard)
+        _check_flag("gradients.random_signs", self.random_signs)
+        if self.random_signs and not self.hadamard:
+            raise ValueError(
+                "gradients.random_signs=True has no effect with gradients.hadamard=False: it belongs to the "
+                "transform; leave it out, or set hadamard=True"
+            )
         _check_choice("gradients.intra_rounding", self.intra_rounding, get_args(Rounding))
         _check_choice("gradients.inter_rounding", self.inter_rounding, get_args(Rounding))
         _check_at_least("gradients.pipeline_chunks", self.pipeline_chunks, 1)

@@ -21,6 +21,7 @@ GRADIENTS = {
     "intra_group_size": 128,
     "inter_group_size": 128,
     "hadamard": True,
+    "random_signs": False,
     "intra_rounding": "stochastic",
     "inter_rounding": "stochastic",
     "pipeline_chunks": 1,
@@ -183,6 +184,19 @@ def test_count_below_its_minimum_or_no_integer_is_refused(
         assert f"{name}={value!r}" in str(error.value)
         assert f"at least {minimum}" in str(error.value)
     assert getattr(cls(**{field: minimum}), field) == minimum
+
+
+@pytest.mark.parametrize("field", ["hadamard", "random_signs"])
+def test_switch_is_a_bool(field: str) -> None:
+    for value in (0, 1, None, "yes"):
+        with pytest.raises(ValueError, match=f"gradients.{field}={value!r} must be True or False"):
+            GradientConfig(**{field: value})
+
+
+def test_random_signs_belong_to_the_transform() -> None:
+    assert GradientConfig(random_signs=True).random_signs
+    with pytest.raises(ValueError, match=r"gradients\.random_signs=True has no effect with .*hadamard=False"):
+        GradientConfig(random_signs=True, hadamard=False)
 
 
 def test_parts_in_each_others_place_are_an_error() -> None:

@@ -87,13 +87,13 @@ def dequantize_add(numel=4096, bits=4, group_size=2048, accumulate=True, dtype=t
 
 
 def hadamard_quantize(
-    numel=4096, bits=8, group_size=128, hadamard=True, stochastic=True, dtype=torch.float32
+    numel=4096, bits=8, group_size=128, hadamard=True, stochastic=True, dtype=torch.float32, signs=0
 ):
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=2)
     values = torch.zeros(2, 4, numel, dtype=dtype).transpose(0, 1)
     out = messages(4, layout)
     keys = (0xFFFFFFFF, 3)
-    ops.hadamard_quantize(values, out, bits, group_size, hadamard, stochastic, *keys, 0, 1 << 20)
+    ops.hadamard_quantize(values, out, bits, group_size, hadamard, stochastic, *keys, 0, 1 << 20, signs)
 
 
 def dequantize_reduce_quantize(numel=4096, count=8, bits_in=8, group_size_in=128, bits=4, group_size=128):
@@ -107,11 +107,11 @@ def dequantize_reduce_quantize(numel=4096, count=8, bits_in=8, group_size_in=128
 
 
 def dequantize_reduce_hadamard(
-    numel=4096, count=4, bits=4, group_size=128, hadamard=True, dtype=torch.float32
+    numel=4096, count=4, bits=4, group_size=128, hadamard=True, dtype=torch.float32, signs=0
 ):
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
     out = torch.zeros(numel, dtype=dtype)
-    ops.dequantize_reduce_hadamard(messages(count, layout), out, bits, group_size, hadamard, 1 / 128)
+    ops.dequantize_reduce_hadamard(messages(count, layout), out, bits, group_size, hadamard, 1 / 128, signs)
 
 
 DEFAULTS = [
@@ -172,6 +172,21 @@ def test_one_kernel_serves_all_aligned_lengths(compiled, operator):
     assert len({id(kernel) for kernel in compiled}) == 1
 
 
+@ON_ALL_TARGETS
+@pytest.mark.parametrize("operator", [hadamard_quantize, dequantize_reduce_hadamard])
+def test_random_signs(compiled, operator, tmp_path):
+    """One more kernel, which serves all signs, without another access to memory."""
+    for signs in (0, 1, 16, 0xDEADBEEF, 0x7FFFFFFF):
+        operator(signs=signs)
+    plain, signed, *others = compiled
+    assert plain is not signed and all(kernel is signed for kernel in others)
+    check_arithmetic(signed.asm)
+    assert not spilled_bytes(signed.asm, tmp_path)
+    if "ptx" in signed.asm:
+        accesses = [re.findall(r"(?:ld|st)\.global\S*", kernel.asm["ptx"]) for kernel in (plain, signed)]
+        assert sorted(accesses[0]) == sorted(accesses[1])
+
+
 @ON_SM90
 @pytest.mark.parametrize("numel", [4096, 4095])
 def test_bf16_gradients(compiled, numel):
@@ -209,6 +224,7 @@ class TestEveryConfiguration:
     def test_hadamard_quantize(self, numel, bits, group_size):
         for hadamard, dtype in ((False, torch.bfloat16), (True, torch.float32)):
             hadamard_quantize(numel, bits, group_size, hadamard, hadamard, dtype)
+        hadamard_quantize(numel, bits, group_size, signs=0xDEADBEEF)
 
     def test_dequantize_reduce_quantize(self, numel, bits, group_size):
         for count, bits_in in ((9, 8), (2, 4), (4, 32)):

@@ -137,19 +137,16 @@ class TestBytes:
 
     @pytest.mark.parametrize("bits", [4, 8, 32])
     @pytest.mark.parametrize(
-        ("group_size", "numel", "hadamard", "dtype", "stochastic"),
-        variants((True, False), DTYPES, (True, False)),
+        ("group_size", "numel", "hadamard", "dtype", "stochastic", "signs"),
+        variants((True, False), DTYPES, (True, False), (0, 0xDEADBEEF)),
     )
-    def test_hadamard_quantize(self, bits, group_size, numel, hadamard, dtype, stochastic):
+    def test_hadamard_quantize(self, bits, group_size, numel, hadamard, dtype, stochastic, signs):
         """From a transposed view: gradients lie as [parts, destinations, numel]."""
         layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=2)
         values = guarded_values(make_values(2, 3, numel, seed=5, dtype=dtype), offset=numel % 3)
         tensors = [values.transpose(0, 1), guarded_messages(3, layout)]
-        numbering = (32 * 3, 32 * 1000)
-        compare(
-            *(ops.hadamard_quantize, tensors, bits, group_size, hadamard, stochastic, *KEYS, *numbering),
-            bits=bits,
-        )
+        rest = (bits, group_size, hadamard, stochastic, *KEYS, 32 * 3, 32 * 1000, signs * hadamard)
+        compare(ops.hadamard_quantize, tensors, *rest, bits=bits)
 
     @pytest.mark.parametrize(("bits_in", "bits_out"), [(8, 4), (4, 8), (4, 4), (32, 8), (8, 32)])
     @pytest.mark.parametrize(
@@ -171,14 +168,15 @@ class TestBytes:
 
     @pytest.mark.parametrize("bits", [4, 8, 32])
     @pytest.mark.parametrize(
-        ("group_size", "numel", "hadamard", "dtype", "count"),
-        variants((True, False), DTYPES, (2, 1, 4, 0, 16, 33)),
+        ("group_size", "numel", "hadamard", "dtype", "count", "signs"),
+        variants((True, False), DTYPES, (2, 1, 4, 0, 16, 33), (0, 0xDEADBEEF)),
     )
-    def test_dequantize_reduce_hadamard(self, bits, group_size, numel, hadamard, dtype, count):
+    def test_dequantize_reduce_hadamard(self, bits, group_size, numel, hadamard, dtype, count, signs):
         layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
         messages = make_messages(count, layout, seed=7)
         out = guarded_values(torch.full((numel,), float("nan"), dtype=dtype), offset=numel % 3)
-        compare(ops.dequantize_reduce_hadamard, [messages, out], bits, group_size, hadamard, 1 / 96)
+        rest = (bits, group_size, hadamard, 1 / 96, signs * hadamard)
+        compare(ops.dequantize_reduce_hadamard, [messages, out], *rest)
 
 
 class TestSpecialValues:
@@ -194,8 +192,9 @@ class TestSpecialValues:
         for flag in (False, True):
             tensors = [main, torch.zeros_like(main), out[0]]
             compare(ops.subtract_quantize, tensors, bits, group_size, flag, *KEYS, bits=bits)
-            tensors = [main[None, None], out]
-            compare(ops.hadamard_quantize, tensors, bits, group_size, flag, True, *KEYS, 0, 0, bits=bits)
+            tensors, signs = [main[None, None], out], 0x99999999 * flag
+            rest = (bits, group_size, flag, True, *KEYS, 0, 0, signs)
+            compare(ops.hadamard_quantize, tensors, *rest, bits=bits)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("bits", [4, 8, 32])
@@ -207,7 +206,8 @@ class TestSpecialValues:
             compare(ops.dequantize_add, [messages[:1], replica[None]], bits, 64, flag)
             for multiplier in (1.0, 0.1):
                 tensors = [messages, torch.empty_like(replica)]
-                compare(ops.dequantize_reduce_hadamard, tensors, bits, 64, flag, multiplier)
+                rest = (bits, 64, flag, multiplier, flag * 0x99999999)
+                compare(ops.dequantize_reduce_hadamard, tensors, *rest)
 
     @pytest.mark.parametrize(("bits_in", "bits_out"), [(8, 4), (4, 8), (32, 8)])
     def test_reduce(self, bits_in, bits_out):

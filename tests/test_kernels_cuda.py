@@ -45,6 +45,7 @@ DEVICE = torch.device("cuda" if HAS_GPU and not IS_INTERPRETED else "cpu")
 RUNS_HERE = IS_INTERPRETED or HAS_GPU
 
 KEYS = derive_keys(1234, 7)
+SIGNS = (0, 0xDEADBEEF)
 DEFAULT_TESTS = "not gpu and not slow"
 
 
@@ -216,13 +217,15 @@ class TestBytes:
 
     @pytest.mark.parametrize("hadamard", [False, True])
     @pytest.mark.parametrize("bits", [4, 8])
-    @pytest.mark.parametrize(("group_size", "numel", "stochastic", "dtype"), variants((True, False), DTYPES))
-    def test_hadamard_quantize(self, bits, hadamard, group_size, numel, stochastic, dtype):
+    @pytest.mark.parametrize(
+        ("group_size", "numel", "stochastic", "dtype", "signs"), variants((True, False), DTYPES, SIGNS)
+    )
+    def test_hadamard_quantize(self, bits, hadamard, group_size, numel, stochastic, dtype, signs):
         layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=2)
         values = guarded_values(make_values(1, 2, numel, seed=9, dtype=dtype), offset=numel % 3)
         tensors = [values, guarded_messages(1, layout)]
-        numbering = (32 * 3, 32 * 1000)
-        compare(ops.hadamard_quantize, tensors, bits, group_size, hadamard, stochastic, *KEYS, *numbering)
+        rest = (bits, group_size, hadamard, stochastic, *KEYS, 32 * 3, 32 * 1000, signs * hadamard)
+        compare(ops.hadamard_quantize, tensors, *rest)
 
     @pytest.mark.parametrize("hadamard", [False, True])
     @pytest.mark.parametrize("numel", [0, 33, 224])
@@ -233,12 +236,12 @@ class TestBytes:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("bits", [4, 8, 32])
-    @pytest.mark.parametrize("hadamard", [False, True])
-    def test_hadamard_quantize_of_special_values(self, bits, hadamard, dtype):
+    @pytest.mark.parametrize(("hadamard", "signs"), [(False, 0), (True, 0), (True, 0x99999999)])
+    def test_hadamard_quantize_of_special_values(self, bits, hadamard, signs, dtype):
         values = make_special_values(64, seed=10, dtype=dtype)[None, None]
         layout = MessageLayout(numel=values.numel(), bits=bits, group_size=64)
         tensors = [values, guarded_messages(1, layout)]
-        compare(ops.hadamard_quantize, tensors, bits, 64, hadamard, True, *KEYS, 0, 0, bits=bits)
+        compare(ops.hadamard_quantize, tensors, bits, 64, hadamard, True, *KEYS, 0, 0, signs, bits=bits)
 
     @pytest.mark.parametrize("numel", [160, 161])
     def test_hadamard_quantize_of_a_transposed_view(self, numel):
@@ -263,7 +266,8 @@ class TestBytes:
         bits = 4 if hadamard else 8
         layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
         tensors = [make_values(1, 1, numel, seed=13), guarded_messages(1, layout)]
-        compare(ops.hadamard_quantize, tensors, bits, group_size, hadamard, True, *KEYS, 0, 0)
+        signs = 0x80000001 * hadamard
+        compare(ops.hadamard_quantize, tensors, bits, group_size, hadamard, True, *KEYS, 0, 0, signs)
 
     @pytest.mark.parametrize(("bits_in", "bits_out"), [(8, 4), (4, 4), (8, 8), (4, 8), (32, 4), (8, 32)])
     @pytest.mark.parametrize(
@@ -318,13 +322,15 @@ class TestBytes:
 
     @pytest.mark.parametrize("bits", [4, 8, 32])
     @pytest.mark.parametrize(
-        ("group_size", "numel", "hadamard", "dtype", "count"), variants((True, False), DTYPES, (2, 1, 4))
+        ("group_size", "numel", "hadamard", "dtype", "count", "signs"),
+        variants((True, False), DTYPES, (2, 1, 4), SIGNS),
     )
-    def test_dequantize_reduce_hadamard(self, bits, group_size, numel, hadamard, dtype, count):
+    def test_dequantize_reduce_hadamard(self, bits, group_size, numel, hadamard, dtype, count, signs):
         layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
         messages = make_messages(count, layout, seed=18)
         out = guarded_values(torch.full((numel,), float("nan"), dtype=dtype), offset=numel % 3)
-        compare(ops.dequantize_reduce_hadamard, [messages, out], bits, group_size, hadamard, 1 / 96)
+        rest = (bits, group_size, hadamard, 1 / 96, signs * hadamard)
+        compare(ops.dequantize_reduce_hadamard, [messages, out], *rest)
 
     @pytest.mark.parametrize("count", [0, 3, 9])
     @pytest.mark.parametrize("bits", [4, 8, 32])
@@ -336,12 +342,12 @@ class TestBytes:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("bits", [4, 8])
-    @pytest.mark.parametrize("hadamard", [False, True])
-    def test_dequantize_reduce_hadamard_of_special_values(self, bits, hadamard, dtype):
+    @pytest.mark.parametrize(("hadamard", "signs"), [(False, 0), (True, 0), (True, 0x99999999)])
+    def test_dequantize_reduce_hadamard_of_special_values(self, bits, hadamard, signs, dtype):
         layout = MessageLayout(numel=32 * 40, bits=bits, group_size=32)
         messages = make_messages(2, layout, seed=20, special=True)
         out = guarded_values(torch.full((layout.numel,), float("nan"), dtype=dtype))
-        compare(ops.dequantize_reduce_hadamard, [messages, out], bits, 32, hadamard, 2.0**-12)
+        compare(ops.dequantize_reduce_hadamard, [messages, out], bits, 32, hadamard, 2.0**-12, signs)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("seed", range(100))
@@ -356,13 +362,14 @@ class TestBytes:
         stochastic, flag = draw.random() < 0.5, draw.random() < 0.5
         dtype, offset = draw.choice(DTYPES), draw.choice((0, 0, 1, 3, 8))
         numbering = (stochastic, *keys, first, row_stride)
+        signs = draw.choice((0, 1, draw.randrange(1 << 32))) * flag
         layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
         parted = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
         sent = MessageLayout(numel=numel, bits=bits_out, group_size=group_size_out)
 
         values = guarded_values(make_values(parts, 2, numel, seed=seed, dtype=dtype), offset).transpose(0, 1)
         tensors = [values, guarded_messages(2, parted)]
-        compare(ops.hadamard_quantize, tensors, bits, group_size, flag, *numbering, bits=bits)
+        compare(ops.hadamard_quantize, tensors, bits, group_size, flag, *numbering, signs, bits=bits)
 
         tensors = [make_messages(count, parted, seed), guarded_messages(parts, sent)]
         rest = (numel, bits, group_size, bits_out, group_size_out, *numbering)
@@ -370,7 +377,7 @@ class TestBytes:
 
         messages = make_messages(count, layout, seed)
         out = guarded_values(make_values(numel, seed=seed, dtype=dtype), offset)
-        compare(ops.dequantize_reduce_hadamard, [messages, out], bits, group_size, flag, 0.3)
+        compare(ops.dequantize_reduce_hadamard, [messages, out], bits, group_size, flag, 0.3, signs)
 
         replica = guarded_values(make_values(2, numel, seed=seed + 1, dtype=dtype), offset)
         compare(ops.dequantize_add, [messages.repeat(2, 1)[:2], replica], bits, group_size, flag)

@@ -75,7 +75,7 @@ def hadamard_quantize_arguments() -> Iterator[tuple]:
         yield values, out, bits, group_size, hadamard, stochastic, *KEYS, 32, 512
     transposed = values_of(3, 2, 256).transpose(0, 1)
     out = empty_messages(2, 256, 4, 128, parts=3)
-    yield transposed, out, 4, 128, True, True, *KEYS, 0, 256
+    yield transposed, out, 4, 128, True, True, *KEYS, 0, 256, 0xDEADBEEF
 
 
 def dequantize_reduce_quantize_arguments() -> Iterator[tuple]:
@@ -98,6 +98,8 @@ def dequantize_reduce_hadamard_arguments() -> Iterator[tuple]:
     ]:
         messages = quantized(values_of(ranks, 1, numel), bits, group_size)
         yield messages, torch.zeros(numel, dtype=dtype), bits, group_size, hadamard, 1 / 96
+        signs = 0xDEADBEEF * hadamard
+        yield messages, torch.zeros(numel, dtype=dtype), bits, group_size, hadamard, 1 / 96, signs
 
 
 ARGUMENTS = {
@@ -127,7 +129,8 @@ def test_operator_changes_one_argument_and_returns_nothing(name: str, written: s
     for arguments in ARGUMENTS[name]():
         copies = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
         assert op(*copies) is None
-        for argument, after, before in zip(names, copies, arguments, strict=True):
+        given = names[: len(arguments)]  # the last may have a default
+        for argument, after, before in zip(given, copies, arguments, strict=True):
             if isinstance(before, Tensor):
                 assert torch.equal(after, before) == (argument != written)
 

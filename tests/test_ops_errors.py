@@ -186,6 +186,16 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: ops.hadamard_quantize(values_of(1, 1, 64), out_of(64), 4, 32, True, True, 0, 0, 0, -32),
         ["row_stride=-32", "at least 0"],
     ),
+    "hadamard: signs without a transform": (
+        lambda: ops.hadamard_quantize(values_of(1, 1, 64), out_of(64), 4, 32, False, True, 0, 0, 0, 0, 5),
+        ["signs=5", "hadamard=True"],
+    ),
+    "hadamard: more signs than a block has values": (
+        lambda: ops.hadamard_quantize(
+            values_of(1, 1, 64), out_of(64), 4, 32, True, True, 0, 0, 0, 0, 1 << 32
+        ),
+        ["signs=4294967296", "32 bits"],
+    ),
     "hadamard: numbers beyond a key": (
         lambda: ops.hadamard_quantize(
             values_of(1, 2, 64), out_of(64, parts=2), 4, 32, True, True, 0, 0, 32, MAX_ELEMENTS - 64
@@ -233,6 +243,14 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "reduce: fp64 out": (
         lambda: ops.dequantize_reduce_hadamard(out_of(64), torch.zeros(64).double(), 4, 32, True, 1.0),
         ["out", "torch.float64"],
+    ),
+    "reduce: signs without a transform": (
+        lambda: ops.dequantize_reduce_hadamard(out_of(64), torch.zeros(64), 4, 32, False, 1.0, 5),
+        ["signs=5", "hadamard=True"],
+    ),
+    "reduce: negative signs": (
+        lambda: ops.dequantize_reduce_hadamard(out_of(64), torch.zeros(64), 4, 32, True, 1.0, -1),
+        ["signs=-1", "32 bits"],
     ),
     "reduce: messages of another size": (
         lambda: ops.dequantize_reduce_hadamard(out_of(32), torch.zeros(64), 4, 32, True, 1.0),

@@ -17,7 +17,7 @@ from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
 from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MessageLayout, message_layout, round_up
-from sdp4bit.quantization.random import Stage, derive_keys, pack_stream
+from sdp4bit.quantization.random import Stage, derive_keys, draw_signs, pack_stream
 from sdp4bit.telemetry import Level, TrafficCounter
 
 
@@ -96,6 +96,7 @@ class QuantizedReduceScatter:
         self._pipeline_chunks = config.pipeline_chunks
         # Without a quantizer the transform would only add rounding errors.
         self._hadamard = config.hadamard and any(hop.bits != FULL_PRECISION for hop in self._hops)
+        self._random_signs = config.random_signs and self._hadamard
         self._seed = seed
         self._rank = rank
         self._bucket = bucket
@@ -115,7 +116,8 @@ class QuantizedReduceScatter:
         Args:
             output: [n], fp32, bf16 or fp16.
             input: [size * n], row r for group rank r; not changed.
-            call: number of this reduction of the bucket since the start, for the rounding bits.
+            call: number of this reduction of the bucket since the start, the same on all ranks, for the
+                rounding bits and the random signs.
 
         Raises:
             ValueError: input is not size times as long as output.
@@ -154,7 +156,8 @@ class QuantizedReduceScatter:
         keys = derive_keys(self._seed, 0)
         bits, size, hadamard = layout.bits, layout.group_size, self._hadamard
         rows = values.view(1, 1, numel)
-        ops.hadamard_quantize(rows, message, bits, size, hadamard, first.stochastic, *keys, 0, 0)
+        signs = self._signs(0)
+        ops.hadamard_quantize(rows, message, bits, size, hadamard, first.stochastic, *keys, 0, 0, signs)
         for hop in rest:
             layout = hop.layout(numel, parts=1)
             sent = values.new_empty(1, layout.nbytes, dtype=torch.uint8)
@@ -164,7 +167,7 @@ class QuantizedReduceScatter:
             message, bits, size = sent, layout.bits, layout.group_size
         result = torch.empty(numel, dtype=torch.float32, device=values.device)
         factor = INVERSE_FACTOR if hadamard else 1.0
-        ops.dequantize_reduce_hadamard(message, result, bits, size, hadamard, factor)
+        ops.dequantize_reduce_hadamard(message, result, bits, size, hadamard, factor, signs)
         exact = values.float()
         norm = float(exact.norm())
         return float((result - exact).norm()) / norm if norm else 0.0
@@ -183,7 +186,7 @@ class QuantizedReduceScatter:
         A row's random bits are numbered by its values' places in the whole row, so slicing changes nothing.
         """
         first, *rest = self._hops
-        numel = span.stop - span.start
+        numel, signs = span.stop - span.start, self._signs(call)
         row_stride = round_up(output.numel(), BLOCK)
         part = rows[..., span]  # [nodes, ranks_per_node, numel]
         by_destination = part.transpose(0, 1) if first.level == "intra" else part
@@ -200,6 +203,7 @@ class QuantizedReduceScatter:
             *self._keys(first, call),
             span.start,
             row_stride,
+            signs,
         )
         received, transfer = self._start(first, sent, index, layout)
         yield
@@ -228,7 +232,7 @@ class QuantizedReduceScatter:
 
         factor = multiplier * INVERSE_FACTOR if self._hadamard else multiplier
         ops.dequantize_reduce_hadamard(
-            received, output[span], layout.bits, layout.group_size, self._hadamard, factor
+            received, output[span], layout.bits, layout.group_size, self._hadamard, factor, signs
         )
 
     def _start(
@@ -248,6 +252,9 @@ class QuantizedReduceScatter:
             return 0, 0
         stream = pack_stream(step=call, bucket=self._bucket, stage=hop.stage, rank=self._rank)
         return derive_keys(self._seed, stream)
+
+    def _signs(self, call: int) -> int:
+        return draw_signs(self._seed, step=call, bucket=self._bucket) if self._random_signs else 0
 
 
 _DONE = object()

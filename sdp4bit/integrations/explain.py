@@ -87,7 +87,8 @@ def describe_gradients(config: GradientConfig | None, layout: NodeLayout, row_nu
         hops.append("intra " + _hop(config.intra_bits, config.intra_group_size))
     if layout.nodes > 1:
         hops.append("inter " + _hop(config.inter_bits, config.inter_group_size))
-    text = ", ".join(hops) + (", Hadamard" if config.hadamard else "")
+    transform = ", Hadamard with random signs" if config.random_signs else ", Hadamard"
+    text = ", ".join(hops) + (transform if config.hadamard else "")
     return text + (f", from step {config.start_step}" if config.start_step else "")
 
 

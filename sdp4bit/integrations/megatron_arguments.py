@@ -18,6 +18,7 @@ _WITHOUT_MEANING: dict[str, dict[str, Any]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The parser takes the reference implementation's flags, by its names and defaults; returns the parser.
 
+    --hadamard-random-signs is this library's own.
     Goes to Megatron as `extra_args_provider`. Flags of the reference's launch scripts that current versions
     of Megatron have dropped are taken and ignored, with a warning by :func:`from_args`.
     """
@@ -68,6 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             "action": "store_true",
             "help": "spread outliers of gradients over blocks of 32 values before quantization",
         },
+        "--hadamard-random-signs": {
+            "action": "store_true",
+            "help": "change random signs of the gradients, the same on all ranks, before that transform",
+        },
     }
     for flag, options in flags.items():
         group.add_argument(flag, **options)
@@ -97,13 +102,14 @@ def from_args(args: argparse.Namespace) -> SDP4BitConfig:
             intra_group_size=args.gq_group_size_intra,
             inter_group_size=args.gq_group_size_inter,
             hadamard=args.hadamard_transform,
+            random_signs=args.hadamard_random_signs,
             pipeline_chunks=args.gradient_alltoall_pipeline,
             start_step=args.gradients_quantization_start_iteration,
         )
-    elif args.hadamard_transform:
-        warnings.warn(
-            "sdp4bit: --hadamard-transform has no effect without --quantized-gradients", stacklevel=2
-        )
+    else:
+        for flag in ("--hadamard-transform", "--hadamard-random-signs"):
+            if getattr(args, flag.strip("-").replace("-", "_")):
+                warnings.warn(f"sdp4bit: {flag} has no effect without --quantized-gradients", stacklevel=2)
     for flag in _WITHOUT_MEANING:
         if getattr(args, flag.strip("-").replace("-", "_"), None):
             warnings.warn(f"sdp4bit: {flag} has no effect on this Megatron", stacklevel=2)

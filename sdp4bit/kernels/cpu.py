@@ -175,7 +175,7 @@ def subtract_quantize(
         0 if replica is None else replica.data_ptr(), replica is not None and replica.dtype is torch.bfloat16,
         layout.numel, layout.padded_numel, 1, 1,
         out.data_ptr(), 0, layout.code_bytes, layout.scales_offset, layout.payload_bytes, layout.nbytes,
-        layout.groups, bits, group_size, False, stochastic, k0, k1, 0, 0,
+        layout.groups, bits, group_size, False, stochastic, k0, k1, 0, 0, 0,
         work=layout.numel, padded=layout.padded_numel, group_size=group_size,
     )  # fmt: skip
 
@@ -193,7 +193,7 @@ def dequantize_add(
         cpu_kernels.dequantize_rows,
         messages.data_ptr(), messages.stride(0), 1, layout.scales_offset, bits, group_size,
         rows, numel, layout.padded_numel, target.data_ptr(), target.stride(0) * size, size == 2,
-        accumulate, _NEGATIVE_ZERO_BITS, False, cpu_kernels.ONE_BITS,
+        accumulate, _NEGATIVE_ZERO_BITS, False, 0, cpu_kernels.ONE_BITS,
         work=rows * numel, padded=layout.padded_numel, group_size=group_size, terms=1,
     )  # fmt: skip
     if target is not replica:
@@ -212,6 +212,7 @@ def hadamard_quantize(
     k1: int,
     first: int,
     row_stride: int,
+    signs: int = 0,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`."""
     destinations, parts, numel = values.shape
@@ -225,7 +226,7 @@ def hadamard_quantize(
         numel, layout.padded_numel, destinations, parts,
         out.data_ptr(), out.stride(0), layout.code_bytes, layout.scales_offset, layout.payload_bytes,
         layout.nbytes, layout.groups, bits, group_size,
-        hadamard, stochastic, k0, k1, first, row_stride,
+        hadamard, stochastic, k0, k1, first, row_stride, signs,
         work=destinations * parts * numel, padded=layout.padded_numel, group_size=group_size,
     )  # fmt: skip
 
@@ -260,7 +261,14 @@ def dequantize_reduce_quantize(
 
 
 def dequantize_reduce_hadamard(
-    messages: Tensor, out: Tensor, *, bits: int, group_size: int, hadamard: bool, multiplier: float
+    messages: Tensor,
+    out: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    hadamard: bool,
+    multiplier: float,
+    signs: int = 0,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
     terms, numel = messages.shape[0], out.shape[0]
@@ -271,7 +279,7 @@ def dequantize_reduce_hadamard(
         cpu_kernels.dequantize_rows,
         messages.data_ptr(), messages.stride(0), terms, layout.scales_offset, bits, group_size,
         1, numel, layout.padded_numel, target.data_ptr(), 0, target.dtype is torch.bfloat16,
-        False, 0, hadamard, multiplier_bits,
+        False, 0, hadamard, signs, multiplier_bits,
         work=max(terms, 1) * numel, padded=layout.padded_numel, group_size=group_size, terms=terms,
     )  # fmt: skip
     if target is not out:

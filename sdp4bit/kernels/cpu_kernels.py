@@ -23,6 +23,7 @@ from sdp4bit.kernels import cpu_tiles, cpu_vectors
 from sdp4bit.kernels.cpu_tiles import encode_tile, inline, load_values, record, store_values, sum_messages
 from sdp4bit.kernels.cpu_vectors import (
     INT64,
+    flip_signs,
     float_from_bits,
     hadamard32,
     largest_lane,
@@ -92,19 +93,23 @@ def _share(rows, padded, tile, thread, threads):
 
 
 @inline
-def _load_block(source, is_bf16, replica, replica_is_bf16, hadamard, count, spare):
+def _load_block(source, is_bf16, replica, replica_is_bf16, hadamard, signs, count, spare):
     block = load_values(source, is_bf16, count, spare)
     if replica:
         block = block - load_values(replica, replica_is_bf16, count, spare)
     if hadamard:
+        if signs:
+            block = flip_signs(block, signs)
         block = hadamard32(block)
     return block
 
 
 @inline
-def _finish_block(block, target, is_bf16, accumulate, hadamard, multiplier, count, spare):
+def _finish_block(block, target, is_bf16, accumulate, hadamard, signs, multiplier, count, spare):
     if hadamard:
         block = hadamard32(block)
+        if signs:
+            block = flip_signs(block, signs)
     if multiplier != ONE_BITS:
         block = block * splat(float_from_bits(multiplier))
     if accumulate:
@@ -120,13 +125,16 @@ def _clear_padding(out, messages, stride, payload_bytes, nbytes):
 
 
 def quantize_rows(thread, threads, parameters):
-    """Messages carry the rows of a tensor, minus a replica if there is one, transformed if `hadamard`."""
+    """Messages carry the rows of a tensor, minus a replica if there is one, transformed if `hadamard`.
+
+    Before the transform, element k of each block changes its sign if bit k of `signs` is set.
+    """
     (
         values, is_bf16, outer_stride, inner_stride, replica, replica_is_bf16,
         numel, padded, destinations, parts,
         out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, bits, group_size,
-        hadamard, stochastic, k0, k1, first, row_stride, tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 28)  # fmt: skip
+        hadamard, stochastic, k0, k1, first, row_stride, signs, tile, scratch, scratch_stride,
+    ) = _unpack(parameters, 29)  # fmt: skip
     total, spare, largest, _ = _locate(thread, tile, scratch, scratch_stride)
     shift, replica_shift = 2 - is_bf16, 2 - replica_is_bf16
     tiles, row, start = _share(destinations * parts, padded, tile, thread, threads)
@@ -144,13 +152,13 @@ def quantize_rows(thread, threads, parameters):
             for i in range(origin, min(stop, whole), 32):
                 block = _load_block(
                     source + (i << shift), is_bf16, other + (i << replica_shift) if replica else 0,
-                    replica_is_bf16, hadamard, 32, spare,
+                    replica_is_bf16, hadamard, signs, 32, spare,
                 )  # fmt: skip
                 peak = record(total + 4 * i, block, peak)
             if whole < stop:
                 block = _load_block(
                     source + (whole << shift), is_bf16, other + (whole << replica_shift) if replica else 0,
-                    replica_is_bf16, hadamard, numel - start - whole, spare,
+                    replica_is_bf16, hadamard, signs, numel - start - whole, spare,
                 )  # fmt: skip
                 peak = record(total + 4 * whole, block, peak)
             store_u32(largest + 4 * group, largest_lane(peak))
@@ -208,12 +216,14 @@ def reduce_quantize(thread, threads, parameters):
 
 def dequantize_rows(thread, threads, parameters):
     """Row i of a tensor is the sum of messages i * terms to (i + 1) * terms, transformed if `hadamard`, times
-    a multiplier; plus the row itself if `accumulate`. `initial` holds the bits of what the sums start from.
+    a multiplier; plus the row itself if `accumulate`. `initial` holds the bits of what the sums start from,
+    `signs` those of the elements of a block whose sign changes after the transform.
     """
     (
         messages, stride, terms, scales_offset, bits, group_size, rows, numel, padded,
-        out, out_stride, is_bf16, accumulate, initial, hadamard, multiplier, tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 19)  # fmt: skip
+        out, out_stride, is_bf16, accumulate, initial, hadamard, signs, multiplier,
+        tile, scratch, scratch_stride,
+    ) = _unpack(parameters, 20)  # fmt: skip
     total, spare, _, table = _locate(thread, tile, scratch, scratch_stride)
     shift = 2 - is_bf16
     tiles, row, start = _share(rows, padded, tile, thread, threads)
@@ -231,13 +241,16 @@ def dequantize_rows(thread, threads, parameters):
             if shift == 2:
                 prefetch(target + ((i + count) << shift) + 64)
             block = load_f32(total + 4 * i)
-            _finish_block(block, target + (i << shift), is_bf16, accumulate, hadamard, multiplier, 32, spare)
+            _finish_block(
+                block, target + (i << shift), is_bf16, accumulate, hadamard, signs, multiplier, 32, spare
+            )
         if whole < count:
             block = load_f32(total + 4 * whole)
             left = numel - start - whole
             _finish_block(
-                block, target + (whole << shift), is_bf16, accumulate, hadamard, multiplier, left, spare
-            )
+                block, target + (whole << shift), is_bf16, accumulate,
+                hadamard, signs, multiplier, left, spare,
+            )  # fmt: skip
         start += tile
         if start >= padded:
             start = 0

@@ -10,9 +10,9 @@ memory: the bytes in the docstrings are all that a value costs, and they are the
 is read once and each output written once. The exception are groups of more than 8192 values, whose input
 `subtract_quantize`, `hadamard_quantize` and `dequantize_reduce_quantize` read twice.
 
-A kernel is compiled per dtype, bits, group size, rounding, number of messages (up to 8) and alignment of the
-rows, not per shape. Rows whose length and strides are multiples of 16 values move in 16-byte vectors; rows
-of any length work, with smaller accesses to the values, never to the codes.
+A kernel is compiled per dtype, bits, group size, rounding, number of messages (up to 8), alignment of the
+rows and whether signs change, not per shape. Rows whose length and strides are multiples of 16 values move
+in 16-byte vectors; rows of any length work, with smaller accesses to the values, never to the codes.
 
 CPU tensors are served if TRITON_INTERPRET=1 was set before Triton was imported, for tests.
 """
@@ -78,9 +78,9 @@ def _launch(kernel, programs: int, out: Tensor, *arguments, num_warps: int, **co
         kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
 
 
-def _signed(key: int) -> int:
-    """Return the key as int32: Triton would take an int of 2**31 or more for 64 bits."""
-    return key - (1 << 32) if key >= 1 << 31 else key
+def _signed(bits: int) -> int:
+    """Return 32 bits as int32: Triton would take an int of 2**31 or more for 64 bits."""
+    return bits - (1 << 32) if bits >= 1 << 31 else bits
 
 
 def _group_blocks(layout: MessageLayout) -> int:
@@ -150,6 +150,7 @@ def subtract_quantize(
         _signed(k1),
         0,
         0,
+        None,
         UNIT=unit,
         BITS=bits,
         GROUP=_group_blocks(layout),
@@ -208,6 +209,7 @@ def hadamard_quantize(
     k1: int,
     first: int,
     row_stride: int,
+    signs: int = 0,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`.
 
@@ -239,6 +241,7 @@ def hadamard_quantize(
         _signed(k1),
         first_block,
         row_blocks,
+        _signed(signs) if signs else None,
         UNIT=unit,
         BITS=bits,
         GROUP=_group_blocks(layout),
@@ -304,7 +307,14 @@ def dequantize_reduce_quantize(
 
 
 def dequantize_reduce_hadamard(
-    messages: Tensor, out: Tensor, *, bits: int, group_size: int, hadamard: bool, multiplier: float
+    messages: Tensor,
+    out: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    hadamard: bool,
+    multiplier: float,
+    signs: int = 0,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`.
 
@@ -325,6 +335,7 @@ def dequantize_reduce_hadamard(
         blocks,
         _message_stride(messages),
         multiplier,
+        _signed(signs) if signs else None,
         UNIT=unit,
         COUNT=_unrolled(messages.shape[0]),
         BITS=bits,

@@ -109,6 +109,14 @@ def mix16(x):
 
 
 @triton.jit
+def flip_signs(value, chunk, signs):
+    """Values of chunks, of which element k of a block has changed its sign if bit k of `signs` is set."""
+    lane = tl.expand_dims((chunk & 1) * 16, -1) + tl.arange(0, CHUNK)
+    flip = (signs.to(tl.uint32, bitcast=True) >> lane.to(tl.uint32)) << 31
+    return (value.to(tl.uint32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _hash32(block, k0, k1):
     """32 random bits, uint32 [..., 16], for lanes 0 to 15 (low half) and 16 to 31 (high half) of blocks."""
     x = tl.expand_dims(block.to(tl.uint32) * 16, -1) + tl.arange(0, CHUNK).to(tl.uint32)

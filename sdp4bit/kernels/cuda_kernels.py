@@ -23,6 +23,7 @@ from sdp4bit.kernels.cuda_chunks import (
     compute_scale,
     decode_int4,
     decode_int8,
+    flip_signs,
     float_from_bf16,
     largest_bits,
     load_values,
@@ -43,6 +44,7 @@ def _read_values(
     group,
     slot,
     blocks,
+    signs,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_REPLICA: tl.constexpr,
@@ -56,13 +58,21 @@ def _read_values(
         low -= load_values(replica, low_chunk, mask, numel)
         high -= load_values(replica, high_chunk, mask, numel)
     if HADAMARD:
+        if signs is not None:
+            low = flip_signs(low, low_chunk, signs)
+            high = flip_signs(high, high_chunk, signs)
         low = mix16(low)
         high = mix16(high)
         if BITS == 4:
             # A half of a group may end inside a block: the other chunk of each block is read again, from
             # the cache, and transformed again.
-            low_twin = mix16(load_values(row, low_chunk ^ 1, mask, numel))
-            high_twin = mix16(load_values(row, high_chunk ^ 1, mask, numel))
+            low_twin = load_values(row, low_chunk ^ 1, mask, numel)
+            high_twin = load_values(row, high_chunk ^ 1, mask, numel)
+            if signs is not None:
+                low_twin = flip_signs(low_twin, low_chunk ^ 1, signs)
+                high_twin = flip_signs(high_twin, high_chunk ^ 1, signs)
+            low_twin = mix16(low_twin)
+            high_twin = mix16(high_twin)
             low = tl.where(tl.expand_dims(low_chunk & 1, -1) == 0, low + low_twin, low_twin - low)
             high = tl.where(tl.expand_dims(high_chunk & 1, -1) == 0, high + high_twin, high_twin - high)
         else:
@@ -84,6 +94,7 @@ def _read_values(
         "k1",
         "first_block",
         "row_blocks",
+        "signs",
     ]
 )
 def quantize_kernel(
@@ -100,6 +111,7 @@ def quantize_kernel(
     k1,
     first_block,
     row_blocks,
+    signs,  # to change before the transform, or None
     UNIT: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -128,12 +140,14 @@ def quantize_kernel(
     codes, scales = codes_and_scales(message, part, parts, blocks, BITS, GROUP)
     random = first_block + row * row_blocks
 
-    low, high = _read_values(source, replica, length, group, slot, blocks, BITS, GROUP, HAS_REPLICA, HADAMARD)
+    low, high = _read_values(
+        source, replica, length, group, slot, blocks, signs, BITS, GROUP, HAS_REPLICA, HADAMARD
+    )
     largest = largest_bits(low, high)
     if SLOTS < GROUP:
         for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
             more_low, more_high = _read_values(
-                source, replica, length, group, slot + i, blocks, BITS, GROUP, HAS_REPLICA, HADAMARD
+                source, replica, length, group, slot + i, blocks, signs, BITS, GROUP, HAS_REPLICA, HADAMARD
             )
             largest = tl.maximum(largest, largest_bits(more_low, more_high))
     bits, reciprocal = compute_scale(largest, BITS)
@@ -143,7 +157,7 @@ def quantize_kernel(
     if SLOTS < GROUP:
         for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
             more_low, more_high = _read_values(
-                source, replica, length, group, slot + i, blocks, BITS, GROUP, HAS_REPLICA, HADAMARD
+                source, replica, length, group, slot + i, blocks, signs, BITS, GROUP, HAS_REPLICA, HADAMARD
             )
             store_codes(
                 codes,
@@ -340,7 +354,7 @@ def dequantize_kernel(
     store_values(values, high_chunk, high, mask, length)
 
 
-@triton.jit(do_not_specialize=["numel", "count", "blocks", "stride"])
+@triton.jit(do_not_specialize=["numel", "count", "blocks", "stride", "signs"])
 def reduce_hadamard_kernel(
     messages,
     out,
@@ -349,6 +363,7 @@ def reduce_hadamard_kernel(
     blocks,  # of 32 values in a row, with padding
     stride: tl.int64,  # in units of 16 bytes
     multiplier,
+    signs,  # to change after the transform, or None
     UNIT: tl.constexpr,
     COUNT: tl.constexpr,
     BITS: tl.constexpr,
@@ -376,6 +391,9 @@ def reduce_hadamard_kernel(
         difference = low - high
         low = low + high
         high = difference
+        if signs is not None:
+            low = flip_signs(low, low_chunk, signs)
+            high = flip_signs(high, high_chunk, signs)
     length = numel.to(tl.int64) * UNIT
     store_values(out, low_chunk, low * multiplier, mask, length)
     store_values(out, high_chunk, high * multiplier, mask, length)

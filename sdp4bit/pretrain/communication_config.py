@@ -34,6 +34,8 @@ _GRADIENTS = {
     "start_step": "start_step",
     "min_numel": "min_numel",
 }
+_GRADIENT_SWITCHES = {"hadamard_transform": "hadamard", "hadamard_random_signs": "random_signs"}
+"""Of the gradients too, but False where the others are None when not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,8 @@ class CommunicationConfig:
     reference implementation; 128 with a strategy, as in the paper."""
     hadamard_transform: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Smooth gradients by a Hadamard transform before they are quantized; part of tlq-hs and sdp4bit."""
+    hadamard_random_signs: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Change random signs of the gradients, the same on all ranks, before that transform."""
     intra_rounding: Annotated[Rounding | None, option("gradient-rounding-intra")] = None
     """Rounding of gradients inside a node; stochastic when not given."""
     inter_rounding: Annotated[Rounding | None, option("gradient-rounding-inter")] = None
@@ -117,6 +121,9 @@ class CommunicationConfig:
                     getattr(base, part) is not None,
                     f"with strategy {strategy}, which does not quantize {part}: leave it out, or use {users}",
                 )
+        transforms = self.hadamard_transform or (base.gradients is not None and base.gradients.hadamard)
+        if self.hadamard_random_signs and not transforms:
+            raise SettingError("--hadamard-random-signs has no effect without --hadamard-transform")
         try:
             return replace(
                 base,
@@ -134,7 +141,9 @@ class CommunicationConfig:
         if preset.weights is None:
             unused.update(dict.fromkeys(_WEIGHTS))
         if preset.gradients is None:
-            unused.update(dict.fromkeys(_GRADIENTS), hadamard_transform=False)
+            unused.update(dict.fromkeys(_GRADIENTS), **dict.fromkeys(_GRADIENT_SWITCHES, False))
+        elif not (preset.gradients.hadamard or self.hadamard_transform):
+            unused["hadamard_random_signs"] = False
         return replace(self, **unused)  # type: ignore[arg-type]
 
     def given(self) -> list[str]:
@@ -143,14 +152,14 @@ class CommunicationConfig:
 
     def _given(self, names: dict[str, str]) -> dict[str, Any]:
         given = {theirs: getattr(self, ours) for ours, theirs in names.items()}
-        if names is _GRADIENTS and self.hadamard_transform:
-            given["hadamard"] = True
+        if names is _GRADIENTS:
+            given.update({theirs: True for ours, theirs in _GRADIENT_SWITCHES.items() if getattr(self, ours)})
         return {name: value for name, value in given.items() if value is not None}
 
     def _require_used(self, names: dict[str, str], used: bool, otherwise: str) -> None:
         given = [name for name in names if getattr(self, name) is not None]
-        if names is _GRADIENTS and self.hadamard_transform:
-            given.append("hadamard_transform")
+        if names is _GRADIENTS:
+            given += [name for name in _GRADIENT_SWITCHES if getattr(self, name)]
         if given and not used:
             flags = option_flags(type(self))
             raise SettingError(f"{flags[given[0]][0]} has no effect {otherwise}")

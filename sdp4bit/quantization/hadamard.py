@@ -12,6 +12,19 @@ INVERSE_FACTOR = 1.0 / BLOCK
 """The transform applied twice multiplies by 32; exact in fp32, a power of two."""
 
 
+def flip_signs(values: Tensor, signs: int) -> Tensor:
+    """Return the values with the sign of element k of each run of 32 changed if bit k of `signs` is set.
+
+    Args:
+        values: as for :func:`hadamard32`.
+    """
+    if not signs:
+        return values
+    flipped = torch.tensor([bool(signs >> lane & 1) for lane in range(BLOCK)], device=values.device)
+    blocks = values.view(-1, BLOCK)
+    return torch.where(flipped, -blocks, blocks).view(values.shape)
+
+
 def hadamard32(values: Tensor) -> Tensor:
     """Return the unnormalized transform, in natural (Sylvester) order, of each run of 32 values.
 

@@ -21,16 +21,20 @@ import torch
 from torch import Tensor
 
 from sdp4bit.quantization import reference
-from sdp4bit.quantization.layout import BLOCK, MESSAGE_ALIGNMENT, MessageLayout, message_layout, round_up
-from sdp4bit.quantization.random import MAX_ELEMENTS
+from sdp4bit.quantization.checks import (
+    check_device,
+    check_messages,
+    check_numbering,
+    check_signs,
+    check_values,
+)
+from sdp4bit.quantization.layout import message_layout
 
 BackendName = Literal["auto", "reference", "numba", "triton"]
 
 _REQUIREMENT = {"numba": "numba", "triton": "triton"}
 _MODULE = {"numba": "sdp4bit.kernels.cpu", "triton": "sdp4bit.kernels.cuda"}
 _AUTOMATIC = {"cpu": "numba", "cuda": "triton"}
-
-_VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _loaded: dict[str, ModuleType] = {}
 _forced: list[BackendName] = []
@@ -117,52 +121,11 @@ def _register(schema: str, check: Callable[..., None]) -> None:
 
     def run(*args: Any) -> None:
         check(*args)
-        getattr(_backend(args[written]), name)(**dict(zip(parameters, args, strict=True)))
+        # The dispatcher leaves out trailing arguments that have their default.
+        getattr(_backend(args[written]), name)(**dict(zip(parameters, args, strict=False)))
 
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sdp4bit::{name}", check)
-
-
-def _check_messages(name: str, messages: Tensor, count: int | None, layout: MessageLayout) -> None:
-    if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] != layout.nbytes:
-        raise ValueError(
-            f"{name} must be uint8 [messages, {layout.nbytes}] for {layout}, "
-            f"got {messages.dtype} {list(messages.shape)}"
-        )
-    if count is not None and messages.shape[0] != count:
-        raise ValueError(f"{name} must hold {count} messages, got {messages.shape[0]}")
-    if messages.numel() == 0:
-        return
-    offset = messages.storage_offset()
-    if messages.stride(1) != 1 or messages.stride(0) % MESSAGE_ALIGNMENT or offset % MESSAGE_ALIGNMENT:
-        raise ValueError(
-            f"{name} must have rows of contiguous bytes, {MESSAGE_ALIGNMENT}-byte aligned: "
-            f"strides {messages.stride()}, offset {offset}"
-        )
-
-
-def _check_values(name: str, values: Tensor, messages: Tensor) -> None:
-    if values.dtype not in _VALUE_DTYPES:
-        raise ValueError(f"{name} must be fp32, bf16 or fp16, got {values.dtype}: cast it first")
-    _check_device(name, values, messages)
-
-
-def _check_device(name: str, tensor: Tensor, messages: Tensor) -> None:
-    if tensor.device != messages.device:
-        raise ValueError(
-            f"{name} is on {tensor.device} and the message buffer on {messages.device}: "
-            "move them to one device"
-        )
-
-
-def _check_numbering(first: int, row_stride: int, rows: int, numel: int) -> None:
-    if first < 0 or row_stride < 0 or first % BLOCK or row_stride % BLOCK:
-        raise ValueError(
-            f"first={first} and row_stride={row_stride} must be multiples of {BLOCK}, at least 0"
-        )
-    end = first + max(rows - 1, 0) * row_stride + round_up(numel, BLOCK)
-    if end > MAX_ELEMENTS:
-        raise ValueError(f"element {end} is beyond {MAX_ELEMENTS}, the most one key can number")
 
 
 def _check_subtract_quantize(
@@ -176,10 +139,10 @@ def _check_subtract_quantize(
     layout = message_layout(numel=main.shape[0], bits=bits, group_size=group_size)
     if out.dim() != 1:
         raise ValueError(f"out must be uint8 [{layout.nbytes}], got {out.dtype} {list(out.shape)}")
-    _check_messages("out", out.unsqueeze(0), 1, layout)
-    _check_values("main", main, out)
+    check_messages("out", out.unsqueeze(0), 1, layout)
+    check_values("main", main, out)
     if replica is not None:
-        _check_values("replica", replica, out)
+        check_values("replica", replica, out)
 
 
 def subtract_quantize(
@@ -209,8 +172,8 @@ def _check_dequantize_add(messages: Tensor, replica: Tensor, bits: int, group_si
     if replica.dim() != 2 or (replica.shape[1] > 1 and replica.stride(1) != 1):
         raise ValueError(f"replica must be 2-D with contiguous rows, got {list(replica.shape)}")
     layout = message_layout(numel=replica.shape[1], bits=bits, group_size=group_size)
-    _check_messages("messages", messages, replica.shape[0], layout)
-    _check_values("replica", replica, messages)
+    check_messages("messages", messages, replica.shape[0], layout)
+    check_values("replica", replica, messages)
 
 
 def dequantize_add(messages: Tensor, replica: Tensor, bits: int, group_size: int, accumulate: bool) -> None:
@@ -235,15 +198,17 @@ def _check_hadamard_quantize(
     k1: int,
     first: int,
     row_stride: int,
+    signs: int = 0,
 ) -> None:
     if values.dim() != 3 or (values.shape[2] > 1 and values.stride(2) != 1):
         raise ValueError(f"values must be 3-D with contiguous rows, got {list(values.shape)}")
     destinations, parts, numel = values.shape
     layout = message_layout(numel=numel, bits=bits, group_size=group_size, parts=parts)
-    _check_messages("out", out, destinations, layout)
-    _check_values("values", values, out)
+    check_messages("out", out, destinations, layout)
+    check_values("values", values, out)
+    check_signs(signs, hadamard)
     if stochastic:
-        _check_numbering(first, row_stride, destinations * parts, numel)
+        check_numbering(first, row_stride, destinations * parts, numel)
 
 
 def hadamard_quantize(
@@ -257,6 +222,7 @@ def hadamard_quantize(
     k1: int,
     first: int,
     row_stride: int,
+    signs: int = 0,
 ) -> None:
     """Message i of `out` carries values[i], transformed if `hadamard` (paper algorithm 3, steps 1 and 2).
 
@@ -266,9 +232,10 @@ def hadamard_quantize(
         out: uint8 [destinations, nbytes] of MessageLayout(numel=n, parts=parts).
         first: number of the first value of a row, for its random bits; a multiple of 32.
         row_stride: how far apart in numbers consecutive rows begin; a multiple of 32.
+        signs: 32 bits; before the transform, element k of each block of 32 changes its sign if bit k is set.
     """
     torch.ops.sdp4bit.hadamard_quantize(
-        values, out, bits, group_size, hadamard, stochastic, k0, k1, first, row_stride
+        values, out, bits, group_size, hadamard, stochastic, k0, k1, first, row_stride, signs
     )
 
 
@@ -291,11 +258,11 @@ def _check_dequantize_reduce_quantize(
     parts = out.shape[0]
     received = message_layout(numel=numel, bits=bits_in, group_size=group_size_in, parts=parts)
     sent = message_layout(numel=numel, bits=bits_out, group_size=group_size_out)
-    _check_messages("messages", messages, None, received)
-    _check_messages("out", out, parts, sent)
-    _check_device("messages", messages, out)
+    check_messages("messages", messages, None, received)
+    check_messages("out", out, parts, sent)
+    check_device("messages", messages, out)
     if stochastic:
-        _check_numbering(first, row_stride, parts, numel)
+        check_numbering(first, row_stride, parts, numel)
 
 
 def dequantize_reduce_quantize(
@@ -338,17 +305,24 @@ def dequantize_reduce_quantize(
 
 
 def _check_dequantize_reduce_hadamard(
-    messages: Tensor, out: Tensor, bits: int, group_size: int, *_: Any
+    messages: Tensor, out: Tensor, bits: int, group_size: int, hadamard: bool, _: float, signs: int = 0
 ) -> None:
     if out.dim() != 1 or not out.is_contiguous():
         raise ValueError(f"out must be 1-D and contiguous, got {list(out.shape)}")
     layout = message_layout(numel=out.shape[0], bits=bits, group_size=group_size)
-    _check_messages("messages", messages, None, layout)
-    _check_values("out", out, messages)
+    check_messages("messages", messages, None, layout)
+    check_values("out", out, messages)
+    check_signs(signs, hadamard)
 
 
 def dequantize_reduce_hadamard(
-    messages: Tensor, out: Tensor, bits: int, group_size: int, hadamard: bool, multiplier: float
+    messages: Tensor,
+    out: Tensor,
+    bits: int,
+    group_size: int,
+    hadamard: bool,
+    multiplier: float,
+    signs: int = 0,
 ) -> None:
     """`out` holds the sum of all messages, transformed if `hadamard`, times the multiplier.
 
@@ -358,8 +332,9 @@ def dequantize_reduce_hadamard(
     Args:
         messages: uint8 [k, nbytes] of MessageLayout(numel=n).
         out: [n], fp32, bf16 or fp16; contiguous.
+        signs: those of the values that were sent; they change back after the transform.
     """
-    torch.ops.sdp4bit.dequantize_reduce_hadamard(messages, out, bits, group_size, hadamard, multiplier)
+    torch.ops.sdp4bit.dequantize_reduce_hadamard(messages, out, bits, group_size, hadamard, multiplier, signs)
 
 
 _register(
@@ -373,7 +348,7 @@ _register(
 )
 _register(
     "hadamard_quantize(Tensor values, Tensor(a!) out, int bits, int group_size, bool hadamard, "
-    "bool stochastic, int k0, int k1, int first, int row_stride)",
+    "bool stochastic, int k0, int k1, int first, int row_stride, int signs=0)",
     _check_hadamard_quantize,
 )
 _register(
@@ -383,6 +358,6 @@ _register(
 )
 _register(
     "dequantize_reduce_hadamard(Tensor messages, Tensor(a!) out, int bits, int group_size, bool hadamard, "
-    "float multiplier)",
+    "float multiplier, int signs=0)",
     _check_dequantize_reduce_hadamard,
 )

@@ -29,11 +29,12 @@ MAX_ELEMENTS = 1 << 33
 
 
 class Stage(IntEnum):
-    """Which quantization of a step draws the bits."""
+    """What a step draws the bits for: one of its quantizations, or the signs of a transform."""
 
     INTRA = 0
     INTER = 1
     WEIGHT = 2
+    SIGNS = 3
 
 
 def pack_stream(*, step: int, bucket: int, stage: Stage, rank: int) -> int:
@@ -63,6 +64,15 @@ def derive_keys(seed: int, stream: int) -> tuple[int, int]:
     z = ((z ^ (z >> 27)) * _SPLITMIX_2) & _MASK64
     z ^= z >> 31
     return z & _MASK32, z >> 32
+
+
+def draw_signs(seed: int, *, step: int, bucket: int) -> int:
+    """Return the 32 random bits that change signs before a transform, equal on all ranks.
+
+    Raises:
+        ValueError: as :func:`pack_stream`.
+    """
+    return derive_keys(seed, pack_stream(step=step, bucket=bucket, stage=Stage.SIGNS, rank=0))[0]
 
 
 def _signed(value: int) -> int:

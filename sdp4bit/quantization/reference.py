@@ -22,7 +22,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sdp4bit.quantization.hadamard import hadamard32
+from sdp4bit.quantization.hadamard import flip_signs, hadamard32
 from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout, message_layout
 from sdp4bit.quantization.random import random_bits16
 
@@ -210,13 +210,14 @@ def hadamard_quantize(
     k1: int,
     first: int,
     row_stride: int,
+    signs: int = 0,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`."""
     destinations, parts, numel = values.shape
     layout = message_layout(numel=numel, bits=bits, group_size=group_size, parts=parts)
     padded = _pad(values, layout)
     if hadamard:
-        padded = hadamard32(padded)
+        padded = hadamard32(flip_signs(padded, signs))
     random = None
     if stochastic:
         rows = _random_rows(destinations * parts, layout, row_stride, first, (k0, k1), values.device)
@@ -251,11 +252,18 @@ def dequantize_reduce_quantize(
 
 
 def dequantize_reduce_hadamard(
-    messages: Tensor, out: Tensor, *, bits: int, group_size: int, hadamard: bool, multiplier: float
+    messages: Tensor,
+    out: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    hadamard: bool,
+    multiplier: float,
+    signs: int = 0,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
     layout = message_layout(numel=out.numel(), bits=bits, group_size=group_size)
     total = _reduce(messages, layout)[0]
     if hadamard:
-        total = hadamard32(total)
+        total = flip_signs(hadamard32(total), signs)
     out.copy_(total[: layout.numel] * torch.tensor(multiplier, dtype=torch.float32))

@@ -1,0 +1,65 @@
+"""What the operators require of their tensors and numbers; a violation is a ValueError with the numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdp4bit.quantization.layout import BLOCK, MESSAGE_ALIGNMENT, MessageLayout, round_up
+from sdp4bit.quantization.random import MAX_ELEMENTS
+
+_VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_messages(name: str, messages: Tensor, count: int | None, layout: MessageLayout) -> None:
+    """Messages have the size of their layout, the number that is expected, and aligned rows."""
+    if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] != layout.nbytes:
+        raise ValueError(
+            f"{name} must be uint8 [messages, {layout.nbytes}] for {layout}, "
+            f"got {messages.dtype} {list(messages.shape)}"
+        )
+    if count is not None and messages.shape[0] != count:
+        raise ValueError(f"{name} must hold {count} messages, got {messages.shape[0]}")
+    if messages.numel() == 0:
+        return
+    offset = messages.storage_offset()
+    if messages.stride(1) != 1 or messages.stride(0) % MESSAGE_ALIGNMENT or offset % MESSAGE_ALIGNMENT:
+        raise ValueError(
+            f"{name} must have rows of contiguous bytes, {MESSAGE_ALIGNMENT}-byte aligned: "
+            f"strides {messages.stride()}, offset {offset}"
+        )
+
+
+def check_values(name: str, values: Tensor, messages: Tensor) -> None:
+    """Values have a type that is read, and are where the messages are."""
+    if values.dtype not in _VALUE_DTYPES:
+        raise ValueError(f"{name} must be fp32, bf16 or fp16, got {values.dtype}: cast it first")
+    check_device(name, values, messages)
+
+
+def check_device(name: str, tensor: Tensor, messages: Tensor) -> None:
+    """A tensor is where the messages are."""
+    if tensor.device != messages.device:
+        raise ValueError(
+            f"{name} is on {tensor.device} and the message buffer on {messages.device}: "
+            "move them to one device"
+        )
+
+
+def check_numbering(first: int, row_stride: int, rows: int, numel: int) -> None:
+    """Every value of the rows has a number for its random bits."""
+    if first < 0 or row_stride < 0 or first % BLOCK or row_stride % BLOCK:
+        raise ValueError(
+            f"first={first} and row_stride={row_stride} must be multiples of {BLOCK}, at least 0"
+        )
+    end = first + max(rows - 1, 0) * row_stride + round_up(numel, BLOCK)
+    if end > MAX_ELEMENTS:
+        raise ValueError(f"element {end} is beyond {MAX_ELEMENTS}, the most one key can number")
+
+
+def check_signs(signs: int, hadamard: bool) -> None:
+    """The signs are 32 bits, and there is a transform that they belong to."""
+    if not 0 <= signs < 1 << BLOCK:
+        raise ValueError(f"signs={signs} must be {BLOCK} bits, a number from 0 to {(1 << BLOCK) - 1}")
+    if signs and not hadamard:
+        raise ValueError(f"signs={signs} change before a transform: pass hadamard=True, or 0 for none")
