@@ -68,7 +68,8 @@ _PRETRAIN = (
     "NAME.yaml or NAME.toml; those on the command line win."
 )
 _COMPARE = (
-    "Train the same model with several strategies and seeds, one after another, and compare their losses."
+    "Train the same model with several strategies and seeds, one after another, and compare their losses. "
+    "Stopped or killed, the same command goes on with the runs that are left."
 )
 _PREPROCESS = (
     "Turn documents (.jsonl, also .gz or .zst, and .parquet) into Megatron's .bin/.idx files, which pretrain "
@@ -126,8 +127,11 @@ def _run(config: Any) -> int:
 
         return run_on_ranks(demo, config=config, parallel=config.comparison().parallel)
     if isinstance(config, CompareConfig):
-        from sdp4bit.pretrain.compare import compare
+        from sdp4bit.pretrain.compare import compare, merge_comparisons
 
+        if config.merge:
+            merge_comparisons(config)
+            return 0
         return run_on_ranks(compare, config=config, parallel=config.parallel)
     if isinstance(config, ExportConfig | ImportConfig):
         from sdp4bit.pretrain.huggingface import export_model, import_model

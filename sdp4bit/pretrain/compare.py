@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from sdp4bit.pretrain.compare_report import Report
 from sdp4bit.pretrain.comparison import CompareConfig
-from sdp4bit.pretrain.metrics import format_bytes, write_atomically
-from sdp4bit.pretrain.ranks import Ranks, agree
+from sdp4bit.pretrain.data import prepare_dataset
+from sdp4bit.pretrain.finished_run import FinishedRun, RunRecord, environment, run_settings
+from sdp4bit.pretrain.ranks import Ranks, agree, first_rank_decides
+from sdp4bit.pretrain.run_folders import PlannedFolder, find_finished, merge_finished
 from sdp4bit.pretrain.settings import SettingError
-from sdp4bit.pretrain.trainer import TrainingResult, pretrain
+from sdp4bit.pretrain.trainer import pretrain
 
 
-def compare(config: CompareConfig, *, ranks: Ranks) -> list[TrainingResult]:
-    """Return the result of every run; the folder holds summary, table and curves, written by rank 0.
+def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
+    """Return every finished run; the folder holds summary, table and curves, written by rank 0.
 
-    The summary is there after the first run already and grows with every other.
+    1. Runs whose folder has a result of the same settings are taken from there.
+    2. Each other one is trained; its result and the report are written before the next one starts.
+
+    A run that diverges is a result. A signal ends the comparison after the step; it can be started again.
+
+    Raises:
+        SettingError: on all ranks, before anything is trained: a folder has a result of other settings.
     """
     if ranks.world_size == 1:
         raise SettingError(
@@ -30,125 +36,84 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[TrainingResult]:
             "--nproc-per-node 4 --ranks-per-node 2"
         )
     console = Console()
-    results: list[TrainingResult] = []
-    for run in config.runs():
-        results.append(pretrain(run, ranks=ranks, console=console))
-        agree(lambda: _write_summary(config.out, results) if ranks.is_first else None)
-    agree(lambda: _write_report(config.out, results, console) if ranks.is_first else None)
-    return results
+    planned = _folders(config, ranks=ranks)
+    finished = first_rank_decides(lambda: find_finished(list(planned.values())))
+    if finished and ranks.is_first:
+        names = ", ".join(record.run.name for record in finished.values())
+        console.print(f"trained before: {names}", highlight=False, markup=False, soft_wrap=True)
 
+    def records() -> list[RunRecord]:
+        return [finished[folder] for folder in planned if folder in finished]
 
-@dataclass(frozen=True, kw_only=True)
-class StrategyOutcome:
-    """The runs of one strategy, over the seeds."""
+    def report() -> Report:
+        return _report(records(), baseline=config.baseline_label, planned=len(planned))
 
-    strategy: str
-    validation_loss: float
-    validation_spread: float | None
-    """Standard deviation over the seeds; None for one seed."""
-    train_loss: float
-    difference_percent: float | None
-    """Mean over the seeds of how much higher the validation loss is than the baseline's; None without one."""
-    intra_bytes_per_step: int
-    inter_bytes_per_step: int
-    seconds: float
-    """Mean duration of a run's steps."""
-
-
-def outcomes(results: Sequence[TrainingResult]) -> list[StrategyOutcome]:
-    """Return one outcome per strategy, in the order of their first runs."""
-    baseline = {r.seed: r.validation_loss for r in results if r.strategy == "baseline"}
-    found = []
-    for strategy in dict.fromkeys(result.strategy for result in results):
-        runs = [result for result in results if result.strategy == strategy]
-        losses = [run.validation_loss for run in runs]
-        differences = [
-            100 * (run.validation_loss / baseline[run.seed] - 1) for run in runs if run.seed in baseline
-        ]
-        found.append(
-            StrategyOutcome(
-                strategy=strategy,
-                validation_loss=statistics.fmean(losses),
-                validation_spread=statistics.stdev(losses) if len(losses) > 1 else None,
-                train_loss=statistics.fmean(run.train_loss for run in runs),
-                difference_percent=statistics.fmean(differences) if differences else None,
-                intra_bytes_per_step=runs[0].intra_bytes_per_step,
-                inter_bytes_per_step=runs[0].inter_bytes_per_step,
-                seconds=statistics.fmean(run.seconds for run in runs),
-            )
+    stopped = None
+    for variant, run in config.planned():
+        folder = run.logging.out
+        if folder in finished:
+            continue
+        result = pretrain(run, ranks=ranks, console=console, label=variant.label, keep_diverged=True)
+        stopped = result.stopped
+        if stopped is not None:
+            break
+        finished[folder] = record = RunRecord(
+            settings=planned[folder].settings,
+            quantization=planned[folder].quantization,
+            environment=environment(ranks.device),
+            run=FinishedRun.of(result),
         )
-    return found
+
+        def write(record: RunRecord = record, folder: Path = folder) -> None:
+            if ranks.is_first:
+                record.write(folder)
+                report().write(config.out)
+
+        agree(write)
+    if finished:
+        agree(lambda: _conclude(report(), config.out, console) if ranks.is_first else None)
+    if stopped is not None and ranks.is_first:
+        console.print(f"Stopped by {stopped}: the same command goes on with the runs that are left.")
+    return [record.run for record in records()]
 
 
-_COLUMNS = (
-    "strategy",
-    "validation loss",
-    "to baseline",
-    "training loss",
-    "sent in nodes",
-    "sent between nodes",
-    "seconds",
-)
+def merge_comparisons(config: CompareConfig) -> list[FinishedRun]:
+    """Return the finished runs of the folders of --merge; --out holds their summary, table and curves."""
+    records = merge_finished(config.merge)
+    labels = list(dict.fromkeys(record.run.strategy for record in records))
+    baseline = config.choose_baseline(labels)
+    _conclude(_report(records, baseline=baseline, planned=len(records)), config.out, Console())
+    return [record.run for record in records]
 
 
-def table_rows(results: Sequence[TrainingResult]) -> list[tuple[str, ...]]:
-    """Return the cells of the table; bytes are per step, summed over all ranks."""
-    rows: list[tuple[str, ...]] = []
-    for outcome in outcomes(results):
-        spread, difference = outcome.validation_spread, outcome.difference_percent
-        rows.append(
-            (
-                outcome.strategy,
-                f"{outcome.validation_loss:.4f}" + ("" if spread is None else f" ± {spread:.4f}"),
-                "-" if difference is None else f"{difference:+.2f} %",
-                f"{outcome.train_loss:.4f}",
-                f"{format_bytes(outcome.intra_bytes_per_step)}/step",
-                f"{format_bytes(outcome.inter_bytes_per_step)}/step",
-                f"{outcome.seconds:.1f}",
-            )
+def _folders(config: CompareConfig, *, ranks: Ranks) -> dict[Path, PlannedFolder]:
+    """Return what the folder of every run has to hold when it is done; called on every rank."""
+    runs = config.planned()
+    dataset = prepare_dataset(runs[0][1].resolved_data, ranks=ranks).key
+    return {
+        run.logging.out: PlannedFolder(
+            folder=run.logging.out,
+            strategy=variant.label,
+            settings=run_settings(run, dataset=dataset, world_size=ranks.world_size),
+            quantization=json.loads(json.dumps(asdict(run.quantization))),
         )
-    return rows
-
-
-def print_table(results: Sequence[TrainingResult], *, console: Console) -> None:
-    """The outcome stands on the console."""
-    table = Table(*_COLUMNS)
-    for row in table_rows(results):
-        table.add_row(*row)
-    console.print(table)
-
-
-def markdown_table(results: Sequence[TrainingResult]) -> str:
-    """Return the outcome as a Markdown table."""
-    lines = [_COLUMNS, ("---",) * len(_COLUMNS), *table_rows(results)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-def _write_summary(out: Path, results: Sequence[TrainingResult]) -> None:
-    summary: dict[str, Any] = {
-        "strategies": {
-            outcome.strategy: {
-                "val_loss_mean": outcome.validation_loss,
-                "val_loss_std": outcome.validation_spread,
-                "difference_to_baseline_percent": outcome.difference_percent,
-                "train_loss_mean": outcome.train_loss,
-                "intra_bytes_per_step": outcome.intra_bytes_per_step,
-                "inter_bytes_per_step": outcome.inter_bytes_per_step,
-                "seconds_mean": outcome.seconds,
-            }
-            for outcome in outcomes(results)
-        },
-        "runs": [
-            {"strategy": result.strategy, "seed": result.seed, **result.summary()} for result in results
-        ],
+        for variant, run in runs
     }
-    write_atomically(out / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
-def _write_report(out: Path, results: Sequence[TrainingResult], console: Console) -> None:
-    from sdp4bit.pretrain.curves import draw_curves  # matplotlib takes a second that only this rank spends
+def _report(records: Iterable[RunRecord], *, baseline: str | None, planned: int) -> Report:
+    records = list(records)
+    remarks = []
+    for what in ("torch", "device"):
+        kinds = list(dict.fromkeys(record.environment.get(what, "unknown") for record in records))
+        if len(kinds) > 1:
+            remarks.append(f"WARNING: runs differ in {what}: {', '.join(kinds)}.")
+    return Report(
+        runs=[record.run for record in records], baseline=baseline, planned=planned, remarks=remarks
+    )
 
-    write_atomically(out / "table.md", markdown_table(results))
-    draw_curves(results, path=out / "curves.png")
-    print_table(results, console=console)
+
+def _conclude(report: Report, out: Path, console: Console) -> None:
+    report.write(out)
+    report.print(console)
     console.print(f"Curves, table and summary are in {out}", highlight=False)

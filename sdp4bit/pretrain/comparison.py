@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 
-from sdp4bit.pretrain.communication_config import STRATEGIES, CommunicationConfig, Strategy
+from sdp4bit.pretrain.communication_config import CommunicationConfig
 from sdp4bit.pretrain.config import LoggingConfig, ModelConfig, OptimizerConfig, PretrainConfig
 from sdp4bit.pretrain.data_config import CacheFolder, DataConfig
 from sdp4bit.pretrain.parallel_config import ParallelConfig
-from sdp4bit.pretrain.settings import SettingError, option_flags
+from sdp4bit.pretrain.settings import SettingError, option_flags, require
 from sdp4bit.pretrain.training_config import TrainingConfig
+from sdp4bit.pretrain.variants import Variant, parse_variant, parse_variants
 
+DEFAULT_BASELINE = "baseline"
+DEFAULT_OUT = Path("runs/compare")
 DEMO_PROCESSES = 4
 DEMO_RANKS_PER_NODE = 2
 
@@ -22,11 +25,18 @@ class CompareConfig:
     """The same training run with several strategies and seeds."""
 
     strategies: str = "baseline,sdp4bit"
-    """Names of the paper's ablation with commas between: baseline, qw, qwd, ulq, tlq, tlq-hs, sdp4bit."""
+    """Names of the paper's ablation with commas between: baseline, qw, qwd, ulq, tlq, tlq-hs, sdp4bit.
+    Options of communication for one of them alone stand behind it, with colons:
+    tlq-hs:gq-group-size-inter=64."""
     seeds: str = "1"
     """Numbers with commas between; each gives other weights, another sample order and other rounding."""
-    out: Path = Path("runs/compare")
-    """Folder for summary.json, table.md, curves.png and the log of every run."""
+    baseline: str | None = None
+    """The strategy that the others are compared with, as in --strategies; baseline when not given."""
+    merge: tuple[Path, ...] = ()
+    """Folders of earlier comparisons: nothing is trained, and --out gets the tables of all their runs."""
+    out: Path = DEFAULT_OUT
+    """Folder for summary.json, table.md, curves.png and a folder for every run. Runs that it has are not
+    trained again."""
     log_interval: int = 10
     """Steps between printed lines when the output is not a terminal."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -37,55 +47,107 @@ class CompareConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        if self.merge:
+            self._check_merges_only()
+            return
+        for name in ("exit_interval", "exit_duration_in_mins"):
+            require(
+                getattr(self.training, name) is None,
+                f"--{name.replace('_', '-')} is for `pretrain`, which saves what it has: leave it out. A "
+                "signal stops `compare`, and the same command goes on with the runs that are left",
+            )
         self.runs()
+        _ = self.baseline_label
+
+    def variants(self) -> list[Variant]:
+        """Return the strategies with their options."""
+        return parse_variants(self.strategies, shared=self.communication)
+
+    def planned(self) -> list[tuple[Variant, PretrainConfig]]:
+        """Return every run with its settings, in the order they are trained: seed by seed."""
+        variants = self.variants()
+        seeds = _numbers(self.seeds)
+        self._check_used(variants)
+        return [(variant, self._run(variant, seed)) for seed in seeds for variant in variants]
 
     def runs(self) -> list[PretrainConfig]:
-        """Return the settings of every run, in the order they are trained: seed by seed."""
-        strategies = _names(self.strategies)
-        seeds = _numbers(self.seeds)
-        self._check_used(strategies)
-        return [self._run(strategy, seed) for seed in seeds for strategy in strategies]
+        """Return the settings of every run, in the order they are trained."""
+        return [run for _, run in self.planned()]
 
-    def _run(self, strategy: Strategy, seed: int) -> PretrainConfig:
+    @property
+    def baseline_label(self) -> str | None:
+        """Label of the strategy to compare with; None if none is asked for and `baseline` is not there."""
+        given = self.baseline
+        if given is not None:
+            try:
+                given = parse_variant(given, shared=self.communication).label
+            except SettingError as error:
+                raise SettingError(f"--baseline: {error}") from error
+        return _choose([variant.label for variant in self.variants()], given=given)
+
+    def choose_baseline(self, labels: Sequence[str]) -> str | None:
+        """Return the label to compare with among those of merged runs."""
+        return _choose(labels, given=self.baseline)
+
+    def _run(self, variant: Variant, seed: int) -> PretrainConfig:
         return PretrainConfig(
-            strategy=strategy,
+            strategy=variant.strategy,
             seed=seed,
             model=self.model,
             data=self.data,
             training=self.training,
             optimizer=self.optimizer,
-            # Options that concern one half of the method are meant for the strategies that have it.
-            communication=self.communication.restricted_to(strategy),
+            communication=variant.communication,
             parallel=self.parallel,
             logging=LoggingConfig(
-                out=self.out / f"{strategy}-seed{seed}",
+                out=self.out / f"{variant.folder_name}-seed{seed}",
                 tensorboard=False,
                 log_interval=self.log_interval,
             ),
         )
 
-    def _check_used(self, strategies: Sequence[Strategy]) -> None:
+    def _check_used(self, variants: Sequence[Variant]) -> None:
         communication = self.communication
         if communication.names_parts:
             raise SettingError(
                 "--quantized-weights and --quantized-gradients are for `pretrain`: "
                 "here, --strategies says what is quantized"
             )
-        used = {name for strategy in strategies for name in communication.restricted_to(strategy).given()}
+        # Options that concern one half of the method are meant for the strategies that have it.
+        used = {
+            name
+            for variant in variants
+            for name in communication.restricted_to(variant.strategy).given()
+            if getattr(variant.communication, name) == getattr(communication, name)
+        }
         for name in communication.given():
             if name not in used:
                 flag = option_flags(CommunicationConfig)[name][0]
                 raise SettingError(f"{flag} has no effect with any of the strategies {self.strategies}")
 
+    def _check_merges_only(self) -> None:
+        require(self.out != DEFAULT_OUT, "--merge needs --out, a folder for the merged tables")
+        for settings in fields(self):
+            if settings.name in ("merge", "out", "baseline"):
+                continue
+            value = getattr(self, settings.name)
+            if not is_dataclass(value):
+                given = option_flags(type(self))[settings.name] if value != settings.default else []
+            else:
+                flags, unchanged = option_flags(type(value)), getattr(CompareConfig(), settings.name)
+                changed = [name for name in flags if getattr(value, name) != getattr(unchanged, name)]
+                given = [flags[name][0] for name in changed]
+            require(not given, f"--merge trains nothing, so {''.join(given[:1])} has no effect: leave it out")
 
-def _names(text: str) -> list[Strategy]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in STRATEGIES:
-            raise SettingError(f"--strategies: {name!r} is unknown: use any of {', '.join(STRATEGIES)}")
-    if not names or len(set(names)) < len(names):
-        raise SettingError(f"--strategies {text!r}: give at least one strategy, each one once")
-    return [choice for name in names for choice in STRATEGIES if choice == name]
+
+def _choose(labels: Sequence[str], *, given: str | None) -> str | None:
+    if given is None:
+        return DEFAULT_BASELINE if DEFAULT_BASELINE in labels else None
+    require(
+        given in labels,
+        f"--baseline: {given} is not among the strategies: add it, or choose one of {', '.join(labels)}",
+    )
+    return given
 
 
 def _numbers(text: str) -> list[int]:

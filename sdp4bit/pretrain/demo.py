@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sdp4bit.pretrain.comparison import DemoConfig
+from sdp4bit.pretrain.finished_run import FinishedRun
 from sdp4bit.pretrain.metrics import format_bytes, write_atomically
 from sdp4bit.pretrain.ranks import Ranks, agree
 from sdp4bit.pretrain.trainer import TrainingResult, pretrain
@@ -27,7 +28,8 @@ def _write_report(out: Path, results: Sequence[TrainingResult], console: Console
 
     summary = {result.strategy: result.summary() for result in results}
     write_atomically(out / "summary.json", json.dumps(summary, indent=2) + "\n")
-    draw_curves(results, path=out / "curves.png")
+    runs = [FinishedRun.of(result) for result in results]
+    draw_curves(runs, baseline=results[0].strategy, path=out / "curves.png")
     print_outcome(results, console=console)
     console.print(f"Curves: {out / 'curves.png'}   Summary: {out / 'summary.json'}", highlight=False)
 

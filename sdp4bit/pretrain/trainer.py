@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 
@@ -23,7 +24,7 @@ from sdp4bit.pretrain.parallelize import ShardedModel, build_model, lay_out
 from sdp4bit.pretrain.ranks import Ranks, agree
 from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.stopping import StopRequests
-from sdp4bit.pretrain.training_loop import TrainingLoop
+from sdp4bit.pretrain.training_loop import TrainingDivergedError, TrainingLoop
 
 FINAL_STEPS = 20
 
@@ -39,6 +40,8 @@ class TrainingResult:
     """Step and validation loss."""
     stopped: str | None = None
     """Why the run ended before its last step; None if it did not."""
+    diverged_at: int | None = None
+    """Step at which the loss stopped being finite; None if it did not."""
     test_loss: float | None = None
     """Loss after the last step on data of its own; None without any."""
 
@@ -78,14 +81,26 @@ class TrainingResult:
         }
 
 
-def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = None) -> TrainingResult:
+def pretrain(
+    config: PretrainConfig,
+    *,
+    ranks: Ranks,
+    console: Console | None = None,
+    label: str | None = None,
+    keep_diverged: bool = False,
+) -> TrainingResult:
     """Return the measurements of a training run; called on every rank.
+
+    Args:
+        label: what the run is called in its result and its output; its strategy's name when not given.
+        keep_diverged: return the measurements up to there if the loss stops being finite.
 
     Raises:
         SettingError: on all ranks, before the first step.
         CheckpointError: on all ranks, at the end of the step by which a checkpoint has failed to be saved.
-        TrainingDivergedError: on all ranks, if the loss stops being finite.
+        TrainingDivergedError: on all ranks, if the loss stops being finite, unless such runs are kept.
     """
+    label = label or config.strategy_name
     config.check_layout(ranks.world_size)
     dataset = prepare_dataset(config.resolved_data, ranks=ranks)
     tokenizer = dataset.tokenizer
@@ -143,8 +158,8 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
         progress=progress,
         ranks=ranks,
     )
-    result = TrainingResult(strategy=config.strategy_name, seed=config.seed)
-    writer = agree(lambda: _open_writer(config, progress, console) if ranks.is_first else None)
+    result = TrainingResult(strategy=label, seed=config.seed)
+    writer = agree(lambda: _open_writer(config, progress, console, label) if ranks.is_first else None)
     stops = StopRequests(config.training, device=ranks.device)
     with ExitStack() as stack:
         stack.enter_context(stops.listening())
@@ -154,8 +169,7 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
             writer.say(describe_run(config, model=model, batches=batches))
             for line in config.reference.explain():
                 writer.say(line)
-        for metrics in loop.steps():
-            result.steps.append(metrics)
+        for metrics in _measured_steps(loop, result, keep_diverged=keep_diverged):
             if writer is not None:
                 writer.log_step(metrics)
             is_last = metrics.step == config.training.steps
@@ -180,12 +194,30 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
             if result.stopped:
                 break
         checkpointer.close()
+        if result.diverged_at is not None and writer is not None:
+            writer.say(
+                f"ended at step {result.diverged_at}, as the loss or its gradient is not finite any more"
+            )
         if result.stopped and writer is not None:
             folder, step = config.checkpoint.save, loop.progress.step
             kept = "not saved, as --save was not given" if folder is None else f"saved in {folder}"
             writer.say(f"left after step {step} because of {result.stopped}; {kept}")
     model.communication.remove()
     return result
+
+
+def _measured_steps(
+    loop: TrainingLoop, result: TrainingResult, *, keep_diverged: bool
+) -> Iterator[StepMetrics]:
+    """Yield the measurements of each step, which the result then has; divergence ends them if it is kept."""
+    try:
+        for metrics in loop.steps():
+            result.steps.append(metrics)
+            yield metrics
+    except TrainingDivergedError:
+        if not keep_diverged:
+            raise
+        result.diverged_at = result.steps[-1].step
 
 
 def describe_run(config: PretrainConfig, *, model: ShardedModel, batches: Batches) -> str:
@@ -204,7 +236,9 @@ def describe_run(config: PretrainConfig, *, model: ShardedModel, batches: Batche
     )
 
 
-def _open_writer(config: PretrainConfig, progress: Progress, console: Console | None) -> MetricsWriter:
+def _open_writer(
+    config: PretrainConfig, progress: Progress, console: Console | None, label: str
+) -> MetricsWriter:
     out = config.logging.out
     try:
         settings = {
@@ -215,7 +249,7 @@ def _open_writer(config: PretrainConfig, progress: Progress, console: Console | 
         write_atomically(out / "config.json", json.dumps(settings, indent=2, default=str) + "\n")
         return MetricsWriter(
             config.logging,
-            description=config.strategy_name,
+            description=label,
             steps=config.training.steps,
             first_step=progress.step,
             console=console,
