@@ -47,7 +47,8 @@ class VirtualRandom:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The ranks' random numbers continue from these states."""
         self._states = [
-            {name: stacked[rank] for name, stacked in state_dict.items()} for rank in range(len(self._states))
+            {name: stacked[rank].clone() for name, stacked in state_dict.items()}
+            for rank in range(len(self._states))
         ]
 
 
