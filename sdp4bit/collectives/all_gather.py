@@ -16,10 +16,9 @@ from sdp4bit.collectives.exchange import (
 )
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
+from sdp4bit.collectives.weight_messages import WeightMessages
 from sdp4bit.config import WeightConfig
-from sdp4bit.quantization import ops
-from sdp4bit.quantization.layout import MessageLayout, message_layout
-from sdp4bit.quantization.random import Stage, derive_keys, pack_stream
+from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.telemetry import TrafficCounter
 
 Span = tuple[int, int]
@@ -50,9 +49,8 @@ class WeightReplica:
         """Prepare; nothing is allocated or sent before the first refresh."""
         self._topology = topology
         self._config = config
-        self._seed = seed
         self._rank = rank
-        self._bucket = bucket
+        self._messages = WeightMessages(config, seed=seed, bucket=bucket)
         self._traffic = traffic
         self._scratch = scratch
         self._pending: Callable[[], None] | None = None
@@ -146,27 +144,15 @@ class WeightReplica:
     def _start_differences(
         self, row: Tensor, replica: Tensor, call: int, spans: Sequence[Span] | None
     ) -> None:
-        topology, config, device = self._topology, self._config, row.device
-        assert config.bits is not None
-        layout = message_layout(numel=row.numel(), bits=config.bits, group_size=config.group_size)
-        difference = config.mode == "difference"
+        topology, device = self._topology, row.device
+        layout = self._messages.layout(row.numel())
         held = replica[topology.node, topology.local_rank] if self.is_full else replica[topology.node]
-        k0, k1 = self._keys(call)
 
         slot = self._scratch.take_slot()
         name = f"inter receive {slot}"
         messages = self._scratch.messages(name, topology.nodes, layout.nbytes, device=device)
         own = self._scratch.messages(f"send {slot}", 1, layout.nbytes, device=device)[0]
-        ops.subtract_quantize(
-            row,
-            held if difference else None,
-            own,
-            config.bits,
-            config.group_size,
-            config.rounding == "stochastic",
-            k0,
-            k1,
-        )
+        self._messages.quantize(row, held, own, call=call, rank=self._rank)
         transfer = PendingExchange([])
         if topology.inter is None:
             messages[0].copy_(own)
@@ -198,10 +184,10 @@ class WeightReplica:
         """Add the differences of this rank's peers between nodes and, to a full replica, of all ranks."""
         topology = self._topology
         if not self.is_full:
-            self._apply(messages, replica, layout)
+            self._messages.apply(messages, replica)
             return
         if topology.intra is None:
-            self._apply(messages, replica[:, 0], layout)
+            self._messages.apply(messages, replica[:, 0])
             return
         gathered = self._scratch.messages(
             "intra receive", topology.ranks_per_node * topology.nodes, layout.nbytes, device=messages.device
@@ -211,11 +197,7 @@ class WeightReplica:
             layout, level="intra", peers=topology.ranks_per_node - 1, copies=topology.nodes
         )
         for local_rank in range(topology.ranks_per_node):
-            self._apply(gathered[local_rank], replica[:, local_rank], layout)
-
-    def _apply(self, messages: Tensor, rows: Tensor, layout: MessageLayout) -> None:
-        difference = self._config.mode == "difference"
-        ops.dequantize_add(messages, rows, layout.bits, layout.group_size, difference)
+            self._messages.apply(gathered[local_rank], replica[:, local_rank])
 
     def gather(self, output: Tensor) -> None:
         """`output` [size * n] holds the rows of all ranks, taken from the ranks of this node.
@@ -228,9 +210,3 @@ class WeightReplica:
         blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
         all_gather_blocks(blocks, self.rows, topology.intra)
         self._traffic.count_bytes(self.rows.nbytes, level="intra", peers=topology.ranks_per_node - 1)
-
-    def _keys(self, call: int) -> tuple[int, int]:
-        if self._config.rounding == "nearest":
-            return 0, 0
-        stream = pack_stream(step=call, bucket=self._bucket, stage=Stage.WEIGHT, rank=self._rank)
-        return derive_keys(self._seed, stream)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from sdp4bit.collectives.exchange import PendingExchange, start_all_to_all
+from sdp4bit.collectives.exchange import PendingExchange
+from sdp4bit.collectives.message_exchange import GroupExchange, MessageExchange, Use
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.config import GradientConfig
@@ -27,7 +27,6 @@ class _Hop:
 
     level: Level
     stage: Stage
-    group: ProcessGroup
     size: int
     bits: int
     group_size: int
@@ -39,24 +38,22 @@ class _Hop:
 
 def _hops(topology: Topology, config: GradientConfig) -> list[_Hop]:
     hops = []
-    if topology.intra is not None:
+    if topology.ranks_per_node > 1:
         hops.append(
             _Hop(
                 level="intra",
                 stage=Stage.INTRA,
-                group=topology.intra,
                 size=topology.ranks_per_node,
                 bits=config.intra_bits or FULL_PRECISION,
                 group_size=config.intra_group_size,
                 stochastic=config.intra_rounding == "stochastic",
             )
         )
-    if topology.inter is not None:
+    if topology.nodes > 1:
         hops.append(
             _Hop(
                 level="inter",
                 stage=Stage.INTER,
-                group=topology.inter,
                 size=topology.nodes,
                 bits=config.inter_bits or FULL_PRECISION,
                 group_size=config.inter_group_size,
@@ -83,6 +80,7 @@ class QuantizedReduceScatter:
         bucket: int,
         traffic: TrafficCounter,
         scratch: Scratch,
+        exchange: MessageExchange | None = None,
     ) -> None:
         """Prepare; nothing is sent.
 
@@ -90,6 +88,7 @@ class QuantizedReduceScatter:
             rank: numbers those whose gradients are summed, so that no two draw the same rounding bits.
             bucket: number of the parameter group, for the same reason.
             scratch: message buffers, shared by the reductions that follow each other.
+            exchange: how messages travel; by default through the topology's process groups.
         """
         self._topology = topology
         self._hops = _hops(topology, config)
@@ -101,7 +100,7 @@ class QuantizedReduceScatter:
         self._rank = rank
         self._bucket = bucket
         self._traffic = traffic
-        self._scratch = scratch
+        self._exchange = exchange or GroupExchange(topology, scratch)
 
     def __call__(self, output: Tensor, input: Tensor, *, call: int, multiplier: float = 1.0) -> None:
         """`output` holds this rank's row of the sum over all ranks, times the multiplier.
@@ -122,6 +121,22 @@ class QuantizedReduceScatter:
         Raises:
             ValueError: input is not size times as long as output.
         """
+        waiting = self.begin(output, input, call=call, multiplier=multiplier)
+        under_way: list[Iterator[None]] = []
+        while waiting or under_way:
+            if waiting:
+                under_way.insert(0, waiting.pop(0))
+            # Newest first: each slice starts its next transfer before an older one is waited for.
+            under_way = [reduction for reduction in under_way if next(reduction, _DONE) is not _DONE]
+
+    def begin(
+        self, output: Tensor, input: Tensor, *, call: int, multiplier: float = 1.0
+    ) -> list[Iterator[None]]:
+        """Return the reductions of the slices; each yields whenever a transfer of it is under way.
+
+        The input is read before the first of these, the output written after the last. Arguments and errors
+        are those of a call.
+        """
         topology, numel = self._topology, output.numel()
         if input.numel() != topology.size * numel:
             raise ValueError(
@@ -130,19 +145,13 @@ class QuantizedReduceScatter:
             )
         if not self._hops:
             output.copy_(input if multiplier == 1.0 else input * multiplier)
-            return
+            return []
         self._traffic.count_plain(numel * input.element_size())
         rows = input.view(topology.nodes, topology.ranks_per_node, numel)
-        waiting = [
+        return [
             self._reduce_slice(index, span, output, rows, call, multiplier)
             for index, span in enumerate(self._slices(numel))
         ]
-        under_way: list[Iterator[None]] = []
-        while waiting or under_way:
-            if waiting:
-                under_way.insert(0, waiting.pop(0))
-            # Newest first: each slice starts its next transfer before an older one is waited for.
-            under_way = [reduction for reduction in under_way if next(reduction, _DONE) is not _DONE]
 
     def quantization_error(self, values: Tensor) -> float:
         """Return |Q(x) - x| / |x| when these values pass through the quantizers of all hops, unsummed.
@@ -239,13 +248,12 @@ class QuantizedReduceScatter:
         self, hop: _Hop, sent: Tensor, index: int, layout: MessageLayout
     ) -> tuple[Tensor, PendingExchange]:
         received = self._buffer(hop, "receive", index, layout, sent)
-        transfer = start_all_to_all(received, sent, hop.group, tag=index)
+        transfer = self._exchange.start(received, sent, level=hop.level, index=index)
         self._traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
         return received, transfer
 
-    def _buffer(self, hop: _Hop, use: str, index: int, layout: MessageLayout, like: Tensor) -> Tensor:
-        name = f"{hop.level} {use} {index}"
-        return self._scratch.messages(name, hop.size, layout.nbytes, device=like.device)
+    def _buffer(self, hop: _Hop, use: Use, index: int, layout: MessageLayout, like: Tensor) -> Tensor:
+        return self._exchange.messages(hop.level, use, index, nbytes=layout.nbytes, device=like.device)
 
     def _keys(self, hop: _Hop, call: int) -> tuple[int, int]:
         if not hop.stochastic:

@@ -182,6 +182,11 @@ class PretrainConfig:
         require_at_least("--world-size", self.world_size, 1)
         require(self.dry_run or not self.json, "--json has no effect without --dry-run")
         require(self.dry_run or self.world_size is None, "--world-size has no effect without --dry-run")
+        require(
+            not (self.dry_run and self.parallel.virtual_ranks),
+            f"--dry-run reckons with real ranks: give --world-size {self.parallel.virtual_ranks} instead of "
+            "--virtual-ranks",
+        )
         if not self.dry_run:
             rate, lowest = self.learning_rate, self.optimizer.min_lr
             require(
@@ -197,7 +202,7 @@ class PretrainConfig:
             layers=shape.layers,
             heads=shape.heads,
             vocabulary=shape.vocabulary,
-            micro_batches=self.micro_batches(world_size // self.parallel.model_parallel_size),
+            micro_batches=self.micro_batches(self.parallel.data_parallel_size(world_size)),
         )
 
     @property

@@ -208,19 +208,20 @@ class Batches:
         accumulation: int,
         eval_batches: int,
         seed: int,
-        rank: int,
+        rank: int | None,
         world_size: int,
         device: torch.device,
     ) -> None:
         """The splits are known to be long enough; SettingError otherwise.
 
         Args:
-            rank: place in the data-parallel dimension; ranks that share a model replica have the same.
+            rank: place in the data-parallel dimension; ranks that share a model replica have the same. None
+                if this process computes for all ranks.
             world_size: size of the data-parallel dimension.
         """
         self._micro_batch_size = micro_batch_size
         self._accumulation = accumulation
-        self._rank = rank
+        self._ranks = range(world_size) if rank is None else (rank,)
         self._world_size = world_size
         self._device = device
         self._masked_token = dataset.masked_token
@@ -263,23 +264,26 @@ class Batches:
         return self._test is not None
 
     def training(self, first_sample: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's micro batches of the global batch that starts at a sample."""
-        for micro in range(self._accumulation):
-            yield self._batch(self._train, self._share(micro, first_sample=first_sample))
+        """Yield this rank's micro batches of the global batch that starts at a sample, or all ranks'."""
+        for rank in self._ranks:
+            for micro in range(self._accumulation):
+                yield self._batch(self._train, self._share(micro, rank=rank, first_sample=first_sample))
 
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's share of the validation samples, the same ones every time."""
+        """Yield this rank's share of the validation samples, the same ones every time; of all, in turns."""
         for micro in range(self._eval_micro_batches):
-            yield self._batch(self._validation, self._share(micro, first_sample=0))
+            for rank in self._ranks:
+                yield self._batch(self._validation, self._share(micro, rank=rank, first_sample=0))
 
     def test(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's share of the test samples, the same ones every time; nothing without any."""
         if self._test is not None:
             for micro in range(self._test_micro_batches):
-                yield self._batch(self._test, self._share(micro, first_sample=0))
+                for rank in self._ranks:
+                    yield self._batch(self._test, self._share(micro, rank=rank, first_sample=0))
 
-    def _share(self, micro: int, *, first_sample: int) -> range:
-        start = first_sample + (micro * self._world_size + self._rank) * self._micro_batch_size
+    def _share(self, micro: int, *, rank: int, first_sample: int) -> range:
+        start = first_sample + (micro * self._world_size + rank) * self._micro_batch_size
         return range(start, start + self._micro_batch_size)
 
     def _batch(self, samples: Samples, numbers: range) -> tuple[Tensor, Tensor]:

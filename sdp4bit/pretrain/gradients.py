@@ -59,11 +59,15 @@ class Gradients:
 
         All ranks' sums of squares are gathered and added in the order of the ranks.
         """
+        return torch.stack(self._squared_norms()).sum().sqrt()
+
+    def _squared_norms(self) -> list[Tensor]:
+        """Return every rank's squared norm, fp64."""
         own = torch.nn.utils.get_total_norm([_gradient(p) for p in self._counted if p.grad is not None])
         square = own.to(self._device).double().square()
         squares = [torch.empty_like(square) for _ in range(dist.get_world_size())]
         dist.all_gather(squares, square)
-        return torch.stack(squares).sum().sqrt()
+        return squares
 
     def clip(self, norm: Tensor, *, largest: float, divisor: float = 1.0) -> None:
         """The gradients are divided by the divisor, and their norm is at most the largest one (0: any).

@@ -54,7 +54,7 @@ def run_on_ranks(program: Program[C], *, config: C, parallel: ParallelConfig) ->
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _run_under_torchrun(program, config)
-    processes = parallel.nproc_per_node or torch.cuda.device_count() or 1
+    processes = 1 if parallel.virtual_ranks else parallel.nproc_per_node or torch.cuda.device_count() or 1
     parallel.check_world(processes)
     # Failures are reported below, once; the launcher would add its own account in many lines.
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):

@@ -19,6 +19,9 @@ class ParallelConfig:
     option of the same name decides."""
     ranks_per_node: int | None = None
     """Consecutive ranks of the job that count as one node; found by host name when not given."""
+    virtual_ranks: int | None = None
+    """Train in one process as this many data-parallel ranks would, with what their communication does to
+    weights and gradients; --ranks-per-node of them count as one node."""
     tensor_model_parallel_size: int = 1
     """Ranks that share the matrices of every block; consecutive ranks."""
     pipeline_model_parallel_size: int = 1
@@ -34,6 +37,7 @@ class ParallelConfig:
         for name in (
             "nproc_per_node",
             "ranks_per_node",
+            "virtual_ranks",
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
             "num_layers_per_virtual_pipeline_stage",
@@ -45,6 +49,30 @@ class ParallelConfig:
             f"--num-layers-per-virtual-pipeline-stage {per_stage} has no effect without "
             "--pipeline-model-parallel-size",
         )
+        if self.virtual_ranks is not None:
+            self._check_virtual(self.virtual_ranks)
+
+    def _check_virtual(self, ranks: int) -> None:
+        require(ranks > 1, f"--virtual-ranks {ranks}: one rank sends nothing; give at least 2")
+        require(
+            self.model_parallel_size == 1,
+            f"--virtual-ranks {ranks} are data-parallel ranks: leave out --tensor-model-parallel-size and "
+            "--pipeline-model-parallel-size",
+        )
+        require(
+            self.nproc_per_node in (None, 1),
+            f"--virtual-ranks {ranks} are all in one process: leave out --nproc-per-node",
+        )
+        if self.ranks_per_node is None:
+            raise SettingError(
+                f"--virtual-ranks {ranks} needs --ranks-per-node: they have no hosts that would tell which "
+                "of them share a node"
+            )
+        self._check_nodes(ranks, what=f"{ranks} virtual ranks")
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return the ranks that read different data, virtual ones if there are any."""
+        return self.virtual_ranks or world_size // self.model_parallel_size
 
     @property
     def model_parallel_size(self) -> int:
@@ -53,18 +81,27 @@ class ParallelConfig:
 
     def check_world(self, world_size: int) -> None:
         """Nodes and model-parallel ranks are known to divide the world; SettingError otherwise."""
-        if self.ranks_per_node is not None and world_size % self.ranks_per_node:
-            divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
-            raise SettingError(
-                f"--ranks-per-node {self.ranks_per_node} does not divide the {world_size} ranks: "
-                f"use one of {divisors}"
+        if self.virtual_ranks is not None:
+            require(
+                world_size == 1,
+                f"--virtual-ranks {self.virtual_ranks} are all in one process, but {world_size} have been "
+                "started: start one",
             )
+            return
+        self._check_nodes(world_size, what=f"{world_size} ranks")
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         require(
             world_size % self.model_parallel_size == 0,
             f"--tensor-model-parallel-size {tensor} times --pipeline-model-parallel-size {pipeline} is "
             f"{self.model_parallel_size}, which does not divide the {world_size} ranks",
         )
+
+    def _check_nodes(self, ranks: int, *, what: str) -> None:
+        if self.ranks_per_node is not None and ranks % self.ranks_per_node:
+            divisors = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
+            raise SettingError(
+                f"--ranks-per-node {self.ranks_per_node} does not divide the {what}: use one of {divisors}"
+            )
 
     def check_model(self, *, layers: int, heads: int, vocabulary: int, micro_batches: int) -> None:
         """A model of these sizes can be laid out like this; SettingError otherwise."""

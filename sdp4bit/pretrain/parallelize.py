@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -102,6 +103,16 @@ class ShardedModel:
     layout: RankLayout
     communication: Communication
 
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that read different data."""
+        return self.layout.data.size()
+
+    @property
+    def per_rank(self) -> dict[str, Stateful]:
+        """Further state of this rank that a checkpoint holds, besides its generators and communication."""
+        return {}
+
     def train(self, mode: bool = True) -> None:
         """Dropout acts, or not."""
         for chunk in self.chunks:
@@ -119,6 +130,14 @@ class ShardedModel:
         sizes = {"data": layout.data, "pipeline": layout.pipeline, "tensor": layout.tensor}
         text = " x ".join(f"{mesh.size()} {name}" for name, mesh in sizes.items() if mesh.size() > 1)
         return (text or "one rank") + stages
+
+    def describe_ranks(self) -> str:
+        """Return how many ranks there are, and on what, in words."""
+        ranks = self.layout.ranks
+        where = ranks.device.type
+        if self.layout.pipeline.size() * self.layout.tensor.size() > 1:
+            where += f", {self.describe_layout()}"
+        return f"{ranks.world_size} ranks ({where})"
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of all chunks; to be called while no weights are gathered."""

@@ -24,6 +24,10 @@ class ProbeConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        require(
+            self.parallel.virtual_ranks is None,
+            "--virtual-ranks has no network to measure: leave it out of probe",
+        )
         require(self.megabytes > 0, f"--megabytes {self.megabytes} must be positive")
         require_at_least("--rounds", self.rounds, 1)
         require_at_least("--quantized-values", self.quantized_values, 4096)

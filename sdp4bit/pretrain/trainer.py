@@ -25,6 +25,7 @@ from sdp4bit.pretrain.ranks import Ranks, agree
 from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.stopping import StopRequests
 from sdp4bit.pretrain.training_loop import TrainingDivergedError, TrainingLoop
+from sdp4bit.pretrain.virtual_model import build_virtual_model
 
 FINAL_STEPS = 20
 
@@ -105,19 +106,21 @@ def pretrain(
     dataset = prepare_dataset(config.resolved_data, ranks=ranks)
     tokenizer = dataset.tokenizer
     layout = lay_out(config, ranks=ranks)
+    is_virtual = config.parallel.virtual_ranks is not None
+    data_parallel_size = config.parallel.data_parallel_size(ranks.world_size)
     batches = Batches(
         dataset,
         sequence_length=config.sequence_length,
         micro_batch_size=config.micro_batch_size,
-        accumulation=config.micro_batches(layout.data.size()),
+        accumulation=config.micro_batches(data_parallel_size),
         eval_batches=config.training.eval_batches,
         seed=config.seed,
-        rank=layout.data.get_local_rank(),
-        world_size=layout.data.size(),
+        rank=None if is_virtual else layout.data.get_local_rank(),
+        world_size=data_parallel_size,
         device=ranks.device,
     )
     torch.manual_seed(config.seed + layout.random_stream)
-    model = build_model(config, layout=layout)
+    model = (build_virtual_model if is_virtual else build_model)(config, layout=layout)
     optimizer = build_optimizer(
         model.parameters(), config=config.optimizer, learning_rate=config.learning_rate
     )
@@ -129,6 +132,7 @@ def pretrain(
             communication=model.communication,
             ranks=ranks,
             shared={} if loss_scale is None else {"loss_scale": loss_scale},
+            per_rank=model.per_rank,
         ),
         config=config.checkpoint,
         identity=RunIdentity(
@@ -224,13 +228,10 @@ def describe_run(config: PretrainConfig, *, model: ShardedModel, batches: Batche
     """Return one line that says what is about to be trained."""
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in GPT(config.model_shape).parameters())
-    ranks, training = model.layout.ranks, config.training
+    training = config.training
     arithmetic = str(model.chunks[0].arithmetic).removeprefix("torch.")
-    where = ranks.device.type
-    if config.parallel.model_parallel_size > 1:
-        where += f", {model.describe_layout()}"
     return (
-        f"{parameters / 1e6:,.1f} million parameters on {ranks.world_size} ranks ({where}), "
+        f"{parameters / 1e6:,.1f} million parameters on {model.describe_ranks()}, "
         f"{batches.global_batch_size} sequences of {config.sequence_length} tokens a step, "
         f"{training.weights} weights, {arithmetic} arithmetic"
     )

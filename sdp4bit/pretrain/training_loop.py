@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,6 +20,8 @@ from sdp4bit.pretrain.parallelize import ShardedModel
 from sdp4bit.pretrain.ranks import Ranks, sum_over_ranks
 from sdp4bit.pretrain.timers import Timers
 from sdp4bit.pretrain.training_step import TrainingStep
+from sdp4bit.pretrain.virtual_model import VirtualModel
+from sdp4bit.pretrain.virtual_step import VirtualTrainingStep
 
 
 class TrainingDivergedError(RuntimeError):
@@ -40,7 +43,8 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self.timers = Timers(level=self.config.logging.timing_log_level, device=self.ranks.device)
         self._communication = self.model.communication
-        self._step_of_model = TrainingStep(
+        step: Any = VirtualTrainingStep if isinstance(self.model, VirtualModel) else TrainingStep
+        self._step_of_model: TrainingStep = step(
             self.model,
             optimizer=self.optimizer,
             loss_scale=self.loss_scale,

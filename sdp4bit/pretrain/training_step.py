@@ -57,7 +57,7 @@ class TrainingStep:
         self._optimizer = optimizer
         self._loss_scale = loss_scale
         self._clip_grad = config.optimizer.clip_grad
-        self._accumulation = config.micro_batches(model.layout.data.size())
+        self._accumulation = config.micro_batches(model.data_parallel_size)
         self._timers = timers
         self._gradients = Gradients(model)
         self._pipeline: Pipeline | None = None
@@ -80,7 +80,7 @@ class TrainingStep:
         dist.all_reduce(tokens, group=layout.data.get_group())
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
         # FSDP2 averages over the data ranks; the weight makes a sum of it. In fp64, as scale may be large.
-        weight = (layout.data.size() * scale / tokens.clamp(min=1)).float()
+        weight = (self._model.data_parallel_size * scale / tokens.clamp(min=1)).float()
 
         self._model.train()
         with self._timers("forward-backward", level=1):

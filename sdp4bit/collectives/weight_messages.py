@@ -1,0 +1,58 @@
+"""What travels when a weight replica is refreshed: quantized differences, or quantized weights."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sdp4bit.config import WeightConfig
+from sdp4bit.quantization import ops
+from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout, message_layout
+from sdp4bit.quantization.random import Stage, derive_keys, pack_stream
+
+
+class WeightMessages:
+    """The arithmetic before and after the all-gathers of a parameter group's refresh."""
+
+    def __init__(self, config: WeightConfig, *, seed: int, bucket: int) -> None:
+        self._config = config
+        self._seed = seed
+        self._bucket = bucket
+
+    def layout(self, numel: int) -> MessageLayout:
+        """Return the layout of the message that carries a row."""
+        config = self._config
+        return message_layout(numel=numel, bits=config.bits or FULL_PRECISION, group_size=config.group_size)
+
+    def quantize(self, row: Tensor, held: Tensor, out: Tensor, *, call: int, rank: int) -> None:
+        """The message carries what has to be added to, or put in the place of, what is held of a row.
+
+        Args:
+            row: [n], the main shard of a rank, in the type that weights are gathered in.
+            held: [n], what the replica holds of it.
+            out: uint8 [nbytes] of the layout.
+            call: number of this refresh of the bucket since the start, for the rounding bits.
+        """
+        config, layout = self._config, self.layout(row.numel())
+        keys = (0, 0)
+        if config.rounding == "stochastic":
+            stream = pack_stream(step=call, bucket=self._bucket, stage=Stage.WEIGHT, rank=rank)
+            keys = derive_keys(self._seed, stream)
+        ops.subtract_quantize(
+            row,
+            held if config.mode == "difference" else None,
+            out,
+            layout.bits,
+            layout.group_size,
+            config.rounding == "stochastic",
+            *keys,
+        )
+
+    def apply(self, messages: Tensor, rows: Tensor) -> None:
+        """Row i of a replica has followed message i, in place.
+
+        Args:
+            messages: uint8 [k, nbytes].
+            rows: [k, n].
+        """
+        layout = self.layout(rows.shape[1])
+        ops.dequantize_add(messages, rows, layout.bits, layout.group_size, self._config.mode == "difference")
