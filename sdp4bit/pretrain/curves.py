@@ -36,8 +36,8 @@ def draw_curves(runs: Sequence[FinishedRun], *, baseline: str | None, path: Path
     """The PNG file shows the losses of every strategy; with a baseline, also the differences to it.
 
     Lines are training losses, smoothed, and points validation losses; both are means over the seeds. Bands
-    reach from the least to the most of the seeds. A run that diverged is a thin line of its own that ends in a
-    cross.
+    reach from the least to the most of the seeds. A run that diverged is a thin line of its own that
+    ends in a cross.
     """
     strategies = _strategies(runs)
     others = [strategy for strategy in strategies if strategy.label != baseline]

@@ -47,8 +47,10 @@ def join_ranks() -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        # Ranks on one machine share its cores; more threads than cores cost several times the step.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+        # Ranks on one machine share its cores; more threads than cores cost several times the step. torchrun
+        # sets OMP_NUM_THREADS by itself, so only a process alone takes it as somebody's wish.
+        if not (alone and "OMP_NUM_THREADS" in os.environ):
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=HashStore() if alone else None,
