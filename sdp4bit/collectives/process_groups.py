@@ -39,7 +39,7 @@ def _create_own(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
     first = state.group_count
     state.group_count = first + (own or 0)
     try:
-        # Without a group of its own a rank asks as an outsider: when NCCL splits a communicator, all take part.
+        # Without a group of its own a rank asks as an outsider: NCCL splits a communicator with all ranks.
         group = dist.new_group(list(groups[own or 0]))
     finally:
         state.group_count = first + len(groups)
