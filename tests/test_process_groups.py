@@ -6,7 +6,6 @@ Layers: a fake process group, gloo, threads.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -226,17 +225,6 @@ def create_when_torch_waits_for_all() -> tuple[int, list[float]]:
 def test_groups_are_created_one_by_one_if_torch_waits_for_all_ranks_at_each() -> None:
     for rank, (asked, totals) in enumerate(run_ranks(create_when_torch_waits_for_all, 4, timeout=60)):
         assert (asked, totals) == (4, [4 * (rank // 2) + 3, 2 * (rank % 2) + 4])
-
-
-def create_late(layout: NodeLayout) -> None:
-    time.sleep(0.1 * (dist.get_rank() % 3))
-    for _ in range(3):
-        (topology,) = create_topologies([layout]).values()
-        assert sum(sums([topology.intra])) == sum(1 + rank for rank in layout.intra_ranks(topology.node))
-
-
-def test_ranks_need_not_arrive_together() -> None:
-    run_ranks(create_late, 6, grid(2, 3), timeout=60)
 
 
 def sums_of_threads(layout: NodeLayout) -> list[float]:
