@@ -61,7 +61,7 @@ def reduce_scatter(
     """
     world, _, numel = inputs.shape
     if world == 1:
-        return inputs[0] * multiplier if multiplier != 1.0 else inputs[0], torch.zeros_like(inputs[0])
+        return inputs[0].float() * multiplier, torch.zeros(1, numel)
     quantized = [
         bits for bits, used in ((config.intra_bits, per_node > 1), (config.inter_bits, nodes > 1)) if used
     ]
