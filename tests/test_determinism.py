@@ -119,6 +119,7 @@ def test_bits_of_a_run_are_those_of_another_with_the_same_seed(text: Path, tmp_p
     assert len({found[2]["replicas"] for found in results}) == 1  # every rank holds the same full replica
 
 
+@pytest.mark.slow  # losses are compared in tests/test_fsdp_exactness.py
 def test_bits_do_not_depend_on_the_back_end(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("numba")
     runs: list[tuple[PretrainConfig, ops.BackendName]] = [

@@ -25,7 +25,7 @@ from sdp4bit.telemetry import Traffic, TrafficCounter
 from tests import plain_collectives as plain
 from tests.ranks import run_threads
 
-few = settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 many = settings(few, max_examples=500)
 
 MAX_RANKS = 16
