@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+
+from sdp4bit.collectives.process_groups import create_process_groups
 
 TopologySpec = str | int | DeviceMesh
 """What users give: "auto" (by host name), ranks per node, or an (inter, intra) mesh."""
@@ -85,7 +88,10 @@ def _own_rows(meshes: Sequence[MeshRows]) -> list[tuple[int, ...]]:
         if row is None:
             raise ValueError(f"topology: rank {rank} is not in the (inter, intra) mesh it passes, {mesh}")
         rows.append(row)
+    first_with: dict[tuple[int, ...], int] = {}
     for rank, row in enumerate(rows):
+        first_with.setdefault(row, rank)
+    for row, rank in first_with.items():
         for peer in row:
             if rows[peer] != row:
                 raise ValueError(
@@ -103,7 +109,8 @@ def arrange(ranks: Sequence[int], labels: Sequence[Hashable]) -> NodeLayout:
     """
     members = [labels[rank] for rank in ranks]
     order = list(dict.fromkeys(members))
-    counts = [members.count(label) for label in order]
+    count_of = Counter(members)
+    counts = [count_of[label] for label in order]
     node_major = members == [label for label, count in zip(order, counts, strict=True) for _ in range(count)]
     ascending = list(ranks) == sorted(ranks)
     if len(set(counts)) != 1 or not node_major or not ascending:
@@ -156,33 +163,49 @@ class Topology:
 def create_topologies(layouts: Sequence[NodeLayout]) -> dict[tuple[int, ...], Topology]:
     """Return this rank's place in each layout it belongs to, by the layout's ranks, with new process groups.
 
-    Collective over the whole job: every rank passes the same layouts in the same order. A rank opens
-    connections only in the groups it is a member of, two per layout.
+    Collective over the whole job: every rank passes the same layouts in the same order. A rank creates the
+    groups that it is a member of, two per layout, whatever the size of the job.
     """
     me = dist.get_rank()
+    batches = _disjoint_batches(layouts)
+    intra = [[ranks for layout in batch for ranks in _intra_groups(layout)] for batch in batches]
+    inter = [[ranks for layout in batch for ranks in _inter_groups(layout)] for batch in batches]
+    rounds = [groups for level in zip(intra, inter, strict=True) for groups in level]
+    created = iter(create_process_groups([groups for groups in rounds if groups]))
+    own = [next(created) if groups else None for groups in rounds]
     topologies = {}
-    for layout in layouts:
-        intra = inter = None
-        if layout.ranks_per_node > 1:
-            intra = _new_groups(layout.intra_ranks(node) for node in range(layout.nodes))
-        if layout.nodes > 1:
-            inter = _new_groups(layout.inter_ranks(local) for local in range(layout.ranks_per_node))
-        if me in layout.ranks:
-            node, local_rank = divmod(layout.ranks.index(me), layout.ranks_per_node)
-            topologies[layout.ranks] = Topology(
-                layout=layout, node=node, local_rank=local_rank, intra=intra, inter=inter
-            )
+    for number, batch in enumerate(batches):
+        for layout in batch:
+            if me in layout.ranks:
+                node, local_rank = divmod(layout.ranks.index(me), layout.ranks_per_node)
+                topologies[layout.ranks] = Topology(
+                    layout=layout,
+                    node=node,
+                    local_rank=local_rank,
+                    intra=own[2 * number],
+                    inter=own[2 * number + 1],
+                )
     return topologies
 
 
-def _new_groups(members: Iterable[list[int]]) -> ProcessGroup | None:
-    """Create all groups, as every rank must, and return the one this rank belongs to."""
-    mine = None
-    for ranks in members:
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            mine = group
-    return mine
+def _disjoint_batches(layouts: Sequence[NodeLayout]) -> list[list[NodeLayout]]:
+    """Return the layouts in lists in which no rank occurs twice, each in the first list that has room."""
+    batches: list[tuple[set[int], list[NodeLayout]]] = []
+    for layout in layouts:
+        taken, batch = next((b for b in batches if b[0].isdisjoint(layout.ranks)), (set(), []))
+        if not batch:
+            batches.append((taken, batch))
+        taken.update(layout.ranks)
+        batch.append(layout)
+    return [batch for _, batch in batches]
+
+
+def _intra_groups(layout: NodeLayout) -> list[list[int]]:
+    return [layout.intra_ranks(node) for node in range(layout.nodes)] if layout.ranks_per_node > 1 else []
+
+
+def _inter_groups(layout: NodeLayout) -> list[list[int]]:
+    return [layout.inter_ranks(local) for local in range(layout.ranks_per_node)] if layout.nodes > 1 else []
 
 
 def destroy_topology(topology: Topology) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +19,8 @@ from sdp4bit.collectives.topology import (
     mesh_rows,
     node_labels,
 )
+
+Sent = TypeVar("Sent")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +36,28 @@ class ShardedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """What one rank is about to set up."""
+    """What one rank is about to set up, in full: what an error message may have to show."""
 
     config: str
     topology: str | int | MeshRows
     groups: tuple[ShardedRows, ...]
     unmatched: tuple[str, ...] = ()
     error: str | None = None
-    host: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A proposal as a few hundred bytes, whatever the size of the model and of the job."""
+
+    host: str
+    settings: bytes
+    """Digest of what must be equal on all ranks."""
+    spec: str | int | MeshRows
+    """The topology; of a mesh, the row that holds this rank."""
+    groups: tuple[tuple[Sequence[int], bytes], ...]
+    """Ranks of each data-parallel group of this rank, and a digest of its parameter groups in order."""
+    unmatched: tuple[str, ...]
+    failed: bool
 
 
 def agree(
@@ -52,6 +69,9 @@ def agree(
     error: str | None,
 ) -> dict[tuple[int, ...], NodeLayout]:
     """Return the node layout of every data-parallel group of the job; collective over the whole job.
+
+    Steps: 1. all ranks gather a summary of each other's proposal;  2. only if these do not fit, the proposals
+    themselves, to say what is wrong.
 
     Args:
         unmatched: patterns that match none of the groups on this rank; they must match on some rank.
@@ -66,24 +86,70 @@ def agree(
         spec = _sendable(topology)
     except ValueError as failure:
         error = error or str(failure)
-    mine = Proposal(
-        config=config,
-        topology=spec,
-        groups=tuple(groups),
-        unmatched=tuple(unmatched),
-        error=error,
-        host=host_name(),
+    proposal = Proposal(
+        config=config, topology=spec, groups=tuple(groups), unmatched=tuple(unmatched), error=error
     )
-    proposals: list[Proposal] = [mine] * dist.get_world_size()
-    dist.all_gather_object(proposals, mine)
-    _raise_errors(proposals)
-    _raise_differences("configurations", [p.config for p in proposals])
+    summaries = _gather(_summary(proposal))
+    if not _fit(summaries):
+        proposals = _gather(proposal)
+        _raise_errors(proposals)
+        _raise_differences("configurations", [p.config for p in proposals])
+        _raise_differences("topologies", [_kind(p.topology) for p in proposals])
+        _raise_unlike_peers(proposals)
+        _raise_unmatched(proposals)
+    return _arrange_all(summaries)
+
+
+def _gather(mine: Sent) -> list[Sent]:
+    gathered = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
+
+
+def _summary(proposal: Proposal) -> Summary:
+    by_ranks: dict[tuple[int, ...], list[ShardedRows]] = {}
+    for rows in proposal.groups:
+        by_ranks.setdefault(rows.ranks, []).append(rows)
+    spec = proposal.topology
+    if not isinstance(spec, str | int):
+        spec = tuple(row for row in spec if dist.get_rank() in row) or spec  # all of it for an error message
+    return Summary(
+        host=host_name(),
+        settings=_digest((proposal.config, _kind(proposal.topology))),
+        spec=spec,
+        groups=tuple((_compact(ranks), _digest(rows)) for ranks, rows in by_ranks.items()),
+        unmatched=proposal.unmatched,
+        failed=proposal.error is not None,
+    )
+
+
+def _kind(spec: str | int | MeshRows) -> str:
     # Under tensor parallelism each data-parallel group has a mesh of its own.
-    specs = [p.topology for p in proposals]
-    _raise_differences("topologies", [repr(s) if isinstance(s, str | int) else "a mesh" for s in specs])
-    _raise_unlike_peers(proposals)
-    _raise_unmatched(proposals)
-    return _arrange_all(proposals)
+    return repr(spec) if isinstance(spec, str | int) else "a mesh"
+
+
+def _digest(value: object) -> bytes:
+    return hashlib.sha256(repr(value).encode()).digest()
+
+
+def _compact(ranks: tuple[int, ...]) -> Sequence[int]:
+    """Return the same ranks as a range, a few bytes, if they are evenly spaced, as they are on a mesh."""
+    if len(ranks) > 1 and ranks[0] < ranks[1]:
+        evenly = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
+        if tuple(evenly) == ranks:
+            return evenly
+    return ranks
+
+
+def _fit(summaries: Sequence[Summary]) -> bool:
+    """Whether nothing failed, settings are equal, peers list equal parameter groups, patterns match."""
+    if any(summary.failed for summary in summaries) or len({s.settings for s in summaries}) != 1:
+        return False
+    if set.intersection(*(set(summary.unmatched) for summary in summaries)):
+        return False
+    listed = [dict(summary.groups) for summary in summaries]
+    digests = {(ranks, digest) for summary in summaries for ranks, digest in summary.groups}
+    return all(listed[rank].get(ranks) == digest for ranks, digest in digests for rank in ranks)
 
 
 def _sendable(topology: TopologySpec) -> str | int | MeshRows:
@@ -147,11 +213,11 @@ def _raise_unmatched(proposals: Sequence[Proposal]) -> None:
         raise ValueError(f"skip={min(nowhere)!r} matches no FSDP module; there are {', '.join(names)}")
 
 
-def _arrange_all(proposals: Sequence[Proposal]) -> dict[tuple[int, ...], NodeLayout]:
-    first = proposals[0].topology
-    spec = first if isinstance(first, str | int) else [cast(MeshRows, p.topology) for p in proposals]
-    labels = node_labels(spec, hosts=[p.host for p in proposals])
-    members = {rows.ranks for proposal in proposals for rows in proposal.groups}
+def _arrange_all(summaries: Sequence[Summary]) -> dict[tuple[int, ...], NodeLayout]:
+    first = summaries[0].spec
+    spec = first if isinstance(first, str | int) else [cast(MeshRows, s.spec) for s in summaries]
+    labels = node_labels(spec, hosts=[summary.host for summary in summaries])
+    members = {tuple(ranks) for ranks in {ranks for summary in summaries for ranks, _ in summary.groups}}
     return {ranks: arrange(ranks, labels) for ranks in sorted(members)}
 
 

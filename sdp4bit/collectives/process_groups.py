@@ -1,0 +1,70 @@
+"""Creates the process groups of a job with a number of calls per rank that does not grow with the job.
+
+`torch.distributed.new_group` wants every rank to ask for every group. `use_local_synchronization=True` lets
+outsiders stay away, but then the group's name is made of its ranks and of how many groups this rank is in.
+Such a name differs between ranks that are in different numbers of groups (a hang), repeats once a group has
+been destroyed (the new group finds the old one's addresses in the store: a hang), and can be in use. Here
+groups keep the numbered names that plain calls give, unique for the life of the job; outsiders only count.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+
+def create_process_groups(rounds: Sequence[Sequence[Sequence[int]]]) -> list[ProcessGroup | None]:
+    """Return, for each round, the new process group that this rank is a member of, or None.
+
+    Collective over the whole job: every rank passes the same rounds. A rank creates one group per round,
+    while the other ranks create theirs. As all go through the rounds in the same order, groups of different
+    rounds may overlap.
+
+    Args:
+        rounds: disjoint groups, as ascending global ranks; at least one per round.
+    """
+    create = _create_own if _outsiders_may_stay_away() else _create_all
+    return [create(groups) for groups in rounds]
+
+
+def _create_own(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
+    """Create this rank's group, under the name that it would have if each were created in turn."""
+    me = dist.get_rank()
+    own = next((index for index, ranks in enumerate(groups) if me in ranks), None)
+    state = _state()
+    first = state.group_count
+    state.group_count = first + (own or 0)
+    try:
+        # Without a group of its own a rank asks as an outsider: NCCL splits a communicator with all ranks.
+        group = dist.new_group(list(groups[own or 0]))
+    finally:
+        state.group_count = first + len(groups)
+    return group if own is not None else None
+
+
+def _create_all(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
+    """Create each group in turn."""
+    mine = None
+    for ranks in groups:
+        group = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+def _outsiders_may_stay_away() -> bool:
+    """Whether creating a group concerns its members only; the same on all ranks."""
+    if dist.get_backend() == dist.Backend.MPI or int(os.environ.get("TORCH_DIST_INIT_BARRIER", "0")) == 1:
+        return False  # torch waits for all ranks of the job at every group
+    config = getattr(dist, "config", None)
+    if getattr(config, "use_torchcomms", False) or hasattr(dist.group.WORLD, "new_group"):
+        return False  # others create the group, by rules of their own
+    return isinstance(getattr(_state(), "group_count", None), int)
+
+
+def _state() -> Any:
+    return dist.distributed_c10d._world

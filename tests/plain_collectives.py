@@ -1,0 +1,128 @@
+"""What the collectives compute, written down for all ranks at once in one process: no messages, no groups.
+
+Rows are quantized and dequantized on the spot by the quantizer of the operators' definition
+(sdp4bit/quantization/reference.py). Layouts of messages, slices of a row, exchanges and node layouts do not
+occur, so that a fault in any of them shows as a difference.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.quantization import reference
+from sdp4bit.quantization.hadamard import INVERSE_FACTOR, hadamard32
+from sdp4bit.quantization.layout import round_up
+from sdp4bit.quantization.random import Stage, derive_keys, pack_stream, random_bits16
+
+SEED, BUCKET = 7, 3
+
+
+def padded(rows: Tensor) -> Tensor:
+    """fp32, filled with zeros to a multiple of 32 values."""
+    full = torch.zeros(*rows.shape[:-1], round_up(rows.shape[-1], 32))
+    full[..., : rows.shape[-1]] = rows
+    return full
+
+
+def passed(rows: Tensor, bits: int | None, group_size: int, random: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The values that a receiver sees of rows [..., n], and a bound for their distance from what was sent."""
+    if bits is None:
+        return rows, torch.zeros_like(rows)
+    values, bounds = torch.empty_like(rows), torch.empty_like(rows)
+    for start in range(0, rows.shape[-1], group_size):
+        span = (..., slice(start, start + group_size))
+        draws = None if random is None else random[span]
+        codes, scale = reference.quantize_groups(rows[span].contiguous(), bits, draws)
+        scale = scale.float().unsqueeze(-1)
+        values[span] = codes.float() * scale
+        # A step of the grid, or half of one; 2**-7 more for arithmetic on 16 fractional bits.
+        step = 0.5 if random is None else 1.0
+        bounds[span] = (step + 2**-7) * scale + 2.0**-100
+    return values, bounds
+
+
+def rounding_bits(rows: Tensor, *, rounding: str, call: int, stage: Stage, rank: int) -> Tensor | None:
+    """What a rank draws for rows [..., n] of padded length, numbered throughout; None for nearest."""
+    if rounding == "nearest":
+        return None
+    keys = derive_keys(SEED, pack_stream(step=call, bucket=BUCKET, stage=stage, rank=rank))
+    return random_bits16(0, rows.numel(), *keys).view(rows.shape)
+
+
+def reduce_scatter(
+    inputs: Tensor, *, nodes: int, per_node: int, config: GradientConfig, call: int, multiplier: float
+) -> tuple[Tensor, Tensor]:
+    """Return what each rank ends with, fp32 [world, n], and how far it may be from the exact sum.
+
+    Args:
+        inputs: [world, world, n]: row [r, d] is what rank r has for rank d.
+    """
+    world, _, numel = inputs.shape
+    if world == 1:
+        return inputs[0].float() * multiplier, torch.zeros(1, numel)
+    quantized = [
+        bits for bits, used in ((config.intra_bits, per_node > 1), (config.inter_bits, nodes > 1)) if used
+    ]
+    hadamard = config.hadamard and any(bits is not None for bits in quantized)
+    rows = padded(inputs)
+    if hadamard:
+        rows = hadamard32(rows.contiguous())
+    length = rows.shape[-1]
+    if per_node > 1:
+        rows, bounds = _intra(rows, nodes=nodes, per_node=per_node, config=config, call=call)
+    else:
+        bounds = torch.zeros_like(rows)
+    # Row [r, m] is now what rank r has for the rank of node m with its own local rank.
+    if nodes > 1:
+        total, limit = torch.zeros(nodes, per_node, length), torch.zeros(nodes, per_node, length)
+        for source in range(world):  # node by node, the order in which contributions are added
+            sent = rows[source]
+            random = rounding_bits(
+                sent, rounding=config.inter_rounding, call=call, stage=Stage.INTER, rank=source
+            )
+            seen, bound = passed(sent, config.inter_bits, config.inter_group_size, random)
+            total[:, source % per_node] += seen
+            limit[:, source % per_node] += bound + bounds[source]
+    else:
+        total, limit = rows[:, 0], bounds[:, 0]
+    total, limit = total.reshape(world, length), limit.reshape(world, length)
+    factor = torch.tensor(multiplier * INVERSE_FACTOR if hadamard else multiplier)
+    if hadamard:
+        total = hadamard32(total.contiguous())
+        # |H e| / 32 is at most the mean of |e| over the block.
+        limit = limit.view(world, -1, 32).mean(-1, keepdim=True).expand(-1, -1, 32).reshape(world, length)
+    return total[:, :numel] * factor, limit[:, :numel] * abs(multiplier)
+
+
+def _intra(
+    rows: Tensor, *, nodes: int, per_node: int, config: GradientConfig, call: int
+) -> tuple[Tensor, Tensor]:
+    """Return [world, nodes, n], the sums over a node that each of its ranks has for the nodes, and bounds."""
+    world, _, length = rows.shape
+    sums, limits = (torch.zeros(nodes, per_node, nodes, length) for _ in range(2))
+    for source in range(world):
+        sent = rows[source].view(nodes, per_node, length).transpose(0, 1).contiguous()
+        random = rounding_bits(
+            sent, rounding=config.intra_rounding, call=call, stage=Stage.INTRA, rank=source
+        )
+        seen, bound = passed(sent, config.intra_bits, config.intra_group_size, random)
+        sums[source // per_node] += seen
+        limits[source // per_node] += bound
+    return sums.view(world, nodes, length), limits.view(world, nodes, length)
+
+
+def refresh(replica: Tensor, mains: Tensor, *, config: WeightConfig, call: int) -> Tensor:
+    """Return the replica [world, n] after a quantized refresh towards the main shards [world, n]."""
+    if config.bits is None or not mains.shape[1]:
+        return mains.clone()
+    result = torch.empty_like(replica)
+    for rank, (held, main) in enumerate(zip(replica, mains, strict=True)):
+        direct = config.mode == "direct"
+        row = padded(main.float() if direct else main.float() - held.float())
+        random = rounding_bits(row, rounding=config.rounding, call=call, stage=Stage.WEIGHT, rank=rank)
+        values, _ = passed(row, config.bits, config.group_size, random)
+        received = values[: len(main)]
+        result[rank] = received if direct else held.float() + received
+    return result
