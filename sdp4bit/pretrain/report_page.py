@@ -44,6 +44,7 @@ def render_page(runs: Sequence[Run], *, now: datetime) -> str:
         "<main>",
         _summary(runs, styles),
         *(_section(title, plots) for title, plots in sections.items()),
+        _last_groups(runs),
         _alerts(runs),
         _settings(runs, styles),
         "</main>",
@@ -141,7 +142,7 @@ def _summary(runs: Sequence[Run], styles: Sequence[tuple[int, int]]) -> str:
     parts = ['<section id="summary"><h2>Summary</h2>', _run_table(summary_rows(runs), runs, styles)]
     seeds = seed_rows(runs)
     if seeds:
-        head = ("Strategy", "Seeds", "Last validation loss", f"To {seeds[0][0]}, same seed")
+        head = ("Strategy", "Seeds", "Last validation loss", f"Difference to {seeds[0][0]}, same seed")
         parts.append("<h3>Over the seeds</h3><p>Mean ± standard deviation.</p>")
         parts.append(_table(head, seeds))
     notes = [f"<li>{escape(run.name)}: {escape(note)}.</li>" for run in runs for note in run.notes]
@@ -162,6 +163,23 @@ def _summary(runs: Sequence[Run], styles: Sequence[tuple[int, int]]) -> str:
 def _section(title: str, plots: Sequence[Plot]) -> str:
     figures = "\n".join(_figure(plot) for plot in plots)
     return f'<section><h2>{escape(title)}</h2><div class="plots">\n{figures}\n</div></section>'
+
+
+def _last_groups(runs: Sequence[Run]) -> str:
+    """Return a table of the last report of every run that has one."""
+    tables = []
+    for run in runs:
+        if run.groups:
+            step, groups = next(reversed(run.groups.items()))
+            names = list(dict.fromkeys(name for numbers in groups.values() for name in numbers))
+            rows = [
+                (group, *("–" if numbers.get(name) is None else _number(numbers[name]) for name in names))
+                for group, numbers in groups.items()
+            ]
+            title = f"{run.name}: all numbers of the groups at step {step}"
+            table = _table(("Group", *names), rows)
+            tables.append(f"<details><summary>{escape(title)}</summary>{table}</details>")
+    return "\n".join(tables)
 
 
 def _figure(plot: Plot) -> str:

@@ -44,7 +44,7 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
         Row(name="Validation loss", about="last", cells=[_at_step(last_validation(run)) for run in runs]),
         Row(name="Best validation", cells=[_at_step(best_validation(run)) for run in runs]),
         Row(
-            name=f"To {first.name}",
+            name=f"Difference to {first.name}",
             about="validation loss at the last step that both have",
             cells=["first run" if run is first else _difference(run, first) for run in runs],
         ),
@@ -162,7 +162,8 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     if settings:
         yield "Model", _model(run)
         yield "Strategy", run.strategy or "not recorded"
-        yield "Quantization", _quantization(run)
+        if "quantization" in settings:
+            yield "Quantization", _quantization(run)
         yield "Ranks", _ranks(run)
         yield "Seed", str(run.setting("seed"))
         precision = run.setting("training", "precision")

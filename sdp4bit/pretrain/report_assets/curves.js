@@ -21,7 +21,8 @@ class Curves {
     this.tip = element("div", "tip");
     this.tip.hidden = true;
     this.tip.setAttribute("aria-live", "polite");
-    box.append(this.tools, this.area);
+    box.closest("figure").prepend(this.tools);
+    box.append(this.area);
     this.area.addEventListener("pointermove", (event) => this.point(event));
     this.area.addEventListener("pointerdown", (event) => this.point(event));
     this.area.addEventListener("pointerleave", () => this.leave());
@@ -112,16 +113,17 @@ class Curves {
   frame() {
     const marks = this.isLog ? logTicks(this.low, this.high) : ticks(this.low, this.high, 5);
     const labels = marks.map((value) => tick(value, this.plot.unit));
-    this.left = 14 + 6.3 * Math.max(...labels.map((label) => label.length));
+    this.left = 14 + 6.6 * Math.max(...labels.map((label) => label.length));
     marks.forEach((value, i) => {
       const y = this.y(value);
       const zero = value === 0 && this.plot.unit === "difference";
       this.svg.append(node("line", { class: zero ? "zero" : "grid", x1: this.left, x2: this.width - 12, y1: y, y2: y }));
       this.svg.append(node("text", { x: this.left - 6, y: y + 4, "text-anchor": "end" }, labels[i]));
     });
-    const steps = this.last > this.first ? ticks(this.first, this.last, this.width / 90) : [this.first];
+    const steps = this.last > this.first ? ticks(this.first, this.last, this.width / 75) : [this.first];
     for (const step of steps.filter(Number.isInteger)) {
-      this.svg.append(node("text", { x: this.x(step), y: HEIGHT - 14, "text-anchor": "middle" }, String(step)));
+      const x = this.x(step), anchor = x > this.width - 28 ? "end" : "middle";
+      this.svg.append(node("text", { x: anchor === "end" ? this.width - 2 : x, y: HEIGHT - 14, "text-anchor": anchor }, String(step)));
     }
     this.svg.append(node("text", { x: this.width - 12, y: HEIGHT - 2, "text-anchor": "end" }, "step"));
     const clip = node("clipPath", { id: `clip-${this.plot.key}` });

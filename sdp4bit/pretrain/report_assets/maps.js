@@ -50,27 +50,36 @@ class Maps {
     const bar = paint(100, 1, (_, column) => shade(column / 99, stops));
     scale.append(tick(least, this.plot.unit), bar, tick(most, this.plot.unit), isLog ? "(logarithmic)" : "");
     if (counts) scale.append("; grey: none");
-    this.box.append(scale);
-    for (const map of maps) {
+    this.sheet = element("div", "sheet");
+    this.box.append(scale, this.sheet);
+    // All places are there before the first is drawn: the number of maps decides how wide one is.
+    const placed = maps.map((map) => [map, this.place(map)]);
+    for (const [map, heat] of placed) {
       const colour = (row, column) => {
         const value = map.values[row][column];
         return value === null || (counts && value === 0) ? null : shade(share(value), stops);
       };
-      this.map(map, paint(map.from.length, map.groups.length, colour));
+      this.map(map, heat, paint(map.from.length, map.groups.length, colour));
     }
   }
 
-  map(map, canvas) {
+  place(map) {
     const title = element("h4");
     title.append(swatch(map.run), data.runs[map.run].name);
     const heat = element("div", "heat");
-    this.box.append(title, heat);
+    const one = element("div");
+    one.append(title, heat);
+    this.sheet.append(one);
+    return heat;
+  }
+
+  map(map, heat, canvas) {
     const rows = map.groups.length, columns = map.from.length;
     const width = Math.max(260, heat.clientWidth);
-    const row = Math.min(20, Math.max(4, 420 / rows));
-    const letters = Math.floor((width * 0.35) / 6.3);
+    const row = Math.min(16, Math.max(4, 360 / rows));
+    const letters = Math.floor((width * 0.35) / 6.8);
     const labels = map.groups.map((name) => (name.length > letters ? `…${name.slice(1 - letters)}` : name));
-    const left = 10 + 6.3 * Math.max(...labels.map((label) => label.length));
+    const left = 10 + 6.8 * Math.max(...labels.map((label) => label.length));
     const height = rows * row + 32;
     heat.style.aspectRatio = `${width} / ${height}`;
     const svg = node("svg", { viewBox: `0 0 ${width} ${height}` });

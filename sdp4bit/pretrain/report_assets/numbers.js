@@ -4,7 +4,7 @@ const trimmed = (text) => (text.includes(".") ? text.replace(/\.?0+$/, "") : tex
 
 function number(value, digits = 4) {
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) {
+  if (size !== 0 && (size < 1e-4 || size >= 1e6)) {
     const [mantissa, exponent] = value.toExponential(digits - 1).split("e");
     return `${trimmed(mantissa)}e${Number(exponent)}`;
   }
