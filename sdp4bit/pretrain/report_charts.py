@@ -311,10 +311,11 @@ def _why_no_validation(run: Run) -> str:
 
 def _heat_plot(runs: Sequence[Run], *, key: str, title: str, about: str, unit: str, kinds: int) -> Plot:
     plot = Plot(key=f"group_{key}", title=title, about=about, unit=unit)
-    rows = sum(len(_group_names(run)) for run in runs) * kinds
+    names_of = [_group_names(run) for run in runs]
+    rows = sum(map(len, names_of)) * kinds
     columns = int(np.clip(CELLS // max(rows, 1), *COLUMNS))
     for index, run in enumerate(runs):
-        names = _group_names(run)
+        names = names_of[index]
         table = np.array(
             [[_or_nan(groups.get(name, {}).get(key)) for groups in run.groups.values()] for name in names],
             dtype=np.float64,

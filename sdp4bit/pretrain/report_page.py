@@ -110,7 +110,7 @@ def _hash(content: str) -> str:
 
 def _embedded(data: Mapping[str, Any]) -> str:
     """Return JSON in which no text can end the element around it."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
