@@ -111,6 +111,8 @@ def test_values_are_read_and_runs_switched_off(tmp_path):
         found.bytes = tip("inter_bytes");
         hover(figure("validation").querySelector(".area"), 0.999, 0.5);
         found.validation = tip("validation");
+        hover(figure("difference").querySelector(".area"), 0.001, 0.5);
+        found.difference = tip("difference");
         hover(figure("group_gradient_error").querySelector(".heat canvas"), 0.9, 0.01);
         found.cell = tip("group_gradient_error");
         const area = figure("lr").querySelector(".area");
@@ -139,7 +141,8 @@ def test_values_are_read_and_runs_switched_off(tmp_path):
     assert found["maps"] == 2  # the scale and the map
     assert "4bit: none in 2 reports of 5 groups" in found["noMaps"]
     assert found["bytes"].split("\n") == ["step 100", "plain: 2 MB", "4bit: 250 kB"]
-    assert found["validation"].split("\n") == ["step 100", "plain: 4.5000 (step 50)", "4bit: 4.0000"]
+    assert found["validation"].split("\n") == ["step 100", "4bit: 4.0000"]
+    assert re.fullmatch(r"step 1\n4bit: −2\.9\d{3}, smoothed [−+]\d\.\d{4}", found["difference"])
     assert found["cell"].split("\n") == ["embedding", "step 40: 0.4"]
     assert found["keyed"].split("\n") == ["step 3", "plain: 0.001", "4bit: 0.001"]
     assert found["escaped"] == ""

@@ -94,7 +94,7 @@ def alert_marks(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _asset(name: str) -> str:
-    return resources.files("sdp4bit.pretrain").joinpath("report_assets", name).read_text(encoding="utf-8")
+    return resources.files("sdp4bit.pretrain").joinpath("report_assets").joinpath(name).read_text(encoding="utf-8")
 
 
 def _script() -> str:
@@ -161,6 +161,14 @@ def _summary(runs: Sequence[Run], styles: Sequence[tuple[int, int]]) -> str:
 
 
 def _section(title: str, plots: Sequence[Plot]) -> str:
+    reasons = {tuple(plot.missing) for plot in plots}
+    if len(plots) > 1 and len(reasons) == 1 and not any(plot.curves or plot.maps for plot in plots):
+        names = ", ".join(plot.title.lower() for plot in plots)
+        missing = "".join(f"<li>{escape(reason)}</li>" for reason in plots[0].missing)
+        return (
+            f"<section><h2>{escape(title)}</h2><p>Nothing to draw of {escape(names)}:</p>"
+            f'<div class="missing"><ul>{missing}</ul></div></section>'
+        )
     figures = "\n".join(_figure(plot) for plot in plots)
     return f'<section><h2>{escape(title)}</h2><div class="plots">\n{figures}\n</div></section>'
 

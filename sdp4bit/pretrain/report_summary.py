@@ -106,7 +106,7 @@ def seed_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     if max((len(losses) for losses in by_strategy.values()), default=0) < 2:
         return []
     first = next(iter(by_strategy.values()))
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for strategy, losses in by_strategy.items():
         differences = [100 * (loss / first[seed] - 1) for seed, loss in losses.items() if seed in first]
         rows.append(

@@ -120,7 +120,7 @@ class Curves {
       this.svg.append(node("line", { class: zero ? "zero" : "grid", x1: this.left, x2: this.width - 12, y1: y, y2: y }));
       this.svg.append(node("text", { x: this.left - 6, y: y + 4, "text-anchor": "end" }, labels[i]));
     });
-    const steps = this.last > this.first ? ticks(this.first, this.last, this.width / 75) : [this.first];
+    const steps = this.last > this.first ? ticks(this.first, this.last, this.width / 62) : [this.first];
     for (const step of steps.filter(Number.isInteger)) {
       const x = this.x(step), anchor = x > this.width - 28 ? "end" : "middle";
       this.svg.append(node("text", { x: anchor === "end" ? this.width - 2 : x, y: HEIGHT - 14, "text-anchor": anchor }, String(step)));
@@ -196,34 +196,49 @@ class Curves {
     if (this.overlay) this.overlay.replaceChildren();
   }
 
-  // Shows what the curves have at the step nearest to the one given.
+  // Shows what each run has at the step nearest to the one given; nothing of runs that have ended before.
   read(wanted) {
     const step = Math.min(this.last, Math.max(this.first, wanted));
+    const slack = 0.02 * (this.last - this.first);
     this.step = Math.round(step);
-    const lines = [];
-    let nearest = null;
     this.overlay.replaceChildren();
+    const found = [];
     for (const curve of this.curves) {
+      if (step > curve.x[curve.x.length - 1] + slack || step < curve.x[0] - slack) continue;
       const i = closest(curve.x, step);
-      const label = { raw: "", line: this.curves.some((c) => c.run === curve.run && c.kind === "raw") ? " smoothed" : "", points: this.plot.key === "difference" ? " validation" : "" }[curve.kind];
-      const line = element("div");
-      line.append(swatch(curve.run), `${data.runs[curve.run].name}${label}: ${format(curve.y[i], this.plot.unit)}`);
-      if (nearest === null || Math.abs(curve.x[i] - step) < Math.abs(nearest - step)) nearest = curve.x[i];
-      lines.push([curve, i, line]);
+      found.push({ run: curve.run, kind: curve.kind, x: curve.x[i], y: curve.y[i] });
     }
-    for (const [curve, i, line] of lines) {
-      if (curve.x[i] !== nearest) line.append(` (step ${curve.x[i]})`);
-      if (curve.y[i] === null || curve.y[i] < this.low || curve.y[i] > this.high) continue;
-      const dot = { class: `f${data.runs[curve.run].colour}`, cx: this.x(curve.x[i]), cy: this.y(curve.y[i]), r: 3.2 };
+    if (!found.length) {
+      this.tip.hidden = true;
+      return;
+    }
+    const nearest = found.reduce((a, b) => (Math.abs(b.x - step) < Math.abs(a.x - step) ? b : a)).x;
+    const lines = [...new Set(found.map(({ run }) => run))].map((run) => {
+      const line = element("div");
+      line.append(swatch(run), `${data.runs[run].name}: `);
+      const values = found.filter((point) => point.run === run);
+      line.append(values.map((point) => this.text(point, values, nearest)).join(", "));
+      return line;
+    });
+    for (const { run, x, y } of found) {
+      if (y === null || y < this.low || y > this.high) continue;
+      const dot = { class: `f${data.runs[run].colour}`, cx: this.x(x), cy: this.y(y), r: 3.2 };
       this.overlay.append(node("circle", dot));
     }
     const at = this.x(nearest);
     this.overlay.prepend(node("line", { class: "cursor", x1: at, x2: at, y1: 6, y2: HEIGHT - 30 }));
-    this.tip.replaceChildren(element("strong", "", `step ${nearest}`), ...lines.map(([, , line]) => line));
+    this.tip.replaceChildren(element("strong", "", `step ${nearest}`), ...lines);
     const reach = (this.last - this.first) / this.width * 6;
     for (const alert of this.alerts().filter((a) => Math.abs(a.step - nearest) <= reach).slice(0, 3)) {
       this.tip.append(element("div", "", `▲ step ${alert.step}, ${data.runs[alert.run].name}: ${alert.text}`));
     }
     place(this.tip, at / this.width, this.area);
+  }
+
+  text({ kind, x, y }, values, nearest) {
+    const value = format(y, this.plot.unit);
+    if (kind === "line" && values.length > 1) return `smoothed ${value}`;
+    const label = kind === "points" && values.length > 1 ? "validation " : "";
+    return `${label}${value}${x === nearest ? "" : ` (step ${x})`}`;
   }
 }
