@@ -10,6 +10,7 @@ import subprocess
 from html import unescape
 
 import pytest
+import torch
 
 from sdp4bit.pretrain.report import ReportConfig, write_report
 from tests.ranks import run_ranks
@@ -188,4 +189,5 @@ def test_a_real_run_is_shown_as_it_was_and_needs_no_policy_lifted(tmp_path):
     assert f"{results[0][0].validation_loss:.4f} at step 8" in dumped
     assert f"{results[0][0].train_loss:.4f}" in dumped
     assert "weight differences 4 bits" in dumped and "8 / 8" in dumped
+    assert "2, 2 per node" in dumped and f"torch {torch.__version__}" in dumped
     assert len(re.findall(r'<path class="raw c0 d0" d="M[^"]{50,}', dumped)) >= 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import statistics
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -10,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 from rich.console import Console
 
+import sdp4bit
 from sdp4bit.pretrain.checkpoint import Checkpointer, RunIdentity
 from sdp4bit.pretrain.checkpoint_folder import TOKENIZER, Progress
 from sdp4bit.pretrain.checkpoint_state import TrainingState
@@ -144,7 +146,7 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
         ranks=ranks,
     )
     result = TrainingResult(strategy=config.strategy_name, seed=config.seed)
-    writer = agree(lambda: _open_writer(config, progress, console) if ranks.is_first else None)
+    writer = agree(lambda: _open_writer(config, progress, ranks, console) if ranks.is_first else None)
     stops = StopRequests(config.training, device=ranks.device)
     with ExitStack() as stack:
         stack.enter_context(stops.listening())
@@ -204,13 +206,21 @@ def describe_run(config: PretrainConfig, *, model: ShardedModel, batches: Batche
     )
 
 
-def _open_writer(config: PretrainConfig, progress: Progress, console: Console | None) -> MetricsWriter:
+def _open_writer(
+    config: PretrainConfig, progress: Progress, ranks: Ranks, console: Console | None
+) -> MetricsWriter:
     out = config.logging.out
     try:
         settings = {
             **asdict(config),
             "strategy": config.strategy_name,
             "quantization": asdict(config.quantization),
+            "ranks": ranks.world_size,
+            "versions": {
+                "sdp4bit": sdp4bit.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
         }
         write_atomically(out / "config.json", json.dumps(settings, indent=2, default=str) + "\n")
         return MetricsWriter(
