@@ -94,7 +94,12 @@ def alert_marks(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _asset(name: str) -> str:
-    return resources.files("sdp4bit.pretrain").joinpath("report_assets").joinpath(name).read_text(encoding="utf-8")
+    return (
+        resources.files("sdp4bit.pretrain")
+        .joinpath("report_assets")
+        .joinpath(name)
+        .read_text(encoding="utf-8")
+    )
 
 
 def _script() -> str:

@@ -78,7 +78,8 @@ class Curves {
     const isLog = this.log && positive;
     const all = limits(-Infinity, isLog);
     const later = limits(this.first + 0.1 * (this.last - this.first), isLog);
-    const crops = this.last - this.first >= 10 && later[1] >= later[0] && later[1] - later[0] < (all[1] - all[0]) / 1.5;
+    const many = this.curves.some(({ x }) => x.length >= 20);
+    const crops = many && later[1] >= later[0] && later[1] - later[0] < (all[1] - all[0]) / 1.5;
     let [low, high] = crops && !this.whole ? later : all;
     if (!(high >= low)) [low, high] = [0, 1];
     if (FROM_ZERO.has(this.plot.unit) && !isLog) low = Math.min(low, 0);
