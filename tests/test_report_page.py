@@ -173,10 +173,12 @@ def test_text_of_the_files_is_shown_and_never_run(tmp_path):
         found.scripts = document.scripts.length;
         found.images = document.images.length;
         found.alert = document.querySelector("#alerts tbody").innerText;
+        found.wide = document.documentElement.scrollWidth - window.innerWidth;
         """,
         width=500,
     )
     assert (found["scripts"], found["images"]) == (3, 0)
+    assert found["wide"] <= 0
     assert found["title"].startswith("Training report") and attack in found["alert"]
 
 

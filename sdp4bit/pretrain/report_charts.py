@@ -62,7 +62,7 @@ def loss_plots(runs: Sequence[Run]) -> list[Plot]:
     points = _points_per_run(runs)
     for index, run in enumerate(runs):
         found = _validation(run)
-        if len(found[0]):
+        if np.isfinite(found[1]).any():
             validation.curves.append(_curve(index, "points", *found, points=points))
         else:
             validation.missing.append(f"{run.name}: {_why_no_validation(run)}")
@@ -71,9 +71,12 @@ def loss_plots(runs: Sequence[Run]) -> list[Plot]:
         if len(steps) == 0:
             difference.missing.append(f"{run.name}: no step in common with {runs[0].name}")
             continue
+        if not np.isfinite(values).any():
+            difference.missing.append(f"{run.name}: at no common step are both losses numbers")
+            continue
         difference.curves.extend(_raw_and_smoothed(index, steps, values, points=points))
         found = _less(_validation(run), _validation(runs[0]))
-        if len(found[0]):
+        if np.isfinite(found[1]).any():
             difference.curves.append(_curve(index, "points", *found, points=points))
     if len(runs) == 1:
         difference.missing.append("There is one run only: give a second one to compare with the first.")
@@ -302,6 +305,8 @@ def _why_null(key: str) -> str:
 
 
 def _why_no_validation(run: Run) -> str:
+    if run.validation:
+        return "no validation loss is a finite number"
     interval = run.setting("training", "eval_interval")
     done = max(run.train, default=0)
     if isinstance(interval, int) and done < interval:

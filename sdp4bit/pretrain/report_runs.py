@@ -19,6 +19,8 @@ from sdp4bit.pretrain.settings import SettingError
 METRICS = "metrics.jsonl"
 SETTINGS = "config.json"
 SUMMARY = "summary.json"
+LAST_STEP = 2**53
+"""Larger steps are not exact in the page."""
 MAX_ALERTS_OF_A_STEP = 100
 """How far back an alert is looked for that is written again because a step was trained again."""
 
@@ -263,7 +265,7 @@ def _alert(event: dict[str, Any], where: str) -> Alert:
 
 def _step(event: Mapping[str, Any], where: str) -> int:
     step = event.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < LAST_STEP:
         raise SettingError(f'{where}: "step" is {step!r}, not a number of steps')
     return step
 

@@ -74,7 +74,8 @@ class Curves {
       }
       return [low, high];
     };
-    const positive = limits(-Infinity, false)[0] > 0;
+    const lowest = limits(-Infinity, false)[0];
+    const positive = lowest > 0 && lowest < Infinity;
     const isLog = this.log && positive;
     const all = limits(-Infinity, isLog);
     const later = limits(this.first + 0.1 * (this.last - this.first), isLog);

@@ -37,10 +37,10 @@ function ticks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999) * power;
+  const first = Math.ceil(low / step - 1e-9);
+  const steps = Math.min(4 * count, Math.floor((high - first * step) / step + 1e-9));
   const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i += 1) {
-    found.push(Number((i * step).toPrecision(12)));
-  }
+  for (let i = 0; i <= steps; i += 1) found.push(Number(((first + i) * step).toPrecision(12)));
   return found;
 }
 
