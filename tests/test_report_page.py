@@ -67,7 +67,7 @@ def browse(page, tmp_path, *, script=None, width=1200):
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=60,
         check=True,
     )
     assert "CONSOLE" not in done.stderr, done.stderr
@@ -180,6 +180,47 @@ def test_text_of_the_files_is_shown_and_never_run(tmp_path):
     assert (found["scripts"], found["images"]) == (3, 0)
     assert found["wide"] <= 0
     assert found["title"].startswith("Training report") and attack in found["alert"]
+
+
+def test_odd_numbers_are_drawn_as_well(tmp_path):
+    odd = [
+        train_event(
+            step,
+            loss=1e17 + 16 * step,
+            lr=0.0,
+            grad_norm=None if step % 2 else 1e300 * step,
+            step_seconds=1e-12,
+            intra_bytes=0,
+            inter_bytes=10**18 * step,
+            compression_ratio=None,
+            weight_drift=-1.0,
+        )
+        for step in range(1, 31)
+    ]
+    alerts = [alert_event(step, "again") for step in range(2000)]
+    runs = (
+        write_run(tmp_path / "odd", [*odd, communication_event(5, gradient_error=0), *alerts]),
+        write_run(tmp_path / "empty", [], end=""),
+        write_run(tmp_path / "one", [train_event(7), validation_event(7, None)]),
+    )
+    page = write_report(ReportConfig(runs=runs, out=tmp_path / "report.html"))
+    found = examine(
+        page,
+        tmp_path,
+        """
+        const buttons = [...document.querySelectorAll(".tools button")];
+        buttons.forEach((button) => button.click());
+        buttons.forEach((button) => button.click());
+        document.querySelectorAll(".area").forEach((area) => hover(area, 0.4, 0.5));
+        found.marks = [...document.querySelectorAll("path, line, circle, text")];
+        found.marks = found.marks.flatMap((mark) => [...mark.attributes].map((name) => name.value));
+        found.marks = found.marks.filter((value) => /NaN|Infinity/.test(value));
+        found.drawn = document.querySelectorAll(".curves").length;
+        found.bytes = tip("inter_bytes");
+        """,
+    )
+    assert found["marks"] == [] and found["drawn"] == 11
+    assert re.search(r"odd: 1\d+ PB", found["bytes"])
 
 
 def test_a_real_run_is_shown_as_it_was_and_needs_no_policy_lifted(tmp_path):

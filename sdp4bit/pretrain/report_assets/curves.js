@@ -86,9 +86,9 @@ class Curves {
     if (FROM_ZERO.has(this.plot.unit) && !isLog) low = Math.min(low, 0);
     this.isLog = isLog;
     if (isLog) {
-      const margin = high > low ? (high / low) ** 0.05 : 1.2;
-      this.low = low / margin;
-      this.high = high * margin;
+      const margin = Math.max((high / low) ** 0.05, 1.001);
+      this.low = Math.max(low / margin, Number.MIN_VALUE);
+      this.high = Math.min(high * margin, Number.MAX_VALUE);
     } else {
       const margin = 0.05 * (high - low) || 0.05 * Math.abs(high) || 1;
       this.low = FROM_ZERO.has(this.plot.unit) && low === 0 ? 0 : low - margin;
