@@ -12,7 +12,7 @@ function number(value, digits = 4) {
 }
 
 function bytes(value, digits = 3) {
-  const units = ["B", "kB", "MB", "GB", "TB", "PB"];
+  const units = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
   let unit = 0;
   while (Math.abs(value) >= 999.5 && unit < units.length - 1) { value /= 1000; unit += 1; }
   return `${unit ? trimmed(value.toPrecision(digits)) : Math.round(value)} ${units[unit]}`;
