@@ -1,4 +1,4 @@
-"""The `sdp4bit` command: preprocess, pretrain, compare, demo, export, import, plan, probe."""
+"""The `sdp4bit` command: preprocess, pretrain, compare, demo, export, import, plan, probe, report."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def parse(arguments: Sequence[str] | None) -> Any:
     from sdp4bit.pretrain.planning import PlanConfig
     from sdp4bit.pretrain.preprocess import PreprocessConfig
     from sdp4bit.pretrain.probe_config import ProbeConfig
+    from sdp4bit.pretrain.report import ReportConfig
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     classes = {"pretrain": PretrainConfig, "compare": CompareConfig, "demo": DemoConfig}
@@ -51,6 +52,7 @@ def parse(arguments: Sequence[str] | None) -> Any:
         | Annotated[PreprocessConfig, tyro.conf.subcommand("preprocess", description=_PREPROCESS)]
         | Annotated[PlanConfig, tyro.conf.subcommand("plan", description=_PLAN)]
         | Annotated[ProbeConfig, tyro.conf.subcommand("probe", description=_PROBE)]
+        | Annotated[ReportConfig, tyro.conf.subcommand("report", description=_REPORT)]
     )
     return tyro.cli(
         commands,
@@ -95,6 +97,10 @@ _PROBE = (
     "Measure the bandwidth inside and between nodes and the speed of quantization, for `sdp4bit plan "
     "--probe`. Starts --nproc-per-node processes on this machine; under torchrun, torchrun starts them."
 )
+_REPORT = (
+    "Show training runs on one HTML page: losses, bytes, times, quantization errors, alerts. Reads the files "
+    "that pretrain, compare and demo write into --out, also while they run."
+)
 
 
 def _run(config: Any) -> int:
@@ -104,7 +110,11 @@ def _run(config: Any) -> int:
     from sdp4bit.pretrain.planning import PlanConfig
     from sdp4bit.pretrain.preprocess import PreprocessConfig
     from sdp4bit.pretrain.probe_config import ProbeConfig
+    from sdp4bit.pretrain.report import ReportConfig, write_report
 
+    if isinstance(config, ReportConfig):
+        print(f"sdp4bit: written {write_report(config)}")
+        return 0
     if isinstance(config, PlanConfig):
         from sdp4bit.pretrain.planning_report import run_plan
 

@@ -102,4 +102,5 @@ def test_wheel_ships_types_and_licence_and_only_the_library(tmp_path: Path) -> N
     assert any(name.endswith("licenses/LICENSE") for name in files)
     assert {name.split("/")[0].split("-")[0] for name in files} == {"sdp4bit"}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "sdp4bit").rglob("*.py")}
-    assert modules <= set(files)
+    assets = {str(path.relative_to(ROOT)) for path in (ROOT / "sdp4bit/pretrain/report_assets").iterdir()}
+    assert assets and modules | assets <= set(files)

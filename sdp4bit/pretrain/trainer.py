@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 from rich.console import Console
 
+import sdp4bit
 from sdp4bit.pretrain.checkpoint import Checkpointer, RunIdentity
 from sdp4bit.pretrain.checkpoint_folder import TOKENIZER, Progress
 from sdp4bit.pretrain.checkpoint_state import TrainingState
@@ -163,7 +165,7 @@ def pretrain(
         ranks=ranks,
     )
     result = TrainingResult(strategy=label, seed=config.seed)
-    writer = agree(lambda: _open_writer(config, progress, console, label) if ranks.is_first else None)
+    writer = agree(lambda: _open_writer(config, progress, ranks, console, label) if ranks.is_first else None)
     stops = StopRequests(config.training, device=ranks.device)
     with ExitStack() as stack:
         stack.enter_context(stops.listening())
@@ -238,7 +240,7 @@ def describe_run(config: PretrainConfig, *, model: ShardedModel, batches: Batche
 
 
 def _open_writer(
-    config: PretrainConfig, progress: Progress, console: Console | None, label: str
+    config: PretrainConfig, progress: Progress, ranks: Ranks, console: Console | None, label: str
 ) -> MetricsWriter:
     out = config.logging.out
     try:
@@ -246,6 +248,12 @@ def _open_writer(
             **asdict(config),
             "strategy": config.strategy_name,
             "quantization": asdict(config.quantization),
+            "ranks": ranks.world_size,
+            "versions": {
+                "sdp4bit": sdp4bit.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
         }
         write_atomically(out / "config.json", json.dumps(settings, indent=2, default=str) + "\n")
         return MetricsWriter(
