@@ -63,8 +63,10 @@ def test_a_result_of_other_settings_is_refused_with_the_first_difference(tmp_pat
     with pytest.raises(SettingError, match=r"strategy qw \(now tlq\)"):
         find_finished([plan(tmp_path, finished("tlq", 1, 4.0))])
     newer = {**SETTINGS, "optimizer": {"fused": True}}
-    with pytest.raises(SettingError, match=r"optimizer\.fused not given \(now True\)"):
+    with pytest.raises(SettingError, match=r"optimizer\.fused None \(now True\)"):
         find_finished([plan(tmp_path, run, settings=newer)])
+    unchanged = {**SETTINGS, "optimizer": {"fused": None}}
+    assert len(find_finished([plan(tmp_path, run, settings=unchanged)])) == 1
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"run": {}}'])

@@ -244,6 +244,7 @@ def _open_writer(
         settings = {
             **asdict(config),
             "strategy": config.strategy_name,
+            "label": label,
             "quantization": asdict(config.quantization),
         }
         write_atomically(out / "config.json", json.dumps(settings, indent=2, default=str) + "\n")
