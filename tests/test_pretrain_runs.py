@@ -19,8 +19,10 @@ pytest.importorskip("matplotlib")
 
 from sdp4bit.pretrain import demo as demo_module
 from sdp4bit.pretrain.checkpoint_config import CheckpointConfig
+from sdp4bit.pretrain.compare import compare
 from sdp4bit.pretrain.comparison import DEMO_PROCESSES, CompareConfig, DemoConfig
-from sdp4bit.pretrain.config import ModelConfig, PretrainConfig
+from sdp4bit.pretrain.config import ModelConfig, OptimizerConfig, PretrainConfig
+from sdp4bit.pretrain.finished_run import FinishedRun
 from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.trainer import pretrain
@@ -156,16 +158,25 @@ def test_the_same_training_on_any_number_of_ranks(text, tmp_path):
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
 
 
-def compare_here(config: CompareConfig) -> None:
-    from sdp4bit.pretrain.compare import compare
+def compare_here(config: CompareConfig) -> list[FinishedRun]:
+    return compare(config, ranks=this_rank())
 
-    compare(config, ranks=this_rank())
+
+def compare_in_parts(config: CompareConfig) -> tuple[list[str], str]:
+    """One seed, then two of which one is there, then other settings in the same folder."""
+    compare_here(replace(config, seeds="1"))
+    compare_here(config)
+    names = [run.name for run in compare_here(config)]
+    with pytest.raises(SettingError) as error:
+        compare_here(replace(config, optimizer=OptimizerConfig(learning_rate=1.0)))
+    return names, str(error.value)
 
 
 def test_compare_writes_summary_table_and_curves(text, tmp_path):
     base = small(text, tmp_path)
+    variant = "sdp4bit:wq-group-size=64"
     config = CompareConfig(
-        strategies="baseline,qw,sdp4bit",
+        strategies=f"baseline,qw,{variant}",
         seeds="1,2",
         out=tmp_path / "out",
         model=base.model,
@@ -174,21 +185,51 @@ def test_compare_writes_summary_table_and_curves(text, tmp_path):
         optimizer=base.optimizer,
         parallel=ParallelConfig(ranks_per_node=1),
     )
-    run_ranks(compare_here, 2, config, timeout=250)
+    answers = run_ranks(compare_in_parts, 2, config, timeout=250)
+    names = [f"{strategy}, seed {seed}" for seed in (1, 2) for strategy in ("baseline", "qw", variant)]
+    assert answers[0] == answers[1]
+    assert answers[0][0] == names
+    assert (
+        "baseline-seed1 has the result of a run with other settings, optimizer.learning_rate 0.005"
+        in (answers[0][1])
+    )
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert list(summary["strategies"]) == ["baseline", "qw", "sdp4bit"]
+    assert list(summary["strategies"]) == ["baseline", "qw", variant]
+    assert summary["complete"] is True
+    # The same weights and the same samples: before any update, quantization changes nothing.
+    assert summary["notes"] == []
     assert len(summary["runs"]) == 6
     baseline, _, quantized = summary["strategies"].values()
-    assert baseline["difference_to_baseline_percent"] == 0
+    assert baseline["difference_to_baseline_percent"] is None
     assert baseline["val_loss_std"] > 0
     assert quantized["difference_to_baseline_percent"] != 0
+    assert len(quantized["difference_to_baseline_interval"]) == 2
     assert 0 < quantized["inter_bytes_per_step"] < baseline["inter_bytes_per_step"] / 4
     table = (tmp_path / "out" / "table.md").read_text().splitlines()
-    assert [line.split("|")[1].strip() for line in table[2:]] == ["baseline", "qw", "sdp4bit"]
+    assert [line.split("|")[1].strip() for line in table[2:5]] == ["baseline", "qw", variant]
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    # The same weights and the same samples: before any update, quantization changes nothing.
-    first = {log.parent.name: read_log(log.parent)[0]["loss"] for log in tmp_path.glob("out/*/metrics.jsonl")}
-    assert first["baseline-seed1"] == first["sdp4bit-seed1"] != first["baseline-seed2"]
+    settings = json.loads((tmp_path / "out" / "sdp4bit+wq-group-size=64-seed2" / "config.json").read_text())
+    assert settings["quantization"]["weights"]["group_size"] == 64
+    assert len({run["first_loss"] for run in summary["runs"]}) == 2  # one per seed
+
+
+def test_runs_that_diverge_do_not_end_a_comparison(text, tmp_path):
+    base = small(text, tmp_path)
+    config = CompareConfig(
+        strategies="baseline,qwd",
+        out=tmp_path / "out",
+        model=ModelConfig(layers=1, hidden=64, heads=2),
+        data=base.data,
+        training=replace(base.training, steps=4, accumulation=1),
+        optimizer=OptimizerConfig(learning_rate=1e30, clip_grad=0),
+        parallel=ParallelConfig(ranks_per_node=1),
+    )
+    runs, others = run_ranks(compare_here, 2, config, timeout=250)
+    assert [run.strategy for run in runs] == ["baseline", "qwd"]
+    assert [run.diverged_at for run in runs] == [run.diverged_at for run in others] != [None, None]
+    member = json.loads((tmp_path / "out" / "summary.json").read_text())["strategies"]["baseline"]
+    assert member["diverged"] == {"1": runs[0].diverged_at}
+    assert member["val_loss_mean"] is None
 
 
 def demo_here(config: DemoConfig) -> None:

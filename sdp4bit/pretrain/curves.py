@@ -36,8 +36,8 @@ def draw_curves(runs: Sequence[FinishedRun], *, baseline: str | None, path: Path
     """The PNG file shows the losses of every strategy; with a baseline, also the differences to it.
 
     Lines are training losses, smoothed, and points validation losses; both are means over the seeds. Bands
-    reach from the least to the most of the seeds. A run that diverged is a thin line of its own that
-    ends in a cross.
+    reach from the least to the most of the seeds. A run that diverged is a thin line of its own, with a cross
+    where it ends.
     """
     strategies = _strategies(runs)
     others = [strategy for strategy in strategies if strategy.label != baseline]
@@ -137,8 +137,7 @@ def _draw_differences(axes: Any, others: Sequence[_Strategy], reference: _Strate
         axes.plot([step for step, _ in pairs[0][0].validation], means, **_marks(strategy))
         shown += _later(means).tolist()
     axes.axhline(0, color="0.3", linewidth=1)
-    margin = 0.1 * (max(shown) - min(shown)) or 0.01
-    axes.set_ylim(min(shown) - margin, max(shown) + margin)
+    _fit(axes, shown)
     axes.set_title(f"Difference to {reference.label} with the same seed")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("nats per token")
@@ -175,9 +174,13 @@ def _limit(axes: Any, runs: Sequence[FinishedRun]) -> None:
     fitting = [run for run in runs if run.diverged_at is None] or list(runs)
     shown = [loss for run in fitting for loss in _later(smoothed(run.losses))]
     shown += [loss for run in fitting for _, loss in run.validation]
-    shown = [loss for loss in shown if math.isfinite(loss)]
+    _fit(axes, shown)
+
+
+def _fit(axes: Any, shown: Sequence[float]) -> None:
+    shown = [value for value in shown if math.isfinite(value)]
     if shown:
-        margin = 0.05 * (max(shown) - min(shown)) or 0.05
+        margin = 0.07 * (max(shown) - min(shown)) or 0.01
         axes.set_ylim(min(shown) - margin, max(shown) + margin)
 
 

@@ -146,10 +146,13 @@ class RunRecord:
 
 
 def first_difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return the first setting that differs, with both values; None if all are equal."""
+    """Return the first setting that differs, with both values; None if all are equal.
+
+    A setting that an older version did not know is the same as None, which leaves things as they were.
+    """
     left, right = dict(_flat(one)), dict(_flat(other))
     for name in dict.fromkeys([*left, *right]):
-        values = left.get(name, "not given"), right.get(name, "not given")
+        values = left.get(name), right.get(name)
         if values[0] != values[1]:
             return name, *values
     return None

@@ -247,6 +247,7 @@ def _open_writer(
         settings = {
             **asdict(config),
             "strategy": config.strategy_name,
+            "label": label,
             "quantization": asdict(config.quantization),
             "ranks": ranks.world_size,
             "versions": {
