@@ -47,8 +47,10 @@ def join_ranks() -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        # Ranks on one machine share its cores; more threads than cores cost several times the step.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+        # Ranks on one machine share its cores; more threads than cores cost several times the step. One rank
+        # alone may have been told how many threads to use: several such runs may share the machine.
+        if local_world_size > 1 or "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=HashStore() if alone else None,
