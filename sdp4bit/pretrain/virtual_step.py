@@ -57,8 +57,10 @@ class VirtualTrainingStep(TrainingStep):
             with model.random.of_rank(rank):
                 loss_sum, gradients = self._of_rank(own, weight, is_first=rank == 0)
             total += loss_sum
-            model.communication.add_gradients(gradients, rank=rank)
-        model.communication.reduce_gradients()
+            with self._timers("virtual-exchange", level=2):
+                model.communication.add_gradients(gradients, rank=rank)
+        with self._timers("virtual-exchange", level=2):
+            model.communication.reduce_gradients()
         return total
 
     def _of_rank(
@@ -69,7 +71,8 @@ class VirtualTrainingStep(TrainingStep):
         loss_sum, gradients = torch.zeros_like(weight), dict[str, Tensor]()
         for tokens, targets in batches:
             if is_first:
-                communication.before_forward()
+                with self._timers("virtual-exchange", level=2):
+                    communication.before_forward()
             loss = model(tokens, targets).sum()
             if is_first:
                 communication.after_forward()
