@@ -137,7 +137,9 @@ def check_arithmetic(assembly: dict) -> None:
 def spilled_bytes(assembly: dict, directory: Path) -> int | None:
     """Stack and local memory per thread, or None without the tool that tells."""
     if "amdgcn" in assembly:
-        counts = re.findall(r"\.(?:vgpr|sgpr)_spill_count: +(\d+)", assembly["amdgcn"])
+        # Scalar registers are spilled into lanes of vector registers, not into memory.
+        found = r"\.(?:vgpr_spill_count|private_segment_fixed_size): +(\d+)"
+        counts = re.findall(found, assembly["amdgcn"])
         return sum(map(int, counts)) if counts else None
     try:
         tool = triton.knobs.nvidia.cuobjdump.path

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.config import GradientConfig
+from sdp4bit.config import GradientConfig, SDP4BitConfig
 from sdp4bit.integrations.explain import describe_gradients
 from sdp4bit.quantization import ops
 from tests.ranks import run_ranks
+from tests.test_fsdp_exactness import train_with
 from tests.test_reduce_scatter import make
 
 SIGNED = GradientConfig(random_signs=True)
@@ -110,6 +111,15 @@ def reduce_special_values() -> None:
 
 def test_values_that_are_not_finite_come_out_not_finite() -> None:
     run_ranks(reduce_special_values, 4)
+
+
+def test_training_with_them_is_another_rounding_of_the_same_run() -> None:
+    signed = SDP4BitConfig(gradients=SIGNED)
+    losses, stats = run_ranks(train_with, 4, signed, 2, 5)[0]
+    plain, _ = run_ranks(train_with, 4, SDP4BitConfig(), 2, 5)[0]
+    assert losses != plain
+    assert losses == pytest.approx(plain, rel=0.05)
+    assert 0 < stats["gradient_error"] < 0.3
 
 
 def test_calls_of_the_operators_without_signs_are_the_plain_transform() -> None:

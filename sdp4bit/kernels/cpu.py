@@ -14,6 +14,7 @@ import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_float
 from functools import lru_cache
 
 import numba
@@ -147,6 +148,12 @@ def _run(
         _parallel.leave()
 
 
+def _float_bits(number: float) -> int:
+    """Return the bits of a number rounded to fp32, infinity if it is beyond it."""
+    bits: int = struct.unpack("<i", bytes(c_float(number)))[0]
+    return bits
+
+
 def _readable(tensor: Tensor) -> Tensor:
     """Return the tensor in a type and with rows that kernels read: itself, if it already is."""
     if tensor.dtype not in _READ_IN_PLACE:
@@ -274,7 +281,7 @@ def dequantize_reduce_hadamard(
     terms, numel = messages.shape[0], out.shape[0]
     layout = message_layout(numel=numel, bits=bits, group_size=group_size)
     target = out if out.dtype in _READ_IN_PLACE else torch.empty_like(out, dtype=torch.float32)
-    multiplier_bits = struct.unpack("<i", struct.pack("<f", multiplier))[0]
+    multiplier_bits = _float_bits(multiplier)
     _run(
         cpu_kernels.dequantize_rows,
         messages.data_ptr(), messages.stride(0), terms, layout.scales_offset, bits, group_size,

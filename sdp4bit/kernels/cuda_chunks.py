@@ -109,11 +109,26 @@ def mix16(x):
 
 
 @triton.jit
-def flip_signs(value, chunk, signs):
-    """Values of chunks, of which element k of a block has changed its sign if bit k of `signs` is set."""
-    lane = tl.expand_dims((chunk & 1) * 16, -1) + tl.arange(0, CHUNK)
-    flip = (signs.to(tl.uint32, bitcast=True) >> lane.to(tl.uint32)) << 31
-    return (value.to(tl.uint32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
+def flip_signs(value, chunk, signs, HALF: tl.constexpr):
+    """Values of chunks, of which element k of a block has changed its sign if bit k of `signs` is set.
+
+    HALF says that all are first (0) or second (1) chunks of their blocks; -1 leaves it to their numbers.
+    """
+    if HALF < 0:
+        half = tl.expand_dims(signs >> ((chunk & 1) * 16), -1)
+    else:
+        half = signs >> (16 * HALF)
+    flip = (half >> tl.arange(0, CHUNK)) << 31
+    return (value.to(tl.int32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_mixed(row, chunk, mask, numel, signs, HALF: tl.constexpr):
+    """fp32 of chunks of a row as load_values, their signs changed unless `signs` is None, after mix16."""
+    value = load_values(row, chunk, mask, numel)
+    if signs is not None:
+        value = flip_signs(value, chunk, signs, HALF)
+    return mix16(value)
 
 
 @triton.jit

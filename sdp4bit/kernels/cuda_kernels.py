@@ -26,6 +26,7 @@ from sdp4bit.kernels.cuda_chunks import (
     flip_signs,
     float_from_bf16,
     largest_bits,
+    load_mixed,
     load_values,
     mix16,
     offsets,
@@ -52,33 +53,26 @@ def _read_values(
 ):
     """A tile of a row, less the replica or transformed."""
     low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
-    low = load_values(row, low_chunk, mask, numel)
-    high = load_values(row, high_chunk, mask, numel)
-    if HAS_REPLICA:
-        low -= load_values(replica, low_chunk, mask, numel)
-        high -= load_values(replica, high_chunk, mask, numel)
     if HADAMARD:
-        if signs is not None:
-            low = flip_signs(low, low_chunk, signs)
-            high = flip_signs(high, high_chunk, signs)
-        low = mix16(low)
-        high = mix16(high)
+        low = load_mixed(row, low_chunk, mask, numel, signs, -1 if BITS == 4 else 0)
+        high = load_mixed(row, high_chunk, mask, numel, signs, -1 if BITS == 4 else 1)
         if BITS == 4:
             # A half of a group may end inside a block: the other chunk of each block is read again, from
             # the cache, and transformed again.
-            low_twin = load_values(row, low_chunk ^ 1, mask, numel)
-            high_twin = load_values(row, high_chunk ^ 1, mask, numel)
-            if signs is not None:
-                low_twin = flip_signs(low_twin, low_chunk ^ 1, signs)
-                high_twin = flip_signs(high_twin, high_chunk ^ 1, signs)
-            low_twin = mix16(low_twin)
-            high_twin = mix16(high_twin)
+            low_twin = load_mixed(row, low_chunk ^ 1, mask, numel, signs, -1)
+            high_twin = load_mixed(row, high_chunk ^ 1, mask, numel, signs, -1)
             low = tl.where(tl.expand_dims(low_chunk & 1, -1) == 0, low + low_twin, low_twin - low)
             high = tl.where(tl.expand_dims(high_chunk & 1, -1) == 0, high + high_twin, high_twin - high)
         else:
             difference = low - high
             low = low + high
             high = difference
+    else:
+        low = load_values(row, low_chunk, mask, numel)
+        high = load_values(row, high_chunk, mask, numel)
+        if HAS_REPLICA:
+            low -= load_values(replica, low_chunk, mask, numel)
+            high -= load_values(replica, high_chunk, mask, numel)
     return low, high
 
 
@@ -392,8 +386,8 @@ def reduce_hadamard_kernel(
         low = low + high
         high = difference
         if signs is not None:
-            low = flip_signs(low, low_chunk, signs)
-            high = flip_signs(high, high_chunk, signs)
+            low = flip_signs(low, low_chunk, signs, 0)
+            high = flip_signs(high, high_chunk, signs, 1)
     length = numel.to(tl.int64) * UNIT
     store_values(out, low_chunk, low * multiplier, mask, length)
     store_values(out, high_chunk, high * multiplier, mask, length)

@@ -57,6 +57,12 @@ def check_numbering(first: int, row_stride: int, rows: int, numel: int) -> None:
         raise ValueError(f"element {end} is beyond {MAX_ELEMENTS}, the most one key can number")
 
 
+def check_keys(k0: int, k1: int) -> None:
+    """Both keys have 32 bits."""
+    if not (0 <= k0 < 1 << 32 and 0 <= k1 < 1 << 32):
+        raise ValueError(f"k0={k0} and k1={k1} must be unsigned 32-bit keys, as derive_keys returns them")
+
+
 def check_signs(signs: int, hadamard: bool) -> None:
     """The signs are 32 bits, and there is a transform that they belong to."""
     if not 0 <= signs < 1 << BLOCK:

@@ -23,6 +23,7 @@ from torch import Tensor
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.checks import (
     check_device,
+    check_keys,
     check_messages,
     check_numbering,
     check_signs,
@@ -129,7 +130,14 @@ def _register(schema: str, check: Callable[..., None]) -> None:
 
 
 def _check_subtract_quantize(
-    main: Tensor, replica: Tensor | None, out: Tensor, bits: int, group_size: int, *_: Any
+    main: Tensor,
+    replica: Tensor | None,
+    out: Tensor,
+    bits: int,
+    group_size: int,
+    stochastic: bool,
+    k0: int,
+    k1: int,
 ) -> None:
     if main.dim() != 1 or (replica is not None and replica.shape != main.shape):
         other = None if replica is None else list(replica.shape)
@@ -143,6 +151,8 @@ def _check_subtract_quantize(
     check_values("main", main, out)
     if replica is not None:
         check_values("replica", replica, out)
+    if stochastic:
+        check_keys(k0, k1)
 
 
 def subtract_quantize(
@@ -208,6 +218,7 @@ def _check_hadamard_quantize(
     check_values("values", values, out)
     check_signs(signs, hadamard)
     if stochastic:
+        check_keys(k0, k1)
         check_numbering(first, row_stride, destinations * parts, numel)
 
 
@@ -262,6 +273,7 @@ def _check_dequantize_reduce_quantize(
     check_messages("out", out, parts, sent)
     check_device("messages", messages, out)
     if stochastic:
+        check_keys(k0, k1)
         check_numbering(first, row_stride, parts, numel)
 
 

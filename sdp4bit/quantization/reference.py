@@ -162,11 +162,10 @@ def _random_rows(
     rows: int, layout: MessageLayout, row_stride: int, first: int, keys: tuple[int, int], device: torch.device
 ) -> Tensor:
     """Return random bits, int32 [rows, padded_numel]; row i begins at element i * row_stride + first."""
-    bits = [
-        random_bits16(row * row_stride + first, layout.padded_numel, *keys, device=device)
-        for row in range(rows)
-    ]
-    return torch.stack(bits)
+    bits = torch.empty(rows, layout.padded_numel, dtype=torch.int32, device=device)
+    for row in range(rows):
+        bits[row] = random_bits16(row * row_stride + first, layout.padded_numel, *keys, device=device)
+    return bits
 
 
 def subtract_quantize(
