@@ -53,10 +53,6 @@ class WeightReplica:
         self._seed = seed
         self._rank = rank
         self._bucket = bucket
-        self.is_quantized = config.bits is not None
-        """Whether refreshes are quantized at all."""
-        self.group_size = config.group_size
-        """Values that share a scale."""
         self._traffic = traffic
         self._scratch = scratch
         self._pending: Callable[[], None] | None = None
@@ -67,6 +63,16 @@ class WeightReplica:
     def is_full(self) -> bool:
         """Whether this rank holds every row."""
         return self._config.replica == "full" or self._topology.ranks_per_node == 1
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of a value in a quantized refresh; None if all refreshes are in full precision."""
+        return self._config.bits
+
+    @property
+    def group_size(self) -> int:
+        """Values that share a scale."""
+        return self._config.group_size
 
     @property
     def sends_differences(self) -> bool:
@@ -113,7 +119,8 @@ class WeightReplica:
             if topology.inter is None:
                 mine[0].copy_(row)
             else:
-                transfer = start_all_gather_rows(mine, row, topology.inter)
+                stop = self._traffic.start_timer("inter", row.device)
+                transfer = start_all_gather_rows(mine, row, topology.inter).timed_by(stop)
                 self._traffic.count_bytes(row.nbytes, level="inter", peers=topology.nodes - 1)
         self._pending = partial(self._finish_full, transfer, row, mine)
 
@@ -122,7 +129,9 @@ class WeightReplica:
         transfer.wait()
         if self.is_full and topology.intra is not None:
             assert self.rows is not None
+            stop = self._traffic.start_timer("intra", row.device)
             all_gather_blocks(self.rows, mine.contiguous(), topology.intra)
+            stop()
             self._traffic.count_bytes(
                 row.nbytes * topology.nodes, level="intra", peers=topology.ranks_per_node - 1
             )
@@ -180,7 +189,8 @@ class WeightReplica:
         if topology.inter is None:
             messages[0].copy_(own)
         else:
-            transfer = start_all_gather_rows(messages, own, topology.inter)
+            stop = self._traffic.start_timer("inter", device)
+            transfer = start_all_gather_rows(messages, own, topology.inter).timed_by(stop)
             self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
         self._pending = partial(self._finish_differences, transfer, messages, replica, layout, spans, slot)
 
@@ -215,7 +225,9 @@ class WeightReplica:
         gathered = self._scratch.messages(
             "intra receive", topology.ranks_per_node * topology.nodes, layout.nbytes, device=messages.device
         ).view(topology.ranks_per_node, topology.nodes, layout.nbytes)
+        stop = self._traffic.start_timer("intra", messages.device)
         all_gather_rows(gathered, messages, topology.intra)
+        stop()
         self._traffic.count_messages(
             layout, level="intra", peers=topology.ranks_per_node - 1, copies=topology.nodes
         )
@@ -261,7 +273,9 @@ class WeightReplica:
         self.settle()
         assert self.rows is not None and not self.is_full and topology.intra is not None
         blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
+        stop = self._traffic.start_timer("intra", output.device)
         all_gather_blocks(blocks, self.rows, topology.intra)
+        stop()
         self._traffic.count_bytes(self.rows.nbytes, level="intra", peers=topology.ranks_per_node - 1)
 
     def _keys(self, call: int) -> tuple[int, int]:
