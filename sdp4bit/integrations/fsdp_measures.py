@@ -30,10 +30,12 @@ def group_squares(comm: GroupComm, *, sample_numel: int | None) -> Tensor:
         spans: list[Span] = [(0, numel)]
         if sample_numel is not None:
             spans = sample_spans(numel, sample_numel=sample_numel, unit=replica.group_size)
+        main, held = comm.group.sample_main(spans), sample_of(replica.own_row, spans)
         weights = weight_squares(
             replica,
-            comm.group.sample_main(spans),
-            held=sample_of(replica.own_row, spans),
+            main,
+            row=main.to(held.dtype),
+            held=held,
             exact=comm.resync_wanted or replica.bits is None,
             refreshed=sample_numel is not None,
         )

@@ -87,22 +87,22 @@ def gradient_squares(reduction: QuantizedReduceScatter, sample: Tensor) -> Tenso
 
 
 def weight_squares(
-    replica: WeightReplica, main: Tensor, *, held: Tensor, exact: bool, refreshed: bool
+    replica: WeightReplica, main: Tensor, *, row: Tensor, held: Tensor, exact: bool, refreshed: bool
 ) -> Tensor:
     """Return the squares of the error and the difference, of the drift and the main weights, fp64 [4].
 
     Args:
         main: [n], a sample of the main weights in fp32, of whole quantization groups.
+        row: [n], the same as a refresh takes them: in fp32, or rounded to the model's type.
         held: [n], what the replica holds there.
         exact: its next refresh is in full precision, so that the first two do not apply.
         refreshed: the drift is that which the refresh will leave, not that which there is now.
     """
     if not main.numel():
         return torch.full((4,), math.nan, dtype=torch.float64, device=main.device)
-    row = main.to(held.dtype)
     if exact:
         error = torch.full((2,), math.nan, dtype=torch.float64, device=main.device)
-        after = row
+        after = row.to(held.dtype)
     else:
         wanted, received = replica.quantized_differences(row, held)
         error = _squares(received - wanted, wanted)
