@@ -9,7 +9,7 @@ between nodes. One line after `fully_shard`::
 from __future__ import annotations
 
 from sdp4bit import megatron
-from sdp4bit.config import PRESETS, GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.config import PRESETS, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.integrations.fsdp import CommHandle, quantize_communication
 
 __version__ = "0.1.0"
@@ -19,6 +19,7 @@ __all__ = [
     "CommHandle",
     "GradientConfig",
     "SDP4BitConfig",
+    "TelemetryConfig",
     "WeightConfig",
     "__version__",
     "megatron",

@@ -122,6 +122,20 @@ class GradientConfig:
         _check_at_least("gradients.min_numel", self.min_numel, 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TelemetryConfig:
+    """How often, and on how many values, the cost of quantization is measured while training."""
+
+    interval: int = 10
+    """Optimizer steps from one measured step to the next; counted alike on all ranks."""
+    sample_numel: int = 4096
+    """Values per parameter group and rank that a measure looks at, rounded to whole quantization groups."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("telemetry.interval", self.interval, 1)
+        _check_at_least("telemetry.sample_numel", self.sample_numel, 1)
+
+
 PRESETS = ("baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit")
 """Names of the paper's ablation (table 6), in its order."""
 
@@ -134,10 +148,13 @@ class SDP4BitConfig:
     gradients: GradientConfig | None = field(default_factory=GradientConfig)
     seed: int = 0
     """Seed of the rounding bits; the global random state is never touched."""
+    telemetry: TelemetryConfig | None = field(default_factory=TelemetryConfig)
+    """What is measured while training; None measures nothing. Results of training do not depend on it."""
 
     def __post_init__(self) -> None:
         _check_at_least("seed", self.seed, 0)
-        for name, kind in (("weights", WeightConfig), ("gradients", GradientConfig)):
+        kinds = {"weights": WeightConfig, "gradients": GradientConfig, "telemetry": TelemetryConfig}
+        for name, kind in kinds.items():
             part = getattr(self, name)
             if part is not None and not isinstance(part, kind):
                 raise ValueError(f"{name}={part!r} must be a {kind.__name__} or None")

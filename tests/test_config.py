@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from sdp4bit.config import PRESETS, GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.config import PRESETS, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 
 WEIGHTS = {
     "bits": 4,
@@ -42,7 +42,8 @@ TABLE_6 = {
 @pytest.mark.parametrize("name", TABLE_6)
 def test_preset_has_exactly_the_settings_of_table_6(name: str) -> None:
     weights, gradients = TABLE_6[name]
-    expected = {"weights": weights, "gradients": gradients, "seed": 0}
+    telemetry = {"interval": 10, "sample_numel": 4096}
+    expected = {"weights": weights, "gradients": gradients, "seed": 0, "telemetry": telemetry}
     assert dataclasses.asdict(SDP4BitConfig.preset(name)) == expected
 
 
@@ -65,7 +66,7 @@ def test_unknown_preset_lists_all_names(name: str) -> None:
         assert known in str(error.value)
 
 
-@pytest.mark.parametrize("config", [WeightConfig(), GradientConfig(), SDP4BitConfig()])
+@pytest.mark.parametrize("config", [WeightConfig(), GradientConfig(), TelemetryConfig(), SDP4BitConfig()])
 def test_settings_are_frozen_and_hashable(config: object) -> None:
     field = dataclasses.fields(config)[0].name  # type: ignore[arg-type]
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -73,7 +74,7 @@ def test_settings_are_frozen_and_hashable(config: object) -> None:
     assert hash(config) == hash(dataclasses.replace(config))  # type: ignore[type-var]
 
 
-@pytest.mark.parametrize("cls", [WeightConfig, GradientConfig, SDP4BitConfig])
+@pytest.mark.parametrize("cls", [WeightConfig, GradientConfig, TelemetryConfig, SDP4BitConfig])
 def test_settings_are_keyword_only(cls: type) -> None:
     with pytest.raises(TypeError, match="positional"):
         cls(4)
@@ -173,6 +174,8 @@ def test_unknown_choice_is_refused_with_the_known_ones(
         (GradientConfig, "gradients.start_step", "start_step", 0),
         (GradientConfig, "gradients.min_numel", "min_numel", 0),
         (SDP4BitConfig, "seed", "seed", 0),
+        (TelemetryConfig, "telemetry.interval", "interval", 1),
+        (TelemetryConfig, "telemetry.sample_numel", "sample_numel", 1),
     ],
 )
 def test_count_below_its_minimum_or_no_integer_is_refused(

@@ -69,6 +69,7 @@ def test_vocabulary_is_padded_to_a_multiple_of_128():
         (lambda: ParallelConfig(ranks_per_node=0), "--ranks-per-node 0"),
         (lambda: ParallelConfig(ranks_per_node=3).check_world(4), "3 does not divide the 4 ranks.* 1, 2, 4"),
         (lambda: LoggingConfig(log_interval=0), "--log-interval 0"),
+        (lambda: LoggingConfig(telemetry_interval=-1), "--telemetry-interval -1"),
         (lambda: CheckpointConfig(save_interval=0), "--save-interval 0"),
         (lambda: PretrainConfig(seed=-1), "--seed -1"),
         (lambda: PretrainConfig(model=ModelConfig(model_card="13B")), "13B model: set --lr"),

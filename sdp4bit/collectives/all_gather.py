@@ -63,6 +63,21 @@ class WeightReplica:
         return self._config.replica == "full" or self._topology.ranks_per_node == 1
 
     @property
+    def bits(self) -> int | None:
+        """Bits of a value in a quantized refresh; None if all refreshes are in full precision."""
+        return self._config.bits
+
+    @property
+    def group_size(self) -> int:
+        """Values that share a scale."""
+        return self._config.group_size
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether a quantized refresh adds to what is held, rather than replacing it."""
+        return self._messages.sends_differences
+
+    @property
     def own_row(self) -> Tensor:
         """[n], what the devices hold of this rank's own shard."""
         self.settle()
@@ -102,7 +117,8 @@ class WeightReplica:
             if topology.inter is None:
                 mine[0].copy_(row)
             else:
-                transfer = start_all_gather_rows(mine, row, topology.inter)
+                stop = self._traffic.start_timer("inter", row.device)
+                transfer = start_all_gather_rows(mine, row, topology.inter).timed_by(stop)
                 self._traffic.count_bytes(row.nbytes, level="inter", peers=topology.nodes - 1)
         self._pending = partial(self._finish_full, transfer, row, mine)
 
@@ -111,7 +127,9 @@ class WeightReplica:
         transfer.wait()
         if self.is_full and topology.intra is not None:
             assert self.rows is not None
+            stop = self._traffic.start_timer("intra", row.device)
             all_gather_blocks(self.rows, mine.contiguous(), topology.intra)
+            stop()
             self._traffic.count_bytes(
                 row.nbytes * topology.nodes, level="intra", peers=topology.ranks_per_node - 1
             )
@@ -157,7 +175,8 @@ class WeightReplica:
         if topology.inter is None:
             messages[0].copy_(own)
         else:
-            transfer = start_all_gather_rows(messages, own, topology.inter)
+            stop = self._traffic.start_timer("inter", device)
+            transfer = start_all_gather_rows(messages, own, topology.inter).timed_by(stop)
             self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
         self._pending = partial(self._finish_differences, transfer, messages, replica, layout, spans, slot)
 
@@ -192,12 +211,18 @@ class WeightReplica:
         gathered = self._scratch.messages(
             "intra receive", topology.ranks_per_node * topology.nodes, layout.nbytes, device=messages.device
         ).view(topology.ranks_per_node, topology.nodes, layout.nbytes)
+        stop = self._traffic.start_timer("intra", messages.device)
         all_gather_rows(gathered, messages, topology.intra)
+        stop()
         self._traffic.count_messages(
             layout, level="intra", peers=topology.ranks_per_node - 1, copies=topology.nodes
         )
         for local_rank in range(topology.ranks_per_node):
             self._messages.apply(gathered[local_rank], replica[:, local_rank])
+
+    def quantized_differences(self, row: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a quantized refresh has to send and what arrives of it; see WeightMessages."""
+        return self._messages.quantized_differences(row, held, rank=self._rank)
 
     def gather(self, output: Tensor) -> None:
         """`output` [size * n] holds the rows of all ranks, taken from the ranks of this node.
@@ -208,5 +233,7 @@ class WeightReplica:
         self.settle()
         assert self.rows is not None and not self.is_full and topology.intra is not None
         blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
+        stop = self._traffic.start_timer("intra", output.device)
         all_gather_blocks(blocks, self.rows, topology.intra)
+        stop()
         self._traffic.count_bytes(self.rows.nbytes, level="intra", peers=topology.ranks_per_node - 1)

@@ -98,17 +98,19 @@ class VirtualReduceScatter:
         self._under_way: list[list[Iterator[None]]] = []
         self._row: Tensor | None = None
 
-    def add(self, rows: Tensor, *, call: int) -> None:
+    def add(self, rows: Tensor, *, call: int, nonfinite: Tensor | None = None) -> None:
         """The next rank's rows, one for each rank, are part of the sum.
 
         Args:
             rows: [ranks, n], fp32; may be overwritten afterwards.
             call: number of this reduction of the bucket since the start, for the rounding bits.
+            nonfinite: counts the groups that are not finite and come in to this rank, as in a call of
+                QuantizedReduceScatter.
         """
         rank, per_node = len(self._under_way), self._layout.ranks_per_node
         if self._row is None or self._row.shape != rows.shape[1:] or self._row.device != rows.device:
             self._row = rows.new_empty(rows.shape[1])
-        slices = self._members[rank].begin(self._row, rows.view(-1), call=call)
+        slices = self._members[rank].begin(self._row, rows.view(-1), call=call, nonfinite=nonfinite)
         self._under_way.append(slices)
         _advance(slices)
         if self._layout.nodes > 1 and per_node > 1 and (rank + 1) % per_node == 0:
@@ -158,7 +160,9 @@ class VirtualReplica:
         """
         self._layout = layout
         self._messages = WeightMessages(config, seed=seed, bucket=bucket)
-        self._is_exact = config.bits is None
+        self.bits = config.bits
+        """Bits of a value in a quantized refresh; None if all refreshes are in full precision."""
+        self.group_size = config.group_size
         self._traffic = traffic
         self._scratch = scratch
         self._is_full = config.replica == "full" or layout.ranks_per_node == 1
@@ -184,7 +188,7 @@ class VirtualReplica:
         Args:
             call: number of this refresh of the bucket since the start, for the rounding bits.
         """
-        if self._is_exact:
+        if self.bits is None:
             self.refresh_fully(rows, held)
             return
         layout, message = self._layout, self._messages.layout(rows.shape[1])
@@ -197,6 +201,15 @@ class VirtualReplica:
         if self._is_full and layout.ranks_per_node > 1:
             peers = layout.ranks_per_node - 1
             self._traffic.count_messages(message, level="intra", peers=peers, copies=layout.nodes)
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether a quantized refresh adds to what is held, rather than replacing it."""
+        return self._messages.sends_differences
+
+    def quantized_differences(self, row: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a quantized refresh of the first rank's row has to send and what arrives of it."""
+        return self._messages.quantized_differences(row, held, rank=0)
 
     def count_gather(self, row_bytes: int) -> None:
         """The ranks have gathered the weights from those of their node, if they do not hold all of them."""

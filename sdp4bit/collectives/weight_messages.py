@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sdp4bit.config import WeightConfig
@@ -17,6 +18,11 @@ class WeightMessages:
         self._config = config
         self._seed = seed
         self._bucket = bucket
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether messages are added to what is held, rather than replacing it."""
+        return self._config.mode == "difference"
 
     def layout(self, numel: int) -> MessageLayout:
         """Return the layout of the message that carries a row."""
@@ -39,7 +45,7 @@ class WeightMessages:
             keys = derive_keys(self._seed, stream)
         ops.subtract_quantize(
             row,
-            held if config.mode == "difference" else None,
+            held if self.sends_differences else None,
             out,
             layout.bits,
             layout.group_size,
@@ -55,4 +61,19 @@ class WeightMessages:
             rows: [k, n].
         """
         layout = self.layout(rows.shape[1])
-        ops.dequantize_add(messages, rows, layout.bits, layout.group_size, self._config.mode == "difference")
+        ops.dequantize_add(messages, rows, layout.bits, layout.group_size, self.sends_differences)
+
+    def quantized_differences(self, row: Tensor, held: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
+        """Return what a quantized refresh has to send and what arrives of it, both in fp32; nothing is sent.
+
+        Args:
+            row: [n], a part of the main shard, of whole quantization groups: then nearest rounding gives
+                what the refresh of the whole row gives.
+            held: [n], what the replica holds there.
+        """
+        layout = self.layout(row.numel())
+        message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=row.device)
+        received = torch.empty(1, row.numel(), dtype=torch.float32, device=row.device)
+        self.quantize(row, held, message[0], call=0, rank=rank)
+        ops.dequantize_add(message, received, layout.bits, layout.group_size, False)
+        return row.float() - held.float() if self.sends_differences else row.float(), received[0]

@@ -178,6 +178,7 @@ def pretrain(
         for metrics in _measured_steps(loop, result, keep_diverged=keep_diverged):
             if writer is not None:
                 writer.log_step(metrics)
+                _report_communication(loop, writer)
             is_last = metrics.step == config.training.steps
             result.stopped = None if is_last else stops.after_step(metrics.step)
             if metrics.step % config.logging.log_interval == 0:
@@ -189,6 +190,7 @@ def pretrain(
                 result.validation.append((validation.step, validation.loss))
                 if writer is not None:
                     writer.log_validation(validation)
+                    _report_communication(loop, writer)
             if is_last and batches.has_test:
                 test = loop.validate(test=True)
                 result.test_loss = test.loss
@@ -224,6 +226,12 @@ def _measured_steps(
         if not keep_diverged:
             raise
         result.diverged_at = result.steps[-1].step
+
+
+def _report_communication(loop: TrainingLoop, writer: MetricsWriter) -> None:
+    measured = loop.communication()
+    if measured is not None:
+        writer.log_communication(measured)
 
 
 def describe_run(config: PretrainConfig, *, model: ShardedModel, batches: Batches) -> str:

@@ -16,13 +16,21 @@ from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.collectives.virtual import VirtualReduceScatter, VirtualReplica
 from sdp4bit.config import SDP4BitConfig
-from sdp4bit.integrations.measures import relative_distance, sampled_error
+from sdp4bit.integrations.measures import (
+    GradientSample,
+    SampledMeasures,
+    group_stats,
+    sample_gradient,
+    sample_of,
+    sample_spans,
+    squares_row,
+    weight_squares,
+)
 from sdp4bit.pretrain.model import GPT
 from sdp4bit.pretrain.virtual_rows import RowLayout, parameter_groups
 from sdp4bit.telemetry import Traffic, TrafficCounter
 
 FORMAT_VERSION = 1
-_SAMPLE_NUMEL = 4096
 
 
 class _Group:
@@ -47,7 +55,8 @@ class _Group:
         self.refreshes = 0
         self.reductions = 0
         self.is_reduced_quantized = False
-        self.gradient_sample: Tensor | None = None
+        self.gradient_sample: GradientSample | None = None
+        """Of the first rank's last reduction in a step that is to be measured."""
 
     @property
     def total_traffic(self) -> Traffic:
@@ -104,6 +113,7 @@ class VirtualCommunication:
                     scratch=self._scratch,
                 )
             self._groups.append(group)
+        self._sampled = SampledMeasures(config.telemetry, [group.name for group in self._groups])
 
     # -- weights ---------------------------------------------------------------------------------------
 
@@ -116,11 +126,43 @@ class VirtualCommunication:
             for group in self._groups:
                 group.weight_traffic.end_step()
                 group.gradient_traffic.end_step()
+            self._measure()
         for group in self._groups:
             if not group.is_gathered:
                 self._refresh(group)
                 self._count_gather(group)
                 group.is_gathered = True
+
+    def _measure(self) -> None:
+        if self._sampled.is_due(self.steps):
+            rows = [self._squares(group) for group in self._groups]
+            self._sampled.publish(torch.stack(rows), step=self.steps)
+        for group in self._groups:
+            group.gradient_sample = None
+
+    def _squares(self, group: _Group) -> Tensor:
+        """Return the squares of the first rank's part of a group, as its process would measure them."""
+        numel, replica, weights = group.rows.numel, group.replica, None
+        if replica is not None:
+            spans = sample_spans(numel, sample_numel=self._sampled.sample_numel, unit=replica.group_size)
+            main = sample_of(group.rows.row(self._main, rank=0), spans).float()
+            held = sample_of(group.rows.row(self._held, rank=0), spans)
+            weights = weight_squares(
+                replica,
+                main,
+                row=main.to(held.dtype),
+                held=held,
+                exact=group.resync_wanted or replica.bits is None,
+                refreshed=True,
+            )
+            weights *= numel / sum(end - start for start, end in spans)
+        return squares_row(
+            numel,
+            reduction=None if group.reduction is None else group.reduction.of_first_rank,
+            gradient=group.gradient_sample,
+            weights=weights,
+            device=next(iter(self._held.values())).device,
+        )
 
     def after_forward(self) -> None:
         """The first rank has ended a forward."""
@@ -201,9 +243,15 @@ class VirtualCommunication:
             if group.reduction is not None and group.is_reduced_quantized:
                 rows = self._rows("gradient", group, torch.float32)
                 group.rows.write_rows(gradients, rows)
-                if rank == 0:
-                    group.gradient_sample = rows.view(-1)[:_SAMPLE_NUMEL].clone()
-                group.reduction.add(rows, call=group.reductions)
+                nonfinite = None
+                if rank == 0 and self._sampled.is_due(self.steps + 1):
+                    group.gradient_sample = sample_gradient(
+                        rows.view(-1),
+                        sample_numel=self._sampled.sample_numel,
+                        unit=group.reduction.of_first_rank.group_unit,
+                    )
+                    nonfinite = group.gradient_sample.nonfinite
+                group.reduction.add(rows, call=group.reductions, nonfinite=nonfinite)
                 continue
             for segment in group.rows.segments:
                 total, gradient = self._sum_of(segment.name), gradients[segment.name]
@@ -252,36 +300,43 @@ class VirtualCommunication:
         """Return what all ranks together would have sent, and what quantization cost.
 
         The same members as of sdp4bit.quantize_communication's handle: "last_step" and "total" are sums over
-        the ranks, drift and gradient error are the first rank's.
+        the ranks, what quantization cost is the first rank's.
         """
-        counters = [c for group in self._groups for c in (group.weight_traffic, group.gradient_traffic)]
-        last = sum(
-            (counter.current_step if self._step_pending else counter.last_step for counter in counters),
-            Traffic(),
-        )
+        last = sum((self._last_traffic(group) for group in self._groups), Traffic())
         total = sum((group.total_traffic for group in self._groups), Traffic())
         return {
             "steps": self.steps + int(self._step_pending),
             "last_step": self._of_all_ranks(last),
             "total": self._of_all_ranks(total),
             "compression_ratio": last.compression_ratio,
-            "weight_drift": self._weight_drift(),
-            "gradient_error": sampled_error(
-                (group.reduction.of_first_rank, group.gradient_sample)
-                for group in self._groups
-                if group.reduction is not None and group.gradient_sample is not None
-            ),
+            "exchange_seconds": last.exchange_seconds,
+            **self._sampled.totals(),
         }
+
+    def group_stats(self) -> list[dict[str, Any]]:
+        """Return one dictionary per parameter group about the first rank, as the handle does."""
+        measured = {measures.name: measures for measures in self._sampled.by_group()}
+        return [
+            group_stats(
+                group.name,
+                self._last_traffic(group),
+                measures=measured.get(group.name),
+                weight_bits=None if group.replica is None else group.replica.bits,
+                gradient_bits=(
+                    group.reduction.of_first_rank.bits
+                    if group.reduction is not None and group.is_reduced_quantized
+                    else None
+                ),
+            )
+            for group in self._groups
+        ]
+
+    def _last_traffic(self, group: _Group) -> Traffic:
+        counters = (group.weight_traffic, group.gradient_traffic)
+        return sum((c.current_step if self._step_pending else c.last_step for c in counters), Traffic())
 
     def _of_all_ranks(self, traffic: Traffic) -> dict[str, int]:
         return {name: count * self.layout.size for name, count in traffic.as_dict().items()}
-
-    def _weight_drift(self) -> float | None:
-        return relative_distance(
-            (group.rows.row(self._main, rank=0), group.rows.row(self._held, rank=0))
-            for group in self._groups
-            if group.replica is not None and not group.resync_wanted
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a bit-exact resume needs: what the ranks hold of the weights, and counters."""

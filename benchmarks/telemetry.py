@@ -1,0 +1,172 @@
+"""Time training steps with telemetry off and on: 2 nodes x 2 ranks over gloo on this machine, one GPT.
+
+    python -m benchmarks.telemetry --rounds 20 --json telemetry.json
+
+Each variant (off, and every `--intervals`) has a model of its own, built from the same weights; a round runs
+a block of as many steps as the longest interval of each, in an order drawn anew, so that a disturbance hits
+them alike. Two numbers are given. `seconds` and `ratio` compare wall-clock times: the median over the rounds
+of a block's seconds per step, and of its ratio to the block without telemetry in the same round. `share` is
+the processor time that a rank's main thread spends in what telemetry adds, over all processor time of its
+process in these blocks: other programs on the machine do not disturb it. Losses of all variants must be
+equal bit for bit. The timers of transfers are always on, so they are in every variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import sdp4bit
+from benchmarks.cluster_strategies import TrainingStep, Workload, build_model, shard
+from benchmarks.kernels import describe_machine
+from sdp4bit.config import SDP4BitConfig, TelemetryConfig
+from sdp4bit.integrations import fsdp_hooks
+from sdp4bit.integrations.fsdp_comm_state import CommState
+
+RANKS, RANKS_PER_NODE = 4, 2
+WARM_UP_STEPS = 4
+
+
+class ThreadTime:
+    """Sums the processor time of this thread in the functions that it wraps."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, timed."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.thread_time() - start
+
+        return timed
+
+
+def _build(workload: Workload, interval: int) -> TrainingStep:
+    """Return a model with telemetry at this interval; 0 for none."""
+    model = shard(build_model(workload))
+    telemetry = TelemetryConfig(interval=interval) if interval else None
+    sdp4bit.quantize_communication(model, topology=RANKS_PER_NODE, config=SDP4BitConfig(telemetry=telemetry))
+    return TrainingStep(model, workload=workload, rank=dist.get_rank(), sent_bytes=None)
+
+
+def _work(rank: int, store: str, arguments: argparse.Namespace, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    measuring = ThreadTime()
+    # Only what telemetry adds to a step; counting what is not finite is a few operations on scales.
+    CommState._measure = measuring.around(CommState._measure)  # type: ignore[method-assign]
+    fsdp_hooks.sample_gradient = measuring.around(fsdp_hooks.sample_gradient)
+    workload = Workload(layers=arguments.layers, hidden=arguments.hidden)
+    intervals = [0, *arguments.intervals]
+    steps = {interval: _build(workload, interval) for interval in intervals}
+    losses: dict[int, list[float]] = {interval: [] for interval in intervals}
+    wall: dict[int, list[float]] = {interval: [] for interval in intervals}
+    share: dict[int, list[float]] = {interval: [] for interval in intervals}
+    for interval, step in steps.items():
+        for _ in range(WARM_UP_STEPS):
+            losses[interval].append(step().item())
+    block, order = max(arguments.intervals), random.Random(0)
+    for _ in range(arguments.rounds):
+        for interval in order.sample(intervals, len(intervals)):
+            dist.barrier()
+            measuring.seconds = 0.0
+            start, processor = time.perf_counter(), time.process_time()
+            block_losses = [steps[interval]() for _ in range(block)]
+            dist.barrier()
+            wall[interval].append((time.perf_counter() - start) / block)
+            share[interval].append(measuring.seconds / (time.process_time() - processor))
+            losses[interval] += [loss.item() for loss in block_losses]
+    if any(losses[interval] != losses[0] for interval in intervals):
+        raise AssertionError("telemetry has changed the losses")
+    gathered: list[Any] = [None] * RANKS
+    dist.all_gather_object(gathered, share)
+    if rank == 0:
+        results.put(
+            {
+                "parameters": sum(p.numel() for p in build_model(workload).parameters()),
+                "variants": [
+                    {
+                        "interval": interval,
+                        "seconds": statistics.median(wall[interval]),
+                        "ratio": _spread(a / b for a, b in zip(wall[interval], wall[0], strict=True)),
+                        "share": _spread(value for ranks in gathered for value in ranks[interval]),
+                    }
+                    for interval in intervals
+                ],
+            }
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _spread(values: Any) -> dict[str, float]:
+    known = sorted(values)
+    return {"median": statistics.median(known), "lowest": known[0], "highest": known[-1]}
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what the ranks have measured."""
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_work, args=(rank, f"{folder}/store", arguments, results))
+            for rank in range(RANKS)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    if any(process.exitcode for process in processes):
+        sys.exit("a rank has failed")
+    measured: dict[str, Any] = results.get()
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.telemetry", description=__doc__.split("\n")[0] if __doc__ else None
+    )
+    parser.add_argument("--intervals", type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=192, help="a multiple of 6")
+    parser.add_argument("--json", type=Path)
+    parser.set_defaults(intervals=[1, 10])
+    arguments = parser.parse_args()
+    measured = measure(arguments)
+    machine = describe_machine()
+    machine["command"] = shlex.join(["python", "-m", "benchmarks.telemetry", *sys.argv[1:]])
+    print(f"{measured['parameters'] / 1e6:.1f} million parameters, {RANKS} ranks, {machine['cpu']}")
+    for variant in measured["variants"]:
+        name = f"every {variant['interval']} steps" if variant["interval"] else "off"
+        ratio, share = variant["ratio"], variant["share"]
+        print(
+            f"{name:>15}: {1000 * variant['seconds']:.1f} ms a step, {ratio['median']:.3f} x "
+            f"({ratio['lowest']:.3f} to {ratio['highest']:.3f}), "
+            f"{100 * share['median']:.2f} % of processor time (at most {100 * share['highest']:.2f} %)"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"machine": machine, **measured}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
