@@ -142,8 +142,8 @@ def wrong_arguments(draw: st.DrawFn) -> tuple[str, str, str, Any]:
     value = call[wrong]
     if not isinstance(value, Tensor):
         kind = wrong.removesuffix("_in").removesuffix("_out")
-        if isinstance(value, bool):  # PyTorch takes None, too
-            values = junk.filter(lambda x: x is not None)
+        if isinstance(value, bool):  # PyTorch takes None and numbers, too
+            values = junk.filter(lambda x: not isinstance(x, float | int | None))
         elif isinstance(value, float):
             values = junk.filter(lambda x: not isinstance(x, float | int))
         else:
