@@ -38,7 +38,7 @@ def _check_group_size(name: str, group_size: int) -> None:
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, choices))}")
 
 

@@ -284,6 +284,12 @@ def test_empty_rows_are_allowed() -> None:
     ops.subtract_quantize(torch.empty(0), None, messages[0], 4, 32, True, 0, 0)
 
 
+def test_no_rows_are_allowed() -> None:
+    nothing = empty_messages(1, 64, 4, 32)[:0]
+    ops.hadamard_quantize(torch.empty(0, 1, 64), nothing, 4, 32, True, True, *KEYS, 0, 64)
+    ops.dequantize_add(nothing, torch.empty(0, 64), 4, 32, True)
+
+
 # Back ends
 
 

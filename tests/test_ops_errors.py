@@ -186,6 +186,10 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: ops.hadamard_quantize(values_of(1, 1, 64), out_of(64), 4, 32, True, True, 0, 0, 0, -32),
         ["row_stride=-32", "at least 0"],
     ),
+    "hadamard: keys beyond 32 bits": (
+        lambda: ops.hadamard_quantize(values_of(1, 1, 64), out_of(64), 4, 32, True, True, 1 << 32, 0, 0, 0),
+        ["k0=4294967296", "k1=0", "32-bit"],
+    ),
     "hadamard: signs without a transform": (
         lambda: ops.hadamard_quantize(values_of(1, 1, 64), out_of(64), 4, 32, False, True, 0, 0, 0, 0, 5),
         ["signs=5", "hadamard=True"],

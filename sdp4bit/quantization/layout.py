@@ -108,6 +108,6 @@ def message_layout(*, numel: int, bits: int, group_size: int, parts: int = 1) ->
     return MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096, typed=True)
 def _shared_layout(numel: int, bits: int, group_size: int, parts: int) -> MessageLayout:
     return MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)

@@ -1,0 +1,271 @@
+"""Settings, message layouts, node layouts: what they accept holds together, the rest is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, settings
+from hypothesis import strategies as st
+
+from sdp4bit.collectives.topology import NodeLayout, arrange, node_labels
+from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT, MessageLayout, message_layout
+from tests import property_cases as draws
+from tests.property_cases import PROFILES, hold
+
+# -- settings -----------------------------------------------------------------------------------------
+
+bits = st.sampled_from([4, 8, None])
+group_sizes = st.integers(1, 1 << 20).map(lambda blocks: 32 * blocks)
+roundings = st.sampled_from(["nearest", "stochastic"])
+VALID: dict[type, dict[str, st.SearchStrategy[Any]]] = {
+    WeightConfig: {
+        "bits": bits,
+        "group_size": group_sizes,
+        "mode": st.sampled_from(["difference", "direct"]),
+        "rounding": roundings,
+        "replica": st.sampled_from(["node", "full"]),
+    },
+    GradientConfig: {
+        "intra_bits": bits,
+        "inter_bits": bits,
+        "intra_group_size": group_sizes,
+        "inter_group_size": group_sizes,
+        "hadamard": st.just(True),
+        "random_signs": st.booleans(),
+        "intra_rounding": roundings,
+        "inter_rounding": roundings,
+        "pipeline_chunks": st.integers(1, 1 << 40),
+        "start_step": st.integers(0, 1 << 40),
+        "min_numel": st.integers(0, 1 << 40),
+    },
+    SDP4BitConfig: {
+        "weights": st.none() | st.builds(WeightConfig, group_size=group_sizes),
+        "gradients": st.none() | st.builds(GradientConfig, min_numel=st.integers(0, 99)),
+        "seed": st.integers(0, 1 << 80),
+    },
+}
+PREFIX = {WeightConfig: "weights.", GradientConfig: "gradients.", SDP4BitConfig: ""}
+
+anything = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=4)
+    | st.lists(st.integers(), max_size=2)
+    | st.sampled_from(["Nearest", "nearest ", "16", (4,), {"bits": 4}, math.nan, 4.0, 8.0, 128.0, 1e300])
+    | st.sampled_from([np.int64(4), np.float32(8), np.ones(2), np.array(["nearest", "full"]), object(), int])
+)
+
+
+def is_valid(name: str, value: Any) -> bool:
+    """Whether a field takes a value, said once more in other words."""
+    is_int = type(value) is int
+    if name.endswith("bits"):
+        return value is None or (is_int and value in (4, 8))
+    if name.endswith("group_size"):
+        return is_int and value > 0 and value % 32 == 0
+    if name in ("hadamard", "random_signs"):
+        return type(value) is bool
+    if name in ("pipeline_chunks", "start_step", "min_numel", "seed"):
+        return is_int and value >= (name == "pipeline_chunks")
+    choices = {"mode": ("difference", "direct"), "replica": ("node", "full")}
+    if name in ("weights", "gradients"):
+        return value is None
+    return isinstance(value, str) and value in choices.get(name, ("nearest", "stochastic"))
+
+
+@st.composite
+def fields_and_values(draw: st.DrawFn) -> tuple[type, dict[str, Any], str, Any]:
+    """A class of settings, fields that fit each other, and one of them with any value."""
+    cls = draw(st.sampled_from(sorted(VALID, key=lambda cls: cls.__name__)))
+    fields = {name: draw(values) for name, values in VALID[cls].items() if draw(st.booleans())}
+    return cls, fields, draw(st.sampled_from(sorted(VALID[cls]))), draw(anything)
+
+
+def check_settings(case: tuple[type, dict[str, Any], str, Any]) -> None:
+    """Valid settings are kept as they are; a field that is not valid is named with its value."""
+    cls, fields, name, value = case
+    kept = cls(**fields)
+    assert all(getattr(kept, field) == given for field, given in fields.items())
+    assert dataclasses.replace(kept) == kept and hash(dataclasses.replace(kept)) == hash(kept)
+    if not is_valid(name, value):
+        with pytest.raises(ValueError) as error:
+            cls(**fields | {name: value})
+        assert str(error.value).startswith(f"{PREFIX[cls]}{name}={value!r}")
+    elif name == "hadamard" and not value and fields.get("random_signs"):
+        with pytest.raises(ValueError, match="random_signs=True has no effect"):
+            cls(**fields | {name: value})
+    else:
+        assert getattr(cls(**fields | {name: value}), name) == value
+
+
+@PROFILES
+def test_any_value_is_kept_or_refused_by_name(profile: settings) -> None:
+    hold(profile, fields_and_values(), check_settings)
+
+
+def test_every_field_is_drawn() -> None:
+    for cls, fields in VALID.items():
+        assert list(fields) == [field.name for field in dataclasses.fields(cls)]
+
+
+# -- message layouts ----------------------------------------------------------------------------------
+
+layouts = st.fixed_dictionaries(
+    {
+        "numel": st.integers(0, 1 << 36) | draws.lengths,
+        "bits": draws.bits,
+        "group_size": group_sizes | draws.group_sizes,
+        "parts": st.integers(1, 1 << 12),
+    }
+)
+
+
+def check_layout(sizes: dict[str, int]) -> None:
+    """Codes, scales and padding follow each other without a gap, in sizes that the numbers alone decide."""
+    layout = message_layout(**sizes)
+    assert layout == MessageLayout(**sizes) and message_layout(**sizes) is layout
+    numel, bits, group_size, parts = (sizes[name] for name in ("numel", "bits", "group_size", "parts"))
+    assert 0 <= layout.padded_numel - numel < 32 and layout.padded_numel % 32 == 0
+    assert layout.code_bytes * 8 == layout.padded_numel * bits
+    assert layout.code_bytes % 16 == 0, "the codes of every part are aligned"
+    full, tail = divmod(layout.padded_numel, group_size)
+    assert layout.tail == tail and tail % 32 == 0
+    assert layout.groups == (0 if bits == 32 else full + (tail > 0))
+    assert layout.scales_offset == parts * layout.code_bytes
+    assert layout.payload_bytes == layout.scales_offset + 2 * parts * layout.groups
+    assert layout.nbytes % MESSAGE_ALIGNMENT == 0 and 0 <= layout.nbytes - layout.payload_bytes < 16
+    # A part more costs its codes and scales, a value more at least nothing.
+    more = message_layout(**sizes | {"parts": parts + 1})
+    assert more.payload_bytes - layout.payload_bytes == layout.code_bytes + 2 * layout.groups
+    assert message_layout(**sizes | {"numel": numel + 1}).nbytes >= layout.nbytes
+
+
+@PROFILES
+def test_layouts_hold_together(profile: settings) -> None:
+    hold(profile, layouts, check_layout)
+
+
+def check_slices(case: tuple[dict[str, int], int]) -> None:
+    """Cut at the end of a group, a row has the codes and scales of its slices, and no group is divided."""
+    sizes, place = case
+    cut = min(place * sizes["group_size"], sizes["numel"])
+    whole = message_layout(**sizes)
+    slices = [message_layout(**sizes | {"numel": numel}) for numel in (cut, sizes["numel"] - cut)]
+    for name in ("padded_numel", "groups", "code_bytes", "scales_offset", "payload_bytes"):
+        assert getattr(whole, name) == sum(getattr(part, name) for part in slices)
+
+
+@PROFILES
+def test_slices_of_a_row_cost_what_the_row_costs(profile: settings) -> None:
+    hold(profile, st.tuples(layouts, st.integers(0, 100)), check_slices)
+
+
+def test_equal_numbers_of_other_types_do_not_get_each_others_layout() -> None:
+    message_layout(numel=4128, bits=4.0, group_size=96.0)  # type: ignore[arg-type]
+    layout = message_layout(numel=4128, bits=4, group_size=96)
+    assert type(layout.nbytes) is int and type(layout.bits) is int
+
+
+# -- node layouts -------------------------------------------------------------------------------------
+
+
+@st.composite
+def groups_on_nodes(draw: st.DrawFn) -> tuple[list[int], list[str], int, int]:
+    """Ranks of a group, the node of every rank of the job, and what the layout must be.
+
+    The job has `inner` ranks of other groups between two of ours, as under tensor parallelism, and `outer`
+    groups one after the other, as under pipeline parallelism.
+    """
+    nodes, per_node = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    inner, outer = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    names = draw(st.permutations([f"node-{i}" for i in range(nodes * outer)]))
+    job = [names[i] for i in range(nodes * outer) for _ in range(per_node * inner)]
+    first = draw(st.integers(0, outer - 1)) * nodes * per_node * inner + draw(st.integers(0, inner - 1))
+    return [first + i * inner for i in range(nodes * per_node)], job, nodes, per_node
+
+
+def check_node_layout(case: tuple[list[int], list[str], int, int]) -> None:
+    """Both levels divide the group: every rank shares its node with some and its local number with others."""
+    ranks, labels, nodes, per_node = case
+    layout = arrange(ranks, labels)
+    assert (layout.ranks, layout.nodes, layout.ranks_per_node) == (tuple(ranks), nodes, per_node)
+    assert layout.size == len(ranks)
+    intra = [layout.intra_ranks(node) for node in range(nodes)]
+    inter = [layout.inter_ranks(local) for local in range(per_node)]
+    assert [rank for members in intra for rank in members] == ranks
+    assert sorted(rank for peers in inter for rank in peers) == ranks
+    for node, members in enumerate(intra):
+        assert len({labels[rank] for rank in members}) == 1
+        for local, peers in enumerate(inter):
+            assert set(members) & set(peers) == {ranks[node * per_node + local]}
+    for peers in inter:
+        assert len({labels[rank] for rank in peers}) == nodes
+    # An int that says the same gives the same.
+    size = labels.count(labels[0])
+    assert arrange(ranks, node_labels(size, hosts=labels)) == layout
+    assert arrange(ranks, node_labels("auto", hosts=labels)) == layout
+
+
+@PROFILES
+def test_groups_on_nodes_are_laid_out(profile: settings) -> None:
+    hold(profile, groups_on_nodes(), check_node_layout)
+
+
+@st.composite
+def any_ranks(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Some ranks of a job in any order, on nodes in any order."""
+    labels = draw(st.lists(st.integers(0, 3), min_size=1, max_size=10))
+    ranks = draw(st.lists(st.integers(0, len(labels) - 1), unique=True, max_size=len(labels)))
+    return draw(st.just(ranks) | st.just(sorted(ranks))), labels
+
+
+def check_any_ranks(case: tuple[list[int], list[int]]) -> None:
+    """Ranks that fill their nodes evenly and in order are laid out; others are shown in a table."""
+    ranks, labels = case
+    members = [labels[rank] for rank in ranks]
+    nodes = list(dict.fromkeys(members))
+    per_node = len(ranks) // max(1, len(nodes))
+    expected = [node for node in nodes for _ in range(per_node)]
+    if ranks and ranks == sorted(ranks) and members == expected:
+        layout = NodeLayout(ranks=tuple(ranks), nodes=len(nodes), ranks_per_node=per_node)
+        assert arrange(ranks, labels) == layout
+        return
+    with pytest.raises(ValueError, match="of this data-parallel group are") as error:
+        arrange(ranks, labels)
+    rows = [line.split() for line in str(error.value).splitlines()[2:]]
+    assert rows == [[str(i), str(rank), str(labels[rank])] for i, rank in enumerate(ranks)]
+
+
+@PROFILES
+def test_any_ranks_are_laid_out_or_shown(profile: settings) -> None:
+    hold(profile, any_ranks(), check_any_ranks)
+
+
+@st.composite
+def ranks_per_node(draw: st.DrawFn) -> tuple[Any, int]:
+    return draw(st.integers(-3, 40) | st.booleans() | st.text(max_size=4)), draw(st.integers(1, 40))
+
+
+def check_ranks_per_node(case: tuple[Any, int]) -> None:
+    """Ranks per node divide the job; what does not is refused with what would."""
+    spec, world = case
+    assume(spec != "auto")
+    if type(spec) is int and spec > 0 and world % spec == 0:
+        labels = node_labels(spec, hosts=["a"] * world)
+        assert labels == sorted(labels) and {labels.count(label) for label in labels} == {spec}
+        return
+    with pytest.raises(ValueError, match=r"topology=.*(use one of \[1|is unknown)"):
+        node_labels(spec, hosts=["a"] * world)
+
+
+@PROFILES
+def test_ranks_per_node_divide_the_job(profile: settings) -> None:
+    hold(profile, ranks_per_node(), check_ranks_per_node)
