@@ -14,13 +14,14 @@ from sdp4bit.collectives.exchange import (
     all_gather_rows,
     start_all_gather_rows,
 )
+from sdp4bit.collectives.exchange_error import PLACES
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.config import WeightConfig
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout, message_layout
 from sdp4bit.quantization.random import Stage, derive_keys, pack_stream
-from sdp4bit.telemetry import TrafficCounter
+from sdp4bit.telemetry import Level, TrafficCounter
 
 Span = tuple[int, int]
 """Start and end of a stretch of a row."""
@@ -46,8 +47,13 @@ class WeightReplica:
         bucket: int,
         traffic: TrafficCounter,
         scratch: Scratch,
+        name: str = "",
     ) -> None:
-        """Prepare; nothing is allocated or sent before the first refresh."""
+        """Prepare; nothing is allocated or sent before the first refresh.
+
+        Args:
+            name: of the parameter group, for errors.
+        """
         self._topology = topology
         self._config = config
         self._seed = seed
@@ -55,6 +61,7 @@ class WeightReplica:
         self._bucket = bucket
         self._traffic = traffic
         self._scratch = scratch
+        self._name = name or f"group {bucket}"
         self._pending: Callable[[], None] | None = None
         self.rows: Tensor | None = None
         """[nodes, n], or [nodes, ranks_per_node, n] for "full"; None before the first refresh."""
@@ -104,7 +111,9 @@ class WeightReplica:
             if topology.inter is None:
                 mine[0].copy_(row)
             else:
-                transfer = start_all_gather_rows(mine, row, topology.inter)
+                transfer = start_all_gather_rows(
+                    mine, row, topology.inter, what=self._what("full-precision", "inter")
+                )
                 self._traffic.count_bytes(row.nbytes, level="inter", peers=topology.nodes - 1)
         self._pending = partial(self._finish_full, transfer, row, mine)
 
@@ -113,7 +122,9 @@ class WeightReplica:
         transfer.wait()
         if self.is_full and topology.intra is not None:
             assert self.rows is not None
-            all_gather_blocks(self.rows, mine.contiguous(), topology.intra)
+            all_gather_blocks(
+                self.rows, mine.contiguous(), topology.intra, what=self._what("full-precision", "intra")
+            )
             self._traffic.count_bytes(
                 row.nbytes * topology.nodes, level="intra", peers=topology.ranks_per_node - 1
             )
@@ -171,7 +182,9 @@ class WeightReplica:
         if topology.inter is None:
             messages[0].copy_(own)
         else:
-            transfer = start_all_gather_rows(messages, own, topology.inter)
+            transfer = start_all_gather_rows(
+                messages, own, topology.inter, what=self._what("quantized", "inter")
+            )
             self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
         self._pending = partial(self._finish_differences, transfer, messages, replica, layout, spans, slot)
 
@@ -206,7 +219,7 @@ class WeightReplica:
         gathered = self._scratch.messages(
             "intra receive", topology.ranks_per_node * topology.nodes, layout.nbytes, device=messages.device
         ).view(topology.ranks_per_node, topology.nodes, layout.nbytes)
-        all_gather_rows(gathered, messages, topology.intra)
+        all_gather_rows(gathered, messages, topology.intra, what=self._what("quantized", "intra"))
         self._traffic.count_messages(
             layout, level="intra", peers=topology.ranks_per_node - 1, copies=topology.nodes
         )
@@ -226,8 +239,11 @@ class WeightReplica:
         self.settle()
         assert self.rows is not None and not self.is_full and topology.intra is not None
         blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
-        all_gather_blocks(blocks, self.rows, topology.intra)
+        all_gather_blocks(blocks, self.rows, topology.intra, what=self._what("replica", "intra"))
         self._traffic.count_bytes(self.rows.nbytes, level="intra", peers=topology.ranks_per_node - 1)
+
+    def _what(self, kind: str, level: Level) -> str:
+        return f"{kind} weight all-gather of {self._name}, {PLACES[level]}"
 
     def _keys(self, call: int) -> tuple[int, int]:
         if self._config.rounding == "nearest":

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.exchange import PendingExchange, start_all_to_all
+from sdp4bit.collectives.exchange_error import PLACES
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.config import GradientConfig
@@ -83,6 +84,7 @@ class QuantizedReduceScatter:
         bucket: int,
         traffic: TrafficCounter,
         scratch: Scratch,
+        name: str = "",
     ) -> None:
         """Prepare; nothing is sent.
 
@@ -90,6 +92,7 @@ class QuantizedReduceScatter:
             rank: numbers those whose gradients are summed, so that no two draw the same rounding bits.
             bucket: number of the parameter group, for the same reason.
             scratch: message buffers, shared by the reductions that follow each other.
+            name: of the parameter group, for errors.
         """
         self._topology = topology
         self._hops = _hops(topology, config)
@@ -101,6 +104,7 @@ class QuantizedReduceScatter:
         self._bucket = bucket
         self._traffic = traffic
         self._scratch = scratch
+        self._what = f"quantized gradient reduce-scatter of {name or f'group {bucket}'}"
 
     def __call__(self, output: Tensor, input: Tensor, *, call: int, multiplier: float = 1.0) -> None:
         """`output` holds this rank's row of the sum over all ranks, times the multiplier.
@@ -235,7 +239,9 @@ class QuantizedReduceScatter:
         self, hop: _Hop, sent: Tensor, index: int, layout: MessageLayout
     ) -> tuple[Tensor, PendingExchange]:
         received = self._buffer(hop, "receive", index, layout, sent)
-        transfer = start_all_to_all(received, sent, hop.group, tag=index)
+        transfer = start_all_to_all(
+            received, sent, hop.group, tag=index, what=f"{self._what}, all-to-all {PLACES[hop.level]}"
+        )
         self._traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
         return received, transfer
 

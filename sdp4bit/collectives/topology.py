@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from sdp4bit.collectives.exchange_error import job_timeout
+
 TopologySpec = str | int | DeviceMesh
 """What users give: "auto" (by host name), ranks per node, or an (inter, intra) mesh."""
 
@@ -153,20 +155,31 @@ class Topology:
         return self.node * self.ranks_per_node + self.local_rank
 
 
-def create_topologies(layouts: Sequence[NodeLayout]) -> dict[tuple[int, ...], Topology]:
+def create_topologies(
+    layouts: Sequence[NodeLayout], *, purpose: str = "communication"
+) -> dict[tuple[int, ...], Topology]:
     """Return this rank's place in each layout it belongs to, by the layout's ranks, with new process groups.
 
     Collective over the whole job: every rank passes the same layouts in the same order. A rank opens
-    connections only in the groups it is a member of, two per layout.
+    connections only in the groups it is a member of, two per layout. They wait for a rank as long as the
+    default group does.
+
+    Args:
+        purpose: of the groups, for the communication library's own messages.
     """
     me = dist.get_rank()
     topologies = {}
     for layout in layouts:
         intra = inter = None
         if layout.ranks_per_node > 1:
-            intra = _new_groups(layout.intra_ranks(node) for node in range(layout.nodes))
+            intra = _new_groups(
+                (layout.intra_ranks(node) for node in range(layout.nodes)), f"{purpose}, intra-node"
+            )
         if layout.nodes > 1:
-            inter = _new_groups(layout.inter_ranks(local) for local in range(layout.ranks_per_node))
+            inter = _new_groups(
+                (layout.inter_ranks(local) for local in range(layout.ranks_per_node)),
+                f"{purpose}, inter-node",
+            )
         if me in layout.ranks:
             node, local_rank = divmod(layout.ranks.index(me), layout.ranks_per_node)
             topologies[layout.ranks] = Topology(
@@ -175,11 +188,11 @@ def create_topologies(layouts: Sequence[NodeLayout]) -> dict[tuple[int, ...], To
     return topologies
 
 
-def _new_groups(members: Iterable[list[int]]) -> ProcessGroup | None:
+def _new_groups(members: Iterable[list[int]], description: str) -> ProcessGroup | None:
     """Create all groups, as every rank must, and return the one this rank belongs to."""
-    mine = None
+    mine, timeout = None, job_timeout()
     for ranks in members:
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=timeout, group_desc=f"sdp4bit {description}")
         if dist.get_rank() in ranks:
             mine = group
     return mine

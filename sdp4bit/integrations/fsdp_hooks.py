@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sdp4bit.collectives.all_gather import Span, WeightReplica
 from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
+from sdp4bit.collectives.exchange_error import naming
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.collectives.work import CompletedWork, DeferredWork
@@ -235,7 +236,8 @@ class CommState:
             peer.load_unsettled = False
         fits = all(peer.loaded_row_fits() for peer in peers)
         verdict = torch.tensor([int(fits)], device=comm.group.device)
-        dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=comm.group.process_group)
+        with naming("agreement on loaded replicas", group=comm.group.process_group):
+            dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=comm.group.process_group)
         if not verdict.item():
             warnings.warn(
                 "sdp4bit: the loaded communication state was not saved with these weights, or not by each "
@@ -293,7 +295,8 @@ class AllGatherHook(_Allocate):
         replica = comm.replica
         if replica is None:
             comm.weight_traffic.count_ring(row_bytes)
-            return all_gather_dense(output_tensor, input_tensor, group, async_op=async_op)
+            what = f"full-precision weight all-gather of {comm.group.name}"
+            return all_gather_dense(output_tensor, input_tensor, group, async_op=async_op, what=what)
         if replica.rows is None or outside_backward:
             with torch.inference_mode(False):
                 self._start_refresh(replica, input_tensor, outside_backward=outside_backward)
@@ -356,7 +359,8 @@ class ReduceScatterHook(_Allocate):
         if quantized is None or config is None or numel < config.min_numel or state.steps < config.start_step:
             comm.gradient_traffic.count_plain(output_tensor.nbytes)
             comm.gradient_traffic.count_ring(output_tensor.nbytes)
-            reduce_scatter_dense(output_tensor, input_tensor, group, op)
+            what = f"full-precision gradient reduce-scatter of {comm.group.name}"
+            reduce_scatter_dense(output_tensor, input_tensor, group, op, what=what)
             return
         multiplier = _multiplier(op, group.size(), comm.group.name)
         sample = input_tensor[:_SAMPLE_NUMEL]

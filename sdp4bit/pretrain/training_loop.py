@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sdp4bit.collectives.exchange_error import ExchangeError, is_communication_failure
 from sdp4bit.pretrain.checkpoint_folder import Progress
 from sdp4bit.pretrain.config import PretrainConfig
 from sdp4bit.pretrain.data import Batches
@@ -59,9 +60,15 @@ class TrainingLoop:
 
         Raises:
             TrainingDivergedError: on all ranks, after the step whose loss was not finite.
+            ExchangeError: a rank has ended or hangs; with the step.
         """
         while self.progress.step < self.config.training.steps:
-            metrics = self._step()
+            try:
+                metrics = self._step()
+            except RuntimeError as error:
+                if not is_communication_failure(error):
+                    raise
+                raise ExchangeError(f"step {self.progress.step + 1}: {error}") from error
             yield metrics
             self._check_finite(metrics)
 
