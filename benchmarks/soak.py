@@ -3,9 +3,9 @@
     python -m benchmarks.soak --kills 50 --seed 1 --json soak.json
 
 Trains a small model under torchrun, with checkpoints in the background every few steps. Ranks are killed
-from outside at random moments, and by themselves at chosen ones (see benchmarks/saboteur.py): most by SIGKILL,
-some by SIGTERM, which saves and leaves, so that the command is started again, and some by SIGSTOP, which only
-the timeout of the others notices. All starts have one command line.
+from outside at random moments, and by themselves at chosen ones (see benchmarks/saboteur.py): most by
+SIGKILL, some by SIGTERM, which saves and leaves, so that the command is started again, and some by SIGSTOP,
+which only the timeout of the others notices. All starts have one command line.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class Kill:
     """Until all other ranks had ended."""
     recovered_after_seconds: float | None = None
     """Until the next step was logged."""
+    resumed_from_step: int | None = None
+    """0 if there was no checkpoint yet."""
     pids: list[int] = field(default_factory=list)
 
 
@@ -239,7 +241,10 @@ class Runner:
         starts = started_at(self.folder)
         for kill in self.kills:
             moment = self._begin + kill.at_seconds
-            kill.recovered_after_seconds = next((t - moment for t, _ in starts if t > moment), None)
+            came_back = next(((t, step) for t, step in starts if t > moment), None)
+            if came_back is not None:
+                kill.recovered_after_seconds = came_back[0] - moment
+                kill.resumed_from_step = came_back[1] - 1
 
     def _doing(self, rank: int) -> Doing | None:
         try:
