@@ -12,7 +12,6 @@ from datetime import timedelta
 from uuid import uuid4
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from sdp4bit.collectives.exchange_error import ExchangeError, ranks_in_words
 
@@ -20,8 +19,10 @@ _INTERVAL = 0.01
 _PREFIX = "sdp4bit"
 
 
-def join_store(*, timeout: timedelta) -> tuple[dist.Store, str]:
-    """Return a store that only the processes of this start use, and a name that outlives restarts of the job.
+def join_store(
+    found: dist.Store, *, rank: int, world_size: int, timeout: timedelta
+) -> tuple[dist.Store, str]:
+    """Return a part of the store that only the processes of this start use, and a name of the whole job.
 
     1. Every rank but 0 says hello with a number of its own, drawn at random.
     2. Rank 0 answers each hello with it and the name of the start: an answer to a process that has ended, or
@@ -31,8 +32,6 @@ def join_store(*, timeout: timedelta) -> tuple[dist.Store, str]:
     Raises:
         ExchangeError: a rank is missing after the timeout.
     """
-    found, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    found.set_timeout(timeout)
     store = dist.PrefixStore(_PREFIX, found)
     job = store.compare_set("job", "", uuid4().hex).decode()
     deadline = time.monotonic() + timeout.total_seconds()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from sdp4bit.collectives.exchange_error import naming
 from sdp4bit.pretrain.joining import join_store
@@ -62,7 +63,11 @@ def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
         device = torch.device("cpu")
         # Ranks on one machine share its cores; more threads than cores cost several times the step.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
-    store, job = (HashStore(), None) if alone else join_store(timeout=timeout)
+    store, job = HashStore(), None
+    if not alone:
+        found, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        found.set_timeout(timeout)
+        store, job = join_store(found, rank=rank, world_size=world_size, timeout=timeout)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,

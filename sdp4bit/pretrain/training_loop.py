@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +20,22 @@ from sdp4bit.pretrain.optimizer import learning_rate_at, set_learning_rate
 from sdp4bit.pretrain.parallelize import ShardedModel
 from sdp4bit.pretrain.ranks import Ranks, sum_over_ranks
 from sdp4bit.pretrain.timers import Timers
-from sdp4bit.pretrain.training_step import TrainingStep
+from sdp4bit.pretrain.training_step import Batch, TrainingStep
 
 
 class TrainingDivergedError(RuntimeError):
     """The loss is no longer a finite number."""
+
+
+@contextmanager
+def _naming_the_time(when: str) -> Iterator[None]:
+    """Inside the block, errors of the communication say when they happened."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_communication_failure(error):
+            raise
+        raise ExchangeError(f"{when}: {error}") from error
 
 
 @dataclass(kw_only=True)
@@ -63,12 +75,8 @@ class TrainingLoop:
             ExchangeError: a rank has ended or hangs; with the step.
         """
         while self.progress.step < self.config.training.steps:
-            try:
+            with _naming_the_time(f"step {self.progress.step + 1}"):
                 metrics = self._step()
-            except RuntimeError as error:
-                if not is_communication_failure(error):
-                    raise
-                raise ExchangeError(f"step {self.progress.step + 1}: {error}") from error
             yield metrics
             self._check_finite(metrics)
 
@@ -131,6 +139,10 @@ class TrainingLoop:
     def validate(self, *, test: bool = False) -> ValidationMetrics:
         """Return the mean loss over the validation or test batches of all ranks, and what it took to send."""
         batches = self.batches.test() if test else self.batches.validation()
+        with _naming_the_time(f"{'test' if test else 'validation'} after step {self.progress.step}"):
+            return self._validate(batches)
+
+    def _validate(self, batches: Iterator[Batch]) -> ValidationMetrics:
         loss_sum, tokens = self._step_of_model.validate(batches)
         sent = self._sent_since(self._communication.stats()["total"])
         total, count, intra_bytes, inter_bytes = sum_over_ranks(
