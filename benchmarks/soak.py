@@ -54,7 +54,7 @@ class Soak:
 
     @property
     def train_steps(self) -> int:
-        return self.steps or max(30, 6 * self.kills)
+        return self.steps or max(30, 4 * self.kills)
 
 
 @dataclass(kw_only=True)
@@ -366,7 +366,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--ranks-per-node", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=0, help="six per kill when not given")
+    parser.add_argument("--steps", type=int, default=0, help="four per kill when not given")
     parser.add_argument("--timeout-seconds", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the account into this file")

@@ -157,7 +157,10 @@ def _report_failure(error: ChildFailedError, *, folder: Path) -> int:
     if messages:
         _say(messages[0].read_text(encoding="utf-8"))
         return EXIT_SETTING
-    rank, failure = error.get_first_failure()
+    # A rank that a signal has ended comes first: the others fail for want of it, at about the same time.
+    rank, failure = min(
+        error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp, item[0])
+    )
     _say(f"rank {rank} failed ({_ending(failure.exitcode)}); the other ranks have been stopped")
     return EXIT_FAILED
 
