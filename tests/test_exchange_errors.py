@@ -52,8 +52,8 @@ def sections(failure: str) -> dict[int, str]:
 
 
 NAMES = {
-    "sdp4bit": r"(quantized|full-precision|replica) (weight all-gather|gradient reduce-scatter) of \S+, "
-    r"(all-to-all )?(inside the node|between nodes)",
+    "sdp4bit": r"(quantized|full-precision|replica) (weight all-gather|gradient reduce-scatter) of [^\s,]+"
+    r"(, (all-to-all )?(inside the node|between nodes))?",
     "baseline": r"full-precision (weight all-gather|gradient reduce-scatter) of \S+",
 }
 
