@@ -9,14 +9,16 @@ between nodes. One line after `fully_shard`::
 from __future__ import annotations
 
 from sdp4bit import megatron
-from sdp4bit.config import PRESETS, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
+from sdp4bit.collectives.exchange_error import ExchangeError
+from sdp4bit.config import PRESETS, VERSION, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.integrations.fsdp import CommHandle, quantize_communication
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "PRESETS",
     "CommHandle",
+    "ExchangeError",
     "GradientConfig",
     "SDP4BitConfig",
     "TelemetryConfig",

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+VERSION = "0.1.0"
+"""Of the package; all ranks of a job run the same."""
+
 Rounding = Literal["nearest", "stochastic"]
 ReplicaPlacement = Literal["node", "full"]
 WeightMode = Literal["difference", "direct"]

@@ -14,12 +14,13 @@ from sdp4bit.collectives.exchange import (
     all_gather_rows,
     start_all_gather_rows,
 )
+from sdp4bit.collectives.exchange_error import PLACES
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.weight_messages import WeightMessages
 from sdp4bit.config import WeightConfig
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.telemetry import TrafficCounter
+from sdp4bit.telemetry import Level, TrafficCounter
 
 Span = tuple[int, int]
 """Start and end of a stretch of a row."""
@@ -45,14 +46,20 @@ class WeightReplica:
         bucket: int,
         traffic: TrafficCounter,
         scratch: Scratch,
+        name: str = "",
     ) -> None:
-        """Prepare; nothing is allocated or sent before the first refresh."""
+        """Prepare; nothing is allocated or sent before the first refresh.
+
+        Args:
+            name: of the parameter group, for errors.
+        """
         self._topology = topology
         self._config = config
         self._rank = rank
         self._messages = WeightMessages(config, seed=seed, bucket=bucket)
         self._traffic = traffic
         self._scratch = scratch
+        self._name = name or f"group {bucket}"
         self._pending: Callable[[], None] | None = None
         self.rows: Tensor | None = None
         """[nodes, n], or [nodes, ranks_per_node, n] for "full"; None before the first refresh."""
@@ -118,7 +125,9 @@ class WeightReplica:
                 mine[0].copy_(row)
             else:
                 stop = self._traffic.start_timer("inter", row.device)
-                transfer = start_all_gather_rows(mine, row, topology.inter).timed_by(stop)
+                transfer = start_all_gather_rows(
+                    mine, row, topology.inter, what=self._what("full-precision", "inter")
+                ).timed_by(stop)
                 self._traffic.count_bytes(row.nbytes, level="inter", peers=topology.nodes - 1)
         self._pending = partial(self._finish_full, transfer, row, mine)
 
@@ -128,7 +137,9 @@ class WeightReplica:
         if self.is_full and topology.intra is not None:
             assert self.rows is not None
             stop = self._traffic.start_timer("intra", row.device)
-            all_gather_blocks(self.rows, mine.contiguous(), topology.intra)
+            all_gather_blocks(
+                self.rows, mine.contiguous(), topology.intra, what=self._what("full-precision", "intra")
+            )
             stop()
             self._traffic.count_bytes(
                 row.nbytes * topology.nodes, level="intra", peers=topology.ranks_per_node - 1
@@ -176,7 +187,9 @@ class WeightReplica:
             messages[0].copy_(own)
         else:
             stop = self._traffic.start_timer("inter", device)
-            transfer = start_all_gather_rows(messages, own, topology.inter).timed_by(stop)
+            transfer = start_all_gather_rows(
+                messages, own, topology.inter, what=self._what("quantized", "inter")
+            ).timed_by(stop)
             self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
         self._pending = partial(self._finish_differences, transfer, messages, replica, layout, spans, slot)
 
@@ -212,7 +225,7 @@ class WeightReplica:
             "intra receive", topology.ranks_per_node * topology.nodes, layout.nbytes, device=messages.device
         ).view(topology.ranks_per_node, topology.nodes, layout.nbytes)
         stop = self._traffic.start_timer("intra", messages.device)
-        all_gather_rows(gathered, messages, topology.intra)
+        all_gather_rows(gathered, messages, topology.intra, what=self._what("quantized", "intra"))
         stop()
         self._traffic.count_messages(
             layout, level="intra", peers=topology.ranks_per_node - 1, copies=topology.nodes
@@ -234,6 +247,9 @@ class WeightReplica:
         assert self.rows is not None and not self.is_full and topology.intra is not None
         blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
         stop = self._traffic.start_timer("intra", output.device)
-        all_gather_blocks(blocks, self.rows, topology.intra)
+        all_gather_blocks(blocks, self.rows, topology.intra, what=self._what("replica", "intra"))
         stop()
         self._traffic.count_bytes(self.rows.nbytes, level="intra", peers=topology.ranks_per_node - 1)
+
+    def _what(self, kind: str, level: Level) -> str:
+        return f"{kind} weight all-gather of {self._name}, {PLACES[level]}"

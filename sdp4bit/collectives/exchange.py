@@ -6,13 +6,17 @@ ranks runs half duplex. Posting every receive before the first send lets both di
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from sdp4bit.collectives.exchange_error import exchange_error, naming
+from sdp4bit.collectives.work import DeferredWork
 
 # torch 2.13 renames these two; the old names warn there and are the only ones before.
 _all_gather_native: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -24,8 +28,25 @@ _reduce_scatter_native: Callable[..., Any] = getattr(
 class PendingExchange:
     """Transfers that have been started; the buffers stay in use until wait() returns."""
 
-    def __init__(self, works: list[Any]) -> None:
+    def __init__(
+        self,
+        works: list[Any],
+        *,
+        what: str = "exchange",
+        group: ProcessGroup | None = None,
+        peers: Sequence[int] | None = None,
+    ) -> None:
+        """Take over transfers.
+
+        Args:
+            what: is exchanged, for errors.
+            group: among whom.
+            peers: the rank of the group that each transfer comes from or goes to.
+        """
         self._works = works
+        self._what = what
+        self._group = group
+        self._peers = peers
         self._stop: Callable[[], None] | None = None
 
     def timed_by(self, stop: Callable[[], None]) -> PendingExchange:
@@ -34,11 +55,22 @@ class PendingExchange:
         return self
 
     def wait(self) -> None:
-        """All transfers have completed; on CUDA, the current stream waits for them."""
+        """All transfers have completed; on CUDA, the current stream waits for them.
+
+        Raises:
+            ExchangeError: a rank has ended, or has not answered within the timeout of the process group.
+        """
         works, self._works = self._works, []
-        for work in works:
+        start = time.monotonic()
+        for index, work in enumerate(works):
             if work is not None:
-                work.wait()
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    peers = None if self._peers is None else [self._peers[index]]
+                    raise exchange_error(
+                        error, what=self._what, group=self._group, start=start, peers=peers
+                    ) from error
         stop, self._stop = self._stop, None
         if stop is not None:
             stop()
@@ -48,29 +80,36 @@ def _is_pairwise(group: ProcessGroup) -> bool:
     return dist.get_backend(group) == dist.Backend.GLOO
 
 
-def start_all_to_all(received: Tensor, sent: Tensor, group: ProcessGroup, *, tag: int = 0) -> PendingExchange:
+def start_all_to_all(
+    received: Tensor, sent: Tensor, group: ProcessGroup, *, tag: int = 0, what: str = "all-to-all"
+) -> PendingExchange:
     """Row i of `sent` travels to rank i of the group, row i of `received` comes from it.
 
     Args:
         received, sent: [group size, row], contiguous rows, same dtype.
         tag: tells exchanges apart that are under way in the same group at once.
+        what: is exchanged, for errors.
     """
     if not _is_pairwise(group):
-        return PendingExchange([dist.all_to_all_single(received, sent, group=group, async_op=True)])
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        return PendingExchange([work], what=what, group=group)
     rank, size = group.rank(), group.size()
     peers = [(rank + i) % size for i in range(1, size)]
-    works = [dist.irecv(received[p], group=group, group_src=p, tag=tag) for p in peers]
-    works += [dist.isend(sent[p], group=group, group_dst=p, tag=tag) for p in peers]
+    with naming(what, group=group):
+        works = [dist.irecv(received[p], group=group, group_src=p, tag=tag) for p in peers]
+        works += [dist.isend(sent[p], group=group, group_dst=p, tag=tag) for p in peers]
     received[rank].copy_(sent[rank])
-    return PendingExchange(works)
+    return PendingExchange(works, what=what, group=group, peers=peers * 2)
 
 
-def all_gather_rows(received: Tensor, sent: Tensor, group: ProcessGroup) -> None:
+def all_gather_rows(received: Tensor, sent: Tensor, group: ProcessGroup, *, what: str = "all-gather") -> None:
     """Row i of `received` is what rank i of the group sent; see start_all_gather_rows."""
-    start_all_gather_rows(received, sent, group).wait()
+    start_all_gather_rows(received, sent, group, what=what).wait()
 
 
-def start_all_gather_rows(received: Tensor, sent: Tensor, group: ProcessGroup) -> PendingExchange:
+def start_all_gather_rows(
+    received: Tensor, sent: Tensor, group: ProcessGroup, *, what: str = "all-gather"
+) -> PendingExchange:
     """Row i of `received` comes from rank i of the group, which passes it as `sent`.
 
     Gathers that are under way in a group at once are told apart by their order, the same on all ranks.
@@ -78,51 +117,74 @@ def start_all_gather_rows(received: Tensor, sent: Tensor, group: ProcessGroup) -
     Args:
         received: [group size, ...]; every received[i] contiguous and of the shape of sent.
         sent: contiguous.
+        what: is gathered, for errors.
     """
     if not _is_pairwise(group):
         flat = received if received.is_contiguous() else torch.empty_like(received).contiguous()
-        _all_gather_native(flat.view(-1), sent.view(-1), group=group)
+        with naming(what, group=group):
+            _all_gather_native(flat.view(-1), sent.view(-1), group=group)
         if flat is not received:
             received.copy_(flat)
         return PendingExchange([])
     rank, size = group.rank(), group.size()
     peers = [(rank + i) % size for i in range(1, size)]
-    works = [dist.irecv(received[p], group=group, group_src=p) for p in peers]
-    works += [dist.isend(sent, group=group, group_dst=p) for p in peers]
+    with naming(what, group=group):
+        works = [dist.irecv(received[p], group=group, group_src=p) for p in peers]
+        works += [dist.isend(sent, group=group, group_dst=p) for p in peers]
     received[rank].copy_(sent)
-    return PendingExchange(works)
+    return PendingExchange(works, what=what, group=group, peers=peers * 2)
 
 
-def all_gather_blocks(received: Tensor, sent: Tensor, group: ProcessGroup) -> None:
+def all_gather_blocks(
+    received: Tensor, sent: Tensor, group: ProcessGroup, *, what: str = "all-gather"
+) -> None:
     """received[k, i] is sent[k] of rank i of the group.
 
     Args:
         received: [blocks, group size, n], contiguous.
         sent: [blocks, n], contiguous.
+        what: is gathered, for errors.
     """
     if not _is_pairwise(group):
         gathered = received.new_empty(group.size(), *sent.shape)
-        _all_gather_native(gathered.view(-1), sent.view(-1), group=group)
+        with naming(what, group=group):
+            _all_gather_native(gathered.view(-1), sent.view(-1), group=group)
         received.copy_(gathered.transpose(0, 1))
         return
     rank, size = group.rank(), group.size()
     peers = [(rank + i) % size for i in range(1, size)]
     blocks = range(sent.shape[0])
-    works = [dist.irecv(received[k, p], group=group, group_src=p, tag=k) for p in peers for k in blocks]
-    works += [dist.isend(sent[k], group=group, group_dst=p, tag=k) for p in peers for k in blocks]
+    with naming(what, group=group):
+        works = [dist.irecv(received[k, p], group=group, group_src=p, tag=k) for p in peers for k in blocks]
+        works += [dist.isend(sent[k], group=group, group_dst=p, tag=k) for p in peers for k in blocks]
     received[:, rank].copy_(sent)
-    PendingExchange(works).wait()
+    of_works = [p for p in peers for _ in blocks] * 2
+    PendingExchange(works, what=what, group=group, peers=of_works).wait()
 
 
-def all_gather_dense(received: Tensor, sent: Tensor, group: ProcessGroup, *, async_op: bool = False) -> Any:
+def all_gather_dense(
+    received: Tensor,
+    sent: Tensor,
+    group: ProcessGroup,
+    *,
+    async_op: bool = False,
+    what: str = "all-gather",
+) -> Any:
     """`received` [size * n] holds every rank's `sent` [n], by the communication library's own algorithm.
 
     Returns:
-        torch.distributed's work handle, or None if the call is synchronous.
+        A work handle, or None if the call is synchronous.
     """
-    return _all_gather_native(received, sent, group=group, async_op=async_op)
+    with naming(what, group=group):
+        work = _all_gather_native(received, sent, group=group, async_op=async_op)
+    if work is None or not _is_pairwise(group):
+        return work
+    return DeferredWork(PendingExchange([work], what=what, group=group).wait)
 
 
-def reduce_scatter_dense(received: Tensor, sent: Tensor, group: ProcessGroup, op: Any) -> None:
+def reduce_scatter_dense(
+    received: Tensor, sent: Tensor, group: ProcessGroup, op: Any, *, what: str = "reduce-scatter"
+) -> None:
     """`received` [n] holds this rank's row of the reduction of `sent` [size * n], reduced by the library."""
-    _reduce_scatter_native(received, sent, op=op, group=group)
+    with naming(what, group=group):
+        _reduce_scatter_native(received, sent, op=op, group=group)

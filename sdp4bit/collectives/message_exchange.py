@@ -26,8 +26,14 @@ class MessageExchange(Protocol):
         """
         ...
 
-    def start(self, received: Tensor, sent: Tensor, *, level: Level, index: int) -> PendingExchange:
-        """Row i of `sent` travels to rank i of the level, row i of `received` comes from it."""
+    def start(
+        self, received: Tensor, sent: Tensor, *, level: Level, index: int, what: str
+    ) -> PendingExchange:
+        """Row i of `sent` travels to rank i of the level, row i of `received` comes from it.
+
+        Args:
+            what: is exchanged, for errors.
+        """
         ...
 
 
@@ -44,8 +50,10 @@ class GroupExchange:
         count = topology.ranks_per_node if level == "intra" else topology.nodes
         return self._scratch.messages(f"{level} {use} {index}", count, nbytes, device=device)
 
-    def start(self, received: Tensor, sent: Tensor, *, level: Level, index: int) -> PendingExchange:
+    def start(
+        self, received: Tensor, sent: Tensor, *, level: Level, index: int, what: str
+    ) -> PendingExchange:
         """See MessageExchange."""
         group = self._topology.intra if level == "intra" else self._topology.inter
         assert group is not None
-        return start_all_to_all(received, sent, group, tag=index)
+        return start_all_to_all(received, sent, group, tag=index, what=what)

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
-def create_process_groups(rounds: Sequence[Sequence[Sequence[int]]]) -> list[ProcessGroup | None]:
+def create_process_groups(
+    rounds: Sequence[Sequence[Sequence[int]]], *, timeout: timedelta | None, description: str
+) -> list[ProcessGroup | None]:
     """Return, for each round, the new process group that this rank is a member of, or None.
 
     Collective over the whole job: every rank passes the same rounds. A rank creates one group per round,
@@ -26,12 +29,15 @@ def create_process_groups(rounds: Sequence[Sequence[Sequence[int]]]) -> list[Pro
 
     Args:
         rounds: disjoint groups, as ascending global ranks; at least one per round.
+        timeout: how long the groups wait for a rank; None for the default of the back end.
+        description: of the groups, for the communication library's own messages.
     """
     create = _create_own if _outsiders_may_stay_away() else _create_all
-    return [create(groups) for groups in rounds]
+    options = {"timeout": timeout, "group_desc": description}
+    return [create(groups, options) for groups in rounds]
 
 
-def _create_own(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
+def _create_own(groups: Sequence[Sequence[int]], options: dict[str, Any]) -> ProcessGroup | None:
     """Create this rank's group, under the name that it would have if each were created in turn."""
     me = dist.get_rank()
     own = next((index for index, ranks in enumerate(groups) if me in ranks), None)
@@ -40,17 +46,17 @@ def _create_own(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
     state.group_count = first + (own or 0)
     try:
         # Without a group of its own a rank asks as an outsider: NCCL splits a communicator with all ranks.
-        group = dist.new_group(list(groups[own or 0]))
+        group = dist.new_group(list(groups[own or 0]), **options)
     finally:
         state.group_count = first + len(groups)
     return group if own is not None else None
 
 
-def _create_all(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
+def _create_all(groups: Sequence[Sequence[int]], options: dict[str, Any]) -> ProcessGroup | None:
     """Create each group in turn."""
     mine = None
     for ranks in groups:
-        group = dist.new_group(list(ranks))
+        group = dist.new_group(list(ranks), **options)
         if dist.get_rank() in ranks:
             mine = group
     return mine

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.collectives.exchange import PendingExchange
+from sdp4bit.collectives.exchange_error import PLACES
 from sdp4bit.collectives.message_exchange import GroupExchange, MessageExchange, Use
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
@@ -90,6 +91,7 @@ class QuantizedReduceScatter:
         traffic: TrafficCounter,
         scratch: Scratch,
         exchange: MessageExchange | None = None,
+        name: str = "",
     ) -> None:
         """Prepare; nothing is sent.
 
@@ -98,6 +100,7 @@ class QuantizedReduceScatter:
             bucket: number of the parameter group, for the same reason.
             scratch: message buffers, shared by the reductions that follow each other.
             exchange: how messages travel; by default through the topology's process groups.
+            name: of the parameter group, for errors.
         """
         self._topology = topology
         self._hops = _hops(topology, config)
@@ -110,6 +113,7 @@ class QuantizedReduceScatter:
         self._bucket = bucket
         self._traffic = traffic
         self._exchange = exchange or GroupExchange(topology, scratch)
+        self._what = f"quantized gradient reduce-scatter of {name or f'group {bucket}'}"
 
     def __call__(
         self,
@@ -291,7 +295,13 @@ class QuantizedReduceScatter:
     ) -> tuple[Tensor, PendingExchange]:
         received = self._buffer(hop, "receive", index, layout, sent)
         stop = self._traffic.start_timer(hop.level, sent.device)
-        transfer = self._exchange.start(received, sent, level=hop.level, index=index).timed_by(stop)
+        transfer = self._exchange.start(
+            received,
+            sent,
+            level=hop.level,
+            index=index,
+            what=f"{self._what}, all-to-all {PLACES[hop.level]}",
+        ).timed_by(stop)
         self._traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
         return received, transfer
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from sdp4bit.collectives.exchange_error import job_timeout
 from sdp4bit.collectives.process_groups import create_process_groups
 
 TopologySpec = str | int | DeviceMesh
@@ -160,18 +161,28 @@ class Topology:
         return self.node * self.ranks_per_node + self.local_rank
 
 
-def create_topologies(layouts: Sequence[NodeLayout]) -> dict[tuple[int, ...], Topology]:
+def create_topologies(
+    layouts: Sequence[NodeLayout], *, purpose: str = "communication"
+) -> dict[tuple[int, ...], Topology]:
     """Return this rank's place in each layout it belongs to, by the layout's ranks, with new process groups.
 
     Collective over the whole job: every rank passes the same layouts in the same order. A rank creates the
-    groups that it is a member of, two per layout, whatever the size of the job.
+    groups that it is a member of, two per layout, whatever the size of the job. They wait for a rank as long
+    as the default group does.
+
+    Args:
+        purpose: of the groups, for the communication library's own messages.
     """
     me = dist.get_rank()
     batches = _disjoint_batches(layouts)
     intra = [[ranks for layout in batch for ranks in _intra_groups(layout)] for batch in batches]
     inter = [[ranks for layout in batch for ranks in _inter_groups(layout)] for batch in batches]
     rounds = [groups for level in zip(intra, inter, strict=True) for groups in level]
-    created = iter(create_process_groups([groups for groups in rounds if groups]))
+    created = iter(
+        create_process_groups(
+            [groups for groups in rounds if groups], timeout=job_timeout(), description=f"sdp4bit {purpose}"
+        )
+    )
     own = [next(created) if groups else None for groups in rounds]
     topologies = {}
     for number, batch in enumerate(batches):

@@ -48,7 +48,9 @@ class VirtualExchange:
         matrix = self._scratch.messages(name, size * size, nbytes, device=device).view(size, size, nbytes)
         return matrix[:, me] if use == "send" else matrix[me]
 
-    def start(self, received: Tensor, sent: Tensor, *, level: Level, index: int) -> PendingExchange:
+    def start(
+        self, received: Tensor, sent: Tensor, *, level: Level, index: int, what: str
+    ) -> PendingExchange:
         """The messages are where they belong already, once the peers have written theirs."""
         return PendingExchange([])
 

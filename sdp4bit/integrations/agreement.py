@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from sdp4bit.collectives.exchange_error import naming, ranks_in_words
 from sdp4bit.collectives.topology import (
     MeshRows,
     NodeLayout,
@@ -19,6 +21,7 @@ from sdp4bit.collectives.topology import (
     mesh_rows,
     node_labels,
 )
+from sdp4bit.config import VERSION
 
 Sent = TypeVar("Sent")
 
@@ -78,9 +81,16 @@ def agree(
         error: what is wrong on this rank; every rank then raises it.
 
     Raises:
-        ValueError: the same on every rank: an error on some rank, settings that differ, or a group whose
-            ranks do not fill its nodes evenly.
+        ValueError: the same on every rank: an error on some rank, settings or versions that differ, or a
+            group whose ranks do not fill its nodes evenly.
     """
+    # Before anything else: versions may not understand each other's proposals.
+    versions = [""] * dist.get_world_size()
+    with naming("agreement on versions"):
+        dist.all_gather_object(versions, f"sdp4bit {VERSION}, torch {torch.__version__}")
+    _raise_differences(
+        "versions", list(map(str, versions)), verb="run", way_out="install the same on all nodes"
+    )
     spec: str | int | MeshRows = ""
     try:
         spec = _sendable(topology)
@@ -102,7 +112,8 @@ def agree(
 
 def _gather(mine: Sent) -> list[Sent]:
     gathered = [mine] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
+    with naming("agreement on what to quantize"):
+        dist.all_gather_object(gathered, mine)
     return gathered
 
 
@@ -168,17 +179,19 @@ def _raise_errors(proposals: Sequence[Proposal]) -> None:
         if proposal.error is not None:
             failed.setdefault(proposal.error, []).append(rank)
     if failed:
-        lines = [f"{message} [{_ranks(ranks)}]" for message, ranks in failed.items()]
+        lines = [f"{message} [{ranks_in_words(ranks)}]" for message, ranks in failed.items()]
         raise ValueError("sdp4bit.quantize_communication: " + "; ".join(lines))
 
 
-def _raise_differences(what: str, values: Sequence[str]) -> None:
+def _raise_differences(
+    what: str, values: Sequence[str], *, verb: str = "ask for", way_out: str = "pass the same to all"
+) -> None:
     ranks_of: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks_of.setdefault(value, []).append(rank)
     if len(ranks_of) > 1:
-        table = "\n".join(f"  {_ranks(ranks)}: {value}" for value, ranks in ranks_of.items())
-        raise ValueError(f"the ranks ask for different {what}; pass the same to all:\n{table}")
+        table = "\n".join(f"  {ranks_in_words(ranks)}: {value}" for value, ranks in ranks_of.items())
+        raise ValueError(f"the ranks {verb} different {what}; {way_out}:\n{table}")
 
 
 def _raise_unlike_peers(proposals: Sequence[Proposal]) -> None:
@@ -219,8 +232,3 @@ def _arrange_all(summaries: Sequence[Summary]) -> dict[tuple[int, ...], NodeLayo
     labels = node_labels(spec, hosts=[summary.host for summary in summaries])
     members = {tuple(ranks) for ranks in {ranks for summary in summaries for ranks, _ in summary.groups}}
     return {ranks: arrange(ranks, labels) for ranks in sorted(members)}
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

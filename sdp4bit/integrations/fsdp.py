@@ -132,8 +132,8 @@ class CommHandle:
         self.config = config
         # Separate process groups: one communicator would run gathers and reductions one after the other.
         ordered = list(layouts.values())
-        weight_topologies = create_topologies(ordered) if config.weights else {}
-        gradient_topologies = create_topologies(ordered) if config.gradients else {}
+        weight_topologies = create_topologies(ordered, purpose="weights") if config.weights else {}
+        gradient_topologies = create_topologies(ordered, purpose="gradients") if config.gradients else {}
         self._topologies = [*weight_topologies.values(), *gradient_topologies.values()]
         weight_scratch, gradient_scratch = Scratch(), Scratch()
         comms = [
@@ -169,6 +169,7 @@ class CommHandle:
                 bucket=comm.index,
                 traffic=comm.weight_traffic,
                 scratch=scratch,
+                name=comm.group.name,
             )
 
     def _choose_gradients(
@@ -188,6 +189,7 @@ class CommHandle:
                 bucket=comm.index,
                 traffic=comm.gradient_traffic,
                 scratch=scratch,
+                name=comm.group.name,
             )
 
     def _install(self, comm: GroupComm) -> tuple[Any, Any, bool]:

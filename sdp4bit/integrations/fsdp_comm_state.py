@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sdp4bit.collectives.exchange_error import naming
 from sdp4bit.config import TelemetryConfig
 from sdp4bit.integrations.fsdp_edits import StateDictAliases
 from sdp4bit.integrations.fsdp_group_comm import GroupComm
@@ -208,7 +209,8 @@ class CommState:
             peer.load_unsettled = False
         fits = all(peer.loaded_row_fits() for peer in peers)
         verdict = torch.tensor([int(fits)], device=comm.group.device)
-        dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=comm.group.process_group)
+        with naming("agreement on loaded replicas", group=comm.group.process_group):
+            dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=comm.group.process_group)
         if not verdict.item():
             warnings.warn(
                 "sdp4bit: the loaded communication state was not saved with these weights, or not by each "

@@ -60,8 +60,9 @@ class AllGatherHook(_Allocate):
         replica = comm.replica
         if replica is None:
             comm.weight_traffic.count_ring(row_bytes)
+            what = f"full-precision weight all-gather of {comm.group.name}"
             stop = comm.weight_traffic.start_ring_timer(input_tensor.device)
-            work = all_gather_dense(output_tensor, input_tensor, group, async_op=async_op)
+            work = all_gather_dense(output_tensor, input_tensor, group, async_op=async_op, what=what)
             if work is None:
                 stop()
             return work
@@ -128,8 +129,9 @@ class ReduceScatterHook(_Allocate):
             comm.gradient_traffic.count_plain(output_tensor.nbytes)
             comm.gradient_traffic.count_ring(output_tensor.nbytes)
             comm.gradient_bits = None
+            what = f"full-precision gradient reduce-scatter of {comm.group.name}"
             stop = comm.gradient_traffic.start_ring_timer(input_tensor.device)
-            reduce_scatter_dense(output_tensor, input_tensor, group, op)
+            reduce_scatter_dense(output_tensor, input_tensor, group, op, what=what)
             stop()
             return
         multiplier = _multiplier(op, group.size(), comm.group.name)

@@ -62,6 +62,7 @@ class BucketWeights:
             "bucket": number,
             "traffic": traffic,
             "scratch": channel.scratch,
+            "name": bucket.name,
         }
         self.dirty = False
         """The main weights have moved since the last refresh."""
@@ -183,6 +184,7 @@ class BucketGradients:
         config: GradientConfig,
         number: int,
         traffic: TrafficCounter,
+        name: str,
     ) -> None:
         """Prepare; nothing is sent."""
         self.reductions = 0
@@ -196,6 +198,7 @@ class BucketGradients:
             bucket=number,
             traffic=traffic,
             scratch=channel.scratch,
+            name=name,
         )
         self._size = channel.topology.size
 

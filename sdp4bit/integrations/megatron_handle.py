@@ -103,6 +103,7 @@ class MegatronCommHandle:
                     config=self.config.gradients,
                     number=index,
                     traffic=comm.traffic,
+                    name=bucket.name,
                 )
 
     def _channels(self, layouts: Sequence[NodeLayout]) -> dict[tuple[int, ...], Channel]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from sdp4bit.collectives.exchange_error import job_timeout, naming
 from sdp4bit.pretrain.checkpoint_config import CheckpointConfig
 from sdp4bit.pretrain.checkpoint_files import CheckpointError
 from sdp4bit.pretrain.checkpoint_folder import MODEL, OPTIMIZER, Progress, RunRecord
@@ -19,7 +20,7 @@ from sdp4bit.pretrain.checkpoint_load import Checkpoint, open_checkpoint
 from sdp4bit.pretrain.checkpoint_save import BackgroundWork, write_checkpoint
 from sdp4bit.pretrain.checkpoint_state import COMMUNICATION, TrainingState
 from sdp4bit.pretrain.model_cards import ModelShape
-from sdp4bit.pretrain.ranks import Ranks, agree
+from sdp4bit.pretrain.ranks import Ranks, agree, gather_over_ranks
 from sdp4bit.pretrain.settings import SettingError
 
 T = TypeVar("T")
@@ -71,7 +72,9 @@ class Checkpointer:
         self._stager: DefaultStager | None = None
         if config.save is not None:
             # Of its own: the exchanges of a save in the background must not mix with those of training.
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(
+                backend="gloo", timeout=job_timeout(), group_desc="sdp4bit checkpoints"
+            )
             on_cuda = ranks.device.type == "cuda"
             self._stager = DefaultStager(
                 StagingOptions(
@@ -126,7 +129,8 @@ class Checkpointer:
         if self._pending is None:
             return
         done = torch.tensor(int(self._pending.is_done), device=self._ranks.device)
-        dist.all_reduce(done, op=dist.ReduceOp.MIN)
+        with naming("agreement on whether the checkpoint is written"):
+            dist.all_reduce(done, op=dist.ReduceOp.MIN)
         if done.item():
             self.wait()
 
@@ -136,9 +140,8 @@ class Checkpointer:
         if pending is None:
             return
         error = pending.join()
-        messages: list[str | None] = [None] * self._ranks.world_size
-        dist.all_gather_object(messages, None if error is None else str(error))
-        for message in messages:
+        own = None if error is None else str(error)
+        for message in gather_over_ranks(own, what="outcome of the checkpoint"):
             if message is not None:
                 raise CheckpointError(message) from error
 
@@ -154,7 +157,9 @@ class Checkpointer:
     def abandon(self) -> None:
         """A save that is going on has had a moment to end; for a rank that fails, perhaps alone."""
         if self._pending is not None:
-            self._pending.join(timeout=SECONDS_AFTER_A_FAILURE)
+            waits = job_timeout()
+            at_most = SECONDS_AFTER_A_FAILURE if waits is None else waits.total_seconds()
+            self._pending.join(timeout=min(SECONDS_AFTER_A_FAILURE, at_most))
 
     def load(self, folder: Path) -> Progress:
         """Return how far the loaded run had come; the run continues from there.
@@ -190,6 +195,7 @@ class Checkpointer:
             dataset=identity.dataset,
             seed=identity.seed,
             layout=identity.layout,
+            job=self._ranks.job,
             parts=(MODEL, OPTIMIZER, *self._state.own_names),
             progress=progress,
         )
@@ -258,9 +264,7 @@ class Checkpointer:
         missing = [name for name in names if not self._state.has_own(name, saved=checkpoint.saved)]
         _loadable(checkpoint, lambda: _refuse(missing))
         fitting = {name for name in names if self._state.fits_own(name, saved=checkpoint.saved)}
-        of_ranks: list[set[str]] = [set()] * size
-        dist.all_gather_object(of_ranks, fitting)
-        everywhere = set.intersection(*of_ranks)
+        everywhere = set.intersection(*gather_over_ranks(fitting, what="parts that can be loaded"))
         if left_out := [name for name in names if name not in everywhere]:
             self._warn(
                 f"{path} was saved with another layout of ranks: its {' and '.join(left_out)} state is not "

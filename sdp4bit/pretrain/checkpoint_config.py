@@ -21,7 +21,11 @@ class CheckpointConfig:
     keep_last: int | None = None
     """Checkpoints to keep: older ones are deleted after a new one is complete. All when not given."""
     load: Path | None = None
-    """Folder of checkpoints to resume from: its latest complete one, or one of its step folders."""
+    """Folder of checkpoints to resume from: its latest complete one, or one of its step folders. With the
+    folder of --save, a run begins if there is none yet."""
+    auto_resume: bool = False
+    """Resume from --save if it holds a checkpoint, else from --load if that is given: the same command line
+    begins a run, and goes on with it after an end of any kind."""
 
     def __post_init__(self) -> None:
         for name in ("save_interval", "keep_last"):
@@ -29,6 +33,10 @@ class CheckpointConfig:
         require(
             self.keep_last is None or self.save is not None,
             f"--keep-last {self.keep_last} has no effect without --save",
+        )
+        require(
+            self.save is not None or not self.auto_resume,
+            "--auto-resume has no effect without --save, the folder that it resumes from",
         )
 
     def is_due(self, step: int, *, is_last: bool = False) -> bool:

@@ -53,6 +53,8 @@ class Progress:
     """Optimizer steps done; also the position of the learning-rate schedule."""
     samples: int = 0
     """Training samples read; the position in the data."""
+    validation_due: bool = False
+    """Whether a validation belongs after this step that was left out, to leave early."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,8 @@ class RunRecord:
     seed: int | None = None
     layout: str | None = None
     """How the ranks shared the model and the data."""
+    job: str | None = None
+    """Names the job that saved it, restarts by torchrun included; None for a process alone."""
     parts: tuple[str, ...] = (MODEL,)
     """What is in it: the model, the optimizer, and what each rank has for itself, such as random state."""
     progress: Progress = field(default_factory=Progress)
@@ -176,6 +180,11 @@ def _complete(folder: Path) -> list[tuple[int, Path]]:
     """Return steps and folders that have the name of a complete checkpoint, the newest first."""
     found = [(match, path) for path in folder.iterdir() if (match := _COMPLETE.fullmatch(path.name))]
     return sorted(((int(match[1]), path) for match, path in found), key=lambda item: item[0], reverse=True)
+
+
+def holds_checkpoints(folder: Path) -> bool:
+    """Return whether a checkpoint has been published in the folder, damaged or not."""
+    return folder.is_dir() and bool(_complete(folder))
 
 
 def find_checkpoints(folder: Path) -> list[Path]:

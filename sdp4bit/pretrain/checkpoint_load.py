@@ -15,7 +15,7 @@ from sdp4bit.pretrain.checkpoint_files import Digest, damage, read_manifest
 from sdp4bit.pretrain.checkpoint_folder import RunRecord, find_checkpoints
 from sdp4bit.pretrain.checkpoint_state import Saved
 from sdp4bit.pretrain.checkpoint_storage import CheckpointReader, TensorLoadPlanner, failure_of
-from sdp4bit.pretrain.ranks import first_rank_decides
+from sdp4bit.pretrain.ranks import first_rank_decides, gather_over_ranks
 from sdp4bit.pretrain.settings import SettingError
 
 
@@ -103,6 +103,5 @@ def _manifest(path: Path) -> dict[str, Digest] | str:
 
 def _first_problem(problem: str | None) -> str | None:
     """Return the problem of the lowest rank that has one."""
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    problems = gather_over_ranks(problem, what="comparison of a checkpoint with its manifest")
     return next((found for found in problems if found is not None), None)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from sdp4bit.pretrain.checkpoint_files import CheckpointError, Digest
 from sdp4bit.pretrain.checkpoint_folder import RunRecord, partial_folder, prepare, publish, step_folder
 from sdp4bit.pretrain.checkpoint_storage import CheckpointWriter, TensorSavePlanner, failure_of
+from sdp4bit.pretrain.ranks import gather_over_ranks
 
 T = TypeVar("T")
 
@@ -85,8 +86,7 @@ def _together(work: Callable[[], T], *, group: dist.ProcessGroup) -> list[T]:
     except (Exception, CheckpointException) as error:  # the other ranks must not wait for this one
         cause = error
         failure = str(error if isinstance(error, CheckpointError) else failure_of(error))
-    outcomes: list[tuple[T | None, str | None]] = [(None, None)] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, (result, failure), group=group)
+    outcomes = gather_over_ranks((result, failure), what="outcome of writing a checkpoint", group=group)
     for _, message in outcomes:
         if message is not None:
             raise CheckpointError(message) from cause

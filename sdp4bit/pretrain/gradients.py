@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from sdp4bit.collectives.exchange_error import naming
 from sdp4bit.pretrain.parallelize import ShardedModel
 from sdp4bit.pretrain.tensor_parallel import local_part
 
@@ -50,8 +51,9 @@ class Gradients:
             dist.P2POp(operation, tensor, group=self._pipeline, group_peer=self._tied_peer)
             for operation, tensor in ((dist.isend, own.clone()), (dist.irecv, other))
         ]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
+        with naming("gradient of the tied embedding", group=self._pipeline):
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
         own.add_(other)
 
     def norm(self) -> Tensor:
@@ -66,7 +68,8 @@ class Gradients:
         own = torch.nn.utils.get_total_norm([_gradient(p) for p in self._counted if p.grad is not None])
         square = own.to(self._device).double().square()
         squares = [torch.empty_like(square) for _ in range(dist.get_world_size())]
-        dist.all_gather(squares, square)
+        with naming("gradient norm"):
+            dist.all_gather(squares, square)
         return squares
 
     def clip(self, norm: Tensor, *, largest: float, divisor: float = 1.0) -> None:

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Protocol, TypeVar
@@ -22,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from sdp4bit.collectives.exchange_error import ExchangeError
 from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.ranks import Ranks, join_ranks
 from sdp4bit.pretrain.settings import SettingError
@@ -53,7 +55,7 @@ def run_on_ranks(program: Program[C], *, config: C, parallel: ParallelConfig) ->
         SettingError: the number of processes does not fit the other settings; nothing has been started.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return _run_under_torchrun(program, config)
+        return _run_under_torchrun(program, config, parallel.timeout)
     processes = 1 if parallel.virtual_ranks else parallel.nproc_per_node or torch.cuda.device_count() or 1
     parallel.check_world(processes)
     # Failures are reported below, once; the launcher would add its own account in many lines.
@@ -78,7 +80,7 @@ def run_on_ranks(program: Program[C], *, config: C, parallel: ParallelConfig) ->
         )
         try:
             with _passing_on_signals():
-                launch(program, config, Path(folder))
+                launch(program, config, parallel.timeout, Path(folder))
         except ChildFailedError as error:
             return _report_failure(error, folder=Path(folder))
         except SignalException as error:
@@ -115,10 +117,13 @@ def _passing_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _run_under_torchrun(program: Program[C], config: C) -> int:
+def _run_under_torchrun(program: Program[C], config: C, timeout: timedelta) -> int:
     try:
-        with join_ranks() as ranks:
+        with join_ranks(timeout=timeout) as ranks:
             program(config, ranks=ranks)
+    except ExchangeError as error:
+        _say(str(error))
+        return EXIT_FAILED
     except SettingError as error:
         rank = int(os.environ["RANK"])
         if rank:
@@ -129,16 +134,19 @@ def _run_under_torchrun(program: Program[C], config: C) -> int:
     return 0
 
 
-def _run_started(program: Program[C], config: C, folder: Path) -> None:
+def _run_started(program: Program[C], config: C, timeout: timedelta, folder: Path) -> None:
     """Run one rank; a setting error is left in the folder, for the parent to report once."""
     try:
-        with join_ranks() as ranks:
+        with join_ranks(timeout=timeout) as ranks:
             program(config, ranks=ranks)
     except SettingError as error:
         working = folder / f".{os.getpid()}"
         working.write_text(str(error), encoding="utf-8")
         working.replace(folder / f"error-{int(os.environ['RANK']):05d}")
         sys.exit(EXIT_SETTING)
+    except ExchangeError as error:
+        _say(str(error))
+        sys.exit(EXIT_FAILED)
     except Exception:
         traceback.print_exc()
         sys.exit(EXIT_FAILED)
@@ -149,7 +157,10 @@ def _report_failure(error: ChildFailedError, *, folder: Path) -> int:
     if messages:
         _say(messages[0].read_text(encoding="utf-8"))
         return EXIT_SETTING
-    rank, failure = error.get_first_failure()
+    # A rank that a signal has ended comes first: the others fail for want of it, at about the same time.
+    rank, failure = min(
+        error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp, item[0])
+    )
     _say(f"rank {rank} failed ({_ending(failure.exitcode)}); the other ranks have been stopped")
     return EXIT_FAILED
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 from sdp4bit.pretrain.settings import SettingError, require, require_at_least
@@ -26,6 +27,9 @@ class ParallelConfig:
     """Ranks that share the matrices of every block; consecutive ranks."""
     pipeline_model_parallel_size: int = 1
     """Ranks that share the blocks, one after another; micro batches (--accumulation) keep them busy."""
+    distributed_timeout_minutes: float = 10.0
+    """Minutes that a rank waits for the others in an exchange before it gives up, with an error that names
+    the exchange; longer than the slowest thing that one rank does alone, such as tokenizing a text."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Blocks in one of several stages that each rank of a pipeline has, interleaved with those of the others;
     one stage per rank when not given."""
@@ -43,6 +47,10 @@ class ParallelConfig:
             "num_layers_per_virtual_pipeline_stage",
         ):
             require_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
+        require(
+            self.distributed_timeout_minutes > 0,
+            f"--distributed-timeout-minutes {self.distributed_timeout_minutes:g} must be positive",
+        )
         per_stage = self.num_layers_per_virtual_pipeline_stage
         require(
             per_stage is None or self.pipeline_model_parallel_size > 1,
@@ -73,6 +81,11 @@ class ParallelConfig:
     def data_parallel_size(self, world_size: int) -> int:
         """Return the ranks that read different data, virtual ones if there are any."""
         return self.virtual_ranks or world_size // self.model_parallel_size
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a rank waits for the others."""
+        return timedelta(minutes=self.distributed_timeout_minutes)
 
     @property
     def model_parallel_size(self) -> int:

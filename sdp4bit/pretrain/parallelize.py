@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import sdp4bit
+from sdp4bit.collectives.exchange_error import job_timeout
 from sdp4bit.pretrain.config import PretrainConfig
 from sdp4bit.pretrain.model import GPT, Block
 from sdp4bit.pretrain.ranks import Ranks
@@ -154,6 +156,12 @@ def lay_out(config: PretrainConfig, *, ranks: Ranks) -> RankLayout:
         (pipeline, ranks.world_size // (pipeline * tensor), tensor),
         mesh_dim_names=("pipeline", "data", "tensor"),
     )
+    timeout = job_timeout()
+    groups = [mesh[name].get_group() for name in ("pipeline", "data", "tensor")]
+    for group in groups:
+        # Groups of a mesh take the default of the back end otherwise, half an hour for gloo.
+        if timeout is not None and group != dist.group.WORLD:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
     return RankLayout(mesh=mesh, ranks=ranks)
 
 

@@ -29,7 +29,7 @@ from sdp4bit.plan.traffic import RankGrid, gradient_exchange, weight_refresh
 from sdp4bit.pretrain.metrics import format_bytes, write_atomically
 from sdp4bit.pretrain.planning import PROBE_FORMAT
 from sdp4bit.pretrain.probe_config import ProbeConfig
-from sdp4bit.pretrain.ranks import Ranks, agree
+from sdp4bit.pretrain.ranks import Ranks, agree, gather_over_ranks
 from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
@@ -66,8 +66,7 @@ def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
     Raises:
         SettingError: ranks that do not fill the nodes, or a file that cannot be written; on all ranks.
     """
-    hosts = [""] * ranks.world_size
-    dist.all_gather_object(hosts, host_name())
+    hosts = gather_over_ranks(host_name(), what="names of the hosts")
     topology = agree(lambda: _topology(config, hosts))
     per_rank = round(config.megabytes * 1e6)
     intra = _link(topology.intra, sent_bytes=per_rank, rounds=config.rounds, device=ranks.device)

@@ -6,12 +6,17 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
+from sdp4bit.collectives.exchange_error import naming
+from sdp4bit.pretrain.joining import join_store
 from sdp4bit.pretrain.settings import SettingError
 
 T = TypeVar("T")
@@ -26,6 +31,8 @@ class Ranks:
     local_rank: int
     local_world_size: int
     device: torch.device
+    job: str | None = None
+    """Names the job, the same after torchrun has restarted its processes; None for a process alone."""
 
     @property
     def is_first(self) -> bool:
@@ -34,8 +41,15 @@ class Ranks:
 
 
 @contextmanager
-def join_ranks() -> Iterator[Ranks]:
-    """The default process group exists inside the block: torchrun's ranks, or one process alone."""
+def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
+    """The default process group exists inside the block: torchrun's ranks, or one process alone.
+
+    Args:
+        timeout: how long a rank waits for the others in an exchange; torch's default when not given.
+
+    Raises:
+        ExchangeError: a rank is missing after the timeout.
+    """
     alone = "RANK" not in os.environ
     rank, world_size, local_rank, local_world_size = (
         (0, 1, 0, 1)
@@ -51,11 +65,17 @@ def join_ranks() -> Iterator[Ranks]:
         # sets OMP_NUM_THREADS by itself, so only a process alone takes it as somebody's wish.
         if not (alone and "OMP_NUM_THREADS" in os.environ):
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+    store, job = HashStore(), None
+    if not alone:
+        found, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        found.set_timeout(timeout)
+        store, job = join_store(found, rank=rank, world_size=world_size, timeout=timeout)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=HashStore() if alone else None,
+        store=store,
         rank=rank,
         world_size=world_size,
+        timeout=timeout,
     )
     try:
         yield Ranks(
@@ -64,6 +84,7 @@ def join_ranks() -> Iterator[Ranks]:
             local_rank=local_rank,
             local_world_size=local_world_size,
             device=device,
+            job=job,
         )
     finally:
         dist.destroy_process_group()
@@ -85,9 +106,7 @@ def agree(work: Callable[[], T]) -> T:
         cause = error
         is_setting = isinstance(error, SettingError)
         failure = (is_setting, str(error) if is_setting else f"{type(error).__name__}: {error}")
-    failures: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    for rank, other in enumerate(failures):
+    for rank, other in enumerate(gather_over_ranks(failure, what="agreement on errors")):
         if other is not None:
             is_setting, message = other
             raise (
@@ -100,13 +119,28 @@ def first_rank_decides(work: Callable[[], T]) -> T:
     """Return what `work` returned on rank 0, which alone runs it; its error is raised on all ranks."""
     result = agree(lambda: work() if dist.get_rank() == 0 else None)
     box: list[T | None] = [result]
-    dist.broadcast_object_list(box, src=0)
+    with naming("broadcast from rank 0"):
+        dist.broadcast_object_list(box, src=0)
     return box[0]  # type: ignore[return-value]
+
+
+def gather_over_ranks(value: T, *, what: str, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks, in their order.
+
+    Args:
+        what: is gathered, for the error of a rank that does not answer.
+        group: among whom; all when not given.
+    """
+    values = [value] * dist.get_world_size(group)
+    with naming(what, group=group):
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def sum_over_ranks(values: list[float], *, device: torch.device) -> list[float]:
     """Return the sums of each value over all ranks, added in double precision."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor)
+    with naming("sum over all ranks"):
+        dist.all_reduce(tensor)
     summed: list[float] = tensor.tolist()
     return summed

@@ -12,6 +12,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from sdp4bit.collectives.exchange_error import naming
 from sdp4bit.pretrain.training_config import TrainingConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -47,7 +48,8 @@ class StopRequests:
     def after_step(self, step: int) -> str | None:
         """Return why the run is to end after this step, or None; a collective of one number."""
         found = torch.tensor(self._find(step), device=self._device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        with naming(f"agreement on whether to leave after step {step}"):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
         code = int(found.item())
         if code == _INTERVAL:
             return f"--exit-interval {self._config.exit_interval}"

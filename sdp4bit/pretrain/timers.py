@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from sdp4bit.collectives.exchange_error import naming
+
 
 class Timers:
     """Sums the durations of named parts of a step.
@@ -48,7 +50,8 @@ class Timers:
             return {}
         mine = [1000 * seconds / max(1, self._steps) for seconds in self._seconds.values()]
         bounds = torch.tensor([[-value for value in mine], mine], dtype=torch.float64, device=self._device)
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        with naming("bounds of the timings"):
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
         least, most = (-bounds[0]).tolist(), bounds[1].tolist()
         names = list(self._seconds)
         self._seconds, self._steps = {}, 0

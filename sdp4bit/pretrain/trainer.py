@@ -7,7 +7,7 @@ import platform
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from rich.console import Console
@@ -15,6 +15,7 @@ from rich.console import Console
 import sdp4bit
 from sdp4bit.pretrain.checkpoint import Checkpointer, RunIdentity
 from sdp4bit.pretrain.checkpoint_folder import TOKENIZER, Progress
+from sdp4bit.pretrain.checkpoint_start import Start, choose_start
 from sdp4bit.pretrain.checkpoint_state import TrainingState
 from sdp4bit.pretrain.config import PretrainConfig
 from sdp4bit.pretrain.data import Batches, prepare_dataset
@@ -24,6 +25,7 @@ from sdp4bit.pretrain.model import GPT
 from sdp4bit.pretrain.optimizer import build_optimizer
 from sdp4bit.pretrain.parallelize import ShardedModel, build_model, lay_out
 from sdp4bit.pretrain.ranks import Ranks, agree
+from sdp4bit.pretrain.same_settings import check_same_settings
 from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.stopping import StopRequests
 from sdp4bit.pretrain.training_loop import TrainingDivergedError, TrainingLoop
@@ -103,6 +105,7 @@ def pretrain(
         CheckpointError: on all ranks, at the end of the step by which a checkpoint has failed to be saved.
         TrainingDivergedError: on all ranks, if the loss stops being finite, unless such runs are kept.
     """
+    check_same_settings(config)
     label = label or config.strategy_name
     config.check_layout(ranks.world_size)
     dataset = prepare_dataset(config.resolved_data, ranks=ranks)
@@ -148,10 +151,9 @@ def pretrain(
         ranks=ranks,
         attach=None if tokenizer is None else lambda folder: tokenizer.save(folder / TOKENIZER),
     )
-    progress = Progress()
-    if config.checkpoint.load is not None:
-        progress = checkpointer.load(config.checkpoint.load)
-    if progress.step >= config.training.steps:
+    start = choose_start(config.checkpoint, job=ranks.job)
+    progress = Progress() if start.folder is None else checkpointer.load(start.folder)
+    if progress.step >= config.training.steps and not start.continues:
         raise SettingError(
             f"the loaded checkpoint has done {progress.step} steps: set --train-iters to more than that"
         )
@@ -173,8 +175,10 @@ def pretrain(
         if writer is not None:
             stack.callback(writer.close)
             writer.say(describe_run(config, model=model, batches=batches))
-            for line in config.reference.explain():
+            for line in [*config.reference.explain(), *_describe_start(config, start, progress)]:
                 writer.say(line)
+        if progress.validation_due:
+            _log_validation(loop, result, writer)
         for metrics in _measured_steps(loop, result, keep_diverged=keep_diverged):
             if writer is not None:
                 writer.log_step(metrics)
@@ -185,12 +189,9 @@ def pretrain(
                 timings = loop.timers.summarize()
                 if writer is not None:
                     writer.log_timings(timings)
-            if is_last or (metrics.step % config.training.eval_interval == 0 and not result.stopped):
-                validation = loop.validate()
-                result.validation.append((validation.step, validation.loss))
-                if writer is not None:
-                    writer.log_validation(validation)
-                    _report_communication(loop, writer)
+            evaluates = is_last or metrics.step % config.training.eval_interval == 0
+            if evaluates and not result.stopped:
+                _log_validation(loop, result, writer)
             if is_last and batches.has_test:
                 test = loop.validate(test=True)
                 result.test_loss = test.loss
@@ -198,7 +199,8 @@ def pretrain(
                     writer.log_validation(test, event="test")
             checkpointer.poll()
             if config.checkpoint.is_due(metrics.step, is_last=is_last or bool(result.stopped)):
-                checkpointer.save(progress=loop.progress)
+                left_out = evaluates and bool(result.stopped)
+                checkpointer.save(progress=replace(loop.progress, validation_due=left_out))
             if result.stopped:
                 break
         checkpointer.close()
@@ -245,6 +247,26 @@ def describe_run(config: PretrainConfig, *, model: ShardedModel, batches: Batche
         f"{batches.global_batch_size} sequences of {config.sequence_length} tokens a step, "
         f"{training.weights} weights, {arithmetic} arithmetic"
     )
+
+
+def _log_validation(loop: TrainingLoop, result: TrainingResult, writer: MetricsWriter | None) -> None:
+    validation = loop.validate()
+    result.validation.append((validation.step, validation.loss))
+    if writer is not None:
+        writer.log_validation(validation)
+        _report_communication(loop, writer)
+
+
+def _describe_start(config: PretrainConfig, start: Start, progress: Progress) -> list[str]:
+    """Return a line about the checkpoint that the run goes on from, or about that there is none yet."""
+    if start.folder is not None:
+        line = f"goes on after step {progress.step} of {start.folder}"
+        is_done = progress.step >= config.training.steps
+        return [f"{line}: nothing is left to do" if is_done else line]
+    folder = config.checkpoint
+    if folder.auto_resume or folder.load is not None:
+        return [f"no checkpoint in {folder.save} yet: begins at step 1"]
+    return []
 
 
 def _open_writer(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from sdp4bit.collectives.exchange_error import ExchangeError, is_communication_failure
 from sdp4bit.pretrain.checkpoint_folder import Progress
 from sdp4bit.pretrain.config import PretrainConfig
 from sdp4bit.pretrain.data import Batches
@@ -19,13 +21,24 @@ from sdp4bit.pretrain.optimizer import learning_rate_at, set_learning_rate
 from sdp4bit.pretrain.parallelize import ShardedModel
 from sdp4bit.pretrain.ranks import Ranks, sum_over_ranks
 from sdp4bit.pretrain.timers import Timers
-from sdp4bit.pretrain.training_step import TrainingStep
+from sdp4bit.pretrain.training_step import Batch, TrainingStep
 from sdp4bit.pretrain.virtual_model import VirtualModel
 from sdp4bit.pretrain.virtual_step import VirtualTrainingStep
 
 
 class TrainingDivergedError(RuntimeError):
     """The loss is no longer a finite number."""
+
+
+@contextmanager
+def _naming_the_time(when: str) -> Iterator[None]:
+    """Inside the block, errors of the communication say when they happened."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_communication_failure(error):
+            raise
+        raise ExchangeError(f"{when}: {error}") from error
 
 
 @dataclass(kw_only=True)
@@ -64,9 +77,11 @@ class TrainingLoop:
 
         Raises:
             TrainingDivergedError: on all ranks, after the step whose loss was not finite.
+            ExchangeError: a rank has ended or hangs; with the step.
         """
         while self.progress.step < self.config.training.steps:
-            metrics = self._step()
+            with _naming_the_time(f"step {self.progress.step + 1}"):
+                metrics = self._step()
             yield metrics
             self._check_finite(metrics)
 
@@ -138,6 +153,10 @@ class TrainingLoop:
     def validate(self, *, test: bool = False) -> ValidationMetrics:
         """Return the mean loss over the validation or test batches of all ranks, and what it took to send."""
         batches = self.batches.test() if test else self.batches.validation()
+        with _naming_the_time(f"{'test' if test else 'validation'} after step {self.progress.step}"):
+            return self._validate(batches)
+
+    def _validate(self, batches: Iterator[Batch]) -> ValidationMetrics:
         loss_sum, tokens = self._step_of_model.validate(batches)
         sent = self._sent_since(self._communication.stats()["total"])
         total, count, intra_bytes, inter_bytes = sum_over_ranks(

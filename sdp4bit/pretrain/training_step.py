@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from sdp4bit.collectives.exchange_error import naming
 from sdp4bit.pretrain.config import PretrainConfig
 from sdp4bit.pretrain.gradients import Gradients
 from sdp4bit.pretrain.loss_scale import LossScale
@@ -77,7 +78,9 @@ class TrainingStep:
         """
         layout, batches = self._model.layout, list(batches)
         tokens = self._count(batches)
-        dist.all_reduce(tokens, group=layout.data.get_group())
+        data = layout.data.get_group()
+        with naming("sum of the number of tokens", group=data):
+            dist.all_reduce(tokens, group=data)
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
         # FSDP2 averages over the data ranks; the weight makes a sum of it. In fp64, as scale may be large.
         weight = (self._model.data_parallel_size * scale / tokens.clamp(min=1)).float()

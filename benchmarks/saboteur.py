@@ -1,0 +1,179 @@
+"""`python -m sdp4bit`, with faults: the process of one rank ends, or hangs, at a chosen moment.
+
+The soak starts this module instead of the package; the library itself knows nothing of it. The environment
+variable SOAK_FOLDER names a folder with
+
+    plan.json       a list of faults; the first without a mark is the one to come
+    fired-000       the mark of fault 0, made by the process that it hits (or by the soak)
+    rank-0          what rank 0 is doing, in one line of fixed length: process, restart, step, phase
+    resumed.jsonl   a line for each load, by rank 0: the step that `latest` named, and the one that was loaded
+    started.jsonl   a line for each start, by rank 0: when its first step was logged, and which it was
+
+A fault is {"signal", "rank", "phase", "call"}: at this call of the phase since the start, the rank sends the
+signal to itself. A fault whose phase is "random" is left to the soak, which sends it from outside.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FOLDER = "SOAK_FOLDER"
+LINE = 96
+PHASES = (
+    *("load", "forward", "backward", "exchange", "optimizer", "validation"),
+    *("checkpoint copy", "checkpoint write", "checkpoint publish", "log"),
+)
+
+
+def mark_of(folder: Path, number: int) -> Path:
+    return folder / f"fired-{number:03d}"
+
+
+def next_fault(folder: Path) -> tuple[int, dict[str, Any]] | None:
+    """Return the number of the fault to come, and the fault."""
+    for number, fault in enumerate(json.loads((folder / "plan.json").read_text())):
+        if not mark_of(folder, number).exists():
+            return number, fault
+    return None
+
+
+class Saboteur:
+    """Knows what this rank is doing, and ends it when its moment has come."""
+
+    def __init__(self, folder: Path, *, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._counts = dict.fromkeys(PHASES, 0)
+        self._stacks = threading.local()
+        self.step = 0
+        found = next_fault(folder)
+        self._number, self._fault = found if found else (-1, {})
+        path = folder / f"rank-{rank}"
+        path.write_bytes(b" " * LINE)
+        with path.open("r+b") as file:
+            self._line = mmap.mmap(file.fileno(), LINE)
+        self._show("start")
+
+    def watch(self, owner: Any, name: str, phase: str) -> None:
+        """Calls of the function belong to the phase."""
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self._in(phase):
+                return function(*args, **kwargs)
+
+        setattr(owner, name, watched)
+
+    def _in(self, phase: str) -> Any:
+        saboteur = self
+
+        class Phase:
+            def __enter__(self) -> None:
+                stack = saboteur._stack()
+                stack.append(phase)
+                saboteur._show(phase)
+                saboteur._counts[phase] += 1
+                saboteur._strike(phase)
+
+            def __exit__(self, *_: Any) -> None:
+                stack = saboteur._stack()
+                stack.pop()
+                saboteur._show(stack[-1] if stack else "between")
+
+        return Phase()
+
+    def _stack(self) -> list[str]:
+        if not hasattr(self._stacks, "phases"):
+            self._stacks.phases = []
+        stack: list[str] = self._stacks.phases
+        return stack
+
+    def _strike(self, phase: str) -> None:
+        fault = self._fault
+        if fault.get("phase") != phase or fault["rank"] != self._rank:
+            return
+        if self._counts[phase] < fault["call"]:
+            return
+        self._fault = {}
+        words = {"time": time.time(), "step": self.step, "phase": phase}
+        mark_of(self._folder, self._number).write_text(json.dumps(words))
+        os.kill(os.getpid(), signal.Signals[fault["signal"]])
+
+    def _show(self, phase: str) -> None:
+        # Also of the thread that writes checkpoints; what began last stands there.
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        text = f"{os.getpid()} {restart} {self.step} {phase}".ljust(LINE - 1) + "\n"
+        self._line[:] = text.encode()
+
+
+def instrument(saboteur: Saboteur, *, folder: Path, rank: int) -> None:
+    """Phases are known, and the saboteur strikes in them."""
+    import torch
+
+    from sdp4bit.collectives.exchange import PendingExchange
+    from sdp4bit.pretrain import checkpoint_save
+    from sdp4bit.pretrain.checkpoint import Checkpointer
+    from sdp4bit.pretrain.checkpoint_files import HashedFile
+    from sdp4bit.pretrain.metrics import MetricsWriter
+    from sdp4bit.pretrain.model import GPT
+    from sdp4bit.pretrain.training_loop import TrainingLoop
+
+    saboteur.watch(GPT, "forward", "forward")
+    saboteur.watch(torch.Tensor, "backward", "backward")
+    saboteur.watch(PendingExchange, "wait", "exchange")
+    saboteur.watch(torch.optim.AdamW, "step", "optimizer")
+    saboteur.watch(TrainingLoop, "validate", "validation")
+    saboteur.watch(Checkpointer, "save", "checkpoint copy")
+    saboteur.watch(HashedFile, "write", "checkpoint write")
+    saboteur.watch(checkpoint_save, "publish", "checkpoint publish")
+    saboteur.watch(MetricsWriter, "log_step", "log")
+    saboteur.watch(Checkpointer, "load", "load")
+    one_step, load, log = TrainingLoop._step, Checkpointer.load, MetricsWriter.log_step
+    logged: list[int] = []
+
+    def counted(loop: TrainingLoop) -> Any:
+        saboteur.step = loop.progress.step + 1
+        return one_step(loop)
+
+    def noted(checkpointer: Checkpointer, source: Path) -> Any:
+        latest = source / "latest"
+        named = int(latest.read_text().strip().removeprefix("step-")) if latest.is_file() else None
+        progress = load(checkpointer, source)
+        if rank == 0:
+            with (folder / "resumed.jsonl").open("a") as file:
+                file.write(json.dumps({"latest": named, "loaded": progress.step}) + "\n")
+        return progress
+
+    def first_noted(writer: MetricsWriter, metrics: Any) -> None:
+        log(writer, metrics)
+        if not logged:
+            with (folder / "started.jsonl").open("a") as file:
+                file.write(json.dumps({"time": time.time(), "step": metrics.step}) + "\n")
+        logged.append(metrics.step)
+
+    MetricsWriter.log_step = first_noted  # type: ignore[method-assign]
+    TrainingLoop._step = counted  # type: ignore[method-assign]
+    Checkpointer.load = noted  # type: ignore[method-assign]
+
+
+def main(run: Callable[[], int]) -> int:
+    folder, rank = Path(os.environ[FOLDER]), int(os.environ["RANK"])
+    instrument(Saboteur(folder, rank=rank), folder=folder, rank=rank)
+    return run()
+
+
+if __name__ == "__main__":
+    from sdp4bit.cli import main as run_command
+
+    sys.exit(main(run_command))

@@ -1,0 +1,388 @@
+"""A training run that is killed again and again, and ends with the losses of an undisturbed one, bit for bit.
+
+    python -m benchmarks.soak --kills 50 --seed 1 --json soak.json
+
+Trains a small model under torchrun, with checkpoints in the background every few steps. Ranks are killed
+from outside at random moments, and by themselves at chosen ones (see benchmarks/saboteur.py): most by
+SIGKILL, some by SIGTERM, which saves and leaves, so that the command is started again, and some by SIGSTOP,
+which only the timeout of the others notices. All starts have one command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.saboteur import FOLDER, PHASES, mark_of, next_fault
+
+# How many calls of a phase a start may make before the fault; an exchange is one of about 20 in a step.
+CALLS = {"exchange": 160, "checkpoint write": 60, "checkpoint copy": 2, "checkpoint publish": 2, "load": 1}
+CALLS["validation"] = 1
+STEPS_WITHOUT_FAULT = 12
+"""A fault whose moment does not come is sent from outside after so many steps."""
+SHUTDOWN = 30.0
+"""Seconds that torchrun gives a rank after SIGTERM; a stopped one does not answer."""
+START = 120.0
+"""Seconds that a start may take on a machine with other work."""
+FIRST_RANK_ONLY = ("checkpoint publish", "log")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Soak:
+    """What is run."""
+
+    kills: int = 50
+    ranks: int = 4
+    ranks_per_node: int = 2
+    steps: int = 0
+    save_interval: int = 4
+    timeout_seconds: float = 30.0
+    seed: int = 1
+
+    @property
+    def train_steps(self) -> int:
+        return self.steps or max(30, 4 * self.kills)
+
+
+@dataclass(kw_only=True)
+class Kill:
+    """A fault, and how the run came back from it."""
+
+    number: int
+    signal: str
+    rank: int
+    phase: str
+    from_outside: bool
+    step: int
+    """Training step that the rank was in; 0 before the first."""
+    at_seconds: float
+    """Since the start of the soak."""
+    ended_after_seconds: float | None = None
+    """Until all other ranks had ended."""
+    recovered_after_seconds: float | None = None
+    """Until the next step was logged."""
+    resumed_from_step: int | None = None
+    """0 if there was no checkpoint yet."""
+    pids: list[int] = field(default_factory=list)
+
+
+def plan(soak: Soak) -> list[dict[str, Any]]:
+    """Return the faults: signals in a fixed proportion, phases in turn, all else at random."""
+    chance = random.Random(soak.seed)
+    stops, terms = round(0.1 * soak.kills), round(0.12 * soak.kills)
+    signals = ["SIGSTOP"] * stops + ["SIGTERM"] * terms
+    signals += ["SIGKILL"] * (soak.kills - len(signals))
+    targets = [*PHASES, *["random"] * 7]
+    phases = [targets[index % len(targets)] for index in range(soak.kills)]
+    chance.shuffle(signals)
+    chance.shuffle(phases)
+    return [
+        {
+            "signal": name,
+            "rank": 0 if phase in FIRST_RANK_ONLY else chance.randrange(soak.ranks),
+            "phase": phase,
+            # From outside: after so many steps; 0 is during the start.
+            "call": chance.randint(1, CALLS.get(phase, 10)) if phase != "random" else chance.randrange(0, 9),
+            "delay": chance.random(),
+        }
+        for name, phase in zip(signals, phases, strict=True)
+    ]
+
+
+def command(soak: Soak, folder: Path, *, out: str, module: str, more: list[str]) -> list[str]:
+    """Return the command line, the same for every start."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1000"),
+        *("--nproc-per-node", str(soak.ranks), "-m", module, "pretrain", "--seed", str(soak.seed)),
+        *("--ranks-per-node", str(soak.ranks_per_node), "--num-layers", "2", "--hidden-size", "64"),
+        *("--num-attention-heads", "2", "--dropout", "0.1", "--seq-length", "32", "--micro-batch-size", "1"),
+        *("--train-iters", str(soak.train_steps), "--eval-interval", "7", "--eval-iters", "1"),
+        *("--lr", "5e-3", "--data-path", str(folder / "text.txt"), "--vocab-size", "512"),
+        *("--data-cache-path", str(folder / "cache"), "--no-tensorboard", "--out", str(folder / out)),
+        *("--distributed-timeout-minutes", f"{soak.timeout_seconds / 60:.4f}", *more),
+    ]
+
+
+class SoakError(RuntimeError):
+    """The run did not come back."""
+
+
+class Runner:
+    """Starts the run, disturbs it, and keeps account."""
+
+    def __init__(self, soak: Soak, folder: Path) -> None:
+        self.soak = soak
+        self.folder = folder
+        self.kills: list[Kill] = []
+        self.starts_of_command = 0
+        self._begin = time.time()
+        self._log = folder / "output.txt"
+        self._out = folder / "disturbed"
+        saving = ["--save", str(folder / "checkpoints"), "--save-interval", str(soak.save_interval)]
+        saving += ["--keep-last", "2", "--auto-resume"]
+        self._command = command(soak, folder, out="disturbed", module="benchmarks.saboteur", more=saving)
+        (folder / "plan.json").write_text(json.dumps(plan(soak)))
+        self._environment = {**os.environ, FOLDER: str(folder), "OMP_NUM_THREADS": "1"}
+        self._chance = random.Random(soak.seed + 1)
+
+    def run(self) -> None:
+        """The run has come to its end, and every fault has hit it before."""
+        while True:
+            self.starts_of_command += 1
+            with (
+                self._log.open("ab") as log,
+                subprocess.Popen(
+                    self._command, stdout=log, stderr=subprocess.STDOUT, env=self._environment
+                ) as process,
+            ):
+                try:
+                    self._disturb(process)
+                finally:
+                    if process.poll() is None:
+                        process.terminate()
+            if process.returncode != 0:
+                raise SoakError(f"torchrun ended with {process.returncode}: {self.tail()}")
+            if last_step(self._out) == self.soak.train_steps:
+                self._complete()
+                return
+
+    def tail(self) -> str:
+        return self._log.read_text(errors="replace")[-3000:]
+
+    def _disturb(self, process: subprocess.Popen[bytes]) -> None:
+        """Watch one start of the command until it ends; SoakError if it hangs."""
+        seen, changed = None, time.time()
+        while process.poll() is None:
+            time.sleep(0.02)
+            self._note_kills()
+            now = (last_step(self._out), [self._doing(rank) for rank in range(self.soak.ranks)])
+            if now != seen:
+                seen, changed = now, time.time()
+            if time.time() - changed > self.soak.timeout_seconds + SHUTDOWN + START:
+                raise SoakError(f"nothing moves: {now[1]}: {self.tail()}")
+            self._strike_from_outside(process)
+        self._note_kills()
+
+    def _strike_from_outside(self, process: subprocess.Popen[bytes]) -> None:
+        found = next_fault(self.folder)
+        started = started_at(self.folder)
+        last_kill = self._begin + self.kills[-1].at_seconds if self.kills else self._begin
+        doing = self._doing(0)
+        if found is None or doing is None:
+            return
+        number, fault = found
+        is_new = not self.kills or doing.pid not in self.kills[-1].pids
+        if not is_new:
+            return
+        if fault["phase"] == "random" and fault["call"] == 0:
+            # During the start, at any time of what it usually takes.
+            time.sleep(3 * fault["delay"])
+        else:
+            first = next((step for moment, step in started if moment > last_kill), None)
+            if first is None:
+                return
+            wanted = fault["call"] if fault["phase"] == "random" else STEPS_WITHOUT_FAULT
+            if last_step(self._out) < first + wanted - 1:
+                return
+            time.sleep(0.2 * fault["delay"])
+        rank = fault["rank"]
+        doing = self._doing(rank)
+        if doing is None or process.poll() is not None or not is_child(doing.pid, process.pid):
+            return
+        if mark_of(self.folder, number).exists():
+            return
+        words = {"time": time.time(), "step": doing.step, "phase": doing.phase, "from_outside": True}
+        mark_of(self.folder, number).write_text(json.dumps(words))
+        os.kill(doing.pid, signal.Signals[fault["signal"]])
+
+    def _note_kills(self) -> None:
+        """New marks are in the account, and ends and recoveries in that of the last one."""
+        faults = json.loads((self.folder / "plan.json").read_text())
+        while len(self.kills) < len(faults) and mark_of(self.folder, len(self.kills)).exists():
+            number = len(self.kills)
+            try:
+                mark = json.loads(mark_of(self.folder, number).read_text())
+            except ValueError:
+                return  # being written
+            fault = faults[number]
+            doing = [self._doing(rank) for rank in range(self.soak.ranks)]
+            kill = Kill(
+                number=number,
+                signal=fault["signal"],
+                rank=fault["rank"],
+                phase=mark["phase"],
+                from_outside=mark.get("from_outside", False),
+                step=mark["step"],
+                at_seconds=mark["time"] - self._begin,
+                pids=[each.pid for each in doing if each is not None],
+            )
+            self.kills.append(kill)
+            print(f"{kill.number + 1}/{len(faults)}: {kill.signal} rank {kill.rank}, {kill.phase}, ", end="")
+            print(f"step {kill.step}, after {kill.at_seconds:.0f} s", flush=True)
+        for kill in self.kills[-1:]:
+            others = [pid for rank, pid in enumerate(kill.pids) if rank != kill.rank]
+            if kill.ended_after_seconds is None and not any(map(is_running, others)):
+                kill.ended_after_seconds = time.time() - self._begin - kill.at_seconds
+
+    def _complete(self) -> None:
+        starts = started_at(self.folder)
+        for kill in self.kills:
+            moment = self._begin + kill.at_seconds
+            came_back = next(((t, step) for t, step in starts if t > moment), None)
+            if came_back is not None:
+                kill.recovered_after_seconds = came_back[0] - moment
+                kill.resumed_from_step = came_back[1] - 1
+
+    def _doing(self, rank: int) -> Doing | None:
+        try:
+            pid, restart, step, phase = (self.folder / f"rank-{rank}").read_text().split(maxsplit=3)
+        except (OSError, ValueError):
+            return None
+        return Doing(pid=int(pid), restart=int(restart), step=int(step), phase=phase.strip())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doing:
+    """What a rank is doing."""
+
+    pid: int
+    restart: int
+    step: int
+    phase: str
+
+
+def last_step(out: Path) -> int:
+    """Return the last training step of the log, 0 if there is none."""
+    try:
+        with (out / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue  # begun before the part that was read, or being written
+        if values["event"] == "train":
+            return int(values["step"])
+    return 0
+
+
+def started_at(folder: Path) -> list[tuple[float, int]]:
+    try:
+        lines = (folder / "started.jsonl").read_text().splitlines()
+        return [(line["time"], line["step"]) for line in map(json.loads, lines)]
+    except (OSError, ValueError):
+        return []
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def is_child(pid: int, parent: int) -> bool:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return int(fields[1]) == parent and fields[0] != "Z"
+
+
+def losses(out: Path) -> list[tuple[str, int, float]]:
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [(line["event"], line["step"], line["loss"]) for line in map(json.loads, lines)]
+
+
+def run_soak(soak: Soak, folder: Path) -> dict[str, Any]:
+    """Return the account of a soak; SoakError if the run hangs or does not come back.
+
+    1. The run, undisturbed, without checkpoints.
+    2. The run, with faults, until it has come to its end.
+    3. Every line of their logs is compared: event, step and the bits of the loss, in order.
+    """
+    begin = time.time()
+    (folder / "text.txt").write_text(Path(random.__file__).read_text() + Path(argparse.__file__).read_text())
+    undisturbed = command(soak, folder, out="undisturbed", module="sdp4bit", more=[])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(undisturbed, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode != 0:
+        raise SoakError(done.stderr[-3000:])
+    undisturbed_seconds = time.time() - begin
+    runner = Runner(soak, folder)
+    runner.run()
+    expected, found = losses(folder / "undisturbed"), losses(folder / "disturbed")
+    text = (folder / "resumed.jsonl").read_text() if (folder / "resumed.jsonl").exists() else ""
+    resumed = [json.loads(line) for line in text.splitlines()]
+    differing = (pair for pair in zip(expected, found, strict=False) if pair[0] != pair[1])
+    recoveries = [k.recovered_after_seconds for k in runner.kills if k.recovered_after_seconds is not None]
+    hangs = [k.ended_after_seconds for k in runner.kills if k.signal == "SIGSTOP" and k.ended_after_seconds]
+    ends = [k.ended_after_seconds for k in runner.kills if k.signal == "SIGKILL" and k.ended_after_seconds]
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    return {
+        "settings": {**asdict(soak), "steps": soak.train_steps},
+        "torch": str(torch.__version__),
+        "kills": len(runner.kills),
+        "signals": dict(Counter(kill.signal for kill in runner.kills)),
+        "phases": dict(Counter(kill.phase for kill in runner.kills)),
+        "from_outside": sum(kill.from_outside for kill in runner.kills),
+        "starts_of_the_command": runner.starts_of_command,
+        "lines": len(found),
+        "equal": found == expected,
+        "first_difference": next(differing, None),
+        "loads": len(resumed),
+        "every_load_took_the_latest": all(line["latest"] == line["loaded"] for line in resumed),
+        "left_in_the_folder": kept,
+        "longest_recovery_seconds": max(recoveries, default=None),
+        "others_ended_within_seconds": {
+            "SIGKILL": max(ends, default=None),
+            "SIGSTOP": max(hangs, default=None),
+        },
+        "undisturbed_seconds": undisturbed_seconds,
+        "seconds": time.time() - begin,
+        "each": [{k: v for k, v in asdict(kill).items() if k != "pids"} for kill in runner.kills],
+        "resumed_from": [line["loaded"] for line in resumed],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=0, help="four per kill when not given")
+    parser.add_argument("--timeout-seconds", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write the account into this file")
+    parser.add_argument("--folder", type=Path, help="keep logs and checkpoints here")
+    given = vars(parser.parse_args())
+    path, folder = given.pop("json"), given.pop("folder")
+    with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
+        folder = folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        account = run_soak(Soak(**given), folder)
+    text = json.dumps(account, indent=1) + "\n"
+    if path is not None:
+        path.write_text(text)
+    print(json.dumps({k: v for k, v in account.items() if k not in ("each", "resumed_from")}, indent=1))
+    return 0 if account["equal"] and account["every_load_took_the_latest"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
