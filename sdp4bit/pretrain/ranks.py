@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
@@ -65,7 +65,8 @@ def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
         # sets OMP_NUM_THREADS by itself, so only a process alone takes it as somebody's wish.
         if not (alone and "OMP_NUM_THREADS" in os.environ):
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
-    store, job = HashStore(), None
+    store: Store = HashStore()
+    job: str | None = None
     if not alone:
         found, rank, world_size = next(rendezvous("env://", timeout=timeout))
         found.set_timeout(timeout)
