@@ -9,15 +9,18 @@ between nodes. One line after `fully_shard`::
 from __future__ import annotations
 
 from sdp4bit import megatron
-from sdp4bit.config import PRESETS, GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.config import PRESETS, AuditConfig, GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.integrations.audit import ReplicaMismatchError
 from sdp4bit.integrations.fsdp import CommHandle, quantize_communication
 
 __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "AuditConfig",
     "CommHandle",
     "GradientConfig",
+    "ReplicaMismatchError",
     "SDP4BitConfig",
     "WeightConfig",
     "__version__",

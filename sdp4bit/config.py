@@ -12,6 +12,7 @@ from typing import Literal, get_args
 Rounding = Literal["nearest", "stochastic"]
 ReplicaPlacement = Literal["node", "full"]
 WeightMode = Literal["difference", "direct"]
+MismatchAction = Literal["error", "resync"]
 
 QUANTIZED_BITS = (4, 8)
 HADAMARD_BLOCK = 32
@@ -107,6 +108,21 @@ class GradientConfig:
         _check_at_least("gradients.min_numel", self.min_numel, 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig:
+    """How often the copies of a weight replica are compared, and what happens if they differ."""
+
+    interval: int = 100
+    """Optimizer steps from one audit to the next."""
+    on_mismatch: MismatchAction = "error"
+    """"error" raises ReplicaMismatchError on all ranks that share the group; "resync" warns, and refreshes
+    the group's replica in full precision at the next forward."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("audit.interval", self.interval, 1)
+        _check_choice("audit.on_mismatch", self.on_mismatch, get_args(MismatchAction))
+
+
 PRESETS = ("baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit")
 """Names of the paper's ablation (table 6), in its order."""
 
@@ -119,13 +135,21 @@ class SDP4BitConfig:
     gradients: GradientConfig | None = field(default_factory=GradientConfig)
     seed: int = 0
     """Seed of the rounding bits; the global random state is never touched."""
+    audit: AuditConfig | None = field(default_factory=AuditConfig)
+    """Comparison of weight replicas over the ranks that hold copies. On by default: copies that drifted apart
+    spoil a run without any other sign, and an audit costs one pass over the replica every 100 steps."""
 
     def __post_init__(self) -> None:
         _check_at_least("seed", self.seed, 0)
-        for name, kind in (("weights", WeightConfig), ("gradients", GradientConfig)):
+        for name, kind in (
+            ("weights", WeightConfig),
+            ("gradients", GradientConfig),
+            ("audit", AuditConfig),
+        ):
             part = getattr(self, name)
             if part is not None and not isinstance(part, kind):
-                raise ValueError(f"{name}={part!r} must be a {kind.__name__} or None")
+                article = "an" if kind.__name__.startswith("A") else "a"
+                raise ValueError(f"{name}={part!r} must be {article} {kind.__name__} or None")
 
     @classmethod
     def preset(cls, name: str) -> SDP4BitConfig:

@@ -41,7 +41,8 @@ TABLE_6 = {
 @pytest.mark.parametrize("name", TABLE_6)
 def test_preset_has_exactly_the_settings_of_table_6(name: str) -> None:
     weights, gradients = TABLE_6[name]
-    expected = {"weights": weights, "gradients": gradients, "seed": 0}
+    audit = {"interval": 100, "on_mismatch": "error"}
+    expected = {"weights": weights, "gradients": gradients, "seed": 0, "audit": audit}
     assert dataclasses.asdict(SDP4BitConfig.preset(name)) == expected
 
 

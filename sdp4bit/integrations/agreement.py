@@ -102,7 +102,7 @@ def _raise_errors(proposals: Sequence[Proposal]) -> None:
         if proposal.error is not None:
             failed.setdefault(proposal.error, []).append(rank)
     if failed:
-        lines = [f"{message} [{_ranks(ranks)}]" for message, ranks in failed.items()]
+        lines = [f"{message} [{name_ranks(ranks)}]" for message, ranks in failed.items()]
         raise ValueError("sdp4bit.quantize_communication: " + "; ".join(lines))
 
 
@@ -111,7 +111,7 @@ def _raise_differences(what: str, values: Sequence[str]) -> None:
     for rank, value in enumerate(values):
         ranks_of.setdefault(value, []).append(rank)
     if len(ranks_of) > 1:
-        table = "\n".join(f"  {_ranks(ranks)}: {value}" for value, ranks in ranks_of.items())
+        table = "\n".join(f"  {name_ranks(ranks)}: {value}" for value, ranks in ranks_of.items())
         raise ValueError(f"the ranks ask for different {what}; pass the same to all:\n{table}")
 
 
@@ -155,6 +155,7 @@ def _arrange_all(proposals: Sequence[Proposal]) -> dict[tuple[int, ...], NodeLay
     return {ranks: arrange(ranks, labels) for ranks in sorted(members)}
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return a text that names these ranks, the first eight of them."""
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -27,9 +27,10 @@ from sdp4bit.collectives.topology import (
     create_topologies,
     destroy_topology,
 )
-from sdp4bit.config import SDP4BitConfig
+from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.integrations.agreement import ShardedRows, agree
 from sdp4bit.integrations.explain import explain_groups
+from sdp4bit.integrations.fsdp_audit import audit_at_step_borders, audit_state
 from sdp4bit.integrations.fsdp_groups import (
     FSDPGroup,
     check_torch_version,
@@ -217,6 +218,8 @@ class CommHandle:
         for comm in comms:
             self._choose_weights(comm, weight_topologies, weight_scratch, skipped)
             self._choose_gradients(comm, gradient_topologies, gradient_scratch, skipped)
+        if config.audit is not None:
+            self._state.step_listeners.append(audit_at_step_borders(self._state, config.audit))
         self._previous = [self._install(comm) for comm in comms]
         self._hooks = [_watch_optimizers(self._state)]
         for group in groups:
@@ -283,6 +286,15 @@ class CommHandle:
         """
         self._state.reshard()
         self._state.request_resync()
+
+    def audit(self) -> bool:
+        """Return whether all copies of each replica are equal bit for bit; call it on all ranks, between steps.
+
+        Raises:
+            ReplicaMismatchError: on all ranks of the group, unless the configuration asks for a resync.
+        """
+        self._check_attached()
+        return audit_state(self._state, self.config.audit or AuditConfig())
 
     def explain(self) -> str:
         """Return a table: per FSDP group what is quantized, how, bytes of the last step, or why it is not."""

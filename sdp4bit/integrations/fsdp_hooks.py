@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -96,6 +96,8 @@ class CommState:
         """An optimizer has stepped and no parameter has been unsharded since."""
         self.reductions_since_step = 0
         self.aliases = StateDictAliases()
+        self.step_listeners: list[Callable[[], None]] = []
+        """Called once per step border on all ranks, before the first refresh of the new step."""
         self._places: dict[int, tuple[GroupComm, int]] = {}
         self._resharding_after = -1
         self._unsharded_since_check: set[int] = set()
@@ -156,14 +158,16 @@ class CommState:
         place = self._places.get(id(param))
         return place if place and place[0].group.segments[place[1]].sharded is param else None
 
-    def request_resync(self, *, keep_loaded: bool = False) -> None:
-        """All replicas are refreshed in full precision at their next unshard.
+    def request_resync(
+        self, *, keep_loaded: bool = False, only: Collection[GroupComm] | None = None
+    ) -> None:
+        """All replicas, or only these groups', are refreshed in full precision at their next unshard.
 
         Args:
             keep_loaded: rows from a checkpoint stay candidates, so that the order in which a model's and the
                 communication's state are loaded does not matter.
         """
-        for comm in self.groups:
+        for comm in self.groups if only is None else only:
             comm.resync_wanted = True
             if keep_loaded:
                 # Rows that were found to fit may not fit what has just been loaded.
@@ -181,6 +185,8 @@ class CommState:
             for each in self.groups:
                 each.weight_traffic.end_step()
                 each.gradient_traffic.end_step()
+            for listener in self.step_listeners:
+                listener()
         # The root's group comes first in a forward, unless it stayed unsharded after the last one.
         seen = self._unsharded_since_check
         if comm.index == 0 or comm.index in seen or not seen:
@@ -222,6 +228,7 @@ class CommState:
     def detach(self) -> None:
         """Nothing of the model is referred to any more; the step count stays."""
         self.groups, self._places, self.aliases = [], {}, StateDictAliases()
+        self.step_listeners.clear()
 
     # -- checkpoints ---------------------------------------------------------------------------------
 

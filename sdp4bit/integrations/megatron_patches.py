@@ -61,6 +61,15 @@ class Clock:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.listeners: list[Callable[[], None]] = []
+        """Called once per step on all ranks, before its new weights are sent."""
+
+    def advance(self, steps: int) -> None:
+        """At least so many steps have been done; listeners hear of a new one."""
+        if steps > self.steps:
+            self.steps = steps
+            for listener in self.listeners:
+                listener()
 
 
 class GroupPatch:
@@ -243,7 +252,7 @@ class OptimizerPatch:
         self.mark_changed()
         self._steps += 1
         # Several optimizers of one model step one after the other.
-        self._clock.steps = max(self._clock.steps, self._steps)
+        self._clock.advance(self._steps)
 
     def mark_changed(self) -> None:
         """The next parameter sync sends the differences of all buckets; a step has ended."""
