@@ -9,7 +9,14 @@ between nodes. One line after `fully_shard`::
 from __future__ import annotations
 
 from sdp4bit import megatron
-from sdp4bit.config import PRESETS, AuditConfig, GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.config import (
+    PRESETS,
+    AuditConfig,
+    GradientConfig,
+    SDP4BitConfig,
+    TelemetryConfig,
+    WeightConfig,
+)
 from sdp4bit.integrations.audit import ReplicaMismatchError
 from sdp4bit.integrations.fsdp import CommHandle, quantize_communication
 
@@ -22,6 +29,7 @@ __all__ = [
     "GradientConfig",
     "ReplicaMismatchError",
     "SDP4BitConfig",
+    "TelemetryConfig",
     "WeightConfig",
     "__version__",
     "megatron",

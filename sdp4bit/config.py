@@ -109,6 +109,20 @@ class GradientConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TelemetryConfig:
+    """How often, and on how many values, the cost of quantization is measured while training."""
+
+    interval: int = 10
+    """Optimizer steps from one measured step to the next; counted alike on all ranks."""
+    sample_numel: int = 4096
+    """Values per parameter group and rank that a measure looks at, rounded to whole quantization groups."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("telemetry.interval", self.interval, 1)
+        _check_at_least("telemetry.sample_numel", self.sample_numel, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AuditConfig:
     """How often the copies of a weight replica are compared, and what happens if they differ."""
 
@@ -135,17 +149,21 @@ class SDP4BitConfig:
     gradients: GradientConfig | None = field(default_factory=GradientConfig)
     seed: int = 0
     """Seed of the rounding bits; the global random state is never touched."""
+    telemetry: TelemetryConfig | None = field(default_factory=TelemetryConfig)
+    """What is measured while training; None measures nothing. Results of training do not depend on it."""
     audit: AuditConfig | None = field(default_factory=AuditConfig)
     """Comparison of weight replicas over the ranks that hold copies. On by default: copies that drifted apart
     spoil a run without any other sign, and an audit costs one pass over the replica every 100 steps."""
 
     def __post_init__(self) -> None:
         _check_at_least("seed", self.seed, 0)
-        for name, kind in (
-            ("weights", WeightConfig),
-            ("gradients", GradientConfig),
-            ("audit", AuditConfig),
-        ):
+        kinds = {
+            "weights": WeightConfig,
+            "gradients": GradientConfig,
+            "telemetry": TelemetryConfig,
+            "audit": AuditConfig,
+        }
+        for name, kind in kinds.items():
             part = getattr(self, name)
             if part is not None and not isinstance(part, kind):
                 article = "an" if kind.__name__.startswith("A") else "a"

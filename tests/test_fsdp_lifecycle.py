@@ -155,8 +155,11 @@ def check_reports() -> None:
         "last_step": nothing,
         "total": nothing,
         "compression_ratio": 1.0,
+        "sampled_step": None,
         "weight_drift": None,
+        "weight_error": None,
         "gradient_error": None,
+        "nonfinite_groups": 0,
     }
     header, rule, *lines, total = comm.explain().splitlines()
     names = [group.group.name for group in comm._state.groups]

@@ -104,10 +104,10 @@ def removed(overlap: bool) -> None:
 def resynced(overlap: bool) -> None:
     """resync() sends the main weights as they are; mark_step() what was changed in them by hand."""
     run = MegatronRun(QUANTIZED, topology=1, overlap=overlap).train(2)
-    drift = run.comm.stats()["weight_drift"]
+    drift = run.comm.measure()["weight_drift"]
     run.comm.resync()
     run.assert_replicas_identical()
-    assert 0 < run.comm.stats()["weight_drift"] < min(drift, 2**-8)  # bf16 rounds by at most 2**-9
+    assert 0 < run.comm.measure()["weight_drift"] < min(drift, 2**-8)  # bf16 rounds by at most 2**-9
     mains = [p for o in run.optimizer.chained_optimizers for g in o.shard_fp32_from_float16_groups for p in g]
     for main in mains:
         main.data.mul_(0.9)
@@ -119,7 +119,7 @@ def resynced(overlap: bool) -> None:
     for chunk in run.chunks:
         chunk.start_param_sync(force_sync=True)
     assert not all(map(torch.equal, before, run.weights()))
-    assert run.comm.stats()["weight_drift"] < 0.03
+    assert run.comm.measure()["weight_drift"] < 0.03
     run.train(1).finish()
 
 

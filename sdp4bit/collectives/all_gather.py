@@ -53,6 +53,10 @@ class WeightReplica:
         self._seed = seed
         self._rank = rank
         self._bucket = bucket
+        self.is_quantized = config.bits is not None
+        """Whether refreshes are quantized at all."""
+        self.group_size = config.group_size
+        """Values that share a scale."""
         self._traffic = traffic
         self._scratch = scratch
         self._pending: Callable[[], None] | None = None
@@ -63,6 +67,11 @@ class WeightReplica:
     def is_full(self) -> bool:
         """Whether this rank holds every row."""
         return self._config.replica == "full" or self._topology.ranks_per_node == 1
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether a quantized refresh adds to what is held, rather than replacing it."""
+        return self._config.mode == "difference"
 
     @property
     def own_row(self) -> Tensor:
@@ -149,7 +158,7 @@ class WeightReplica:
         topology, config, device = self._topology, self._config, row.device
         assert config.bits is not None
         layout = message_layout(numel=row.numel(), bits=config.bits, group_size=config.group_size)
-        difference = config.mode == "difference"
+        difference = self.sends_differences
         held = replica[topology.node, topology.local_rank] if self.is_full else replica[topology.node]
         k0, k1 = self._keys(call)
 
@@ -214,8 +223,34 @@ class WeightReplica:
             self._apply(gathered[local_rank], replica[:, local_rank], layout)
 
     def _apply(self, messages: Tensor, rows: Tensor, layout: MessageLayout) -> None:
-        difference = self._config.mode == "difference"
+        difference = self.sends_differences
         ops.dequantize_add(messages, rows, layout.bits, layout.group_size, difference)
+
+    def quantized_differences(self, row: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a quantized refresh has to send and what arrives of it, both in fp32; nothing is sent.
+
+        Args:
+            row: [n], a part of the main shard, of whole quantization groups: then nearest rounding gives
+                what the refresh of the whole row gives.
+            held: [n], what the replica holds there.
+        """
+        config, numel = self._config, row.numel()
+        assert config.bits is not None
+        layout = message_layout(numel=numel, bits=config.bits, group_size=config.group_size)
+        difference = self.sends_differences
+        message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=row.device)
+        received = torch.empty(1, numel, dtype=torch.float32, device=row.device)
+        ops.subtract_quantize(
+            row,
+            held if difference else None,
+            message[0],
+            config.bits,
+            config.group_size,
+            config.rounding == "stochastic",
+            *self._keys(0),
+        )
+        ops.dequantize_add(message, received, config.bits, config.group_size, False)
+        return row.float() - held.float() if difference else row.float(), received[0]
 
     def gather(self, output: Tensor) -> None:
         """`output` [size * n] holds the rows of all ranks, taken from the ranks of this node.

@@ -66,6 +66,15 @@ def _hops(topology: Topology, config: GradientConfig) -> list[_Hop]:
     return hops
 
 
+def count_nonfinite(messages: Tensor, layout: MessageLayout) -> Tensor:
+    """Return how many groups of these messages, uint8 [m, nbytes], are not finite; with 32 bits, values."""
+    if layout.bits == FULL_PRECISION:
+        numbers = messages[:, : layout.scales_offset].view(torch.float32)
+    else:
+        numbers = messages[:, layout.scales_offset : layout.payload_bytes].view(torch.bfloat16)
+    return numbers.isfinite().logical_not_().sum()
+
+
 class QuantizedReduceScatter:
     """Reduces rows over a group of nodes x ranks_per_node ranks and leaves each rank its own row.
 
@@ -102,7 +111,15 @@ class QuantizedReduceScatter:
         self._traffic = traffic
         self._scratch = scratch
 
-    def __call__(self, output: Tensor, input: Tensor, *, call: int, multiplier: float = 1.0) -> None:
+    def __call__(
+        self,
+        output: Tensor,
+        input: Tensor,
+        *,
+        call: int,
+        multiplier: float = 1.0,
+        nonfinite: Tensor | None = None,
+    ) -> None:
         """`output` holds this rank's row of the sum over all ranks, times the multiplier.
 
         Steps, for each of `pipeline_chunks` slices of a row:
@@ -116,6 +133,8 @@ class QuantizedReduceScatter:
             output: [n], fp32, bf16 or fp16.
             input: [size * n], row r for group rank r; not changed.
             call: number of this reduction of the bucket since the start, for the rounding bits.
+            nonfinite: a scalar on the device, to which the number of quantization groups is added that came
+                in with the last hop and are not finite; with 32 bits, the number of such values.
 
         Raises:
             ValueError: input is not size times as long as output.
@@ -132,7 +151,7 @@ class QuantizedReduceScatter:
         self._traffic.count_plain(numel * input.element_size())
         rows = input.view(topology.nodes, topology.ranks_per_node, numel)
         waiting = [
-            self._reduce_slice(index, span, output, rows, call, multiplier)
+            self._reduce_slice(index, span, output, rows, call, multiplier, nonfinite)
             for index, span in enumerate(self._slices(numel))
         ]
         under_way: list[Iterator[None]] = []
@@ -142,11 +161,11 @@ class QuantizedReduceScatter:
             # Newest first: each slice starts its next transfer before an older one is waited for.
             under_way = [reduction for reduction in under_way if next(reduction, _DONE) is not _DONE]
 
-    def quantization_error(self, values: Tensor) -> float:
-        """Return |Q(x) - x| / |x| when these values pass through the quantizers of all hops, unsummed.
+    def requantized(self, values: Tensor) -> Tensor:
+        """Return, in fp32, what these values are after passing the quantizers of all hops, unsummed.
 
         Args:
-            values: [n], a sample of a gradient. The result is not finite if they are not.
+            values: [n], a sample of a gradient, contiguous.
         """
         numel, first, *rest = values.numel(), *self._hops
         layout = first.layout(numel, parts=1)
@@ -165,18 +184,27 @@ class QuantizedReduceScatter:
         result = torch.empty(numel, dtype=torch.float32, device=values.device)
         factor = INVERSE_FACTOR if hadamard else 1.0
         ops.dequantize_reduce_hadamard(message, result, bits, size, hadamard, factor)
-        exact = values.float()
-        norm = float(exact.norm())
-        return float((result - exact).norm()) / norm if norm else 0.0
+        return result
+
+    @property
+    def group_unit(self) -> int:
+        """The shortest stretch of values that divides no quantization group of either level."""
+        return math.lcm(*(hop.group_size for hop in self._hops))
 
     def _slices(self, numel: int) -> list[slice]:
         """Cut a row so that no group of either level is divided; none for an empty row."""
-        unit = math.lcm(*(hop.group_size for hop in self._hops))
-        length = round_up(-(-numel // self._pipeline_chunks), unit)
+        length = round_up(-(-numel // self._pipeline_chunks), self.group_unit)
         return [slice(start, min(start + length, numel)) for start in range(0, numel, length or 1)]
 
     def _reduce_slice(
-        self, index: int, span: slice, output: Tensor, rows: Tensor, call: int, multiplier: float
+        self,
+        index: int,
+        span: slice,
+        output: Tensor,
+        rows: Tensor,
+        call: int,
+        multiplier: float,
+        nonfinite: Tensor | None,
     ) -> Iterator[None]:
         """Reduce rows[..., span] into output[span]; yields whenever a transfer is under way.
 
@@ -226,6 +254,8 @@ class QuantizedReduceScatter:
             yield
             transfer.wait()
 
+        if nonfinite is not None:
+            nonfinite += count_nonfinite(received, layout)
         factor = multiplier * INVERSE_FACTOR if self._hadamard else multiplier
         ops.dequantize_reduce_hadamard(
             received, output[span], layout.bits, layout.group_size, self._hadamard, factor

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
-from sdp4bit.integrations.fsdp_hooks import CommState, GroupComm
+from sdp4bit.integrations.fsdp_comm_state import CommState
+from sdp4bit.integrations.fsdp_group_comm import GroupComm
 from sdp4bit.telemetry import Traffic
 
 _HEADER = ("group", "values/rank", "ranks", "weights", "gradients", "intra B/step", "inter B/step")

@@ -6,8 +6,6 @@ else of it: parameters, gradients, optimizer states and state dicts stay what th
 
 from __future__ import annotations
 
-import fnmatch
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -31,20 +29,22 @@ from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.integrations.agreement import ShardedRows, agree
 from sdp4bit.integrations.explain import explain_groups
 from sdp4bit.integrations.fsdp_audit import audit_at_step_borders, audit_state
+from sdp4bit.integrations.fsdp_checks import check_group, describe_failure, match_skipped, warn_of_layout
+from sdp4bit.integrations.fsdp_comm_state import CommState
+from sdp4bit.integrations.fsdp_group_comm import GroupComm
 from sdp4bit.integrations.fsdp_groups import (
     FSDPGroup,
     check_torch_version,
     find_groups,
     named_fsdp_modules,
 )
-from sdp4bit.integrations.fsdp_hooks import AllGatherHook, CommState, GroupComm, ReduceScatterHook
-from sdp4bit.integrations.fsdp_state import gradient_error, load_state, save_state, weight_drift
+from sdp4bit.integrations.fsdp_hooks import AllGatherHook, ReduceScatterHook
+from sdp4bit.integrations.fsdp_state import load_state, save_state
+from sdp4bit.integrations.measures import total_measures
 from sdp4bit.telemetry import Traffic
 
 Skip = Collection[str] | Callable[[str], bool] | None
 """Names of FSDP modules to leave in full precision (shell-style patterns), or a function that says so."""
-
-_HOOK_NAMES = (AllGatherHook.__name__, ReduceScatterHook.__name__)
 
 
 def quantize_communication(
@@ -86,9 +86,9 @@ def quantize_communication(
         roots = [model] if isinstance(model, nn.Module) else list(model)
         groups = find_groups(roots)
         patterns = [] if skip is None or callable(skip) else sorted([skip] if isinstance(skip, str) else skip)
-        skipped, unmatched = _skipped(groups, skip if callable(skip) else patterns)
+        skipped, unmatched = match_skipped(groups, skip if callable(skip) else patterns)
         for group in groups:
-            _check_group(group, is_skipped=group.name in skipped)
+            check_group(group, is_skipped=group.name in skipped)
     except Exception as caught:  # whatever happens on one rank, the others must not wait for it
         failure, groups = caught, []
     rows = [
@@ -107,86 +107,12 @@ def quantize_communication(
             config=f"{config!r}, skip={'a function' if callable(skip) else patterns}",
             topology=topology,
             unmatched=unmatched,
-            error=None if failure is None else _describe(failure),
+            error=None if failure is None else describe_failure(failure),
         )
     except ValueError as refusal:
         raise refusal from failure
-    _warn(groups, layouts)
+    warn_of_layout(groups, layouts)
     return CommHandle(roots, groups=groups, layouts=layouts, config=config, skipped=skipped)
-
-
-def _describe(failure: Exception) -> str:
-    return str(failure) if isinstance(failure, ValueError) else f"{type(failure).__name__}: {failure}"
-
-
-def _skipped(
-    groups: Sequence[FSDPGroup], skip: Sequence[str] | Callable[[str], bool]
-) -> tuple[dict[str, str], list[str]]:
-    """Return the names of the groups to leave dense, with the reason, and the patterns that match none."""
-    names = [group.name for group in groups]
-    if callable(skip):
-        return {name: "skipped" for name in names if skip(name)}, []
-    matched = {pattern: fnmatch.filter(names, pattern) for pattern in skip}
-    reasons = {name: f"skipped by {pattern!r}" for pattern, found in matched.items() for name in found}
-    return reasons, [pattern for pattern, found in matched.items() if not found]
-
-
-def _check_group(group: FSDPGroup, *, is_skipped: bool) -> None:
-    """Raise ValueError if a group cannot be attached to."""
-    if any(name in _HOOK_NAMES for name in group.custom_comms):
-        raise ValueError(
-            f"{group.name} is attached already: call remove() on the first handle before attaching again"
-        )
-    if group.custom_comms:
-        raise ValueError(
-            f"{group.name} has custom communication ({', '.join(group.custom_comms)}), for example by "
-            "set_symm_mem_for_comm or set_custom_all_gather; sdp4bit cannot share it"
-        )
-    if group.reshards_to_smaller_mesh:
-        raise ValueError(
-            f"{group.name} uses an int reshard_after_forward, which gathers over a part of the ranks in "
-            'backward; use reshard_after_forward=True with WeightConfig(replica="node"), which keeps '
-            "gathers inside the node as well"
-        )
-    if is_skipped:
-        return
-    names = sorted(str(dtype) for dtype in group.param_dtypes)
-    if len(names) > 1:
-        raise ValueError(
-            f"{group.name} gathers parameters of several types ({', '.join(names)}); give them one "
-            f"(MixedPrecisionPolicy(param_dtype=...)), shard them as modules of their own, or pass "
-            f"skip=[{group.name!r}]"
-        )
-    if not all(dtype.is_floating_point for dtype in group.param_dtypes):
-        raise ValueError(
-            f"{group.name} holds {names[0]} parameters; only floating-point ones can be quantized, pass "
-            f"skip=[{group.name!r}]"
-        )
-    if group.extension_params:
-        raise ValueError(
-            f"{group.name}: {', '.join(group.extension_params[:3])} change what is gathered by a tensor "
-            f"subclass (fsdp_pre_all_gather); pass skip=[{group.name!r}]"
-        )
-
-
-def _warn(groups: Sequence[FSDPGroup], layouts: dict[tuple[int, ...], NodeLayout]) -> None:
-    if any(group.is_hybrid for group in groups):
-        warnings.warn(
-            "sdp4bit: with HSDP only the shard dimension is quantized; the all-reduce over replicas stays in "
-            "full precision. One shard dimension over all data-parallel ranks sends less",
-            stacklevel=3,
-        )
-    if all(layouts[group.ranks].size == 1 for group in groups):
-        warnings.warn(
-            "sdp4bit: every group is sharded over one rank, so nothing is sent and nothing is quantized",
-            stacklevel=3,
-        )
-    if any(group.reduce_dtype == torch.float16 for group in groups):
-        warnings.warn(
-            "sdp4bit: gradients are reduced in fp16 and may overflow before they are quantized; use "
-            "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
-            stacklevel=3,
-        )
 
 
 class CommHandle:
@@ -214,7 +140,7 @@ class CommHandle:
         comms = [
             GroupComm(group, index=index, layout=layouts[group.ranks]) for index, group in enumerate(groups)
         ]
-        self._state = CommState(comms)
+        self._state = CommState(comms, telemetry=config.telemetry)
         for comm in comms:
             self._choose_weights(comm, weight_topologies, weight_scratch, skipped)
             self._choose_gradients(comm, gradient_topologies, gradient_scratch, skipped)
@@ -301,14 +227,18 @@ class CommHandle:
         return explain_groups(self._state, self.config)
 
     def stats(self) -> dict[str, Any]:
-        """Return what this rank sent and what quantization cost; waits for the device.
+        """Return what this rank sent and what quantization cost; cheap, and waits for nothing.
 
         Returns:
             "steps": optimizer steps so far. "last_step", "total": bytes this rank sent inside its node
             ("intra_bytes") and to other nodes ("inter_bytes"), how much of both is padding, and the number of
             collectives. "compression_ratio": bytes of plain FSDP2 over bytes sent between nodes in the last
-            step. "weight_drift": |main - replica| / |main| over this rank's shards. "gradient_error":
-            relative error of quantizing a sample of the last gradients. Both None if they do not apply yet.
+            step. What quantization cost is measured every `TelemetryConfig.interval` steps, in samples of
+            this rank's shards; "sampled_step" is the step that the following are of, None before the first:
+            "weight_drift": |main - replica| / |main| once the step's differences have been sent;
+            "weight_error": relative error of quantizing these; "gradient_error": that of the gradients; None
+            where they do not apply. "nonfinite_groups": quantization groups of the gradients that reached
+            this rank with a NaN or an infinity.
         """
         state = self._state
         last = sum((state.last_traffic(comm) for comm in state.groups), Traffic())
@@ -317,9 +247,17 @@ class CommHandle:
             "last_step": last.as_dict(),
             "total": sum((comm.total_traffic for comm in state.groups), Traffic()).as_dict(),
             "compression_ratio": last.compression_ratio,
-            "weight_drift": weight_drift(state),
-            "gradient_error": gradient_error(state),
+            **state.sampled.totals(),
         }
+
+    def measure(self) -> dict[str, Any]:
+        """Return what quantization costs now, over whole shards; waits for the device. Call it on all ranks.
+
+        Returns:
+            "weight_drift", "weight_error": of the weights and replicas as they are. "gradient_error",
+            "nonfinite_groups": of the gradients that were sampled last. As in `stats()`.
+        """
+        return total_measures(self._state.measure())
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a bit-exact resume needs: replica rows as DTensors, counters as tensors."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from sdp4bit.config import AuditConfig
 from sdp4bit.integrations.audit import ReplicaCopy, audit_replicas
-from sdp4bit.integrations.fsdp_hooks import CommState
+from sdp4bit.integrations.fsdp_comm_state import CommState
 
 
 def audit_state(state: CommState, config: AuditConfig) -> bool:
@@ -43,13 +43,13 @@ def audit_state(state: CommState, config: AuditConfig) -> bool:
     return not wrong
 
 
-def audit_at_step_borders(state: CommState, config: AuditConfig) -> Callable[[], None]:
+def audit_at_step_borders(state: CommState, config: AuditConfig) -> Callable[[int], None]:
     """Return what audits every `interval` steps; it does not keep the model alive."""
     reference = weakref.ref(state)
 
-    def at_step_border() -> None:
+    def at_step_border(step: int) -> None:
         alive = reference()
-        if alive is not None and alive.steps % config.interval == 0:
+        if alive is not None and step % config.interval == 0:
             audit_state(alive, config)
 
     return at_step_border

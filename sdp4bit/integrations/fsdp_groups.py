@@ -215,6 +215,17 @@ class FSDPGroup:
         data = [param._sharded_param_data for param in self._group.fsdp_params]
         return torch.cat([d.to(device=self.device, dtype=dtype) for d in data])
 
+    def sample_main(self, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """Return these stretches of this rank's main shard, one behind the other, in fp32."""
+        pieces = []
+        for start, end in spans:
+            for segment in self.segments:
+                first, last = max(start, segment.start), min(end, segment.end)
+                if first < last:
+                    data = segment.param._sharded_param_data[first - segment.start : last - segment.start]
+                    pieces.append(data.to(device=self.device, dtype=torch.float32, non_blocking=True))
+        return torch.cat(pieces)
+
     def fingerprint(self) -> Tensor:
         """Return an int64 scalar that tells main shards apart: the sum of the bit patterns of this rank's."""
         shards = [cast(DTensor, segment.sharded).to_local().detach() for segment in self.segments]

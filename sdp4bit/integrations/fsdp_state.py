@@ -16,8 +16,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from sdp4bit.integrations.fsdp_hooks import CommState, GroupComm
-from sdp4bit.integrations.measures import relative_distance, sampled_error
+from sdp4bit.integrations.fsdp_comm_state import CommState
+from sdp4bit.integrations.fsdp_group_comm import GroupComm
 
 FORMAT_VERSION = 1
 _PARTS = ("layout", "groups", "replica", "fingerprints")
@@ -147,21 +147,3 @@ def _layout(state: CommState) -> dict[str, int]:
         "ranks_per_node": layout.ranks_per_node,
         "groups": len(state.groups),
     }
-
-
-def weight_drift(state: CommState) -> float | None:
-    """Return |main - replica| / |main| over this rank's shards; None before the first refresh."""
-    return relative_distance(
-        (comm.group.main_row(torch.float32), comm.replica.own_row)
-        for comm in state.groups
-        if comm.replica is not None and comm.replica.rows is not None
-    )
-
-
-def gradient_error(state: CommState) -> float | None:
-    """Return the relative error of quantizing samples of the last gradients; None before the first."""
-    return sampled_error(
-        (comm.reduce_scatter, comm.gradient_sample)
-        for comm in state.groups
-        if comm.reduce_scatter is not None and comm.gradient_sample is not None
-    )

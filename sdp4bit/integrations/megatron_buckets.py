@@ -112,6 +112,20 @@ class MegatronBucket:
             end = piece.end
         row[end:].zero_()
 
+    def sample_main(self, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """Return these stretches of this rank's main weights, one behind the other, in fp32."""
+        total = sum(end - start for start, end in spans)
+        sample = torch.zeros(total, dtype=torch.float32, device=self.weights.device)
+        at = 0
+        for start, end in spans:
+            for piece in self.pieces:
+                first, last = max(start, piece.start), min(end, piece.end)
+                if first < last:
+                    values = piece.main.detach()[first - piece.start : last - piece.start]
+                    sample[at + first - start : at + last - start].copy_(values, non_blocking=True)
+            at += end - start
+        return sample
+
 
 def find_buckets(chunks: Sequence[Any], optimizers: Sequence[Any]) -> list[MegatronBucket]:
     """Return the buckets of all model chunks, dense ones first, with the optimizers' shards of them.

@@ -15,11 +15,10 @@ from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import NodeLayout, Topology
 from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.integrations.measures import GradientSample, sample_gradient
 from sdp4bit.integrations.megatron_buckets import MegatronBucket
 from sdp4bit.quantization.random import BUCKET_BITS
 from sdp4bit.telemetry import TrafficCounter
-
-_SAMPLE_NUMEL = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +80,20 @@ class BucketWeights:
     def exact_numel(self) -> int:
         """Values per row that travel in full precision."""
         return self._exact_numel
+
+    @property
+    def replica(self) -> WeightReplica:
+        """What quantizes the differences; its rows are attached only while it refreshes."""
+        return self._quantized
+
+    @property
+    def own_exact_spans(self) -> Sequence[Span]:
+        """The stretches of this rank's row that travel in full precision."""
+        return self._exact_spans[self._topology.row] if self._exact_numel else []
+
+    def sample_main(self, spans: Sequence[Span]) -> Tensor:
+        """Return these stretches of this rank's main weights, one behind the other, in fp32."""
+        return self._bucket.sample_main(spans)
 
     @property
     def own_row(self) -> Tensor:
@@ -173,8 +186,8 @@ class BucketGradients:
     ) -> None:
         """Prepare; nothing is sent."""
         self.reductions = 0
-        self.sample: Tensor | None = None
-        """The first values of the last gradient on this rank."""
+        self.sample: GradientSample | None = None
+        """Of the last reduction in a step that is to be measured."""
         self.quantized = QuantizedReduceScatter(
             channel.topology,
             config=config,
@@ -186,16 +199,20 @@ class BucketGradients:
         )
         self._size = channel.topology.size
 
-    def reduce(self, output: Tensor, input: Tensor, op: Any) -> None:
-        """`output` [n] holds this rank's row of the reduction; it may be a part of `input` [ranks * n]."""
+    def reduce(self, output: Tensor, input: Tensor, op: Any, *, sample_numel: int | None = None) -> None:
+        """`output` [n] holds this rank's row of the reduction; it may be a part of `input` [ranks * n].
+
+        Args:
+            sample_numel: how many values to keep as a sample; None keeps the last one.
+        """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"Megatron asks for the reduction {op}, which cannot be quantized")
-        sample = input[:_SAMPLE_NUMEL]
-        if self.sample is None:
-            self.sample = torch.empty_like(sample)
-        self.sample.copy_(sample)
+        nonfinite = None
+        if sample_numel is not None and input.numel():
+            self.sample = sample_gradient(input, sample_numel=sample_numel, unit=self.quantized.group_unit)
+            nonfinite = self.sample.nonfinite
         multiplier = 1.0 / self._size if op == dist.ReduceOp.AVG else 1.0
-        self.quantized(output, input, call=self.reductions, multiplier=multiplier)
+        self.quantized(output, input, call=self.reductions, multiplier=multiplier, nonfinite=nonfinite)
         self.reductions += 1
 
 

@@ -13,7 +13,7 @@ from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.integrations.audit import ReplicaCopy, audit_replicas
 from sdp4bit.integrations.explain import Row, describe_gradients, describe_ranks, describe_weights, render
-from sdp4bit.integrations.measures import relative_distance, sampled_error
+from sdp4bit.integrations.measures import SQUARES, SampledMeasures, total_measures
 from sdp4bit.integrations.megatron_buckets import REPLICATED_DTYPES, MegatronBucket, replicated_spans
 from sdp4bit.integrations.megatron_comm import (
     BucketComm,
@@ -22,6 +22,7 @@ from sdp4bit.integrations.megatron_comm import (
     Channel,
     weight_number,
 )
+from sdp4bit.integrations.megatron_measures import bucket_squares
 from sdp4bit.integrations.megatron_patches import Clock, GroupPatch, OptimizerPatch
 from sdp4bit.integrations.megatron_tensor_parallel import TensorParallelCopies
 from sdp4bit.telemetry import Traffic
@@ -49,7 +50,9 @@ class MegatronCommHandle:
     ) -> None:
         self.config = config
         self.topology = topology
-        self._clock = Clock()
+        sampled = SampledMeasures(config.telemetry, [bucket.name for bucket in buckets])
+        self._clock = Clock(sampled, optimizers=len(optimizers))
+        self._clock.step_listeners.append(self._sample)
         self._copies = TensorParallelCopies(chunks, buckets)
         self._topologies: list[Any] = []
         self._comms = [
@@ -74,7 +77,7 @@ class MegatronCommHandle:
             patch.install(self)
         self._copies.install(gradients_quantized=config.gradients is not None)
         if config.audit is not None:
-            self._clock.listeners.append(self._audit_if_due)
+            self._clock.step_listeners.append(self._audit_if_due)
 
     def _choose(self, layouts: Sequence[NodeLayout]) -> None:
         """Give every bucket what quantizes its weights and its gradients, or the reason why nothing does."""
@@ -156,8 +159,8 @@ class MegatronCommHandle:
             group.finish_pending()
         self._refresh_all()
 
-    def _audit_if_due(self) -> None:
-        if self.config.audit is not None and self._clock.steps % self.config.audit.interval == 0:
+    def _audit_if_due(self, step: int) -> None:
+        if self.config.audit is not None and step % self.config.audit.interval == 0:
             self.audit()
 
     @torch.inference_mode(False)
@@ -212,15 +215,15 @@ class MegatronCommHandle:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Return what this rank sent and what quantization cost; waits for the device.
+        """Return what this rank sent and what quantization cost; cheap, and waits for nothing.
 
         Returns:
             "steps": optimizer steps so far. "last_step", "total": bytes this rank sent inside its node
             ("intra_bytes") and to other nodes ("inter_bytes"), how much of both is padding, and the number of
             collectives; a step ends when the optimizer has updated the main weights. "compression_ratio":
-            bytes of plain Megatron-Core over bytes sent between nodes in the last step. "weight_drift":
-            |main - replica| / |main| over this rank's shards. "gradient_error": relative error of quantizing
-            a sample of the last gradients. Both None if they do not apply yet. Expert buckets do not count.
+            bytes of plain Megatron-Core over bytes sent between nodes in the last step. The others as on
+            FSDP2: "sampled_step", "weight_drift", "weight_error", "gradient_error" and "nonfinite_groups",
+            of samples. Expert buckets do not count.
         """
         last = sum((comm.traffic.last_step for comm in self._comms), Traffic())
         return {
@@ -228,15 +231,33 @@ class MegatronCommHandle:
             "last_step": last.as_dict(),
             "total": sum((comm.traffic.total for comm in self._comms), Traffic()).as_dict(),
             "compression_ratio": last.compression_ratio,
-            "weight_drift": relative_distance(
-                (c.weights.main_row(), c.weights.own_row) for c in self._comms if c.weights is not None
-            ),
-            "gradient_error": sampled_error(
-                (c.gradients.quantized, c.gradients.sample)
-                for c in self._comms
-                if c.gradients is not None and c.gradients.sample is not None
-            ),
+            **self._clock.sampled.totals(),
         }
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def measure(self) -> dict[str, Any]:
+        """Return what quantization costs now, over whole shards; waits for the device.
+
+        Returns:
+            "weight_drift", "weight_error": of the weights and replicas as they are. "gradient_error",
+            "nonfinite_groups": of the gradients that were sampled last. As in `stats()`.
+        """
+        rows = [bucket_squares(comm, sample_numel=None) for comm in self._comms]
+        squares = torch.stack(rows) if rows else torch.empty(0, SQUARES)
+        return total_measures(self._clock.sampled.with_last_gradients(squares))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _sample(self, step: int) -> None:
+        sampled = self._clock.sampled
+        if sampled.is_due(step):
+            rows = [bucket_squares(comm, sample_numel=sampled.sample_numel) for comm in self._comms]
+            sampled.publish(torch.stack(rows), step=step)
+        for comm in self._comms:
+            if comm.gradients is not None:
+                # A bucket without a gradient in the next measured step is not to report this one again.
+                comm.gradients.sample = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a bit-exact resume needs beside Megatron's parameters and optimizer state.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sdp4bit.collectives.work import CompletedWork, JointWork, SideStream
 from sdp4bit.config import GradientConfig
+from sdp4bit.integrations.measures import SampledMeasures
 from sdp4bit.integrations.megatron_comm import BucketComm
 from sdp4bit.integrations.megatron_guards import GROUP_METHODS, MARK, OPTIMIZER_METHODS
 
@@ -57,19 +58,24 @@ def _collective(target: Any, method: str, stand_in: Callable[..., Any]) -> Itera
 
 
 class Clock:
-    """Counts optimizer steps of one attached model."""
+    """Counts optimizer steps of one attached model, and tells when one is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, sampled: SampledMeasures, *, optimizers: int) -> None:
         self.steps = 0
-        self.listeners: list[Callable[[], None]] = []
-        """Called once per step on all ranks, before its new weights are sent."""
+        self.sampled = sampled
+        self.step_listeners: list[Callable[[int], None]] = []
+        """Called once per step, with its number, after all optimizers' steps and before any is sent."""
+        self._optimizers = optimizers
+        self._stepped = 0
 
-    def advance(self, steps: int) -> None:
-        """At least so many steps have been done; listeners hear of a new one."""
+    def count(self, steps: int) -> None:
+        """One of the optimizers, which step one after the other, has done this many steps."""
         if steps > self.steps:
-            self.steps = steps
-            for listener in self.listeners:
-                listener()
+            self.steps, self._stepped = steps, 0
+        self._stepped += 1
+        if self._stepped == self._optimizers:
+            for listener in self.step_listeners:
+                listener(self.steps)
 
 
 class GroupPatch:
@@ -123,7 +129,9 @@ class GroupPatch:
         with _collective(self.group, "start_grad_sync", reduce_scatter) as stock:
             self._replacement.stock["start_grad_sync"](force_all_reduce=force_all_reduce)
         if wanted:
-            work = self._gradient_stream.run(lambda: _reduce(wanted))
+            sampled, step = self._clock.sampled, self._clock.steps + 1
+            sample_numel = sampled.sample_numel if sampled.is_due(step) else None
+            work = self._gradient_stream.run(lambda: _reduce(wanted, sample_numel))
             self.group.grad_reduce_handle = _after(self.group.grad_reduce_handle, work)
 
     def start_param_sync(self, force_sync: bool = False) -> None:
@@ -176,10 +184,10 @@ def _after(stock: Any, work: CompletedWork) -> JointWork | None:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _reduce(wanted: Sequence[tuple[BucketComm, Tensor, Tensor, Any]]) -> None:
+def _reduce(wanted: Sequence[tuple[BucketComm, Tensor, Tensor, Any]], sample_numel: int | None) -> None:
     for comm, output, input, op in wanted:
         assert comm.gradients is not None
-        comm.gradients.reduce(output, input, op)
+        comm.gradients.reduce(output, input, op, sample_numel=sample_numel)
 
 
 @torch.inference_mode(False)
@@ -251,8 +259,7 @@ class OptimizerPatch:
             optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups = groups
         self.mark_changed()
         self._steps += 1
-        # Several optimizers of one model step one after the other.
-        self._clock.advance(self._steps)
+        self._clock.count(self._steps)
 
     def mark_changed(self) -> None:
         """The next parameter sync sends the differences of all buckets; a step has ended."""

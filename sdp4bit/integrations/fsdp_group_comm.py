@@ -1,0 +1,68 @@
+"""Communication of one FSDP2 parameter group: what quantizes it, and what it has done so far."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sdp4bit.collectives.all_gather import Span, WeightReplica
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
+from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.integrations.fsdp_groups import FSDPGroup, Version
+from sdp4bit.integrations.measures import GradientSample
+from sdp4bit.telemetry import Traffic, TrafficCounter
+
+
+class GroupComm:
+    """Communication of one FSDP2 parameter group: settings, replica, counters."""
+
+    def __init__(self, group: FSDPGroup, *, index: int, layout: NodeLayout) -> None:
+        self.group = group
+        self.index = index
+        self.layout = layout
+        self.replica: WeightReplica | None = None
+        self.weights_dense_because = ""
+        self.reduce_scatter: QuantizedReduceScatter | None = None
+        self.gradients_dense_because = ""
+        self.weight_traffic = TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
+        self.gradient_traffic = TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
+        self.changed: set[int] = set()
+        """Segments that an optimizer may have changed since the last refresh."""
+        self.versions: list[Version] = []
+        """Version of every segment when it was last known to be in `changed` or in the replica."""
+        self.resync_wanted = True
+        """The next refresh is in full precision; so is the first."""
+        self.loaded_row: Tensor | None = None
+        """What a checkpoint says the devices held of this rank's shard, until the next refresh."""
+        self.loaded_fingerprint: Tensor | None = None
+        """The fingerprint, in each of its elements, of the main shard that the loaded row belongs to."""
+        self.load_unsettled = False
+        """A checkpoint was loaded and the ranks have not yet agreed whether to use its rows."""
+        self.refreshes = 0
+        self.reductions = 0
+        self.gradient_sample: GradientSample | None = None
+        """Of the last reduction in a step that is to be measured."""
+
+    @property
+    def total_traffic(self) -> Traffic:
+        """What the group has sent so far."""
+        return self.weight_traffic.total + self.gradient_traffic.total
+
+    def loaded_row_fits(self) -> bool:
+        """Whether a row was loaded and this rank saved it when its main shard was bit for bit what it is."""
+        if self.loaded_row is None or self.loaded_fingerprint is None:
+            return False
+        return bool((self.loaded_fingerprint == self.group.fingerprint()).all())
+
+    def changed_spans(self) -> list[Span] | None:
+        """Return the stretches of the row that may have changed; None if that is all of it."""
+        segments = self.group.segments
+        if len(self.changed) == len(segments):
+            return None
+        spans: list[Span] = []
+        for index in sorted(self.changed):
+            start, end = segments[index].start, segments[index].end
+            if spans and spans[-1][1] == start:
+                spans[-1] = (spans[-1][0], end)
+            else:
+                spans.append((start, end))
+        return spans
