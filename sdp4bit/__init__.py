@@ -11,6 +11,7 @@ from __future__ import annotations
 from sdp4bit import megatron
 from sdp4bit.config import (
     PRESETS,
+    AlertConfig,
     AuditConfig,
     GradientConfig,
     SDP4BitConfig,
@@ -19,11 +20,14 @@ from sdp4bit.config import (
 )
 from sdp4bit.integrations.audit import ReplicaMismatchError
 from sdp4bit.integrations.fsdp import CommHandle, quantize_communication
+from sdp4bit.integrations.ladder import Alert
 
 __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "Alert",
+    "AlertConfig",
     "AuditConfig",
     "CommHandle",
     "GradientConfig",

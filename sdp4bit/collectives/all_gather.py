@@ -53,10 +53,6 @@ class WeightReplica:
         self._seed = seed
         self._rank = rank
         self._bucket = bucket
-        self.is_quantized = config.bits is not None
-        """Whether refreshes are quantized at all."""
-        self.group_size = config.group_size
-        """Values that share a scale."""
         self._traffic = traffic
         self._scratch = scratch
         self._pending: Callable[[], None] | None = None
@@ -64,9 +60,36 @@ class WeightReplica:
         """[nodes, n], or [nodes, ranks_per_node, n] for "full"; None before the first refresh."""
 
     @property
+    def config(self) -> WeightConfig:
+        """The settings of the next refresh."""
+        return self._config
+
+    def configure(self, config: WeightConfig) -> None:
+        """The next refreshes are done with these settings; all ranks change them between the same two.
+
+        Raises:
+            ValueError: the rows would have to be held by other ranks.
+        """
+        if config.replica != self._config.replica:
+            raise ValueError(f"the replica is {self._config.replica!r} and cannot become {config.replica!r}")
+        if config != self._config:
+            self.settle()
+            self._config = config
+
+    @property
     def is_full(self) -> bool:
         """Whether this rank holds every row."""
         return self._config.replica == "full" or self._topology.ranks_per_node == 1
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of a value in a quantized refresh; None if all refreshes are in full precision."""
+        return self._config.bits
+
+    @property
+    def group_size(self) -> int:
+        """Values that share a scale."""
+        return self._config.group_size
 
     @property
     def sends_differences(self) -> bool:

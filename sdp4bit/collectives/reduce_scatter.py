@@ -101,15 +101,20 @@ class QuantizedReduceScatter:
             scratch: message buffers, shared by the reductions that follow each other.
         """
         self._topology = topology
-        self._hops = _hops(topology, config)
-        self._pipeline_chunks = config.pipeline_chunks
-        # Without a quantizer the transform would only add rounding errors.
-        self._hadamard = config.hadamard and any(hop.bits != FULL_PRECISION for hop in self._hops)
+        self.configure(config)
         self._seed = seed
         self._rank = rank
         self._bucket = bucket
         self._traffic = traffic
         self._scratch = scratch
+
+    def configure(self, config: GradientConfig) -> None:
+        """The next reductions are done with these settings; all ranks change them between the same two."""
+        self.config = config
+        self._hops = _hops(self._topology, config)
+        self._pipeline_chunks = config.pipeline_chunks
+        # Without a quantizer the transform would only add rounding errors.
+        self._hadamard = config.hadamard and any(hop.bits != FULL_PRECISION for hop in self._hops)
 
     def __call__(
         self,

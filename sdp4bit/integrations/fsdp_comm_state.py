@@ -144,6 +144,10 @@ class CommState:
             self._measure()
             for listener in self.step_listeners:
                 listener(self.steps)
+            if self.sampled.is_due(self.steps):
+                for each in self.groups:
+                    # A group without a gradient in the next measured step is not to report this one again.
+                    each.gradient_sample = None
 
     def _measure(self) -> None:
         if not self.sampled.is_due(self.steps):
@@ -152,9 +156,6 @@ class CommState:
         with torch.no_grad(), torch.inference_mode(False):
             rows = [group_squares(comm, sample_numel=self.sampled.sample_numel) for comm in self.groups]
             self.sampled.publish(torch.stack(rows), step=self.steps)
-        for comm in self.groups:
-            # A group without a gradient in the next measured step is not to report this one again.
-            comm.gradient_sample = None
 
     def measure(self) -> Tensor:
         """Return the squares [groups, 7] of now: weights over whole shards, gradients as last sampled."""

@@ -34,7 +34,7 @@ def group_squares(comm: GroupComm, *, sample_numel: int | None) -> Tensor:
             replica,
             comm.group.sample_main(spans),
             held=sample_of(replica.own_row, spans),
-            exact=comm.resync_wanted or not replica.is_quantized,
+            exact=comm.resync_wanted or replica.bits is None,
             refreshed=sample_numel is not None,
         )
         weights *= numel / sum(end - start for start, end in spans)

@@ -30,7 +30,7 @@ def bucket_squares(comm: BucketComm, *, sample_numel: int | None) -> Tensor:
             spans = sample_spans(numel, sample_numel=sample_numel, unit=replica.group_size)
         main, held = _main_and_held(comm.weights, spans)
         weights = weight_squares(
-            replica, main, held=held, exact=not replica.is_quantized, refreshed=sample_numel is not None
+            replica, main, held=held, exact=replica.bits is None, refreshed=sample_numel is not None
         )
         weights *= numel / main.numel()
     return squares_row(
