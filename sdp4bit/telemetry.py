@@ -1,14 +1,20 @@
-"""What was sent: bytes per level, padding, and what full precision would have sent instead."""
+"""What was sent: bytes per level, what full precision would have sent instead, and the time it took."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
+
+import torch
 
 from sdp4bit.quantization.layout import MessageLayout
 
 Level = Literal["intra", "inter"]
 """Inside a node, or between nodes."""
+
+_MOST_PENDING = 256
 
 
 @dataclass
@@ -28,6 +34,10 @@ class Traffic:
     plain_inter_bytes: float = 0.0
     """What plain FSDP2 would have sent at the same calls (fp32 gradients or as reduced, bf16 weights)."""
     collectives: int = 0
+    intra_seconds: float = 0.0
+    inter_seconds: float = 0.0
+    """From the start of each transfer to the end of the wait for it, summed: transfers overlap each other and
+    computation. The library's own collectives over several nodes count as inter."""
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -43,6 +53,18 @@ class Traffic:
             return plain / sent
         return float("inf") if plain else 1.0
 
+    @property
+    def exchange_seconds(self) -> float:
+        """Seconds of both levels."""
+        return self.intra_seconds + self.inter_seconds
+
+    def add_seconds(self, level: Level, seconds: float) -> None:
+        """A transfer of this level has taken so long."""
+        if level == "intra":
+            self.intra_seconds += seconds
+        else:
+            self.inter_seconds += seconds
+
     def as_dict(self) -> dict[str, int]:
         """Return the sent bytes, rounded to whole ones, by name."""
         return {
@@ -53,6 +75,30 @@ class Traffic:
         }
 
 
+class _EventTimes:
+    """Transfers of one step on a GPU whose times are not known yet."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self._pending: list[tuple[Level, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def add(self, level: Level, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """The transfer lies between these events."""
+        self._pending.append((level, start, end))
+        if len(self._pending) > _MOST_PENDING:
+            self.collect()
+
+    def collect(self) -> None:
+        """The times of what the device has done are in the step's traffic; nobody waits for the rest."""
+        still: list[tuple[Level, torch.cuda.Event, torch.cuda.Event]] = []
+        for level, start, end in self._pending:
+            if end.query():
+                self._traffic.add_seconds(level, start.elapsed_time(end) / 1000)
+            else:
+                still.append((level, start, end))
+        self._pending = still
+
+
 class TrafficCounter:
     """Counts what one rank of nodes x ranks_per_node sends, in total and from optimizer step to step."""
 
@@ -60,8 +106,8 @@ class TrafficCounter:
         self._nodes = nodes
         self._ranks_per_node = ranks_per_node
         self._total = Traffic()
-        self._current = Traffic()
-        self.last_step = Traffic()
+        self._current, self._last = Traffic(), Traffic()
+        self._current_events, self._last_events = _EventTimes(self._current), _EventTimes(self._last)
 
     @property
     def total(self) -> Traffic:
@@ -71,12 +117,44 @@ class TrafficCounter:
     @property
     def current_step(self) -> Traffic:
         """What was sent since the last optimizer step."""
+        self._current_events.collect()
         return self._current
+
+    @property
+    def last_step(self) -> Traffic:
+        """What was sent between the last two optimizer steps."""
+        self._last_events.collect()
+        return self._last
 
     def end_step(self) -> None:
         """The unfinished step becomes the last step."""
         self._total = self._total + self._current
-        self.last_step, self._current = self._current, Traffic()
+        self._last, self._current = self._current, Traffic()
+        self._last_events, self._current_events = self._current_events, _EventTimes(self._current)
+
+    def start_timer(self, level: Level, device: torch.device) -> Callable[[], None]:
+        """Return what is to be called when a transfer that starts now has been waited for.
+
+        On a GPU events on the current streams bound it, which are read when they have passed.
+        """
+        if device.type == "cuda":
+            begin, end, events = _recorded_event(), torch.cuda.Event(enable_timing=True), self._current_events
+
+            def stop_device() -> None:
+                end.record()
+                events.add(level, begin, end)
+
+            return stop_device
+        started, traffic = time.perf_counter(), self._current
+
+        def stop_host() -> None:
+            traffic.add_seconds(level, time.perf_counter() - started)
+
+        return stop_host
+
+    def start_ring_timer(self, device: torch.device) -> Callable[[], None]:
+        """Return what is to be called after a collective that the communication library performs."""
+        return self.start_timer("intra" if self._nodes == 1 else "inter", device)
 
     def count_messages(self, layout: MessageLayout, *, level: Level, peers: int, copies: int = 1) -> None:
         """`copies` messages of this layout have gone to each of `peers` ranks of the level."""
@@ -109,3 +187,9 @@ class TrafficCounter:
         if self._nodes == 1:
             return float(sent), 0.0
         return sent * (self._ranks_per_node - 1) / self._ranks_per_node, sent / self._ranks_per_node
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

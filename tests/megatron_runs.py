@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.megatron import quantize_communication
 from tests import fake_cuda, toy
 
@@ -19,7 +19,7 @@ LOSSLESS = SDP4BitConfig(weights=WeightConfig(bits=None), gradients=None)
 IDENTITY = SDP4BitConfig(
     weights=WeightConfig(bits=None), gradients=GradientConfig(intra_bits=None, inter_bits=None, min_numel=0)
 )
-QUANTIZED = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
+QUANTIZED = SDP4BitConfig(gradients=GradientConfig(min_numel=0), telemetry=TelemetryConfig(interval=1))
 STOCHASTIC = SDP4BitConfig(
     weights=WeightConfig(rounding="stochastic"), gradients=GradientConfig(min_numel=0, pipeline_chunks=3)
 )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 import sdp4bit
-from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from tests.ranks import run_ranks
 from tests.toy import adamw, assert_replicas_identical, batches, build, train
 
@@ -25,12 +25,13 @@ def train_with(config: SDP4BitConfig | None, topology: int, steps: int) -> tuple
     model = build()
     comm = None
     if config is not None:
+        config = replace(config, telemetry=TelemetryConfig(interval=1))
         comm = sdp4bit.quantize_communication(model, topology=topology, config=config)
     losses = train(model, adamw(model), batches(), steps)
     if comm is None:
         return losses, {}
     assert_replicas_identical(comm)
-    return losses, comm.stats()
+    return losses, {**comm.stats(), **comm.measure()}
 
 
 def losses_of(results: list[Any]) -> list[list[float]]:
@@ -150,7 +151,7 @@ def train_long(replica: str, steps: int) -> list[float]:
     for _ in range(4):
         losses += train(model, optimizer, data, steps // 4)
         assert_replicas_identical(comm)
-    assert comm.stats()["weight_drift"] < 0.02
+    assert comm.measure()["weight_drift"] < 0.02
     return losses
 
 

@@ -155,6 +155,7 @@ def check_reports() -> None:
         "last_step": nothing,
         "total": nothing,
         "compression_ratio": 1.0,
+        "exchange_seconds": 0.0,
         "sampled_step": None,
         "weight_drift": None,
         "weight_error": None,
@@ -178,7 +179,8 @@ def check_reports() -> None:
         table = comm.explain()
         numbers = [int(cell.replace(",", "")) for cell in table.splitlines()[-1].split()[-2:]]
         assert numbers == [reported["last_step"]["intra_bytes"], reported["last_step"]["inter_bytes"]]
-    assert 0 < reported["weight_drift"] < 0.1 and 0 < reported["gradient_error"] < 0.3
+    measured = comm.measure()
+    assert 0 < measured["weight_drift"] < 0.1 and measured["gradient_error"] is None  # step 10 has not come
     assert 2 < reported["compression_ratio"] < 16
     block, norm = table.splitlines()[3], table.splitlines()[5]
     assert "2 x 2" in block and "int4/2048 difference, node replica" in block

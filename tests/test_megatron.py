@@ -5,13 +5,14 @@ Layer: real Megatron-Core in 2 and 4 processes over gloo, through `fake_cuda`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.quantization.layout import MessageLayout
 from tests.megatron_runs import IDENTITY, LOSSLESS, QUANTIZED, STOCHASTIC, MegatronRun
 from tests.ranks import run_ranks
@@ -115,7 +116,8 @@ def expert_buffer() -> None:
 
 def counted_bytes(*, nodes: int, ranks_per_node: int) -> None:
     """A step sends what the layouts of its messages say, and takes the collectives of both exchanges."""
-    run = MegatronRun(QUANTIZED, topology=ranks_per_node, **OVERLAP).train(3)
+    whole = replace(QUANTIZED, telemetry=TelemetryConfig(interval=3, sample_numel=1 << 20))
+    run = MegatronRun(whole, topology=ranks_per_node, **OVERLAP).train(3)
     intra = inter = collectives = 0
     for comm in run.comm._comms:
         n = comm.bucket.row_numel
@@ -140,10 +142,20 @@ def counted_bytes(*, nodes: int, ranks_per_node: int) -> None:
         plain = row_bytes * (nodes * ranks_per_node - 1) / ranks_per_node
         assert stats["compression_ratio"] == pytest.approx(plain / inter)
         assert stats["compression_ratio"] > 5
-    assert 0 < stats["gradient_error"] < 0.5
-    assert stats["steps"] == 3
-    run.evaluate()  # the replicas have followed the last step
-    assert 0 < run.comm.stats()["weight_drift"] < stats["weight_drift"]
+    assert 0 < stats["gradient_error"] < 0.5 and 0 < stats["weight_error"] < 0.5
+    assert stats["steps"] == stats["sampled_step"] == 3
+    groups = run.comm.group_stats()
+    assert sum(group["inter_bytes"] for group in groups) == inter
+    assert {(group["weight_bits"], group["gradient_bits"]) for group in groups} == {
+        (4, 8 if nodes == 1 else 4)
+    }
+    assert all(0 < group["weight_drift"] < group["weight_error"] for group in groups)
+    before = run.comm.measure()
+    assert before["weight_error"] == pytest.approx(stats["weight_error"], rel=1e-6)
+    run.evaluate()  # the replicas have followed the last step, which was measured before
+    after = run.comm.measure()["weight_drift"]
+    assert 0 < after < before["weight_drift"]
+    assert after == pytest.approx(stats["weight_drift"], rel=1e-6)
 
 
 def first_steps_in_full_precision() -> None:

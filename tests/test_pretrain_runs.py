@@ -49,7 +49,7 @@ def test_the_command_line_trains_on_four_processes(text, tmp_path):
             "32",
         ),
         *("--data-path", str(text), "--vocabulary-size", "512", "--cache-dir", str(text.parent / "cache")),
-        *("--out", str(tmp_path), "--log-interval", "4"),
+        *("--out", str(tmp_path), "--log-interval", "4", "--telemetry-interval", "3"),
     )
     assert done.returncode == 0, done.stderr
     lines = read_log(tmp_path)
@@ -59,7 +59,14 @@ def test_the_command_line_trains_on_four_processes(text, tmp_path):
         *("event", "step", "samples", "loss", "lr", "grad_norm", "loss_scale", "skipped"),
         *("tokens_per_second", "tflops_per_device", "step_seconds"),
         *("intra_bytes", "inter_bytes", "compression_ratio", "weight_drift", "gradient_error"),
+        "exchange_seconds",
     }
+    measured = [line for line in lines if line["event"] == "communication"]
+    assert [line["step"] for line in measured] == [3, 6]
+    assert [steps[at]["gradient_error"] is not None for at in range(8)] == [False] * 3 + [True] * 5
+    assert all(line["exchange_seconds"] > 0 for line in steps)
+    for group in measured[0]["groups"]:
+        assert 0 < group["weight_drift"] < group["weight_error"] < 0.5 and group["inter_bytes"] > 0
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
     assert all(line["intra_bytes"] > 0 and line["inter_bytes"] > 0 for line in steps)
     assert steps[-1]["compression_ratio"] > 4

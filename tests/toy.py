@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
+from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig, quantize_communication
 
 VOCABULARY, SEQUENCE = 61, 24
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 LOSSLESS = SDP4BitConfig(weights=WeightConfig(bits=None), gradients=None)
 """Weights come from replicas refreshed in full precision: results equal plain FSDP2's bit for bit."""
-QUANTIZED = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
-"""The default method, for the smallest rows too."""
+QUANTIZED = SDP4BitConfig(gradients=GradientConfig(min_numel=0), telemetry=TelemetryConfig(interval=1))
+"""The default method, for the smallest rows too, measured at every step."""
 
 
 class Block(nn.Module):

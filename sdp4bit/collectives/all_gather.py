@@ -136,7 +136,8 @@ class WeightReplica:
             if topology.inter is None:
                 mine[0].copy_(row)
             else:
-                transfer = start_all_gather_rows(mine, row, topology.inter)
+                stop = self._traffic.start_timer("inter", row.device)
+                transfer = start_all_gather_rows(mine, row, topology.inter).timed_by(stop)
                 self._traffic.count_bytes(row.nbytes, level="inter", peers=topology.nodes - 1)
         self._pending = partial(self._finish_full, transfer, row, mine)
 
@@ -145,7 +146,9 @@ class WeightReplica:
         transfer.wait()
         if self.is_full and topology.intra is not None:
             assert self.rows is not None
+            stop = self._traffic.start_timer("intra", row.device)
             all_gather_blocks(self.rows, mine.contiguous(), topology.intra)
+            stop()
             self._traffic.count_bytes(
                 row.nbytes * topology.nodes, level="intra", peers=topology.ranks_per_node - 1
             )
@@ -203,7 +206,8 @@ class WeightReplica:
         if topology.inter is None:
             messages[0].copy_(own)
         else:
-            transfer = start_all_gather_rows(messages, own, topology.inter)
+            stop = self._traffic.start_timer("inter", device)
+            transfer = start_all_gather_rows(messages, own, topology.inter).timed_by(stop)
             self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
         self._pending = partial(self._finish_differences, transfer, messages, replica, layout, spans, slot)
 
@@ -238,7 +242,9 @@ class WeightReplica:
         gathered = self._scratch.messages(
             "intra receive", topology.ranks_per_node * topology.nodes, layout.nbytes, device=messages.device
         ).view(topology.ranks_per_node, topology.nodes, layout.nbytes)
+        stop = self._traffic.start_timer("intra", messages.device)
         all_gather_rows(gathered, messages, topology.intra)
+        stop()
         self._traffic.count_messages(
             layout, level="intra", peers=topology.ranks_per_node - 1, copies=topology.nodes
         )
@@ -284,7 +290,9 @@ class WeightReplica:
         self.settle()
         assert self.rows is not None and not self.is_full and topology.intra is not None
         blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
+        stop = self._traffic.start_timer("intra", output.device)
         all_gather_blocks(blocks, self.rows, topology.intra)
+        stop()
         self._traffic.count_bytes(self.rows.nbytes, level="intra", peers=topology.ranks_per_node - 1)
 
     def _keys(self, call: int) -> tuple[int, int]:

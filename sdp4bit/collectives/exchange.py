@@ -26,6 +26,12 @@ class PendingExchange:
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
+        self._stop: Callable[[], None] | None = None
+
+    def timed_by(self, stop: Callable[[], None]) -> PendingExchange:
+        """Return this; `stop` is called when the transfers have been waited for."""
+        self._stop = stop
+        return self
 
     def wait(self) -> None:
         """All transfers have completed; on CUDA, the current stream waits for them."""
@@ -33,6 +39,9 @@ class PendingExchange:
         for work in works:
             if work is not None:
                 work.wait()
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            stop()
 
 
 def _is_pairwise(group: ProcessGroup) -> bool:

@@ -192,6 +192,12 @@ class QuantizedReduceScatter:
         return result
 
     @property
+    def bits(self) -> int | None:
+        """Bits of a value on the last hop, which is the one between nodes if there are several."""
+        bits = self._hops[-1].bits
+        return None if bits == FULL_PRECISION else bits
+
+    @property
     def group_unit(self) -> int:
         """The shortest stretch of values that divides no quantization group of either level."""
         return math.lcm(*(hop.group_size for hop in self._hops))
@@ -270,7 +276,8 @@ class QuantizedReduceScatter:
         self, hop: _Hop, sent: Tensor, index: int, layout: MessageLayout
     ) -> tuple[Tensor, PendingExchange]:
         received = self._buffer(hop, "receive", index, layout, sent)
-        transfer = start_all_to_all(received, sent, hop.group, tag=index)
+        stop = self._traffic.start_timer(hop.level, sent.device)
+        transfer = start_all_to_all(received, sent, hop.group, tag=index).timed_by(stop)
         self._traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
         return received, transfer
 

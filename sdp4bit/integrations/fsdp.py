@@ -44,7 +44,7 @@ from sdp4bit.integrations.fsdp_groups import (
 from sdp4bit.integrations.fsdp_hooks import AllGatherHook, ReduceScatterHook
 from sdp4bit.integrations.fsdp_state import load_state, save_state
 from sdp4bit.integrations.ladder import Alert
-from sdp4bit.integrations.measures import total_measures
+from sdp4bit.integrations.measures import group_stats, total_measures
 from sdp4bit.telemetry import Traffic
 
 Skip = Collection[str] | Callable[[str], bool] | None
@@ -254,9 +254,11 @@ class CommHandle:
             "steps": optimizer steps so far. "last_step", "total": bytes this rank sent inside its node
             ("intra_bytes") and to other nodes ("inter_bytes"), how much of both is padding, and the number of
             collectives. "compression_ratio": bytes of plain FSDP2 over bytes sent between nodes in the last
-            step. What quantization cost is measured every `TelemetryConfig.interval` steps, in samples of
-            this rank's shards; "sampled_step" is the step that the following are of, None before the first:
-            "weight_drift": |main - replica| / |main| once the step's differences have been sent;
+            step. "exchange_seconds": from the start of each transfer of that step to the end of the wait for
+            it, summed; transfers overlap.
+            What quantization cost is measured every `TelemetryConfig.interval` steps, in samples of this
+            rank's shards. "sampled_step": the step that the following are of, None before the first.
+            "weight_drift": |main - replica| / |main| once the step's differences have been sent.
             "weight_error": relative error of quantizing these; "gradient_error": that of the gradients; None
             where they do not apply. "nonfinite_groups": quantization groups of the gradients that reached
             this rank with a NaN or an infinity.
@@ -268,8 +270,31 @@ class CommHandle:
             "last_step": last.as_dict(),
             "total": sum((comm.total_traffic for comm in state.groups), Traffic()).as_dict(),
             "compression_ratio": last.compression_ratio,
+            "exchange_seconds": last.exchange_seconds,
             **state.sampled.totals(),
         }
+
+    def group_stats(self) -> list[dict[str, Any]]:
+        """Return one dictionary per FSDP group about this rank; cheap, and waits for nothing.
+
+        Returns:
+            "name"; of the last step "intra_bytes", "inter_bytes", "compression_ratio", "exchange_seconds" and
+            its parts "intra_seconds" and "inter_seconds"; of the last measured step "gradient_error",
+            "weight_error", "weight_drift" and "nonfinite_groups", as in `stats()`; "weight_bits" and
+            "gradient_bits" (on the last hop) as they are now, None for full precision.
+        """
+        state = self._state
+        measured = {measures.name: measures for measures in state.sampled.by_group()}
+        return [
+            group_stats(
+                comm.group.name,
+                state.last_traffic(comm),
+                measures=measured.get(comm.group.name),
+                weight_bits=None if comm.replica is None else comm.replica.bits,
+                gradient_bits=comm.gradient_bits,
+            )
+            for comm in state.groups
+        ]
 
     def measure(self) -> dict[str, Any]:
         """Return what quantization costs now, over whole shards; waits for the device. Call it on all ranks.

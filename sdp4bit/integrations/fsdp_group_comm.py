@@ -41,6 +41,8 @@ class GroupComm:
         """A checkpoint was loaded and the ranks have not yet agreed whether to use its rows."""
         self.refreshes = 0
         self.reductions = 0
+        self.gradient_bits: int | None = None
+        """Of the last reduction, on its last hop; None for full precision."""
         self.gradient_sample: GradientSample | None = None
         """Of the last reduction in a step that is to be measured."""
 

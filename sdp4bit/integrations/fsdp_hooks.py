@@ -60,7 +60,11 @@ class AllGatherHook(_Allocate):
         replica = comm.replica
         if replica is None:
             comm.weight_traffic.count_ring(row_bytes)
-            return all_gather_dense(output_tensor, input_tensor, group, async_op=async_op)
+            stop = comm.weight_traffic.start_ring_timer(input_tensor.device)
+            work = all_gather_dense(output_tensor, input_tensor, group, async_op=async_op)
+            if work is None:
+                stop()
+            return work
         if replica.rows is None or outside_backward:
             with torch.inference_mode(False):
                 self._start_refresh(replica, input_tensor, outside_backward=outside_backward)
@@ -123,7 +127,10 @@ class ReduceScatterHook(_Allocate):
         if quantized is None or config is None or numel < config.min_numel or state.steps < config.start_step:
             comm.gradient_traffic.count_plain(output_tensor.nbytes)
             comm.gradient_traffic.count_ring(output_tensor.nbytes)
+            comm.gradient_bits = None
+            stop = comm.gradient_traffic.start_ring_timer(input_tensor.device)
             reduce_scatter_dense(output_tensor, input_tensor, group, op)
+            stop()
             return
         multiplier = _multiplier(op, group.size(), comm.group.name)
         nonfinite = None
@@ -140,6 +147,7 @@ class ReduceScatterHook(_Allocate):
             nonfinite=nonfinite,
         )
         comm.reductions += 1
+        comm.gradient_bits = quantized.bits
 
 
 def _multiplier(op: Any, size: int, name: str) -> float:

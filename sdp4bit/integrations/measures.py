@@ -17,6 +17,7 @@ from torch import Tensor
 from sdp4bit.collectives.all_gather import Span, WeightReplica
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.config import TelemetryConfig
+from sdp4bit.telemetry import Traffic
 
 COLUMNS = ("gradient_error", "weight_error", "weight_drift", "nonfinite_groups")
 """What the columns of the measures [groups, 4] are."""
@@ -48,11 +49,13 @@ def sample_spans(numel: int, *, sample_numel: int, unit: int) -> list[Span]:
     Args:
         unit: values of a quantization group; only the last stretch may end with a shorter group.
     """
+    if numel <= max(sample_numel, unit):
+        return [(0, numel)]
     units = -(-numel // unit)
     length = max(1, sample_numel // (_STRETCHES * unit))
-    count = min(max(1, sample_numel // (length * unit)), units // length) or 1
+    count = min(_STRETCHES, max(1, sample_numel // (length * unit)), units // length)
     starts = [(index * units // count) * unit for index in range(count)]
-    return [(start, min(start + length * unit, numel)) for start in starts if start < numel]
+    return [(start, min(start + length * unit, numel)) for start in starts]
 
 
 def sample_of(values: Tensor, spans: Sequence[Span]) -> Tensor:
@@ -229,3 +232,29 @@ def named_measures(name: str, row: Sequence[float], *, step: int) -> GroupMeasur
         weight_drift=weight_drift,
         nonfinite_groups=round(nonfinite or 0),
     )
+
+
+def group_stats(
+    name: str,
+    traffic: Traffic,
+    *,
+    measures: GroupMeasures | None,
+    weight_bits: int | None,
+    gradient_bits: int | None,
+) -> dict[str, Any]:
+    """Return what is reported of a group: its last step's traffic, and what was measured last."""
+    return {
+        "name": name,
+        "intra_bytes": round(traffic.intra_bytes),
+        "inter_bytes": round(traffic.inter_bytes),
+        "compression_ratio": traffic.compression_ratio,
+        "gradient_error": None if measures is None else measures.gradient_error,
+        "weight_error": None if measures is None else measures.weight_error,
+        "weight_drift": None if measures is None else measures.weight_drift,
+        "nonfinite_groups": 0 if measures is None else measures.nonfinite_groups,
+        "exchange_seconds": traffic.exchange_seconds,
+        "intra_seconds": traffic.intra_seconds,
+        "inter_seconds": traffic.inter_seconds,
+        "weight_bits": weight_bits,
+        "gradient_bits": gradient_bits,
+    }

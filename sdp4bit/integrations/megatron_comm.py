@@ -228,6 +228,8 @@ class BucketComm:
         self.weights: BucketWeights | None = None
         self.weights_dense_because = ""
         self.gradients: BucketGradients | None = None
+        self.gradient_bits: int | None = None
+        """Of the last reduction, on its last hop; None for full precision."""
         self.gradients_dense_because = ""
 
     def count_dense(self, row: Tensor) -> None:

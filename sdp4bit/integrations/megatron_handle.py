@@ -13,7 +13,7 @@ from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.integrations.audit import ReplicaCopy, audit_replicas
 from sdp4bit.integrations.explain import Row, describe_gradients, describe_ranks, describe_weights, render
-from sdp4bit.integrations.measures import SQUARES, SampledMeasures, total_measures
+from sdp4bit.integrations.measures import SQUARES, SampledMeasures, group_stats, total_measures
 from sdp4bit.integrations.megatron_buckets import REPLICATED_DTYPES, MegatronBucket, replicated_spans
 from sdp4bit.integrations.megatron_comm import (
     BucketComm,
@@ -221,9 +221,9 @@ class MegatronCommHandle:
             "steps": optimizer steps so far. "last_step", "total": bytes this rank sent inside its node
             ("intra_bytes") and to other nodes ("inter_bytes"), how much of both is padding, and the number of
             collectives; a step ends when the optimizer has updated the main weights. "compression_ratio":
-            bytes of plain Megatron-Core over bytes sent between nodes in the last step. The others as on
-            FSDP2: "sampled_step", "weight_drift", "weight_error", "gradient_error" and "nonfinite_groups",
-            of samples. Expert buckets do not count.
+            bytes of plain Megatron-Core over bytes sent between nodes in the last step. As on FSDP2:
+            "exchange_seconds"; and of samples, at the "sampled_step", "weight_drift", "weight_error",
+            "gradient_error" and "nonfinite_groups". Expert buckets do not count.
         """
         last = sum((comm.traffic.last_step for comm in self._comms), Traffic())
         return {
@@ -231,8 +231,30 @@ class MegatronCommHandle:
             "last_step": last.as_dict(),
             "total": sum((comm.traffic.total for comm in self._comms), Traffic()).as_dict(),
             "compression_ratio": last.compression_ratio,
+            "exchange_seconds": last.exchange_seconds,
             **self._clock.sampled.totals(),
         }
+
+    def group_stats(self) -> list[dict[str, Any]]:
+        """Return one dictionary per bucket about this rank; cheap, and waits for nothing.
+
+        Returns:
+            "name"; of the last step "intra_bytes", "inter_bytes", "compression_ratio", "exchange_seconds" and
+            its parts "intra_seconds" and "inter_seconds"; of the last measured step "gradient_error",
+            "weight_error", "weight_drift" and "nonfinite_groups", as in `stats()`; "weight_bits" and
+            "gradient_bits" (on the last hop) as they are now, None for full precision.
+        """
+        measured = {measures.name: measures for measures in self._clock.sampled.by_group()}
+        return [
+            group_stats(
+                comm.bucket.name,
+                comm.traffic.last_step,
+                measures=measured.get(comm.bucket.name),
+                weight_bits=None if comm.weights is None else comm.weights.replica.bits,
+                gradient_bits=comm.gradient_bits,
+            )
+            for comm in self._comms
+        ]
 
     @torch.inference_mode(False)
     @torch.no_grad()

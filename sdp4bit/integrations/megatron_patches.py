@@ -123,6 +123,7 @@ class GroupPatch:
                 wanted.append((comm, output, input, op))
                 return None
             if comm is not None:
+                comm.gradient_bits = None
                 comm.count_dense(output)
             return stock(output, input, op=op, group=group, async_op=async_op)
 
@@ -188,6 +189,7 @@ def _reduce(wanted: Sequence[tuple[BucketComm, Tensor, Tensor, Any]], sample_num
     for comm, output, input, op in wanted:
         assert comm.gradients is not None
         comm.gradients.reduce(output, input, op, sample_numel=sample_numel)
+        comm.gradient_bits = comm.gradients.quantized.bits
 
 
 @torch.inference_mode(False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from sdp4bit.config import SDP4BitConfig
+from sdp4bit.config import SDP4BitConfig, TelemetryConfig
 from sdp4bit.pretrain.checkpoint_config import CheckpointConfig
 from sdp4bit.pretrain.communication_config import DEFAULT_STRATEGY, STRATEGIES, CommunicationConfig, Strategy
 from sdp4bit.pretrain.data_config import DataConfig
@@ -143,9 +143,12 @@ class LoggingConfig:
     """Print TFLOP/s per device, by the paper's count of operations."""
     timing_log_level: Literal[0, 1, 2] = 0
     """Print where the time of a step goes: 1 forward-backward and optimizer, 2 also data and clipping."""
+    telemetry_interval: int = 10
+    """Steps from one measurement of what quantization costs to the next; 0 measures nothing."""
 
     def __post_init__(self) -> None:
         require_at_least("--log-interval", self.log_interval, 1)
+        require_at_least("--telemetry-interval", self.telemetry_interval, 0)
         require(
             self.wandb_exp_name is None or self.wandb_project is not None,
             "--wandb-exp-name has no effect without --wandb-project",
@@ -203,16 +206,21 @@ class PretrainConfig:
     @property
     def quantization(self) -> SDP4BitConfig:
         """The library's settings."""
-        return self.communication.resolve(self.strategy, seed=self.seed)
+        interval = self.logging.telemetry_interval
+        return replace(
+            self.communication.resolve(self.strategy, seed=self.seed),
+            telemetry=TelemetryConfig(interval=interval) if interval else None,
+        )
 
     @property
     def strategy_name(self) -> str:
         """The strategy, for people: its name, or what the reference implementation's flags make."""
         if not self.communication.names_parts:
             return self.strategy or DEFAULT_STRATEGY
-        quantization = self.quantization
+        ours = self.quantization
         for name in STRATEGIES:
-            if replace(SDP4BitConfig.preset(name), seed=quantization.seed) == quantization:
+            preset = SDP4BitConfig.preset(name)
+            if (preset.weights, preset.gradients) == (ours.weights, ours.gradients):
                 return name
         return "custom"
 

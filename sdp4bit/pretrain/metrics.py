@@ -44,9 +44,11 @@ class StepMetrics:
     compression_ratio: float
     """Bytes that plain FSDP2 would have sent between nodes, over those sent; rank 0's, like the next two."""
     weight_drift: float | None
-    """|main weights - replica| / |main weights|; None where weights are not quantized."""
+    """|main weights - replica| / |main weights| when last measured; None where weights are not quantized."""
     gradient_error: float | None
-    """Relative error of quantizing a sample of the gradients; None where gradients are not quantized."""
+    """Relative error of quantizing gradients when last measured; None where they are not quantized."""
+    exchange_seconds: float = 0.0
+    """From the start of rank 0's transfers to the end of the wait for each, summed: transfers overlap."""
     loss_scale: float | None = None
     """What the loss was multiplied by; None without fp16."""
     skipped: bool = False
@@ -65,6 +67,15 @@ class ValidationMetrics:
     loss: float
     intra_bytes: int
     inter_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationMetrics:
+    """What quantization cost in a measured step, per parameter group; rank 0's values."""
+
+    step: int
+    groups: list[dict[str, Any]]
+    """As `group_stats()` of the communication gives them."""
 
 
 def format_bytes(count: float) -> str:
@@ -104,6 +115,7 @@ class MetricsWriter:
         self._lines = _continued_jsonl(config, first_step=first_step) if config.jsonl else None
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
         self._wandb = _wandb_run(config)
+        self._last_step = first_step
         self._since_line: list[StepMetrics] = []
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -141,6 +153,21 @@ class MetricsWriter:
             if self._progress is None:
                 self.say(self._line(metrics))
             self._since_line.clear()
+
+    def log_communication(self, metrics: CommunicationMetrics) -> None:
+        """The measures of all parameter groups are in all outputs, but not on the console."""
+        groups = [_finite(group) for group in metrics.groups]
+        self._write_line("communication", {"step": metrics.step, "groups": groups})
+        for group in groups:
+            numbers = {f"{group['name']}/{key}": value for key, value in group.items() if key != "name"}
+            self._write_scalars("communication", numbers, step=metrics.step)
+
+    def log_alert(self, step: int, group: str, message: str, **numbers: float | None) -> None:
+        """The alert is in all outputs and stands on the console; the numbers say what it is about."""
+        finite = _finite(numbers)
+        self._write_line("alert", {"step": step, "group": group, "message": message, **finite})
+        self._write_scalars("alert", {f"{group}/{name}": v for name, v in finite.items()}, step=step)
+        self.say(f"step {step}/{self._steps}  alert  {group}: {message}")
 
     def log_timings(self, milliseconds: Mapping[str, tuple[float, float]]) -> None:
         """A line says where the time went: per part the least and the most of all ranks."""
@@ -184,18 +211,33 @@ class MetricsWriter:
         return " | ".join(parts)
 
     def _write(self, event: str, values: Mapping[str, Any]) -> None:
-        # JSON has no NaN: a loss that is not a number any more is null.
-        values = {name: value if math.isfinite(value or 0) else None for name, value in values.items()}
+        values = _finite(values)
+        self._write_line(event, values)
+        numbers = {name: value for name, value in values.items() if name != "step"}
+        self._write_scalars(event, numbers, step=values["step"])
+
+    def _write_line(self, event: str, values: Mapping[str, Any]) -> None:
         if self._lines is not None:
             self._lines.write(json.dumps({"event": event, **values}) + "\n")
             self._lines.flush()
+
+    def _write_scalars(self, event: str, values: Mapping[str, Any], *, step: int) -> None:
         if self._tensorboard is not None:
             for name, value in values.items():
-                if name != "step" and value is not None:
-                    self._tensorboard.add_scalar(f"{event}/{name}", value, values["step"])
+                if value is not None:
+                    self._tensorboard.add_scalar(f"{event}/{name}", value, step)
         if self._wandb is not None:
-            named = {f"{event}/{name}": value for name, value in values.items() if name != "step"}
-            self._wandb.log(named, step=values["step"])
+            # It drops what is of an earlier step than it has seen.
+            self._last_step = max(self._last_step, step)
+            self._wandb.log({f"{event}/{name}": v for name, v in values.items()}, step=self._last_step)
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with None for numbers that are not finite: JSON has no NaN."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
 
 
 def _continued_jsonl(config: LoggingConfig, *, first_step: int) -> Any:

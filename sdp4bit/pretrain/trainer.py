@@ -158,6 +158,7 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
             result.steps.append(metrics)
             if writer is not None:
                 writer.log_step(metrics)
+                _report_communication(loop, writer)
             is_last = metrics.step == config.training.steps
             result.stopped = None if is_last else stops.after_step(metrics.step)
             if metrics.step % config.logging.log_interval == 0:
@@ -169,6 +170,7 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
                 result.validation.append((validation.step, validation.loss))
                 if writer is not None:
                     writer.log_validation(validation)
+                    _report_communication(loop, writer)
             if is_last and batches.has_test:
                 test = loop.validate(test=True)
                 result.test_loss = test.loss
@@ -186,6 +188,12 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
             writer.say(f"left after step {step} because of {result.stopped}; {kept}")
     model.communication.remove()
     return result
+
+
+def _report_communication(loop: TrainingLoop, writer: MetricsWriter) -> None:
+    measured = loop.communication()
+    if measured is not None:
+        writer.log_communication(measured)
 
 
 def describe_run(config: PretrainConfig, *, model: ShardedModel, batches: Batches) -> str:

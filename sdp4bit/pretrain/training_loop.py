@@ -13,7 +13,7 @@ from sdp4bit.pretrain.checkpoint_folder import Progress
 from sdp4bit.pretrain.config import PretrainConfig
 from sdp4bit.pretrain.data import Batches
 from sdp4bit.pretrain.loss_scale import LossScale
-from sdp4bit.pretrain.metrics import StepMetrics, ValidationMetrics
+from sdp4bit.pretrain.metrics import CommunicationMetrics, StepMetrics, ValidationMetrics
 from sdp4bit.pretrain.optimizer import learning_rate_at, set_learning_rate
 from sdp4bit.pretrain.parallelize import ShardedModel
 from sdp4bit.pretrain.ranks import Ranks, sum_over_ranks
@@ -53,6 +53,7 @@ class TrainingLoop:
             / self.ranks.world_size
         )
         self._sent_before = self._communication.stats()["total"]
+        self._reported_step: int | None = None
 
     def steps(self) -> Iterator[StepMetrics]:
         """Yield the measurements of each remaining optimizer step, after it.
@@ -106,9 +107,18 @@ class TrainingLoop:
             compression_ratio=stats["compression_ratio"],
             weight_drift=stats["weight_drift"],
             gradient_error=stats["gradient_error"],
+            exchange_seconds=stats["exchange_seconds"],
             loss_scale=outcome.loss_scale,
             skipped=outcome.skipped,
         )
+
+    def communication(self) -> CommunicationMetrics | None:
+        """Return what quantization cost in the last measured step, once; None until it is measured again."""
+        step = self._communication.stats()["sampled_step"]
+        if step is None or step == self._reported_step:
+            return None
+        self._reported_step = step
+        return CommunicationMetrics(step=step, groups=self._communication.group_stats())
 
     def _check_finite(self, metrics: StepMetrics) -> None:
         training = self.config.training
