@@ -163,8 +163,8 @@ class AlertConfig:
     nonfinite_groups: int | None = 0
     """Quantization groups of a gradient with a NaN or an infinity; more bits do not help: only warned of."""
     action: AlertAction = "warn"
-    """"warn" changes nothing; "ladder" also moves the group's gradients or weights up from 4 to 8 bits to full
-    precision, a rung per sample, and back down when calm."""
+    """"warn" changes nothing; "ladder" also moves the group's gradients or weights up, from 4 to 8 bits to
+    full precision, a rung per sample, and back down when calm."""
     calm_ratio: float = 0.8
     """A sample is calm if one rung down would cost less than this part of each threshold."""
     calm_samples: int = 5
@@ -222,6 +222,8 @@ class SDP4BitConfig:
             if part is not None and not isinstance(part, kind):
                 article = "an" if kind.__name__.startswith("A") else "a"
                 raise ValueError(f"{name}={part!r} must be {article} {kind.__name__} or None")
+        if self.alerts is not None and self.weights is None and self.gradients is None:
+            raise ValueError("nothing is quantized, so alerts have nothing to watch: set alerts=None")
         if self.alerts is not None and self.telemetry is None:
             raise ValueError("alerts look at what telemetry measures: set telemetry, or alerts=None")
 

@@ -28,8 +28,8 @@ from sdp4bit.collectives.topology import (
 )
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.integrations.agreement import ShardedRows, agree
-from sdp4bit.integrations.explain import explain_groups
 from sdp4bit.integrations.alerts import AlertCallback
+from sdp4bit.integrations.explain import explain_groups
 from sdp4bit.integrations.fsdp_alerts import Alerts
 from sdp4bit.integrations.fsdp_audit import audit_at_step_borders, audit_state
 from sdp4bit.integrations.fsdp_checks import check_group, describe_failure, match_skipped, warn_of_layout
@@ -221,7 +221,7 @@ class CommHandle:
         self._state.request_resync()
 
     def audit(self) -> bool:
-        """Return whether all copies of each replica are equal bit for bit; call it on all ranks, between steps.
+        """Return whether all copies of each replica are equal bit for bit; call it on all ranks.
 
         Raises:
             ReplicaMismatchError: on all ranks of the group, unless the configuration asks for a resync.

@@ -1,4 +1,4 @@
-"""Alerts and the ladder of bits on FSDP2: looked at when telemetry has measured, decided alike on all ranks."""
+"""Alerts and the ladder of bits on FSDP2: after each measured step, decided alike on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sdp4bit.integrations.alerts import AlertLog
 from sdp4bit.integrations.fsdp_comm_state import CommState
 from sdp4bit.integrations.fsdp_group_comm import GroupComm
 from sdp4bit.integrations.fsdp_measures import group_squares
-from sdp4bit.integrations.ladder import GroupLadder, gradient_rungs, weight_rungs
+from sdp4bit.integrations.ladder import GroupLadder, Half, gradient_rungs, weight_rungs
 from sdp4bit.integrations.measures import COLUMNS, measures_of
 
 
@@ -33,7 +33,10 @@ class _LadderComm:
             self._gradients = gradient_rungs(comm.reduce_scatter.config, comm.layout)
         if comm.replica is not None:
             self._weights = weight_rungs(comm.replica.config)
-        rungs = {"gradients": list(self._gradients), "weights": list(self._weights)}
+        rungs: dict[Half, list[str]] = {
+            "gradients": list(self._gradients),
+            "weights": list(self._weights),
+        }
         self.ladder = GroupLadder(comm.group.name, rungs, config=config)
 
     def apply(self) -> None:

@@ -98,9 +98,7 @@ class CommState:
         place = self._places.get(id(param))
         return place if place and place[0].group.segments[place[1]].sharded is param else None
 
-    def request_resync(
-        self, *, keep_loaded: bool = False, only: Collection[GroupComm] | None = None
-    ) -> None:
+    def request_resync(self, *, keep_loaded: bool = False, only: Collection[GroupComm] | None = None) -> None:
         """All replicas, or only these groups', are refreshed in full precision at their next unshard.
 
         Args:

@@ -135,6 +135,9 @@ class GroupLadder:
         position.age += 1
         if over and self._config.action == "ladder" and position.rung + 1 < len(names):
             cause = over[0]
+            for column in over:
+                # If even the next rung is not enough, that is news.
+                self._over &= ~(1 << column)
             self._raise(position, cause, now[cause], step)
             change = f"{half} {names[position.rung - 1]} -> {names[position.rung]}"
             return [self._alert(cause, now, step, change)]
@@ -158,7 +161,7 @@ class GroupLadder:
         position.cause, position.value = cause, value
 
     def _count_calm(self, position: Position, half: Half, below: Sequence[float]) -> int:
-        """Count a sample as calm or not, if it says anything; return the measure that is nearest its limit."""
+        """Count a sample as calm or not, if it says anything; return the measure nearest its limit."""
         if not position.rung:
             return -1
         parts = {
@@ -225,7 +228,9 @@ def gradient_rungs(config: GradientConfig, layout: NodeLayout) -> dict[str, Grad
             for rung in (
                 config,
                 replace(
-                    config, intra_bits=_at_least_8(config.intra_bits), inter_bits=_at_least_8(config.inter_bits)
+                    config,
+                    intra_bits=_at_least_8(config.intra_bits),
+                    inter_bits=_at_least_8(config.inter_bits),
                 ),
                 replace(config, intra_bits=None, inter_bits=None),
             )

@@ -6,10 +6,12 @@ import json
 import statistics
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch
 from rich.console import Console
 
+from sdp4bit import Alert
 from sdp4bit.pretrain.checkpoint import Checkpointer, RunIdentity
 from sdp4bit.pretrain.checkpoint_folder import TOKENIZER, Progress
 from sdp4bit.pretrain.checkpoint_state import TrainingState
@@ -154,6 +156,8 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
             writer.say(describe_run(config, model=model, batches=batches))
             for line in config.reference.explain():
                 writer.say(line)
+            if config.reliability.alerts != "off":
+                model.communication.on_alert(partial(_report_alert, writer))
         for metrics in loop.steps():
             result.steps.append(metrics)
             if writer is not None:
@@ -188,6 +192,10 @@ def pretrain(config: PretrainConfig, *, ranks: Ranks, console: Console | None = 
             writer.say(f"left after step {step} because of {result.stopped}; {kept}")
     model.communication.remove()
     return result
+
+
+def _report_alert(writer: MetricsWriter, alert: Alert) -> None:
+    writer.log_alert(alert.step, alert.group, alert.message, value=alert.value, threshold=alert.threshold)
 
 
 def _report_communication(loop: TrainingLoop, writer: MetricsWriter) -> None:

@@ -31,7 +31,7 @@ def checksum(values: Tensor) -> Tensor:
     exactly one term of the sum, and with it the sum. Changes of several words, and words that have changed
     places, cancel only by chance, one in 2^64 if terms behave as if drawn at random.
 
-    Reads `values` once, in pieces, with temporary memory for three pieces (3 MB on the host, 96 MB elsewhere).
+    Reads `values` once, in pieces, with memory for three pieces beside (3 MB on the host, else 96 MB).
     """
     words = _words(values)
     piece = _PIECE_WORDS.get(values.device.type, _PIECE_WORDS_ELSEWHERE)
