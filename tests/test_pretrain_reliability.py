@@ -64,13 +64,13 @@ def test_alerts_are_in_the_metrics(tmp_path: Path) -> None:
     config = small(write_text(tmp_path / "text.txt"), tmp_path / "out")
     config = replace(
         config,
-        training=replace(config.training, steps=6),
+        training=replace(config.training, steps=4),
         logging=replace(config.logging, telemetry_interval=2),
-        reliability=ReliabilityConfig(audit_interval=2, alerts="ladder", alert_gradient_error=0.01),
+        reliability=ReliabilityConfig(audit_interval=2, alerts="ladder", alert_gradient_error=0.004),
     )
     run_ranks(train_here, 2, config)
     alerts = [line for line in read_log(tmp_path / "out") if line["event"] == "alert"]
-    assert {line["step"] for line in alerts} <= {2, 4} and alerts
-    for line in alerts:
-        assert line["message"].startswith("gradient error ") and line["value"] > line["threshold"] == 0.01
-        assert "gradients int8 -> full precision" in line["message"]  # one node of 2 ranks
+    moved = [line for line in alerts if "gradients int8 -> full precision" in line["message"]]
+    assert moved and moved[0]["step"] == 2  # one node of 2 ranks: there is no hop of 4 bits
+    for line in moved:
+        assert line["message"].startswith("gradient error ") and line["value"] > line["threshold"]
