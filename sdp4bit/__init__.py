@@ -10,16 +10,31 @@ from __future__ import annotations
 
 from sdp4bit import megatron
 from sdp4bit.collectives.exchange_error import ExchangeError
-from sdp4bit.config import PRESETS, VERSION, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
+from sdp4bit.config import (
+    PRESETS,
+    VERSION,
+    AlertConfig,
+    AuditConfig,
+    GradientConfig,
+    SDP4BitConfig,
+    TelemetryConfig,
+    WeightConfig,
+)
+from sdp4bit.integrations.audit import ReplicaMismatchError
 from sdp4bit.integrations.fsdp import CommHandle, quantize_communication
+from sdp4bit.integrations.ladder import Alert
 
 __version__ = VERSION
 
 __all__ = [
     "PRESETS",
+    "Alert",
+    "AlertConfig",
+    "AuditConfig",
     "CommHandle",
     "ExchangeError",
     "GradientConfig",
+    "ReplicaMismatchError",
     "SDP4BitConfig",
     "TelemetryConfig",
     "WeightConfig",

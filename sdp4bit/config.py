@@ -6,6 +6,7 @@ its table 6 are available through :meth:`SDP4BitConfig.preset`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -15,6 +16,8 @@ VERSION = "0.1.0"
 Rounding = Literal["nearest", "stochastic"]
 ReplicaPlacement = Literal["node", "full"]
 WeightMode = Literal["difference", "direct"]
+MismatchAction = Literal["error", "resync"]
+AlertAction = Literal["warn", "ladder"]
 
 QUANTIZED_BITS = (4, 8)
 HADAMARD_BLOCK = 32
@@ -139,6 +142,70 @@ class TelemetryConfig:
         _check_at_least("telemetry.sample_numel", self.sample_numel, 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig:
+    """How often the copies of a weight replica are compared, and what happens if they differ."""
+
+    interval: int = 100
+    """Optimizer steps from one audit to the next."""
+    on_mismatch: MismatchAction = "error"
+    """"error" raises ReplicaMismatchError on all ranks that share the group; "resync" warns, and refreshes
+    the group's replica in full precision at the next forward."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("audit.interval", self.interval, 1)
+        _check_choice("audit.on_mismatch", self.on_mismatch, get_args(MismatchAction))
+
+
+def _check_positive(name: str, value: float | None) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < math.inf):
+        raise ValueError(f"{name}={value!r} must be a positive number, or None not to watch it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlertConfig:
+    """When the measured cost of quantization is too high, per parameter group, and what then happens.
+
+    The reasons for the defaults are in docs/reliability.md. None does not watch a measure.
+    """
+
+    gradient_error: float | None = 0.3
+    """Relative error of quantizing a gradient: 4 bits cost 0.16 on bell-shaped values. At 0.3 the noise is
+    that of a batch 8 % smaller."""
+    weight_error: float | None = 0.6
+    """Relative error of quantizing a weight difference, which the next difference makes good; never above 1
+    with nearest rounding."""
+    weight_drift: float | None = 0.05
+    """Relative distance from the main weights to what the devices hold after the refresh."""
+    nonfinite_groups: int | None = 0
+    """Quantization groups of a gradient with a NaN or an infinity; more bits do not help: only warned of."""
+    action: AlertAction = "warn"
+    """"warn" changes nothing; "ladder" also moves the group's gradients or weights up, from 4 to 8 bits to
+    full precision, a rung per sample, and back down when calm."""
+    calm_ratio: float = 0.8
+    """A sample is calm if one rung down would cost less than this part of each threshold."""
+    calm_samples: int = 5
+    """Calm samples in a row before stepping down; doubled, up to 16-fold, each time that it was too early."""
+
+    def __post_init__(self) -> None:
+        for name in ("gradient_error", "weight_error", "weight_drift"):
+            _check_positive(f"alerts.{name}", getattr(self, name))
+        if self.nonfinite_groups is not None:
+            _check_at_least("alerts.nonfinite_groups", self.nonfinite_groups, 0)
+        _check_choice("alerts.action", self.action, get_args(AlertAction))
+        _check_at_least("alerts.calm_samples", self.calm_samples, 1)
+        if not (isinstance(self.calm_ratio, int | float) and 0 < self.calm_ratio <= 1):
+            raise ValueError(f"alerts.calm_ratio={self.calm_ratio!r} must be above 0 and at most 1")
+        if self.thresholds == (None,) * 4:
+            raise ValueError("alerts watch nothing: set a threshold, or alerts=None")
+
+    @property
+    def thresholds(self) -> tuple[float | None, ...]:
+        """The thresholds in the order of the measures."""
+        return self.gradient_error, self.weight_error, self.weight_drift, self.nonfinite_groups
+
+
 PRESETS = ("baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit")
 """Names of the paper's ablation (table 6), in its order."""
 
@@ -153,14 +220,30 @@ class SDP4BitConfig:
     """Seed of the rounding bits; the global random state is never touched."""
     telemetry: TelemetryConfig | None = field(default_factory=TelemetryConfig)
     """What is measured while training; None measures nothing. Results of training do not depend on it."""
+    audit: AuditConfig | None = field(default_factory=AuditConfig)
+    """Comparison of weight replicas over the ranks that hold copies. On by default: copies that drifted apart
+    spoil a run without any other sign, and an audit costs one pass over the replica every 100 steps."""
+    alerts: AlertConfig | None = None
+    """Thresholds on what quantization costs; looked at whenever telemetry measures."""
 
     def __post_init__(self) -> None:
         _check_at_least("seed", self.seed, 0)
-        kinds = {"weights": WeightConfig, "gradients": GradientConfig, "telemetry": TelemetryConfig}
+        kinds = {
+            "weights": WeightConfig,
+            "gradients": GradientConfig,
+            "telemetry": TelemetryConfig,
+            "audit": AuditConfig,
+            "alerts": AlertConfig,
+        }
         for name, kind in kinds.items():
             part = getattr(self, name)
             if part is not None and not isinstance(part, kind):
-                raise ValueError(f"{name}={part!r} must be a {kind.__name__} or None")
+                article = "an" if kind.__name__.startswith("A") else "a"
+                raise ValueError(f"{name}={part!r} must be {article} {kind.__name__} or None")
+        if self.alerts is not None and self.weights is None and self.gradients is None:
+            raise ValueError("nothing is quantized, so alerts have nothing to watch: set alerts=None")
+        if self.alerts is not None and self.telemetry is None:
+            raise ValueError("alerts look at what telemetry measures: set telemetry, or alerts=None")
 
     @classmethod
     def preset(cls, name: str) -> SDP4BitConfig:

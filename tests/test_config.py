@@ -42,8 +42,10 @@ TABLE_6 = {
 @pytest.mark.parametrize("name", TABLE_6)
 def test_preset_has_exactly_the_settings_of_table_6(name: str) -> None:
     weights, gradients = TABLE_6[name]
+    audit = {"interval": 100, "on_mismatch": "error"}
     telemetry = {"interval": 10, "sample_numel": 4096}
-    expected = {"weights": weights, "gradients": gradients, "seed": 0, "telemetry": telemetry}
+    expected = {"weights": weights, "gradients": gradients, "seed": 0, "alerts": None}
+    expected |= {"audit": audit, "telemetry": telemetry}
     assert dataclasses.asdict(SDP4BitConfig.preset(name)) == expected
 
 

@@ -65,6 +65,24 @@ class WeightReplica:
         """[nodes, n], or [nodes, ranks_per_node, n] for "full"; None before the first refresh."""
 
     @property
+    def config(self) -> WeightConfig:
+        """The settings of the next refresh."""
+        return self._config
+
+    def configure(self, config: WeightConfig) -> None:
+        """The next refreshes are done with these settings; all ranks change them between the same two.
+
+        Raises:
+            ValueError: the rows would have to be held by other ranks.
+        """
+        if config.replica != self._config.replica:
+            raise ValueError(f"the replica is {self._config.replica!r} and cannot become {config.replica!r}")
+        if config != self._config:
+            self.settle()
+            self._config = config
+            self._messages = self._messages.with_config(config)
+
+    @property
     def is_full(self) -> bool:
         """Whether this rank holds every row."""
         return self._config.replica == "full" or self._topology.ranks_per_node == 1

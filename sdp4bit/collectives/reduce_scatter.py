@@ -103,17 +103,22 @@ class QuantizedReduceScatter:
             name: of the parameter group, for errors.
         """
         self._topology = topology
-        self._hops = _hops(topology, config)
-        self._pipeline_chunks = config.pipeline_chunks
-        # Without a quantizer the transform would only add rounding errors.
-        self._hadamard = config.hadamard and any(hop.bits != FULL_PRECISION for hop in self._hops)
-        self._random_signs = config.random_signs and self._hadamard
+        self.configure(config)
         self._seed = seed
         self._rank = rank
         self._bucket = bucket
         self._traffic = traffic
         self._exchange = exchange or GroupExchange(topology, scratch)
         self._what = f"quantized gradient reduce-scatter of {name or f'group {bucket}'}"
+
+    def configure(self, config: GradientConfig) -> None:
+        """The next reductions are done with these settings; all ranks change them between the same two."""
+        self.config = config
+        self._hops = _hops(self._topology, config)
+        self._pipeline_chunks = config.pipeline_chunks
+        # Without a quantizer the transform would only add rounding errors.
+        self._hadamard = config.hadamard and any(hop.bits != FULL_PRECISION for hop in self._hops)
+        self._random_signs = config.random_signs and self._hadamard
 
     def __call__(
         self,

@@ -19,6 +19,10 @@ class WeightMessages:
         self._seed = seed
         self._bucket = bucket
 
+    def with_config(self, config: WeightConfig) -> WeightMessages:
+        """Return the same bucket's arithmetic with other settings."""
+        return WeightMessages(config, seed=self._seed, bucket=self._bucket)
+
     @property
     def sends_differences(self) -> bool:
         """Whether messages are added to what is held, rather than replacing it."""

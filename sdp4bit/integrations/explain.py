@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.integrations.fsdp_comm_state import CommState
 from sdp4bit.integrations.fsdp_group_comm import GroupComm
 from sdp4bit.telemetry import Traffic
@@ -26,7 +26,7 @@ class Row:
     sent: Traffic
 
 
-def explain_groups(state: CommState, config: SDP4BitConfig) -> str:
+def explain_groups(state: CommState) -> str:
     """Return the table of an FSDP2 model as text, one line per group and a line of totals."""
     return render(
         [
@@ -34,9 +34,10 @@ def explain_groups(state: CommState, config: SDP4BitConfig) -> str:
                 name=comm.group.name,
                 row_numel=comm.group.row_numel,
                 ranks=describe_ranks(comm.layout),
-                weights=comm.weights_dense_because or _fsdp_weights(config.weights, comm),
-                gradients=comm.gradients_dense_because
-                or describe_gradients(config.gradients, comm.layout, comm.group.row_numel),
+                weights=_with_reason(comm.weights_dense_because or _fsdp_weights(comm), comm, "weights"),
+                gradients=_with_reason(
+                    comm.gradients_dense_because or _fsdp_gradients(comm), comm, "gradients"
+                ),
                 sent=state.last_traffic(comm),
             )
             for comm in state.groups
@@ -99,8 +100,19 @@ def _bytes(sent: Traffic) -> tuple[str, str]:
     return f"{sent.intra_bytes:,.0f}", f"{sent.inter_bytes:,.0f}"
 
 
-def _fsdp_weights(config: WeightConfig | None, comm: GroupComm) -> str:
-    assert config is not None
+def _with_reason(text: str, comm: GroupComm, half: str) -> str:
+    reason = comm.moved.get(half)
+    return f"{text}, {reason}" if reason else text
+
+
+def _fsdp_gradients(comm: GroupComm) -> str:
+    assert comm.reduce_scatter is not None
+    return describe_gradients(comm.reduce_scatter.config, comm.layout, comm.group.row_numel)
+
+
+def _fsdp_weights(comm: GroupComm) -> str:
+    assert comm.replica is not None
+    config = comm.replica.config
     text = describe_weights(config, where=f"{config.replica} replica")
     frozen = sum(not segment.sharded.requires_grad for segment in comm.group.segments)
     return text + (f", {frozen} frozen not sent" if frozen and config.bits is not None else "")

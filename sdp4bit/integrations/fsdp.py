@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.all_gather import WeightReplica
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
@@ -25,9 +26,12 @@ from sdp4bit.collectives.topology import (
     create_topologies,
     destroy_topology,
 )
-from sdp4bit.config import SDP4BitConfig
+from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.integrations.agreement import ShardedRows, agree
+from sdp4bit.integrations.alerts import AlertCallback
 from sdp4bit.integrations.explain import explain_groups
+from sdp4bit.integrations.fsdp_alerts import Alerts
+from sdp4bit.integrations.fsdp_audit import audit_at_step_borders, audit_state
 from sdp4bit.integrations.fsdp_checks import check_group, describe_failure, match_skipped, warn_of_layout
 from sdp4bit.integrations.fsdp_comm_state import CommState
 from sdp4bit.integrations.fsdp_group_comm import GroupComm
@@ -39,6 +43,7 @@ from sdp4bit.integrations.fsdp_groups import (
 )
 from sdp4bit.integrations.fsdp_hooks import AllGatherHook, ReduceScatterHook
 from sdp4bit.integrations.fsdp_state import load_state, save_state
+from sdp4bit.integrations.ladder import Alert
 from sdp4bit.integrations.measures import group_stats, total_measures
 from sdp4bit.telemetry import Traffic
 
@@ -143,6 +148,11 @@ class CommHandle:
         for comm in comms:
             self._choose_weights(comm, weight_topologies, weight_scratch, skipped)
             self._choose_gradients(comm, gradient_topologies, gradient_scratch, skipped)
+        if config.audit is not None:
+            self._state.step_listeners.append(audit_at_step_borders(self._state, config.audit))
+        self._alerts = None if config.alerts is None else Alerts(self._state, config.alerts)
+        if self._alerts is not None:
+            self._state.step_listeners.append(self._alerts.at_step_border)
         self._previous = [self._install(comm) for comm in comms]
         self._hooks = [_watch_optimizers(self._state)]
         for group in groups:
@@ -212,9 +222,32 @@ class CommHandle:
         self._state.reshard()
         self._state.request_resync()
 
+    def audit(self) -> bool:
+        """Return whether all copies of each replica are equal bit for bit; call it on all ranks.
+
+        Raises:
+            ReplicaMismatchError: on all ranks of the group, unless the configuration asks for a resync.
+        """
+        self._check_attached()
+        return audit_state(self._state, self.config.audit or AuditConfig())
+
     def explain(self) -> str:
         """Return a table: per FSDP group what is quantized, how, bytes of the last step, or why it is not."""
-        return explain_groups(self._state, self.config)
+        return explain_groups(self._state)
+
+    def alerts(self) -> list[Alert]:
+        """Return the alerts so far, oldest first, at most the last thousand; the same on all ranks."""
+        return [] if self._alerts is None else self._alerts.log.all()
+
+    def on_alert(self, callback: AlertCallback) -> RemovableHandle:
+        """The callback is called with every :class:`Alert`, on all ranks, until the handle is removed.
+
+        Raises:
+            ValueError: the configuration has no alerts.
+        """
+        if self._alerts is None:
+            raise ValueError("there will be no alerts: attach with SDP4BitConfig(alerts=AlertConfig(...))")
+        return self._alerts.log.listen(callback)
 
     def stats(self) -> dict[str, Any]:
         """Return what this rank sent and what quantization cost; cheap, and waits for nothing.
@@ -277,7 +310,8 @@ class CommHandle:
     def state_dict(self) -> dict[str, Any]:
         """Return what a bit-exact resume needs: replica rows as DTensors, counters as tensors."""
         self._check_attached()
-        return save_state(self._state)
+        ladder = {} if self._alerts is None else self._alerts.save()
+        return {**save_state(self._state), **({"ladder": ladder} if ladder else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state; call it on all ranks, before or after the model's own state is loaded.
@@ -290,6 +324,8 @@ class CommHandle:
         """
         self._check_attached()
         load_state(self._state, state_dict)
+        if self._alerts is not None:
+            self._alerts.load(state_dict.get("ladder"))
 
     def _check_attached(self) -> None:
         if not self._state.groups:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -99,14 +99,14 @@ class CommState:
         place = self._places.get(id(param))
         return place if place and place[0].group.segments[place[1]].sharded is param else None
 
-    def request_resync(self, *, keep_loaded: bool = False) -> None:
-        """All replicas are refreshed in full precision at their next unshard.
+    def request_resync(self, *, keep_loaded: bool = False, only: Collection[GroupComm] | None = None) -> None:
+        """All replicas, or only these groups', are refreshed in full precision at their next unshard.
 
         Args:
             keep_loaded: rows from a checkpoint stay candidates, so that the order in which a model's and the
                 communication's state are loaded does not matter.
         """
-        for comm in self.groups:
+        for comm in self.groups if only is None else only:
             comm.resync_wanted = True
             if keep_loaded:
                 # Rows that were found to fit may not fit what has just been loaded.
@@ -143,6 +143,10 @@ class CommState:
             self._measure()
             for listener in self.step_listeners:
                 listener(self.steps)
+            if self.sampled.is_due(self.steps):
+                for each in self.groups:
+                    # A group without a gradient in the next measured step is not to report this one again.
+                    each.gradient_sample = None
 
     def _measure(self) -> None:
         if not self.sampled.is_due(self.steps):
@@ -151,9 +155,6 @@ class CommState:
         with torch.no_grad(), torch.inference_mode(False):
             rows = [group_squares(comm, sample_numel=self.sampled.sample_numel) for comm in self.groups]
             self.sampled.publish(torch.stack(rows), step=self.steps)
-        for comm in self.groups:
-            # A group without a gradient in the next measured step is not to report this one again.
-            comm.gradient_sample = None
 
     def measure(self) -> Tensor:
         """Return the squares [groups, 7] of now: weights over whole shards, gradients as last sampled."""

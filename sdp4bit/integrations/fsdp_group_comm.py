@@ -23,6 +23,8 @@ class GroupComm:
         self.weights_dense_because = ""
         self.reduce_scatter: QuantizedReduceScatter | None = None
         self.gradients_dense_because = ""
+        self.moved: dict[str, str] = {}
+        """Why "weights" or "gradients" are not quantized as configured, where alerts have moved them."""
         self.weight_traffic = TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
         self.gradient_traffic = TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
         self.changed: set[int] = set()

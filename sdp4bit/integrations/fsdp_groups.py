@@ -156,6 +156,11 @@ class FSDPGroup:
         return bool(self._group.is_unsharded)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether neither forward nor backward of the group's modules is running."""
+        return str(self._group._training_state.name) == "IDLE"
+
+    @property
     def reshards_to_smaller_mesh(self) -> bool:
         """Whether `reshard_after_forward` is an int, so that backward gathers over a part of the ranks."""
         return bool(self._group._use_post_forward_mesh)

@@ -59,6 +59,11 @@ def quantize_communication(
     try:
         if not isinstance(config, SDP4BitConfig):
             raise ValueError(f"config={config!r} must be an SDP4BitConfig")
+        if config.alerts is not None:
+            raise ValueError(
+                "alerts are not available on Megatron-Core, whose tensor-parallel ranks and tied embeddings "
+                "would have to move together; read comm.stats() and comm.group_stats() instead"
+            )
         chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
         check_chunks(chunks)
         optimizers = distributed_optimizers(optimizer)

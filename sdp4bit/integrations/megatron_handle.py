@@ -10,7 +10,8 @@ import torch
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import NodeLayout, TopologySpec, create_topologies, destroy_topology
 from sdp4bit.collectives.work import SideStream
-from sdp4bit.config import SDP4BitConfig
+from sdp4bit.config import AuditConfig, SDP4BitConfig
+from sdp4bit.integrations.audit import ReplicaCopy, audit_replicas
 from sdp4bit.integrations.explain import Row, describe_gradients, describe_ranks, describe_weights, render
 from sdp4bit.integrations.measures import SQUARES, SampledMeasures, group_stats, total_measures
 from sdp4bit.integrations.megatron_buckets import REPLICATED_DTYPES, MegatronBucket, replicated_spans
@@ -75,6 +76,8 @@ class MegatronCommHandle:
         for patch in self._patches:
             patch.install(self)
         self._copies.install(gradients_quantized=config.gradients is not None)
+        if config.audit is not None:
+            self._clock.step_listeners.append(self._audit_if_due)
 
     def _choose(self, layouts: Sequence[NodeLayout]) -> None:
         """Give every bucket what quantizes its weights and its gradients, or the reason why nothing does."""
@@ -156,6 +159,39 @@ class MegatronCommHandle:
         for group in self._groups:
             group.finish_pending()
         self._refresh_all()
+
+    def _audit_if_due(self, step: int) -> None:
+        if self.config.audit is not None and step % self.config.audit.interval == 0:
+            self.audit()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def audit(self) -> bool:
+        """Return whether all ranks hold the same parameters bit for bit; call it on all ranks, between steps.
+
+        Raises:
+            ReplicaMismatchError: on all ranks of the group, unless the configuration asks for a resync.
+        """
+        self._check_attached()
+        for group in self._groups:
+            group.finish_pending()
+        copies = [
+            ReplicaCopy(
+                name=comm.bucket.name,
+                rows=comm.bucket.weights,
+                layout=comm.layout,
+                process_group=comm.bucket.process_group,
+                is_full=True,
+                traffic=comm.traffic,
+            )
+            for comm in self._comms
+            if comm.weights is not None and comm.layout is not None
+        ]
+        names = audit_replicas(copies, self.config.audit or AuditConfig())
+        for comm in self._comms:
+            if comm.weights is not None and comm.bucket.name in names:
+                comm.weights.refresh_full()
+        return not names
 
     def explain(self) -> str:
         """Return a table: per bucket what is quantized, how, bytes of the last step, or why it is not."""

@@ -16,6 +16,7 @@ from sdp4bit.pretrain.data_config import DataConfig
 from sdp4bit.pretrain.model_cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelCard, ModelShape
 from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.reference_flags import ReferenceConfig
+from sdp4bit.pretrain.reliability_config import ReliabilityConfig
 from sdp4bit.pretrain.settings import SettingError, option, option_flags, require, require_at_least
 from sdp4bit.pretrain.training_config import TrainingConfig
 
@@ -177,6 +178,7 @@ class PretrainConfig:
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
@@ -188,6 +190,11 @@ class PretrainConfig:
         require(
             not (self.dry_run and self.parallel.virtual_ranks),
             f"--dry-run reckons with real ranks: give --world-size {self.parallel.virtual_ranks} instead of "
+            "--virtual-ranks",
+        )
+        require(
+            self.reliability.alerts == "off" or not self.parallel.virtual_ranks,
+            f"--alerts {self.reliability.alerts} needs real ranks, which decide together: leave it out with "
             "--virtual-ranks",
         )
         if not self.dry_run:
@@ -212,10 +219,11 @@ class PretrainConfig:
     def quantization(self) -> SDP4BitConfig:
         """The library's settings."""
         interval = self.logging.telemetry_interval
-        return replace(
+        measured = replace(
             self.communication.resolve(self.strategy, seed=self.seed),
             telemetry=TelemetryConfig(interval=interval) if interval else None,
         )
+        return self.reliability.applied_to(measured)
 
     @property
     def strategy_name(self) -> str:

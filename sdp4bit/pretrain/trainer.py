@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -177,6 +178,8 @@ def pretrain(
             writer.say(describe_run(config, model=model, batches=batches))
             for line in [*config.reference.explain(), *_describe_start(config, start, progress)]:
                 writer.say(line)
+            if config.reliability.alerts != "off":
+                model.communication.on_alert(partial(_report_alert, writer))
         if progress.validation_due:
             _log_validation(loop, result, writer)
         for metrics in _measured_steps(loop, result, keep_diverged=keep_diverged):
@@ -228,6 +231,10 @@ def _measured_steps(
         if not keep_diverged:
             raise
         result.diverged_at = result.steps[-1].step
+
+
+def _report_alert(writer: MetricsWriter, alert: sdp4bit.Alert) -> None:
+    writer.log_alert(alert.step, alert.group, alert.message, value=alert.value, threshold=alert.threshold)
 
 
 def _report_communication(loop: TrainingLoop, writer: MetricsWriter) -> None:

@@ -1,0 +1,46 @@
+"""Alerts of an attached model: told to the log, to callbacks and to whoever asks."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from torch.utils.hooks import RemovableHandle
+
+from sdp4bit.integrations.ladder import Alert
+
+logger = logging.getLogger("sdp4bit")
+_KEPT = 1000
+
+AlertCallback = Callable[[Alert], None]
+
+
+class AlertLog:
+    """The last thousand alerts, and who wants to hear of the next one."""
+
+    def __init__(self) -> None:
+        self._alerts: deque[Alert] = deque(maxlen=_KEPT)
+        self._callbacks: OrderedDict[int, AlertCallback] = OrderedDict()
+
+    def listen(self, callback: AlertCallback) -> RemovableHandle:
+        """The callback is called with every alert, on all ranks alike, until the handle is removed."""
+        handle = RemovableHandle(self._callbacks)
+        self._callbacks[handle.id] = callback
+        return handle
+
+    def tell(self, alert: Alert, *, log: bool) -> None:
+        """The alert is known.
+
+        Args:
+            log: also write a warning to the log, which one rank of those that share the alert does.
+        """
+        self._alerts.append(alert)
+        if log:
+            logger.warning("step %d, %s: %s", alert.step, alert.group, alert.message)
+        for callback in tuple(self._callbacks.values()):
+            callback(alert)
+
+    def all(self) -> list[Alert]:
+        """Return the alerts, oldest first."""
+        return list(self._alerts)

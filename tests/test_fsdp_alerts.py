@@ -1,0 +1,182 @@
+"""Alerts and the ladder on FSDP2: outliers move a group up on all ranks alike, and it comes back down.
+
+Layer: real processes over gloo, 2 nodes x 2 ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sdp4bit import Alert, AlertConfig, GradientConfig, SDP4BitConfig, TelemetryConfig
+from tests.ranks import run_ranks
+from tests.toy import QUANTIZED, Run, build, loss_of
+
+PLAIN = replace(
+    QUANTIZED,
+    # Outliers are what the Hadamard transform is for: without it they spoil their neighbours.
+    gradients=GradientConfig(min_numel=1000, hadamard=False),  # the two blocks only
+    telemetry=TelemetryConfig(interval=2),
+)
+LADDER = AlertConfig(action="ladder", gradient_error=0.38, weight_error=None, calm_ratio=0.9, calm_samples=2)
+GROUP = "blocks.0"
+FIRST, LAST, STEPS = 3, 10, 18
+"""Steps with outliers, and all steps."""
+
+
+def configured(alerts: AlertConfig | None) -> SDP4BitConfig:
+    return replace(PLAIN, alerts=alerts)
+
+
+class Disturbed(Run):
+    """Outliers in one group's gradients that cancel between the nodes: the exact sum is what it was."""
+
+    amplitude = 0.0
+
+    def backward(self) -> None:
+        extra: list[torch.Tensor] = []
+
+        def disturb(linear: torch.nn.Linear, *_: Any) -> None:
+            sign = 1.0 if dist.get_rank() < 2 else -1.0
+            extra.append(linear.weight.flatten()[::131].float().sum() * sign * self.amplitude)
+
+        block = self.model.blocks[0]
+        linears = [block.qkv, block.proj, block.fc1, block.fc2] if self.amplitude else []
+        hooks = [linear.register_forward_hook(disturb) for linear in linears]
+        loss = loss_of(self.model, next(self.data))
+        (loss + sum(extra)).backward()
+        for hook in hooks:
+            hook.remove()
+        self.losses.append(loss.item())
+
+
+def disturbed(alerts: AlertConfig | None, *, amplitude: float, steps: int = STEPS) -> Disturbed:
+    run = Disturbed(build(), configured(alerts))
+    train_disturbed(run, range(1, steps + 1), amplitude)
+    return run
+
+
+def train_disturbed(run: Disturbed, steps: range, amplitude: float) -> None:
+    for step in steps:
+        run.amplitude = amplitude if FIRST <= step <= LAST else 0.0
+        run.train(1)
+
+
+AMPLITUDE = 0.08
+
+
+def error_of(run: Run) -> float:
+    (measures,) = [m for m in run.comm._state.sampled.by_group() if m.name == GROUP]
+    assert measures.gradient_error is not None
+    return measures.gradient_error
+
+
+def check_ladder() -> dict[str, Any]:
+    """The ladder acts alike on all ranks; the run is saved while it is raised, and resumed."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sdp4bit").addHandler(handler)
+    heard: list[Alert] = []
+
+    run = Disturbed(build(), configured(LADDER))
+    listening = run.comm.on_alert(heard.append)
+    errors = []
+    train_disturbed(run, range(1, 5), AMPLITUDE)
+    run.evaluate()  # the border of step 4: the first sample with outliers
+    errors.append(error_of(run))
+    line = next(line for line in run.comm.explain().splitlines() if line.startswith(GROUP))
+    assert "inter int8/128, since step 4 (alert: gradient error " in line
+    assert run.comm.explain().count("since step") == 1
+    train_disturbed(run, range(5, 9), AMPLITUDE)
+    run.evaluate()
+    errors.append(error_of(run))
+    sent = {c.group.name: c.gradient_traffic.last_step.inter_bytes for c in run.comm._state.groups}
+    assert sent["blocks.0"] > 1.7 * sent["blocks.1"]  # the two blocks are of the same size
+
+    saved = io.BytesIO()
+    states = {"model": run.model, "optimizer": run.optimizer, "comm": run.comm}
+    torch.save({name: part.state_dict() for name, part in states.items()}, saved)
+    train_disturbed(run, range(9, STEPS + 1), AMPLITUDE)
+    losses = run.finish()
+    listening.remove()
+    logging.getLogger("sdp4bit").removeHandler(handler)
+    alerts = run.comm.alerts()
+    assert heard == alerts
+    assert "since step" not in run.comm.explain()
+    assert (dist.get_rank() == 0) == bool(records)
+
+    resumed = Disturbed(build(), configured(LADDER))
+    for _ in range(8):
+        next(resumed.data)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    resumed.model.load_state_dict(loaded["model"])
+    resumed.optimizer.load_state_dict(loaded["optimizer"])
+    resumed.comm.load_state_dict(loaded["comm"])
+    assert next(s for s in resumed.comm.explain().splitlines() if s.startswith(GROUP)).count("since step 4")
+    train_disturbed(resumed, range(9, STEPS + 1), AMPLITUDE)
+    assert resumed.finish() == losses[8:]
+    assert resumed.comm.alerts() == alerts[1:]
+    return {"alerts": alerts, "errors": errors, "losses": losses, "records": records}
+
+
+def check_without() -> dict[str, Any]:
+    clean = disturbed(LADDER, amplitude=0.0)
+    assert clean.finish() and clean.comm.alerts() == []
+    quiet = disturbed(None, amplitude=AMPLITUDE)
+    warned = disturbed(replace(LADDER, action="warn"), amplitude=AMPLITUDE)
+    losses = quiet.finish()
+    assert warned.finish() == losses  # nothing changes but the warning
+    assert "since step" not in warned.comm.explain() and "ladder" not in warned.comm.state_dict()
+    return {"clean": clean.finish(), "quantized": losses, "alerts": warned.comm.alerts()}
+
+
+def test_outliers_move_one_group_up_on_all_ranks_and_it_comes_back() -> None:
+    results = run_ranks(check_ladder, 4)
+    first = results[0]
+    assert all(result["alerts"] == first["alerts"] for result in results)
+    up, down = first["alerts"]
+    assert (up.step, up.group, up.measure) == (4, GROUP, "gradient_error")
+    assert up.value > up.threshold == 0.38
+    assert up.change == "gradients int8/int4 -> int8"
+    assert (down.step, down.group, down.change) == (14, GROUP, "calm, gradients int8 -> int8/int4")
+    assert down.value <= 0.9 * 0.38
+    assert [record.split(":")[0] for record in first["records"][:2]] == [
+        "step 4, blocks.0",
+        "step 14, blocks.0",
+    ]
+    before, after = first["errors"]
+    assert after < 0.1 < 0.25 < before
+
+    others = run_ranks(check_without, 4)
+    assert all(result["alerts"] == others[0]["alerts"] for result in others)
+    (warning,) = others[0]["alerts"]
+    assert (warning.step, warning.group, warning.change) == (4, GROUP, "")
+    # The outliers cancel in the exact sum: without quantization the loss would be the clean one.
+    with_ladder = without = 0.0
+    for result, other in zip(results, others, strict=True):
+        for ours, quantized, clean in zip(
+            result["losses"][6:], other["quantized"][6:], other["clean"][6:], strict=True
+        ):
+            with_ladder += abs(ours - clean)
+            without += abs(quantized - clean)
+    print("with", with_ladder, "without", without, first["alerts"])
+    assert with_ladder < 0.8 * without, (with_ladder, without)
+
+
+def test_a_callback_without_alerts_is_refused() -> None:
+    run_ranks(check_refusal, 2)
+
+
+def check_refusal() -> None:
+    run = Run(build(), QUANTIZED, topology=1)
+    with pytest.raises(ValueError, match="there will be no alerts"):
+        run.comm.on_alert(print)
+    assert run.comm.alerts() == []
