@@ -62,8 +62,8 @@ def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
     else:
         device = torch.device("cpu")
         # Ranks on one machine share its cores; more threads than cores cost several times the step. torchrun
-        # sets OMP_NUM_THREADS by itself, so only a process alone takes it as somebody's wish.
-        if not (alone and "OMP_NUM_THREADS" in os.environ):
+        # sets OMP_NUM_THREADS by itself for several ranks; for one rank it is somebody's wish.
+        if local_world_size > 1 or "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
     store: Store = HashStore()
     job: str | None = None
