@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import string
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ anything = (
     | st.booleans()
     | st.integers()
     | st.floats()
-    | st.text(max_size=20)
+    | st.text(string.printable, max_size=20)
     | st.binary(max_size=4)
     | st.lists(st.integers(), max_size=2)
     | st.sampled_from(["Nearest", "nearest ", "16", (4,), {"bits": 4}, math.nan, 4.0, 8.0, 128.0, 1e300])
@@ -251,7 +252,9 @@ def test_any_ranks_are_laid_out_or_shown(profile: settings) -> None:
 
 @st.composite
 def ranks_per_node(draw: st.DrawFn) -> tuple[Any, int]:
-    return draw(st.integers(-3, 40) | st.booleans() | st.text(max_size=4)), draw(st.integers(1, 40))
+    return draw(st.integers(-3, 40) | st.booleans() | st.text(string.printable, max_size=4)), draw(
+        st.integers(1, 40)
+    )
 
 
 def check_ranks_per_node(case: tuple[Any, int]) -> None:
