@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
@@ -23,7 +23,7 @@ class Traffic:
 
     Messages between the ranks of one node are intra, others inter. Quantized messages are counted exactly.
     A collective that the communication library performs by itself is counted as a ring in rank order sends
-    it, the least that any algorithm needs, spread evenly over the ranks of a node.
+    it, the least that any algorithm needs, spread evenly over the ranks of a node. Seconds are not compared.
     """
 
     intra_bytes: float = 0.0
@@ -34,8 +34,8 @@ class Traffic:
     plain_inter_bytes: float = 0.0
     """What plain FSDP2 would have sent at the same calls (fp32 gradients or as reduced, bf16 weights)."""
     collectives: int = 0
-    intra_seconds: float = 0.0
-    inter_seconds: float = 0.0
+    intra_seconds: float = field(default=0.0, compare=False)
+    inter_seconds: float = field(default=0.0, compare=False)
     """From the start of each transfer to the end of the wait for it, summed: transfers overlap each other and
     computation. The library's own collectives over several nodes count as inter."""
 

@@ -200,9 +200,9 @@ def check_cost() -> None:
     calls = []
     gather = audit.all_gather_dense
 
-    def counted(received: Any, sent: Any, group: Any) -> None:
+    def counted(received: Any, sent: Any, group: Any, *, what: str) -> None:
         calls.append(sent.nbytes)
-        gather(received, sent, group)
+        gather(received, sent, group, what=what)
 
     audit.all_gather_dense = counted  # type: ignore[assignment]
     run = Run(build(), configured("node", AuditConfig(interval=3)))

@@ -167,7 +167,8 @@ def measure(
                 optimizer.zero_grad()
         replicas = [group.replica for group in comm._state.groups if group.replica is not None]
         reductions = [g.reduce_scatter for g in comm._state.groups if g.reduce_scatter is not None]
-        scratches = {id(user._scratch): user._scratch for user in (*replicas, *reductions)}
+        users = (*(replica._scratch for replica in replicas), *(r._exchange._scratch for r in reductions))
+        scratches = {id(scratch): scratch for scratch in users}
         reported = comm.stats()["last_step"]
     groups = [
         ShardedGroup(

@@ -13,7 +13,7 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 
 from sdp4bit.collectives.topology import NodeLayout, arrange, node_labels
-from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT, MessageLayout, message_layout
 from tests import property_cases as draws
 from tests.property_cases import PROFILES, hold
@@ -48,6 +48,9 @@ VALID: dict[type, dict[str, st.SearchStrategy[Any]]] = {
         "weights": st.none() | st.builds(WeightConfig, group_size=group_sizes),
         "gradients": st.none() | st.builds(GradientConfig, min_numel=st.integers(0, 99)),
         "seed": st.integers(0, 1 << 80),
+        "telemetry": st.none() | st.builds(TelemetryConfig, interval=st.integers(1, 99)),
+        "audit": st.none() | st.builds(AuditConfig, interval=st.integers(1, 99)),
+        "alerts": st.none(),
     },
 }
 PREFIX = {WeightConfig: "weights.", GradientConfig: "gradients.", SDP4BitConfig: ""}
@@ -77,7 +80,7 @@ def is_valid(name: str, value: Any) -> bool:
     if name in ("pipeline_chunks", "start_step", "min_numel", "seed"):
         return is_int and value >= (name == "pipeline_chunks")
     choices = {"mode": ("difference", "direct"), "replica": ("node", "full")}
-    if name in ("weights", "gradients"):
+    if name in ("weights", "gradients", "telemetry", "audit", "alerts"):
         return value is None
     return isinstance(value, str) and value in choices.get(name, ("nearest", "stochastic"))
 
