@@ -189,6 +189,7 @@ def eventful(audit_config: AuditConfig | None, replica: ReplicaPlacement = "node
     return run.train(1).finish()
 
 
+@pytest.mark.slow
 def test_no_false_alarm_over_freezing_saving_loading_resyncs_and_evaluation() -> None:
     run_ranks(check_quiet, 4)
 

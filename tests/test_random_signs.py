@@ -113,6 +113,7 @@ def test_values_that_are_not_finite_come_out_not_finite() -> None:
     run_ranks(reduce_special_values, 4)
 
 
+@pytest.mark.slow
 def test_training_with_them_is_another_rounding_of_the_same_run() -> None:
     signed = SDP4BitConfig(gradients=SIGNED)
     losses, stats = run_ranks(train_with, 4, signed, 2, 5)[0]
