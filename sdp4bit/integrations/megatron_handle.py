@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import NodeLayout, TopologySpec, create_topologies, destroy_topology
 from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import AuditConfig, SDP4BitConfig
+from sdp4bit.integrations.alerts import AlertCallback
 from sdp4bit.integrations.audit import ReplicaCopy, audit_replicas
 from sdp4bit.integrations.explain import Row, describe_gradients, describe_ranks, describe_weights, render
+from sdp4bit.integrations.ladder import Alert
 from sdp4bit.integrations.measures import SQUARES, SampledMeasures, group_stats, total_measures
 from sdp4bit.integrations.megatron_buckets import REPLICATED_DTYPES, MegatronBucket, replicated_spans
 from sdp4bit.integrations.megatron_comm import (
@@ -163,6 +166,18 @@ class MegatronCommHandle:
     def _audit_if_due(self, step: int) -> None:
         if self.config.audit is not None and step % self.config.audit.interval == 0:
             self.audit()
+
+    def alerts(self) -> list[Alert]:
+        """Return no alerts: a configuration that asks for them is refused."""
+        return []
+
+    def on_alert(self, callback: AlertCallback) -> RemovableHandle:
+        """Raise: there will be no alerts to call back for.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("alerts are not available on Megatron-Core; watch stats() and group_stats() instead")
 
     @torch.inference_mode(False)
     @torch.no_grad()
