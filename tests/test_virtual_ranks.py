@@ -222,6 +222,7 @@ def resume_elsewhere(config: PretrainConfig, message: str) -> list[float]:
     return [step.loss for step in result.steps]
 
 
+@pytest.mark.slow
 def test_a_real_run_continues_a_virtual_one_and_the_other_way_round(text: Path, tmp_path: Path) -> None:
     """The same weights and optimizer states, so nearly the same losses; replicas are refreshed."""
     real = small(text, tmp_path, checkpoint=CheckpointConfig(save=tmp_path / "real", save_interval=4))
