@@ -18,7 +18,11 @@ from sdp4bit.telemetry import Traffic, TrafficCounter
 from tests.ranks import run_ranks
 
 LENGTHS = [0, 1, 31, 777, 3001]
-NODES = [(2, 2), (4, 1), (1, 4)]
+NODES = [
+    (2, 2),
+    pytest.param(4, 1, marks=pytest.mark.slow),
+    pytest.param(1, 4, marks=pytest.mark.slow),
+]
 GRADIENTS = [
     GradientConfig(),
     GradientConfig(intra_bits=4, inter_bits=8, hadamard=False, pipeline_chunks=3),
