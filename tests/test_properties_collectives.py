@@ -155,6 +155,7 @@ def test_every_rank_gets_the_sum_that_the_definition_gives(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @many
 @given(case=cases, config=gradient_configs, multiplier=multipliers)
 def test_every_rank_gets_the_sum_that_the_definition_gives_in_many_cases(
@@ -246,6 +247,7 @@ def test_every_replica_holds_what_the_definition_gives(case: Case, config: Weigh
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @many
 @given(case=cases, config=weight_configs)
 def test_every_replica_holds_what_the_definition_gives_in_many_cases(
