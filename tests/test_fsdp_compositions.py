@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -128,6 +129,7 @@ def check_gathering() -> None:
     assert gathering(FULL, True) == gathering(FULL, False)
 
 
+@pytest.mark.slow
 def test_gathering_ahead_does_not_change_the_result() -> None:
     run_ranks(check_gathering, 4)
 

@@ -87,10 +87,8 @@ def test_four_ranks_with_the_identity_differ_from_plain_by_the_order_of_summatio
 @pytest.mark.parametrize(
     "name",
     [
-        "qw",
-        "tlq",
         "sdp4bit",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwd", "ulq", "tlq-hs")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qw", "qwd", "ulq", "tlq", "tlq-hs")),
     ],
 )
 def test_presets_train_on_their_own_paths(name: str) -> None:
@@ -148,17 +146,17 @@ def train_long(replica: str, steps: int) -> list[float]:
     config = SDP4BitConfig(weights=WeightConfig(replica=replica))
     comm = sdp4bit.quantize_communication(model, topology=2, config=config)
     optimizer, data, losses = adamw(model), batches(), []
-    for _ in range(4):
-        losses += train(model, optimizer, data, steps // 4)
+    for _ in range(2):
+        losses += train(model, optimizer, data, steps // 2)
         assert_replicas_identical(comm)
     assert comm.measure()["weight_drift"] < 0.02
     return losses
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_replicas_stay_identical_and_both_kinds_agree(steps: int) -> None:
     node = run_ranks(train_long, 4, "node", steps, timeout=240, backend="auto")
     full = run_ranks(train_long, 4, "full", steps, timeout=240, backend="auto")
     assert node == full
-    tenth = steps // 10
+    tenth = max(2, steps // 10)
     assert sum(node[0][-tenth:]) < (0.8 if steps == 200 else 1.0) * sum(node[0][:tenth])

@@ -79,6 +79,7 @@ def test_the_command_line_trains_on_four_processes(text, tmp_path):
     assert any((tmp_path / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_a_setting_that_only_the_ranks_can_refuse_is_one_line_and_exit_code_2(text, tmp_path):
     done = command_line(
         *("pretrain", "--nproc-per-node", "2", "--data-path", str(text), "--sequence-length", "10000000"),
