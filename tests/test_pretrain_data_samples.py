@@ -139,6 +139,15 @@ class TestSampleIndex:
         monkeypatch.setattr(sample_index, "make_epoch", None)
         assert np.array_equal(read(0), in_memory)
 
+    def test_a_rank_that_comes_late_to_the_order_leaves_no_lock_file(self, tmp_path, monkeypatch):
+        """It saw no folder, and opened the lock file after the maker had made the folder and removed the file."""
+        split = open_split(counting_corpus(tmp_path / "x", documents=60))
+        monkeypatch.setattr(sample_index, "CACHED_FROM", 1)
+        split.samples(sequence_length=7, seed=5).rows(range(1))
+        (kept,) = (tmp_path / "cache").iterdir()
+        split.samples(sequence_length=7, seed=5)._keep(0, kept)
+        assert list((tmp_path / "cache").iterdir()) == [kept]
+
     def test_a_token_outside_the_vocabulary_is_named(self, tmp_path):
         split = open_split(write_corpus(tmp_path / "x", [[1, 2, 3, 90, 5]]), vocabulary=90)
         with pytest.raises(SettingError, match=r"x\.bin holds token 90; the vocabulary ends at 89"):

@@ -166,6 +166,8 @@ class IndexedSamples:
         with lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if folder.is_dir():
+                # This opened the file again after the maker had removed it.
+                lock.unlink(missing_ok=True)
                 return
             working = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
             try:
