@@ -21,7 +21,9 @@ pytest.importorskip("tyro")
 pytest.importorskip("tokenizers")
 pytest.importorskip("rich")
 
+from sdp4bit.collectives.exchange_error import ExchangeError
 from sdp4bit.pretrain import checkpoint_folder
+from sdp4bit.pretrain.checkpoint import seconds_for_a_save
 from sdp4bit.pretrain.checkpoint_files import CheckpointError, HashedFile
 from sdp4bit.pretrain.settings import SettingError
 from tests.saved_runs import load_step, names, one_rank, save_step
@@ -147,3 +149,17 @@ def test_a_disk_that_is_full_for_the_last_files_only_is_the_same(tmp_path):
             save_step(tmp_path, 2, attach=fill)
         assert names(tmp_path) == ["latest", "step-00000001"]
         assert load_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "timeout", "seconds"),
+    [
+        (ValueError(), 600.0, 30.0),
+        (ValueError(), 20.0, 20.0),
+        (ExchangeError("lost a rank at once"), 600.0, 30.0),
+        (ExchangeError("hung", seconds=590.0), 600.0, 10.0),
+        (ExchangeError("hung", seconds=600.2), 600.0, 0.0),
+    ],
+)
+def test_a_rank_that_fails_ends_within_the_timeout_though_a_save_goes_on(error, timeout, seconds):
+    assert seconds_for_a_save(error, timeout=timeout) == seconds

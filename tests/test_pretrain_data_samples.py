@@ -140,7 +140,7 @@ class TestSampleIndex:
         assert np.array_equal(read(0), in_memory)
 
     def test_a_rank_that_comes_late_to_the_order_leaves_no_lock_file(self, tmp_path, monkeypatch):
-        """It saw no folder, and opened the lock file after the maker had made the folder and removed the file."""
+        """It saw no folder, and opened the lock file only after the maker had removed it."""
         split = open_split(counting_corpus(tmp_path / "x", documents=60))
         monkeypatch.setattr(sample_index, "CACHED_FROM", 1)
         split.samples(sequence_length=7, seed=5).rows(range(1))

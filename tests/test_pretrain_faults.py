@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,31 +86,25 @@ def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path):
     assert "lower --lr" in messages[0]
 
 
-def test_a_killed_rank_ends_the_others(text, tmp_path):
+@pytest.fixture
+def command(text, tmp_path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """The command and its two ranks, which are training."""
+    settings = {
+        "nproc-per-node": 2,
+        "steps": 100000,
+        "strategy": "baseline",
+        "layers": 1,
+        "hidden": 64,
+        "heads": 2,
+        "data-path": text,
+        "vocabulary-size": 512,
+        "cache-dir": text.parent / "cache",
+        "out": tmp_path,
+        "sequence-length": 32,
+    }
+    line = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "sdp4bit", "pretrain", "--nproc-per-node", "2", "--steps", "100000"),
-            *(
-                "--strategy",
-                "baseline",
-                "--layers",
-                "1",
-                "--hidden",
-                "64",
-                "--heads",
-                "2",
-                "--no-tensorboard",
-            ),
-            *(
-                "--data-path",
-                str(text),
-                "--vocabulary-size",
-                "512",
-                "--cache-dir",
-                str(text.parent / "cache"),
-            ),
-            *("--out", str(tmp_path), "--sequence-length", "32"),
-        ],
+        [sys.executable, "-m", "sdp4bit", "pretrain", *line, "--no-tensorboard"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -120,27 +116,52 @@ def test_a_killed_rank_ends_the_others(text, tmp_path):
             assert time.monotonic() < deadline, "training has not started"
             assert process.poll() is None, process.stderr.read() if process.stderr else ""
             time.sleep(0.2)
-        children = ranks_of(process.pid)
-        assert len(children) == 2
-        os.kill(children[1], 9)
-        _, errors = process.communicate(timeout=20)
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 2
+        yield process, ranks
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_killed_rank_ends_the_others(command):
+    process, ranks = command
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "failed (ended by SIGKILL); the other ranks have been stopped" in errors
-    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    assert "rank 1 failed (ended by SIGKILL); the other ranks have been stopped" in errors
+    wait_for_the_end_of(ranks)
 
 
-def ranks_of(parent: int) -> list[int]:
-    """Return the processes that a launcher has started as ranks, in order."""
+@pytest.mark.slow
+def test_no_rank_outlives_the_killed_command(command):
+    process, ranks = command
+    process.kill()
+    wait_for_the_end_of(ranks)
+
+
+def wait_for_the_end_of(processes: list[int]) -> None:
+    """None of the processes runs any more."""
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{process}").exists() for process in processes):
+        assert time.monotonic() < deadline, f"{processes} still run"
+        time.sleep(0.1)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Return the processes that a launcher has started as ranks, in order: its server's children."""
+    return [rank for server in children_of(launcher, command=b"forkserver") for rank in children_of(server)]
+
+
+def children_of(parent: int, *, command: bytes = b"") -> list[int]:
+    """Return the processes with this parent whose command line contains this, in order."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
-            command = (stat.parent / "cmdline").read_bytes()
+            line = (stat.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(fields[1]) == parent and b"spawn_main" in command:
+        if int(fields[1]) == parent and command in line:
             found.append(int(stat.parent.name))
     return sorted(found)

@@ -24,6 +24,15 @@ class ExchangeError(RuntimeError):
     The process groups of the job cannot be used any more: end this process, and start all ranks again.
     """
 
+    def __init__(self, message: str, *, seconds: float = 0.0) -> None:
+        """Make the error.
+
+        Args:
+            seconds: for which this rank had waited.
+        """
+        super().__init__(message)
+        self.seconds = seconds
+
 
 class naming:
     """Inside the block, an error of the communication library becomes one that names the exchange."""
@@ -70,11 +79,13 @@ def exchange_error(
     others = [rank for rank in members if rank != me]
     if peers is not None:
         others = sorted({members[peer] for peer in peers})
+    seconds = time.monotonic() - start
     return ExchangeError(
-        f"{what}: rank {me} has waited {time.monotonic() - start:.1f} s for {ranks_in_words(others)} "
+        f"{what}: rank {me} has waited {seconds:.1f} s for {ranks_in_words(others)} "
         f"({_reason(error)}). A rank has ended or hangs: the first error of the job says which, or the rank "
         "that reports none. If ranks are only slow, give init_process_group a longer timeout "
-        "(sdp4bit pretrain: --distributed-timeout-minutes)"
+        "(sdp4bit pretrain: --distributed-timeout-minutes)",
+        seconds=seconds,
     )
 
 

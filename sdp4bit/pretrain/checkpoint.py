@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from sdp4bit.collectives.exchange_error import job_timeout, naming
+from sdp4bit.collectives.exchange_error import ExchangeError, job_timeout, naming
 from sdp4bit.pretrain.checkpoint_config import CheckpointConfig
 from sdp4bit.pretrain.checkpoint_files import CheckpointError
 from sdp4bit.pretrain.checkpoint_folder import MODEL, OPTIMIZER, Progress, RunRecord
@@ -154,12 +154,12 @@ class Checkpointer:
             dist.destroy_process_group(self._group)
         self._stager = self._group = None
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException | None) -> None:
         """A save that is going on has had a moment to end; for a rank that fails, perhaps alone."""
         if self._pending is not None:
-            waits = job_timeout()
-            at_most = SECONDS_AFTER_A_FAILURE if waits is None else waits.total_seconds()
-            self._pending.join(timeout=min(SECONDS_AFTER_A_FAILURE, at_most))
+            timeout = job_timeout()
+            limit = SECONDS_AFTER_A_FAILURE if timeout is None else timeout.total_seconds()
+            self._pending.join(timeout=seconds_for_a_save(error, timeout=limit))
 
     def load(self, folder: Path) -> Progress:
         """Return how far the loaded run had come; the run continues from there.
@@ -275,6 +275,15 @@ class Checkpointer:
     def _warn(self, message: str) -> None:
         if self._ranks.is_first:
             warnings.warn(f"sdp4bit: {message}", stacklevel=4)
+
+
+def seconds_for_a_save(error: BaseException | None, *, timeout: float) -> float:
+    """Return how long a rank that fails lets a save go on.
+
+    Together with what it has waited for other ranks already, that is no longer than the job's timeout.
+    """
+    waited = error.seconds if isinstance(error, ExchangeError) else 0.0
+    return max(0.0, min(SECONDS_AFTER_A_FAILURE, timeout - waited))
 
 
 def _refuse(missing: list[str]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -15,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sdp4bit.pretrain.child_processes import end_with_parent, start_from_one_import
 from sdp4bit.pretrain.document_files import Lines, Piece, Rows
 from sdp4bit.pretrain.indexed import token_dtype
 from sdp4bit.pretrain.indexed_writer import sequence_length
@@ -100,7 +99,7 @@ def encode_in_order(
         return
     executor = ProcessPoolExecutor(
         workers,
-        mp_context=multiprocessing.get_context("spawn"),
+        mp_context=start_from_one_import([__name__]),
         initializer=_start_worker,
         initargs=(files, keys, append_eod),
     )
@@ -133,16 +132,9 @@ def _start_worker(files: TokenizerFiles, keys: Sequence[str], append_eod: bool) 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # An interrupt from the keyboard reaches every process; the parent ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # A killed parent does not close the queue that its workers wait at.
+    end_with_parent()
     _encoder = PieceEncoder(files, keys=keys, append_eod=append_eod)
-
-
-def _end_with_parent() -> None:
-    """A killed parent does not close the queue that its workers wait at."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _encode_in_worker(content: Lines | Rows) -> list[EncodedDocuments]:

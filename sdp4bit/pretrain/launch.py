@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from sdp4bit.collectives.exchange_error import ExchangeError
+from sdp4bit.pretrain.child_processes import end_with_parent, start_from_one_import
 from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.ranks import Ranks, join_ranks
 from sdp4bit.pretrain.settings import SettingError
@@ -61,6 +62,7 @@ def run_on_ranks(program: Program[C], *, config: C, parallel: ParallelConfig) ->
     # Failures are reported below, once; the launcher would add its own account in many lines.
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    start_from_one_import([program.__module__, __name__])
     with tempfile.TemporaryDirectory(prefix="sdp4bit-") as folder:
         launch = elastic_launch(
             LaunchConfig(
@@ -71,7 +73,7 @@ def run_on_ranks(program: Program[C], *, config: C, parallel: ParallelConfig) ->
                 rdzv_endpoint="localhost:0",
                 run_id="sdp4bit",
                 max_restarts=0,
-                start_method="spawn",
+                start_method="forkserver",
                 local_addr="localhost",
                 # SIGTERM is passed on to the ranks instead, see _passing_on_signals.
                 signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
@@ -136,6 +138,7 @@ def _run_under_torchrun(program: Program[C], config: C, timeout: timedelta) -> i
 
 def _run_started(program: Program[C], config: C, timeout: timedelta, folder: Path) -> None:
     """Run one rank; a setting error is left in the folder, for the parent to report once."""
+    end_with_parent()
     try:
         with join_ranks(timeout=timeout) as ranks:
             program(config, ranks=ranks)
@@ -146,6 +149,8 @@ def _run_started(program: Program[C], config: C, timeout: timedelta, folder: Pat
         sys.exit(EXIT_SETTING)
     except ExchangeError as error:
         _say(str(error))
+        # Mostly another rank has ended: the launcher, which names the first one that it sees, is to see that.
+        time.sleep(_WAIT_FOR_FIRST_RANK)
         sys.exit(EXIT_FAILED)
     except Exception:
         traceback.print_exc()

@@ -172,7 +172,7 @@ def pretrain(
     stops = StopRequests(config.training, device=ranks.device)
     with ExitStack() as stack:
         stack.enter_context(stops.listening())
-        stack.push(lambda kind, *_: checkpointer.abandon() if kind is not None else None)
+        stack.push(lambda kind, error, _: checkpointer.abandon(error) if kind is not None else None)
         if writer is not None:
             stack.callback(writer.close)
             writer.say(describe_run(config, model=model, batches=batches))

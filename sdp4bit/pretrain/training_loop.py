@@ -33,12 +33,15 @@ class TrainingDivergedError(RuntimeError):
 @contextmanager
 def _naming_the_time(when: str) -> Iterator[None]:
     """Inside the block, errors of the communication say when they happened."""
+    start = time.monotonic()
     try:
         yield
     except RuntimeError as error:
         if not is_communication_failure(error):
             raise
-        raise ExchangeError(f"{when}: {error}") from error
+        # An exchange that has no name, as those of pipelines, does not say how long it took.
+        seconds = error.seconds if isinstance(error, ExchangeError) else time.monotonic() - start
+        raise ExchangeError(f"{when}: {error}", seconds=seconds) from error
 
 
 @dataclass(kw_only=True)
