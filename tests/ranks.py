@@ -7,13 +7,16 @@ import faulthandler
 import multiprocessing
 import os
 import pickle  # by value: a tensor of a process that has ended cannot be shared
+import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ _PRELOADED = [
     "torch.distributed.checkpoint",
     "sdp4bit",
     "tests.ranks",
+    "tests.tiny_runs",
 ]
 
 
@@ -41,14 +45,14 @@ def run_ranks(
     """Call function(*args) in world_size processes joined by gloo; return each rank's result.
 
     A failure or a timeout ends all processes and raises with the traceback of every rank that has one.
+    The processes are copies of one that has imported `_PRELOADED`, and `PRELOAD` of the module of the function.
 
     Args:
         function: a module-level function.
         backend: what serves the operators; the reference by default, which needs no compilation.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = _context(getattr(sys.modules[function.__module__], "PRELOAD", []))
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         for rank in range(world_size):
@@ -69,6 +73,19 @@ def run_ranks(
                 process.kill()
             for process in processes:
                 process.join()
+
+
+_preloaded: list[str] = []
+"""What the server of this process has imported, beside `_PRELOADED`."""
+
+
+def _context(modules: list[str]) -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    if modules != _preloaded:
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        _preloaded[:] = modules
+    context.set_forkserver_preload([*_PRELOADED, *modules])
+    return context
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[Any]:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,14 +140,23 @@ SHAPES = [
     (2048, 2048 + 96 + 5),
     (2048, 1000),
 ]
+FURTHER_SHAPES = {
+    *((128, 31), (128, 128), (128, 128 + 64), (64, 64 * 5 + 32), (96, 96 * 3)),
+    *((512, 512 + 480), (2048, 2048), (2048, 1000)),
+}
+"""Those that the slow tests add."""
 LONG_SHAPES = [(8224, 8224 + 160), (16384, 9000)]
 """Groups that do not fit in a program's registers."""
 
 
-def variants(*columns: tuple) -> list[tuple]:
+def variants(*columns: tuple) -> list[Any]:
     """One row per shape, whose other columns run through their values at different paces."""
     return [
-        (*shape, *(column[index // pace % len(column)] for pace, column in enumerate(columns, start=1)))
+        pytest.param(
+            *shape,
+            *(column[index // pace % len(column)] for pace, column in enumerate(columns, start=1)),
+            marks=[pytest.mark.slow] if shape in FURTHER_SHAPES else [],
+        )
         for index, shape in enumerate(SHAPES)
     ]
 

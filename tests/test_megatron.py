@@ -19,6 +19,8 @@ from tests.ranks import run_ranks
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
+PRELOAD = ["tests.megatron_imports"]
+
 SYNC: dict[str, Any] = {}
 OVERLAP_GRADIENTS: dict[str, Any] = {"overlap": True, "overlap_gather": False}
 OVERLAP: dict[str, Any] = {"overlap": True}

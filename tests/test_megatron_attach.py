@@ -21,6 +21,8 @@ from tests.ranks import run_ranks
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
+PRELOAD = ["tests.megatron_imports"]
+
 
 def targets(run: MegatronRun) -> list[Any]:
     """The objects whose methods are replaced."""

@@ -17,6 +17,8 @@ from tests.ranks import run_ranks
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
+PRELOAD = ["tests.megatron_imports"]
+
 
 def flip_bit(run: MegatronRun, *, rank: int) -> str:
     """One bit of one rank's parameters is another; returns the bucket's name."""

@@ -17,6 +17,8 @@ from tests.ranks import run_ranks
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
+PRELOAD = ["tests.megatron_imports"]
+
 FP16: dict[str, Any] = {
     "transformer": {"fp16": True},
     "optimizer": {
