@@ -45,7 +45,7 @@ def run_ranks(
     """Call function(*args) in world_size processes joined by gloo; return each rank's result.
 
     A failure or a timeout ends all processes and raises with the traceback of every rank that has one.
-    The processes are copies of one that has imported `_PRELOADED`, and `PRELOAD` of the module of the function.
+    The processes are copies of one that has imported `_PRELOADED`, and the function's module's `PRELOAD`.
 
     Args:
         function: a module-level function.

@@ -187,7 +187,7 @@ def test_compare_writes_summary_table_and_curves(text, tmp_path):
         strategies=f"baseline,qw,{variant}",
         seeds="1,2",
         out=tmp_path / "out",
-        model=base.model,
+        model=ModelConfig(layers=1, hidden=64, heads=2),
         data=base.data,
         training=replace(base.training, steps=3, accumulation=1),
         optimizer=base.optimizer,
