@@ -212,6 +212,13 @@ def check_switched_off() -> None:
     stats = run.comm.stats()
     assert stats["sampled_step"] is None and stats["gradient_error"] is None
     assert stats["last_step"]["intra_bytes"] > 0 and stats["exchange_seconds"] > 0
+    # An asynchronous gather lasts until it has been waited for.
+    block, traffic = run.model.blocks[0], run.comm._state.groups[1].weight_traffic
+    before = traffic.current_step.intra_seconds
+    gathering = block.unshard(async_op=True)
+    assert traffic.current_step.intra_seconds == before
+    gathering.wait()
+    assert traffic.current_step.intra_seconds > before
     dense = WeightConfig(bits=None)
     mixed = SDP4BitConfig(weights=dense, gradients=GradientConfig(min_numel=1 << 20), telemetry=WHOLE_ROWS)
     run = Run(build(), mixed, topology=4).train(2)

@@ -169,17 +169,22 @@ def all_gather_dense(
     *,
     async_op: bool = False,
     what: str = "all-gather",
+    stop: Callable[[], None] = lambda: None,
 ) -> Any:
     """`received` [size * n] holds every rank's `sent` [n], by the communication library's own algorithm.
+
+    Args:
+        stop: is called when the gather has been waited for.
 
     Returns:
         A work handle, or None if the call is synchronous.
     """
     with naming(what, group=group):
         work = _all_gather_native(received, sent, group=group, async_op=async_op)
-    if work is None or not _is_pairwise(group):
-        return work
-    return DeferredWork(PendingExchange([work], what=what, group=group).wait)
+    if work is not None:
+        return DeferredWork(PendingExchange([work], what=what, group=group).timed_by(stop).wait)
+    stop()
+    return None
 
 
 def reduce_scatter_dense(

@@ -62,10 +62,9 @@ class AllGatherHook(_Allocate):
             comm.weight_traffic.count_ring(row_bytes)
             what = f"full-precision weight all-gather of {comm.group.name}"
             stop = comm.weight_traffic.start_ring_timer(input_tensor.device)
-            work = all_gather_dense(output_tensor, input_tensor, group, async_op=async_op, what=what)
-            if work is None:
-                stop()
-            return work
+            return all_gather_dense(
+                output_tensor, input_tensor, group, async_op=async_op, what=what, stop=stop
+            )
         if replica.rows is None or outside_backward:
             with torch.inference_mode(False):
                 self._start_refresh(replica, input_tensor, outside_backward=outside_backward)
