@@ -12,33 +12,13 @@ from torch import Tensor
 from sdp4bit.quantization import ops, reference
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import MAX_ELEMENTS, derive_keys
-
-KEYS = derive_keys(5, 6)
+from tests.operator_calls import KEYS, empty_messages, quantized, values_of
 
 
 @pytest.fixture(autouse=True)
 def reference_backend() -> Iterator[None]:
     with ops.use_backend("reference"):
         yield
-
-
-def values_of(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def empty_messages(
-    count: int, numel: int, bits: int, group_size: int, *, parts: int = 1, device: str = "cpu"
-) -> Tensor:
-    layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
-    return torch.zeros(count, layout.nbytes, dtype=torch.uint8, device=device)
-
-
-def quantized(values: Tensor, bits: int, group_size: int, *, hadamard: bool = False) -> Tensor:
-    """Messages of values [destinations, parts, n], rounded to nearest."""
-    destinations, parts, numel = values.shape
-    out = empty_messages(destinations, numel, bits, group_size, parts=parts)
-    ops.hadamard_quantize(values, out, bits, group_size, hadamard, False, 0, 0, 0, 0)
-    return out
 
 
 # Registration
