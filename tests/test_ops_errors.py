@@ -25,6 +25,10 @@ def out_of(numel: int, bits: int = 4, group_size: int = 32, **options: Any) -> T
 
 
 BAD_CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
+    "subtract: no main": (
+        lambda: ops.subtract_quantize(None, None, out_of(64)[0], 4, 32, False, 0, 0),
+        ["subtract_quantize", "main must be a tensor", "None"],
+    ),
     "subtract: 2-D main": (
         lambda: ops.subtract_quantize(values_of(2, 32), None, out_of(64)[0], 4, 32, False, 0, 0),
         ["main", "1-D", "[2, 32]"],

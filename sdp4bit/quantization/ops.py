@@ -119,14 +119,21 @@ def _register(schema: str, check: Callable[..., None]) -> None:
     arguments = getattr(torch.ops.sdp4bit, name).default._schema.arguments
     parameters = [argument.name for argument in arguments]
     written = next(i for i, argument in enumerate(arguments) if argument.is_write)
+    required = [i for i, argument in enumerate(arguments) if str(argument.type) == "Tensor"]
+
+    def check_all(*args: Any) -> None:
+        for i in required:
+            if args[i] is None:  # which the dispatcher lets through
+                raise ValueError(f"{name}: {parameters[i]} must be a tensor, got None")
+        check(*args)
 
     def run(*args: Any) -> None:
-        check(*args)
+        check_all(*args)
         # The dispatcher leaves out trailing arguments that have their default.
         getattr(_backend(args[written]), name)(**dict(zip(parameters, args, strict=False)))
 
     _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sdp4bit::{name}", check)
+    torch.library.register_fake(f"sdp4bit::{name}", check_all)
 
 
 def _check_subtract_quantize(
