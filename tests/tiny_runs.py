@@ -93,4 +93,4 @@ def read_log(out: Path) -> list[dict[str, Any]]:
 
 
 def losses(out: Path) -> dict[tuple[str, int], float]:
-    return {(line["event"], line["step"]): line["loss"] for line in read_log(out)}
+    return {(line["event"], line["step"]): line["loss"] for line in read_log(out) if "loss" in line}
