@@ -305,9 +305,17 @@ def is_child(pid: int, parent: int) -> bool:
     return int(fields[1]) == parent and fields[0] != "Z"
 
 
-def losses(out: Path) -> list[tuple[str, int, float]]:
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [(line["event"], line["step"], line["loss"]) for line in map(json.loads, lines)]
+def losses(out: Path) -> list[tuple[str, int, float, float | None]]:
+    """Return event, step, loss and gradient norm of all steps and validations, in the order of the log.
+
+    Its other lines tell what telemetry has sampled, which is no part of a checkpoint.
+    """
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [
+        (line["event"], line["step"], line["loss"], line.get("grad_norm"))
+        for line in lines
+        if line["event"] in ("train", "validation")
+    ]
 
 
 def run_soak(soak: Soak, folder: Path) -> dict[str, Any]:
@@ -315,7 +323,7 @@ def run_soak(soak: Soak, folder: Path) -> dict[str, Any]:
 
     1. The run, undisturbed, without checkpoints.
     2. The run, with faults, until it has come to its end.
-    3. Every line of their logs is compared: event, step and the bits of the loss, in order.
+    3. All steps and validations in their logs are compared: loss and gradient norm, bit for bit, in order.
     """
     begin = time.time()
     (folder / "text.txt").write_text(Path(random.__file__).read_text() + Path(argparse.__file__).read_text())
