@@ -206,8 +206,8 @@ def check_cost() -> None:
         gather(received, sent, group, what=what)
 
     audit.all_gather_dense = counted  # type: ignore[assignment]
-    run = Run(build(), configured("node", AuditConfig(interval=3)))
-    run.train(7).evaluate()
+    run = Run(build(), configured("node", AuditConfig(interval=2)))
+    run.train(5).evaluate()
     groups = len(run.comm._state.groups)
     assert calls == [8 * groups] * 2
     before = run.comm.stats()["total"]["collectives"]

@@ -67,7 +67,7 @@ def measure_even(per_node: int, config: SDP4BitConfig) -> tuple[dict[str, int], 
     fully_shard(model, mesh=data_mesh(), mp_policy=POLICY)
     comm = sdp4bit.quantize_communication(model, topology=per_node, config=config)
     optimizer = adamw(model)
-    for step in range(3):
+    for step in range(2):
         with count_sent_bytes(per_node) as sent:
             model(torch.randn(2, 512)).backward()
             optimizer.step()
@@ -77,17 +77,33 @@ def measure_even(per_node: int, config: SDP4BitConfig) -> tuple[dict[str, int], 
     return sent, comm.stats()["last_step"]
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), LAYOUTS)
+def measure(per_node: int) -> dict[int | str, Any]:
+    """Return what is sent with each group size and with each kind of replica."""
+    result: dict[int | str, Any] = {}
+    for size in (128, 256):
+        gradients = GradientConfig(intra_group_size=size, inter_group_size=128)
+        result[size] = measure_even(per_node, SDP4BitConfig(gradients=gradients))
+    for replica in ("node", "full"):
+        result[replica] = measure_odd(per_node, replica)
+    return result
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: "x".join(map(str, layout)))
+def layout(request: pytest.FixtureRequest) -> tuple[int, int, list[dict[int | str, Any]]]:
+    """Nodes, ranks per node, and what each rank has measured; all of a layout in the same processes."""
+    nodes, per_node = request.param
+    return nodes, per_node, run_ranks(measure, nodes * per_node, per_node)
+
+
 @pytest.mark.parametrize("group_size", [128, 256])
-def test_bytes_per_step_equal_the_formula(nodes: int, per_node: int, group_size: int) -> None:
-    gradients = GradientConfig(intra_group_size=group_size, inter_group_size=128)
-    config = SDP4BitConfig(gradients=gradients)
+def test_bytes_per_step_equal_the_formula(layout: Any, group_size: int) -> None:
+    nodes, per_node, measured = layout
     numel, n, g = 2 * 512 * 384, nodes, per_node
     intra_gradients = numel * (1 + 2 / group_size) * (g - 1) / g
     inter_gradients = numel / g * (1 / 2 + 2 / 128) * (n - 1) / n
     weights = numel / g * (1 / 2 + 2 / 2048) * (n - 1) / n
     gathers = 2 * 2 * numel * (g - 1) / g  # bf16 rows in the node, forward and backward
-    for sent, reported in run_ranks(measure_even, nodes * per_node, per_node, config):
+    for sent, reported in (each[group_size] for each in measured):
         assert sent["inter"] == reported["inter_bytes"] == inter_gradients + weights
         assert sent["intra"] == reported["intra_bytes"] == intra_gradients + gathers
         assert reported["padding_bytes"] == 0
@@ -106,7 +122,7 @@ def measure_odd(per_node: int, replica: str) -> list[tuple[int, int, dict[str, i
     config = replace(config, weights=replace(config.weights, replica=replica))
     comm = sdp4bit.quantize_communication(model, topology=per_node, config=config)
     optimizer, data = adamw(model), batches()
-    train(model, optimizer, data, 2, clip=None)
+    train(model, optimizer, data, 1, clip=None)
     with count_sent_bytes(per_node) as sent:
         train(model, optimizer, data, 1, clip=None)
     rows = [group.group.row_numel for group in comm._state.groups]
@@ -114,12 +130,10 @@ def measure_odd(per_node: int, replica: str) -> list[tuple[int, int, dict[str, i
 
 
 @pytest.mark.parametrize("replica", ["node", "full"])
-@pytest.mark.parametrize(("nodes", "per_node"), LAYOUTS)
-def test_odd_sizes_cost_the_formula_plus_the_padding_that_is_reported(
-    nodes: int, per_node: int, replica: str
-) -> None:
+def test_odd_sizes_cost_the_formula_plus_the_padding_that_is_reported(layout: Any, replica: str) -> None:
+    nodes, per_node, measured = layout
     n, g, world = nodes, per_node, nodes * per_node
-    for intra, inter, reported, rows in run_ranks(measure_odd, world, per_node, replica):
+    for intra, inter, reported, rows in (each[replica] for each in measured):
         assert (intra, inter) == (reported["intra_bytes"], reported["inter_bytes"])
         numel = sum(rows) * world
         formula = numel * (1 + 2 / 128) * (g - 1) / g + numel / g * (1 / 2 + 2 / 128) * (n - 1) / n

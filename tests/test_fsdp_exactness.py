@@ -1,4 +1,7 @@
-"""FSDP2 integration, exactness: what must be equal bit for bit, in real processes over gloo."""
+"""FSDP2 integration, exactness: what must be equal bit for bit, in real processes over gloo.
+
+The runs of one world are trained one after the other in the same processes, once for all tests.
+"""
 
 from __future__ import annotations
 
@@ -12,46 +15,33 @@ from torch.distributed.fsdp import FSDPModule
 
 import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
+from sdp4bit.quantization.checksum import checksum
 from tests.ranks import run_ranks
-from tests.toy import adamw, assert_replicas_identical, batches, build, train
+from tests.toy import Run, adamw, assert_replicas_identical, batches, build, train
 
 IDENTITY = SDP4BitConfig(
     weights=WeightConfig(bits=None), gradients=GradientConfig(intra_bits=None, inter_bits=None, min_numel=0)
 )
 
 
-def train_with(config: SDP4BitConfig | None, topology: int, steps: int) -> tuple[list[float], dict[str, Any]]:
-    """Train the toy model; None for plain FSDP2. Returns this rank's losses and the statistics."""
-    model = build()
-    comm = None
+Result = tuple[list[float], dict[str, Any], int]
+"""One rank's losses, the last of an evaluation that sees the last step; statistics; bits of its weights."""
+
+
+def bits_of(model: torch.nn.Module) -> int:
+    shards = [parameter.detach().to_local().flatten() for parameter in model.parameters()]
+    return int(checksum(torch.cat(shards)))
+
+
+def train_with(config: SDP4BitConfig | None, topology: int, steps: int) -> Result:
+    """Train the toy model; None for plain FSDP2."""
     if config is not None:
-        config = replace(config, telemetry=TelemetryConfig(interval=1))
-        comm = sdp4bit.quantize_communication(model, topology=topology, config=config)
-    losses = train(model, adamw(model), batches(), steps)
-    if comm is None:
-        return losses, {}
-    assert_replicas_identical(comm)
-    return losses, {**comm.stats(), **comm.measure()}
-
-
-def losses_of(results: list[Any]) -> list[list[float]]:
-    return [losses for losses, _ in results]
-
-
-def test_the_baseline_preset_equals_plain_fsdp2_bit_for_bit() -> None:
-    plain = run_ranks(train_with, 4, None, 2, 8)
-    baseline = run_ranks(train_with, 4, SDP4BitConfig.preset("baseline"), 2, 8)
-    assert losses_of(baseline) == losses_of(plain)
-
-
-@pytest.mark.parametrize("replica", ["node", "full"])
-@pytest.mark.parametrize("topology", [1, 2])
-def test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit(replica: str, topology: int) -> None:
-    """A sum of two values has one rounding, whatever the order; so nothing may differ."""
-    config = replace(IDENTITY, weights=replace(IDENTITY.weights, replica=replica))
-    assert losses_of(run_ranks(train_with, 2, config, topology, 8)) == losses_of(
-        run_ranks(train_with, 2, None, topology, 8)
-    )
+        config = replace(config, telemetry=TelemetryConfig(interval=2))
+    run = Run(build(), config, topology=topology, clip=1.0).train(steps)
+    losses = run.finish()
+    stats = {} if config is None else {**run.comm.stats(), **run.comm.measure()}
+    run.model.reshard()
+    return losses, stats, bits_of(run.model)
 
 
 class SumInNodesFirst:
@@ -69,32 +59,105 @@ class SumInNodesFirst:
         output_tensor.copy_(total.view(4, -1)[dist.get_rank()])
 
 
-def train_in_node_order(steps: int) -> tuple[list[float], dict[str, Any]]:
+def train_in_node_order(steps: int) -> Result:
     model = build()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(SumInNodesFirst())
             module.set_force_sum_reduction_for_comms(True)
-    return train(model, adamw(model), batches(), steps), {}
+    losses = Run(model, None, clip=1.0).train(steps).finish()
+    model.reshard()
+    return losses, {}, bits_of(model)
 
 
-def test_four_ranks_with_the_identity_differ_from_plain_by_the_order_of_summation_only() -> None:
+FULL = SDP4BitConfig(weights=WeightConfig(replica="full"))
+FOUR_RANKS: dict[str, SDP4BitConfig | None] = {
+    "plain": None,
+    "identity": IDENTITY,
+    **{name: SDP4BitConfig.preset(name) for name in ("baseline", "qw", "qwd", "sdp4bit")},
+    "full": FULL,
+    "sliced": SDP4BitConfig(gradients=GradientConfig(pipeline_chunks=4)),
+    "another seed": SDP4BitConfig(seed=6),
+}
+TWO_RANKS: dict[str, SDP4BitConfig | None] = {
+    "plain": None,
+    **{kind: replace(IDENTITY, weights=WeightConfig(bits=None, replica=kind)) for kind in ("node", "full")},
+}
+
+
+def train_four(steps: int) -> dict[str, Result]:
+    runs = {name: train_with(config, 2, steps) for name, config in FOUR_RANKS.items()}
+    return {**runs, "in node order": train_in_node_order(steps)}
+
+
+def train_two(steps: int) -> dict[str, Result]:
+    return {
+        f"{name} {topology}": train_with(config, topology, steps)
+        for name, config in TWO_RANKS.items()
+        for topology in (1, 2)
+        if config is not None or topology == 1
+    }
+
+
+Runs = dict[str, list[Result]]
+"""What every rank returns of each run."""
+
+
+def by_run(results: list[dict[str, Result]]) -> Runs:
+    return {name: [result[name] for result in results] for name in results[0]}
+
+
+@pytest.fixture(scope="module", params=[4, pytest.param(12, marks=pytest.mark.slow)])
+def steps(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="module")
+def runs(steps: int) -> Runs:
+    return by_run(run_ranks(train_four, 4, steps))
+
+
+@pytest.fixture(scope="module")
+def pairs(steps: int) -> Runs:
+    return by_run(run_ranks(train_two, 2, steps))
+
+
+def outcomes(results: list[Result]) -> list[tuple[list[float], int]]:
+    """Each rank's losses and the bits of its weights at the end."""
+    return [(losses, bits) for losses, _, bits in results]
+
+
+def test_the_baseline_preset_equals_plain_fsdp2_bit_for_bit(runs: Runs) -> None:
+    assert outcomes(runs["baseline"]) == outcomes(runs["plain"])
+
+
+@pytest.mark.parametrize("replica", ["node", "full"])
+@pytest.mark.parametrize("topology", [1, 2])
+def test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit(
+    pairs: Runs, replica: str, topology: int
+) -> None:
+    """A sum of two values has one rounding, whatever the order; so nothing may differ."""
+    assert outcomes(pairs[f"{replica} {topology}"]) == outcomes(pairs["plain 1"])
+
+
+def test_four_ranks_with_the_identity_differ_from_plain_by_the_order_of_summation_only(runs: Runs) -> None:
     """Added in the same order, all losses are equal bit for bit."""
-    identity = run_ranks(train_with, 4, IDENTITY, 2, 8)
-    assert losses_of(identity) == losses_of(run_ranks(train_in_node_order, 4, 8))
+    assert outcomes(runs["identity"]) == outcomes(runs["in node order"])
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "sdp4bit",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qw", "qwd", "ulq", "tlq", "tlq-hs")),
+        "qw",
+        "qwd",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ulq", "tlq", "tlq-hs")),
     ],
 )
-def test_presets_train_on_their_own_paths(name: str) -> None:
+def test_presets_train_on_their_own_paths(runs: Runs, steps: int, name: str) -> None:
     config = SDP4BitConfig.preset(name)
-    losses, stats = run_ranks(train_with, 4, config, 2, 6)[0]
-    plain, _ = run_ranks(train_with, 4, None, 2, 6)[0]
+    losses, stats, _ = (runs[name] if name in runs else run_ranks(train_with, 4, config, 2, steps))[0]
+    plain, _, _ = runs["plain"][0]
     assert losses != plain
     assert losses == pytest.approx(plain, rel=0.05)
     assert stats["compression_ratio"] > 1.3
@@ -102,43 +165,41 @@ def test_presets_train_on_their_own_paths(name: str) -> None:
     assert (stats["gradient_error"] is None) == (config.gradients is None)
 
 
-def test_qw_sends_the_weights_themselves_and_loses_their_precision() -> None:
-    _, direct = run_ranks(train_with, 4, SDP4BitConfig.preset("qw"), 2, 6)[0]
-    _, difference = run_ranks(train_with, 4, SDP4BitConfig.preset("qwd"), 2, 6)[0]
+def test_qw_sends_the_weights_themselves_and_loses_their_precision(runs: Runs) -> None:
+    direct, difference = runs["qw"][0][1], runs["qwd"][0][1]
     assert direct["last_step"]["inter_bytes"] == difference["last_step"]["inter_bytes"]
     assert direct["weight_drift"] > 10 * difference["weight_drift"]
 
 
-def test_slices_of_a_row_do_not_change_the_result() -> None:
-    config = SDP4BitConfig()
-    sliced = replace(config, gradients=replace(config.gradients, pipeline_chunks=4))
-    assert losses_of(run_ranks(train_with, 4, sliced, 2, 4)) == losses_of(
-        run_ranks(train_with, 4, config, 2, 4)
-    )
+def test_slices_of_a_row_do_not_change_the_result(runs: Runs) -> None:
+    assert outcomes(runs["sliced"]) == outcomes(runs["sdp4bit"])
 
 
-def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
-    config = SDP4BitConfig(seed=5)
-    first, again = (losses_of(run_ranks(train_with, 4, config, 2, 4)) for _ in range(2))
-    assert first == again
-    assert losses_of(run_ranks(train_with, 4, replace(config, seed=6), 2, 4)) != first
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(runs: Runs, steps: int) -> None:
+    """In new processes, which have trained nothing before."""
+    again = run_ranks(train_with, 4, SDP4BitConfig(), 2, steps)
+    assert outcomes(again) == outcomes(runs["sdp4bit"])
+    assert outcomes(runs["another seed"]) != outcomes(runs["sdp4bit"])
 
 
-def test_all_back_ends_give_the_same_losses() -> None:
+def test_all_back_ends_give_the_same_losses(runs: Runs, steps: int) -> None:
     pytest.importorskip("numba")
-    expected = losses_of(run_ranks(train_with, 4, SDP4BitConfig(), 2, 4))
-    assert losses_of(run_ranks(train_with, 4, SDP4BitConfig(), 2, 4, backend="numba")) == expected
+    kernels = run_ranks(train_with, 4, SDP4BitConfig(), 2, steps, backend="numba")
+    assert outcomes(kernels) == outcomes(runs["sdp4bit"])
 
 
-@pytest.mark.parametrize(
-    ("nodes", "per_node"),
-    [(2, 2), pytest.param(3, 2, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)],
-)
-def test_full_and_node_replicas_give_equal_losses(nodes: int, per_node: int) -> None:
-    config = SDP4BitConfig()
-    full = replace(config, weights=replace(config.weights, replica="full"))
-    results = [run_ranks(train_with, nodes * per_node, c, per_node, 5) for c in (config, full)]
-    assert losses_of(results[0]) == losses_of(results[1])
+def test_full_and_node_replicas_give_equal_losses(runs: Runs) -> None:
+    assert outcomes(runs["full"]) == outcomes(runs["sdp4bit"])
+    for losses, stats, _ in runs["full"] + runs["sdp4bit"]:
+        assert stats["weight_drift"] < 0.02
+        assert sum(losses[-2:]) < sum(losses[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "per_node"), [(3, 2), (2, 3)])
+def test_full_and_node_replicas_of_six_ranks_give_equal_losses(nodes: int, per_node: int) -> None:
+    results = [run_ranks(train_with, nodes * per_node, c, per_node, 5) for c in (SDP4BitConfig(), FULL)]
+    assert outcomes(results[0]) == outcomes(results[1])
 
 
 def train_long(replica: str, steps: int) -> list[float]:
@@ -153,10 +214,11 @@ def train_long(replica: str, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("steps", [10, pytest.param(200, marks=pytest.mark.slow)])
-def test_replicas_stay_identical_and_both_kinds_agree(steps: int) -> None:
-    node = run_ranks(train_long, 4, "node", steps, timeout=240, backend="auto")
-    full = run_ranks(train_long, 4, "full", steps, timeout=240, backend="auto")
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [10, 200])
+def test_replicas_stay_identical_and_both_kinds_agree(count: int) -> None:
+    node = run_ranks(train_long, 4, "node", count, timeout=240, backend="auto")
+    full = run_ranks(train_long, 4, "full", count, timeout=240, backend="auto")
     assert node == full
-    tenth = max(2, steps // 10)
-    assert sum(node[0][-tenth:]) < (0.8 if steps == 200 else 1.0) * sum(node[0][:tenth])
+    tenth = max(2, count // 10)
+    assert sum(node[0][-tenth:]) < (0.8 if count == 200 else 1.0) * sum(node[0][:tenth])

@@ -6,6 +6,7 @@ Layer: 4 real processes over gloo. Results are held against plain FSDP2's as in 
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ STOCHASTIC = SDP4BitConfig(
 """All is rounded by random bits, and parameters whose rows are multiples of 32 share no scale."""
 
 
+@cache
 def tensor_parallel(config: SDP4BitConfig | None, topology: int) -> list[float]:
     """Two data-parallel ranks by two tensor-parallel ones, which are neighbours."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -57,8 +59,9 @@ def tensor_parallel(config: SDP4BitConfig | None, topology: int) -> list[float]:
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
     shard(model, mesh=mesh["dp"])
-    options = {"fused": False, "foreach": False, "clip": None}  # meshes are mixed
-    run = Run(model, config, topology=topology, data_rank=mesh.get_local_rank("dp"), **options)
+    # One operation of the optimizer takes parameters of one mesh.
+    params = [{"params": [p for p in model.parameters() if p.device_mesh.ndim == ndim]} for ndim in (1, 2)]
+    run = Run(model, config, topology=topology, data_rank=mesh.get_local_rank("dp"), params=params)
     if run.comm is not None:
         layouts = {(g.layout.nodes, g.layout.ranks_per_node) for g in run.comm._state.groups}
         assert layouts == {(2, 1) if topology == 2 else (1, 2)}
@@ -85,6 +88,7 @@ def test_tensor_parallelism_trains_as_with_plain_fsdp2() -> None:
     run_ranks(check_tensor_parallelism, 4)
 
 
+@cache
 def hybrid(config: SDP4BitConfig | None, topology: int) -> list[float]:
     """Two replicas of two shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -155,7 +159,7 @@ def two_roots(config: SDP4BitConfig | None) -> list[float]:
     pair = stages(data_mesh())
     comm = config and sdp4bit.quantize_communication(pair, topology=2, config=config)
     model = nn.Sequential(*pair)
-    losses = train(model, adamw(model, fused=True), batches(), 2)
+    losses = train(model, adamw(model), batches(), 2)
     if comm:
         assert [g.group.name for g in comm._state.groups] == ["part0", "part0.block", "part1", "part1.block"]
         assert comm.stats()["steps"] == 2
@@ -163,13 +167,14 @@ def two_roots(config: SDP4BitConfig | None) -> list[float]:
     return losses
 
 
+@cache
 def pipelined(config: SDP4BitConfig | None) -> list[float]:
     """Each stage on two data-parallel ranks of its own; four micro-batches a step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     index = mesh.get_local_rank("pp")
     model = stages(mesh["dp"])[index]
     comm = config and sdp4bit.quantize_communication(model, topology=1, config=config)
-    optimizer = adamw(model, fused=True)
+    optimizer = adamw(model)
     stage = PipelineStage(model, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
     schedule = ScheduleGPipe(stage, 4, loss_fn=lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()))
     data, losses = batches(rank=mesh.get_local_rank("dp")), []

@@ -38,12 +38,11 @@ def scenario(
     options: dict[str, Any] = {}
     if part:  # then only stretches of a row are refreshed
         options["params"] = [p for name, p in model.named_parameters() if "bias" not in name]
-    run = Run(model, config, topology=topology, **options).train(3)
-    run.evaluate()
-    run.evaluate(torch.inference_mode)
+    run = Run(model, config, topology=topology, **options).train(2)
+    run.losses += [run.evaluate(), run.evaluate(torch.inference_mode)]
     if run.comm is not None:
         run.comm.resync()
-    losses = run.train(2).finish()
+    losses = run.train(1).finish()
     if run.comm is not None:
         assert not any(group.replica.is_pending for group in run.comm._state.groups)
         run.comm.remove()
