@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig, quantize_communication
 
@@ -190,8 +191,14 @@ class Run:
             return loss_of(self.model, self.eval_batch).item()
 
     def finish(self) -> list[float]:
-        """Return the losses, and that of a last forward, which sees the last step; replicas are identical."""
-        result = [*self.losses, self.evaluate()]
+        """Return the losses, that of a last forward, which sees the last step, and the size of the weights.
+
+        Replicas are identical. AdamW and bf16 can hide an error of the gradients from the losses; not from
+        the sum of all magnitudes of this rank's part of the weights, in fp64.
+        """
+        local = (p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters())
+        size = sum(part.detach().double().abs().sum().item() for part in local)
+        result = [*self.losses, self.evaluate(), size]
         if self.comm is not None:
             assert_replicas_identical(self.comm)
         return result
