@@ -129,14 +129,16 @@ class Alerts:
         rounds: Sequence[DecisionRound],
         sampled: SampledMeasures,
         config: AlertConfig,
+        where: str = "",
     ) -> None:
         """All groups are as configured.
 
         Args:
             rounds: who decides together, in an order in which all ranks can take them: of two rounds that
                 share ranks, every such rank lists the same one first. Every group is in some round.
+            where: what part of the model the groups are, for the log; empty for all of it.
         """
-        self.log = AlertLog()
+        self.log = AlertLog(where=where)
         self._config = config
         self._sampled = sampled
         self._groups = [_LadderGroup(group, config) for group in groups]

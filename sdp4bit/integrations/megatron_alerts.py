@@ -100,10 +100,13 @@ class BucketAlerts:
 
     Three kinds of ranks decide together: first those that a bucket is divided over; then the tensor-parallel
     ranks, whose buckets hold parts of the same layers; then the pipeline stages that hold copies of a tied
-    embedding, which must be rounded alike. Stages otherwise decide for themselves. Every rank takes the
-    kinds in this order, and a rank is in one group of each kind: whoever waits in one kind waits for ranks
-    that are in an earlier kind, or in none, so that no ranks wait for each other in a circle. Last the stages
-    exchange where they stand, which all of them take part in.
+    embedding, which must be rounded alike. Stages otherwise decide for themselves. Last, the stages exchange
+    where they stand.
+
+    No ranks wait for each other in a circle: a rank is in at most one group of each of these four kinds, and
+    takes the kinds in this order. A collective that is waited for waits in turn only for ranks that are in an
+    earlier kind; those in the first wait for none. All ranks get here for the same steps, as Megatron skips a
+    step on all of them or on none.
     """
 
     def __init__(
@@ -128,12 +131,18 @@ class BucketAlerts:
         groups = [_MovableBucket(comm, layout, row=row) for row, comm, layout in watched]
         found = [comm for _, comm, _ in watched]
         tied = _tied_on_all_stages(chunks, found)
-        self._alerts = Alerts(groups, rounds=_rounds(chunks, found, tied), sampled=sampled, config=config)
+        self._stages = pipeline_group(chunks)
+        stage = 0 if self._stages is None else self._stages.rank()
+        self._alerts = Alerts(
+            groups,
+            rounds=_rounds(chunks, found, tied),
+            sampled=sampled,
+            config=config,
+            where="" if self._stages is None else f"pipeline stage {stage}",
+        )
         self.log = self._alerts.log
         self._sampled = sampled
         self._is_ladder = config.action == "ladder"
-        self._stages = pipeline_group(chunks)
-        stage = 0 if self._stages is None else self._stages.rank()
         self._keys = {
             comm.bucket.name: _TIED if at in tied else f"stage{stage}.{comm.bucket.name}"
             for at, comm in enumerate(found)
