@@ -5,6 +5,7 @@ Only for processes of their own: `fake_cuda` changes torch for good.
 
 from __future__ import annotations
 
+import io
 import warnings
 from typing import Any
 
@@ -284,3 +285,35 @@ class MegatronRun:
                     everybody = [torch.empty_like(mine) for _ in range(peers.size())]
                     dist.all_gather(everybody, mine, group=peers)
                     assert all(torch.equal(mine, other) for other in everybody)
+
+
+def save(run: MegatronRun) -> bytes:
+    """Return what Megatron's checkpoints hold: model, optimizer entry, and this rank's shards."""
+    (part,) = run.optimizer.chained_optimizers
+    params = [param for group in part.model_float16_groups for param in group]
+    buffer = io.BytesIO()
+    torch.save(
+        {
+            "model": [chunk.state_dict() for chunk in run.chunks],
+            "optimizer": run.optimizer.state_dict(),
+            "shards": [part._get_main_param_and_optimizer_states(param) for param in params],
+        },
+        buffer,
+    )
+    return buffer.getvalue()
+
+
+def load(run: MegatronRun, saved: bytes, *, communication: bool = True) -> None:
+    """The run holds what was saved; without `communication`, as a plain run would have saved it."""
+    state = torch.load(io.BytesIO(saved), weights_only=False)
+    for chunk, model in zip(run.chunks, state["model"], strict=True):
+        chunk.load_state_dict(model)
+    if not communication:
+        del state["optimizer"]["optimizer"]["sdp4bit"]
+    run.optimizer.load_state_dict(state["optimizer"])
+    (part,) = run.optimizer.chained_optimizers
+    for tensors in part.optimizer.state.values():
+        tensors["step"] = tensors["step"].clone()  # Megatron-Core gives torch's Adam one for all parameters
+    params = [param for group in part.model_float16_groups for param in group]
+    for param, tensors in zip(params, state["shards"], strict=True):
+        part._set_main_param_and_optimizer_states(param, tensors)

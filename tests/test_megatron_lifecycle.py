@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sdp4bit import SDP4BitConfig
-from tests.megatron_runs import LOSSLESS, MICROBATCHES, QUANTIZED, STOCHASTIC, MegatronRun
+from tests.megatron_runs import LOSSLESS, MICROBATCHES, QUANTIZED, STOCHASTIC, MegatronRun, load, save
 from tests.ranks import run_ranks
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
@@ -95,37 +95,6 @@ def test_skipped_steps_and_forced_syncs(overlap: bool) -> None:
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------
-
-
-def save(run: MegatronRun) -> bytes:
-    """What Megatron's checkpoints hold: model, optimizer entry, and this rank's shards."""
-    (part,) = run.optimizer.chained_optimizers
-    params = [param for group in part.model_float16_groups for param in group]
-    buffer = io.BytesIO()
-    torch.save(
-        {
-            "model": [chunk.state_dict() for chunk in run.chunks],
-            "optimizer": run.optimizer.state_dict(),
-            "shards": [part._get_main_param_and_optimizer_states(param) for param in params],
-        },
-        buffer,
-    )
-    return buffer.getvalue()
-
-
-def load(run: MegatronRun, saved: bytes, *, communication: bool = True) -> None:
-    state = torch.load(io.BytesIO(saved), weights_only=False)
-    for chunk, model in zip(run.chunks, state["model"], strict=True):
-        chunk.load_state_dict(model)
-    if not communication:
-        del state["optimizer"]["optimizer"]["sdp4bit"]
-    run.optimizer.load_state_dict(state["optimizer"])
-    (part,) = run.optimizer.chained_optimizers
-    for tensors in part.optimizer.state.values():
-        tensors["step"] = tensors["step"].clone()  # Megatron-Core gives torch's Adam one for all parameters
-    params = [param for group in part.model_float16_groups for param in group]
-    for param, tensors in zip(params, state["shards"], strict=True):
-        part._set_main_param_and_optimizer_states(param, tensors)
 
 
 def resumed(

@@ -19,12 +19,18 @@ AlertCallback = Callable[[Alert], None]
 class AlertLog:
     """The last thousand alerts, and who wants to hear of the next one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, where: str = "") -> None:
+        """There are none.
+
+        Args:
+            where: what part of the model they are of, for the log; empty for all of it.
+        """
+        self._where = f"{where}, " if where else ""
         self._alerts: deque[Alert] = deque(maxlen=_KEPT)
         self._callbacks: OrderedDict[int, AlertCallback] = OrderedDict()
 
     def listen(self, callback: AlertCallback) -> RemovableHandle:
-        """The callback is called with every alert, on all ranks alike, until the handle is removed."""
+        """The callback is called with every alert, alike on all ranks that share it, until removed."""
         handle = RemovableHandle(self._callbacks)
         self._callbacks[handle.id] = callback
         return handle
@@ -37,7 +43,7 @@ class AlertLog:
         """
         self._alerts.append(alert)
         if log:
-            logger.warning("step %d, %s: %s", alert.step, alert.group, alert.message)
+            logger.warning("step %d, %s%s: %s", alert.step, self._where, alert.group, alert.message)
         for callback in tuple(self._callbacks.values()):
             callback(alert)
 

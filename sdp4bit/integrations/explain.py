@@ -34,9 +34,11 @@ def explain_groups(state: CommState) -> str:
                 name=comm.group.name,
                 row_numel=comm.group.row_numel,
                 ranks=describe_ranks(comm.layout),
-                weights=_with_reason(comm.weights_dense_because or _fsdp_weights(comm), comm, "weights"),
-                gradients=_with_reason(
-                    comm.gradients_dense_because or _fsdp_gradients(comm), comm, "gradients"
+                weights=with_reason(
+                    comm.weights_dense_because or _fsdp_weights(comm), comm.moved.get("weights")
+                ),
+                gradients=with_reason(
+                    comm.gradients_dense_because or _fsdp_gradients(comm), comm.moved.get("gradients")
                 ),
                 sent=state.last_traffic(comm),
             )
@@ -94,15 +96,15 @@ def describe_gradients(config: GradientConfig | None, layout: NodeLayout, row_nu
     return text + (f", from step {config.start_step}" if config.start_step else "")
 
 
+def with_reason(text: str, reason: str | None) -> str:
+    """Return how something travels, with why it is not as configured, if it is not."""
+    return f"{text}, {reason}" if reason else text
+
+
 def _bytes(sent: Traffic) -> tuple[str, str]:
     if not sent.collectives:
         return "-", "-"
     return f"{sent.intra_bytes:,.0f}", f"{sent.inter_bytes:,.0f}"
-
-
-def _with_reason(text: str, comm: GroupComm, half: str) -> str:
-    reason = comm.moved.get(half)
-    return f"{text}, {reason}" if reason else text
 
 
 def _fsdp_gradients(comm: GroupComm) -> str:

@@ -30,7 +30,7 @@ from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.integrations.agreement import ShardedRows, agree
 from sdp4bit.integrations.alerts import AlertCallback
 from sdp4bit.integrations.explain import explain_groups
-from sdp4bit.integrations.fsdp_alerts import Alerts
+from sdp4bit.integrations.fsdp_alerts import watch_groups
 from sdp4bit.integrations.fsdp_audit import audit_at_step_borders, audit_state
 from sdp4bit.integrations.fsdp_checks import check_group, describe_failure, match_skipped, warn_of_layout
 from sdp4bit.integrations.fsdp_comm_state import CommState
@@ -150,7 +150,7 @@ class CommHandle:
             self._choose_gradients(comm, gradient_topologies, gradient_scratch, skipped)
         if config.audit is not None:
             self._state.step_listeners.append(audit_at_step_borders(self._state, config.audit))
-        self._alerts = None if config.alerts is None else Alerts(self._state, config.alerts)
+        self._alerts = None if config.alerts is None else watch_groups(self._state, config.alerts)
         if self._alerts is not None:
             self._state.step_listeners.append(self._alerts.at_step_border)
         self._previous = [self._install(comm) for comm in comms]
@@ -345,6 +345,8 @@ class CommHandle:
         for topology in self._topologies:
             destroy_topology(topology)
         self._hooks, self._previous, self._topologies = [], [], []
+        if self._alerts is not None:
+            self._alerts.detach()
         self._state.detach()
 
 

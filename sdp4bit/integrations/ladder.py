@@ -30,7 +30,7 @@ _MOST_RELAPSES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """A measure of a parameter group that crossed its threshold, or a step back down; alike on all ranks."""
+    """A measure of a parameter group that crossed its threshold, or a step back down; alike on its ranks."""
 
     step: int
     """Optimizer steps done when it was measured; a move holds from the next step on."""

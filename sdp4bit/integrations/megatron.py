@@ -16,6 +16,7 @@ import torch.distributed as dist
 from sdp4bit.collectives.topology import NodeLayout, TopologySpec
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.integrations.agreement import ShardedRows, agree
+from sdp4bit.integrations.megatron_alerts import check_watchable
 from sdp4bit.integrations.megatron_buckets import REPLICATED_DTYPES, MegatronBucket, find_buckets
 from sdp4bit.integrations.megatron_guards import MARK, check_chunks, distributed_optimizers
 from sdp4bit.integrations.megatron_handle import MegatronCommHandle
@@ -59,11 +60,6 @@ def quantize_communication(
     try:
         if not isinstance(config, SDP4BitConfig):
             raise ValueError(f"config={config!r} must be an SDP4BitConfig")
-        if config.alerts is not None:
-            raise ValueError(
-                "alerts are not available on Megatron-Core, whose tensor-parallel ranks and tied embeddings "
-                "would have to move together; read comm.stats() and comm.group_stats() instead"
-            )
         chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
         check_chunks(chunks)
         optimizers = distributed_optimizers(optimizer)
@@ -71,6 +67,8 @@ def quantize_communication(
         existing = _existing_handle(buckets, optimizers, config, topology)
         for bucket in buckets:
             _check_bucket(bucket)
+        if config.alerts is not None:
+            check_watchable(chunks, buckets)
     except Exception as caught:  # whatever happens on one rank, the others must not wait for it
         failure, buckets = caught, []
     rows = [

@@ -73,14 +73,22 @@ class BucketWeights:
         self._traffic = traffic
         self._quantized = WeightReplica(topology, config=config, **options)
         self._exact = WeightReplica(topology, config=replace(config, bits=None), **options)
-        self._bits = config.bits
-        self._exact_spans = exact_spans if config.bits is not None else []
-        self._exact_numel = max((sum(b - a for a, b in spans) for spans in self._exact_spans), default=0)
+        self._exact_spans = exact_spans
+        self._exact_numel = max((sum(b - a for a, b in spans) for spans in exact_spans), default=0)
+
+    @property
+    def config(self) -> WeightConfig:
+        """The settings of the next refresh."""
+        return self._quantized.config
+
+    def configure(self, config: WeightConfig) -> None:
+        """The next refreshes are done with these settings; all ranks change them between the same two."""
+        self._quantized.configure(replace(config, replica="full"))
 
     @property
     def exact_numel(self) -> int:
-        """Values per row that travel in full precision."""
-        return self._exact_numel
+        """Values per row that travel in full precision beside quantized ones."""
+        return 0 if self.config.bits is None else self._exact_numel
 
     @property
     def replica(self) -> WeightReplica:
@@ -90,7 +98,7 @@ class BucketWeights:
     @property
     def own_exact_spans(self) -> Sequence[Span]:
         """The stretches of this rank's row that travel in full precision."""
-        return self._exact_spans[self._topology.row] if self._exact_numel else []
+        return self._exact_spans[self._topology.row] if self.exact_numel else []
 
     def sample_main(self, spans: Sequence[Span]) -> Tensor:
         """Return these stretches of this rank's main weights, one behind the other, in fp32."""
@@ -126,8 +134,8 @@ class BucketWeights:
         row = self.main_row()
         self._traffic.count_plain(self.own_row.nbytes)
         self._attach_rows(self._quantized)
-        exact = self._take_out_exact(row) if self._exact_numel else None
-        row = row if self._bits is not None else row.to(self.own_row.dtype)
+        exact = self._take_out_exact(row) if self.exact_numel else None
+        row = row if self.config.bits is not None else row.to(self.own_row.dtype)
         self._quantized.start_quantized_refresh(row, call=self.refreshes)
         self._quantized.settle()
         if exact is not None:
@@ -234,6 +242,8 @@ class BucketComm:
         self.gradient_bits: int | None = None
         """Of the last reduction, on its last hop; None for full precision."""
         self.gradients_dense_because = ""
+        self.moved: dict[str, str] = {}
+        """Why "weights" or "gradients" are not quantized as configured, where alerts have moved them."""
 
     def count_dense(self, row: Tensor) -> None:
         """Megatron gathers or reduces rows like this one in full precision."""

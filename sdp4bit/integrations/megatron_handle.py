@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.integrations.alerts import AlertCallback
 from sdp4bit.integrations.audit import ReplicaCopy, audit_replicas
-from sdp4bit.integrations.explain import Row, describe_gradients, describe_ranks, describe_weights, render
 from sdp4bit.integrations.ladder import Alert
 from sdp4bit.integrations.measures import SQUARES, SampledMeasures, group_stats, total_measures
+from sdp4bit.integrations.megatron_alerts import BucketAlerts
 from sdp4bit.integrations.megatron_buckets import REPLICATED_DTYPES, MegatronBucket, replicated_spans
 from sdp4bit.integrations.megatron_comm import (
     BucketComm,
@@ -25,13 +25,12 @@ from sdp4bit.integrations.megatron_comm import (
     Channel,
     weight_number,
 )
+from sdp4bit.integrations.megatron_explain import explain_buckets
 from sdp4bit.integrations.megatron_measures import bucket_squares
 from sdp4bit.integrations.megatron_patches import Clock, GroupPatch, OptimizerPatch
+from sdp4bit.integrations.megatron_state import checked, load_counters, save_counters
 from sdp4bit.integrations.megatron_tensor_parallel import TensorParallelCopies
 from sdp4bit.telemetry import Traffic
-
-FORMAT_VERSION = 1
-_COUNTERS = ("steps", "refreshes", "reductions", "pending")
 
 
 class MegatronCommHandle:
@@ -54,8 +53,15 @@ class MegatronCommHandle:
         self.config = config
         self.topology = topology
         sampled = SampledMeasures(config.telemetry, [bucket.name for bucket in buckets])
-        self._clock = Clock(sampled, optimizers=len(optimizers))
-        self._clock.step_listeners.append(self._sample)
+        # A step border is when the buckets that are quantized have new weights. The optimizer of expert
+        # buckets steps later, when the others' may have been sent.
+        counted = [
+            optimizer
+            for optimizer in optimizers
+            if any(bucket.optimizer is optimizer and not bucket.is_expert for bucket in buckets)
+        ] or optimizers
+        self._clock = Clock(sampled, optimizers=len(counted))
+        self._clock.step_listeners.append(self._at_step_border)
         self._copies = TensorParallelCopies(chunks, buckets)
         self._topologies: list[Any] = []
         self._comms = [
@@ -68,12 +74,21 @@ class MegatronCommHandle:
             OptimizerPatch(
                 optimizer,
                 [comm for comm in self._comms if comm.bucket.optimizer is optimizer],
-                clock=self._clock,
+                clock=self._clock if any(optimizer is each for each in counted) else None,
                 save=self.state_dict,
                 load=self.load_state_dict,
             )
             for optimizer in optimizers
         ]
+        self._alerts: BucketAlerts | None = None
+        if config.alerts is not None:
+            self._alerts = BucketAlerts(
+                chunks,
+                self._comms,
+                sampled=sampled,
+                config=config.alerts,
+                takes_steps=bool(optimizers),
+            )
         self._refresh_all(equalize=True)
         self._patches: list[GroupPatch | OptimizerPatch] = [*self._groups, *self._optimizers]
         for patch in self._patches:
@@ -168,16 +183,18 @@ class MegatronCommHandle:
             self.audit()
 
     def alerts(self) -> list[Alert]:
-        """Return no alerts: a configuration that asks for them is refused."""
-        return []
+        """Return the alerts so far, oldest first, at most the last thousand; those of this pipeline stage."""
+        return [] if self._alerts is None else self._alerts.log.all()
 
     def on_alert(self, callback: AlertCallback) -> RemovableHandle:
-        """Raise: there will be no alerts to call back for.
+        """The callback is called with every :class:`Alert` of this stage, on all its ranks, until removed.
 
         Raises:
-            ValueError: always.
+            ValueError: the configuration has no alerts.
         """
-        raise ValueError("alerts are not available on Megatron-Core; watch stats() and group_stats() instead")
+        if self._alerts is None:
+            raise ValueError("there will be no alerts: attach with SDP4BitConfig(alerts=AlertConfig(...))")
+        return self._alerts.log.listen(callback)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -210,25 +227,7 @@ class MegatronCommHandle:
 
     def explain(self) -> str:
         """Return a table: per bucket what is quantized, how, bytes of the last step, or why it is not."""
-        return render([self._row(comm) for comm in self._comms])
-
-    def _row(self, comm: BucketComm) -> Row:
-        weights, gradients = comm.weights_dense_because, comm.gradients_dense_because
-        layout = comm.layout
-        if layout is not None:
-            gradients = gradients or describe_gradients(self.config.gradients, layout, comm.bucket.row_numel)
-        if comm.weights is not None:
-            weights = describe_weights(self.config.weights, where="in the parameter buffer")
-            exact = comm.weights.exact_numel
-            weights += f", {exact:,} exact (equal under TP)" if exact else ""
-        return Row(
-            name=comm.bucket.name,
-            row_numel=comm.bucket.row_numel,
-            ranks=f"{len(comm.bucket.ranks)}" if layout is None else describe_ranks(layout),
-            weights=weights,
-            gradients=gradients,
-            sent=comm.traffic.last_step,
-        )
+        return explain_buckets(self._comms, self.config)
 
     def stats(self) -> dict[str, Any]:
         """Return what this rank sent and what quantization cost; cheap, and waits for nothing.
@@ -287,11 +286,13 @@ class MegatronCommHandle:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _sample(self, step: int) -> None:
+    def _at_step_border(self, step: int) -> None:
         sampled = self._clock.sampled
         if sampled.is_due(step):
             rows = [bucket_squares(comm, sample_numel=sampled.sample_numel) for comm in self._comms]
             sampled.publish(torch.stack(rows), step=step)
+            if self._alerts is not None:
+                self._alerts.at_step_border(step)
         for comm in self._comms:
             if comm.gradients is not None:
                 # A bucket without a gradient in the next measured step is not to report this one again.
@@ -300,18 +301,13 @@ class MegatronCommHandle:
     def state_dict(self) -> dict[str, Any]:
         """Return what a bit-exact resume needs beside Megatron's parameters and optimizer state.
 
-        The replica is Megatron's parameters themselves; what is added are counters, the same on every rank.
+        The replica is Megatron's parameters themselves; what is added are counters and the places of all
+        stages' buckets on the ladder, the same on every rank.
         """
         self._check_attached()
-        weights = [comm.weights for comm in self._comms if comm.weights is not None]
-        gradients = [comm.gradients for comm in self._comms if comm.gradients is not None]
-        return {
-            "format_version": FORMAT_VERSION,
-            "steps": self._clock.steps,
-            "refreshes": max((w.refreshes for w in weights), default=0),
-            "reductions": max((g.reductions for g in gradients), default=0),
-            "pending": int(any(w.dirty for w in weights)),
-        }
+        ladder = {} if self._alerts is None else self._alerts.save()
+        counters = save_counters(self._comms, steps=self._clock.steps)
+        return {**counters, **({"ladder": ladder} if ladder else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state; call it on all ranks, before or after Megatron's own is loaded.
@@ -320,16 +316,13 @@ class MegatronCommHandle:
             ValueError: not a state of this library; nothing is changed.
         """
         self._check_attached()
-        counters = _checked(state_dict)
+        counters, ladder = checked(state_dict)
         self._clock.steps = counters["steps"]
         for patch in self._optimizers:
             patch.set_steps(counters["steps"])
-        for comm in self._comms:
-            if comm.weights is not None:
-                comm.weights.refreshes = counters["refreshes"]
-                comm.weights.dirty = bool(counters["pending"])
-            if comm.gradients is not None:
-                comm.gradients.reductions = counters["reductions"]
+        load_counters(self._comms, counters)
+        if self._alerts is not None:
+            self._alerts.load(ladder)
 
     def _check_attached(self) -> None:
         if not self._comms:
@@ -344,6 +337,8 @@ class MegatronCommHandle:
         self._copies.remove()
         for topology in self._topologies:
             destroy_topology(topology)
+        if self._alerts is not None:
+            self._alerts.detach()
         self._comms, self._groups, self._optimizers = [], [], []
         self._patches, self._topologies = [], []
 
@@ -356,22 +351,3 @@ def _dense_because(comm: BucketComm) -> str:
     if comm.bucket.param_dtype not in REPLICATED_DTYPES:
         return f"{str(comm.bucket.param_dtype).removeprefix('torch.')} parameters"
     return ""
-
-
-def _checked(state_dict: Any) -> dict[str, int]:
-    """Return the counters of a communication state; ValueError if it is none of a known format."""
-    what = "this is not the state of sdp4bit communication on Megatron-Core"
-    if not isinstance(state_dict, Mapping):
-        raise ValueError(f"{what}: a {type(state_dict).__name__}")
-    missing = [key for key in ("format_version", *_COUNTERS) if key not in state_dict]
-    if missing:
-        raise ValueError(f"{what}: it lacks {', '.join(missing)}")
-    if state_dict["format_version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"communication state of format {state_dict['format_version']}, this version reads "
-            f"{FORMAT_VERSION}"
-        )
-    wrong = [key for key in _COUNTERS if not isinstance(state_dict[key], int) or state_dict[key] < 0]
-    if wrong:
-        raise ValueError(f"{what}: {', '.join(wrong)} should be counts")
-    return {key: int(state_dict[key]) for key in _COUNTERS}

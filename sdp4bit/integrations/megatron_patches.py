@@ -64,7 +64,9 @@ class Clock:
         self.steps = 0
         self.sampled = sampled
         self.step_listeners: list[Callable[[int], None]] = []
-        """Called once per step, with its number, after all optimizers' steps and before any is sent."""
+        """Called once per step, with its number, after the steps of all optimizers that are counted. If that
+        is one, nothing of the step has been sent: Megatron sends an optimizer's weights when it has stepped,
+        or later."""
         self._optimizers = optimizers
         self._stepped = 0
 
@@ -208,7 +210,7 @@ class OptimizerPatch:
         optimizer: Any,
         comms: Sequence[BucketComm],
         *,
-        clock: Clock,
+        clock: Clock | None,
         save: Callable[[], dict[str, Any]],
         load: Callable[[dict[str, Any]], None],
     ) -> None:
@@ -216,6 +218,7 @@ class OptimizerPatch:
 
         Args:
             comms: the buckets that the optimizer updates.
+            clock: counts its steps; None where those of another optimizer are counted.
             save, load: give and take the communication state, for the optimizer's own state dict.
         """
         self._optimizer = optimizer
@@ -261,7 +264,8 @@ class OptimizerPatch:
             optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups = groups
         self.mark_changed()
         self._steps += 1
-        self._clock.count(self._steps)
+        if self._clock is not None:
+            self._clock.count(self._steps)
 
     def mark_changed(self) -> None:
         """The next parameter sync sends the differences of all buckets; a step has ended."""
