@@ -24,6 +24,8 @@ from tests.test_megatron import assert_equal_in, replicated
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
+PRELOAD = ["tests.megatron_imports"]
+
 UP_AND_DOWN = AlertConfig(
     action="ladder", gradient_error=0.36, weight_error=0.02, weight_drift=None, calm_ratio=0.9, calm_samples=1
 )

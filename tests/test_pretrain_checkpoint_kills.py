@@ -20,7 +20,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from tests.test_pretrain_faults import ranks_of
+from tests.started_ranks import ranks_of
 from tests.tiny_runs import losses, write_text
 
 STEPS = 80

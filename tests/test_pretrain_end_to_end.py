@@ -20,6 +20,7 @@ pytest.importorskip("tyro")
 pytest.importorskip("tokenizers")
 
 from tests.indexed_corpora import library_texts, write_vocabulary
+from tests.started_ranks import ranks_of
 from tests.tiny_runs import command_line, losses
 
 STEPS = 16
@@ -41,13 +42,6 @@ def make_corpus(folder: Path) -> list[str]:
     return ["--data-path", str(folder / "corpus_text_document"), "--split", "90,10", *tokenizer]
 
 
-def children(process: subprocess.Popen[str]) -> list[int]:
-    found = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=False
-    )
-    return [int(pid) for pid in found.stdout.split()]
-
-
 def kill_a_rank(arguments: list[str], *, log: Path, step: int) -> None:
     """A run has ended because one of its ranks got SIGKILL, some time after the step."""
     with subprocess.Popen(
@@ -62,18 +56,13 @@ def kill_a_rank(arguments: list[str], *, log: Path, step: int) -> None:
             assert process.poll() is None, process.stderr.read() if process.stderr else ""
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        ranks = [pid for pid in children(process) if is_rank(pid)]
-        os.kill(random.choice(ranks), signal.SIGKILL)
+        os.kill(random.choice(ranks_of(process.pid)), signal.SIGKILL)
         try:
             _, error = process.communicate(timeout=120)
         finally:
             process.kill()
     assert process.returncode == 1
     assert "ended by SIGKILL" in error
-
-
-def is_rank(pid: int) -> bool:
-    return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @pytest.mark.slow

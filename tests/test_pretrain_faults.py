@@ -26,6 +26,7 @@ from sdp4bit.pretrain.settings import SettingError
 from sdp4bit.pretrain.trainer import pretrain
 from sdp4bit.pretrain.training_loop import TrainingDivergedError
 from tests.ranks import run_ranks
+from tests.started_ranks import ranks_of
 from tests.tiny_runs import small, this_rank, write_text
 
 
@@ -146,22 +147,3 @@ def wait_for_the_end_of(processes: list[int]) -> None:
     while any(Path(f"/proc/{process}").exists() for process in processes):
         assert time.monotonic() < deadline, f"{processes} still run"
         time.sleep(0.1)
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """Return the processes that a launcher has started as ranks, in order: its server's children."""
-    return [rank for server in children_of(launcher, command=b"forkserver") for rank in children_of(server)]
-
-
-def children_of(parent: int, *, command: bytes = b"") -> list[int]:
-    """Return the processes with this parent whose command line contains this, in order."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-            line = (stat.parent / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if int(fields[1]) == parent and command in line:
-            found.append(int(stat.parent.name))
-    return sorted(found)
