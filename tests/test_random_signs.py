@@ -15,7 +15,7 @@ from sdp4bit.integrations.explain import describe_gradients
 from sdp4bit.quantization import ops
 from tests.ranks import run_ranks
 from tests.test_fsdp_exactness import train_with
-from tests.test_reduce_scatter import make
+from tests.test_reduce_scatter import make, reduce_special_values, reduce_with_slices
 
 SIGNED = GradientConfig(random_signs=True)
 NEAREST = replace(SIGNED, intra_rounding="nearest", inter_rounding="nearest")
@@ -75,18 +75,6 @@ def test_signs_are_those_of_the_call_on_every_rank() -> None:
     run_ranks(compare_with_the_plain_transform, 4)
 
 
-def reduce_with_slices(config: GradientConfig) -> Tensor:
-    """The result does not depend on the number of slices; returned with other ranks' for other back ends."""
-    rows = torch.randn(4 * 3001, generator=torch.Generator().manual_seed(dist.get_rank()))
-    results = []
-    for chunks in (1, 2, 5, 1000):
-        _, reduce_scatter, _ = make(2, 2, replace(config, pipeline_chunks=chunks))
-        results.append(torch.empty(3001))
-        reduce_scatter(results[-1], rows, call=3)
-    assert all(torch.equal(results[0], result) for result in results[1:])
-    return results[0]
-
-
 def test_neither_slices_nor_back_ends_change_a_bit() -> None:
     pytest.importorskip("numba", reason="compares with numba")
     config = replace(SIGNED, intra_group_size=96, inter_group_size=256)
@@ -95,29 +83,15 @@ def test_neither_slices_nor_back_ends_change_a_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def reduce_special_values() -> None:
-    """A NaN or an infinity of one rank reaches its group of the owner's row, and nothing else."""
-    _, reduce_scatter, _ = make(2, 2, SIGNED)
-    rows = torch.ones(4, 512)
-    if dist.get_rank() == 3:
-        rows[1, 130], rows[2, 5] = float("nan"), float("-inf")
-    output = torch.empty(512)
-    reduce_scatter(output, rows.view(-1), call=0)
-    poisoned = {1: slice(128, 256), 2: slice(0, 128)}.get(dist.get_rank(), slice(0, 0))
-    expected = torch.zeros(512, dtype=torch.bool)
-    expected[poisoned] = True
-    assert torch.equal(output.isnan(), expected)
-
-
 def test_values_that_are_not_finite_come_out_not_finite() -> None:
-    run_ranks(reduce_special_values, 4)
+    run_ranks(reduce_special_values, 4, SIGNED)
 
 
 @pytest.mark.slow
 def test_training_with_them_is_another_rounding_of_the_same_run() -> None:
     signed = SDP4BitConfig(gradients=SIGNED)
-    losses, stats = run_ranks(train_with, 4, signed, 2, 5)[0]
-    plain, _ = run_ranks(train_with, 4, SDP4BitConfig(), 2, 5)[0]
+    losses, stats, _ = run_ranks(train_with, 4, signed, 2, 5)[0]
+    plain, _, _ = run_ranks(train_with, 4, SDP4BitConfig(), 2, 5)[0]
     assert losses != plain
     assert losses == pytest.approx(plain, rel=0.05)
     assert 0 < stats["gradient_error"] < 0.3

@@ -69,8 +69,8 @@ def test_unquantized_sums_keep_the_error_bound_of_fp32(nodes: int, per_node: int
     run_ranks(reduce_floats, nodes * per_node, nodes, per_node)
 
 
-def reduce_with_slices(config: GradientConfig) -> None:
-    """The result and the bytes of payload do not depend on the number of slices, nor the buffers' history."""
+def reduce_with_slices(config: GradientConfig) -> torch.Tensor:
+    """Return the result, which does not depend on the number of slices, nor on the buffers' history."""
     rows = torch.randn(4 * 3001, generator=torch.Generator().manual_seed(dist.get_rank()))
     results = []
     for chunks in (1, 2, 5, 1000):
@@ -80,28 +80,30 @@ def reduce_with_slices(config: GradientConfig) -> None:
             reduce_scatter(output, rows, call=call)
         results.append(output)
     assert all(torch.equal(results[0], result) for result in results[1:])
+    return results[0]
 
 
 def test_slicing_changes_no_bit_for_unequal_group_sizes() -> None:
     run_ranks(reduce_with_slices, 4, GradientConfig(intra_group_size=96, inter_group_size=256))
 
 
-def reduce_special_values() -> None:
-    """A NaN on one rank reaches its group of the owner's row, and nothing else; Inf becomes NaN."""
-    _, reduce_scatter, _ = make(2, 2, GradientConfig(hadamard=False))
-    rows = torch.ones(4, 512)
-    if dist.get_rank() == 3:
-        rows[1, 130], rows[2, 5] = float("nan"), float("inf")
-    output = torch.empty(512)
-    reduce_scatter(output, rows.view(-1), call=0)
-    poisoned = {1: slice(128, 256), 2: slice(0, 128)}.get(dist.get_rank(), slice(0, 0))
-    expected = torch.zeros(512, dtype=torch.bool)
-    expected[poisoned] = True
-    assert torch.equal(output.isnan(), expected)
+def reduce_special_values(config: GradientConfig) -> None:
+    """A NaN or infinity of one rank reaches its group of the owner's row as NaN, and nothing else."""
+    for infinity in (float("inf"), float("-inf")):
+        _, reduce_scatter, _ = make(2, 2, config)
+        rows = torch.ones(4, 512)
+        if dist.get_rank() == 3:
+            rows[1, 130], rows[2, 5] = float("nan"), infinity
+        output = torch.empty(512)
+        reduce_scatter(output, rows.view(-1), call=0)
+        poisoned = {1: slice(128, 256), 2: slice(0, 128)}.get(dist.get_rank(), slice(0, 0))
+        expected = torch.zeros(512, dtype=torch.bool)
+        expected[poisoned] = True
+        assert torch.equal(output.isnan(), expected)
 
 
 def test_values_that_are_not_finite_come_out_not_finite() -> None:
-    run_ranks(reduce_special_values, 4)
+    run_ranks(reduce_special_values, 4, GradientConfig(hadamard=False))
 
 
 def reject_wrong_sizes() -> None:
