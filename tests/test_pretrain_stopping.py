@@ -26,7 +26,7 @@ from sdp4bit.pretrain.stopping import StopRequests
 from sdp4bit.pretrain.timers import Timers
 from sdp4bit.pretrain.training_config import TrainingConfig
 from tests.ranks import run_ranks
-from tests.tiny_runs import losses, small, train_here, write_text
+from tests.tiny_runs import losses, read_log, small, train_here, write_text
 
 CPU = torch.device("cpu")
 
@@ -76,11 +76,16 @@ def test_a_run_left_at_an_interval_resumes_to_the_same_losses(tmp_path):
         checkpoint=folder,
     )
     resumed = replace(whole, logging=left.logging, checkpoint=CheckpointConfig(load=tmp_path / "checkpoints"))
-    results = run_ranks(train_here, 2, whole, left, resumed, timeout=150)
-    assert [run.stopped for run in results[0]] == [None, "--exit-interval 4", None]
+    results = run_ranks(train_here, 2, whole, left, resumed, resumed, timeout=150)
+    assert [run.stopped for run in results[0]] == [None, "--exit-interval 4", None, None]
     # The validation that belongs after step 4 was left out, and is made up for.
     assert ("validation", 4) in losses(tmp_path / "left")
     assert losses(tmp_path / "left") == losses(tmp_path / "whole")
+    # Also where that has been done by an earlier continuation, after which nothing was saved.
+    places = [
+        [(line["event"], line["step"]) for line in read_log(tmp_path / run)] for run in ("left", "whole")
+    ]
+    assert places[0] == places[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])

@@ -105,14 +105,22 @@ class MetricsWriter:
         description: str,
         steps: int,
         first_step: int,
+        validation_due: bool = False,
         console: Console | None = None,
     ) -> None:
-        """Files of an earlier part of the run are continued: what they say of later steps is taken away."""
+        """Files of an earlier part of the run are continued: what they say of later steps is taken away.
+
+        Args:
+            first_step: steps that have been done.
+            validation_due: so is the validation after them, if an earlier continuation has done it already.
+        """
         self._config = config
         self._steps = steps
         self._description = description
         self._console = console or Console()
-        self._lines = _continued_jsonl(config, first_step=first_step) if config.jsonl else None
+        self._lines: Any = None
+        if config.jsonl:
+            self._lines = _continued_jsonl(config, first_step=first_step, validation_due=validation_due)
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
         self._wandb = _wandb_run(config)
         self._last_step = first_step
@@ -240,17 +248,19 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _continued_jsonl(config: LoggingConfig, *, first_step: int) -> Any:
+def _continued_jsonl(config: LoggingConfig, *, first_step: int, validation_due: bool) -> Any:
     path = config.out / "metrics.jsonl"
     kept = ""
     if first_step and path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                if json.loads(line)["step"] <= first_step:
-                    kept += line + "\n"
+                event = json.loads(line)
             except ValueError:
                 # The run was killed while it wrote this line.
                 continue
+            is_repeated = validation_due and (event["event"], event["step"]) == ("validation", first_step)
+            if event["step"] <= first_step and not is_repeated:
+                kept += line + "\n"
     write_atomically(path, kept)
     return path.open("a", encoding="utf-8")
 

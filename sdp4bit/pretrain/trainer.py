@@ -299,6 +299,7 @@ def _open_writer(
             description=label,
             steps=config.training.steps,
             first_step=progress.step,
+            validation_due=progress.validation_due,
             console=console,
         )
     except OSError as error:
