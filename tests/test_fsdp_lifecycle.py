@@ -156,6 +156,7 @@ def check_reports() -> None:
         "total": nothing,
         "compression_ratio": 1.0,
         "exchange_seconds": 0.0,
+        "full_refreshes": 0,
         "sampled_step": None,
         "weight_drift": None,
         "weight_error": None,

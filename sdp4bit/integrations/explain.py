@@ -117,7 +117,9 @@ def _fsdp_weights(comm: GroupComm) -> str:
     config = comm.replica.config
     text = describe_weights(config, where=f"{config.replica} replica")
     frozen = sum(not segment.sharded.requires_grad for segment in comm.group.segments)
-    return text + (f", {frozen} frozen not sent" if frozen and config.bits is not None else "")
+    if frozen and config.bits is not None:
+        text += f", {frozen} frozen not sent"
+    return text + (f", {comm.full_refreshes} times in full precision" if comm.full_refreshes else "")
 
 
 def _hop(bits: int | None, group_size: int) -> str:

@@ -215,9 +215,11 @@ class CommHandle:
         self._state.mark_changed()
 
     def resync(self) -> None:
-        """The replicas are refreshed in full precision at the next forward; call it on all ranks.
+        """Refresh the replicas in full precision at the next forward; call it on all ranks.
 
-        Needed after edits of the weights in place, such as swapping in averaged ones through local tensors.
+        Edits of the weights are found without it (docs/fsdp2.md, "What is followed"). It makes the next
+        weights exact where they would be sent as a quantized difference: those that replace the weights
+        right after an optimizer step, before any forward.
         """
         self._state.reshard()
         self._state.request_resync()
@@ -257,7 +259,8 @@ class CommHandle:
             ("intra_bytes") and to other nodes ("inter_bytes"), how much of both is padding, and the number of
             collectives. "compression_ratio": bytes of plain FSDP2 over bytes sent between nodes in the last
             step. "exchange_seconds": from the start of each transfer of that step to the end of the wait for
-            it, summed; transfers overlap.
+            it, summed; transfers overlap. "full_refreshes": how often a group's weights were sent in full
+            precision, after loads and large edits, summed over groups; the first time does not count.
             What quantization cost is measured every `TelemetryConfig.interval` steps, in samples of this
             rank's shards. "sampled_step": the step that the following are of, None before the first.
             "weight_drift": |main - replica| / |main| once the step's differences have been sent.
@@ -273,6 +276,7 @@ class CommHandle:
             "total": sum((comm.total_traffic for comm in state.groups), Traffic()).as_dict(),
             "compression_ratio": last.compression_ratio,
             "exchange_seconds": last.exchange_seconds,
+            "full_refreshes": sum(comm.full_refreshes for comm in state.groups),
             **state.sampled.totals(),
         }
 

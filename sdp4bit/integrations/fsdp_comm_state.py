@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,15 @@ from torch import Tensor
 
 from sdp4bit.collectives.exchange_error import naming
 from sdp4bit.config import TelemetryConfig
-from sdp4bit.integrations.fsdp_edits import StateDictAliases
+from sdp4bit.integrations.fsdp_edits import SMALL_EDIT, EditDetector, StateDictAliases
 from sdp4bit.integrations.fsdp_group_comm import GroupComm
+from sdp4bit.integrations.fsdp_groups import ParamSegment
 from sdp4bit.integrations.fsdp_measures import group_squares
 from sdp4bit.integrations.measures import SQUARES, SampledMeasures
 from sdp4bit.telemetry import Traffic
+
+_FULL_REFRESHES_IN_A_ROW = 3
+"""So many are said to be a habit."""
 
 
 def in_backward() -> bool:
@@ -39,33 +44,38 @@ class CommState:
         """An optimizer has stepped and no parameter has been unsharded since."""
         self.reductions_since_step = 0
         self.aliases = StateDictAliases()
-        self._places: dict[int, tuple[GroupComm, int]] = {}
-        self._resharding_after = -1
-        self._unsharded_since_check: set[int] = set()
+        self._edits = EditDetector()
+        self._segments: dict[int, ParamSegment] = {}
+        self._stepping_in = -1
         self._warned: set[str] = set()
 
     # -- what changes weights ------------------------------------------------------------------------
 
     def mark_changed(self, params: Iterable[Any] | None = None) -> bool:
-        """Note an optimizer step over these parameters (None: all trainable ones); False if none is ours."""
-        places = self._all_places() if params is None else self._places_of(params)
-        if not places:
+        """Note an optimizer step over these parameters (None: the user's own); False if none is ours.
+
+        Whose parameters they are tells that a step was taken, and no more: what has to be sent must not
+        depend on this rank's optimizer (:meth:`GroupComm.note_step`).
+        """
+        if params is not None and not self._holds_any(params):
             return False
-        for comm, index in places:
-            segment = comm.group.segments[index]
-            if segment.sharded.requires_grad:
-                comm.changed.add(index)
-                # An edit of a parameter that the step does not cover is still to be noticed.
-                if comm.versions:
-                    comm.versions[index] = segment.version
         self.step_pending = True
         self.reductions_since_step = 0
         if not in_backward():
-            self._reshard_changed()
-        elif self._resharding_after != torch._C._current_graph_task_id():
-            self._resharding_after = torch._C._current_graph_task_id()
-            torch.autograd.Variable._execution_engine.queue_callback(self._reshard_changed)
+            self._after_step(by_hand=params is None)
+        elif self._stepping_in != torch._C._current_graph_task_id():
+            # Optimizers that step in backward come once per parameter.
+            self._stepping_in = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(
+                partial(self._after_step, by_hand=params is None)
+            )
         return True
+
+    def _after_step(self, *, by_hand: bool) -> None:
+        self.aliases.take_written()  # some optimizers write parameters in ways that look like a load
+        for comm in self.groups:
+            comm.note_step(by_hand=by_hand)
+        self._reshard_changed()
 
     def _reshard_changed(self) -> None:
         """Free parameters that stayed unsharded: they would hide the step from the next forward."""
@@ -79,25 +89,20 @@ class CommState:
             if comm.group.is_unsharded:
                 comm.group.module.reshard()
 
-    def _all_places(self) -> list[tuple[GroupComm, int]]:
-        return [(comm, index) for comm in self.groups for index in range(len(comm.group.segments))]
-
-    def _places_of(self, params: Iterable[Any]) -> list[tuple[GroupComm, int]]:
-        """Return the group and segment of those of the parameters that are ours.
+    def _holds_any(self, params: Iterable[Any]) -> bool:
+        """Whether any of these is a parameter of ours.
 
         Optimizers that step in backward ask once for every parameter, so the answer comes from a table.
         """
         wanted = list(params)
-        found = [place for place in map(self._place_of, wanted) if place]
-        if len(found) < len(wanted):
+        if not any(self._is_ours(param) for param in wanted):
             # FSDP2 may have replaced parameters since.
-            self._places = {id(c.group.segments[i].sharded): (c, i) for c, i in self._all_places()}
-            found = [place for place in map(self._place_of, wanted) if place]
-        return found
+            self._segments = {id(s.sharded): s for comm in self.groups for s in comm.group.segments}
+        return any(self._is_ours(param) for param in wanted)
 
-    def _place_of(self, param: Any) -> tuple[GroupComm, int] | None:
-        place = self._places.get(id(param))
-        return place if place and place[0].group.segments[place[1]].sharded is param else None
+    def _is_ours(self, param: Any) -> bool:
+        segment = self._segments.get(id(param))
+        return segment is not None and segment.sharded is param
 
     def request_resync(self, *, keep_loaded: bool = False, only: Collection[GroupComm] | None = None) -> None:
         """All replicas, or only these groups', are refreshed in full precision at their next unshard.
@@ -133,12 +138,15 @@ class CommState:
             for each in self.groups:
                 each.weight_traffic.end_step()
                 each.gradient_traffic.end_step()
-        # The root's group comes first in a forward, unless it stayed unsharded after the last one.
-        seen = self._unsharded_since_check
-        if comm.index == 0 or comm.index in seen or not seen:
-            seen.clear()
-            self._check_edits()
-        seen.add(comm.index)
+        if self._was_loaded_in_place():
+            self.request_resync(keep_loaded=True)
+        self._edits.look(comm, self.groups)
+        if self._edits.take_late():
+            self.warn_once(
+                "sdp4bit: weights were edited in place between micro-batches, or frozen weights between "
+                "steps, and have been used as they were before. On a GPU a training step does not wait to "
+                "find such edits first: call comm.resync() on all ranks after them"
+            )
         if ended:
             self._measure()
             for listener in self.step_listeners:
@@ -162,28 +170,26 @@ class CommState:
             rows = [group_squares(comm, sample_numel=None) for comm in self.groups]
             return self.sampled.with_last_gradients(torch.stack(rows)) if rows else torch.empty(0, SQUARES)
 
-    def _check_edits(self) -> None:
-        """Resync if the weights were loaded or edited in place without an optimizer step.
+    def _was_loaded_in_place(self) -> bool:
+        """Whether every parameter that all ranks hold a part of was written to through a state dict.
 
-        Only signs that all ranks see alike lead to a resync by itself: operations on DTensors, and a change
-        of the local tensors of all parameters that every rank holds a part of, as a checkpoint load makes.
-        Others are reported; acting on them could leave ranks waiting for each other.
+        A checkpoint load does that, on all ranks alike.
         """
-        written, operated, edited = self.aliases.written(), False, {}
-        for comm in self.groups:
-            segments = comm.group.segments
-            before, comm.versions = comm.versions, [segment.version for segment in segments]
-            for segment, old, new in zip(segments, before or comm.versions, comm.versions, strict=True):
-                by_operation, in_place = written.get(segment.name, (False, False))
-                operated = operated or by_operation or old[0] != new[0]
-                edited[segment.name, segment.is_on_all_ranks] = in_place or old[1:] != new[1:]
-        common = [changed for (_, is_common), changed in edited.items() if is_common]
-        if operated or (common and all(common)):
-            self.request_resync(keep_loaded=True)
-        elif any(edited.values()):
+        written = self.aliases.take_written()
+        if not written:
+            return False
+        common = [s.name for comm in self.groups for s in comm.group.segments if s.is_on_all_ranks]
+        return bool(common) and written.issuperset(common)
+
+    def warn_of_full_refreshes(self, comm: GroupComm) -> None:
+        """Say once that a group's weights travel in full precision again and again."""
+        if comm.full_in_a_row == _FULL_REFRESHES_IN_A_ROW:
             self.warn_once(
-                "sdp4bit: some parameters were edited in place on this rank, outside an optimizer step; the "
-                "replicas do not know. Call comm.resync() on all ranks after such edits"
+                f"sdp4bit: weights ({comm.group.name} first) were sent in full precision "
+                f"{_FULL_REFRESHES_IN_A_ROW} times in a row: they were loaded, or edited by more than "
+                f"1/{round(1 / SMALL_EDIT)} of their size, with no optimizer step since. If an optimizer "
+                "made these edits, call comm.mark_step() after each: then differences are sent. "
+                "comm.explain() counts full refreshes per group"
             )
 
     # -- what the handle asks ------------------------------------------------------------------------
@@ -195,7 +201,7 @@ class CommState:
 
     def detach(self) -> None:
         """Nothing of the model is referred to any more; the step count stays."""
-        self.groups, self._places, self.aliases = [], {}, StateDictAliases()
+        self.groups, self._segments, self.aliases = [], {}, StateDictAliases()
         self.step_listeners = []
 
     # -- checkpoints ---------------------------------------------------------------------------------

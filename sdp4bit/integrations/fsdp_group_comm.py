@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import torch
 from torch import Tensor
 
 from sdp4bit.collectives.all_gather import Span, WeightReplica
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.integrations.fsdp_groups import FSDPGroup, Version
+from sdp4bit.integrations.fsdp_groups import FSDPGroup
 from sdp4bit.integrations.measures import GradientSample
+from sdp4bit.quantization.checksum import checksum
 from sdp4bit.telemetry import Traffic, TrafficCounter
+
+RefreshKind = Literal["full", "whole row", "trained part"]
+"""In full precision, or by differences of all values or of those that train."""
 
 
 class GroupComm:
@@ -28,11 +35,19 @@ class GroupComm:
         self.weight_traffic = TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
         self.gradient_traffic = TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
         self.changed: set[int] = set()
-        """Segments that an optimizer may have changed since the last refresh."""
-        self.versions: list[Version] = []
-        """Version of every segment when it was last known to be in `changed` or in the replica."""
+        """Segments that have changed since the last refresh; the next one sends their difference."""
+        self.trained: frozenset[int] = frozenset()
+        """Segments that could train at the last refresh. The rest of the row is frozen and not sent."""
+        self.refreshed_from: Tensor | None = None
+        """`row_checksums` of the main shard that the replica was last refreshed from."""
+        self.is_reduced = False
+        """Gradients of the group have been reduced since the last refresh."""
+        self._once_trained: set[int] = set()
         self.resync_wanted = True
         """The next refresh is in full precision; so is the first."""
+        self.full_refreshes = 0
+        """Refreshes in full precision, the first left out: after loads, and after edits of the weights."""
+        self.full_in_a_row = 0
         self.loaded_row: Tensor | None = None
         """What a checkpoint says the devices held of this rank's shard, until the next refresh."""
         self.loaded_fingerprint: Tensor | None = None
@@ -57,16 +72,92 @@ class GroupComm:
             return False
         return bool((self.loaded_fingerprint == self.group.fingerprint()).all())
 
-    def changed_spans(self) -> list[Span] | None:
-        """Return the stretches of the row that may have changed; None if that is all of it."""
+    def trainable(self) -> frozenset[int]:
+        """Return the segments that an optimizer step may change; the same on every rank of the group.
+
+        An optimizer changes whatever has a gradient, also what was frozen after the backward pass. Ranks
+        with an empty shard may leave it out of their optimizer, and with it out of `zero_grad`: what they see
+        of its gradient is no sign of what the others see, so such a parameter counts from the first time that
+        it requires a gradient.
+        """
+        found = set()
+        for index, segment in enumerate(self.group.segments):
+            param = segment.sharded
+            if param.requires_grad:
+                self._once_trained.add(index)
+                found.add(index)
+            elif param.grad is not None if segment.is_on_all_ranks else index in self._once_trained:
+                found.add(index)
+        return frozenset(found)
+
+    def note_step(self, *, by_hand: bool) -> None:
+        """An optimizer has stepped somewhere in the model, as all ranks know.
+
+        Whether it holds parameters of this group is not asked: optimizers of other ranks may hold others.
+        A group without a gradient since its last refresh is left alone, unless the user says that a step was
+        taken: the discriminator's step does not make the generator's weights travel.
+        """
+        if len(self.changed) == len(self.group.segments):
+            return
+        trainable = self.trainable()
         segments = self.group.segments
-        if len(self.changed) == len(segments):
-            return None
+        if (
+            by_hand
+            or self.is_reduced
+            or any(segments[i].is_on_all_ranks and segments[i].sharded.grad is not None for i in trainable)
+        ):
+            self.changed |= trainable
+
+    def due_segments(self) -> frozenset[int]:
+        """Return the segments whose difference the next refresh sends; none if nothing has changed.
+
+        All of them when other segments train than at the last refresh: edits of what was frozen until then
+        have been looked for in another part of the row.
+        """
+        if not self.changed:
+            return frozenset()
+        if self.changed <= self.trained == self.trainable():
+            return self.trained
+        return frozenset(range(len(self.group.segments)))
+
+    def due_spans(self) -> list[Span] | None:
+        """Return the stretches of the row whose difference the next refresh sends; None for all of it."""
+        due = self.due_segments()
+        return None if len(due) == len(self.group.segments) else self._spans(due)
+
+    def _spans(self, chosen: frozenset[int]) -> list[Span]:
         spans: list[Span] = []
-        for index in sorted(self.changed):
-            start, end = segments[index].start, segments[index].end
+        for index in sorted(chosen):
+            start, end = self.group.segments[index].start, self.group.segments[index].end
             if spans and spans[-1][1] == start:
                 spans[-1] = (spans[-1][0], end)
             else:
                 spans.append((start, end))
         return spans
+
+    def row_checksums(self, row: Tensor) -> Tensor:
+        """Return the checksums of the part of a row [n] that trains and of the frozen part, int64 [2]."""
+        return torch.stack([self._checksum(row, self.trained), self.frozen_checksum(row)])
+
+    def frozen_checksum(self, row: Tensor) -> Tensor:
+        """Return the checksum of the frozen part of a row [n], an int64 scalar."""
+        return self._checksum(row, frozenset(range(len(self.group.segments))) - self.trained)
+
+    def _checksum(self, row: Tensor, chosen: frozenset[int]) -> Tensor:
+        pieces = [row[start:end] for start, end in self._spans(chosen)]
+        return checksum(pieces[0] if len(pieces) == 1 else torch.cat(pieces or [row[:0]]))
+
+    def note_refresh(self, row: Tensor, *, kind: RefreshKind) -> None:
+        """The replica has been refreshed from this row [n], the main shard in the type that is gathered."""
+        self.changed.clear()
+        self.is_reduced = False
+        before = self.refreshed_from
+        self.full_in_a_row = self.full_in_a_row + 1 if kind == "full" and before is not None else 0
+        self.full_refreshes += self.full_in_a_row > 0
+        with torch.inference_mode(False):
+            if kind == "trained part" and before is not None:
+                # An edit of the frozen part has not been sent, and must still be found.
+                self.refreshed_from = torch.stack([self._checksum(row, self.trained), before[1]])
+            else:
+                self.trained = self.trainable()
+                self.refreshed_from = self.row_checksums(row)

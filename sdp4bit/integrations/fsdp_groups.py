@@ -24,9 +24,6 @@ _BIT_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
 
-Version = tuple[int, int, int]
-
-
 def _param_groups(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -56,7 +53,7 @@ class ParamSegment:
         """The parameter that optimizers and state dicts see: a DTensor."""
         return cast(nn.Parameter, self.param.sharded_param)
 
-    @property
+    @cached_property
     def is_on_all_ranks(self) -> bool:
         """Whether no rank's shard is empty."""
         dim, ranks = self.param.fsdp_placement.dim, self.param.mesh_info.shard_mesh_size
@@ -71,11 +68,6 @@ class ParamSegment:
     def own_name(self) -> str:
         """The parameter's name in its owner."""
         return str(self.param._module_info.param_name)
-
-    @property
-    def version(self) -> Version:
-        """What edits change."""
-        return tensor_version(self.sharded)
 
     def local_view(self, row: Tensor) -> Tensor:
         """View this parameter's shard, without padding, in a row [n] of its group."""
@@ -93,7 +85,7 @@ class ParamSegment:
         )
 
 
-def tensor_version(tensor: Any) -> Version:
+def tensor_version(tensor: Any) -> tuple[int, int, int]:
     """Return what edits of a DTensor change: its counter, which tensor its shard is, the shard's counter."""
     local = tensor._local_tensor
     return _counter(tensor), id(local) if local.numel() else 0, _counter(local)
@@ -155,10 +147,24 @@ class FSDPGroup:
         """Whether full parameters are materialized now."""
         return bool(self._group.is_unsharded)
 
+    def leads(self, leader: Any) -> bool:
+        """Whether this is a group of the module whose state that is."""
+        return self.module._get_fsdp_state() is leader
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the group's module is in training mode."""
+        return cast(nn.Module, self.module).training
+
     @property
     def is_idle(self) -> bool:
         """Whether neither forward nor backward of the group's modules is running."""
         return str(self._group._training_state.name) == "IDLE"
+
+    @property
+    def forward_leader(self) -> Any:
+        """State of the outermost FSDP module whose forward is running, None outside of forward."""
+        return self.module._get_fsdp_state()._state_ctx.iter_forward_root
 
     @property
     def reshards_to_smaller_mesh(self) -> bool:

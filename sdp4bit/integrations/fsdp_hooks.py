@@ -15,7 +15,7 @@ from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
 from sdp4bit.collectives.work import CompletedWork, DeferredWork
 from sdp4bit.config import GradientConfig
 from sdp4bit.integrations.fsdp_comm_state import CommState, in_backward
-from sdp4bit.integrations.fsdp_group_comm import GroupComm
+from sdp4bit.integrations.fsdp_group_comm import GroupComm, RefreshKind
 from sdp4bit.integrations.measures import sample_gradient
 
 _REDUCTIONS_WITHOUT_STEP = 1000
@@ -81,18 +81,24 @@ class AllGatherHook(_Allocate):
 
     def _start_refresh(self, replica: WeightReplica, row: Tensor, *, outside_backward: bool) -> None:
         comm = self._comm
+        kind: RefreshKind | None = None
         if comm.resync_wanted or replica.rows is None or replica.rows.dtype != row.dtype:
             if comm.load_unsettled:
                 self._state.settle_loaded_rows(comm)
             loaded, comm.loaded_row = comm.loaded_row, None
             replica.start_full_refresh(row if loaded is None else loaded)
             comm.resync_wanted = False
+            kind = "full"
             if loaded is None:
                 comm.changed.clear()
         if comm.changed and outside_backward:
-            replica.start_quantized_refresh(row, call=comm.refreshes, spans=comm.changed_spans())
+            spans = comm.due_spans()
+            replica.start_quantized_refresh(row, call=comm.refreshes, spans=spans)
             comm.refreshes += 1
-            comm.changed.clear()
+            kind = kind or ("whole row" if spans is None else "trained part")
+        if kind:
+            comm.note_refresh(row, kind=kind)
+            self._state.warn_of_full_refreshes(comm)
 
 
 class ReduceScatterHook(_Allocate):
@@ -118,6 +124,7 @@ class ReduceScatterHook(_Allocate):
         """
         comm, state, numel = self._comm, self._state, output_tensor.numel()
         state.reductions_since_step += 1
+        comm.is_reduced = True
         if state.reductions_since_step == _REDUCTIONS_WITHOUT_STEP * len(state.groups):
             state.warn_once(
                 f"sdp4bit: {_REDUCTIONS_WITHOUT_STEP} gradient reductions without an optimizer step over "

@@ -30,7 +30,8 @@ def save_state(state: CommState) -> dict[str, Any]:
     fingerprints: dict[str, DTensor] = {}
     groups: dict[str, torch.Tensor] = {}
     for comm in state.groups:
-        pending = [int(index in comm.changed) for index in range(len(comm.group.segments))]
+        due = comm.due_segments()
+        pending = [int(index in due) for index in range(len(comm.group.segments))]
         if comm.replica is not None:
             row, fingerprint = comm.loaded_row, comm.loaded_fingerprint
             if row is None or fingerprint is None:
@@ -93,6 +94,7 @@ def load_state(state: CommState, saved: dict[str, Any]) -> None:
         values = [int(v) for v in counters] if usable else [0] * expected
         comm.reductions, comm.refreshes = values[0], values[1]
         comm.changed = {index for index, flag in enumerate(values[2:]) if flag}
+        comm.trained = frozenset(comm.changed)
         comm.resync_wanted = True
         comm.load_unsettled = comm.replica is not None and same_layout
         comm.loaded_row = _row(comm, saved["replica"]) if usable and same_layout else None

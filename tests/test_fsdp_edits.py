@@ -1,0 +1,339 @@
+"""FSDP2 integration: how edits of the weights are found, agreed on and sent, and what steps may change.
+
+Layer: real processes over gloo, 2 or 4 ranks, in as few starts as possible. That the usual ways to edit
+weights equal plain FSDP2 is the matter of test_fsdp_followed_edits.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from sdp4bit import SDP4BitConfig, WeightConfig, quantize_communication
+from sdp4bit.quantization.layout import MessageLayout
+from tests.ranks import run_ranks
+from tests.toy import (
+    LOSSLESS,
+    POLICY,
+    QUANTIZED,
+    Run,
+    adamw,
+    assert_close_to_plain,
+    assert_replicas_identical,
+    build,
+    data_mesh,
+    loss_of,
+)
+
+
+def fresh_groups(run: Run) -> set[str]:
+    """Return the groups whose replica row equals this rank's main shard, as after a full refresh."""
+    return {
+        g.group.name
+        for g in run.comm._state.groups
+        if torch.equal(g.replica.own_row, g.group.main_row(g.replica.rows.dtype))
+    }
+
+
+def sent_weights(run: Run) -> dict[str, float]:
+    """Return what each group's weights sent to other nodes since the last optimizer step."""
+    return {g.group.name: g.weight_traffic.current_step.inter_bytes for g in run.comm._state.groups}
+
+
+def difference_bytes(run: Run) -> dict[str, float]:
+    """Return what a 4-bit difference of each group's row takes."""
+    return {
+        g.group.name: MessageLayout(numel=g.group.row_numel, bits=4, group_size=2048).nbytes
+        for g in run.comm._state.groups
+    }
+
+
+class CountedReductions:
+    """Counts the small reductions by which ranks agree on edits."""
+
+    def __enter__(self) -> CountedReductions:
+        self.count, self._all_reduce = 0, dist.all_reduce
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return self._all_reduce(*args, **kwargs)
+
+        dist.all_reduce = counted
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_reduce = self._all_reduce
+
+
+def check_agreement() -> None:
+    """One rank edits its shard in a way that nothing counts; all ranks use the new weights at once."""
+    plain, run = (Run(build(), config).train(1) for config in (None, LOSSLESS))
+    before = run.evaluate()
+    assert before == plain.evaluate()
+    for each in (plain, run):
+        each.model.reshard()
+        if dist.get_rank() == 1:
+            each.model.blocks[0].fc1.weight.to_local().data.mul_(0.5)
+    with CountedReductions() as counted:
+        assert run.evaluate() == plain.evaluate() != before
+    assert counted.count == 2  # who has seen an edit, and how large it is
+
+    # A forward without an edit asks once for all groups; one after a step does not ask.
+    run.model.reshard()
+    with CountedReductions() as counted:
+        run.evaluate()
+    assert counted.count == 1
+    run.model.reshard()
+    with CountedReductions() as counted:
+        run.backward()
+    assert counted.count == 1
+    run.step()
+    with CountedReductions() as counted:
+        run.train(2)
+    assert counted.count == 0
+
+    # Outside of a forward each group asks for itself, so that an edit between two of them is found.
+    plain, run = (Run(build(), config).train(1) for config in (None, LOSSLESS))
+    for each in (plain, run):
+        each.evaluate()
+        each.model.reshard()
+        for block in each.model.blocks:
+            block.unshard()
+            block.reshard()
+            for parameter in each.model.blocks[1].parameters():
+                parameter.data.mul_(1.5)
+    assert run.evaluate() == plain.evaluate()
+
+
+def check_sizes() -> None:
+    """Small edits travel as 4-bit differences, large ones in full precision; only of groups edited."""
+    run = Run(build(), QUANTIZED, topology=1).train(2)
+    run.evaluate()
+    usual = difference_bytes(run)
+    assert sent_weights(run) == usual and not fresh_groups(run)
+
+    def edit_block(factor: float) -> dict[str, float]:
+        before = sent_weights(run)
+        run.model.reshard()
+        for parameter in run.model.blocks[1].parameters():
+            parameter.data.mul_(factor)
+        run.evaluate()
+        return {name: sent - before[name] for name, sent in sent_weights(run).items()}
+
+    assert edit_block(1.001) == {**dict.fromkeys(usual, 0), "blocks.1": usual["blocks.1"]}
+    assert not fresh_groups(run)
+    assert edit_block(1.1) == {**dict.fromkeys(usual, 0), "blocks.1": 2.0 * 7734}
+    assert fresh_groups(run) == {"blocks.1"}
+    assert run.comm.stats()["full_refreshes"] == 1
+    assert "1 times in full precision" in run.comm.explain()
+    assert_replicas_identical(run.comm)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            edit_block(0.9)
+    assert [str(w.message)[:31] for w in caught] == ["sdp4bit: weights (blocks.1 firs"]
+
+
+def check_edits_after_steps() -> None:
+    """After an optimizer step the difference holds every edit: no more is sent than without one."""
+
+    def clamp_head(run: Run) -> None:
+        for parameter in run.model.head.parameters():
+            parameter.clamp_(-0.5, 0.5)
+
+    def keep_state_dict(run: Run) -> None:
+        run.kept = run.model.state_dict()  # type: ignore[attr-defined]
+
+    def clamp_all_by_data(run: Run) -> None:
+        for parameter in run.model.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+    for edit in (clamp_head, keep_state_dict, clamp_all_by_data):
+        # A for-loop optimizer writes parameters one by one, as a load into a state dict does.
+        run = Run(build(), QUANTIZED, topology=1, fused=None, foreach=False).train(1)
+        with torch.no_grad():
+            edit(run)
+        run.train(1)
+        with torch.no_grad():
+            edit(run)
+        run.evaluate()
+        assert sent_weights(run) == difference_bytes(run), edit.__name__
+        assert run.comm.stats()["full_refreshes"] == 0
+
+
+def edit(change: Callable[[list[Any], nn.Module], None], config: SDP4BitConfig | None) -> list[float]:
+    """Train, evaluate, edit by `change`, evaluate and train on."""
+    run = Run(build(), config, topology=1).train(1)
+    before = run.evaluate()
+    run.model.reshard()
+    with torch.no_grad():
+        change(list(run.model.parameters()), run.model)
+    assert run.evaluate() != before
+    run.optimizer = adamw(run.model)  # _apply may replace parameters
+    return run.train(1).finish()
+
+
+def halve_by_apply(params: list[Any], model: nn.Module) -> None:
+    model._apply(lambda tensor: tensor * 0.5)
+
+
+def halve_one(params: list[Any], model: nn.Module) -> None:
+    params[3].copy_(params[3] * 0.5)
+
+
+def edited(config: SDP4BitConfig | None, name: str) -> list[float]:
+    return edit({"apply": halve_by_apply, "one": halve_one}[name], config)
+
+
+def check_replaced() -> None:
+    for name in ("apply", "one"):
+        assert_close_to_plain(edited, name)
+
+
+def check_two_ranks() -> None:
+    check_sizes()
+    check_edits_after_steps()
+    check_replaced()
+
+
+def test_edits_are_sent_by_their_size_and_steps_hold_them() -> None:
+    run_ranks(check_two_ranks, 2)
+
+
+def test_all_ranks_follow_the_edit_of_one_and_a_step_asks_nothing() -> None:
+    run_ranks(check_agreement, 4)
+
+
+class Positions(nn.Module):
+    """Two parameters that rank 0 holds alone."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(1, 8, width) * 0.02)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.fc1, self.fc2 = nn.Linear(width, 2 * width + 2), nn.Linear(2 * width + 2, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(torch.relu(self.fc1(x + self.position))) * self.scale
+
+
+def train_filtered(config: SDP4BitConfig | None, *, freeze: bool) -> list[float]:
+    """Ranks give their optimizer the parameters that they hold a part of, and clear only their gradients."""
+    torch.manual_seed(0)
+    model = Positions()
+    fully_shard(model, mesh=data_mesh(), mp_policy=POLICY)
+    comm = None if config is None else quantize_communication(model, topology=1, config=config)
+    optimizer = adamw(model, params=[p for p in model.parameters() if p.to_local().numel()], lr=1e-2)
+    x = torch.randn(16, 8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+    losses = []
+    for step in range(5):
+        if freeze and step == 3:
+            model.scale.requires_grad_(False)  # its gradient is left over on the ranks without a part of it
+            model.fc2.bias.requires_grad_(False)
+        loss = (model(x) - x.roll(1, 0)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if comm is not None:
+        model.reshard()
+        model(x)
+        assert_replicas_identical(comm)
+        (group,) = comm._state.groups
+        main = group.group.main_row(torch.bfloat16).float()
+        assert (group.replica.own_row.float() - main).norm() < 0.02 * main.norm()
+    return losses
+
+
+def check_filtered() -> None:
+    for freeze in (False, True):
+        plain, lossless, quantized = (
+            train_filtered(config, freeze=freeze) for config in (None, LOSSLESS, QUANTIZED)
+        )
+        assert lossless == plain
+        assert all(abs(a - b) < 0.03 * b for a, b in zip(quantized, plain, strict=True))
+
+
+def freezing(config: SDP4BitConfig | None, keep_gradients: bool) -> list[float]:
+    """A block is frozen between backward and step; with gradients kept, momentum moves it further."""
+    run = Run(build(), config, topology=1).train(1)
+    run.backward()
+    run.model.reshard()
+    run.model.blocks[0].requires_grad_(False)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=not keep_gradients)
+    for _ in range(2):
+        run.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=not keep_gradients)
+    return run.finish()
+
+
+def alternating(config: SDP4BitConfig | None) -> list[float]:
+    """Two roots with an optimizer each step in turn; one's step does not send the other's weights."""
+    models = [build(), build()]
+    comm = None if config is None else quantize_communication(models, topology=1, config=config)
+    runs = [Run(model, None) for model in models]
+    for _ in range(2):
+        for run in runs:
+            run.train(1)
+            if comm is not None:
+                for model in models:
+                    model.reshard()
+                    loss_of(model, run.eval_batch)
+                mine = models.index(run.model)
+                sent = [g.weight_traffic.current_step.inter_bytes > 0 for g in comm._state.groups]
+                started = comm.stats()["steps"] > 1
+                assert not started or sent == [(g < len(sent) // 2) == (mine == 0) for g in range(len(sent))]
+    losses = [loss for run in runs for loss in run.losses]
+    return losses + [loss_of(model, runs[0].eval_batch).item() for model in models]
+
+
+def check_steps() -> None:
+    check_filtered()
+    for keep in (False, True):
+        assert_close_to_plain(freezing, keep)
+    plain, lossless = alternating(None), alternating(LOSSLESS)
+    assert plain == lossless
+
+
+def test_what_steps_change_does_not_depend_on_the_optimizer_of_one_rank() -> None:
+    run_ranks(check_steps, 2)
+
+
+def resuming(replica: str) -> None:
+    """A state saved while a frozen part was edited, and one saved in a transition, continue bit for bit."""
+    config = replace(QUANTIZED, weights=WeightConfig(replica=replica))
+    for thaw in (False, True):
+        runs = []
+        for resumed in (False, True):
+            run = Run(build(), config)
+            run.model.blocks.requires_grad_(False)
+            run.model.blocks[1].fc2.requires_grad_(True)
+            run.train(2)
+            if thaw:
+                run.model.reshard()
+                run.model.blocks[1].fc1.requires_grad_(True)
+                run.train(1)
+            if resumed:
+                state = run.comm.state_dict()
+                run.comm.load_state_dict(state)
+            runs.append(run.train(2).finish())
+        assert runs[0] == runs[1], thaw
+
+
+def check_resume() -> None:
+    for replica in ("node", "full"):
+        resuming(replica)
+
+
+def test_frozen_parts_resume_bit_for_bit() -> None:
+    run_ranks(check_resume, 4)
