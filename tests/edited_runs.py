@@ -1,0 +1,129 @@
+"""Runs whose weights are edited, and a check that the replicas held by the devices follow."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sdp4bit import SDP4BitConfig
+from tests.toy import LOSSLESS, QUANTIZED, Run, assert_replicas_identical, build
+
+_INT4_MAXIMUM = 7
+_BF16_HALF_ULP = 2.0**-8
+"""Of any value x it is at most |x| * 2**-8."""
+_LOSS_TOLERANCE = 0.03
+"""Of a loss with the default method, relative to plain FSDP2's; as in the other tests of the integration."""
+
+
+class EditedRun(Run):
+    """Losses include those of evaluations; replicas that do not hold the weights are noted."""
+
+    def __init__(self, model: nn.Module, config: SDP4BitConfig | None, *, topology: int) -> None:
+        super().__init__(model, config, topology=topology)
+        self.config, self.topology = config, topology
+        self.stale: list[str] = []
+        self._last: dict[str, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def params(self) -> list[DTensor]:
+        """The parameters, sharded."""
+        return list(self.model.parameters())
+
+    def another(self, model: nn.Module) -> EditedRun:
+        """Return a second root beside this one; its losses, and what is stale, are noted here."""
+        other = EditedRun(model, self.config, topology=self.topology)
+        other.losses, other.stale = self.losses, self.stale
+        return other
+
+    def backward(self) -> None:
+        """One forward and backward."""
+        with self._compared(), torch.enable_grad():
+            super().backward()
+
+    def evaluate(self, mode: Callable[[], Any] = torch.no_grad) -> float:
+        """Note the loss on always the same data. The root, which FSDP2 leaves unsharded, is freed."""
+        with self._compared():
+            self.losses.append(super().evaluate(mode))
+        self.model.reshard()
+        return self.losses[-1]
+
+    @contextmanager
+    def _compared(self) -> Iterator[None]:
+        """After the enclosed forward every replica holds this rank's shards as exactly as it must."""
+        comms = [] if self.comm is None else self.comm._state.groups
+        held = [None if c.replica.rows is None else c.replica.own_row.double().clone() for c in comms]
+        yield
+        for comm, before in zip(comms, held, strict=True):
+            name, main = comm.group.name, comm.group.main_row(comm.replica.rows.dtype).double()
+            bound = self._bound(name, before, main)
+            excess = (comm.replica.own_row.double() - main).abs() - bound
+            self._last[name] = main, bound
+            if not bool((excess <= 0).all()):
+                where = int(excess.argmax())
+                self.stale.append(f"{name} is {excess[where] + bound[where]:.3g} off, not {bound[where]:.3g}")
+
+    def _bound(self, name: str, before: Tensor | None, main: Tensor) -> Tensor:
+        """Return how far each value of a replica may be from its main weight."""
+        if self.config is LOSSLESS or before is None:
+            return torch.zeros_like(main)
+        last, bound = self._last.get(name, (None, main))
+        if last is not None and torch.equal(last, main):
+            return bound  # nothing has to be sent
+        # The difference is rounded to the nearest of 7 steps on each side, of a size that is rounded up to
+        # bf16; the sum is rounded to bf16.
+        largest = (main - before).abs().max() * (1 + _BF16_HALF_ULP)
+        return largest / (2 * _INT4_MAXIMUM) + (main.abs() + largest) * _BF16_HALF_ULP
+
+
+Way = Callable[[EditedRun], Any]
+WAYS: dict[str, tuple[Way, Callable[[], nn.Module]]] = {}
+"""Ways of changing weights, by name, and what builds the model that each is tried on."""
+
+
+def way(model: Callable[[], nn.Module] = build) -> Callable[[Way], Way]:
+    """Register a way. Its model has been trained and evaluated, and is sharded; gradients are off."""
+
+    def register(function: Way) -> Way:
+        WAYS[function.__name__] = function, model
+        return function
+
+    return register
+
+
+def losses_of(name: str, config: SDP4BitConfig | None, topology: int) -> tuple[list[float], list[str]]:
+    """Return the losses of a way, and what was stale: trained, edited, used, trained on."""
+    function, model = WAYS[name]
+    run = EditedRun(model(), config, topology=topology).train(1)
+    run.evaluate()
+    with torch.no_grad():
+        function(run)
+    run.evaluate()
+    run.train(1).evaluate()
+    if run.comm is not None:
+        assert_replicas_identical(run.comm)
+        run.comm.remove()
+    return run.losses, run.stale
+
+
+def faults_of(name: str, topology: int) -> list[str]:
+    """Return what is wrong with a way; nothing if the library follows it as plain FSDP2 does."""
+    faults: list[str] = []
+    plain: list[float] = []
+    for title, config in (("plain", None), ("full precision", LOSSLESS), ("4 bits", QUANTIZED)):
+        try:
+            losses, stale = losses_of(name, config, topology)
+        except Exception:
+            faults.append(f"{title}: {traceback.format_exc()}")
+            continue
+        plain = plain or losses
+        faults += [f"{title}: {text}" for text in stale]
+        tolerance = _LOSS_TOLERANCE if config is QUANTIZED else 0.0
+        if any(abs(ours - theirs) > tolerance * theirs for ours, theirs in zip(losses, plain, strict=True)):
+            faults.append(f"{title}: losses {losses}, of plain FSDP2 {plain}")
+    return faults
