@@ -108,11 +108,12 @@ class TrainingStep:
         self._optimizer = torch.optim.AdamW(model.parameters(), workload.learning_rate, fused=True)
         self.steps = 0
 
-    def __call__(self) -> Tensor:
-        """Train one step and return this rank's loss before it."""
-        tokens, targets = self._workload.batch(self.steps, rank=self._rank)
-        loss: Tensor = self._model(tokens, targets).sum() / targets.numel()
-        loss.backward()
+    def __call__(self, *, micro_batches: int = 1) -> Tensor:
+        """Train one step, of so many times the same batch, and return this rank's loss before it."""
+        for _ in range(micro_batches):
+            tokens, targets = self._workload.batch(self.steps, rank=self._rank)
+            loss: Tensor = self._model(tokens, targets).sum() / targets.numel()
+            loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.steps += 1

@@ -1,4 +1,4 @@
-"""Time training steps with telemetry off and on: 2 nodes x 2 ranks over gloo on this machine, one GPT.
+"""Time what is watched in training steps: 2 nodes x 2 ranks over gloo on this machine, one GPT.
 
     python -m benchmarks.telemetry --rounds 20 --json telemetry.json
 
@@ -8,7 +8,9 @@ them alike. Two numbers are given. `seconds` and `ratio` compare wall-clock time
 of a block's seconds per step, and of its ratio to the block without telemetry in the same round. `share` is
 the processor time that a rank's main thread spends in what telemetry adds, over all processor time of its
 process in these blocks: other programs on the machine do not disturb it. Losses of all variants must be
-equal bit for bit. The timers of transfers are always on, so they are in every variant.
+equal bit for bit. The timers of transfers are always on, so they are in every variant; so is the search for
+edits of the weights, whose share is given as `edits`. With `--micro-batches` each step has several forwards,
+and all but the first one look for edits since the one before.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from benchmarks.kernels import describe_machine
 from sdp4bit.config import SDP4BitConfig, TelemetryConfig
 from sdp4bit.integrations import fsdp_hooks
 from sdp4bit.integrations.fsdp_comm_state import CommState
+from sdp4bit.integrations.fsdp_edits import EditDetector
+from sdp4bit.integrations.fsdp_group_comm import GroupComm
 
 RANKS, RANKS_PER_NODE = 4, 2
 WARM_UP_STEPS = 4
@@ -70,34 +74,39 @@ def _build(workload: Workload, interval: int) -> TrainingStep:
 def _work(rank: int, store: str, arguments: argparse.Namespace, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    measuring = ThreadTime()
+    measuring, watching = ThreadTime(), ThreadTime()
     # Only what telemetry adds to a step; counting what is not finite is a few operations on scales.
     CommState._measure = measuring.around(CommState._measure)  # type: ignore[method-assign]
     fsdp_hooks.sample_gradient = measuring.around(fsdp_hooks.sample_gradient)
+    EditDetector.look = watching.around(EditDetector.look)  # type: ignore[method-assign]
+    GroupComm.note_refresh = watching.around(GroupComm.note_refresh)  # type: ignore[method-assign]
     workload = Workload(layers=arguments.layers, hidden=arguments.hidden)
     intervals = [0, *arguments.intervals]
     steps = {interval: _build(workload, interval) for interval in intervals}
     losses: dict[int, list[float]] = {interval: [] for interval in intervals}
     wall: dict[int, list[float]] = {interval: [] for interval in intervals}
     share: dict[int, list[float]] = {interval: [] for interval in intervals}
+    edits: dict[int, list[float]] = {interval: [] for interval in intervals}
     for interval, step in steps.items():
         for _ in range(WARM_UP_STEPS):
-            losses[interval].append(step().item())
+            losses[interval].append(step(micro_batches=arguments.micro_batches).item())
     block, order = max(arguments.intervals), random.Random(0)
     for _ in range(arguments.rounds):
         for interval in order.sample(intervals, len(intervals)):
             dist.barrier()
-            measuring.seconds = 0.0
+            measuring.seconds = watching.seconds = 0.0
             start, processor = time.perf_counter(), time.process_time()
-            block_losses = [steps[interval]() for _ in range(block)]
+            block_losses = [steps[interval](micro_batches=arguments.micro_batches) for _ in range(block)]
             dist.barrier()
             wall[interval].append((time.perf_counter() - start) / block)
-            share[interval].append(measuring.seconds / (time.process_time() - processor))
+            used = time.process_time() - processor
+            share[interval].append(measuring.seconds / used)
+            edits[interval].append(watching.seconds / used)
             losses[interval] += [loss.item() for loss in block_losses]
     if any(losses[interval] != losses[0] for interval in intervals):
         raise AssertionError("telemetry has changed the losses")
     gathered: list[Any] = [None] * RANKS
-    dist.all_gather_object(gathered, share)
+    dist.all_gather_object(gathered, (share, edits))
     if rank == 0:
         results.put(
             {
@@ -107,7 +116,8 @@ def _work(rank: int, store: str, arguments: argparse.Namespace, results: Any) ->
                         "interval": interval,
                         "seconds": statistics.median(wall[interval]),
                         "ratio": _spread(a / b for a, b in zip(wall[interval], wall[0], strict=True)),
-                        "share": _spread(value for ranks in gathered for value in ranks[interval]),
+                        "share": _spread(value for share, _ in gathered for value in share[interval]),
+                        "edits": _spread(value for _, edits in gathered for value in edits[interval]),
                     }
                     for interval in intervals
                 ],
@@ -149,6 +159,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=192, help="a multiple of 6")
+    parser.add_argument("--micro-batches", type=int, default=1, help="forwards and backwards per step")
     parser.add_argument("--json", type=Path)
     parser.set_defaults(intervals=[1, 10])
     arguments = parser.parse_args()
@@ -158,11 +169,12 @@ def main() -> None:
     print(f"{measured['parameters'] / 1e6:.1f} million parameters, {RANKS} ranks, {machine['cpu']}")
     for variant in measured["variants"]:
         name = f"every {variant['interval']} steps" if variant["interval"] else "off"
-        ratio, share = variant["ratio"], variant["share"]
+        ratio, share, edits = variant["ratio"], variant["share"], variant["edits"]
         print(
             f"{name:>15}: {1000 * variant['seconds']:.1f} ms a step, {ratio['median']:.3f} x "
             f"({ratio['lowest']:.3f} to {ratio['highest']:.3f}), "
-            f"{100 * share['median']:.2f} % of processor time (at most {100 * share['highest']:.2f} %)"
+            f"{100 * share['median']:.2f} % of processor time (at most {100 * share['highest']:.2f} %), "
+            f"{100 * edits['median']:.2f} % to find edits (at most {100 * edits['highest']:.2f} %)"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine, **measured}, indent=1) + "\n")

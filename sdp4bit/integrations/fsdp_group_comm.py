@@ -145,7 +145,9 @@ class GroupComm:
 
     def _checksum(self, row: Tensor, chosen: frozenset[int]) -> Tensor:
         pieces = [row[start:end] for start, end in self._spans(chosen)]
-        return checksum(pieces[0] if len(pieces) == 1 else torch.cat(pieces or [row[:0]]))
+        if not pieces:
+            return row.new_zeros((), dtype=torch.int64)
+        return checksum(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
 
     def note_refresh(self, row: Tensor, *, kind: RefreshKind) -> None:
         """The replica has been refreshed from this row [n], the main shard in the type that is gathered."""
