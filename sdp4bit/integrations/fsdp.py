@@ -102,6 +102,7 @@ def quantize_communication(
             row_numel=g.row_numel,
             dtypes=tuple(sorted(map(str, g.param_dtypes))),
             skipped=g.name in skipped,
+            parts=tuple(map(tuple, g.part_spans)),
         )
         for g in groups
     ]
@@ -179,6 +180,7 @@ class CommHandle:
                 bucket=comm.index,
                 traffic=comm.weight_traffic,
                 scratch=scratch,
+                parts=comm.group.part_spans,
                 name=comm.group.name,
             )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from torch import Tensor
 
-from sdp4bit.collectives.all_gather import Span, WeightReplica
+from sdp4bit.collectives.all_gather import Span, WeightReplica, merge_spans
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.integrations.fsdp_groups import FSDPGroup, Version
@@ -62,11 +64,27 @@ class GroupComm:
         segments = self.group.segments
         if len(self.changed) == len(segments):
             return None
-        spans: list[Span] = []
-        for index in sorted(self.changed):
-            start, end = segments[index].start, segments[index].end
-            if spans and spans[-1][1] == start:
-                spans[-1] = (spans[-1][0], end)
-            else:
-                spans.append((start, end))
-        return spans
+        return merge_spans([(segments[index].start, segments[index].end) for index in sorted(self.changed)])
+
+    def gradient_parts(self, numel: int) -> list[list[Span]] | None:
+        """Return the stretches of a gradient row [numel] that each of the group's parts has, maybe none.
+
+        FSDP2 does not tell which parameters got a gradient and are in the row. Its length tells whether all
+        are, or all that train; otherwise None is returned, unless there is but one part.
+        """
+        group = self.group
+        if len(group.parts) == 1:
+            return [[(0, numel)]]
+        trainable = [segment for segment in group.segments if segment.sharded.requires_grad]
+        for present in (group.segments, trainable):
+            ends = list(accumulate(segment.end - segment.start for segment in present))
+            if ends and ends[-1] == numel:
+                place = {
+                    segment.name: (start, end)
+                    for segment, start, end in zip(present, [0, *ends], ends, strict=False)
+                }
+                return [
+                    merge_spans([place[segment.name] for segment in part if segment.name in place])
+                    for part in group.parts
+                ]
+        return None

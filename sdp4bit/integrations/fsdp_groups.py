@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from sdp4bit.collectives.all_gather import Span, merge_spans
+
 MINIMUM_TORCH = (2, 9)
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module", "_orig_mod")
 _BIT_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -76,6 +78,24 @@ class ParamSegment:
     def version(self) -> Version:
         """What edits change."""
         return tensor_version(self.sharded)
+
+    @property
+    def split_over(self) -> frozenset[tuple[int, ...]]:
+        """The ranks that tensor parallelism splits the parameter over: this rank's, per such mesh dimension.
+
+        Further dimensions of the parameter's mesh than FSDP2's are meant, whatever the parallelism on them.
+        """
+        like = cast(DTensor, self.sharded)
+        mesh, here = like.device_mesh, like.device_mesh.get_coordinate()
+        data = set(self.param.mesh_info.mesh.mesh.flatten().tolist())
+        result = set()
+        for dim, placement in enumerate(like.placements):
+            if here is not None and not placement.is_replicate():
+                along: Any = (*here[:dim], slice(None), *here[dim + 1 :])
+                ranks = tuple(mesh.mesh[along].tolist())
+                if not data.issuperset(ranks):
+                    result.add(ranks)
+        return frozenset(result)
 
     def local_view(self, row: Tensor) -> Tensor:
         """View this parameter's shard, without padding, in a row [n] of its group."""
@@ -177,6 +197,24 @@ class FSDPGroup:
             start = end
         return result
 
+    @cached_property
+    def parts(self) -> list[list[ParamSegment]]:
+        """The parameters by the tensor-parallel ranks that they are split over; one part without such.
+
+        What tensor-parallel ranks hold alike has to be rounded alike, so it must share neither scales nor
+        blocks of the Hadamard transform with what they split.
+        """
+        parts: dict[frozenset[tuple[int, ...]], list[ParamSegment]] = {}
+        for segment in self.segments:
+            parts.setdefault(segment.split_over, []).append(segment)
+        return list(parts.values())
+
+    @property
+    def part_spans(self) -> list[list[Span]]:
+        """The stretches of a row of each part; none if it is all in one."""
+        spans = [merge_spans([(segment.start, segment.end) for segment in part]) for part in self.parts]
+        return spans if len(spans) > 1 else []
+
     @property
     def row_numel(self) -> int:
         """Values in one rank's row, FSDP2's own padding of uneven shards included."""
@@ -215,7 +253,7 @@ class FSDPGroup:
         data = [param._sharded_param_data for param in self._group.fsdp_params]
         return torch.cat([d.to(device=self.device, dtype=dtype) for d in data])
 
-    def sample_main(self, spans: Sequence[tuple[int, int]]) -> Tensor:
+    def sample_main(self, spans: Sequence[Span]) -> Tensor:
         """Return these stretches of this rank's main shard, one behind the other, in fp32."""
         pieces = []
         for start, end in spans:
