@@ -213,9 +213,7 @@ class WeightReplica:
         if started:
             self._pending = partial(_call_all, started)
 
-    def _start_differences(
-        self, row: Tensor, call: int, spans: Sequence[Span] | None
-    ) -> Callable[[], None]:
+    def _start_differences(self, row: Tensor, call: int, spans: Sequence[Span] | None) -> Callable[[], None]:
         """Return what finishes the refresh of these stretches."""
         assert self.rows is not None
         replica = self.rows

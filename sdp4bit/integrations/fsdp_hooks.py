@@ -165,9 +165,9 @@ class ReduceScatterHook(_Allocate):
         parts = comm.gradient_parts(numel)
         if parts is None:
             state.warn_once(
-                f"sdp4bit: {comm.group.name}: some parameters got no gradient, and which ones is not known, "
-                "so that rows that hold both what tensor parallelism splits and what it copies are reduced "
-                "in full precision; make modules that are not always used FSDP modules of their own"
+                "sdp4bit: some parameters got no gradient, and which ones is not known: gradients of modules "
+                "in which tensor parallelism splits some parameters and copies others are then reduced in "
+                f"full precision. Apply fully_shard to what is not always used by itself ({comm.group.name})"
             )
             return []
         longest = max(sum(end - start for start, end in spans) for spans in parts)
