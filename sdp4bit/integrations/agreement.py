@@ -37,6 +37,8 @@ class ShardedRows:
     skipped: bool = False
     parts: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Stretches of a row that are quantized apart from each other."""
+    whole: str = ""
+    """Why its weights cannot be quantized, if so."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,9 +181,11 @@ class FSDPGroup:
         return str(self._group._training_state.name) == "IDLE"
 
     @property
-    def reshards_to_smaller_mesh(self) -> bool:
-        """Whether `reshard_after_forward` is an int, so that backward gathers over a part of the ranks."""
-        return bool(self._group._use_post_forward_mesh)
+    def ranks_after_forward(self) -> int | None:
+        """The int that `reshard_after_forward` is, if it is one: backward gathers over that many ranks."""
+        if not self._group._use_post_forward_mesh:
+            return None
+        return int(self._group.post_forward_mesh_info.shard_mesh_size)
 
     @cached_property
     def segments(self) -> list[ParamSegment]:
@@ -221,17 +223,26 @@ class FSDPGroup:
         return sum(param.padded_sharded_param_size.numel() for param in self._group.fsdp_params)
 
     @property
+    def row_nbytes(self) -> int:
+        """Bytes of one rank's row as it is gathered."""
+        return sum((s.end - s.start) * self._gathered_dtype(s.sharded.dtype).itemsize for s in self.segments)
+
+    def _gathered_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        policy = self._group.mp_policy.param_dtype
+        return policy if policy is not None and dtype.is_floating_point else dtype
+
+    @property
     def param_dtypes(self) -> set[torch.dtype]:
         """The types that parameters have when they are gathered; more than one cannot share a replica."""
-        policy = self._group.mp_policy.param_dtype
-        own = {segment.sharded.dtype for segment in self.segments}
-        return {policy if policy and dtype.is_floating_point else dtype for dtype in own}
+        return {self._gathered_dtype(segment.sharded.dtype) for segment in self.segments}
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The type that gradients are reduced in."""
-        policy = self._group.mp_policy
-        return policy.reduce_dtype or policy.param_dtype or next(iter(self.param_dtypes))
+        policy, params = self._group.mp_policy, [segment.sharded for segment in self.segments]
+        # FSDP2 holds that all that train have one type; others may be there beside them.
+        trained = next((param for param in params if param.requires_grad), params[0])
+        return policy.reduce_dtype or policy.param_dtype or trained.dtype
 
     @property
     def extension_params(self) -> list[str]:

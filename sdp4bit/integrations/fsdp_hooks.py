@@ -49,18 +49,21 @@ class AllGatherHook(_Allocate):
             input_tensor: [n], this rank's shard in the model's type; a row of output_tensor.
         """
         comm, row_bytes = self._comm, input_tensor.nbytes
+        replica, members = comm.replica, None
         if group.size() != comm.layout.size:
-            raise ValueError(
-                f"{comm.group.name}: gathered over {group.size()} instead of {comm.layout.size} ranks; an "
-                'int reshard_after_forward is not supported, use True and WeightConfig(replica="node")'
-            )
+            if replica is not None:
+                raise ValueError(
+                    f"{comm.group.name}: gathered over {group.size()} instead of {comm.layout.size} ranks; "
+                    "an int reshard_after_forward must be set before quantize_communication, and keeps "
+                    'weights in full precision: use True and WeightConfig(replica="node")'
+                )
+            members = [comm.layout.ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
         outside_backward = not in_backward()
         if outside_backward:
             self._state.before_unshard(comm)
-        comm.weight_traffic.count_plain(row_bytes)
-        replica = comm.replica
+        comm.weight_traffic.count_plain(row_bytes, members)
         if replica is None:
-            comm.weight_traffic.count_ring(row_bytes)
+            comm.weight_traffic.count_ring(row_bytes, members)
             what = f"full-precision weight all-gather of {comm.group.name}"
             stop = comm.weight_traffic.start_ring_timer(input_tensor.device)
             return all_gather_dense(
