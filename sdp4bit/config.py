@@ -80,6 +80,14 @@ class WeightConfig:
         _check_choice("weights.rounding", self.rounding, get_args(Rounding))
         _check_choice("weights.replica", self.replica, get_args(ReplicaPlacement))
 
+    def saves_bytes(self, *, nodes: int) -> bool:
+        """Return whether a replica on so many nodes saves anything.
+
+        One that is spread over the ranks of a node is gathered inside the node whenever it is used. Where
+        that is all there is, differences would be sent, and precision lost, for nothing.
+        """
+        return nodes > 1 or self.replica == "full"
+
 
 @dataclass(frozen=True, kw_only=True)
 class GradientConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -169,24 +169,30 @@ class TrafficCounter:
             self._current.inter_bytes += nbytes * peers
         self._current.collectives += 1
 
-    def count_plain(self, row_bytes: int) -> None:
-        """Plain FSDP2 would have sent a ring of rows of this size here."""
-        intra, inter = self._ring(row_bytes)
+    def count_plain(self, row_bytes: int, members: Sequence[int] | None = None) -> None:
+        """Plain FSDP2 would have sent a ring of rows of this size here; see count_ring."""
+        intra, inter = self._ring(row_bytes, members)
         self._current.plain_intra_bytes += intra
         self._current.plain_inter_bytes += inter
 
-    def count_ring(self, row_bytes: int) -> None:
-        """The communication library has gathered or reduced rows of this size."""
-        intra, inter = self._ring(row_bytes)
+    def count_ring(self, row_bytes: int, members: Sequence[int] | None = None) -> None:
+        """The communication library has gathered or reduced rows of this size.
+
+        Args:
+            members: ranks that took part, in order; None for all.
+        """
+        intra, inter = self._ring(row_bytes, members)
         self._current.intra_bytes += intra
         self._current.inter_bytes += inter
         self._current.collectives += 1
 
-    def _ring(self, row_bytes: int) -> tuple[float, float]:
-        sent = row_bytes * (self._nodes * self._ranks_per_node - 1)
-        if self._nodes == 1:
-            return float(sent), 0.0
-        return sent * (self._ranks_per_node - 1) / self._ranks_per_node, sent / self._ranks_per_node
+    def _ring(self, row_bytes: int, members: Sequence[int] | None) -> tuple[float, float]:
+        size, between = self._nodes * self._ranks_per_node, self._nodes if self._nodes > 1 else 0
+        if members is not None:
+            nodes = [rank // self._ranks_per_node for rank in members]
+            size, between = len(nodes), sum(a != b for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True))
+        sent = row_bytes * (size - 1)
+        return sent * (size - between) / size, sent * between / size
 
 
 def _recorded_event() -> torch.cuda.Event:

@@ -7,6 +7,7 @@ weight differences N / g (1 / 2 + 2 / G) (n - 1) / n between nodes (paper sectio
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,8 +23,9 @@ import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig
 from sdp4bit.collectives import exchange
 from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.telemetry import Traffic
 from tests.ranks import run_ranks
-from tests.toy import POLICY, adamw, batches, build, data_mesh, train
+from tests.toy import POLICY, QUANTIZED, Run, adamw, batches, build, data_mesh, train
 
 LAYOUTS = [(2, 2), (4, 1), (1, 4), (3, 2)]
 
@@ -105,7 +107,9 @@ def test_bytes_per_step_equal_the_formula(layout: Any, group_size: int) -> None:
     gathers = 2 * 2 * numel * (g - 1) / g  # bf16 rows in the node, forward and backward
     for sent, reported in (each[group_size] for each in measured):
         assert sent["inter"] == reported["inter_bytes"] == inter_gradients + weights
-        assert sent["intra"] == reported["intra_bytes"] == intra_gradients + gathers
+        assert reported["intra_bytes"] == intra_gradients + gathers
+        # On one node FSDP2 gathers by itself.
+        assert sent["intra"] == intra_gradients + (gathers if nodes > 1 else 0)
         assert reported["padding_bytes"] == 0
 
 
@@ -134,7 +138,6 @@ def test_odd_sizes_cost_the_formula_plus_the_padding_that_is_reported(layout: An
     nodes, per_node, measured = layout
     n, g, world = nodes, per_node, nodes * per_node
     for intra, inter, reported, rows in (each[replica] for each in measured):
-        assert (intra, inter) == (reported["intra_bytes"], reported["inter_bytes"])
         numel = sum(rows) * world
         formula = numel * (1 + 2 / 128) * (g - 1) / g + numel / g * (1 / 2 + 2 / 128) * (n - 1) / n
         formula += numel / g * (1 / 2 + 2 / 2048) * (n - 1) / n
@@ -142,7 +145,41 @@ def test_odd_sizes_cost_the_formula_plus_the_padding_that_is_reported(layout: An
             formula += numel / g * (1 / 2 + 2 / 2048) * (g - 1)
         elif g > 1:
             # Gathered in forward and backward; the root, which comes first, stays gathered in between.
-            formula += 2 * (2 * numel - rows[0] * world) * (g - 1) / g
+            gathers = 2 * (2 * numel - rows[0] * world) * (g - 1) / g
+            formula += gathers
+            intra += gathers if nodes == 1 else 0  # by FSDP2 itself
+        assert (intra, inter) == (reported["intra_bytes"], reported["inter_bytes"])
         assert intra + inter == pytest.approx(formula + reported["padding_bytes"], abs=1)
         # 31 values of padding and one shortened group per row and message, 15 bytes of alignment.
         assert 0 < reported["padding_bytes"] < 0.05 * (intra + inter)
+
+
+def check_one_node() -> None:
+    """Weights equal plain FSDP2's bit for bit unless quantizing them saves bytes; what is left is told."""
+    plain = Run(build(), None).train(2).finish()
+    configs = [replace(QUANTIZED, gradients=None), QUANTIZED]
+    configs.append(replace(configs[0], weights=replace(QUANTIZED.weights, replica="full")))
+    for config in configs:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run = Run(build(), config, topology=2)
+        texts = [str(w.message).removeprefix("sdp4bit: ") for w in caught if "sdp4bit" in str(w.message)]
+        is_full = config is configs[2]
+        table = run.comm.explain()
+        assert table.count("one node: differences would save nothing") == (0 if is_full else 4)
+        assert len(texts) == (0 if is_full else 1)
+        assert table.splitlines()[-1].startswith("total") if is_full else table.endswith(f"\n{texts[0]}")
+        assert (run.train(2).finish() == plain) == (config is configs[0])
+        groups = run.comm._state.groups
+        weights = sum((group.weight_traffic.last_step for group in groups), Traffic())
+        gradients = sum((group.gradient_traffic.last_step for group in groups), Traffic())
+        assert (weights.intra_bytes < weights.plain_intra_bytes) == is_full
+        if config is QUANTIZED:
+            rows = sum(group.group.row_numel for group in groups)
+            assert gradients.plain_intra_bytes == 4 * rows
+            assert f"sends {gradients.intra_bytes:,.0f} instead of {4 * rows:,} bytes to reduce" in texts[0]
+            assert f"and {2 * rows:,} to gather their weights" in texts[0]
+
+
+def test_on_one_node_weights_are_quantized_only_where_that_saves_bytes() -> None:
+    run_ranks(check_one_node, 2)

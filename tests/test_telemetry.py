@@ -219,7 +219,7 @@ def check_switched_off() -> None:
     assert traffic.current_step.intra_seconds == before
     gathering.wait()
     assert traffic.current_step.intra_seconds > before
-    dense = WeightConfig(bits=None)
+    dense = WeightConfig(bits=None, replica="full")
     mixed = SDP4BitConfig(weights=dense, gradients=GradientConfig(min_numel=1 << 20), telemetry=WHOLE_ROWS)
     run = Run(build(), mixed, topology=4).train(2)
     run.evaluate()

@@ -26,6 +26,23 @@ Span = tuple[int, int]
 """Start and end of a stretch of a row."""
 
 
+def merge_spans(spans: Sequence[Span]) -> list[Span]:
+    """Return stretches, in ascending order, as few as possible: none is empty, no two touch."""
+    merged: list[Span] = []
+    for start, end in spans:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], end)
+        elif start < end:
+            merged.append((start, end))
+    return merged
+
+
+def common_spans(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
+    """Return what two lists of stretches, each in ascending order, have in common."""
+    pairs = [(max(a, c), min(b, d)) for a, b in first for c, d in second]
+    return [(start, end) for start, end in pairs if start < end]
+
+
 class WeightReplica:
     """What the devices hold of a parameter group's weights: bit-identical wherever it is held.
 
@@ -46,11 +63,14 @@ class WeightReplica:
         bucket: int,
         traffic: TrafficCounter,
         scratch: Scratch,
+        parts: Sequence[Sequence[Span]] = (),
         name: str = "",
     ) -> None:
         """Prepare; nothing is allocated or sent before the first refresh.
 
         Args:
+            parts: stretches of a row, each list in a quantized message of its own: how one is rounded does
+                not depend on what the others hold. Together they are the row; () for one message.
             name: of the parameter group, for errors.
         """
         self._topology = topology
@@ -59,6 +79,7 @@ class WeightReplica:
         self._messages = WeightMessages(config, seed=seed, bucket=bucket)
         self._traffic = traffic
         self._scratch = scratch
+        self._parts = parts
         self._name = name or f"group {bucket}"
         self._pending: Callable[[], None] | None = None
         self.rows: Tensor | None = None
@@ -168,8 +189,8 @@ class WeightReplica:
 
         Every rank, the owner of a row included, applies the same dequantized difference, so all copies stay
         bit-identical and what rounding left out is part of the next difference.
-        Steps: 1. subtract, quantize;  2. all-gather of one message between nodes;  and in settle() 3. "full":
-        all-gather of the messages in the node;  4. dequantize, add.
+        Steps, for each part of a row: 1. subtract, quantize;  2. all-gather of one message between nodes;
+        and in settle() 3. "full": all-gather of the messages in the node;  4. dequantize, add.
 
         Args:
             row: [n], this rank's main shard.
@@ -181,16 +202,24 @@ class WeightReplica:
         if self._config.bits is None:
             self.start_full_refresh(row)
             return
+        chosen: list[Sequence[Span] | None] = [spans]
+        if self._parts:
+            chosen = [part if spans is None else common_spans(part, spans) for part in self._parts]
+        started = [
+            self._start_differences(row, call * len(chosen) + index, part)
+            for index, part in enumerate(chosen)
+            if (row.numel() if part is None else part)
+        ]
+        if started:
+            self._pending = partial(_call_all, started)
+
+    def _start_differences(self, row: Tensor, call: int, spans: Sequence[Span] | None) -> Callable[[], None]:
+        """Return what finishes the refresh of these stretches."""
+        assert self.rows is not None
         replica = self.rows
         if spans is not None:
             row = torch.cat([row[start:end] for start, end in spans])
-            replica = torch.cat([self.rows[..., start:end] for start, end in spans], dim=-1)
-        if row.numel():
-            self._start_differences(row, replica, call, spans)
-
-    def _start_differences(
-        self, row: Tensor, replica: Tensor, call: int, spans: Sequence[Span] | None
-    ) -> None:
+            replica = torch.cat([replica[..., start:end] for start, end in spans], dim=-1)
         topology, device = self._topology, row.device
         layout = self._messages.layout(row.numel())
         held = replica[topology.node, topology.local_rank] if self.is_full else replica[topology.node]
@@ -209,7 +238,7 @@ class WeightReplica:
                 messages, own, topology.inter, what=self._what("quantized", "inter")
             ).timed_by(stop)
             self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
-        self._pending = partial(self._finish_differences, transfer, messages, replica, layout, spans, slot)
+        return partial(self._finish_differences, transfer, messages, replica, layout, spans, slot)
 
     def _finish_differences(
         self,
@@ -271,3 +300,8 @@ class WeightReplica:
 
     def _what(self, kind: str, level: Level) -> str:
         return f"{kind} weight all-gather of {self._name}, {PLACES[level]}"
+
+
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()

@@ -140,7 +140,7 @@ class QuantizedReduceScatter:
 
         Args:
             output: [n], fp32, bf16 or fp16.
-            input: [size * n], row r for group rank r; not changed.
+            input: [size * n] or [size, n] of contiguous rows, row r for group rank r; not changed.
             call: number of this reduction of the bucket since the start, the same on all ranks, for the
                 rounding bits and the random signs.
             nonfinite: a scalar on the device, to which the number of quantization groups is added that came

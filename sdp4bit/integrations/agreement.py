@@ -35,6 +35,10 @@ class ShardedRows:
     row_numel: int
     dtypes: tuple[str, ...]
     skipped: bool = False
+    parts: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """Stretches of a row that are quantized apart from each other."""
+    whole: str = ""
+    """Why its weights cannot be quantized, if so."""
 
 
 @dataclass(frozen=True, kw_only=True)

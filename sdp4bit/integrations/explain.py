@@ -109,7 +109,11 @@ def _bytes(sent: Traffic) -> tuple[str, str]:
 
 def _fsdp_gradients(comm: GroupComm) -> str:
     assert comm.reduce_scatter is not None
-    return describe_gradients(comm.reduce_scatter.config, comm.layout, comm.group.row_numel)
+    config = comm.reduce_scatter.config
+    text = describe_gradients(config, comm.layout, comm.group.row_numel)
+    if comm.group.row_numel < config.min_numel:
+        return text
+    return text + _copies(comm, min_numel=config.min_numel)
 
 
 def _fsdp_weights(comm: GroupComm) -> str:
@@ -117,9 +121,25 @@ def _fsdp_weights(comm: GroupComm) -> str:
     config = comm.replica.config
     text = describe_weights(config, where=f"{config.replica} replica")
     frozen = sum(not segment.sharded.requires_grad for segment in comm.group.segments)
+    text += _copies(comm) if config.bits is not None else ""
     if frozen and config.bits is not None:
         text += f", {frozen} frozen not sent"
     return text + (f", {comm.full_refreshes} times in full precision" if comm.full_refreshes else "")
+
+
+def _copies(comm: GroupComm, *, min_numel: int = 0) -> str:
+    """Return how what tensor-parallel ranks hold alike travels in a group that also holds what they split."""
+    parts = comm.group.parts
+    if len(parts) == 1:
+        return ""
+    everywhere = frozenset().union(*(part[0].split_over for part in parts))
+    apart = dense = 0
+    for part in parts:
+        if part[0].split_over != everywhere:
+            short = sum(segment.end - segment.start for segment in part) < min_numel
+            dense, apart = dense + len(part) * short, apart + len(part) * (not short)
+    text = f", {apart} TP copies apart" if apart else ""
+    return text + (f", {dense} TP copies in full precision" if dense else "")
 
 
 def _hop(bits: int | None, group_size: int) -> str:

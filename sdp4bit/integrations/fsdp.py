@@ -32,7 +32,15 @@ from sdp4bit.integrations.alerts import AlertCallback
 from sdp4bit.integrations.explain import explain_groups
 from sdp4bit.integrations.fsdp_alerts import watch_groups
 from sdp4bit.integrations.fsdp_audit import audit_at_step_borders, audit_state
-from sdp4bit.integrations.fsdp_checks import check_group, describe_failure, match_skipped, warn_of_layout
+from sdp4bit.integrations.fsdp_checks import (
+    check_group,
+    describe_failure,
+    gradients_dense_because,
+    match_skipped,
+    warn_of_layout,
+    weights_dense_because,
+    weights_whole_because,
+)
 from sdp4bit.integrations.fsdp_comm_state import CommState
 from sdp4bit.integrations.fsdp_group_comm import GroupComm
 from sdp4bit.integrations.fsdp_groups import (
@@ -102,6 +110,8 @@ def quantize_communication(
             row_numel=g.row_numel,
             dtypes=tuple(sorted(map(str, g.param_dtypes))),
             skipped=g.name in skipped,
+            parts=tuple(map(tuple, g.part_spans)),
+            whole=weights_whole_because(g),
         )
         for g in groups
     ]
@@ -115,8 +125,8 @@ def quantize_communication(
         )
     except ValueError as refusal:
         raise refusal from failure
-    warn_of_layout(groups, layouts)
-    return CommHandle(roots, groups=groups, layouts=layouts, config=config, skipped=skipped)
+    note = warn_of_layout(groups, layouts, config=config, skipped=skipped)
+    return CommHandle(roots, groups=groups, layouts=layouts, config=config, skipped=skipped, note=note)
 
 
 class CommHandle:
@@ -133,8 +143,10 @@ class CommHandle:
         layouts: dict[tuple[int, ...], NodeLayout],
         config: SDP4BitConfig,
         skipped: dict[str, str],
+        note: str = "",
     ) -> None:
         self.config = config
+        self._note = note
         # Separate process groups: one communicator would run gathers and reductions one after the other.
         ordered = list(layouts.values())
         weight_topologies = create_topologies(ordered, purpose="weights") if config.weights else {}
@@ -169,8 +181,9 @@ class CommHandle:
         scratch: Scratch,
         skipped: dict[str, str],
     ) -> None:
-        comm.weights_dense_because = _dense_because(comm, skipped, self.config.weights)
-        if self.config.weights is not None and not comm.weights_dense_because:
+        because = weights_dense_because(comm.group, comm.layout, self.config.weights, skipped)
+        comm.weights_dense_because = because
+        if self.config.weights is not None and not because:
             comm.replica = WeightReplica(
                 topologies[comm.group.ranks],
                 config=self.config.weights,
@@ -179,6 +192,7 @@ class CommHandle:
                 bucket=comm.index,
                 traffic=comm.weight_traffic,
                 scratch=scratch,
+                parts=comm.group.part_spans,
                 name=comm.group.name,
             )
 
@@ -189,8 +203,9 @@ class CommHandle:
         scratch: Scratch,
         skipped: dict[str, str],
     ) -> None:
-        comm.gradients_dense_because = _dense_because(comm, skipped, self.config.gradients)
-        if self.config.gradients is not None and not comm.gradients_dense_because:
+        because = gradients_dense_because(comm.group, comm.layout, self.config.gradients, skipped)
+        comm.gradients_dense_because = because
+        if self.config.gradients is not None and not because:
             comm.reduce_scatter = QuantizedReduceScatter(
                 topologies[comm.group.ranks],
                 config=self.config.gradients,
@@ -235,7 +250,7 @@ class CommHandle:
 
     def explain(self) -> str:
         """Return a table: per FSDP group what is quantized, how, bytes of the last step, or why it is not."""
-        return explain_groups(self._state)
+        return explain_groups(self._state) + (f"\n{self._note}" if self._note else "")
 
     def alerts(self) -> list[Alert]:
         """Return the alerts so far, oldest first, at most the last thousand; the same on all ranks."""
@@ -352,14 +367,6 @@ class CommHandle:
         if self._alerts is not None:
             self._alerts.detach()
         self._state.detach()
-
-
-def _dense_because(comm: GroupComm, skipped: dict[str, str], part: object | None) -> str:
-    if comm.layout.size == 1:
-        return "one rank"
-    if part is None:
-        return "off in the configuration"
-    return skipped.get(comm.group.name, "")
 
 
 def _watch_optimizers(state: CommState) -> Any:

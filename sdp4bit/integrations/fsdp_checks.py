@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.integrations.fsdp_groups import FSDPGroup
 from sdp4bit.integrations.fsdp_hooks import AllGatherHook, ReduceScatterHook
+from sdp4bit.quantization.layout import FULL_PRECISION, message_layout
 
+_ONE_NODE = "one node: differences would save nothing"
 _HOOK_NAMES = (AllGatherHook.__name__, ReduceScatterHook.__name__)
 
 
@@ -43,35 +46,119 @@ def check_group(group: FSDPGroup, *, is_skipped: bool) -> None:
             f"{group.name} has custom communication ({', '.join(group.custom_comms)}), for example by "
             "set_symm_mem_for_comm or set_custom_all_gather; sdp4bit cannot share it"
         )
-    if group.reshards_to_smaller_mesh:
+    complex_types = sorted(str(dtype) for dtype in group.param_dtypes if dtype.is_complex)
+    if complex_types and not is_skipped:
         raise ValueError(
-            f"{group.name} uses an int reshard_after_forward, which gathers over a part of the ranks in "
-            'backward; use reshard_after_forward=True with WeightConfig(replica="node"), which keeps '
-            "gathers inside the node as well"
+            f"{group.name} holds {complex_types[0]} parameters; only floating-point gradients can be "
+            f"quantized, pass skip=[{group.name!r}]"
         )
-    if is_skipped:
-        return
-    names = sorted(str(dtype) for dtype in group.param_dtypes)
-    if len(names) > 1:
-        raise ValueError(
-            f"{group.name} gathers parameters of several types ({', '.join(names)}); give them one "
-            f"(MixedPrecisionPolicy(param_dtype=...)), shard them as modules of their own, or pass "
-            f"skip=[{group.name!r}]"
-        )
-    if not all(dtype.is_floating_point for dtype in group.param_dtypes):
-        raise ValueError(
-            f"{group.name} holds {names[0]} parameters; only floating-point ones can be quantized, pass "
-            f"skip=[{group.name!r}]"
-        )
+
+
+def weights_whole_because(group: FSDPGroup) -> str:
+    """Return why a group's weights are left to FSDP2, whatever the settings; "" if they can be quantized."""
+    names = sorted(str(dtype).removeprefix("torch.") for dtype in group.param_dtypes)
     if group.extension_params:
-        raise ValueError(
-            f"{group.name}: {', '.join(group.extension_params[:3])} change what is gathered by a tensor "
-            f"subclass (fsdp_pre_all_gather); pass skip=[{group.name!r}]"
+        return "a tensor subclass changes what is gathered"
+    if len(names) > 1:
+        return f"types {' and '.join(names)} in one group"
+    if not all(dtype.is_floating_point for dtype in group.param_dtypes):
+        return f"{names[0]} parameters"
+    if group.ranks_after_forward:
+        return f"reshard_after_forward={group.ranks_after_forward}"
+    return ""
+
+
+def gradients_dense_because(
+    group: FSDPGroup, layout: NodeLayout, config: GradientConfig | None, skipped: Mapping[str, str]
+) -> str:
+    """Return why a group's gradients are not quantized; "" if they are."""
+    return _dense_because(group, layout, config, skipped)
+
+
+def weights_dense_because(
+    group: FSDPGroup, layout: NodeLayout, config: WeightConfig | None, skipped: Mapping[str, str]
+) -> str:
+    """Return why a group's weights are not quantized; "" if they are."""
+    because = _dense_because(group, layout, config, skipped)
+    if not because and config is not None and not config.saves_bytes(nodes=layout.nodes):
+        return _ONE_NODE
+    return because or weights_whole_because(group)
+
+
+def _dense_because(
+    group: FSDPGroup, layout: NodeLayout, part: object | None, skipped: Mapping[str, str]
+) -> str:
+    if layout.size == 1:
+        return "one rank"
+    if part is None:
+        return "off in the configuration"
+    return skipped.get(group.name, "")
+
+
+def _note_inside_node(
+    groups: Sequence[FSDPGroup],
+    layouts: Mapping[tuple[int, ...], NodeLayout],
+    config: SDP4BitConfig,
+    skipped: Mapping[str, str],
+) -> str:
+    """Return what is to be said of groups whose weights are not quantized as they are inside one node."""
+    inside = [
+        group
+        for group in groups
+        if weights_dense_because(group, layouts[group.ranks], config.weights, skipped) == _ONE_NODE
+    ]
+    if not inside:
+        return ""
+    weights = plain = sent = 0
+    for group in inside:
+        peers = layouts[group.ranks].size - 1
+        weights += peers * group.row_nbytes
+        dense = group.row_numel * group.reduce_dtype.itemsize
+        plain += peers * dense
+        sent += peers * _reduced_bytes(group.row_numel, dense=dense, config=config.gradients)
+    which = "all" if len(inside) == len(groups) else f"{len(inside)} of {len(groups)}"
+    return (
+        f"{which} parameter groups are sharded inside one node, where there is little to gain: a rank sends "
+        f"{sent:,} instead of {plain:,} bytes to reduce their gradients, and {weights:,} to gather their "
+        "weights, as without sdp4bit, because differences would save nothing. To quantize these too, for 2 "
+        'bytes of memory per parameter, use WeightConfig(replica="full")'
+    )
+
+
+def _reduced_bytes(row_numel: int, *, dense: int, config: GradientConfig | None) -> int:
+    """Return what goes to each other rank of the node in a reduction."""
+    if config is None or row_numel < config.min_numel:
+        return dense
+    bits = config.intra_bits or FULL_PRECISION
+    return message_layout(numel=row_numel, bits=bits, group_size=config.intra_group_size).nbytes
+
+
+def warn_of_layout(
+    groups: Sequence[FSDPGroup],
+    layouts: Mapping[tuple[int, ...], NodeLayout],
+    *,
+    config: SDP4BitConfig,
+    skipped: Mapping[str, str],
+) -> str:
+    """Warn where quantization does less than it could, at the line that asked for it.
+
+    Returns:
+        What `explain()` repeats; "" for nothing.
+    """
+    note = _note_inside_node(groups, layouts, config, skipped)
+    if note:
+        warnings.warn(f"sdp4bit: {note}", stacklevel=3)
+    whole = []
+    for group in groups:
+        because = weights_dense_because(group, layouts[group.ranks], config.weights, skipped)
+        if because and because == weights_whole_because(group):
+            whole.append(f"{group.name} ({because})")
+    if whole:
+        more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+        warnings.warn(
+            f"sdp4bit: weights stay in full precision in {', '.join(whole[:3])}{more}; see explain()",
+            stacklevel=3,
         )
-
-
-def warn_of_layout(groups: Sequence[FSDPGroup], layouts: dict[tuple[int, ...], NodeLayout]) -> None:
-    """Warnings say where quantization does less than it could, at the line that asked for it."""
     if any(group.is_hybrid for group in groups):
         warnings.warn(
             "sdp4bit: with HSDP only the shard dimension is quantized; the all-reduce over replicas stays in "
@@ -89,3 +176,4 @@ def warn_of_layout(groups: Sequence[FSDPGroup], layouts: dict[tuple[int, ...], N
             "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
             stacklevel=3,
         )
+    return note

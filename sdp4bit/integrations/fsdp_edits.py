@@ -110,6 +110,20 @@ def _agree(comms: Sequence[GroupComm], flags: Tensor) -> list[GroupComm]:
     group = comms[0].group.process_group
     with naming("agreement on edited weights", group=group):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return _agree_with_copies(comms, flags)
+
+
+def _agree_with_copies(comms: Sequence[GroupComm], flags: Tensor) -> list[GroupComm]:
+    """Return the groups whose flag is set here or where tensor parallelism holds copies of their parameters.
+
+    An edit of what it splits may be seen on one of its ranks only; copies stay equal if all do the same.
+    """
+    for group in dict.fromkeys(group for comm in comms for group in comm.group.copy_groups):
+        chosen = [index for index, comm in enumerate(comms) if group in comm.group.copy_groups]
+        part = flags[chosen]
+        with naming("agreement on edited weights of tensor-parallel ranks", group=group):
+            dist.all_reduce(part, op=dist.ReduceOp.MAX, group=group)
+        flags[chosen] = part
     return [comm for comm, flag in zip(comms, flags.tolist(), strict=True) if flag]
 
 
@@ -119,12 +133,15 @@ def _choose_refresh(comms: Sequence[GroupComm]) -> None:
     squares = torch.stack([_edit_squares(comm) for comm in comms])
     with naming("agreement on the size of edits", group=group):
         dist.all_reduce(squares, group=group)
-    for comm, (edit, size) in zip(comms, squares.tolist(), strict=True):
+    edit, size = squares.unbind(1)
+    is_large = torch.where(edit <= SMALL_EDIT**2 * size, 0, 1).to(torch.int32)  # 1 for NaN, too
+    large = _agree_with_copies(comms, is_large)
+    for comm in comms:
         assert comm.replica is not None
-        if comm.replica.sends_differences and edit <= SMALL_EDIT**2 * size:
-            comm.changed = set(range(len(comm.group.segments)))
-        else:
+        if comm in large or not comm.replica.sends_differences:
             comm.resync_wanted = True
+        else:
+            comm.changed = set(range(len(comm.group.segments)))
 
 
 def _edit_squares(comm: GroupComm) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.all_gather import Span, WeightReplica
+from sdp4bit.collectives.all_gather import Span, WeightReplica, merge_spans
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.integrations.fsdp_groups import FSDPGroup
@@ -126,14 +127,8 @@ class GroupComm:
         return None if len(due) == len(self.group.segments) else self._spans(due)
 
     def _spans(self, chosen: frozenset[int]) -> list[Span]:
-        spans: list[Span] = []
-        for index in sorted(chosen):
-            start, end = self.group.segments[index].start, self.group.segments[index].end
-            if spans and spans[-1][1] == start:
-                spans[-1] = (spans[-1][0], end)
-            else:
-                spans.append((start, end))
-        return spans
+        segments = self.group.segments
+        return merge_spans([(segments[index].start, segments[index].end) for index in sorted(chosen)])
 
     def row_checksums(self, row: Tensor) -> Tensor:
         """Return the checksums of the part of a row [n] that trains and of the frozen part, int64 [2]."""
@@ -163,3 +158,26 @@ class GroupComm:
             else:
                 self.trained = self.trainable()
                 self.refreshed_from = self.row_checksums(row)
+
+    def gradient_parts(self, numel: int) -> list[list[Span]] | None:
+        """Return the stretches of a gradient row [numel] that each of the group's parts has, maybe none.
+
+        FSDP2 does not tell which parameters got a gradient and are in the row. Its length tells whether all
+        are, or all that train; otherwise None is returned, unless there is but one part.
+        """
+        group = self.group
+        if len(group.parts) == 1:
+            return [[(0, numel)]]
+        trainable = [segment for segment in group.segments if segment.sharded.requires_grad]
+        for present in (group.segments, trainable):
+            ends = list(accumulate(segment.end - segment.start for segment in present))
+            if ends and ends[-1] == numel:
+                place = {
+                    segment.name: (start, end)
+                    for segment, start, end in zip(present, [0, *ends], ends, strict=False)
+                }
+                return [
+                    merge_spans([place[segment.name] for segment in part if segment.name in place])
+                    for part in group.parts
+                ]
+        return None

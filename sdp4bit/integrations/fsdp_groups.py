@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from sdp4bit.collectives.all_gather import Span, merge_spans
+
 MINIMUM_TORCH = (2, 9)
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module", "_orig_mod")
 _BIT_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -68,6 +70,24 @@ class ParamSegment:
     def own_name(self) -> str:
         """The parameter's name in its owner."""
         return str(self.param._module_info.param_name)
+
+    @property
+    def split_over(self) -> frozenset[tuple[int, ...]]:
+        """The ranks that tensor parallelism splits the parameter over: this rank's, per such mesh dimension.
+
+        Further dimensions of the parameter's mesh than FSDP2's are meant, whatever the parallelism on them.
+        """
+        like = cast(DTensor, self.sharded)
+        mesh, here = like.device_mesh, like.device_mesh.get_coordinate()
+        data = set(self.param.mesh_info.mesh.mesh.flatten().tolist())
+        result = set()
+        for dim, placement in enumerate(like.placements):
+            if here is not None and not placement.is_replicate():
+                along: Any = (*here[:dim], slice(None), *here[dim + 1 :])
+                ranks = tuple(mesh.mesh[along].tolist())
+                if not data.issuperset(ranks):
+                    result.add(ranks)
+        return frozenset(result)
 
     def local_view(self, row: Tensor) -> Tensor:
         """View this parameter's shard, without padding, in a row [n] of its group."""
@@ -167,9 +187,11 @@ class FSDPGroup:
         return self.module._get_fsdp_state()._state_ctx.iter_forward_root
 
     @property
-    def reshards_to_smaller_mesh(self) -> bool:
-        """Whether `reshard_after_forward` is an int, so that backward gathers over a part of the ranks."""
-        return bool(self._group._use_post_forward_mesh)
+    def ranks_after_forward(self) -> int | None:
+        """The int that `reshard_after_forward` is, if it is one: backward gathers over that many ranks."""
+        if not self._group._use_post_forward_mesh:
+            return None
+        return int(self._group.post_forward_mesh_info.shard_mesh_size)
 
     @cached_property
     def segments(self) -> list[ParamSegment]:
@@ -183,23 +205,64 @@ class FSDPGroup:
             start = end
         return result
 
+    @cached_property
+    def parts(self) -> list[list[ParamSegment]]:
+        """The parameters by the tensor-parallel ranks that they are split over; one part without such.
+
+        What tensor-parallel ranks hold alike has to be rounded alike, so it must share neither scales nor
+        blocks of the Hadamard transform with what they split.
+        """
+        parts: dict[frozenset[tuple[int, ...]], list[ParamSegment]] = {}
+        for segment in self.segments:
+            parts.setdefault(segment.split_over, []).append(segment)
+        return list(parts.values())
+
+    @cached_property
+    def copy_groups(self) -> list[ProcessGroup]:
+        """The tensor-parallel ranks that hold copies of some of the parameters and split others."""
+        if len(self.parts) == 1:
+            return []
+        groups = {}
+        for like in (cast(DTensor, segment.sharded) for segment in self.segments):
+            for dim in range(like.device_mesh.ndim):
+                group = like.device_mesh.get_group(dim)
+                ranks = tuple(dist.get_process_group_ranks(group))
+                if any(ranks in part[0].split_over for part in self.parts):
+                    groups[ranks] = group
+        return list(groups.values())
+
+    @property
+    def part_spans(self) -> list[list[Span]]:
+        """The stretches of a row of each part; none if it is all in one."""
+        spans = [merge_spans([(segment.start, segment.end) for segment in part]) for part in self.parts]
+        return spans if len(spans) > 1 else []
+
     @property
     def row_numel(self) -> int:
         """Values in one rank's row, FSDP2's own padding of uneven shards included."""
         return sum(param.padded_sharded_param_size.numel() for param in self._group.fsdp_params)
 
     @property
+    def row_nbytes(self) -> int:
+        """Bytes of one rank's row as it is gathered."""
+        return sum((s.end - s.start) * self._gathered_dtype(s.sharded.dtype).itemsize for s in self.segments)
+
+    def _gathered_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        policy = self._group.mp_policy.param_dtype
+        return policy if policy is not None and dtype.is_floating_point else dtype
+
+    @property
     def param_dtypes(self) -> set[torch.dtype]:
         """The types that parameters have when they are gathered; more than one cannot share a replica."""
-        policy = self._group.mp_policy.param_dtype
-        own = {segment.sharded.dtype for segment in self.segments}
-        return {policy if policy and dtype.is_floating_point else dtype for dtype in own}
+        return {self._gathered_dtype(segment.sharded.dtype) for segment in self.segments}
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The type that gradients are reduced in."""
-        policy = self._group.mp_policy
-        return policy.reduce_dtype or policy.param_dtype or next(iter(self.param_dtypes))
+        policy, params = self._group.mp_policy, [segment.sharded for segment in self.segments]
+        # FSDP2 holds that all that train have one type; others may be there beside them.
+        trained = next((param for param in params if param.requires_grad), params[0])
+        return policy.reduce_dtype or policy.param_dtype or trained.dtype
 
     @property
     def extension_params(self) -> list[str]:
@@ -221,7 +284,7 @@ class FSDPGroup:
         data = [param._sharded_param_data for param in self._group.fsdp_params]
         return torch.cat([d.to(device=self.device, dtype=dtype) for d in data])
 
-    def sample_main(self, spans: Sequence[tuple[int, int]]) -> Tensor:
+    def sample_main(self, spans: Sequence[Span]) -> Tensor:
         """Return these stretches of this rank's main shard, one behind the other, in fp32."""
         pieces = []
         for start, end in spans:

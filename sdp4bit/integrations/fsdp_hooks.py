@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sdp4bit.collectives.all_gather import WeightReplica
+from sdp4bit.collectives.all_gather import Span, WeightReplica
 from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
 from sdp4bit.collectives.work import CompletedWork, DeferredWork
 from sdp4bit.config import GradientConfig
@@ -48,18 +49,21 @@ class AllGatherHook(_Allocate):
             input_tensor: [n], this rank's shard in the model's type; a row of output_tensor.
         """
         comm, row_bytes = self._comm, input_tensor.nbytes
+        replica, members = comm.replica, None
         if group.size() != comm.layout.size:
-            raise ValueError(
-                f"{comm.group.name}: gathered over {group.size()} instead of {comm.layout.size} ranks; an "
-                'int reshard_after_forward is not supported, use True and WeightConfig(replica="node")'
-            )
+            if replica is not None:
+                raise ValueError(
+                    f"{comm.group.name}: gathered over {group.size()} instead of {comm.layout.size} ranks; "
+                    "an int reshard_after_forward must be set before quantize_communication, and keeps "
+                    'weights in full precision: use True and WeightConfig(replica="node")'
+                )
+            members = [comm.layout.ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
         outside_backward = not in_backward()
         if outside_backward:
             self._state.before_unshard(comm)
-        comm.weight_traffic.count_plain(row_bytes)
-        replica = comm.replica
+        comm.weight_traffic.count_plain(row_bytes, members)
         if replica is None:
-            comm.weight_traffic.count_ring(row_bytes)
+            comm.weight_traffic.count_ring(row_bytes, members)
             what = f"full-precision weight all-gather of {comm.group.name}"
             stop = comm.weight_traffic.start_ring_timer(input_tensor.device)
             return all_gather_dense(
@@ -131,14 +135,10 @@ class ReduceScatterHook(_Allocate):
                 "these parameters; unless the optimizer is a torch.optim.Optimizer, call comm.mark_step()"
             )
         quantized, config = comm.reduce_scatter, self._config
-        if quantized is None or config is None or numel < config.min_numel or state.steps < config.start_step:
-            comm.gradient_traffic.count_plain(output_tensor.nbytes)
-            comm.gradient_traffic.count_ring(output_tensor.nbytes)
-            comm.gradient_bits = None
-            what = f"full-precision gradient reduce-scatter of {comm.group.name}"
-            stop = comm.gradient_traffic.start_ring_timer(input_tensor.device)
-            reduce_scatter_dense(output_tensor, input_tensor, group, op, what=what)
-            stop()
+        comm.gradient_bits = None
+        parts = self._parts(numel)
+        if quantized is None or config is None or not parts:
+            self._reduce_densely(output_tensor, input_tensor, group, op)
             return
         multiplier = _multiplier(op, group.size(), comm.group.name)
         nonfinite = None
@@ -147,15 +147,67 @@ class ReduceScatterHook(_Allocate):
                 input_tensor, sample_numel=state.sampled.sample_numel, unit=quantized.group_unit
             )
             nonfinite = comm.gradient_sample.nonfinite
-        quantized(
-            output_tensor,
-            input_tensor,
-            call=comm.reductions,
-            multiplier=multiplier,
-            nonfinite=nonfinite,
-        )
+        rows = input_tensor.view(group.size(), numel)
+        for index, spans in enumerate(parts):
+            if not spans:
+                continue
+            with _part_of(output_tensor, rows, spans) as (reduced, part):
+                if reduced.numel() < config.min_numel:
+                    self._reduce_densely(reduced, part.reshape(-1), group, op)
+                    continue
+                quantized(
+                    reduced,
+                    part,
+                    call=comm.reductions * len(parts) + index,
+                    multiplier=multiplier,
+                    nonfinite=nonfinite,
+                )
+                comm.gradient_bits = quantized.bits
         comm.reductions += 1
-        comm.gradient_bits = quantized.bits
+
+    def _parts(self, numel: int) -> list[list[Span]]:
+        """Return the stretches of a row that are reduced apart from each other; none to leave it dense."""
+        comm, config, state = self._comm, self._config, self._state
+        if comm.reduce_scatter is None or config is None or state.steps < config.start_step:
+            return []
+        if numel < config.min_numel:
+            return []
+        parts = comm.gradient_parts(numel)
+        if parts is None:
+            state.warn_once(
+                "sdp4bit: some parameters got no gradient, and which ones is not known: gradients of modules "
+                "in which tensor parallelism splits some parameters and copies others are then reduced in "
+                f"full precision. Apply fully_shard to what is not always used by itself ({comm.group.name})"
+            )
+            return []
+        longest = max(sum(end - start for start, end in spans) for spans in parts)
+        return parts if longest >= config.min_numel else []
+
+    def _reduce_densely(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any
+    ) -> None:
+        traffic = self._comm.gradient_traffic
+        traffic.count_plain(output_tensor.nbytes)
+        traffic.count_ring(output_tensor.nbytes)
+        what = f"full-precision gradient reduce-scatter of {self._comm.group.name}"
+        stop = traffic.start_ring_timer(input_tensor.device)
+        reduce_scatter_dense(output_tensor, input_tensor, group, op, what=what)
+        stop()
+
+
+@contextmanager
+def _part_of(output: Tensor, rows: Tensor, spans: Sequence[Span]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inside the block, [m] and [ranks, m] stand for these stretches of output [n] and of rows [ranks, n]."""
+    if len(spans) == 1:
+        (start, end) = spans[0]
+        yield output[start:end], rows[:, start:end]
+        return
+    part = torch.cat([rows[:, start:end] for start, end in spans], dim=1)
+    reduced = output.new_empty(part.shape[1])
+    yield reduced, part
+    values = reduced.split([end - start for start, end in spans])
+    for (start, end), each in zip(spans, values, strict=True):
+        output[start:end] = each
 
 
 def _multiplier(op: Any, size: int, name: str) -> float:

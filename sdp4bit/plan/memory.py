@@ -54,7 +54,7 @@ def memory_per_rank(
     if not is_flat:
         used["rows being reduced, fp32"] = REDUCED_BYTES * ranks * largest
     weights = config.weights
-    if weights is not None and ranks > 1 and not is_flat:
+    if weights is not None and ranks > 1 and not is_flat and weights.saves_bytes(nodes=grid.nodes):
         held = ranks if is_full(weights, grid=grid) else grid.nodes
         used["weight replica, bf16"] = GATHERED_BYTES * held * sum(rows)
     messages = _message_buffers(largest, grid=grid, config=config, is_flat=is_flat)
@@ -82,7 +82,8 @@ def _message_buffers(row: int, *, grid: RankGrid, config: SDP4BitConfig, is_flat
                     numel=numel, bits=bits or FULL_PRECISION, group_size=group_size, parts=parts
                 )
                 total += 2 * size * layout.nbytes
-    if weights is not None and weights.bits is not None:
+    saves = weights is not None and (is_flat or weights.saves_bytes(nodes=grid.nodes))
+    if saves and weights is not None and weights.bits is not None:
         layout = message_layout(numel=row, bits=weights.bits, group_size=weights.group_size)
         replicas = grid.nodes
         if (is_flat or is_full(weights, grid=grid)) and grid.ranks_per_node > 1:

@@ -215,6 +215,8 @@ def group_traffic(
     weights = config.weights
     if group.is_flat and weights is not None:
         weights = replace(weights, replica="full")
+    if weights is not None and not weights.saves_bytes(nodes=grid.nodes):
+        weights = None
     gathers = 1 if group.is_flat else accumulation * (2 if group.freed_after_forward else 1)
     return GroupTraffic(
         name=group.name,

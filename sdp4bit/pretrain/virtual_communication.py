@@ -94,7 +94,7 @@ class VirtualCommunication:
         for bucket, (name, members) in enumerate(parameter_groups(main)):
             rows = RowLayout({member: self._main[member] for member in members}, ranks=layout.size)
             group = _Group(name, rows, layout=layout, stays_gathered=bucket == 0 or not reshard)
-            if config.weights is not None:
+            if config.weights is not None and config.weights.saves_bytes(nodes=layout.nodes):
                 group.replica = VirtualReplica(
                     layout,
                     config=config.weights,
