@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import optimizer as optimizers
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
+from sdp4bit.integrations.fsdp_groups import _param_groups
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -42,7 +43,7 @@ class Holder(nn.Module):
 def footprint(model: nn.Module) -> list[Any]:
     """What attaching changes: communication objects, hooks on modules, global hooks, process groups."""
     fsdp = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    groups = [group for m in fsdp for group in m._get_fsdp_state()._fsdp_param_groups]
+    groups = [group for m in fsdp for group in _param_groups(m)]
     return [
         [(g._all_gather_comm, g._reduce_scatter_comm, g.force_sum_reduction_for_comms) for g in groups],
         [[*m._load_state_dict_post_hooks, *m._state_dict_hooks] for m in model.modules()],
