@@ -28,12 +28,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 
 from sdp4bit.collectives.exchange_error import naming
+from sdp4bit.config import TESTED_TORCH
 
 _ARGUMENTS = {
     *("group_size", "group_rank", "global_ranks_in_group", "group_name", "group_desc"),
     *("backend", "store", "timeout", "device_id"),
 }
-"""Of `_new_process_group_helper`, the same in torch 2.9 to 2.14."""
+"""Of `_new_process_group_helper`, the same in all of TESTED_TORCH."""
 
 
 def create_process_groups(
@@ -160,4 +161,4 @@ def unknown_creation() -> str:
     has_ranks = isinstance(getattr(getattr(c10d, "_world", None), "pg_group_ranks", None), dict)
     if required <= _ARGUMENTS <= set(parameters) and has_ranks and hasattr(c10d, "_get_default_store"):
         return ""
-    return f"torch {torch.__version__} creates process groups otherwise than torch 2.9 to 2.14"
+    return f"torch {torch.__version__} creates process groups otherwise than {TESTED_TORCH}"
