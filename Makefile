@@ -7,9 +7,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+PYTEST := -m pytest -q -n 2 --dist loadfile
+
+# An environment of its own for another torch.
+OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
+OTHER_INSTALL = $(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constraints.txt torch==$(VERSION)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow check format clean
+.PHONY: help install demo test test-slow test-torch check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,10 +33,23 @@ demo: $(STAMP) ## train a small GPT with and without 4-bit communication, into r
 
 # Files of tests are spread over two workers: many tests start four processes, which is enough for a machine.
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python $(PYTEST)
 
 test-slow: $(STAMP) ## run the tests marked slow
 	$(BIN)/python -m pytest -q -m slow
+
+test-torch: ## run the tests on another torch: VERSION=2.14.1, and PYTHON=python3.12 if need be
+	@test -n '$(VERSION)' || { echo 'which torch? make test-torch VERSION=2.14.1 [PYTHON=python3.12]'; exit 2; }
+	@$(MAKE) --no-print-directory $(OTHER)/.installed
+	$(OTHER)/bin/python $(PYTEST)
+
+# All pins but those of torch and of triton, which torch chooses.
+$(OTHER)/.installed: pyproject.toml constraints.txt
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	grep -vE '^(torch|triton)==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER_INSTALL) setuptools
+	$(OTHER_INSTALL) --no-build-isolation -e '.[dev]'
+	touch $@
 
 check: $(STAMP) ## lint, check the format and the types
 	$(BIN)/ruff check

@@ -9,6 +9,7 @@ job's network and the rendezvous of its groups come on top of it, once per group
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import statistics
@@ -51,22 +52,23 @@ class Calls:
     def counted(self) -> Iterator[None]:
         """What torch.distributed is asked for meanwhile is counted."""
         c10d: Any = dist.distributed_c10d
-        new_group, to_tensor = dist.new_group, c10d._object_to_tensor
+        create, to_tensor = c10d._new_process_group_helper, c10d._object_to_tensor
 
+        @functools.wraps(create)
         def count_group(*args: Any, **kwargs: Any) -> Any:
             self.groups += 1
-            return new_group(*args, **kwargs)
+            return create(*args, **kwargs)
 
         def count_bytes(*args: Any, **kwargs: Any) -> Any:
             tensor, size = to_tensor(*args, **kwargs)
             self.gathered_bytes += int(size)
             return tensor, size
 
-        dist.new_group, c10d._object_to_tensor = count_group, count_bytes
+        c10d._new_process_group_helper, c10d._object_to_tensor = count_group, count_bytes
         try:
             yield
         finally:
-            dist.new_group, c10d._object_to_tensor = new_group, to_tensor
+            c10d._new_process_group_helper, c10d._object_to_tensor = create, to_tensor
 
 
 def measure(world: int, *, ranks_per_node: int, layers: int, repeats: int) -> dict[str, Any]:

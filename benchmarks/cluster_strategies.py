@@ -30,6 +30,7 @@ from sdp4bit.collectives.exchange import start_all_to_all
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.pretrain.model import GPT, Block
 from sdp4bit.pretrain.model_cards import ModelShape
+from sdp4bit.pretrain.parallelize import arithmetic_dtype
 
 FULL_WEIGHTS = WeightConfig(bits=None)
 FULL_GRADIENTS = GradientConfig(intra_bits=None, inter_bits=None, hadamard=False)
@@ -159,7 +160,7 @@ class Bf16ReduceScatter:
 
 def arithmetic() -> torch.dtype:
     """Return the type of activations that this machine multiplies fast."""
-    return torch.bfloat16 if torch.cpu.get_capabilities().get("avx512_bf16", False) else torch.float32
+    return arithmetic_dtype("auto", weights=torch.bfloat16, device=torch.device("cpu"))
 
 
 def build_model(workload: Workload) -> GPT:

@@ -13,6 +13,9 @@ from typing import Literal, get_args
 VERSION = "0.1.0"
 """Of the package; all ranks of a job run the same."""
 
+TESTED_TORCH = "torch 2.9 to 2.14"
+"""For errors; newer releases are taken if they keep what is relied on."""
+
 Rounding = Literal["nearest", "stochastic"]
 ReplicaPlacement = Literal["node", "full"]
 WeightMode = Literal["difference", "direct"]

@@ -160,3 +160,11 @@ def test_arithmetic_follows_the_weights_unless_the_cpu_is_slow_at_it():
     assert arithmetic_dtype("auto", weights=torch.float32, device=cpu) == torch.float32
     assert arithmetic_dtype("bf16", weights=torch.bfloat16, device=cpu) == torch.bfloat16
     assert arithmetic_dtype("fp32", weights=torch.bfloat16, device=cuda) == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_the_cpu_is_fast_at_is_known_on_every_torch(dtype, monkeypatch):
+    cpu = torch.device("cpu")
+    found = arithmetic_dtype("auto", weights=dtype, device=cpu)
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)  # torch 2.9 has none
+    assert arithmetic_dtype("auto", weights=dtype, device=cpu) == found

@@ -5,7 +5,10 @@ Layers: a fake process group, gloo, threads.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import sdp4bit
 from benchmarks import attach as attach_benchmark
+from sdp4bit.collectives.process_groups import create_process_groups, unknown_creation
 from sdp4bit.collectives.topology import NodeLayout, arrange, create_topologies, destroy_topology
 from tests.ranks import run_ranks, run_threads
 from tests.test_plan_large_worlds import fake_world
@@ -27,19 +31,19 @@ from tests.test_plan_large_worlds import fake_world
 
 @contextmanager
 def counted_calls() -> Iterator[list[list[int]]]:
-    """The ranks of every group that is asked for meanwhile."""
+    """The ranks of every group that is asked for meanwhile, by whatever function of torch."""
     asked: list[list[int]] = []
-    original = dist.new_group
+    original = dist.distributed_c10d._new_process_group_helper
 
-    def count(ranks: list[int], *args: Any, **kwargs: Any) -> Any:
-        asked.append(list(ranks))
-        return original(ranks, *args, **kwargs)
+    @functools.wraps(original)
+    def count(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        asked.append(list(bound.arguments["global_ranks_in_group"]))
+        return original(*args, **kwargs)
 
-    dist.new_group = count
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_new_process_group_helper", count)
         yield asked
-    finally:
-        dist.new_group = original
 
 
 def open_names() -> set[str]:
@@ -144,29 +148,18 @@ def names_and_sums(layouts: list[NodeLayout], times: int) -> list[tuple[set[str]
     return found
 
 
-def create_one_by_one(layout: NodeLayout) -> list[tuple[str, list[int]]]:
-    """Return name and ranks of the groups this rank is in when every rank asks for every group."""
-    every = [layout.intra_ranks(node) for node in range(layout.nodes)]
-    every += [layout.inter_ranks(local) for local in range(layout.ranks_per_node)]
-    mine = [
-        group for ranks in every if (group := dist.new_group(ranks)) is not None and dist.get_rank() in ranks
-    ]
-    return [(group.group_name, dist.get_process_group_ranks(group)) for group in mine]
+def names_of_users_groups(layouts: list[NodeLayout]) -> list[str]:
+    """Return the names of plain groups made before and after ours."""
+    names = []
+    for _ in range(2):
+        names.append(dist.new_group().group_name)
+        create_topologies(layouts)
+    return names
 
 
-def compare_names(layout: NodeLayout) -> None:
-    count = dist.distributed_c10d._world.group_count
-    (topology,) = create_topologies([layout]).values()
-    created = [group for group in (topology.intra, topology.inter) if group is not None]
-    ours = [(group.group_name, dist.get_process_group_ranks(group)) for group in created]
-    theirs = create_one_by_one(layout)
-    shift = dist.distributed_c10d._world.group_count - count
-    assert shift == 2 * (layout.nodes + layout.ranks_per_node)
-    assert [(str(int(name) + shift // 2), ranks) for name, ranks in ours] == theirs
-
-
-def test_names_are_those_of_groups_created_one_by_one() -> None:
-    run_ranks(compare_names, 6, grid(3, 2), timeout=60)
+def test_groups_of_users_have_the_names_that_they_would_have_anyway() -> None:
+    with_ours = run_ranks(names_of_users_groups, 4, [grid(2, 2)], timeout=60)
+    assert with_ours == run_ranks(names_of_users_groups, 4, [], timeout=60)
 
 
 def test_names_are_never_used_again_and_groups_can_be_created_again() -> None:
@@ -194,9 +187,11 @@ def test_layouts_that_overlap_or_do_not_concern_a_rank() -> None:
 
 
 def share_a_job_with_other_groups() -> None:
-    """Groups that only some ranks are in, hashed names, meshes and further models do not get in the way."""
+    """Groups of all ranks, of some, meshes and further models, before and after, do not get in the way."""
     rank = dist.get_rank()
-    if rank < 2:
+    if (
+        torch.__version__ < (2, 14) and rank < 2
+    ):  # from 2.14 on, torch itself hangs at the next group of all ranks
         dist.new_group([0, 1], use_local_synchronization=True)
     dist.new_group([0, 3])
     handles = []
@@ -216,6 +211,86 @@ def test_other_groups_of_the_job_do_not_get_in_the_way() -> None:
     run_ranks(share_a_job_with_other_groups, 4, timeout=90)
 
 
+def attach_after_groups_of_some_ranks() -> None:
+    """Ranks that are in different numbers of groups, and that torch 2.14 counts differently, attach twice."""
+    for _ in range(2):
+        pair = dist.new_group([0, 1], use_local_synchronization=True) if dist.get_rank() < 2 else None
+        model = fully_shard(nn.Linear(64, 64))
+        handle = sdp4bit.quantize_communication(model, topology=2)
+        model(torch.ones(1, 64)).sum().backward()
+        handle.remove()
+        assert pair is None or sums([pair]) == [3]
+
+
+def test_attaching_works_after_groups_that_only_some_ranks_make() -> None:
+    run_ranks(attach_after_groups_of_some_ranks, 4, timeout=90)
+
+
+def attach_and_make_groups() -> list[float]:
+    handle = sdp4bit.quantize_communication(fully_shard(nn.Linear(64, 64)), topology=2)
+    mine = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][dist.get_rank() // 2]
+    totals = sums([mine])
+    handle.remove()
+    return totals + sums([dist.new_group()])
+
+
+def test_groups_are_made_after_attaching_and_after_removing() -> None:
+    assert run_ranks(attach_and_make_groups, 4, timeout=60) == [[3, 10], [3, 10], [7, 10], [7, 10]]
+
+
+def create_within(parts: list[list[NodeLayout]]) -> list[float]:
+    """Each half of the job creates groups as often as it likes, here its number + 1 times."""
+    part = dist.get_rank() // 4
+    halves = [dist.new_group(range(4)), dist.new_group(range(4, 8))]
+    names: set[str] = set()
+    for _ in range(part + 1):
+        before = open_names()
+        (topology,) = create_topologies(parts[part], within=halves[part]).values()
+        assert open_names() - before and not (open_names() - before) & names
+        names |= open_names() - before
+        totals = sums([topology.intra, topology.inter])
+        destroy_topology(topology)
+    (topology,) = create_topologies([grid(4, 2)]).values()
+    return totals + sums([topology.intra, topology.inter])
+
+
+def test_a_part_of_the_ranks_creates_groups_without_the_others() -> None:
+    parts = [[NodeLayout(ranks=tuple(range(s, s + 4)), nodes=2, ranks_per_node=2)] for s in (0, 4)]
+    for rank, totals in enumerate(run_ranks(create_within, 8, parts, timeout=90)):
+        node, local = divmod(rank, 2)
+        start = rank // 4 * 4
+        assert totals == [4 * node + 3, 2 * (start + local) + 4, 4 * node + 3, 4 * local + 16]
+
+
+def create_without_splitting() -> tuple[list[Any], list[torch.device | None]]:
+    """Pose as a job on bound devices; return the device of each call's default group, and after it."""
+    default: Any = dist.group.WORLD
+    device = torch.device("cuda:0")
+    seen: list[Any] = []
+    original = dist.distributed_c10d._new_process_group_helper
+
+    @functools.wraps(original)
+    def look(*args: Any, **kwargs: Any) -> Any:
+        seen.append((default.bound_device_id, kwargs["device_id"]))
+        default.bound_device_id = None  # gloo has nothing to bind
+        return original(*args, **{**kwargs, "device_id": None})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_new_process_group_helper", look)
+        for within in (dist.group.WORLD, None):
+            default.bound_device_id = device
+            create_process_groups([[[0], [1]]], timeout=None, description="test", within=within)
+            seen.append(default.bound_device_id)
+            default.bound_device_id = None
+    return seen
+
+
+def test_a_part_of_the_ranks_does_not_split_the_communicator_of_all() -> None:
+    device = torch.device("cuda:0")
+    for seen in run_ranks(create_without_splitting, 2, timeout=60):
+        assert seen == [(None, device), device, (device, device), None]
+
+
 def create_when_torch_waits_for_all() -> tuple[int, list[float]]:
     with pytest.MonkeyPatch.context() as patch, counted_calls() as asked:
         patch.setenv("TORCH_DIST_INIT_BARRIER", "1")
@@ -223,9 +298,43 @@ def create_when_torch_waits_for_all() -> tuple[int, list[float]]:
     return len(asked), sums([topology.intra, topology.inter])
 
 
-def test_groups_are_created_one_by_one_if_torch_waits_for_all_ranks_at_each() -> None:
+def test_a_rank_creates_its_groups_only_when_torch_waits_for_all_ranks_at_plain_ones() -> None:
     for rank, (asked, totals) in enumerate(run_ranks(create_when_torch_waits_for_all, 4, timeout=60)):
-        assert (asked, totals) == (4, [4 * (rank // 2) + 3, 2 * (rank % 2) + 4])
+        assert (asked, totals) == (2, [4 * (rank // 2) + 3, 2 * (rank % 2) + 4])
+
+
+def create_on_another_torch() -> tuple[list[str], list[float], str]:
+    """Create groups with a torch whose part that takes a name wants one argument more."""
+    original = dist.distributed_c10d._new_process_group_helper
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    signature = inspect.signature(original)
+    added = inspect.Parameter("shape", inspect.Parameter.KEYWORD_ONLY)
+    changed.__signature__ = signature.replace(parameters=[*signature.parameters.values(), added])  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(dist.distributed_c10d, "_new_process_group_helper", changed)
+        (topology,) = create_topologies([grid(2, 2)]).values()
+        with pytest.raises(ValueError) as refused:
+            create_topologies([grid(2, 2)], within=dist.group.WORLD)
+    return (
+        [str(warning.message) for warning in caught],
+        sums([topology.intra, topology.inter]),
+        str(refused.value),
+    )
+
+
+def test_a_torch_that_creates_groups_in_another_way_has_every_rank_create_all() -> None:
+    for rank, (said, totals, refused) in enumerate(run_ranks(create_on_another_torch, 4, timeout=60)):
+        assert totals == [4 * (rank // 2) + 3, 2 * (rank % 2) + 4]
+        assert f"torch {torch.__version__} creates process groups otherwise than torch 2.9 to" in said[0]
+        assert "all ranks" in refused and torch.__version__ in refused
+
+
+def test_this_torch_creates_groups_as_expected() -> None:
+    assert unknown_creation() == ""
 
 
 def sums_of_threads(layout: NodeLayout) -> list[float]:

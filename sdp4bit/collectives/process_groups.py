@@ -1,59 +1,124 @@
-"""Creates the process groups of a job with a number of calls per rank that does not grow with the job.
+"""Creates process groups with a number of calls per rank that does not grow with the job.
 
-`torch.distributed.new_group` wants every rank to ask for every group. `use_local_synchronization=True` lets
-outsiders stay away, but then the group's name is made of its ranks and of how many groups this rank is in.
-Such a name differs between ranks that are in different numbers of groups (a hang), repeats once a group has
-been destroyed (the new group finds the old one's addresses in the store: a hang), and can be in use. Here
-groups keep the numbered names that plain calls give, unique for the life of the job; outsiders only count.
+`torch.distributed.new_group` wants every rank to ask for every group, because it names a group by a counter:
+names are keys in the job's store, under which the members find each other. With
+`use_local_synchronization=True` outsiders may stay away, but these names come of counts as well, and a count
+that only some ranks advance lets ranks disagree (a hang, in torch 2.14 also of plain groups made later), or
+gives a name twice (the new group finds the old one's addresses in the store: a hang).
+
+Here the ranks that create the groups first agree on a random number, and a group is named after it and its
+place in the list. So names do not repeat, no counter of torch is read or advanced, and the groups that a user
+makes, before or after, by whatever ranks, have the names that they would have anyway. The creation itself is
+that of `new_group`, by the part of it that takes the name as an argument.
 """
 
 from __future__ import annotations
 
-import os
+import inspect
+import secrets
+import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.constants import default_pg_timeout
+
+from sdp4bit.collectives.exchange_error import naming
+from sdp4bit.config import TESTED_TORCH
+
+_ARGUMENTS = {
+    *("group_size", "group_rank", "global_ranks_in_group", "group_name", "group_desc"),
+    *("backend", "store", "timeout", "device_id"),
+}
+"""Of `_new_process_group_helper`, the same in all of TESTED_TORCH."""
 
 
 def create_process_groups(
-    rounds: Sequence[Sequence[Sequence[int]]], *, timeout: timedelta | None, description: str
+    rounds: Sequence[Sequence[Sequence[int]]],
+    *,
+    timeout: timedelta | None,
+    description: str,
+    within: ProcessGroup | None = None,
 ) -> list[ProcessGroup | None]:
     """Return, for each round, the new process group that this rank is a member of, or None.
 
-    Collective over the whole job: every rank passes the same rounds. A rank creates one group per round,
-    while the other ranks create theirs. As all go through the rounds in the same order, groups of different
-    rounds may overlap.
+    Collective over `within`: each of its ranks passes the same rounds, and other ranks call nothing. Steps:
+    1. the ranks agree on a name that the job has not had;  2. a rank creates one group per round, while the
+    other ranks create theirs. As all go through the rounds in the same order, groups of different rounds may
+    overlap.
 
     Args:
         rounds: disjoint groups, as ascending global ranks; at least one per round.
-        timeout: how long the groups wait for a rank; None for the default of the back end.
+        timeout: how long the groups wait for a rank; None for half an hour.
         description: of the groups, for the communication library's own messages.
+        within: the ranks that take part, and the back end of the groups; the default group when not given.
+
+    Raises:
+        ValueError: `within` is given, and this torch or this back end has all ranks of the job create each
+            group; the same on every rank.
     """
-    create = _create_own if _outsiders_may_stay_away() else _create_all
-    options = {"timeout": timeout, "group_desc": description}
-    return [create(groups, options) for groups in rounds]
+    if not rounds:
+        return []
+    obstacle = _obstacle()
+    if not obstacle:
+        name = f"sdp4bit_{_agreed_number(within):016x}"
+        return [
+            _create_own(groups, f"{name}_{number}", timeout, description, within)
+            for number, groups in enumerate(rounds)
+        ]
+    if within is not None:
+        raise ValueError(
+            f"process groups cannot be created by a part of the job's ranks, because {obstacle}: call it on "
+            "all ranks, without a process group"
+        )
+    return [_create_all(groups, {"timeout": timeout, "group_desc": description}) for groups in rounds]
 
 
-def _create_own(groups: Sequence[Sequence[int]], options: dict[str, Any]) -> ProcessGroup | None:
-    """Create this rank's group, under the name that it would have if each were created in turn."""
+def _create_own(
+    groups: Sequence[Sequence[int]],
+    name: str,
+    timeout: timedelta | None,
+    description: str,
+    within: ProcessGroup | None,
+) -> ProcessGroup | None:
+    """Create this rank's group of a round."""
     me = dist.get_rank()
     own = next((index for index, ranks in enumerate(groups) if me in ranks), None)
-    state = _state()
-    first = state.group_count
-    state.group_count = first + (own or 0)
-    try:
-        # Without a group of its own a rank asks as an outsider: NCCL splits a communicator with all ranks.
-        group = dist.new_group(list(groups[own or 0]), **options)
-    finally:
-        state.group_count = first + len(groups)
-    return group if own is not None else None
+    default: Any = dist.group.WORLD
+    c10d: Any = dist.distributed_c10d
+    device = default.bound_device_id
+    with ExitStack() as stack:
+        if within is not None:
+            if own is None:
+                return None
+            # NCCL would split the communicator of all ranks of the job, and wait for those that stay away.
+            stack.callback(setattr, default, "bound_device_id", device)
+            default.bound_device_id = None
+        # Without a group of its own a rank asks as an outsider, as it takes part in that split.
+        ranks = list(groups[own or 0])
+        group, _ = c10d._new_process_group_helper(
+            group_size=len(ranks),
+            group_rank=None if own is None else ranks.index(me),
+            global_ranks_in_group=ranks,
+            backend=dist.get_backend(within),
+            store=c10d._get_default_store(),
+            group_name=f"{name}_{own}",
+            timeout=timeout or default_pg_timeout,
+            device_id=device,
+            group_desc=description,
+        )
+    if own is None:
+        return None
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return cast(ProcessGroup, group)
 
 
 def _create_all(groups: Sequence[Sequence[int]], options: dict[str, Any]) -> ProcessGroup | None:
-    """Create each group in turn."""
+    """Create each group in turn, on every rank of the job."""
     mine = None
     for ranks in groups:
         group = dist.new_group(list(ranks), **options)
@@ -62,15 +127,38 @@ def _create_all(groups: Sequence[Sequence[int]], options: dict[str, Any]) -> Pro
     return mine
 
 
-def _outsiders_may_stay_away() -> bool:
-    """Whether creating a group concerns its members only; the same on all ranks."""
-    if dist.get_backend() == dist.Backend.MPI or int(os.environ.get("TORCH_DIST_INIT_BARRIER", "0")) == 1:
-        return False  # torch waits for all ranks of the job at every group
+def _agreed_number(group: ProcessGroup | None) -> int:
+    """Return a random number, the same on all ranks of the group."""
+    on_host = "cpu:" in dist.get_backend_config(group)
+    device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
+    number = torch.tensor([secrets.randbits(63)], device=device)
+    with naming("agreement on names of process groups", group=group):
+        dist.broadcast(number, src=dist.get_process_group_ranks(group)[0], group=group)
+        return int(number.item())
+
+
+def _obstacle() -> str:
+    """Return why creating a group concerns all ranks of the job, "" if only its members; as on all ranks."""
+    if dist.get_backend() == dist.Backend.MPI:
+        return "MPI has all ranks take part"
     config = getattr(dist, "config", None)
     if getattr(config, "use_torchcomms", False) or hasattr(dist.group.WORLD, "new_group"):
-        return False  # others create the group, by rules of their own
-    return isinstance(getattr(_state(), "group_count", None), int)
+        return "this job's default process group creates the others by rules of its own"
+    if unknown := unknown_creation():
+        warnings.warn(
+            f"sdp4bit: {unknown}. Every rank creates all process groups in turn: slower in a large job",
+            stacklevel=4,
+        )
+    return unknown
 
 
-def _state() -> Any:
-    return dist.distributed_c10d._world
+def unknown_creation() -> str:
+    """Return that this torch creates process groups in a way that is not known, "" if it is."""
+    c10d: Any = dist.distributed_c10d
+    helper = getattr(c10d, "_new_process_group_helper", None)
+    parameters = inspect.signature(helper).parameters if callable(helper) else {}
+    required = {name for name, found in parameters.items() if found.default is found.empty}
+    has_ranks = isinstance(getattr(getattr(c10d, "_world", None), "pg_group_ranks", None), dict)
+    if required <= _ARGUMENTS <= set(parameters) and has_ranks and hasattr(c10d, "_get_default_store"):
+        return ""
+    return f"torch {torch.__version__} creates process groups otherwise than {TESTED_TORCH}"

@@ -162,16 +162,20 @@ class Topology:
 
 
 def create_topologies(
-    layouts: Sequence[NodeLayout], *, purpose: str = "communication"
+    layouts: Sequence[NodeLayout], *, purpose: str = "communication", within: ProcessGroup | None = None
 ) -> dict[tuple[int, ...], Topology]:
     """Return this rank's place in each layout it belongs to, by the layout's ranks, with new process groups.
 
-    Collective over the whole job: every rank passes the same layouts in the same order. A rank creates the
+    Collective over `within`: each of its ranks passes the same layouts in the same order. A rank creates the
     groups that it is a member of, two per layout, whatever the size of the job. They wait for a rank as long
     as the default group does.
 
     Args:
         purpose: of the groups, for the communication library's own messages.
+        within: the ranks that take part; all ranks of the job when not given.
+
+    Raises:
+        ValueError: a part of the job's ranks cannot create process groups here; the same on every rank.
     """
     me = dist.get_rank()
     batches = _disjoint_batches(layouts)
@@ -180,7 +184,10 @@ def create_topologies(
     rounds = [groups for level in zip(intra, inter, strict=True) for groups in level]
     created = iter(
         create_process_groups(
-            [groups for groups in rounds if groups], timeout=job_timeout(), description=f"sdp4bit {purpose}"
+            [groups for groups in rounds if groups],
+            timeout=job_timeout(),
+            description=f"sdp4bit {purpose}",
+            within=within,
         )
     )
     own = [next(created) if groups else None for groups in rounds]

@@ -45,12 +45,12 @@ from sdp4bit.integrations.fsdp_comm_state import CommState
 from sdp4bit.integrations.fsdp_group_comm import GroupComm
 from sdp4bit.integrations.fsdp_groups import (
     FSDPGroup,
-    check_torch_version,
     find_groups,
     named_fsdp_modules,
 )
 from sdp4bit.integrations.fsdp_hooks import AllGatherHook, ReduceScatterHook
 from sdp4bit.integrations.fsdp_state import load_state, save_state
+from sdp4bit.integrations.fsdp_torch import check_torch_version
 from sdp4bit.integrations.ladder import Alert
 from sdp4bit.integrations.measures import group_stats, total_measures
 from sdp4bit.telemetry import Traffic

@@ -1,6 +1,7 @@
 """What the integration reads of FSDP2's parameter groups; the only file that touches their private parts.
 
-Checked against torch 2.9 to 2.13. Everything that changes FSDP2 goes through its public setters.
+`fsdp_torch` checks that these are what they are in the releases of torch that are tested. Everything that
+changes FSDP2 goes through its public setters.
 """
 
 from __future__ import annotations
@@ -19,20 +20,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sdp4bit.collectives.all_gather import Span, merge_spans
+from sdp4bit.integrations.fsdp_torch import param_groups_of
 
-MINIMUM_TORCH = (2, 9)
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module", "_orig_mod")
 _BIT_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
-
-
-def _param_groups(module: FSDPModule) -> list[Any]:
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch before 2.12
-        group = getattr(state, "_fsdp_param_group", None)
-        groups = [] if group is None else [group]
-    return list(groups)
 
 
 def clean_name(name: str) -> str:
@@ -344,7 +336,7 @@ def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
                 "blocks and on itself before sdp4bit.quantize_communication"
             )
         for name, module in fsdp_modules:
-            own = _param_groups(cast(FSDPModule, module))
+            own = param_groups_of(module)
             if len(own) > 1:
                 raise ValueError(
                     f"{prefix}{name or type(module).__name__} has {len(own)} parameter groups (a mesh per "
@@ -364,10 +356,3 @@ def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
     if not groups:
         raise ValueError("the FSDP2 modules of this model hold no parameters")
     return groups
-
-
-def check_torch_version() -> None:
-    """Raise ValueError if this torch has no FSDP2 communication hooks."""
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    if (major, minor) < MINIMUM_TORCH:
-        raise ValueError(f"sdp4bit needs torch 2.9 or newer for FSDP2's hooks, this is {torch.__version__}")

@@ -43,9 +43,16 @@ def arithmetic_dtype(arithmetic: Arithmetic, *, weights: torch.dtype, device: to
     if arithmetic != "auto":
         return _DTYPES[arithmetic]
     feature = _CPU_FEATURES.get(weights)
-    if device.type == "cpu" and feature and not torch.cpu.get_capabilities().get(feature, False):
+    if device.type == "cpu" and feature and not _cpu_has(feature):
         return torch.float32
     return weights
+
+
+def _cpu_has(feature: str) -> bool:
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", None)
+    if capabilities is None:  # torch 2.9
+        return bool(getattr(torch.cpu, f"_is_{feature}_supported")())
+    return bool(capabilities().get(feature, False))
 
 
 @dataclass(frozen=True, kw_only=True)
