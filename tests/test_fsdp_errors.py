@@ -235,7 +235,7 @@ def one_rank_fails() -> None:
         different = ("ranks 0, 1, 2: sdp4bit ", ", torch 2.9.0", "rank 3: sdp4bit ", ", torch 2.8.1")
         refuse(model, "the ranks run different versions; install the same", *different, topology=2)
     with mock.patch("torch.__version__", "2.8.1"):
-        refuse(model, "sdp4bit needs torch 2.9 or newer", "this is 2.8.1 [ranks 0, 1, 2, 3]", topology=2)
+        refuse(model, "sdp4bit needs torch 2.9 or newer", "this is 2.8.1", "[ranks 0, 1, 2, 3]", topology=2)
     torch.manual_seed(0)
     wider = toy.shard(toy.ToyGPT(width=48 if last else 40))
     refuse(wider, "ranks 0 and 3 share a data-parallel group", "build the same model", topology=2)
