@@ -232,7 +232,7 @@ class CommHandle:
     def resync(self) -> None:
         """Refresh the replicas in full precision at the next forward; call it on all ranks.
 
-        Edits of the weights are found without it (docs/fsdp2.md, "What is followed"). It makes the next
+        Edits of the weights are found without it (docs/fsdp2.md, "What we follow"). It makes the next
         weights exact where they would be sent as a quantized difference: those that replace the weights
         right after an optimizer step, before any forward.
         """
