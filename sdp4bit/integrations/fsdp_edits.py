@@ -43,8 +43,10 @@ class EditDetector:
         set in groups that were edited.
         """
         leader = comm.group.forward_leader
+        family = [each for each in groups if each.group.context is comm.group.context]
+        trains = any(each.trained for each in family)
         if leader is None:
-            self._compare([comm])
+            self._compare([comm], trains=trains)
             return
         # FSDP2 does not tell when a forward begins: with the leader's own group, unless that stayed unsharded
         # after the last one, or else with a group that this forward would have gathered before.
@@ -52,7 +54,7 @@ class EditDetector:
         if comm.group.leads(leader) or not is_known or comm.index in self._seen:
             self._leader = weakref.ref(leader)
             self._seen.clear()
-            self._compare([each for each in groups if each.group.forward_leader is leader])
+            self._compare(family, trains=trains)
         self._seen.add(comm.index)
 
     def take_late(self) -> bool:
@@ -65,7 +67,7 @@ class EditDetector:
 
     @torch.no_grad()
     @torch.inference_mode(False)
-    def _compare(self, comms: Sequence[GroupComm]) -> None:
+    def _compare(self, comms: Sequence[GroupComm], *, trains: bool) -> None:
         asked: dict[tuple[int, ...], list[tuple[GroupComm, Tensor]]] = {}
         for comm in comms:
             replica, kept = comm.replica, comm.refreshed_from
@@ -78,7 +80,7 @@ class EditDetector:
                 flag = (comm.frozen_checksum(row) != kept[1]).to(torch.int32)
             else:
                 flag = (comm.row_checksums(row) != kept).any().to(torch.int32)
-            if _may_wait(comm):
+            if not trains or _may_wait(comm):
                 asked.setdefault(comm.group.ranks, []).append((comm, flag))
             else:
                 self._notice_later(flag)
@@ -95,12 +97,12 @@ class EditDetector:
 
 
 def _may_wait(comm: GroupComm) -> bool:
-    """Whether the host may wait for the device here; the same on all ranks.
+    """Whether the host may wait for the device here, in a model that trains; the same on all ranks.
 
     On a GPU a training step must not: neither after an optimizer step, nor between micro-batches whose
     gradients are not reduced yet. Nobody edits weights there, as a rule; after a reduction SAM does.
     """
-    if comm.group.device.type == "cpu" or not comm.group.is_training or not comm.trained:
+    if comm.group.device.type == "cpu" or not comm.group.is_training:
         return True
     return comm.is_reduced and not comm.changed
 

@@ -174,9 +174,14 @@ class FSDPGroup:
         return str(self._group._training_state.name) == "IDLE"
 
     @property
+    def context(self) -> Any:
+        """What the FSDP modules of one root share, from the first forward on."""
+        return self.module._get_fsdp_state()._state_ctx
+
+    @property
     def forward_leader(self) -> Any:
         """State of the outermost FSDP module whose forward is running, None outside of forward."""
-        return self.module._get_fsdp_state()._state_ctx.iter_forward_root
+        return self.context.iter_forward_root
 
     @property
     def ranks_after_forward(self) -> int | None:
