@@ -43,10 +43,8 @@ class EditDetector:
         set in groups that were edited.
         """
         leader = comm.group.forward_leader
-        family = [each for each in groups if each.group.context is comm.group.context]
-        trains = any(each.trained for each in family)
         if leader is None:
-            self._compare([comm], trains=trains)
+            self._compare([comm], root=_groups_of_root(comm, groups))
             return
         # FSDP2 does not tell when a forward begins: with the leader's own group, unless that stayed unsharded
         # after the last one, or else with a group that this forward would have gathered before.
@@ -54,7 +52,8 @@ class EditDetector:
         if comm.group.leads(leader) or not is_known or comm.index in self._seen:
             self._leader = weakref.ref(leader)
             self._seen.clear()
-            self._compare(family, trains=trains)
+            root = _groups_of_root(comm, groups)
+            self._compare(root, root=root)
         self._seen.add(comm.index)
 
     def take_late(self) -> bool:
@@ -67,7 +66,8 @@ class EditDetector:
 
     @torch.no_grad()
     @torch.inference_mode(False)
-    def _compare(self, comms: Sequence[GroupComm], *, trains: bool) -> None:
+    def _compare(self, comms: Sequence[GroupComm], *, root: Sequence[GroupComm]) -> None:
+        trains = any(comm.trained for comm in root)
         asked: dict[tuple[int, ...], list[tuple[GroupComm, Tensor]]] = {}
         for comm in comms:
             replica, kept = comm.replica, comm.refreshed_from
@@ -94,6 +94,11 @@ class EditDetector:
         event = torch.cuda.Event()
         event.record()
         self._late.append((event, host))
+
+
+def _groups_of_root(comm: GroupComm, groups: Sequence[GroupComm]) -> list[GroupComm]:
+    context = comm.group.context
+    return [each for each in groups if each.group.context is context]
 
 
 def _may_wait(comm: GroupComm) -> bool:
