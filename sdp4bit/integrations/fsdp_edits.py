@@ -58,11 +58,11 @@ class EditDetector:
 
     def take_late(self) -> bool:
         """Return whether this rank has come to know of an edit that was not waited for."""
-        found = False
-        for event, flag in [(e, f) for e, f in self._late if e.query()]:
-            found = found or bool(flag)
-            self._late.remove((event, flag))
-        return found
+        arrived = [(event.query(), flag) for event, flag in self._late]
+        self._late = [
+            late for late, (has_arrived, _) in zip(self._late, arrived, strict=True) if not has_arrived
+        ]
+        return any(has_arrived and bool(flag) for has_arrived, flag in arrived)
 
     @torch.no_grad()
     @torch.inference_mode(False)
