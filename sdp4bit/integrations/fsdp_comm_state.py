@@ -42,6 +42,9 @@ class CommState:
         self._places: dict[int, tuple[GroupComm, int]] = {}
         self._resharding_after = -1
         self._unsharded_since_check: set[int] = set()
+        self._communicates = any(comm.layout.size > 1 for comm in groups)
+        self._stepped: set[tuple[int, int]] = set()
+        """Group and segment of what has been stepped since the last border, where nothing communicates."""
         self._warned: set[str] = set()
 
     # -- what changes weights ------------------------------------------------------------------------
@@ -58,6 +61,8 @@ class CommState:
                 # An edit of a parameter that the step does not cover is still to be noticed.
                 if comm.versions:
                     comm.versions[index] = segment.version
+        if not self._communicates:
+            self._count_step_alone({(comm.index, index) for comm, index in places})
         self.step_pending = True
         self.reductions_since_step = 0
         if not in_backward():
@@ -66,6 +71,19 @@ class CommState:
             self._resharding_after = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._reshard_changed)
         return True
+
+    def _count_step_alone(self, stepped: set[tuple[int, int]]) -> None:
+        """Count steps where FSDP2 gathers nothing, so that no hook sees the next forward.
+
+        A second step over the same parameter is the next one: optimizers that share a model's parameters, or
+        step each in backward, take one together.
+        """
+        if not self.step_pending:
+            self._stepped.clear()
+        elif not self._stepped.isdisjoint(stepped):
+            self.steps += 1
+            self._stepped.clear()
+        self._stepped |= stepped
 
     def _reshard_changed(self) -> None:
         """Free parameters that stayed unsharded: they would hide the step from the next forward."""
