@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(parse(arguments))
     except SettingError as error:
         return _wrong_setting(str(error))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def parse(arguments: Sequence[str] | None) -> Any:
@@ -122,15 +124,12 @@ def _run(config: Any) -> int:
     if isinstance(config, ProbeConfig):
         from sdp4bit.pretrain.probe import probe
 
-        return run_on_ranks(probe, config=config, parallel=config.parallel)
+        return run_on_ranks(probe, config=config, parallel=config.parallel, leaves_early=False)
 
     if isinstance(config, PreprocessConfig):
         from sdp4bit.pretrain.preprocess import preprocess
 
-        try:
-            preprocess(config)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
+        preprocess(config)
         return 0
     if isinstance(config, DemoConfig):
         from sdp4bit.pretrain.demo import demo

@@ -112,6 +112,33 @@ def test_a_handle_can_be_removed_and_its_model_attached_again() -> None:
     run_ranks(check_removal, 4)
 
 
+def check_steps_alone() -> None:
+    run = Run(build(), QUANTIZED, topology=1)
+    parameters = list(run.model.parameters())
+    halves = [parameters[::2], parameters[1::2]]
+    for step in range(1, 4):
+        run.train(1)
+        run.evaluate()
+        assert run.comm.stats()["steps"] == step
+    saved = run.comm.state_dict()
+    # Two optimizers share the parameters, or every parameter has its own: they take a step together.
+    for parts in (halves, [[parameter] for parameter in parameters]):
+        optimizers = [adamw(run.model, params=part) for part in parts]
+        run.comm.load_state_dict(saved)
+        for step in range(4, 7):
+            run.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+                assert run.comm.stats()["steps"] == step
+    run.comm.mark_step()
+    assert run.comm.stats()["steps"] == 7
+
+
+def test_steps_are_counted_where_nothing_is_sent() -> None:
+    run_ranks(check_steps_alone, 1)
+
+
 def check_collection() -> None:
     other, removed, dropped = (Run(build(), QUANTIZED, topology=1).train(1) for _ in range(3))
     handle = removed.comm

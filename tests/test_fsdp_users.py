@@ -106,6 +106,9 @@ def check_frozen() -> None:
     assert sent_by(run) == expected_bytes(run, gathers)
     assert [inter > 0 for _, inter, _, _ in sent_by(run)] == [True, False, True, True]
     assert "12 frozen not sent" in run.comm.explain() and "10 frozen not sent" in run.comm.explain()
+    lines = run.comm.explain().splitlines()
+    assert [line.split()[0] for line in lines if "none, all frozen" in line] == ["blocks.0"]
+    assert sum("Hadamard" in line for line in lines) == 3
     run.model.reshard()
     run.model.blocks[1].fc1.requires_grad_(True)
     run.train(3)  # the first refresh after that sends the whole row

@@ -22,7 +22,7 @@ from sdp4bit.pretrain.checkpoint_config import CheckpointConfig
 from sdp4bit.pretrain.config import LoggingConfig
 from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics
 from sdp4bit.pretrain.settings import SettingError
-from sdp4bit.pretrain.stopping import StopRequests
+from sdp4bit.pretrain.stopping import SIGNALS, StopRequests, listening
 from sdp4bit.pretrain.timers import Timers
 from sdp4bit.pretrain.training_config import TrainingConfig
 from tests.ranks import run_ranks
@@ -41,12 +41,21 @@ def reasons(rank: int) -> list[str | None]:
     stops = StopRequests(replace(expired, exit_duration_in_mins=0 if rank == 1 else 1e9), device=CPU)
     found.append(stops.after_step(1))
     stops = StopRequests(TrainingConfig(), device=CPU)
-    before = signal.getsignal(signal.SIGUSR1)
-    with stops.listening():
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with listening():
+        found.append(stops.before_first_step())
+        # The first one counts; Python runs handlers at the next line.
+        for number in (signal.SIGUSR1, signal.SIGTERM) if rank == 1 else ():
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+        # Nested, as a program does it that its launcher has made listen already.
+        with listening():
+            found.append(stops.before_first_step())
         found.append(stops.after_step(1))
-    assert signal.getsignal(signal.SIGUSR1) is before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    # What came before is over.
+    with listening():
+        found.append(stops.after_step(1))
     return found
 
 
@@ -56,7 +65,7 @@ def test_one_rank_s_reason_to_leave_is_every_rank_s():
     assert all(found[1] is not None and found[1].startswith("--exit-interval") for found in outcomes)
     assert [found[2] for found in outcomes] == [None, None]
     assert all(found[3].startswith("--exit-duration-in-mins") for found in outcomes)
-    assert [found[4] for found in outcomes] == ["SIGUSR1", "SIGUSR1"]
+    assert [found[4:] for found in outcomes] == [[None, "SIGUSR1", "SIGUSR1", None]] * 2
 
 
 def reasons_of_this_rank() -> list[str | None]:
@@ -88,7 +97,8 @@ def test_a_run_left_at_an_interval_resumes_to_the_same_losses(tmp_path):
     assert places[0] == places[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_the_command_saves_and_leaves(number, tmp_path):
     text = write_text(tmp_path / "text.txt")
     command = (

@@ -37,9 +37,7 @@ def explain_groups(state: CommState) -> str:
                 weights=with_reason(
                     comm.weights_dense_because or _fsdp_weights(comm), comm.moved.get("weights")
                 ),
-                gradients=with_reason(
-                    comm.gradients_dense_because or _fsdp_gradients(comm), comm.moved.get("gradients")
-                ),
+                gradients=_fsdp_gradients(comm),
                 sent=state.last_traffic(comm),
             )
             for comm in state.groups
@@ -108,12 +106,16 @@ def _bytes(sent: Traffic) -> tuple[str, str]:
 
 
 def _fsdp_gradients(comm: GroupComm) -> str:
-    assert comm.reduce_scatter is not None
-    config = comm.reduce_scatter.config
-    text = describe_gradients(config, comm.layout, comm.group.row_numel)
-    if comm.group.row_numel < config.min_numel:
-        return text
-    return text + _copies(comm, min_numel=config.min_numel)
+    if not any(segment.sharded.requires_grad for segment in comm.group.segments):
+        return "none, all frozen"
+    text = comm.gradients_dense_because
+    if not text:
+        assert comm.reduce_scatter is not None
+        config = comm.reduce_scatter.config
+        text = describe_gradients(config, comm.layout, comm.group.row_numel)
+        if comm.group.row_numel >= config.min_numel:
+            text += _copies(comm, min_numel=config.min_numel)
+    return with_reason(text, comm.moved.get("gradients"))
 
 
 def _fsdp_weights(comm: GroupComm) -> str:

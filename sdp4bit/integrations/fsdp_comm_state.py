@@ -47,6 +47,9 @@ class CommState:
         self._edits = EditDetector()
         self._segments: dict[int, ParamSegment] = {}
         self._stepping_in = -1
+        self._communicates = any(comm.layout.size > 1 for comm in groups)
+        self._stepped: set[int] = set()
+        """Ids of the parameters stepped since the last step boundary, where nothing is sent."""
         self._warned: set[str] = set()
 
     # -- what changes weights ------------------------------------------------------------------------
@@ -57,8 +60,11 @@ class CommState:
         Whose parameters they are tells that a step was taken, and no more: what has to be sent must not
         depend on this rank's optimizer (:meth:`GroupComm.note_step`).
         """
+        params = None if params is None else list(params)
         if params is not None and not self._holds_any(params):
             return False
+        if not self._communicates:
+            self._count_step_alone(params)
         self.step_pending = True
         self.reductions_since_step = 0
         if not in_backward():
@@ -77,6 +83,21 @@ class CommState:
             comm.note_step(by_hand=by_hand)
         self._reshard_changed()
 
+    def _count_step_alone(self, params: Sequence[Any] | None) -> None:
+        """Count steps where FSDP2 gathers nothing, so that no hook sees the next forward.
+
+        A second step over the same parameter is the next one: optimizers that share a model's parameters, or
+        step each in backward, take one together.
+        """
+        every = [segment.sharded for comm in self.groups for segment in comm.group.segments]
+        stepped = {id(param) for param in (every if params is None else params)}
+        if not self.step_pending:
+            self._stepped.clear()
+        elif not self._stepped.isdisjoint(stepped):
+            self.steps += 1
+            self._stepped.clear()
+        self._stepped |= stepped
+
     def _reshard_changed(self) -> None:
         """Free parameters that stayed unsharded: they would hide the step from the next forward."""
         for comm in self.groups:
@@ -89,16 +110,15 @@ class CommState:
             if comm.group.is_unsharded:
                 comm.group.module.reshard()
 
-    def _holds_any(self, params: Iterable[Any]) -> bool:
+    def _holds_any(self, params: Sequence[Any]) -> bool:
         """Whether any of these is a parameter of ours.
 
         Optimizers that step in backward ask once for every parameter, so the answer comes from a table.
         """
-        wanted = list(params)
-        if not any(self._is_ours(param) for param in wanted):
+        if not any(map(self._is_ours, params)):
             # FSDP2 may have replaced parameters since.
             self._segments = {id(s.sharded): s for comm in self.groups for s in comm.group.segments}
-        return any(self._is_ours(param) for param in wanted)
+        return any(map(self._is_ours, params))
 
     def _is_ours(self, param: Any) -> bool:
         segment = self._segments.get(id(param))

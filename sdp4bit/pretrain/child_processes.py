@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 
 
@@ -17,6 +19,21 @@ def start_from_one_import(modules: Sequence[str]) -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(modules))
     return context
+
+
+def start_server_without(signals: Collection[signal.Signals]) -> None:
+    """The process that the others are copies of runs, and these signals do nothing to it.
+
+    A signal to a whole process group reaches it too, and its end would look like that of all its copies.
+    In these the signals stay blocked, and wait for them, until they unblock them.
+    """
+    # First, as its start unblocks two signals.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_with_parent() -> None:

@@ -17,9 +17,18 @@ from sdp4bit.pretrain.trainer import TrainingResult, pretrain
 
 
 def demo(config: DemoConfig, *, ranks: Ranks) -> None:
-    """Both runs are done; the folder holds the summary and the curves, and the table is on the console."""
+    """Both runs are done; the folder holds the summary and the curves, and the table is on the console.
+
+    A signal ends the demo after the step, with the logs alone.
+    """
     console = Console()
-    results = [pretrain(run, ranks=ranks, console=console) for run in config.comparison().runs()]
+    results: list[TrainingResult] = []
+    for run in config.comparison().runs():
+        results.append(pretrain(run, ranks=ranks, console=console))
+        if results[-1].stopped is not None:
+            if ranks.is_first:
+                console.print(f"Stopped by {results[-1].stopped}: the same command begins again.")
+            return
     agree(lambda: _write_report(config.out, results, console) if ranks.is_first else None)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -11,24 +9,23 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import FrameType
 from typing import Protocol, TypeVar
 
 import torch
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch._C._distributed_c10d import TCPStore
 
 from sdp4bit.collectives.exchange_error import ExchangeError
-from sdp4bit.pretrain.child_processes import end_with_parent, start_from_one_import
+from sdp4bit.pretrain.child_processes import end_with_parent, start_from_one_import, start_server_without
 from sdp4bit.pretrain.parallel_config import ParallelConfig
 from sdp4bit.pretrain.ranks import Ranks, join_ranks
 from sdp4bit.pretrain.settings import SettingError
-from sdp4bit.pretrain.stopping import SIGNALS
+from sdp4bit.pretrain.stopping import AGAIN, SIGNALS, listen
 
 C = TypeVar("C")
 C_contra = TypeVar("C_contra", contravariant=True)
@@ -36,6 +33,7 @@ C_contra = TypeVar("C_contra", contravariant=True)
 EXIT_SETTING = 2
 EXIT_FAILED = 1
 _WAIT_FOR_FIRST_RANK = 2.0
+_WAIT_FOR_OTHER_FAILURES = 0.3
 
 
 class Program(Protocol[C_contra]):
@@ -46,82 +44,158 @@ class Program(Protocol[C_contra]):
         ...
 
 
-def run_on_ranks(program: Program[C], *, config: C, parallel: ParallelConfig) -> int:
+def run_on_ranks(
+    program: Program[C], *, config: C, parallel: ParallelConfig, leaves_early: bool = True
+) -> int:
     """Return the exit code after the program has run on all ranks.
 
     Under torchrun this process is one of the ranks. Otherwise they are started here; when one fails, the
     others are stopped at once, and none outlives this call.
 
+    Args:
+        leaves_early: the program asks whether a signal has come, and leaves; else a signal ends the ranks.
+
+    Returns:
+        0, also of a program that has left because of SIGTERM or SIGUSR1; 130 if it was SIGINT; 1 or 2 if it
+        has failed; 128 and the signal's number if a signal has ended the ranks at once.
+
     Raises:
         SettingError: the number of processes does not fit the other settings; nothing has been started.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return _run_under_torchrun(program, config, parallel.timeout)
-    processes = 1 if parallel.virtual_ranks else parallel.nproc_per_node or torch.cuda.device_count() or 1
-    parallel.check_world(processes)
-    # Failures are reported below, once; the launcher would add its own account in many lines.
-    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    start_from_one_import([program.__module__, __name__])
-    with tempfile.TemporaryDirectory(prefix="sdp4bit-") as folder:
-        launch = elastic_launch(
-            LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=processes,
-                rdzv_backend="c10d",
-                rdzv_endpoint="localhost:0",
-                run_id="sdp4bit",
-                max_restarts=0,
-                start_method="forkserver",
-                local_addr="localhost",
-                # SIGTERM is passed on to the ranks instead, see _passing_on_signals.
-                signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
-            ),
-            entrypoint=_run_started,
-        )
+        return _run_under_torchrun(program, config, parallel.timeout, leaves_early=leaves_early)
+    size = 1 if parallel.virtual_ranks else parallel.nproc_per_node or torch.cuda.device_count() or 1
+    parallel.check_world(size)
+    ranks = _StartedRanks(leaves_early=leaves_early)
+    with tempfile.TemporaryDirectory(prefix="sdp4bit-") as name, ranks.receiving_signals():
+        folder = Path(name)
+        context = start_from_one_import([program.__module__, __name__])
+        start_server_without(SIGNALS)
+        # Kept here, so that no rank has to guess a free port.
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         try:
-            with _passing_on_signals():
-                launch(program, config, parallel.timeout, Path(folder))
-        except ChildFailedError as error:
-            return _report_failure(error, folder=Path(folder))
-        except SignalException as error:
-            return 128 + int(error.sigval)
-        except KeyboardInterrupt:
-            return 128 + int(signal.SIGINT)
-    return 0
+            for rank in range(size):
+                environment = _environment(rank, size=size, port=store.port)
+                arguments = (program, config, parallel.timeout, folder, environment)
+                ranks.start(context.Process(target=_run_started, args=arguments))
+            failed = ranks.join()
+        finally:
+            ranks.kill()
+        if failed and ranks.ended_by is not None:
+            _say(f"{ranks.ended_by.name} has ended the ranks at once")
+            return 128 + ranks.ended_by
+        if failed:
+            return _report_failure(failed, folder=folder)
+    return 128 + signal.SIGINT if ranks.asked_by == signal.SIGINT else 0
 
 
-@contextmanager
-def _passing_on_signals() -> Iterator[None]:
-    """Inside the block SIGUSR1 and SIGTERM go on to the ranks, which save and leave; a second SIGTERM ends
-    them at once.
-    """
-    terminated = False
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        nonlocal terminated
-        if terminated and number == signal.SIGTERM:
-            raise SignalException("a second SIGTERM", signal.SIGTERM)
-        terminated = terminated or number == signal.SIGTERM
-        for process in multiprocessing.active_children():
-            if process.pid is not None:
-                os.kill(process.pid, number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.signal(number, pass_on) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _environment(rank: int, *, size: int, port: int) -> dict[str, str]:
+    """Return what torchrun would tell a rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        # The store is there already: rank 0 is not to start it.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
-def _run_under_torchrun(program: Program[C], config: C, timeout: timedelta) -> int:
+class _StartedRanks:
+    """The processes of the ranks, and the signals that come while they run."""
+
+    def __init__(self, *, leaves_early: bool) -> None:
+        self.asked_by: signal.Signals | None = None
+        """The first signal that has asked the ranks to leave."""
+        self.ended_by: signal.Signals | None = None
+        """The signal that has ended them at once."""
+        self._leaves_early = leaves_early
+        self._processes: list[ForkServerProcess] = []
+        self._signals, self._signals_in = -1, -1
+        self._first_at: float | None = None
+
+    @contextmanager
+    def receiving_signals(self) -> Iterator[None]:
+        """Inside the block signals wait for `join`, which alone acts on them, once all ranks are there.
+
+        What a handler does at any moment could disturb what it interrupts, and miss a rank that starts.
+        """
+        self._signals, self._signals_in = os.pipe()
+        os.set_blocking(self._signals_in, False)
+        try:
+            if threading.current_thread() is not threading.main_thread():
+                yield
+                return
+            handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            previous = {number: signal.signal(number, lambda *_: None) for number in handled}
+            # Written whichever thread gets the signal.
+            woken = signal.set_wakeup_fd(self._signals_in)
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(woken)
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
+        finally:
+            os.close(self._signals)
+            os.close(self._signals_in)
+
+    def start(self, process: ForkServerProcess) -> None:
+        """The next rank runs."""
+        process.start()
+        self._processes.append(process)
+
+    def join(self) -> dict[int, int]:
+        """Return the exit codes of the ranks that have failed, the first ones first; others may still run."""
+        while running := [process for process in self._processes if process.exitcode is None]:
+            if self._signals in wait([*(process.sentinel for process in running), self._signals]):
+                for number in os.read(self._signals, 64):
+                    if number in SIGNALS:
+                        self._receive(signal.Signals(number))
+            if failed := self._failed():
+                # Others fail at the same moment, and one of them may say why.
+                time.sleep(_WAIT_FOR_OTHER_FAILURES)
+                return {**failed, **self._failed()}
+        return self._failed()
+
+    def kill(self) -> None:
+        """None runs any more."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def _failed(self) -> dict[int, int]:
+        return {rank: process.exitcode for rank, process in enumerate(self._processes) if process.exitcode}
+
+    def _receive(self, received: signal.Signals) -> None:
+        """All ranks are asked to leave; another SIGTERM or SIGINT ends them, as does the first if it must."""
+        if received != signal.SIGUSR1:
+            now = time.monotonic()
+            self._first_at = now if self._first_at is None else self._first_at
+            if now - self._first_at > AGAIN or not self._leaves_early:
+                self.ended_by = received
+                self.kill()
+                return
+        if self.asked_by is None:
+            self.asked_by = received
+            sys.stderr.write(
+                f"sdp4bit: {received.name}: the ranks leave after this step; a second one ends them\n"
+            )
+        for process in self._processes:
+            if process.exitcode is None and process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, received)
+
+
+def _run_under_torchrun(program: Program[C], config: C, timeout: timedelta, *, leaves_early: bool) -> int:
     try:
         with join_ranks(timeout=timeout) as ranks:
+            if leaves_early:
+                # Not earlier: a rank that joins has nothing to save, and may wait for one that has ended.
+                listen()
             program(config, ranks=ranks)
     except ExchangeError as error:
         _say(str(error))
@@ -136,9 +210,13 @@ def _run_under_torchrun(program: Program[C], config: C, timeout: timedelta) -> i
     return 0
 
 
-def _run_started(program: Program[C], config: C, timeout: timedelta, folder: Path) -> None:
+def _run_started(
+    program: Program[C], config: C, timeout: timedelta, folder: Path, environment: Mapping[str, str]
+) -> None:
     """Run one rank; a setting error is left in the folder, for the parent to report once."""
+    listen()
     end_with_parent()
+    os.environ.update(environment)
     try:
         with join_ranks(timeout=timeout) as ranks:
             program(config, ranks=ranks)
@@ -157,16 +235,14 @@ def _run_started(program: Program[C], config: C, timeout: timedelta, folder: Pat
         sys.exit(EXIT_FAILED)
 
 
-def _report_failure(error: ChildFailedError, *, folder: Path) -> int:
+def _report_failure(failed: Mapping[int, int], *, folder: Path) -> int:
     messages = sorted(folder.glob("error-*"))
     if messages:
         _say(messages[0].read_text(encoding="utf-8"))
         return EXIT_SETTING
     # A rank that a signal has ended comes first: the others fail for want of it, at about the same time.
-    rank, failure = min(
-        error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp, item[0])
-    )
-    _say(f"rank {rank} failed ({_ending(failure.exitcode)}); the other ranks have been stopped")
+    rank, exit_code = min(failed.items(), key=lambda item: item[1] >= 0)
+    _say(f"rank {rank} failed ({_ending(exit_code)}); the other ranks have been stopped")
     return EXIT_FAILED
 
 

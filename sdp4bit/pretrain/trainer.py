@@ -28,7 +28,7 @@ from sdp4bit.pretrain.parallelize import ShardedModel, build_model, lay_out
 from sdp4bit.pretrain.ranks import Ranks, agree
 from sdp4bit.pretrain.same_settings import check_same_settings
 from sdp4bit.pretrain.settings import SettingError
-from sdp4bit.pretrain.stopping import StopRequests
+from sdp4bit.pretrain.stopping import StopRequests, listening
 from sdp4bit.pretrain.training_loop import TrainingDivergedError, TrainingLoop
 from sdp4bit.pretrain.virtual_model import build_virtual_model
 
@@ -171,7 +171,7 @@ def pretrain(
     writer = agree(lambda: _open_writer(config, progress, ranks, console, label) if ranks.is_first else None)
     stops = StopRequests(config.training, device=ranks.device)
     with ExitStack() as stack:
-        stack.enter_context(stops.listening())
+        stack.enter_context(listening())
         stack.push(lambda kind, error, _: checkpointer.abandon(error) if kind is not None else None)
         if writer is not None:
             stack.callback(writer.close)
@@ -180,9 +180,11 @@ def pretrain(
                 writer.say(line)
             if config.reliability.alerts != "off":
                 model.communication.on_alert(partial(_report_alert, writer))
-        if progress.validation_due:
+        result.stopped = stops.before_first_step()
+        if progress.validation_due and not result.stopped:
             _log_validation(loop, result, writer)
-        for metrics in _measured_steps(loop, result, keep_diverged=keep_diverged):
+        steps = () if result.stopped else _measured_steps(loop, result, keep_diverged=keep_diverged)
+        for metrics in steps:
             if writer is not None:
                 writer.log_step(metrics)
                 _report_communication(loop, writer)
@@ -214,6 +216,7 @@ def pretrain(
         if result.stopped and writer is not None:
             folder, step = config.checkpoint.save, loop.progress.step
             kept = "not saved, as --save was not given" if folder is None else f"saved in {folder}"
+            kept = kept if result.steps else "nothing was trained"
             writer.say(f"left after step {step} because of {result.stopped}; {kept}")
     model.communication.remove()
     return result
