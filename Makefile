@@ -9,10 +9,10 @@ STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow check format clean
+.PHONY: help install demo test test-slow test-pytorch check format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## create .venv with the library and its development tools
 
@@ -32,6 +32,10 @@ test: $(STAMP) ## run the tests
 
 test-slow: $(STAMP) ## run the tests marked slow
 	$(BIN)/python -m pytest -q -m slow
+
+test-pytorch: $(STAMP) ## run PyTorch's own FSDP2 tests, of the checkout PYTORCH, plain and attached
+	$(PIP_INSTALL) expecttest==0.3.0
+	$(BIN)/python -m tests.pytorch_fsdp $(PYTORCH)
 
 check: $(STAMP) ## lint, check the format and the types
 	$(BIN)/ruff check
