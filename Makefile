@@ -14,10 +14,10 @@ OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 OTHER_INSTALL = $(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constraints.txt torch==$(VERSION)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-torch check format clean
+.PHONY: help install demo test test-slow test-torch test-pytorch check format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## create .venv with the library and its development tools
 
@@ -50,6 +50,10 @@ $(OTHER)/.installed: pyproject.toml constraints.txt
 	$(OTHER_INSTALL) setuptools
 	$(OTHER_INSTALL) --no-build-isolation -e '.[dev]'
 	touch $@
+
+test-pytorch: $(STAMP) ## run PyTorch's own FSDP2 tests, of the checkout PYTORCH, plain and attached
+	$(PIP_INSTALL) expecttest==0.3.0
+	$(BIN)/python -m tests.pytorch_fsdp $(PYTORCH)
 
 check: $(STAMP) ## lint, check the format and the types
 	$(BIN)/ruff check
