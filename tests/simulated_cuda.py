@@ -228,7 +228,7 @@ class _Group(dist.ProcessGroup):
             raise ValueError(
                 f"reduce-scatter of {input.numel()} into {output.numel()} over {self.size()} ranks"
             )
-        return self._run("reduce_scatter", [output], [input], opts, str(opts.reduceOp))
+        return self._run("reduce_scatter", [output], [input], opts, str(opts.reduceOp.op))
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any, opts: Any
@@ -238,7 +238,7 @@ class _Group(dist.ProcessGroup):
         return self._run("all_to_all", [output], [input], opts, tuple(output_sizes), tuple(input_sizes))
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> _Work:
-        return self._run("all_reduce", tensors, tensors, opts, str(opts.reduceOp))
+        return self._run("all_reduce", tensors, tensors, opts, str(opts.reduceOp.op))
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> _Work:
         return self._run("broadcast", tensors, tensors, opts, opts.rootRank)
