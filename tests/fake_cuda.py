@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,10 +90,9 @@ def _returning(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
+@cache
 def install() -> None:
     """This process takes its CPU for a CUDA device from now on."""
-    if torch.cuda.Stream is Nothing:
-        return
     values = {
         "current_device": CPU,
         "device_count": 1,

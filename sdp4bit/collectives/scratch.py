@@ -9,18 +9,20 @@ from torch import Tensor
 class Scratch:
     """Byte buffers by name that only grow, so that no fresh memory is touched in a steady state.
 
-    One instance serves calls that follow each other on one stream (or thread): a buffer is overwritten by the
-    next call that asks for the same name. Calls whose transfers are under way at once take a slot each and
-    put its number into the names.
+    A buffer is overwritten by the next call that asks for the same name on the same stream, which orders the
+    two. Every CUDA stream has buffers of its own: several FSDP2 roots, or `unshard(async_op=True)` beside an
+    implicit prefetch, communicate at once. Calls whose transfers are under way at once on one stream take a
+    slot each and put its number into the names.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.device, int], Tensor] = {}
         self._slots: set[int] = set()
 
     def messages(self, name: str, count: int, nbytes: int, *, device: torch.device) -> Tensor:
-        """Return uint8 [count, nbytes] of unspecified content."""
-        key = (name, device)
+        """Return uint8 [count, nbytes] of unspecified content, for use on the current stream."""
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        key = (name, device, stream)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < count * nbytes:
             # A buffer first needed under inference_mode must still be writable in training.

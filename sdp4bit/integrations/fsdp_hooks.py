@@ -69,6 +69,12 @@ class AllGatherHook(_Allocate):
             return all_gather_dense(
                 output_tensor, input_tensor, group, async_op=async_op, what=what, stop=stop
             )
+        # The refresh is only queued here. It reads the input, a view of memory that FSDP2 allocated for the
+        # output on its copy-in stream, or a loaded row from the compute stream; freed on return, they could
+        # be overwritten before. FSDP2 keeps the output until both of its streams have been made to wait for
+        # its copy-out (its "Note: Overlapping all-gather copy-in and all-gather"): the output keeps them too.
+        read = (input_tensor.untyped_storage(), comm.loaded_row)
+        output_tensor.read_by_refresh = read  # type: ignore[attr-defined]
         if replica.rows is None or outside_backward:
             with torch.inference_mode(False):
                 self._start_refresh(replica, input_tensor, outside_backward=outside_backward)
