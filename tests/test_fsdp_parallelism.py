@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import sdp4bit
-from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit import AuditConfig, GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.quantization.layout import MessageLayout
 from tests.ranks import run_ranks
 from tests.toy import (
@@ -200,6 +200,36 @@ def check_parts_and_rows() -> None:
 
 def test_parts_of_a_group_travel_apart_and_are_counted() -> None:
     run_ranks(check_parts_and_rows, 4)
+
+
+def check_common_decisions() -> None:
+    """What concerns the split weights of one tensor-parallel rank refreshes those of its peers too."""
+    run = TensorParallelRun(replace(QUANTIZED, audit=AuditConfig(on_mismatch="resync"))).train(2)
+    run.evaluate()
+    group = run.comm._state.groups[1]
+    assert [len(g.group.copied_over) for g in run.comm._state.groups] == [0, 1, 1, 0]
+    if dist.get_rank() == 1:
+        split = next(segment for segment in group.group.segments if segment.split_over)
+        with torch.no_grad():
+            group.replica.rows[0, ..., split.start] += 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not run.comm.audit()
+    run.train(1).evaluate()
+    run.check_copies()
+
+    saved = run.comm.state_dict()
+    if dist.get_rank() % 2:
+        with torch.no_grad():
+            run.model.blocks[0].fc1.weight.to_local().mul_(0.5)
+    run.comm.load_state_dict(saved)
+    with pytest.warns(UserWarning, match="not saved with these weights"):
+        run.evaluate()
+    run.check_copies()
+
+
+def test_tensor_parallel_ranks_decide_together_how_copies_are_refreshed() -> None:
+    run_ranks(check_common_decisions, 4)
 
 
 def train_long(config: SDP4BitConfig | None, sequence: bool) -> float:

@@ -134,10 +134,10 @@ def _copies(comm: GroupComm, *, min_numel: int = 0) -> str:
     parts = comm.group.parts
     if len(parts) == 1:
         return ""
-    everywhere = frozenset().union(*(part[0].split_over for part in parts))
+    everywhere = len({ranks for part in parts for ranks in part[0].split_over})
     apart = dense = 0
     for part in parts:
-        if part[0].split_over != everywhere:
+        if len(part[0].split_over) < everywhere:
             short = sum(segment.end - segment.start for segment in part) < min_numel
             dense, apart = dense + len(part) * short, apart + len(part) * (not short)
     text = f", {apart} TP copies apart" if apart else ""

@@ -35,10 +35,9 @@ from sdp4bit.integrations.fsdp_audit import audit_at_step_borders, audit_state
 from sdp4bit.integrations.fsdp_checks import (
     check_group,
     describe_failure,
-    gradients_dense_because,
     match_skipped,
+    note_reasons,
     warn_of_layout,
-    weights_dense_because,
     weights_whole_because,
 )
 from sdp4bit.integrations.fsdp_comm_state import CommState
@@ -158,8 +157,9 @@ class CommHandle:
         ]
         self._state = CommState(comms, telemetry=config.telemetry)
         for comm in comms:
-            self._choose_weights(comm, weight_topologies, weight_scratch, skipped)
-            self._choose_gradients(comm, gradient_topologies, gradient_scratch, skipped)
+            note_reasons(comm, config=config, skipped=skipped)
+            self._choose_weights(comm, weight_topologies, weight_scratch)
+            self._choose_gradients(comm, gradient_topologies, gradient_scratch)
         if config.audit is not None:
             self._state.step_listeners.append(audit_at_step_borders(self._state, config.audit))
         self._alerts = None if config.alerts is None else watch_groups(self._state, config.alerts)
@@ -175,15 +175,9 @@ class CommHandle:
             self._hooks += [module.register_load_state_dict_post_hook(after_load) for module in watched]
 
     def _choose_weights(
-        self,
-        comm: GroupComm,
-        topologies: dict[tuple[int, ...], Topology],
-        scratch: Scratch,
-        skipped: dict[str, str],
+        self, comm: GroupComm, topologies: dict[tuple[int, ...], Topology], scratch: Scratch
     ) -> None:
-        because = weights_dense_because(comm.group, comm.layout, self.config.weights, skipped)
-        comm.weights_dense_because = because
-        if self.config.weights is not None and not because:
+        if self.config.weights is not None and not comm.weights_dense_because:
             comm.replica = WeightReplica(
                 topologies[comm.group.ranks],
                 config=self.config.weights,
@@ -197,15 +191,9 @@ class CommHandle:
             )
 
     def _choose_gradients(
-        self,
-        comm: GroupComm,
-        topologies: dict[tuple[int, ...], Topology],
-        scratch: Scratch,
-        skipped: dict[str, str],
+        self, comm: GroupComm, topologies: dict[tuple[int, ...], Topology], scratch: Scratch
     ) -> None:
-        because = gradients_dense_because(comm.group, comm.layout, self.config.gradients, skipped)
-        comm.gradients_dense_because = because
-        if self.config.gradients is not None and not because:
+        if self.config.gradients is not None and not comm.gradients_dense_because:
             comm.reduce_scatter = QuantizedReduceScatter(
                 topologies[comm.group.ranks],
                 config=self.config.gradients,

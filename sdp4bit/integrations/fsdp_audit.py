@@ -5,9 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
+import torch
+import torch.distributed as dist
+
 from sdp4bit.config import AuditConfig
 from sdp4bit.integrations.audit import ReplicaCopy, audit_replicas
 from sdp4bit.integrations.fsdp_comm_state import CommState
+from sdp4bit.integrations.fsdp_group_comm import reduce_over_copies
 
 
 def audit_state(state: CommState, config: AuditConfig) -> bool:
@@ -35,6 +39,10 @@ def audit_state(state: CommState, config: AuditConfig) -> bool:
                 )
     names = audit_replicas(copies, config)
     wrong = [comm for comm in state.groups if comm.group.name in names]
+    if copies and config.on_mismatch == "resync":
+        flags = torch.tensor([int(comm in wrong) for comm in state.groups], device=copies[0].rows.device)
+        reduce_over_copies(flags, state.groups, op=dist.ReduceOp.MAX)
+        wrong = [comm for comm, flag in zip(state.groups, flags.tolist(), strict=True) if flag]
     for comm in wrong:
         # Parameters that stayed unsharded would hide the refresh; those in use are not taken away.
         if comm.group.is_unsharded and comm.group.is_idle:

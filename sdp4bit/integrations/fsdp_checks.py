@@ -10,6 +10,7 @@ import torch
 
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.integrations.fsdp_group_comm import GroupComm
 from sdp4bit.integrations.fsdp_groups import FSDPGroup
 from sdp4bit.integrations.fsdp_hooks import AllGatherHook, ReduceScatterHook
 from sdp4bit.quantization.layout import FULL_PRECISION, message_layout
@@ -68,14 +69,13 @@ def weights_whole_because(group: FSDPGroup) -> str:
     return ""
 
 
-def gradients_dense_because(
-    group: FSDPGroup, layout: NodeLayout, config: GradientConfig | None, skipped: Mapping[str, str]
-) -> str:
-    """Return why a group's gradients are not quantized; "" if they are."""
-    return _dense_because(group, layout, config, skipped)
+def note_reasons(comm: GroupComm, *, config: SDP4BitConfig, skipped: Mapping[str, str]) -> None:
+    """Note in a group's communication why its weights or its gradients are not quantized, if so."""
+    comm.weights_dense_because = _weights_dense_because(comm.group, comm.layout, config.weights, skipped)
+    comm.gradients_dense_because = _dense_because(comm.group, comm.layout, config.gradients, skipped)
 
 
-def weights_dense_because(
+def _weights_dense_because(
     group: FSDPGroup, layout: NodeLayout, config: WeightConfig | None, skipped: Mapping[str, str]
 ) -> str:
     """Return why a group's weights are not quantized; "" if they are."""
@@ -105,7 +105,7 @@ def _note_inside_node(
     inside = [
         group
         for group in groups
-        if weights_dense_because(group, layouts[group.ranks], config.weights, skipped) == _ONE_NODE
+        if _weights_dense_because(group, layouts[group.ranks], config.weights, skipped) == _ONE_NODE
     ]
     if not inside:
         return ""
@@ -150,7 +150,7 @@ def warn_of_layout(
         warnings.warn(f"sdp4bit: {note}", stacklevel=3)
     whole = []
     for group in groups:
-        because = weights_dense_because(group, layouts[group.ranks], config.weights, skipped)
+        because = _weights_dense_because(group, layouts[group.ranks], config.weights, skipped)
         if because and because == weights_whole_because(group):
             whole.append(f"{group.name} ({because})")
     if whole:

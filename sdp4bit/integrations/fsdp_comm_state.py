@@ -14,7 +14,7 @@ from torch import Tensor
 from sdp4bit.collectives.exchange_error import naming
 from sdp4bit.config import TelemetryConfig
 from sdp4bit.integrations.fsdp_edits import SMALL_EDIT, EditDetector, StateDictAliases
-from sdp4bit.integrations.fsdp_group_comm import GroupComm
+from sdp4bit.integrations.fsdp_group_comm import GroupComm, reduce_over_copies
 from sdp4bit.integrations.fsdp_groups import ParamSegment
 from sdp4bit.integrations.fsdp_measures import group_squares
 from sdp4bit.integrations.measures import SQUARES, SampledMeasures
@@ -238,6 +238,7 @@ class CommState:
         verdict = torch.tensor([int(fits)], device=comm.group.device)
         with naming("agreement on loaded replicas", group=comm.group.process_group):
             dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=comm.group.process_group)
+        reduce_over_copies(verdict, peers, op=dist.ReduceOp.MIN)
         if not verdict.item():
             warnings.warn(
                 "sdp4bit: the loaded communication state was not saved with these weights, or not by each "

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.exchange_error import naming
-from sdp4bit.integrations.fsdp_group_comm import GroupComm
+from sdp4bit.integrations.fsdp_group_comm import GroupComm, reduce_over_copies
 from sdp4bit.integrations.fsdp_groups import FSDPGroup, ParamSegment, tensor_version
 
 SMALL_EDIT = 1 / 128
@@ -117,20 +117,8 @@ def _agree(comms: Sequence[GroupComm], flags: Tensor) -> list[GroupComm]:
     group = comms[0].group.process_group
     with naming("agreement on edited weights", group=group):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    return _agree_with_copies(comms, flags)
-
-
-def _agree_with_copies(comms: Sequence[GroupComm], flags: Tensor) -> list[GroupComm]:
-    """Return the groups whose flag is set here or where tensor parallelism holds copies of their parameters.
-
-    An edit of what it splits may be seen on one of its ranks only; copies stay equal if all do the same.
-    """
-    for group in dict.fromkeys(group for comm in comms for group in comm.group.copy_groups):
-        chosen = [index for index, comm in enumerate(comms) if group in comm.group.copy_groups]
-        part = flags[chosen]
-        with naming("agreement on edited weights of tensor-parallel ranks", group=group):
-            dist.all_reduce(part, op=dist.ReduceOp.MAX, group=group)
-        flags[chosen] = part
+    # An edit of what tensor parallelism splits may be seen on one of its ranks only.
+    reduce_over_copies(flags, comms, op=dist.ReduceOp.MAX)
     return [comm for comm, flag in zip(comms, flags.tolist(), strict=True) if flag]
 
 
@@ -142,10 +130,10 @@ def _choose_refresh(comms: Sequence[GroupComm]) -> None:
         dist.all_reduce(squares, group=group)
     edit, size = squares.unbind(1)
     is_large = torch.where(edit <= SMALL_EDIT**2 * size, 0, 1).to(torch.int32)  # 1 for NaN, too
-    large = _agree_with_copies(comms, is_large)
-    for comm in comms:
+    reduce_over_copies(is_large, comms, op=dist.ReduceOp.MAX)
+    for comm, needs_all in zip(comms, is_large.tolist(), strict=True):
         assert comm.replica is not None
-        if comm in large or not comm.replica.sends_differences:
+        if needs_all or not comm.replica.sends_differences:
             comm.resync_wanted = True
         else:
             comm.changed = set(range(len(comm.group.segments)))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sdp4bit.collectives.all_gather import Span, WeightReplica, merge_spans
+from sdp4bit.collectives.exchange_error import naming
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.integrations.fsdp_groups import FSDPGroup
@@ -181,3 +184,15 @@ class GroupComm:
                     for part in group.parts
                 ]
         return None
+
+
+def reduce_over_copies(values: Tensor, comms: Sequence[GroupComm], *, op: Any) -> None:
+    """Reduce values in place over the tensor-parallel ranks that hold copies of parameters of these groups.
+
+    For decisions on how a replica is refreshed: called on all these ranks, with values of the same meaning,
+    once the data-parallel ranks have agreed on theirs. Nothing is sent where there are no such copies.
+    """
+    groups = {g.group_name: g for comm in comms for g in comm.group.copied_over}
+    for group in groups.values():
+        with naming("agreement of tensor-parallel ranks", group=group):
+            dist.all_reduce(values, op=op, group=group)

@@ -64,22 +64,17 @@ class ParamSegment:
         return str(self.param._module_info.param_name)
 
     @property
-    def split_over(self) -> frozenset[tuple[int, ...]]:
-        """The ranks that tensor parallelism splits the parameter over: this rank's, per such mesh dimension.
+    def split_over(self) -> dict[tuple[int, ...], ProcessGroup]:
+        """The groups of ranks that tensor parallelism splits the parameter over, one per such mesh dimension.
 
         Further dimensions of the parameter's mesh than FSDP2's are meant, whatever the parallelism on them.
         """
         like = cast(DTensor, self.sharded)
-        mesh, here = like.device_mesh, like.device_mesh.get_coordinate()
         data = set(self.param.mesh_info.mesh.mesh.flatten().tolist())
-        result = set()
-        for dim, placement in enumerate(like.placements):
-            if here is not None and not placement.is_replicate():
-                along: Any = (*here[:dim], slice(None), *here[dim + 1 :])
-                ranks = tuple(mesh.mesh[along].tolist())
-                if not data.issuperset(ranks):
-                    result.add(ranks)
-        return frozenset(result)
+        split = [dim for dim, placement in enumerate(like.placements) if not placement.is_replicate()]
+        groups = [like.device_mesh.get_group(dim) for dim in split]
+        found = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+        return {ranks: group for ranks, group in found.items() if not data.issuperset(ranks)}
 
     def local_view(self, row: Tensor) -> Tensor:
         """View this parameter's shard, without padding, in a row [n] of its group."""
@@ -211,22 +206,18 @@ class FSDPGroup:
         """
         parts: dict[frozenset[tuple[int, ...]], list[ParamSegment]] = {}
         for segment in self.segments:
-            parts.setdefault(segment.split_over, []).append(segment)
+            parts.setdefault(frozenset(segment.split_over), []).append(segment)
         return list(parts.values())
 
     @cached_property
-    def copy_groups(self) -> list[ProcessGroup]:
-        """The tensor-parallel ranks that hold copies of some of the parameters and split others."""
+    def copied_over(self) -> list[ProcessGroup]:
+        """The groups of tensor-parallel ranks that hold some of the parameters alike and others not.
+
+        When one of these ranks refreshes the replica in another way, or at another time, all must.
+        """
         if len(self.parts) == 1:
             return []
-        groups = {}
-        for like in (cast(DTensor, segment.sharded) for segment in self.segments):
-            for dim in range(like.device_mesh.ndim):
-                group = like.device_mesh.get_group(dim)
-                ranks = tuple(dist.get_process_group_ranks(group))
-                if any(ranks in part[0].split_over for part in self.parts):
-                    groups[ranks] = group
-        return list(groups.values())
+        return list({ranks: g for part in self.parts for ranks, g in part[0].split_over.items()}.values())
 
     @property
     def part_spans(self) -> list[list[Span]]:
