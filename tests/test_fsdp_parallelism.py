@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 
 import sdp4bit
 from sdp4bit import AuditConfig, GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.integrations.fsdp_group_comm import reduce_over_copies
 from sdp4bit.quantization.layout import MessageLayout
 from tests.ranks import run_ranks
 from tests.toy import (
@@ -218,8 +219,15 @@ def check_common_decisions() -> None:
     run.train(1).evaluate()
     run.check_copies()
 
+    # Of groups without copies one rank may list others than its peer.
+    rank, groups = dist.get_rank(), run.comm._state.groups
+    listed = groups[1:3] if rank % 2 else groups
+    flags = torch.full((len(listed),), rank)
+    reduce_over_copies(flags, listed, op=dist.ReduceOp.MAX)
+    assert flags.tolist() == [rank | 1 if each.group.copied_over else rank for each in listed]
+
     saved = run.comm.state_dict()
-    if dist.get_rank() % 2:
+    if rank % 2:
         with torch.no_grad():
             run.model.blocks[0].fc1.weight.to_local().mul_(0.5)
     run.comm.load_state_dict(saved)

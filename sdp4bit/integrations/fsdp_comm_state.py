@@ -238,8 +238,9 @@ class CommState:
         verdict = torch.tensor([int(fits)], device=comm.group.device)
         with naming("agreement on loaded replicas", group=comm.group.process_group):
             dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=comm.group.process_group)
-        reduce_over_copies(verdict, peers, op=dist.ReduceOp.MIN)
-        if not verdict.item():
+        verdicts = verdict.repeat(len(peers))
+        reduce_over_copies(verdicts, peers, op=dist.ReduceOp.MIN)
+        if not verdicts.all():
             warnings.warn(
                 "sdp4bit: the loaded communication state was not saved with these weights, or not by each "
                 "rank for itself; all replicas are refreshed in full precision instead",

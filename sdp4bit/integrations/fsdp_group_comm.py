@@ -187,12 +187,18 @@ class GroupComm:
 
 
 def reduce_over_copies(values: Tensor, comms: Sequence[GroupComm], *, op: Any) -> None:
-    """Reduce values in place over the tensor-parallel ranks that hold copies of parameters of these groups.
+    """Reduce values in place over the tensor-parallel ranks that hold copies of a part of a group.
 
-    For decisions on how a replica is refreshed: called on all these ranks, with values of the same meaning,
-    once the data-parallel ranks have agreed on theirs. Nothing is sent where there are no such copies.
+    For decisions on how replicas are refreshed, when the data-parallel ranks have agreed on theirs: what one
+    of these ranks does, all do. Nothing is sent for groups without such copies.
+
+    Args:
+        values: [n], one for each of the n groups.
+        comms: the same groups on all of these ranks, but for those without copies.
     """
-    groups = {g.group_name: g for comm in comms for g in comm.group.copied_over}
-    for group in groups.values():
+    for group in dict.fromkeys(group for comm in comms for group in comm.group.copied_over):
+        chosen = [index for index, comm in enumerate(comms) if group in comm.group.copied_over]
+        part = values[chosen]
         with naming("agreement of tensor-parallel ranks", group=group):
-            dist.all_reduce(values, op=op, group=group)
+            dist.all_reduce(part, op=op, group=group)
+        values[chosen] = part
