@@ -21,6 +21,7 @@ import json
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from sdp4bit import (
     WeightConfig,
     quantize_communication,
 )
+from sdp4bit.collectives import process_groups
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.integrations import measures
 from sdp4bit.integrations.fsdp_hooks import AllGatherHook, ReduceScatterHook
@@ -169,6 +171,9 @@ def install_ranks() -> None:
         objects[:] = [copy.copy(mine) for _ in objects]
 
     dist.all_gather_object = gather_objects
+    # A number that the ranks agree on, once per attached model, without a real tensor to read it from.
+    numbers = count()
+    process_groups._agreed_number = lambda group: next(numbers)
     # Picks what is finite of what has arrived on the host: nothing has.
     measures.total_measures = lambda squares: {"device": str(squares.device)}
 
