@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import sdp4bit
 from benchmarks import attach as attach_benchmark
+from sdp4bit.collectives.process_groups import _apart_from_the_job
 from sdp4bit.collectives.topology import NodeLayout, arrange, create_topologies, destroy_topology
 from tests.ranks import run_ranks, run_threads
 from tests.test_plan_large_worlds import fake_world
@@ -226,6 +227,45 @@ def create_when_torch_waits_for_all() -> tuple[int, list[float]]:
 def test_groups_are_created_one_by_one_if_torch_waits_for_all_ranks_at_each() -> None:
     for rank, (asked, totals) in enumerate(run_ranks(create_when_torch_waits_for_all, 4, timeout=60)):
         assert (asked, totals) == (4, [4 * (rank // 2) + 3, 2 * (rank % 2) + 4])
+
+
+def create_within(layout: NodeLayout) -> tuple[set[str], list[float]]:
+    """Twice, on ranks 1 to 3 of 5; then all ranks create a group together."""
+    members = dist.new_group([1, 2, 3])
+    before, names, totals = dist.distributed_c10d._world.group_count, set(), []
+    for _ in range(2 if dist.get_rank() in layout.ranks else 0):
+        known = open_names()
+        (topology,) = create_topologies([layout], within=members).values()
+        names |= open_names() - known
+        totals += sums([topology.inter])
+        destroy_topology(topology)
+        assert open_names() == known
+    assert dist.distributed_c10d._world.group_count == before
+    assert sums([dist.new_group(range(5))]) == [15]
+    return names, totals
+
+
+def test_groups_within_some_ranks_are_no_concern_of_the_others() -> None:
+    layout = NodeLayout(ranks=(1, 2, 3), nodes=3, ranks_per_node=1)
+    first, *inside, last = run_ranks(create_within, 5, layout, timeout=60)
+    assert first == last == (set(), [])
+    assert inside == [(inside[0][0], [9, 9])] * 3
+    assert len(inside[0][0]) == 2 and all(int(name) > 1 << 32 for name in inside[0][0])
+
+
+def create_next_to_a_device() -> None:
+    default, device = dist.group.WORLD, torch.device("cuda", 0)
+    assert default is not None
+    default.bound_device_id = device  # as init_process_group(device_id=...) leaves it
+    with _apart_from_the_job(default) as yielded:
+        assert yielded == device
+        assert default.bound_device_id is None  # nothing is split from the communicator of the job
+    assert default.bound_device_id == device
+    default.bound_device_id = None
+
+
+def test_communicators_within_some_ranks_are_not_split_from_the_one_of_the_job() -> None:
+    run_ranks(create_next_to_a_device, 2, timeout=60)
 
 
 def sums_of_threads(layout: NodeLayout) -> list[float]:

@@ -10,16 +10,23 @@ groups keep the numbered names that plain calls give, unique for the life of the
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
 def create_process_groups(
-    rounds: Sequence[Sequence[Sequence[int]]], *, timeout: timedelta | None, description: str
+    rounds: Sequence[Sequence[Sequence[int]]],
+    *,
+    timeout: timedelta | None,
+    description: str,
+    within: ProcessGroup | None = None,
 ) -> list[ProcessGroup | None]:
     """Return, for each round, the new process group that this rank is a member of, or None.
 
@@ -31,10 +38,53 @@ def create_process_groups(
         rounds: disjoint groups, as ascending global ranks; at least one per round.
         timeout: how long the groups wait for a rank; None for the default of the back end.
         description: of the groups, for the communication library's own messages.
+        within: the ranks that all groups are made of and that call this, if these are not all of the job;
+            the others notice nothing.
+
+    Raises:
+        ValueError: as :func:`check_creation_within`.
     """
+    options: dict[str, Any] = {"timeout": timeout, "group_desc": description}
+    if within is not None:
+        check_creation_within()
+        with _apart_from_the_job(within) as device:
+            return [_create_own(groups, options | {"device_id": device}) for groups in rounds]
     create = _create_own if _outsiders_may_stay_away() else _create_all
-    options = {"timeout": timeout, "group_desc": description}
     return [create(groups, options) for groups in rounds]
+
+
+def check_creation_within() -> None:
+    """Raise ValueError if torch lets only all ranks of the job together create process groups."""
+    if not _outsiders_may_stay_away():
+        raise ValueError(
+            "process_group= needs process groups that some ranks create without the others, which MPI, "
+            "TORCH_DIST_INIT_BARRIER=1 and torchcomms do not allow: leave it out, and call this on all ranks "
+            "of the job, with no model on those that have none"
+        )
+
+
+@contextmanager
+def _apart_from_the_job(within: ProcessGroup) -> Iterator[torch.device | None]:
+    """Inside the block, groups can be created that ranks outside `within` know nothing of.
+
+    Numbered names would no longer be those that the others count on, or would be in use among them: here
+    they start from a random number that the first rank draws. With a device of its own, NCCL would split the
+    communicator of the whole job, all ranks of which take part in that; the groups get their own instead, on
+    the device that is yielded.
+    """
+    default, state = dist.group.WORLD, _state()
+    drawn = [uuid.uuid4().int >> 64]
+    dist.broadcast_object_list(drawn, src=dist.get_process_group_ranks(within)[0], group=within)
+    count, device = state.group_count, getattr(default, "bound_device_id", None)
+    state.group_count = drawn[0]
+    if device is not None:
+        default.bound_device_id = None  # type: ignore[union-attr]
+    try:
+        yield device
+    finally:
+        state.group_count = count
+        if device is not None:
+            default.bound_device_id = device  # type: ignore[union-attr]
 
 
 def _create_own(groups: Sequence[Sequence[int]], options: dict[str, Any]) -> ProcessGroup | None:
