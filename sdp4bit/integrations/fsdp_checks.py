@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.config import SDP4BitConfig
 from sdp4bit.integrations.fsdp_groups import FSDPGroup
 from sdp4bit.integrations.fsdp_hooks import AllGatherHook, ReduceScatterHook
 
+QUANTIZED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+"""Types of parameters and gradients that can be quantized."""
 _HOOK_NAMES = (AllGatherHook.__name__, ReduceScatterHook.__name__)
 
 
-def describe_failure(failure: Exception) -> str:
-    """Return what the ranks tell each other of a failure on one of them."""
-    return str(failure) if isinstance(failure, ValueError) else f"{type(failure).__name__}: {failure}"
+def skip_patterns(skip: Collection[str] | Callable[[str], bool] | None) -> list[str]:
+    """Return the patterns over names, none for a function; TypeError if it is neither."""
+    if skip is None or callable(skip):
+        return []
+    patterns = [skip] if isinstance(skip, str) else skip
+    if not isinstance(patterns, Collection) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            f"skip={skip!r} is unknown: use names of FSDP modules, as patterns, or a function of a name"
+        )
+    return sorted(patterns)
 
 
 def match_skipped(
@@ -32,7 +42,7 @@ def match_skipped(
     return reasons, [pattern for pattern, found in matched.items() if not found]
 
 
-def check_group(group: FSDPGroup, *, is_skipped: bool) -> None:
+def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) -> None:
     """Raise ValueError if a group cannot be attached to."""
     if any(name in _HOOK_NAMES for name in group.custom_comms):
         raise ValueError(
@@ -58,10 +68,16 @@ def check_group(group: FSDPGroup, *, is_skipped: bool) -> None:
             f"(MixedPrecisionPolicy(param_dtype=...)), shard them as modules of their own, or pass "
             f"skip=[{group.name!r}]"
         )
-    if not all(dtype.is_floating_point for dtype in group.param_dtypes):
+    can_be_dense = config.weights is None and all(dtype.is_floating_point for dtype in group.param_dtypes)
+    if not (can_be_dense or group.param_dtypes <= QUANTIZED_DTYPES):
         raise ValueError(
-            f"{group.name} holds {names[0]} parameters; only floating-point ones can be quantized, pass "
-            f"skip=[{group.name!r}]"
+            f"{group.name} holds {names[0]} parameters; only fp32, bf16 and fp16 can be quantized: give "
+            f"them such a type, also by MixedPrecisionPolicy(param_dtype=...), or pass skip=[{group.name!r}]"
+        )
+    if config.gradients is not None and group.reduce_dtype not in QUANTIZED_DTYPES:
+        raise ValueError(
+            f"{group.name} reduces gradients in {group.reduce_dtype}; only fp32, bf16 and fp16 can be "
+            f"quantized: use MixedPrecisionPolicy(reduce_dtype=torch.float32), or pass skip=[{group.name!r}]"
         )
     if group.extension_params:
         raise ValueError(
@@ -78,7 +94,7 @@ def warn_of_layout(groups: Sequence[FSDPGroup], layouts: dict[tuple[int, ...], N
             "full precision. One shard dimension over all data-parallel ranks sends less",
             stacklevel=3,
         )
-    if all(layouts[group.ranks].size == 1 for group in groups):
+    if groups and all(layouts[group.ranks].size == 1 for group in groups):
         warnings.warn(
             "sdp4bit: every group is sharded over one rank, so nothing is sent and nothing is quantized",
             stacklevel=3,
