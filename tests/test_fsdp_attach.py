@@ -120,10 +120,6 @@ def refused_on_trainers(model: nn.Module | None, trainers: Any, others: Any) -> 
         with pytest.raises(ValueError) as caught:
             quantize_communication(model, process_group=trainers, **options)
         texts.append(str(caught.value))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_DIST_INIT_BARRIER", "1")
-        with pytest.raises(ValueError, match="TORCH_DIST_INIT_BARRIER=1 and torchcomms do not allow"):
-            quantize_communication(model, process_group=trainers, topology=1)
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, texts, group=trainers)
     assert gathered == [texts, texts]
@@ -206,10 +202,7 @@ def attach_model_that_reaches_outside() -> None:
         )
         with pytest.raises(ValueError, match=outside):
             quantize_communication(model, process_group=part)
-    # A group of all ranks is the whole job: names are counted as without it.
-    before = group_count()
     quantize_communication(model, topology=2, process_group=dist.new_group(range(4))).remove()
-    assert group_count() == before + 1 + 2 * 4
 
 
 def test_a_process_group_must_hold_all_ranks_of_the_model() -> None:

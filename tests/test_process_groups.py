@@ -273,6 +273,17 @@ def sums_of_threads(layout: NodeLayout) -> list[float]:
     return sums([topology.intra, topology.inter])
 
 
+def create_within_when_torch_waits_for_all() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+        with pytest.raises(ValueError, match="TORCH_DIST_INIT_BARRIER=1 and torchcomms do not allow"):
+            create_topologies([grid(2, 1)], within=dist.group.WORLD)
+
+
+def test_no_groups_within_some_ranks_if_torch_waits_for_all_ranks_at_each() -> None:
+    run_ranks(create_within_when_torch_waits_for_all, 2, timeout=60)
+
+
 def test_the_world_of_threads_creates_its_groups_alike() -> None:
     for rank, totals in enumerate(run_threads(sums_of_threads, 8, grid(4, 2), timeout=60)):
         node, local = divmod(rank, 2)

@@ -42,18 +42,18 @@ def create_process_groups(
             the others notice nothing.
 
     Raises:
-        ValueError: as :func:`check_creation_within`.
+        ValueError: torch lets only all ranks of the job together create groups; the same on every rank.
     """
     options: dict[str, Any] = {"timeout": timeout, "group_desc": description}
     if within is not None:
-        check_creation_within()
+        _check_creation_within()
         with _apart_from_the_job(within) as device:
             return [_create_own(groups, options | {"device_id": device}) for groups in rounds]
     create = _create_own if _outsiders_may_stay_away() else _create_all
     return [create(groups, options) for groups in rounds]
 
 
-def check_creation_within() -> None:
+def _check_creation_within() -> None:
     """Raise ValueError if torch lets only all ranks of the job together create process groups."""
     if not _outsiders_may_stay_away():
         raise ValueError(

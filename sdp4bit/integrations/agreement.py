@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from sdp4bit.collectives.exchange_error import naming, ranks_in_words
-from sdp4bit.collectives.process_groups import check_creation_within
 from sdp4bit.collectives.topology import (
     MeshRows,
     NodeLayout,
@@ -125,7 +124,6 @@ def agree(
     try:
         spec = _sendable(topology)
         if within is not None:
-            check_creation_within()
             _check_members(groups, dist.get_process_group_ranks(within))
     except ValueError as caught:
         failure = failure or caught
