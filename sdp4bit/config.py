@@ -278,3 +278,22 @@ class SDP4BitConfig:
             raise ValueError(f"unknown preset {name!r}: use one of {', '.join(PRESETS)}")
         weights, gradients = parts[name]
         return cls(weights=weights, gradients=gradients)
+
+
+def as_config(config: SDP4BitConfig | str | None) -> SDP4BitConfig:
+    """Return the settings that are meant: themselves, a preset by its name, or the default for None.
+
+    Raises:
+        ValueError: no preset of this name.
+        TypeError: something else.
+    """
+    if config is None:
+        return SDP4BitConfig()
+    if isinstance(config, str):
+        return SDP4BitConfig.preset(config)
+    if not isinstance(config, SDP4BitConfig):
+        raise TypeError(
+            f"config={config!r} is unknown: use an SDP4BitConfig, the name of a preset "
+            f"({', '.join(PRESETS)}), or None for the default"
+        )
+    return config

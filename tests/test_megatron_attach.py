@@ -5,6 +5,8 @@ Layer: real Megatron-Core in 2 processes over gloo, through `fake_cuda`.
 
 from __future__ import annotations
 
+import copy
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import sdp4bit
+from sdp4bit.integrations.megatron import _check_bucket
 from sdp4bit.megatron import quantize_communication
 from tests.megatron_runs import LOSSLESS, QUANTIZED, MegatronRun
 from tests.ranks import run_ranks
@@ -41,10 +44,12 @@ def is_ours(name: str, value: Any) -> bool:
 
 
 @contextmanager
-def refused(*parts: str) -> Iterator[None]:
-    """All ranks raise the same error, which names these parts."""
-    with pytest.raises(ValueError) as refusal:
+def refused(*parts: str, error: type[Exception] = ValueError) -> Iterator[None]:
+    """All ranks raise the same error, which names these parts, and is printed once."""
+    with pytest.raises(error) as refusal:
         yield
+    printed = "".join(traceback.format_exception(refusal.value))
+    assert printed.count(str(refusal.value)) == 1 and "direct cause" not in printed
     texts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, str(refusal.value))
     assert len(set(texts)) == 1
@@ -59,6 +64,8 @@ def check_attaching() -> None:
         resynced(overlap)
     refusals()
     attached_on_one_rank()
+    named_by_preset()
+    unknown_buffer()
 
 
 def attached_once() -> None:
@@ -134,7 +141,10 @@ def refusals() -> None:
     def attach(chunks: Any = run.chunks, config: Any = QUANTIZED, topology: int = 1) -> None:
         quantize_communication(chunks, run.optimizer, config=config, topology=topology)
 
-    with refused("the ranks ask for different configurations", "rank 0", "rank 1"):
+    differ = "the ranks ask for different configurations; pass the same to all:\n  config.weights.bits: None"
+    with refused(
+        f"{differ} [rank 0], 4 [rank 1]\n", "  config.gradients: None [rank 0], GradientConfig(...)"
+    ):
         attach(config=QUANTIZED if rank else LOSSLESS)
     (part,) = run.optimizer.chained_optimizers
     with refused("use_precision_aware_optimizer", "[rank 1]"):
@@ -149,8 +159,13 @@ def refusals() -> None:
         attach([run.chunks[0].module])
     with refused("topology=3 ranks per node does not divide the 2 ranks"):
         attach(topology=3)
-    with refused("config='tlq' must be an SDP4BitConfig"):
-        attach(config="tlq")
+    with refused("config=4 is unknown: use an SDP4BitConfig, the name of", "[rank 1]", error=TypeError):
+        attach(config=4 if rank else "tlq")
+    with refused("unknown preset 'tlqq': use one of baseline, qw"):
+        attach(config="tlqq")
+    double = SimpleNamespace(name="chunk0.float64.0", param_dtype=torch.float64)
+    with refused("chunk0.float64.0 holds torch.float64 parameters", "train in bf16 or fp16"):
+        _check_bucket(double)
     with refused("AttributeError", "[rank 0]"):
         odd = SimpleNamespace(bucket_groups=[], ddp_config=SimpleNamespace())
         attach([odd] if rank == 0 else run.chunks)
@@ -169,9 +184,51 @@ def attached_on_one_rank() -> None:
     if dist.get_rank() == 0:
         for target in targets(run):
             vars(target)["_sdp4bit_handle"] = stranger
-    with refused("different configurations", "attached already", "not attached yet"):
+    with refused("model_chunks: 'attached already' [rank 0], 'not attached yet' [rank 1]"):
         quantize_communication(run.chunks, run.optimizer, config=QUANTIZED, topology=1)
+
+
+def named_by_preset() -> None:
+    run = MegatronRun(QUANTIZED, attach=False)
+    comm = quantize_communication(run.chunks, run.optimizer, config="sdp4bit", topology=1)
+    assert comm.config == sdp4bit.SDP4BitConfig()
+    assert quantize_communication(run.chunks, run.optimizer, topology=1) is comm
+    comm.remove()
+
+
+def unknown_buffer() -> None:
+    """Buffers that are replaced after attaching are not sent as they are: their weights were never copied."""
+    for kind, what in (("grad_data", "reduces gradients in"), ("param_data", "gathers parameters into")):
+        run = MegatronRun(QUANTIZED, topology=1)
+        group = run.chunks[0].bucket_groups[-1]
+        group.buckets = [copy.copy(bucket) for bucket in group.buckets]
+        for bucket in group.buckets:
+            setattr(bucket, kind, getattr(bucket, kind).clone())
+        with pytest.raises(RuntimeError) as caught:
+            run.train(1)
+        for part in (f"Megatron-Core {what} a buffer (torch.", "chunk0.bfloat16.", "Call remove() before"):
+            assert part in str(caught.value), str(caught.value)
 
 
 def test_attaching_and_removing() -> None:
     run_ranks(check_attaching, 2)
+
+
+def attach_stages_apart() -> None:
+    """Each pipeline stage attaches by itself, the first one twice; together they train as ever."""
+    together = MegatronRun(QUANTIZED, pp=2, topology=1).train(2).finish()
+    run = MegatronRun(QUANTIZED, pp=2, attach=False)
+    group = run.state.get_data_parallel_group()
+    count, first = dist.distributed_c10d._world.group_count, run.state.is_pipeline_first_stage()
+    for _ in range(2 if first else 1):
+        if run.comm is not None:
+            run.comm.remove()
+        run.comm = quantize_communication(
+            run.chunks, run.optimizer, config=QUANTIZED, topology=1, process_group=group
+        )
+    assert dist.distributed_c10d._world.group_count == count
+    assert run.train(2).finish() == together
+
+
+def test_a_process_group_attaches_by_itself() -> None:
+    run_ranks(attach_stages_apart, 4)

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sdp4bit.quantization.random import (
+    MAX_BUCKETS,
     MAX_ELEMENTS,
+    MAX_RANKS,
     Stage,
+    check_numbers,
     derive_keys,
     draw_signs,
     hash32,
@@ -79,6 +82,7 @@ def test_different_streams_of_a_seed_have_different_keys(seed: int, a: int, b: i
 # Streams
 
 LIMITS = {"step": 1 << 32, "bucket": 1 << 12, "rank": 1 << 18}
+"""Of the first 4096 buckets."""
 stream_names = st.fixed_dictionaries(
     {name: st.integers(0, limit - 1) for name, limit in LIMITS.items()}
     | {"stage": st.sampled_from(list(Stage))}
@@ -104,12 +108,58 @@ def test_names_can_be_read_back_from_the_stream(names: dict) -> None:
     }
 
 
+def names_of_job(page_bits: int) -> st.SearchStrategy[dict]:
+    """Names in a job of 4096 * 2**page_bits buckets, as many steps as these have; corners more often."""
+    limits = {"step": 1 << 32 - page_bits, "bucket": 1 << 12 + page_bits, "rank": 1 << 18}
+    names = {
+        name: st.integers(0, limit - 1) | st.sampled_from([0, 1, limit // 2, limit - 1])
+        for name, limit in limits.items()
+    }
+    return st.fixed_dictionaries(names | {"stage": st.sampled_from(list(Stage))})
+
+
+@repeatable
+@given(st.integers(0, 8).flatmap(lambda bits: st.tuples(names_of_job(bits), names_of_job(bits))))
+def test_jobs_of_more_buckets_have_different_streams_too(pair: tuple[dict, dict]) -> None:
+    a, b = pair
+    assert (pack_stream(**a) == pack_stream(**b)) == (a == b)
+    assert pack_stream(**a) <= M64
+
+
+@pytest.mark.parametrize("page_bits", range(1, 9))
+def test_pages_of_buckets_share_out_all_steps(page_bits: int) -> None:
+    """The streams of bucket 0 of every page begin as far apart as there are steps for each."""
+    pages = 1 << page_bits
+    names = {"stage": Stage.INTRA, "rank": 0}
+    first = sorted(pack_stream(step=0, bucket=page << 12, **names) >> 32 for page in range(pages))
+    assert first == [page << 32 - page_bits for page in range(pages)]
+    highest = pages - 1 << 12
+    pack_stream(step=(1 << 32 - page_bits) - 1, bucket=highest, **names)
+    with pytest.raises(
+        ValueError, match=rf"step={1 << 32 - page_bits} does not fit the {32 - page_bits} bits"
+    ):
+        pack_stream(step=1 << 32 - page_bits, bucket=highest, **names)
+
+
+def test_more_groups_or_ranks_than_streams_are_refused() -> None:
+    check_numbers(buckets=MAX_BUCKETS, ranks=MAX_RANKS)
+    last = {"step": 0, "stage": Stage.INTRA}
+    pack_stream(bucket=MAX_BUCKETS - 1, rank=MAX_RANKS - 1, **last)
+    with pytest.raises(ValueError, match=r"1,048,577 parameter groups are more than the 1,048,576"):
+        check_numbers(buckets=MAX_BUCKETS + 1, ranks=1)
+    with pytest.raises(ValueError, match=r"262,145 data-parallel ranks are more than the 262,144"):
+        check_numbers(buckets=1, ranks=MAX_RANKS + 1)
+    with pytest.raises(ValueError, match=rf"bucket={MAX_BUCKETS} does not fit the 20 bits"):
+        pack_stream(bucket=MAX_BUCKETS, rank=0, **last)
+
+
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_name_beyond_its_field_is_refused(name: str) -> None:
     names = {"step": 0, "bucket": 0, "stage": Stage.INTER, "rank": 0}
-    pack_stream(**names | {name: LIMITS[name] - 1})
-    for value in (-1, LIMITS[name]):
-        bits = LIMITS[name].bit_length() - 1
+    limit = MAX_BUCKETS if name == "bucket" else LIMITS[name]
+    pack_stream(**names | {name: limit - 1})
+    for value in (-1, limit):
+        bits = limit.bit_length() - 1
         with pytest.raises(ValueError, match=rf"{name}={value} does not fit the {bits} bits"):
             pack_stream(**names | {name: value})
 

@@ -52,13 +52,13 @@ def mesh_rows(mesh: DeviceMesh) -> MeshRows:
     return tuple(tuple(int(rank) for rank in row) for row in mesh.mesh.tolist())
 
 
-def node_labels(spec: str | int | Sequence[MeshRows], *, hosts: Sequence[str]) -> list[Hashable]:
+def node_labels(spec: str | int | Sequence[MeshRows | None], *, hosts: Sequence[str]) -> list[Hashable]:
     """Return which node each global rank is on, as labels that are equal within a node.
 
     Args:
         spec: "auto" takes the host names; an int k puts ranks 0..k-1 on the first node and so on (ranks of
             the whole job, also under tensor or pipeline parallelism); meshes, the one that each global rank
-            passes for its own data-parallel group, take their rows as nodes.
+            passes for its own data-parallel group, or None, take their rows as nodes.
         hosts: host name of each global rank.
 
     Raises:
@@ -81,11 +81,11 @@ def node_labels(spec: str | int | Sequence[MeshRows], *, hosts: Sequence[str]) -
     return list(_own_rows(spec))
 
 
-def _own_rows(meshes: Sequence[MeshRows]) -> list[tuple[int, ...]]:
-    """Return the row that each global rank has in its own mesh."""
+def _own_rows(meshes: Sequence[MeshRows | None]) -> list[tuple[int, ...]]:
+    """Return the row that each global rank has in its own mesh; none has a row of itself."""
     rows = []
     for rank, mesh in enumerate(meshes):
-        row = next((row for row in mesh if rank in row), None)
+        row = (rank,) if mesh is None else next((row for row in mesh if rank in row), None)
         if row is None:
             raise ValueError(f"topology: rank {rank} is not in the (inter, intra) mesh it passes, {mesh}")
         rows.append(row)
@@ -162,7 +162,10 @@ class Topology:
 
 
 def create_topologies(
-    layouts: Sequence[NodeLayout], *, purpose: str = "communication", within: ProcessGroup | None = None
+    layouts: Sequence[NodeLayout],
+    *,
+    purpose: str = "communication",
+    within: ProcessGroup | None = None,
 ) -> dict[tuple[int, ...], Topology]:
     """Return this rank's place in each layout it belongs to, by the layout's ranks, with new process groups.
 
@@ -172,7 +175,7 @@ def create_topologies(
 
     Args:
         purpose: of the groups, for the communication library's own messages.
-        within: the ranks that take part; all ranks of the job when not given.
+        within: the ranks of all the layouts, which then call this alone; the whole job when not given.
 
     Raises:
         ValueError: a part of the job's ranks cannot create process groups here; the same on every rank.

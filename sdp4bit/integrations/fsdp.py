@@ -6,14 +6,12 @@ else of it: parameters, gradients, optimizer states and state dicts stay what th
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.all_gather import WeightReplica
@@ -26,17 +24,17 @@ from sdp4bit.collectives.topology import (
     create_topologies,
     destroy_topology,
 )
-from sdp4bit.config import AuditConfig, SDP4BitConfig
-from sdp4bit.integrations.agreement import ShardedRows, agree
+from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
+from sdp4bit.integrations.agreement import ShardedRows, agree, participants
 from sdp4bit.integrations.alerts import AlertCallback
 from sdp4bit.integrations.explain import explain_groups
 from sdp4bit.integrations.fsdp_alerts import watch_groups
 from sdp4bit.integrations.fsdp_audit import audit_at_step_borders, audit_state
 from sdp4bit.integrations.fsdp_checks import (
     check_group,
-    describe_failure,
     match_skipped,
     note_reasons,
+    skip_patterns,
     warn_of_layout,
     weights_whole_because,
 )
@@ -49,9 +47,11 @@ from sdp4bit.integrations.fsdp_groups import (
 )
 from sdp4bit.integrations.fsdp_hooks import AllGatherHook, ReduceScatterHook
 from sdp4bit.integrations.fsdp_state import load_state, save_state
+from sdp4bit.integrations.fsdp_steps import watch_optimizers
 from sdp4bit.integrations.fsdp_torch import check_torch_version
 from sdp4bit.integrations.ladder import Alert
 from sdp4bit.integrations.measures import group_stats, total_measures
+from sdp4bit.quantization.random import check_numbers
 from sdp4bit.telemetry import Traffic
 
 Skip = Collection[str] | Callable[[str], bool] | None
@@ -62,8 +62,9 @@ def quantize_communication(
     model: nn.Module | Sequence[nn.Module],
     *,
     topology: TopologySpec = "auto",
-    config: SDP4BitConfig | None = None,
+    config: SDP4BitConfig | str | None = None,
     skip: Skip = None,
+    process_group: ProcessGroup | None = None,
 ) -> CommHandle:
     """The model's FSDP2 communication is quantized from the next forward on.
 
@@ -71,21 +72,25 @@ def quantize_communication(
     be built before or after; steps of any `torch.optim.Optimizer` over the model's parameters are noticed.
 
     Args:
-        model: the root FSDP module, or all local roots (the stages of a pipeline).
+        model: the root FSDP module, or all local roots (the stages of a pipeline); `[]` on a rank without.
         topology: which ranks share a node: "auto" (by host name), ranks per node, or an (inter, intra) mesh.
-        config: what to quantize; the default is the paper's method.
+        config: what to quantize, or the name of a preset; the default is the paper's method.
         skip: FSDP modules to leave in full precision, as patterns over their names or a predicate.
+        process_group: the ranks that have parts of the model, if other ranks of the job have none. These
+            alone then make this call; the others need not know of it.
 
     Raises:
         ValueError: the model, the topology or the settings don't allow it; the same on every rank, and
             nothing has been changed.
+        TypeError: likewise, an argument of another type.
         RuntimeError: torch.distributed is not initialized.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "sdp4bit.quantize_communication needs torch.distributed: call init_process_group first"
         )
-    config = SDP4BitConfig() if config is None else config
+    within = participants(process_group)
+    settings = SDP4BitConfig()
     roots: list[nn.Module] = []
     groups: list[FSDPGroup] = []
     skipped: dict[str, str] = {}
@@ -94,12 +99,14 @@ def quantize_communication(
     failure = None
     try:
         check_torch_version()
+        settings = as_config(config)
         roots = [model] if isinstance(model, nn.Module) else list(model)
         groups = find_groups(roots)
-        patterns = [] if skip is None or callable(skip) else sorted([skip] if isinstance(skip, str) else skip)
+        patterns = skip_patterns(skip)
         skipped, unmatched = match_skipped(groups, skip if callable(skip) else patterns)
         for group in groups:
-            check_group(group, is_skipped=group.name in skipped)
+            check_group(group, config=settings, is_skipped=group.name in skipped)
+        check_numbers(buckets=len(groups), ranks=max((group.data_ranks for group in groups), default=0))
     except Exception as caught:  # whatever happens on one rank, the others must not wait for it
         failure, groups = caught, []
     rows = [
@@ -114,18 +121,26 @@ def quantize_communication(
         )
         for g in groups
     ]
-    try:
-        layouts = agree(
-            rows,
-            config=f"{config!r}, skip={'a function' if callable(skip) else patterns}",
-            topology=topology,
-            unmatched=unmatched,
-            error=None if failure is None else describe_failure(failure),
-        )
-    except ValueError as refusal:
-        raise refusal from failure
-    note = warn_of_layout(groups, layouts, config=config, skipped=skipped)
-    return CommHandle(roots, groups=groups, layouts=layouts, config=config, skipped=skipped, note=note)
+    layouts = agree(
+        rows,
+        settings={"config": settings, "skip": "a function" if callable(skip) else patterns},
+        topology=topology,
+        unmatched=unmatched,
+        failure=failure,
+        within=within,
+    )
+    if not layouts:
+        raise ValueError("sdp4bit.quantize_communication: no rank has passed an FSDP2 model, all passed []")
+    note = warn_of_layout(groups, layouts, config=settings, skipped=skipped)
+    return CommHandle(
+        roots,
+        groups=groups,
+        layouts=layouts,
+        config=settings,
+        skipped=skipped,
+        note=note,
+        process_group=within,
+    )
 
 
 class CommHandle:
@@ -142,14 +157,20 @@ class CommHandle:
         layouts: dict[tuple[int, ...], NodeLayout],
         config: SDP4BitConfig,
         skipped: dict[str, str],
-        note: str = "",
+        note: str,
+        process_group: ProcessGroup | None,
     ) -> None:
         self.config = config
         self._note = note
+        self._removed = False
         # Separate process groups: one communicator would run gathers and reductions one after the other.
         ordered = list(layouts.values())
-        weight_topologies = create_topologies(ordered, purpose="weights") if config.weights else {}
-        gradient_topologies = create_topologies(ordered, purpose="gradients") if config.gradients else {}
+        weight_topologies: dict[tuple[int, ...], Topology] = {}
+        gradient_topologies: dict[tuple[int, ...], Topology] = {}
+        if config.weights:
+            weight_topologies = create_topologies(ordered, purpose="weights", within=process_group)
+        if config.gradients:
+            gradient_topologies = create_topologies(ordered, purpose="gradients", within=process_group)
         self._topologies = [*weight_topologies.values(), *gradient_topologies.values()]
         weight_scratch, gradient_scratch = Scratch(), Scratch()
         comms = [
@@ -166,7 +187,7 @@ class CommHandle:
         if self._alerts is not None:
             self._state.step_listeners.append(self._alerts.at_step_border)
         self._previous = [self._install(comm) for comm in comms]
-        self._hooks = [_watch_optimizers(self._state)]
+        self._hooks = [watch_optimizers(self._state)] if groups else []
         for group in groups:
             self._hooks += self._state.aliases.watch(group)
         for root in roots:
@@ -317,6 +338,8 @@ class CommHandle:
     def state_dict(self) -> dict[str, Any]:
         """Return what a bit-exact resume needs: replica rows as DTensors, counters as tensors."""
         self._check_attached()
+        if not self._state.groups:
+            return {}
         ladder = {} if self._alerts is None else self._alerts.save()
         return {**save_state(self._state), **({"ladder": ladder} if ladder else {})}
 
@@ -330,16 +353,22 @@ class CommHandle:
             ValueError: not a state of this library; nothing is changed.
         """
         self._check_attached()
+        if not self._state.groups:
+            return
         load_state(self._state, state_dict)
         if self._alerts is not None:
             self._alerts.load(state_dict.get("ladder"))
 
     def _check_attached(self) -> None:
-        if not self._state.groups:
+        if self._removed:
             raise RuntimeError("this handle has been removed from its model and has no state any more")
 
     def remove(self) -> None:
-        """The model communicates as before; all hooks and process groups are gone. Call it on all ranks."""
+        """The model communicates as before; all hooks and process groups are gone. Call it on all ranks.
+
+        Between two steps: parameters that stayed unsharded since a forward are freed, so that the next one
+        gathers the main weights.
+        """
         for hook in self._hooks:
             hook.remove()
         for comm in self._state.groups:
@@ -349,39 +378,15 @@ class CommHandle:
             self._state.groups, self._previous, strict=True
         ):
             comm.group.install(all_gather=all_gather, reduce_scatter=reduce_scatter, force_sum=force_sum)
+            if comm.group.is_unsharded and comm.group.is_idle:
+                comm.group.module.reshard()
         for topology in self._topologies:
             destroy_topology(topology)
         self._hooks, self._previous, self._topologies = [], [], []
         if self._alerts is not None:
             self._alerts.detach()
         self._state.detach()
-
-
-def _watch_optimizers(state: CommState) -> Any:
-    """Note the steps of every torch optimizer; the hook does not keep the model alive."""
-    reference = weakref.ref(state)
-
-    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        alive = reference()
-        if alive is not None and not _only_creates_state(optimizer, alive):
-            alive.mark_changed(p for group in optimizer.param_groups for p in group["params"])
-
-    return register_optimizer_step_post_hook(after_step)
-
-
-def _only_creates_state(optimizer: torch.optim.Optimizer, state: CommState) -> bool:
-    """Whether a step cannot change weights: no gradients from a reduction, a learning rate of zero.
-
-    torch.distributed.checkpoint takes such steps to create optimizer states; with stateless optimizers, at
-    every save.
-    """
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    on_host = [float(r) for r in rates if isinstance(r, float | int | torch.Tensor) and not _on_device(r)]
-    return state.reductions_since_step == 0 and on_host == [0.0] * len(rates)
-
-
-def _on_device(rate: float | torch.Tensor) -> bool:
-    return isinstance(rate, torch.Tensor) and rate.device.type != "cpu"
+        self._removed = True
 
 
 def _resync_after_load(state: CommState) -> Callable[..., None]:

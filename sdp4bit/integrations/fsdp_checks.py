@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -15,13 +15,22 @@ from sdp4bit.integrations.fsdp_groups import FSDPGroup
 from sdp4bit.integrations.fsdp_hooks import AllGatherHook, ReduceScatterHook
 from sdp4bit.quantization.layout import FULL_PRECISION, message_layout
 
+QUANTIZED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+"""Types of parameters and gradients that can be quantized."""
 _ONE_NODE = "one node: differences would save nothing"
 _HOOK_NAMES = (AllGatherHook.__name__, ReduceScatterHook.__name__)
 
 
-def describe_failure(failure: Exception) -> str:
-    """Return what the ranks tell each other of a failure on one of them."""
-    return str(failure) if isinstance(failure, ValueError) else f"{type(failure).__name__}: {failure}"
+def skip_patterns(skip: Collection[str] | Callable[[str], bool] | None) -> list[str]:
+    """Return the patterns over names, none for a function; TypeError if it is neither."""
+    if skip is None or callable(skip):
+        return []
+    patterns = [skip] if isinstance(skip, str) else skip
+    if not isinstance(patterns, Collection) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            f"skip={skip!r} is unknown: use names of FSDP modules, as patterns, or a function of a name"
+        )
+    return sorted(patterns)
 
 
 def match_skipped(
@@ -36,7 +45,7 @@ def match_skipped(
     return reasons, [pattern for pattern, found in matched.items() if not found]
 
 
-def check_group(group: FSDPGroup, *, is_skipped: bool) -> None:
+def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) -> None:
     """Raise ValueError if a group cannot be attached to."""
     if any(name in _HOOK_NAMES for name in group.custom_comms):
         raise ValueError(
@@ -47,11 +56,25 @@ def check_group(group: FSDPGroup, *, is_skipped: bool) -> None:
             f"{group.name} has custom communication ({', '.join(group.custom_comms)}), for example by "
             "set_symm_mem_for_comm or set_custom_all_gather; sdp4bit cannot share it"
         )
-    complex_types = sorted(str(dtype) for dtype in group.param_dtypes if dtype.is_complex)
-    if complex_types and not is_skipped:
+    if is_skipped:
+        return
+    names = sorted(str(dtype) for dtype in group.param_dtypes)
+    if any(dtype.is_complex for dtype in group.param_dtypes):
         raise ValueError(
-            f"{group.name} holds {complex_types[0]} parameters; only floating-point gradients can be "
+            f"{group.name} holds {', '.join(names)} parameters; only floating-point gradients can be "
             f"quantized, pass skip=[{group.name!r}]"
+        )
+    are_quantized = config.weights is not None and not weights_whole_because(group)
+    if are_quantized and not group.param_dtypes <= QUANTIZED_DTYPES:
+        raise ValueError(
+            f"{group.name} holds {names[0]} parameters; only fp32, bf16 and fp16 can be quantized: give "
+            f"them such a type, also by MixedPrecisionPolicy(param_dtype=...), or pass skip=[{group.name!r}]"
+        )
+    reduced = group.reduce_dtype
+    if config.gradients is not None and reduced.is_floating_point and reduced not in QUANTIZED_DTYPES:
+        raise ValueError(
+            f"{group.name} reduces gradients in {reduced}; only fp32, bf16 and fp16 can be "
+            f"quantized: use MixedPrecisionPolicy(reduce_dtype=torch.float32), or pass skip=[{group.name!r}]"
         )
 
 
@@ -165,7 +188,7 @@ def warn_of_layout(
             "full precision. One shard dimension over all data-parallel ranks sends less",
             stacklevel=3,
         )
-    if all(layouts[group.ranks].size == 1 for group in groups):
+    if groups and all(layouts[group.ranks].size == 1 for group in groups):
         warnings.warn(
             "sdp4bit: every group is sharded over one rank, so nothing is sent and nothing is quantized",
             stacklevel=3,

@@ -140,6 +140,12 @@ class FSDPGroup:
         return replica * int(info.shard_mesh_size) + self.shard_rank
 
     @property
+    def data_ranks(self) -> int:
+        """How many values `data_rank` has."""
+        info = self._group.mesh_info
+        return int(info.shard_mesh_size) * (int(info.replicate_mesh_size) if self.is_hybrid else 1)
+
+    @property
     def device(self) -> torch.device:
         """Where the group computes and communicates."""
         return cast(torch.device, self._group.device)
@@ -315,7 +321,7 @@ def named_fsdp_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
-    """Return the parameter groups of the models, each once, in the order of `named_modules`.
+    """Return the parameter groups of the models, each once, in the order of `named_modules`; none for none.
 
     Raises:
         ValueError: not FSDP2 modules, no parameters, or several parameter groups on one module.
@@ -349,6 +355,6 @@ def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
                         module_names=module_names,
                     )
                 )
-    if not groups:
+    if roots and not groups:
         raise ValueError("the FSDP2 modules of this model hold no parameters")
     return groups

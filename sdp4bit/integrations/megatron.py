@@ -12,22 +12,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.topology import NodeLayout, TopologySpec
-from sdp4bit.config import SDP4BitConfig
-from sdp4bit.integrations.agreement import ShardedRows, agree
+from sdp4bit.config import SDP4BitConfig, as_config
+from sdp4bit.integrations.agreement import ShardedRows, agree, participants
 from sdp4bit.integrations.megatron_alerts import check_watchable
 from sdp4bit.integrations.megatron_buckets import REPLICATED_DTYPES, MegatronBucket, find_buckets
 from sdp4bit.integrations.megatron_guards import MARK, check_chunks, distributed_optimizers
 from sdp4bit.integrations.megatron_handle import MegatronCommHandle
+from sdp4bit.quantization.random import check_numbers
 
 
 def quantize_communication(
     model_chunks: Sequence[Any],
     optimizer: Any,
     *,
-    config: SDP4BitConfig | None = None,
+    config: SDP4BitConfig | str | None = None,
     topology: TopologySpec = "auto",
+    process_group: ProcessGroup | None = None,
 ) -> MegatronCommHandle:
     """The data-parallel communication of Megatron-Core is quantized from the next step on.
 
@@ -37,37 +40,42 @@ def quantize_communication(
     Args:
         model_chunks: the DistributedDataParallel chunks of this rank, all that the optimizer updates.
         optimizer: what `get_megatron_optimizer` returned for them.
-        config: what to quantize; the default is the paper's method. The replica is Megatron's parameter
-            buffer, which every rank holds: `weights.replica` makes no difference.
+        config: what to quantize, or the name of a preset; the default is the paper's method. The replica is
+            Megatron's parameter buffer, which every rank holds: `weights.replica` makes no difference.
         topology: which ranks share a node: "auto" (by host name), ranks of the job per node, or an
             (inter, intra) mesh of the data-parallel group.
+        process_group: the ranks that Megatron-Core runs on, if other ranks of the job do something else.
+            These alone then make this call; the others need not know of it.
 
     Raises:
         ValueError: the model, the optimizer, their versions or the settings don't allow it; the same on every
             rank, and nothing has been changed.
+        TypeError: likewise, an argument of another type.
         RuntimeError: torch.distributed is not initialized.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "sdp4bit.megatron.quantize_communication needs torch.distributed: call init_process_group first"
         )
-    config = SDP4BitConfig() if config is None else config
+    within = participants(process_group)
+    settings = SDP4BitConfig()
     chunks: list[Any] = []
     optimizers: list[Any] = []
     buckets: list[MegatronBucket] = []
     existing: MegatronCommHandle | None = None
     failure = None
     try:
-        if not isinstance(config, SDP4BitConfig):
-            raise ValueError(f"config={config!r} must be an SDP4BitConfig")
+        settings = as_config(config)
         chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
         check_chunks(chunks)
         optimizers = distributed_optimizers(optimizer)
         buckets = find_buckets(chunks, optimizers)
-        existing = _existing_handle(buckets, optimizers, config, topology)
+        existing = _existing_handle(buckets, optimizers, settings, topology)
         for bucket in buckets:
             _check_bucket(bucket)
-        if config.alerts is not None:
+        # One more than there are: tied embeddings have a number of their own.
+        check_numbers(buckets=len(buckets) + 1, ranks=max((len(b.ranks) for b in buckets), default=0))
+        if settings.alerts is not None:
             check_watchable(chunks, buckets)
     except Exception as caught:  # whatever happens on one rank, the others must not wait for it
         failure, buckets = caught, []
@@ -81,25 +89,28 @@ def quantize_communication(
         for b in buckets
         if not b.is_expert
     ]
-    try:
-        layouts = agree(
-            rows,
-            config=f"{config!r}, {'attached already' if existing else 'not attached yet'}",
-            topology=topology,
-            error=None if failure is None else _describe(failure),
-        )
-    except ValueError as refusal:
-        raise refusal from failure
+    layouts = agree(
+        rows,
+        settings={
+            "config": settings,
+            "model_chunks": "attached already" if existing else "not attached yet",
+        },
+        topology=topology,
+        failure=failure,
+        within=within,
+    )
     if existing is not None:
         return existing
     _warn(buckets, layouts)
     return MegatronCommHandle(
-        chunks, optimizers=optimizers, buckets=buckets, layouts=layouts, config=config, topology=topology
+        chunks,
+        optimizers=optimizers,
+        buckets=buckets,
+        layouts=layouts,
+        config=settings,
+        topology=topology,
+        process_group=within,
     )
-
-
-def _describe(failure: Exception) -> str:
-    return str(failure) if isinstance(failure, ValueError) else f"{type(failure).__name__}: {failure}"
 
 
 def _existing_handle(

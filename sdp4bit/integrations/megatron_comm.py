@@ -255,6 +255,7 @@ def weight_number(bucket: MegatronBucket, index: int) -> int:
     """Return the bucket's number for the rounding bits of its weights.
 
     A tied embedding has the same number on the first and the last pipeline stage, so that both, with equal
-    main weights, round alike.
+    main weights, round alike; it is no other bucket's.
     """
-    return (1 << BUCKET_BITS) - 1 if bucket.has_tied_embedding else index
+    tied = (1 << BUCKET_BITS) - 1
+    return tied if bucket.has_tied_embedding else index + (index >= tied)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.scratch import Scratch
@@ -49,8 +50,10 @@ class MegatronCommHandle:
         layouts: dict[tuple[int, ...], NodeLayout],
         config: SDP4BitConfig,
         topology: TopologySpec,
+        process_group: ProcessGroup | None,
     ) -> None:
         self.config = config
+        self._process_group = process_group
         self.topology = topology
         sampled = SampledMeasures(config.telemetry, [bucket.name for bucket in buckets])
         # A step border is when the buckets that are quantized have new weights. The optimizer of expert
@@ -128,7 +131,7 @@ class MegatronCommHandle:
                 )
 
     def _channels(self, layouts: Sequence[NodeLayout]) -> dict[tuple[int, ...], Channel]:
-        topologies = create_topologies(layouts)
+        topologies = create_topologies(layouts, within=self._process_group)
         self._topologies += topologies.values()
         scratch = Scratch()
         return {

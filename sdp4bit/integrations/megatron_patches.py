@@ -120,13 +120,12 @@ class GroupPatch:
         wanted: list[tuple[BucketComm, Tensor, Tensor, Any]] = []
 
         def reduce_scatter(output: Tensor, input: Tensor, op: Any, group: Any, async_op: bool = False) -> Any:
-            comm = self._of(input)
-            if comm is not None and comm.gradients is not None and self._quantizes_now():
+            comm = self._of(input, "reduces gradients in")
+            if comm.gradients is not None and self._quantizes_now():
                 wanted.append((comm, output, input, op))
                 return None
-            if comm is not None:
-                comm.gradient_bits = None
-                comm.count_dense(output)
+            comm.gradient_bits = None
+            comm.count_dense(output)
             return stock(output, input, op=op, group=group, async_op=async_op)
 
         with _collective(self.group, "start_grad_sync", reduce_scatter) as stock:
@@ -147,13 +146,12 @@ class GroupPatch:
         wanted: list[BucketComm] = []
 
         def all_gather(output: Tensor, input: Tensor, group: Any, async_op: bool = False) -> Any:
-            comm = self._of(output)
-            if comm is not None and comm.weights is not None:
+            comm = self._of(output, "gathers parameters into")
+            if comm.weights is not None:
                 if comm.weights.dirty:
                     wanted.append(comm)
                 return None
-            if comm is not None:
-                comm.count_dense(input)
+            comm.count_dense(input)
             return stock(output, input, group=group, async_op=async_op)
 
         with _collective(self.group, "start_param_sync", all_gather) as stock:
@@ -168,10 +166,22 @@ class GroupPatch:
             self.group.param_gather_handle.wait()
             self.group.param_gather_handle = None
 
-    def _of(self, tensor: Tensor) -> BucketComm | None:
-        """Return the bucket that a buffer belongs to."""
-        buffers = ((comm, (comm.bucket.weights, comm.bucket.gradients)) for comm in self.comms)
-        return next((comm for comm, known in buffers if any(tensor is each for each in known)), None)
+    def _of(self, tensor: Tensor, what: str) -> BucketComm:
+        """Return the bucket that a buffer belongs to.
+
+        Raises:
+            RuntimeError: none. The stock collective would then send parameters that our optimizer step has
+                left at their old values.
+        """
+        for comm in self.comms:
+            if tensor is comm.bucket.weights or tensor is comm.bucket.gradients:
+                return comm
+        raise RuntimeError(
+            f"sdp4bit: Megatron-Core {what} a buffer ({tensor.dtype} {list(tensor.shape)}) of none of the "
+            f"buckets of this bucket group, {', '.join(comm.bucket.name for comm in self.comms)}: something "
+            "has replaced the buffers, or this version of Megatron-Core communicates through others. Call "
+            "remove() before buffers are replaced and attach again afterwards"
+        )
 
     def _quantizes_now(self) -> bool:
         return self._gradients is not None and self._clock.steps >= self._gradients.start_step

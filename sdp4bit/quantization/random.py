@@ -24,6 +24,8 @@ LOWBIAS_1 = 0x7FEB352D
 LOWBIAS_2 = 0x846CA68B
 
 STEP_BITS, BUCKET_BITS, STAGE_BITS, RANK_BITS = 32, 12, 2, 18
+MAX_BUCKETS, MAX_RANKS = 1 << 20, 1 << RANK_BITS
+"""How many parameter groups, and how many ranks of one of them, streams can be told apart for."""
 MAX_ELEMENTS = 1 << 33
 """Elements that one key can number: counters have 32 bits and serve two elements each."""
 
@@ -40,21 +42,44 @@ class Stage(IntEnum):
 def pack_stream(*, step: int, bucket: int, stage: Stage, rank: int) -> int:
     """Return the 64-bit stream number of a quantization; distinct arguments give distinct streams.
 
+    Fields of 32, 12, 2 and 18 bits. Buckets from 4096 on take bits from the top of the step's field: up to
+    4096 * 2**k of them have streams of their own for the first 2**(32 - k) steps, the last that the highest
+    buckets are given any for.
+
     Raises:
-        ValueError: an argument does not fit its field (32, 12, 2 and 18 bits).
+        ValueError: an argument does not fit its field.
     """
-    stream = 0
+    # Page k begins where bit-reversed k does. That keeps the steps of n pages as far apart as n pages can be,
+    # whatever n is, and leaves page 0, all there was before, where it is.
+    page, in_page = bucket >> BUCKET_BITS, bucket % (1 << BUCKET_BITS)
+    step_bits = STEP_BITS - page.bit_length()
     fields = (
-        ("step", step, STEP_BITS),
-        ("bucket", bucket, BUCKET_BITS),
+        ("step", step, step_bits),
+        ("bucket", bucket, MAX_BUCKETS.bit_length() - 1),
         ("stage", int(stage), STAGE_BITS),
         ("rank", rank, RANK_BITS),
     )
     for name, value, bits in fields:
         if not 0 <= value < 1 << bits:
             raise ValueError(f"{name}={value} does not fit the {bits} bits of the random stream number")
+    first_step = int(f"{page:0{STEP_BITS}b}"[::-1], 2)
+    stream = first_step + step
+    for value, bits in ((in_page, BUCKET_BITS), (int(stage), STAGE_BITS), (rank, RANK_BITS)):
         stream = stream << bits | value
     return stream
+
+
+def check_numbers(*, buckets: int, ranks: int) -> None:
+    """Raise ValueError if there are more parameter groups, or ranks of one, than streams can tell apart."""
+    if buckets > MAX_BUCKETS:
+        raise ValueError(
+            f"{buckets:,} parameter groups are more than the {MAX_BUCKETS:,} that random bits tell apart: "
+            "shard larger modules, each as one group"
+        )
+    if ranks > MAX_RANKS:
+        raise ValueError(
+            f"{ranks:,} data-parallel ranks are more than the {MAX_RANKS:,} that random bits can tell apart"
+        )
 
 
 def derive_keys(seed: int, stream: int) -> tuple[int, int]:
