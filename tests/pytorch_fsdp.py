@@ -289,7 +289,7 @@ def table(comparisons: Sequence[Comparison]) -> str:
     text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     for c in comparisons:
         text += [
-            f"{c.file} {name}: {DIFFERENT.get(name, f'NOT EXPECTED: {said}')}"
+            f"{c.file} {name}: {DIFFERENT.get(name, 'NOT EXPECTED')}: {said}"
             for name, said in c.lost.items()
         ]
     for c in comparisons:
