@@ -20,6 +20,7 @@ import copy
 import json
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -37,14 +38,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sdp4bit import (
-    AuditConfig,
-    GradientConfig,
-    SDP4BitConfig,
-    TelemetryConfig,
-    WeightConfig,
-    quantize_communication,
-)
+import sdp4bit
 from sdp4bit.collectives import process_groups
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.integrations import measures
@@ -84,7 +78,7 @@ class Stream:
     device, priority = CUDA, 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.before: list[Stream] = []
+        pass
 
     def record_event(self, event: Event | None = None) -> Event:
         event = Event() if event is None else event
@@ -154,10 +148,8 @@ def install_device() -> None:
     cuda.Stream, cuda.Event, cuda.stream = Stream, Event, inside
     cuda.current_stream = cuda.default_stream = torch.accelerator.current_stream = current_stream
     cuda._lazy_init = lambda: None
-    cuda.current_device = lambda: 0
-    cuda.device_count = lambda: RANKS_PER_NODE
-    cuda.set_device = lambda *_: None
-    cuda.is_current_stream_capturing = lambda: False
+    cuda.current_device, cuda.device_count = lambda: 0, lambda: RANKS_PER_NODE
+    cuda.set_device, cuda.is_current_stream_capturing = lambda *_: None, lambda: False
     cuda.synchronize = lambda *_: WAITS.add("torch.cuda.synchronize")
     # The device counts as initialized from now on; until then nobody waits for it.
     torch.accelerator.synchronize()
@@ -261,8 +253,7 @@ def held_by(*roots: Any) -> list[Tensor]:
 
 def places_of(tensors: list[Tensor]) -> dict[str, int]:
     """Return how many tensors are where."""
-    devices = [str(each.device) for each in tensors]
-    return {device: devices.count(device) for device in sorted(set(devices))}
+    return dict(Counter(str(each.device) for each in tensors))
 
 
 class Training:
@@ -278,14 +269,14 @@ class Training:
         for block in self.model[:2]:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
-        self.comm = quantize_communication(
+        self.comm = sdp4bit.quantize_communication(
             self.model,
             topology=RANKS_PER_NODE,
-            config=SDP4BitConfig(
-                weights=WeightConfig(replica=replica),  # type: ignore[arg-type]
-                gradients=GradientConfig(min_numel=0),
-                telemetry=TelemetryConfig(interval=1),
-                audit=AuditConfig(interval=AUDIT_INTERVAL) if audited else None,
+            config=sdp4bit.SDP4BitConfig(
+                weights=sdp4bit.WeightConfig(replica=replica),  # type: ignore[arg-type]
+                gradients=sdp4bit.GradientConfig(min_numel=0),
+                telemetry=sdp4bit.TelemetryConfig(interval=1),
+                audit=sdp4bit.AuditConfig(interval=AUDIT_INTERVAL) if audited else None,
             ),
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
@@ -330,9 +321,7 @@ def train(watch: Watch, *, replica: str, audited: bool) -> dict[str, Any]:
         "replicas": places_of(rows),
         "held": places_of(held),
         "held on the host": [
-            f"{each.dtype}{list(each.shape)} {'pinned' if watch.is_pinned(each) else 'pageable'}"
-            for each in held
-            if each.device.type == "cpu"
+            f"{x.dtype} {'' if watch.is_pinned(x) else 'not '}pinned" for x in held if x.device.type == "cpu"
         ],
         "gradients": places_of(gradients),
         "optimizer": places_of([each.to_local() for each in states if isinstance(each, DTensor)]),
@@ -391,11 +380,11 @@ def misplace() -> str:
     )
     try:
         run.step()
+        return ""
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
         Scratch.messages = messages  # type: ignore[method-assign]
-    return ""
 
 
 def main() -> None:
@@ -403,11 +392,9 @@ def main() -> None:
     install_ranks()
     with FakeTensorMode(allow_non_fake_inputs=True), Watch() as watch:
         runs = {
-            f"{replica}, {'audited' if audited else 'not audited'}": train(
-                watch, replica=replica, audited=audited
-            )
+            f"{replica}, {audit}": train(watch, replica=replica, audited=audit == "audited")
             for replica in ("node", "full")
-            for audited in (False, True)
+            for audit in ("not audited", "audited")
         }
         faults = {hook.__name__: mutate(hook) for hook in (AllGatherHook, ReduceScatterHook)}
         print(json.dumps({"runs": runs, "faults": faults, "misplaced": misplace()}))
