@@ -351,6 +351,8 @@ def pipelined(config: SDP4BitConfig | None) -> list[float]:
     comm = config and sdp4bit.quantize_communication(model, topology=1, config=config)
     optimizer = adamw(model)
     stage = PipelineStage(model, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    if torch.__version__ < (2, 13):  # connections are opened with a message of a wrong size for gloo
+        stage._get_init_p2p_neighbors_ops = list
     schedule = ScheduleGPipe(stage, 4, loss_fn=lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()))
     data, losses = batches(rank=mesh.get_local_rank("dp")), []
     for _ in range(2):

@@ -275,9 +275,10 @@ def create_without_splitting() -> tuple[list[Any], list[torch.device | None]]:
         default.bound_device_id = None  # gloo has nothing to bind
         return original(*args, **{**kwargs, "device_id": None})
 
+    both = dist.new_group([0, 1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.distributed_c10d, "_new_process_group_helper", look)
-        for within in (dist.group.WORLD, None):
+        for within in (both, dist.group.WORLD, None):
             default.bound_device_id = device
             create_process_groups([[[0], [1]]], timeout=None, description="test", within=within)
             seen.append(default.bound_device_id)
@@ -288,7 +289,7 @@ def create_without_splitting() -> tuple[list[Any], list[torch.device | None]]:
 def test_a_part_of_the_ranks_does_not_split_the_communicator_of_all() -> None:
     device = torch.device("cuda:0")
     for seen in run_ranks(create_without_splitting, 2, timeout=60):
-        assert seen == [(None, device), device, (device, device), None]
+        assert seen == [(None, device), device, (device, device), None, (device, device), None]
 
 
 def create_when_torch_waits_for_all() -> tuple[int, list[float]]:
@@ -313,12 +314,13 @@ def create_on_another_torch() -> tuple[list[str], list[float], str]:
     signature = inspect.signature(original)
     added = inspect.Parameter("shape", inspect.Parameter.KEYWORD_ONLY)
     changed.__signature__ = signature.replace(parameters=[*signature.parameters.values(), added])  # type: ignore[attr-defined]
+    everyone = dist.new_group()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(dist.distributed_c10d, "_new_process_group_helper", changed)
         (topology,) = create_topologies([grid(2, 2)]).values()
         with pytest.raises(ValueError) as refused:
-            create_topologies([grid(2, 2)], within=dist.group.WORLD)
+            create_topologies([grid(2, 2)], within=everyone)
     return (
         [str(warning.message) for warning in caught],
         sums([topology.intra, topology.inter]),

@@ -58,11 +58,13 @@ def create_process_groups(
         within: the ranks that take part, and the back end of the groups; the default group when not given.
 
     Raises:
-        ValueError: `within` is given, and this torch or this back end has all ranks of the job create each
+        ValueError: `within` is a part of the job, and this torch or this back end has all ranks create each
             group; the same on every rank.
     """
     if not rounds:
         return []
+    if within is dist.group.WORLD:
+        within = None
     obstacle = _obstacle()
     if not obstacle:
         name = f"sdp4bit_{_agreed_number(within):016x}"

@@ -34,14 +34,14 @@ class Pipeline:
         self._loss_sum = torch.zeros((), device=device)
         self._weight = torch.zeros((), device=device)
 
-        def stage(number: int) -> PipelineStage:
+        def stage(number: int) -> Any:
             chunk = model.chunks[model.stages.index(number)]
             batch = (micro_batch_size, sequence_length)
             tokens = torch.empty(batch, dtype=torch.int64, device="meta")
             stream = torch.empty(*batch, chunk.shape.hidden, dtype=chunk.arithmetic, device="meta")
             loss = torch.empty(1, device="meta")
             # Shapes are given: finding them out would take a forward of every stage, with communication.
-            return PipelineStage(
+            made: Any = PipelineStage(
                 chunk,
                 number,
                 stages,
@@ -50,6 +50,11 @@ class Pipeline:
                 output_args=(loss if chunk.is_last else stream).requires_grad_(),
                 group=group,
             )
+            if device.type == "cpu" and torch.__version__ < "2.13":
+                # Older releases open connections with an int64 that the neighbour receives as fp32, which
+                # gloo refuses. It needs no opening.
+                made._get_init_p2p_neighbors_ops = list
+            return made
 
         # The loss is a sum over tokens with a weight of its own; torch would divide the gradient by the
         # number of micro batches, and with it whatever earlier steps have accumulated.
