@@ -78,7 +78,7 @@ class Stream:
     device, priority = CUDA, 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        self.cuda_stream = id(self)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = Event() if event is None else event

@@ -304,6 +304,7 @@ def simulate(
     _register()
     start(Simulator(left_out=left_out))
     if dist.is_initialized():
+        dist.barrier()  # others may still be connecting to this one
         dist.destroy_process_group()
     dist.init_process_group(BACKEND, rank=rank, world_size=world, store=dist.HashStore())
 
