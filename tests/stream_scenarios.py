@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from sdp4bit import (
     AlertConfig,
@@ -249,8 +250,18 @@ def skipped() -> None:
     run.train(2)
 
 
+def without_empty_shards() -> None:
+    """Optimizers that get only what their rank holds a part of, and differ from rank to rank."""
+
+    def is_held(param: torch.nn.Parameter) -> bool:
+        return bool(cast(DTensor, param).to_local().numel())
+
+    FSDPRun(params=is_held).train(3)
+
+
 ORDERED_SCENARIOS: dict[str, Callable[[], object]] = {
     **{name: SCENARIOS[name] for name in ("two roots", "load", "audit", "alerts")},
     "skipped step": skipped,
+    "empty shards left out": without_empty_shards,
 }
 """What all ranks go through, to compare the order of their collectives."""
