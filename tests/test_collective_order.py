@@ -70,7 +70,7 @@ def logs_of_rank(names: Sequence[str]) -> dict[str, Log]:
 
 
 def logs_of_all(*names: str) -> dict[str, list[Log]]:
-    ranks = run_ranks(logs_of_rank, 4, names)
+    ranks = run_ranks(logs_of_rank, 4, names, timeout=480.0)
     return {name: [logs[name] for logs in ranks] for name in names}
 
 

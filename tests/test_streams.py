@@ -104,14 +104,14 @@ Half = tuple[dict[str, Result], dict[str, bool], dict[str, list[str]]]
 @pytest.fixture(scope="module")
 def fsdp() -> list[Half]:
     """What the scenarios of FSDP2 have come to, each in one of two processes."""
-    return run_ranks(run_fsdp, 2)
+    return run_ranks(run_fsdp, 2, timeout=480.0)
 
 
 @pytest.fixture(scope="module")
 def megatron() -> list[Half]:
     """What the scenarios of Megatron-Core have come to, in a process that `fake_cuda` has changed."""
     pytest.importorskip("megatron.core")
-    return run_ranks(run_megatron, 1)
+    return run_ranks(run_megatron, 1, timeout=480.0)
 
 
 def check(halves: list[Half], name: str) -> None:
