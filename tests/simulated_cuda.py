@@ -8,8 +8,9 @@ sums nothing, uses streams as NCCL's does, and notes every call.
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from sdp4bit.collectives import process_groups
 from sdp4bit.integrations.fsdp_groups import FSDPGroup
 from tests.stream_simulator import (
     CPU,
@@ -291,6 +293,12 @@ def _new_simulated_group(*args: Any, backend: Any = None, **options: Any) -> Any
     return _new_group(*args, **options)
 
 
+def numbers() -> Callable[[object], int]:
+    """Return what gives 0, 1, 2 and so on, whatever it is asked."""
+    counter = itertools.count()
+    return lambda _: next(counter)
+
+
 @contextmanager
 def simulate(
     *, rank: int = 0, world: int = 4, sees_operators: bool = True, left_out: str = ""
@@ -325,6 +333,8 @@ def simulate(
         stack.callback(dist.destroy_process_group)
         for module in (torch.cpu, torch.cuda):
             stack.enter_context(mock.patch.multiple(module, **handle))
+        # Simulated ranks cannot agree on a random number; they attach in the same order.
+        stack.enter_context(mock.patch.object(process_groups, "_agreed_number", numbers()))
         # Megatron-Core's groups on gloo would wait for other ranks.
         stack.enter_context(mock.patch("torch.distributed.new_group", _new_simulated_group))
         stack.enter_context(mock.patch("torch.cuda.default_stream", _default_stream))

@@ -153,6 +153,42 @@ def evaluate() -> None:
     run.train(1)
 
 
+def accumulate_unreduced() -> None:
+    """Micro-batches whose gradients stay where they are; nobody waits to see whether weights were edited."""
+    run = FSDPRun().train(1)
+    for _ in range(2):
+        for is_last in (False, True):
+            run.models[0].set_requires_gradient_sync(is_last)
+            run.backward()
+        run.step()
+
+
+def freeze_part() -> None:
+    """A frozen part of every group, and a frozen group; edits of them are looked for without waiting."""
+
+    def prepare(models: list[toy.ToyGPT]) -> None:
+        models[0].blocks[0].requires_grad_(False)
+        for block in models[0].blocks[1:]:
+            block.qkv.requires_grad_(False)
+
+    FSDPRun(prepare=prepare).train(4)
+
+
+def edit() -> None:
+    """Weights are edited between evaluations, a little and a lot."""
+    run = FSDPRun(prepare=prefetch).train(2)
+    run.models[0].eval()
+    with torch.no_grad():
+        for factor in (1.0, 1.001, 1.5):
+            run.forward()
+            run.models[0].reshard()
+            for param in run.models[0].parameters():
+                param.to_local().mul_(factor)
+    run.forward()
+    run.models[0].train()
+    run.train(1)
+
+
 def audit() -> None:
     run = FSDPRun(replace(MEASURED, audit=AuditConfig(interval=1)), prepare=prefetch).train(3)
     assert run.comm.audit()
@@ -190,6 +226,9 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "weights only": lambda: FSDPRun(replace(QUANTIZED, gradients=None)).train(3),
     "pipeline chunks": lambda: FSDPRun(chunked()).train(3),
     "accumulation": lambda: FSDPRun().train(3, accumulate=2),
+    "accumulation, unreduced": accumulate_unreduced,
+    "frozen": freeze_part,
+    "edits": edit,
     "prefetch": lambda: FSDPRun(prepare=prefetch).train(3),
     "unshard": lambda: FSDPRun(prepare=unshard_ahead).train(3),
     "unshard, full replica": lambda: FSDPRun(FULL, prepare=unshard_ahead).train(3),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class CompletedWork(dist._Work):  # type: ignore[misc,name-defined]
@@ -29,6 +30,23 @@ class CompletedWork(dist._Work):  # type: ignore[misc,name-defined]
     def is_completed(self) -> bool:
         """Whether the collective has finished."""
         return self._event is None or bool(self._event.query())
+
+
+class HostCopy:
+    """A copy of a tensor on its way to the host, which goes on; a tensor on the host is there at once."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def arrived(self) -> Tensor | None:
+        """Return the copy if it is there; nobody waits for it."""
+        return self._host if self._event is None or self._event.query() else None
 
 
 class JointWork:

@@ -51,6 +51,7 @@ from sdp4bit.integrations.fsdp_steps import watch_optimizers
 from sdp4bit.integrations.fsdp_torch import check_torch_version
 from sdp4bit.integrations.ladder import Alert
 from sdp4bit.integrations.measures import group_stats, total_measures
+from sdp4bit.quantization.checksum import prepare_checksums
 from sdp4bit.quantization.random import check_numbers
 from sdp4bit.telemetry import Traffic
 
@@ -179,6 +180,7 @@ class CommHandle:
         self._state = CommState(comms, telemetry=config.telemetry)
         for comm in comms:
             note_reasons(comm, config=config, skipped=skipped)
+            prepare_checksums(comm.group.device)
             self._choose_weights(comm, weight_topologies, weight_scratch)
             self._choose_gradients(comm, gradient_topologies, gradient_scratch)
         if config.audit is not None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.exchange_error import naming
+from sdp4bit.collectives.work import HostCopy
 from sdp4bit.integrations.fsdp_group_comm import GroupComm, reduce_over_copies
 from sdp4bit.integrations.fsdp_groups import FSDPGroup, ParamSegment, tensor_version
 
@@ -33,7 +34,7 @@ class EditDetector:
     def __init__(self) -> None:
         self._leader: weakref.ref[Any] | None = None
         self._seen: set[int] = set()
-        self._late: list[tuple[torch.cuda.Event, Tensor]] = []
+        self._late: list[HostCopy] = []
 
     def look(self, comm: GroupComm, groups: Sequence[GroupComm]) -> None:
         """Notice edits since the last refresh before a group is gathered, outside backward.
@@ -58,11 +59,9 @@ class EditDetector:
 
     def take_late(self) -> bool:
         """Return whether this rank has come to know of an edit that was not waited for."""
-        arrived = [(event.query(), flag) for event, flag in self._late]
-        self._late = [
-            late for late, (has_arrived, _) in zip(self._late, arrived, strict=True) if not has_arrived
-        ]
-        return any(has_arrived and bool(flag) for has_arrived, flag in arrived)
+        looked_at = [(copy, copy.arrived()) for copy in self._late]
+        self._late = [copy for copy, flag in looked_at if flag is None]
+        return any(bool(flag) for _, flag in looked_at if flag is not None)
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -83,17 +82,11 @@ class EditDetector:
             if not trains or _may_wait(comm):
                 asked.setdefault(comm.group.ranks, []).append((comm, flag))
             else:
-                self._notice_later(flag)
+                self._late.append(HostCopy(flag))
         for pairs in asked.values():
             edited = _agree([comm for comm, _ in pairs], torch.stack([flag for _, flag in pairs]))
             if edited:
                 _choose_refresh(edited)
-
-    def _notice_later(self, flag: Tensor) -> None:
-        host = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._late.append((event, host))
 
 
 def _groups_of_root(comm: GroupComm, groups: Sequence[GroupComm]) -> list[GroupComm]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sdp4bit.collectives.all_gather import Span
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
+from sdp4bit.collectives.work import HostCopy
 from sdp4bit.config import TelemetryConfig
 from sdp4bit.telemetry import Traffic
 
@@ -164,7 +165,7 @@ class SampledMeasures:
         self.step = 0
         """The last measured step; 0 before the first."""
         self._squares: Tensor | None = None
-        self._under_way: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+        self._under_way: tuple[int, HostCopy] | None = None
         self._arrived: tuple[int, Tensor] | None = None
 
     def is_due(self, step: int) -> bool:
@@ -175,14 +176,7 @@ class SampledMeasures:
         """These are the squares [groups, 7] of the step; a copy is on its way to the host, which goes on."""
         self._poll()
         self._squares, self.step = squares, step
-        if squares.device.type != "cuda":
-            self._under_way = (step, squares, None)
-            return
-        host = torch.empty(squares.shape, dtype=squares.dtype, pin_memory=True)
-        host.copy_(squares, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._under_way = (step, host, event)
+        self._under_way = (step, HostCopy(squares))
 
     def on_device(self) -> Tensor | None:
         """Return the measures [groups, 4] of the last measured step; None before the first."""
@@ -207,8 +201,9 @@ class SampledMeasures:
 
     def _poll(self) -> None:
         if self._under_way is not None:
-            step, squares, event = self._under_way
-            if event is None or event.query():
+            step, copy = self._under_way
+            squares = copy.arrived()
+            if squares is not None:
                 self._arrived, self._under_way = (step, squares), None
 
     def by_group(self) -> list[GroupMeasures]:

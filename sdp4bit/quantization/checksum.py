@@ -31,6 +31,11 @@ def _mix(x: Tensor) -> Tensor:
     return x
 
 
+def prepare_checksums(device: torch.device) -> None:
+    """Have ready on a device what checksums need; on a GPU the host waits once, here or at the first one."""
+    _factors(device)
+
+
 @lru_cache
 def _factors(device: torch.device) -> Tensor:
     """Return odd pseudo-random factors of the words of a piece and of their high halves, int64 [2, words]."""
