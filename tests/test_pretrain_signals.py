@@ -21,12 +21,12 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from tests import signalled_command
 from tests.started_ranks import children_of, ranks_of
 from tests.tiny_runs import losses, write_text
 
 STEPS = 12
-SIGNALLED = [sys.executable, signalled_command.__file__]
+# Never imported here: it changes what saves and trains in its process.
+SIGNALLED = [sys.executable, str(Path(__file__).with_name("signalled_command.py"))]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -126,7 +126,7 @@ def test_a_run_signalled_in_every_phase_has_the_losses_of_an_undisturbed_one(lau
     if launcher == "sdp4bit":
         command = [*SIGNALLED, "pretrain", "--nproc-per-node", "2"]
     else:
-        command = [*TORCHRUN, signalled_command.__file__, "pretrain"]
+        command = [*TORCHRUN, SIGNALLED[-1], "pretrain"]
     plan, saved = tmp_path / "plan", [0]
     for fault in (*faults, ""):
         plan.write_text(fault and f"SIG{fault}")
