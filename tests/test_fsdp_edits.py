@@ -297,8 +297,35 @@ def alternating(config: SDP4BitConfig | None) -> list[float]:
     return losses + [loss_of(model, runs[0].eval_batch).item() for model in models]
 
 
+def train_alone(config: SDP4BitConfig | None) -> list[float]:
+    """Parameters of one row: rank 1 has no value and no optimizer, and says itself that a step was taken."""
+    torch.manual_seed(0)
+    model = nn.Linear(256, 1)
+    fully_shard(model, mesh=data_mesh(), mp_policy=POLICY)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        comm = None if config is None else quantize_communication(model, topology=1, config=config)
+    told = [str(w.message) for w in caught if "holds no value" in str(w.message)]
+    params = [p for p in model.parameters() if p.to_local().numel()]
+    assert len(told) == (comm is not None and not params)
+    optimizer = adamw(model, params=params) if params else None
+    x = torch.randn(16, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
+    losses = []
+    for _ in range(4):
+        loss = (model(x) - 1).pow(2).mean()
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        elif comm is not None:
+            comm.mark_step()
+        model.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def check_steps() -> None:
     check_filtered()
+    assert train_alone(LOSSLESS) == train_alone(None)
     for keep in (False, True):
         assert_close_to_plain(freezing, keep)
     plain, lossless = alternating(None), alternating(LOSSLESS)

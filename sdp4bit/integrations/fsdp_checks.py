@@ -182,6 +182,12 @@ def warn_of_layout(
             f"sdp4bit: weights stay in full precision in {', '.join(whole[:3])}{more}; see explain()",
             stacklevel=3,
         )
+    if groups and not any(group.holds_values for group in groups):
+        warnings.warn(
+            "sdp4bit: this rank holds no value of the model, only padding, so no optimizer of its own tells "
+            "when a step is taken: call comm.mark_step() here whenever the other ranks step",
+            stacklevel=3,
+        )
     if any(group.is_hybrid for group in groups):
         warnings.warn(
             "sdp4bit: with HSDP only the shard dimension is quantized; the all-reduce over replicas stays in "

@@ -237,6 +237,11 @@ class FSDPGroup:
         return sum(param.padded_sharded_param_size.numel() for param in self._group.fsdp_params)
 
     @property
+    def holds_values(self) -> bool:
+        """Whether any shard of this rank is more than padding."""
+        return any(cast(DTensor, segment.sharded).to_local().numel() for segment in self.segments)
+
+    @property
     def row_nbytes(self) -> int:
         """Bytes of one rank's row as it is gathered."""
         return sum((s.end - s.start) * self._gathered_dtype(s.sharded.dtype).itemsize for s in self.segments)
