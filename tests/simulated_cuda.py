@@ -12,6 +12,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -159,6 +160,10 @@ def _resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
 # -- collectives -------------------------------------------------------------------------------------
 
 
+ASYNCHRONOUS = SimpleNamespace(asyncOp=True)
+"""Options of a call that is given none, as torch 2.9 calls a coalesced all-gather."""
+
+
 class _Work(dist._Work):  # type: ignore[misc,name-defined]
     """An asynchronous collective; as with NCCL, its tensors are kept until somebody waits."""
 
@@ -256,7 +261,7 @@ class _Group(dist.ProcessGroup):
     def _coalesced(self, run: Any, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> _Work:
         return [run(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
 
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> _Work:
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = ASYNCHRONOUS) -> _Work:
         return self._coalesced(self.all_gather_single, outputs, inputs, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> _Work:

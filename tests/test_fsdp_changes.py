@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from sdp4bit import quantize_communication
+from sdp4bit.integrations.fsdp_torch import param_groups_of
 from tests import toy
 from tests.ranks import run_ranks
 
@@ -111,7 +112,7 @@ def change_after_attaching(change: str) -> list[str]:
         # Stands in for an FSDP2 that accepts an int here, as fully_shard does.
         like = toy.build(reshard_after_forward=2)
         for block, other in zip(model.blocks, like.blocks, strict=True):
-            (group,), (source,) = (b._get_fsdp_state()._fsdp_param_groups for b in (block, other))
+            (group,), (source,) = map(param_groups_of, (block, other))
             for part in (group, *group.fsdp_params):
                 part.post_forward_mesh_info = source.post_forward_mesh_info
     else:

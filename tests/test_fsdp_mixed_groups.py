@@ -164,6 +164,8 @@ def check_kind(kind: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_of_mixed_types_train_as_with_plain_fsdp2(kind: type[nn.Module]) -> None:
+    if "int64" in KINDS[kind] and torch.__version__ < "2.10":
+        pytest.skip("FSDP2 of torch 2.9 takes no integer parameters")
     run_ranks(check_kind, 4, kind)
 
 
