@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 
 import sdp4bit
-from sdp4bit.collectives.exchange_error import exchange_error, is_communication_failure, job_timeout, naming
+from sdp4bit.collectives.exchange_error import (
+    exchange_error,
+    is_communication_failure,
+    job_timeout,
+    naming,
+    set_timeout,
+)
 from tests import toy
 from tests.ranks import run_ranks
 from tests.saved_runs import one_rank
@@ -28,7 +34,7 @@ WAITS = 4
 
 
 def train_until_rank_3_is_gone(preset: str, *, hangs: bool) -> None:
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=WAITS), dist.group.WORLD)
+    set_timeout(timedelta(seconds=WAITS), dist.group.WORLD)
     assert job_timeout() == timedelta(seconds=WAITS)
     model = toy.build()
     sdp4bit.quantize_communication(model, topology=2, config=sdp4bit.SDP4BitConfig.preset(preset))

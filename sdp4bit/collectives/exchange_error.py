@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -100,6 +101,13 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     """Return "rank 3", or "ranks 2, 3" with the first eight."""
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
+    """Let a process group (None: the default one) wait so long for a rank from now on."""
+    c10d: Any = dist.distributed_c10d
+    # torch 2.14 has a public name for it, and warns of the other.
+    (c10d.set_timeout if hasattr(c10d, "set_timeout") else c10d._set_pg_timeout)(timeout, group)
 
 
 def job_timeout() -> timedelta | None:

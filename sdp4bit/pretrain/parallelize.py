@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import sdp4bit
-from sdp4bit.collectives.exchange_error import job_timeout
+from sdp4bit.collectives.exchange_error import job_timeout, set_timeout
 from sdp4bit.pretrain.config import PretrainConfig
 from sdp4bit.pretrain.model import GPT, Block
 from sdp4bit.pretrain.ranks import Ranks
@@ -168,7 +168,7 @@ def lay_out(config: PretrainConfig, *, ranks: Ranks) -> RankLayout:
     for group in groups:
         # Groups of a mesh take the default of the back end otherwise, half an hour for gloo.
         if timeout is not None and group != dist.group.WORLD:
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            set_timeout(timeout, group)
     return RankLayout(mesh=mesh, ranks=ranks)
 
 
