@@ -80,7 +80,7 @@ def _work(rank: int, store: str, arguments: argparse.Namespace, results: Any) ->
     fsdp_hooks.sample_gradient = measuring.around(fsdp_hooks.sample_gradient)
     EditDetector.look = watching.around(EditDetector.look)  # type: ignore[method-assign]
     GroupComm.note_refresh = watching.around(GroupComm.note_refresh)  # type: ignore[method-assign]
-    workload = Workload(layers=arguments.layers, hidden=arguments.hidden)
+    workload = Workload(layers=arguments.layers, hidden=arguments.hidden, micro_batch=arguments.micro_batch)
     intervals = [0, *arguments.intervals]
     steps = {interval: _build(workload, interval) for interval in intervals}
     losses: dict[int, list[float]] = {interval: [] for interval in intervals}
@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=192, help="a multiple of 6")
+    parser.add_argument("--micro-batch", type=int, default=1, help="sequences of 128 tokens per rank")
     parser.add_argument("--micro-batches", type=int, default=1, help="forwards and backwards per step")
     parser.add_argument("--json", type=Path)
     parser.set_defaults(intervals=[1, 10])

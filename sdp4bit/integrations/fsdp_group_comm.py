@@ -120,9 +120,11 @@ class GroupComm:
         """
         if not self.changed:
             return frozenset()
-        if self.changed <= self.trained == self.trainable():
+        everything = len(self.group.segments)
+        # What trains is asked of every parameter, so not where the answer makes no difference.
+        if len(self.changed) < everything and self.changed <= self.trained == self.trainable():
             return self.trained
-        return frozenset(range(len(self.group.segments)))
+        return frozenset(range(everything))
 
     def due_spans(self) -> list[Span] | None:
         """Return the stretches of the row whose difference the next refresh sends; None for all of it."""

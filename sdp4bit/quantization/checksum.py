@@ -60,13 +60,13 @@ def checksum(values: Tensor) -> Tensor:
     Reads `values` once, in pieces, with memory for one piece beside (0.25 MB on the host, else 16 MB).
     """
     words, factors = _words(values), _factors(values.device)
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    terms = []
     for index, part in enumerate(words.split(factors.shape[1])):
-        low, high = factors[:, : part.numel()]
+        low, high = factors[:, : part.numel()].unbind()
         # Pieces share their factors; an odd number for each piece keeps them apart.
         number = _signed((2 * index + 1) * _GOLDEN)
-        total += (_dot(part, low) + _dot(part >> 32, high)) * number
-    return total
+        terms.append(_dot(part, low).add_(_dot(part >> 32, high)).mul_(number))
+    return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
