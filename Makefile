@@ -53,7 +53,7 @@ $(OTHER)/.installed: pyproject.toml constraints.txt
 
 test-pytorch: $(STAMP) ## run PyTorch's own FSDP2 tests, of the checkout PYTORCH, plain and attached
 	$(PIP_INSTALL) expecttest==0.3.0
-	$(BIN)/python -m tests.pytorch_fsdp $(PYTORCH)
+	$(BIN)/python -m tests.engines.fsdp2.pytorch_fsdp $(PYTORCH)
 
 check: $(STAMP) ## lint, check the format and the types
 	$(BIN)/ruff check

@@ -28,9 +28,9 @@ import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.collectives.exchange import start_all_to_all
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.pretrain.model import GPT, Block
-from sdp4bit.pretrain.model_cards import ModelShape
-from sdp4bit.pretrain.parallelize import arithmetic_dtype
+from sdp4bit.pretrain.model.cards import ModelShape
+from sdp4bit.pretrain.model.gpt import GPT, Block
+from sdp4bit.pretrain.step.parallelize import arithmetic_dtype
 
 FULL_WEIGHTS = WeightConfig(bits=None)
 FULL_GRADIENTS = GradientConfig(intra_bits=None, inter_bits=None, hadamard=False)

@@ -122,12 +122,12 @@ def instrument(saboteur: Saboteur, *, folder: Path, rank: int) -> None:
     import torch
 
     from sdp4bit.collectives.exchange import PendingExchange
-    from sdp4bit.pretrain import checkpoint_save
-    from sdp4bit.pretrain.checkpoint import Checkpointer
-    from sdp4bit.pretrain.checkpoint_files import HashedFile
+    from sdp4bit.pretrain.checkpoint import save as checkpoint_save
+    from sdp4bit.pretrain.checkpoint.checkpointer import Checkpointer
+    from sdp4bit.pretrain.checkpoint.files import HashedFile
+    from sdp4bit.pretrain.loop import TrainingLoop
     from sdp4bit.pretrain.metrics import MetricsWriter
-    from sdp4bit.pretrain.model import GPT
-    from sdp4bit.pretrain.training_loop import TrainingLoop
+    from sdp4bit.pretrain.model.gpt import GPT
 
     saboteur.watch(GPT, "forward", "forward")
     saboteur.watch(torch.Tensor, "backward", "backward")

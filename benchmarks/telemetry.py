@@ -35,10 +35,10 @@ import sdp4bit
 from benchmarks.cluster_strategies import TrainingStep, Workload, build_model, shard
 from benchmarks.kernels import describe_machine
 from sdp4bit.config import SDP4BitConfig, TelemetryConfig
-from sdp4bit.integrations import fsdp_hooks
-from sdp4bit.integrations.fsdp_comm_state import CommState
-from sdp4bit.integrations.fsdp_edits import EditDetector
-from sdp4bit.integrations.fsdp_group_comm import GroupComm
+from sdp4bit.engines.fsdp2 import hooks as fsdp_hooks
+from sdp4bit.engines.fsdp2.comm_state import CommState
+from sdp4bit.engines.fsdp2.edits import EditDetector
+from sdp4bit.engines.fsdp2.group_comm import GroupComm
 
 RANKS, RANKS_PER_NODE = 4, 2
 WARM_UP_STEPS = 4

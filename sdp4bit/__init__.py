@@ -9,7 +9,7 @@ between nodes. One line after `fully_shard`::
 from __future__ import annotations
 
 from sdp4bit import megatron
-from sdp4bit.collectives.exchange_error import ExchangeError
+from sdp4bit.collectives.errors import ExchangeError
 from sdp4bit.config import (
     PRESETS,
     VERSION,
@@ -20,9 +20,9 @@ from sdp4bit.config import (
     TelemetryConfig,
     WeightConfig,
 )
-from sdp4bit.integrations.audit import ReplicaMismatchError
-from sdp4bit.integrations.fsdp import CommHandle, quantize_communication
-from sdp4bit.integrations.ladder import Alert
+from sdp4bit.engines.audit import ReplicaMismatchError
+from sdp4bit.engines.fallback import Alert
+from sdp4bit.engines.fsdp2.api import CommHandle, quantize_communication
 
 __version__ = VERSION
 

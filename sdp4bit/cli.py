@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         return _wrong_setting(f"this command needs {', '.join(missing)}: pip install sdp4bit[pretrain]")
-    from sdp4bit.pretrain.settings import SettingError
+    from sdp4bit.pretrain.options import SettingError
 
     try:
         return _run(parse(arguments))
@@ -31,14 +31,14 @@ def parse(arguments: Sequence[str] | None) -> Any:
     """Return the settings of the chosen command; their class says which it is."""
     import tyro
 
-    from sdp4bit.pretrain.checkpoint_config import ExportConfig, ImportConfig
-    from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
-    from sdp4bit.pretrain.config import PretrainConfig
-    from sdp4bit.pretrain.config_file import expand_config_file
-    from sdp4bit.pretrain.planning import PlanConfig
-    from sdp4bit.pretrain.preprocess import PreprocessConfig
-    from sdp4bit.pretrain.probe_config import ProbeConfig
-    from sdp4bit.pretrain.report import ReportConfig
+    from sdp4bit.compare.config import CompareConfig, DemoConfig
+    from sdp4bit.plan.config import PlanConfig
+    from sdp4bit.plan.probe_config import ProbeConfig
+    from sdp4bit.pretrain.checkpoint.config import ExportConfig, ImportConfig
+    from sdp4bit.pretrain.config.file import expand_config_file
+    from sdp4bit.pretrain.config.pretrain import PretrainConfig
+    from sdp4bit.pretrain.data.preprocess import PreprocessConfig
+    from sdp4bit.report.command import ReportConfig
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     classes = {"pretrain": PretrainConfig, "compare": CompareConfig, "demo": DemoConfig}
@@ -106,50 +106,50 @@ _REPORT = (
 
 
 def _run(config: Any) -> int:
-    from sdp4bit.pretrain.checkpoint_config import ExportConfig, ImportConfig
-    from sdp4bit.pretrain.comparison import CompareConfig, DemoConfig
-    from sdp4bit.pretrain.launch import run_on_ranks
-    from sdp4bit.pretrain.planning import PlanConfig
-    from sdp4bit.pretrain.preprocess import PreprocessConfig
-    from sdp4bit.pretrain.probe_config import ProbeConfig
-    from sdp4bit.pretrain.report import ReportConfig, write_report
+    from sdp4bit.compare.config import CompareConfig, DemoConfig
+    from sdp4bit.plan.config import PlanConfig
+    from sdp4bit.plan.probe_config import ProbeConfig
+    from sdp4bit.pretrain.checkpoint.config import ExportConfig, ImportConfig
+    from sdp4bit.pretrain.data.preprocess import PreprocessConfig
+    from sdp4bit.pretrain.launch.local import run_on_ranks
+    from sdp4bit.report.command import ReportConfig, write_report
 
     if isinstance(config, ReportConfig):
         print(f"sdp4bit: written {write_report(config)}")
         return 0
     if isinstance(config, PlanConfig):
-        from sdp4bit.pretrain.planning_report import run_plan
+        from sdp4bit.plan.command import run_plan
 
         return run_plan(config)
     if isinstance(config, ProbeConfig):
-        from sdp4bit.pretrain.probe import probe
+        from sdp4bit.plan.probe import probe
 
         return run_on_ranks(probe, config=config, parallel=config.parallel, leaves_early=False)
 
     if isinstance(config, PreprocessConfig):
-        from sdp4bit.pretrain.preprocess import preprocess
+        from sdp4bit.pretrain.data.preprocess import preprocess
 
         preprocess(config)
         return 0
     if isinstance(config, DemoConfig):
-        from sdp4bit.pretrain.demo import demo
+        from sdp4bit.compare.demo import demo
 
         return run_on_ranks(demo, config=config, parallel=config.comparison().parallel)
     if isinstance(config, CompareConfig):
-        from sdp4bit.pretrain.compare import compare, merge_comparisons
+        from sdp4bit.compare.run import compare, merge_comparisons
 
         if config.merge:
             merge_comparisons(config)
             return 0
         return run_on_ranks(compare, config=config, parallel=config.parallel)
     if isinstance(config, ExportConfig | ImportConfig):
-        from sdp4bit.pretrain.huggingface import export_model, import_model
+        from sdp4bit.pretrain.checkpoint.huggingface import export_model, import_model
 
         written = export_model(config) if isinstance(config, ExportConfig) else import_model(config)
         print(f"sdp4bit: written {written}")
         return 0
     if config.dry_run:
-        from sdp4bit.pretrain.dry_run import print_dry_run
+        from sdp4bit.plan.dry_run import print_dry_run
 
         print_dry_run(config)
         return 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sdp4bit.integrations.megatron import quantize_communication
-from sdp4bit.integrations.megatron_arguments import add_arguments, from_args
-from sdp4bit.integrations.megatron_handle import MegatronCommHandle
+from sdp4bit.engines.megatron.api import quantize_communication
+from sdp4bit.engines.megatron.arguments import add_arguments, from_args
+from sdp4bit.engines.megatron.handle import MegatronCommHandle
 
 __all__ = ["MegatronCommHandle", "add_arguments", "from_args", "quantize_communication"]

@@ -31,7 +31,7 @@ _PRELOADED = [
     "torch.distributed.checkpoint",
     "sdp4bit",
     "tests.ranks",
-    "tests.tiny_runs",
+    "tests.pretrain.tiny_runs",
 ]
 
 

@@ -2,7 +2,7 @@
 
 Layer: gloo, 4 processes that stand for 2 nodes of 2, pretraining a small model with dropout.
 docs/determinism.md says what holds under which change, and why; resuming is tested in
-tests/test_pretrain_checkpoint.py.
+tests/pretrain/checkpoint/test_checkpoint.py.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("rich")
 
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
-from sdp4bit.integrations.fsdp import CommHandle
-from sdp4bit.pretrain.communication_config import CommunicationConfig
-from sdp4bit.pretrain.config import PretrainConfig
+from sdp4bit.engines.fsdp2.api import CommHandle
+from sdp4bit.pretrain.config.communication import CommunicationConfig
+from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.quantization import ops
+from tests.pretrain.tiny_runs import small, train_here, write_text
 from tests.ranks import run_ranks
-from tests.tiny_runs import small, train_here, write_text
 
 STEPS = 2
 
@@ -119,7 +119,7 @@ def test_bits_of_a_run_are_those_of_another_with_the_same_seed(text: Path, tmp_p
     assert len({found[2]["replicas"] for found in results}) == 1  # every rank holds the same full replica
 
 
-@pytest.mark.slow  # losses are compared in tests/test_fsdp_exactness.py
+@pytest.mark.slow  # losses are compared in tests/engines/fsdp2/test_exactness.py
 def test_bits_do_not_depend_on_the_back_end(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("numba")
     runs: list[tuple[PretrainConfig, ops.BackendName]] = [

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-from pathlib import Path
 
 import pytest
+
+from tests import ROOT
 
 pytest.importorskip("tyro")
 
 from sdp4bit.cli import parse
-from sdp4bit.pretrain.config import PretrainConfig
-from tests.indexed_corpora import write_corpus, write_vocabulary
+from sdp4bit.pretrain.config.pretrain import PretrainConfig
+from tests.pretrain.data.indexed_corpora import write_corpus, write_vocabulary
 
-FOLDER = Path(__file__).parent.parent / "examples" / "paper"
+FOLDER = ROOT / "examples" / "paper"
 ACCURACY = {"125M": (8, 6e-4), "350M": (8, 3e-4), "1.3B": (4, 2e-4), "6.7B": (2, 1.2e-4)}
 # Tensor and pipeline parallel size (table 8) and slices of the gradient exchange.
 SPEED = {

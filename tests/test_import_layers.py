@@ -6,33 +6,49 @@ string given to `import_module`.
 """
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
+
 MAX_LINES = 600
 SOURCE_SUFFIXES = {".py", ".sh", ".toml", ".yaml", ".yml"}
 
-# Room -> what it may import besides itself. "api" stands for the names of `sdp4bit/__init__.py`.
-METHOD = {"config", "quantization", "telemetry", "plan", "collectives"}
+# What each room may import besides itself: what stands left of it. A room is the longest of these names that
+# a module's name begins with; "api" stands for the names of `sdp4bit/__init__.py`.
+METHOD = {"config", "quantization", "traffic", "collectives"}
+ENGINES = METHOD | {"engines", "engines.fsdp2", "engines.megatron", "engines.simulated"}
+LIBRARY = ENGINES | {"megatron", "api"}
+_IN_PRETRAIN = ("options", "model", "launch", "data", "checkpoint", "config", "timers", "step", "metrics")
+PRETRAIN = {f"pretrain.{part}" for part in (*_IN_PRETRAIN, "stopping", "loop", "trainer")}
+PROGRAMS = {"compare", "plan", "report"}
 MAY_IMPORT = {
     "config": set(),
     "quantization": {"config"},
     "kernels": {"quantization"},
-    "telemetry": {"config", "quantization.layout"},
-    "plan": {"config", "quantization.layout"},
-    "collectives": {"config", "quantization", "telemetry"},
-    "integrations": METHOD,
-    "megatron": METHOD | {"integrations"},
-    "api": METHOD | {"integrations", "megatron"},
-    "pretrain": METHOD | {"integrations", "megatron", "api"},
-    "cli": METHOD | {"integrations", "megatron", "api", "pretrain"},
-    "__main__": METHOD | {"integrations", "megatron", "api", "pretrain", "cli"},
+    "traffic": {"config", "quantization.layout"},
+    "collectives": {"config", "quantization", "traffic"},
+    "engines": METHOD,
+    **{f"engines.{engine}": METHOD | {"engines"} for engine in ("fsdp2", "megatron", "simulated")},
+    "megatron": ENGINES,
+    "api": ENGINES | {"megatron"},
+    **{
+        f"pretrain.{part}": LIBRARY | {f"pretrain.{left}" for left in _IN_PRETRAIN[:place]}
+        for place, part in enumerate(_IN_PRETRAIN)
+    },
+    **{f"pretrain.{part}": LIBRARY | PRETRAIN for part in ("stopping", "loop", "trainer")},
+    "pretrain": LIBRARY,
+    **dict.fromkeys(PROGRAMS, LIBRARY | PRETRAIN),
+    "cli": LIBRARY | PRETRAIN | PROGRAMS,
+    "__main__": {"cli"},
 }
 ROOMS = MAY_IMPORT.keys() - {"api"}
 KERNEL_CALLER = "sdp4bit.quantization.ops"
+MOST_FILES = 20
+"""Source files in a folder of the package."""
 
 
 def module_name(path: Path) -> str:
@@ -44,7 +60,8 @@ def module_name(path: Path) -> str:
 def room_of(module: str) -> str:
     """The room a dotted name lies in; a name that is no room belongs to the package itself."""
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else "api"
+    names = [".".join(parts[1:end]) for end in range(len(parts), 1, -1)]
+    return next((name for name in names if name in ROOMS), "api")
 
 
 def static_text(node: ast.expr) -> str:
@@ -121,6 +138,11 @@ def test_every_room_imports_only_what_stands_left_of_it() -> None:
     assert not found, "\n".join(found)
 
 
+def test_no_folder_of_the_package_holds_more_files_than_can_be_overlooked() -> None:
+    counts = Counter(path.parent for path in python_files("sdp4bit"))
+    assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
+
+
 def test_no_source_file_is_longer_than_the_limit() -> None:
     files = [
         path
@@ -143,32 +165,38 @@ LAZY = "def op():\n    "
         ("config.py", "import sdp4bit.quantization"),
         ("config.py", "import torch, sdp4bit.plan"),
         ("config.py", "from sdp4bit import SDP4BitConfig"),
-        ("config.py", LAZY + "from sdp4bit.pretrain.config import TrainConfig"),
+        ("config.py", LAZY + "from sdp4bit.pretrain.config.pretrain import TrainConfig"),
         ("quantization/random.py", "from sdp4bit.collectives import work"),
-        ("quantization/layout.py", "from ..telemetry import Telemetry"),
+        ("quantization/layout.py", "from ..traffic import TrafficCounter"),
         ("quantization/ops.py", "from sdp4bit.kernels import cpu"),
         ("quantization/ops.py", "class Backend:\n    from ..kernels import cpu"),
-        ("quantization/ops.py", "if True:\n    import_module('sdp4bit.kernels.cuda')"),
-        ("quantization/__init__.py", LAZY + "import sdp4bit.kernels.cpu"),
-        ("quantization/reference.py", LAZY + "import sdp4bit.kernels.cpu"),
-        ("kernels/cpu.py", "from sdp4bit.collectives.topology import Topology"),
-        ("kernels/cpu.py", "from sdp4bit.config import SDP4BitConfig"),
-        ("telemetry.py", "from sdp4bit.quantization import reference"),
-        ("telemetry.py", "from sdp4bit.quantization.layouts import Layout"),
-        ("telemetry.py", "import sdp4bit.plan"),
-        ("plan.py", "import sdp4bit.quantization"),
-        ("plan.py", "from . import collectives"),
+        ("quantization/ops.py", "if True:\n    import_module('sdp4bit.kernels.triton.backend')"),
+        ("quantization/__init__.py", LAZY + "import sdp4bit.kernels.cpu.backend"),
+        ("quantization/reference.py", LAZY + "import sdp4bit.kernels.cpu.backend"),
+        ("kernels/cpu/backend.py", "from sdp4bit.collectives.topology import Topology"),
+        ("kernels/cpu/backend.py", "from sdp4bit.config import SDP4BitConfig"),
+        ("traffic.py", "from sdp4bit.quantization import reference"),
+        ("traffic.py", "from sdp4bit.quantization.layouts import Layout"),
+        ("traffic.py", "import sdp4bit.plan"),
+        ("plan/step.py", "import sdp4bit.compare"),
+        ("plan/step.py", "from .. import report"),
         ("collectives/work.py", "from sdp4bit import plan"),
-        ("collectives/work.py", "from ..integrations.fsdp import FSDPCommunication"),
-        ("collectives/__init__.py", "from .. import integrations"),
-        ("collectives/work.py", "from typing import Any\nif Any:\n    import sdp4bit.integrations"),
-        ("integrations/fsdp.py", LAZY + "from sdp4bit.pretrain import model"),
-        ("integrations/fsdp.py", "importlib.import_module(f'sdp4bit.kernels.{name}')"),
-        ("integrations/fsdp.py", "import_module('..pretrain', __package__)"),
-        ("integrations/fsdp.py", "import sdp4bit"),
+        ("collectives/work.py", "from ..engines.fsdp2.api import CommHandle"),
+        ("collectives/__init__.py", "from .. import engines"),
+        ("collectives/work.py", "from typing import Any\nif Any:\n    import sdp4bit.engines"),
+        ("engines/fsdp2/api.py", LAZY + "from sdp4bit.pretrain import model"),
+        ("engines/fsdp2/api.py", "importlib.import_module(f'sdp4bit.kernels.{name}')"),
+        ("engines/fsdp2/api.py", "import_module('...pretrain', __package__)"),
+        ("engines/fsdp2/api.py", "import sdp4bit"),
         ("__init__.py", LAZY + "from sdp4bit.pretrain import trainer"),
         ("__init__.py", "from .cli import main"),
-        ("pretrain/model.py", "from sdp4bit.cli import main"),
+        ("engines/fsdp2/hooks.py", "from sdp4bit.engines.megatron import patches"),
+        ("engines/audit.py", "from sdp4bit.engines.fsdp2.groups import FSDPGroup"),
+        ("pretrain/model/gpt.py", "from sdp4bit.cli import main"),
+        ("pretrain/model/gpt.py", "from sdp4bit.pretrain.launch.config import ParallelConfig"),
+        ("pretrain/data/config.py", "from sdp4bit.pretrain.trainer import pretrain"),
+        ("pretrain/trainer.py", "from sdp4bit.plan import memory"),
+        ("pretrain/__init__.py", "from sdp4bit.pretrain import trainer"),
         ("cli.py", LAZY + "from sdp4bit.kernels import cuda"),
         ("utils.py", "import math"),
     ],
@@ -185,13 +213,15 @@ def test_violation_is_found(path: str, source: str) -> None:
         ("quantization/ops.py", LAZY + "from sdp4bit.kernels import cpu"),
         ("quantization/ops.py", LAZY + "import_module(f'sdp4bit.kernels.{name}')"),
         ("quantization/__init__.py", "from . import layout\nfrom .reference import quantize"),
-        ("kernels/cpu.py", "from sdp4bit.quantization.layout import Layout"),
-        ("telemetry.py", "from sdp4bit.quantization.layout import Layout"),
-        ("plan.py", "from sdp4bit.quantization import layout\nimport sdp4bit.config"),
-        ("collectives/work.py", "from ..quantization import ops\nfrom sdp4bit import telemetry"),
-        ("integrations/fsdp.py", "from sdp4bit import collectives, plan, telemetry"),
-        ("__init__.py", "from sdp4bit.integrations.fsdp import quantize_communication"),
-        ("pretrain/trainer.py", "import sdp4bit\nfrom sdp4bit import SDP4BitConfig, integrations"),
+        ("kernels/cpu/backend.py", "from sdp4bit.quantization.layout import Layout"),
+        ("traffic.py", "from sdp4bit.quantization.layout import Layout"),
+        ("plan/step.py", "from sdp4bit.quantization import layout\nimport sdp4bit.pretrain.config"),
+        ("collectives/work.py", "from ..quantization import ops\nfrom sdp4bit import traffic"),
+        ("engines/fsdp2/api.py", "from sdp4bit import collectives, engines, traffic"),
+        ("__init__.py", "from sdp4bit.engines.fsdp2.api import quantize_communication"),
+        ("pretrain/step/gradients.py", "from sdp4bit.pretrain.model import gpt"),
+        ("report/page.py", "from sdp4bit.pretrain.metrics import read_metrics"),
+        ("pretrain/trainer.py", "import sdp4bit\nfrom sdp4bit import SDP4BitConfig, engines"),
         ("cli.py", LAZY + "from sdp4bit.pretrain.trainer import Trainer\n    import sdp4bit.plan"),
         ("__main__.py", "from sdp4bit.cli import main"),
     ],

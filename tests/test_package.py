@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import sdp4bit
+from tests import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parent.parent
 OPTIONAL = [
     "matplotlib",
     "megatron",
@@ -102,5 +102,5 @@ def test_wheel_ships_types_and_licence_and_only_the_library(tmp_path: Path) -> N
     assert any(name.endswith("licenses/LICENSE") for name in files)
     assert {name.split("/")[0].split("-")[0] for name in files} == {"sdp4bit"}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "sdp4bit").rglob("*.py")}
-    assets = {str(path.relative_to(ROOT)) for path in (ROOT / "sdp4bit/pretrain/report_assets").iterdir()}
+    assets = {str(path.relative_to(ROOT)) for path in (ROOT / "sdp4bit/report/assets").iterdir()}
     assert assets and modules | assets <= set(files)

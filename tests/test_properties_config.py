@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from sdp4bit.collectives.topology import NodeLayout, arrange, node_labels
 from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT, MessageLayout, message_layout
-from tests import property_cases as draws
-from tests.property_cases import PROFILES, hold
+from tests.quantization import property_cases as draws
+from tests.quantization.property_cases import PROFILES, hold
 
 # -- settings -----------------------------------------------------------------------------------------
 

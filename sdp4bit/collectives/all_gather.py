@@ -8,19 +8,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import (
     PendingExchange,
     all_gather_blocks,
     all_gather_rows,
     start_all_gather_rows,
 )
-from sdp4bit.collectives.exchange_error import PLACES
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.weight_messages import WeightMessages
 from sdp4bit.config import WeightConfig
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.telemetry import Level, TrafficCounter
+from sdp4bit.traffic import Level, TrafficCounter
 
 Span = tuple[int, int]
 """Start and end of a stretch of a row."""

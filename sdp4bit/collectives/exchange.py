@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sdp4bit.collectives.exchange_error import exchange_error, naming
+from sdp4bit.collectives.errors import exchange_error, naming
 from sdp4bit.collectives.work import DeferredWork
 
 # torch 2.13 renames these two; the old names warn there and are the only ones before.

@@ -10,7 +10,7 @@ from torch import Tensor
 from sdp4bit.collectives.exchange import PendingExchange, start_all_to_all
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
-from sdp4bit.telemetry import Level
+from sdp4bit.traffic import Level
 
 Use = Literal["send", "receive"]
 

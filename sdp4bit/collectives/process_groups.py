@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 
-from sdp4bit.collectives.exchange_error import naming
+from sdp4bit.collectives.errors import naming
 from sdp4bit.config import TESTED_TORCH
 
 _ARGUMENTS = {

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import PendingExchange
-from sdp4bit.collectives.exchange_error import PLACES
 from sdp4bit.collectives.message_exchange import GroupExchange, MessageExchange, Use
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
@@ -19,7 +19,7 @@ from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
 from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MessageLayout, message_layout, round_up
 from sdp4bit.quantization.random import Stage, derive_keys, draw_signs, pack_stream
-from sdp4bit.telemetry import Level, TrafficCounter
+from sdp4bit.traffic import Level, TrafficCounter
 
 
 @dataclass(frozen=True, kw_only=True)

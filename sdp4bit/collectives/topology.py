@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from sdp4bit.collectives.exchange_error import job_timeout
+from sdp4bit.collectives.errors import job_timeout
 from sdp4bit.collectives.process_groups import create_process_groups
 
 TopologySpec = str | int | DeviceMesh

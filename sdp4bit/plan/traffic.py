@@ -1,6 +1,6 @@
 """Bytes that one rank sends in a step, by level: exact, from the layouts of the messages, before it runs.
 
-What is counted is what :mod:`sdp4bit.telemetry` counts while it runs. Quantized messages are exact; a
+What is counted is what :mod:`sdp4bit.traffic` counts while it runs. Quantized messages are exact; a
 collective of the communication library is counted as a ring in rank order, the least that any algorithm
 needs, spread evenly over the ranks of a node.
 """

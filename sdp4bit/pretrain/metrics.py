@@ -21,8 +21,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from sdp4bit.pretrain.config import LoggingConfig
-from sdp4bit.pretrain.settings import SettingError
+from sdp4bit.pretrain.config.pretrain import LoggingConfig
+from sdp4bit.pretrain.options import SettingError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from sdp4bit.collectives.exchange_error import naming
+from sdp4bit.collectives.errors import naming
 
 
 class Timers:

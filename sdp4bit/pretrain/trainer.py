@@ -14,23 +14,24 @@ import torch
 from rich.console import Console
 
 import sdp4bit
-from sdp4bit.pretrain.checkpoint import Checkpointer, RunIdentity
-from sdp4bit.pretrain.checkpoint_folder import TOKENIZER, Progress
-from sdp4bit.pretrain.checkpoint_start import Start, choose_start
-from sdp4bit.pretrain.checkpoint_state import TrainingState
-from sdp4bit.pretrain.config import PretrainConfig
-from sdp4bit.pretrain.data import Batches, prepare_dataset
-from sdp4bit.pretrain.loss_scale import LossScale
+from sdp4bit.pretrain.checkpoint.checkpointer import Checkpointer, RunIdentity
+from sdp4bit.pretrain.checkpoint.folder import TOKENIZER, Progress
+from sdp4bit.pretrain.checkpoint.start import Start, choose_start
+from sdp4bit.pretrain.checkpoint.state import TrainingState
+from sdp4bit.pretrain.config.pretrain import PretrainConfig
+from sdp4bit.pretrain.config.same_settings import check_same_settings
+from sdp4bit.pretrain.data.batches import Batches, prepare_dataset
+from sdp4bit.pretrain.launch.ranks import Ranks, agree
+from sdp4bit.pretrain.launch.signals import listening
+from sdp4bit.pretrain.loop import TrainingDivergedError, TrainingLoop
 from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics, write_atomically
-from sdp4bit.pretrain.model import GPT
-from sdp4bit.pretrain.optimizer import build_optimizer
-from sdp4bit.pretrain.parallelize import ShardedModel, build_model, lay_out
-from sdp4bit.pretrain.ranks import Ranks, agree
-from sdp4bit.pretrain.same_settings import check_same_settings
-from sdp4bit.pretrain.settings import SettingError
-from sdp4bit.pretrain.stopping import StopRequests, listening
-from sdp4bit.pretrain.training_loop import TrainingDivergedError, TrainingLoop
-from sdp4bit.pretrain.virtual_model import build_virtual_model
+from sdp4bit.pretrain.model.gpt import GPT
+from sdp4bit.pretrain.options import SettingError
+from sdp4bit.pretrain.step.loss_scale import LossScale
+from sdp4bit.pretrain.step.optimizer import build_optimizer
+from sdp4bit.pretrain.step.parallelize import ShardedModel, build_model, lay_out
+from sdp4bit.pretrain.step.simulated_model import build_virtual_model
+from sdp4bit.pretrain.stopping import StopRequests
 
 FINAL_STEPS = 20
 

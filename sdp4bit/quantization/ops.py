@@ -34,7 +34,7 @@ from sdp4bit.quantization.layout import message_layout
 BackendName = Literal["auto", "reference", "numba", "triton"]
 
 _REQUIREMENT = {"numba": "numba", "triton": "triton"}
-_MODULE = {"numba": "sdp4bit.kernels.cpu", "triton": "sdp4bit.kernels.cuda"}
+_MODULE = {"numba": "sdp4bit.kernels.cpu.backend", "triton": "sdp4bit.kernels.triton.backend"}
 _AUTOMATIC = {"cpu": "numba", "cuda": "triton"}
 
 _loaded: dict[str, ModuleType] = {}

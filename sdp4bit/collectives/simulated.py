@@ -1,0 +1,232 @@
+"""The exchanges of many ranks in one process: the same operators on the same messages, and no transfer.
+
+A message is quantized right where its receiver reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from sdp4bit.collectives.exchange import PendingExchange
+from sdp4bit.collectives.message_exchange import Use
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
+from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.topology import NodeLayout, Topology, arrange
+from sdp4bit.collectives.weight_messages import WeightMessages
+from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.traffic import Level, TrafficCounter
+
+
+def virtual_layout(ranks: int, *, ranks_per_node: int) -> NodeLayout:
+    """Return ranks 0 .. ranks - 1, node by node; ValueError if they do not fill the nodes."""
+    return arrange(range(ranks), [rank // ranks_per_node for rank in range(ranks)])
+
+
+class _NoTransfer(PendingExchange):
+    """Messages that are where they belong already."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def timed_by(self, stop: Callable[[], None]) -> PendingExchange:
+        """Return this; what passes until the peers have written theirs is no time in exchange."""
+        return self
+
+
+class VirtualExchange:
+    """The all-to-alls of one virtual rank: what one rank sends and another receives is one piece of memory.
+
+    The ranks of a node exchange in a matrix [receiver, sender, nbytes], which the next node uses after them;
+    those with one local rank have a matrix of their own.
+    """
+
+    def __init__(self, topology: Topology, scratch: Scratch, *, bucket: int) -> None:
+        self._topology = topology
+        self._scratch = scratch
+        self._bucket = bucket
+
+    def messages(self, level: Level, use: Use, index: int, *, nbytes: int, device: torch.device) -> Tensor:
+        """See MessageExchange."""
+        topology = self._topology
+        if level == "intra":
+            size, me, where = topology.ranks_per_node, topology.local_rank, ""
+        else:
+            size, me, where = topology.nodes, topology.node, f" of local rank {topology.local_rank}"
+        name = f"bucket {self._bucket} {level} {index}{where}"
+        matrix = self._scratch.messages(name, size * size, nbytes, device=device).view(size, size, nbytes)
+        return matrix[:, me] if use == "send" else matrix[me]
+
+    def start(
+        self, received: Tensor, sent: Tensor, *, level: Level, index: int, what: str
+    ) -> PendingExchange:
+        """The messages are where they belong already, once the peers have written theirs."""
+        return _NoTransfer()
+
+
+class VirtualReduceScatter:
+    """Reduces the rows of virtual ranks as QuantizedReduceScatter does between processes, bit for bit.
+
+    Ranks hand in their rows one after another. What is kept of a rank is the message it sends; of the ranks
+    of a node that is complete, the messages between nodes.
+    """
+
+    def __init__(
+        self,
+        layout: NodeLayout,
+        *,
+        config: GradientConfig,
+        seed: int,
+        bucket: int,
+        traffic: TrafficCounter,
+        scratch: Scratch,
+    ) -> None:
+        """Prepare; nothing is allocated.
+
+        Args:
+            traffic: counts what one of the ranks sends; all send the same.
+            scratch: memory for messages; buckets may share it.
+        """
+        self._layout = layout
+        self._scratch = scratch
+        uncounted = TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
+        self._members = []
+        for rank in range(layout.size):
+            node, local_rank = divmod(rank, layout.ranks_per_node)
+            topology = Topology(layout=layout, node=node, local_rank=local_rank, intra=None, inter=None)
+            self._members.append(
+                QuantizedReduceScatter(
+                    topology,
+                    config=config,
+                    seed=seed,
+                    rank=rank,
+                    bucket=bucket,
+                    traffic=uncounted if rank else traffic,
+                    scratch=scratch,
+                    exchange=VirtualExchange(topology, scratch, bucket=bucket),
+                )
+            )
+        self._under_way: list[list[Iterator[None]]] = []
+        self._row: Tensor | None = None
+
+    def add(self, rows: Tensor, *, call: int, nonfinite: Tensor | None = None) -> None:
+        """The next rank's rows, one for each rank, are part of the sum.
+
+        Args:
+            rows: [ranks, n], fp32; may be overwritten afterwards.
+            call: number of this reduction of the bucket since the start, for the rounding bits.
+            nonfinite: counts the groups that are not finite and come in to this rank, as in a call of
+                QuantizedReduceScatter.
+        """
+        rank, per_node = len(self._under_way), self._layout.ranks_per_node
+        if self._row is None or self._row.shape != rows.shape[1:] or self._row.device != rows.device:
+            self._row = rows.new_empty(rows.shape[1])
+        slices = self._members[rank].begin(self._row, rows.view(-1), call=call, nonfinite=nonfinite)
+        self._under_way.append(slices)
+        _advance(slices)
+        if self._layout.nodes > 1 and per_node > 1 and (rank + 1) % per_node == 0:
+            for member in self._under_way[-per_node:]:
+                _advance(member)
+
+    def finish(self, take: Callable[[int, Tensor], None]) -> None:
+        """Every rank's row [n] of the sum has been handed to take(rank, row), which must copy it.
+
+        All ranks have handed in their rows, and may do so again afterwards.
+        """
+        under_way, self._under_way = self._under_way, []
+        assert self._row is not None and len(under_way) == self._layout.size
+        for rank, slices in enumerate(under_way):
+            _advance(slices)
+            take(rank, self._row)
+
+    @property
+    def of_first_rank(self) -> QuantizedReduceScatter:
+        """The first rank's part of the reduction, whose settings are those of all."""
+        return self._members[0]
+
+
+def _advance(slices: list[Iterator[None]]) -> None:
+    """Every slice has gone on to its next transfer, or to its end."""
+    for reduction in slices:
+        next(reduction, None)
+
+
+class VirtualReplica:
+    """What all virtual ranks hold of a parameter group's weights, which is the same on all: kept once."""
+
+    def __init__(
+        self,
+        layout: NodeLayout,
+        *,
+        config: WeightConfig,
+        seed: int,
+        bucket: int,
+        traffic: TrafficCounter,
+        scratch: Scratch,
+    ) -> None:
+        """Prepare; nothing is allocated.
+
+        Args:
+            traffic: counts what one of the ranks sends; all send the same.
+        """
+        self._layout = layout
+        self._messages = WeightMessages(config, seed=seed, bucket=bucket)
+        self.bits = config.bits
+        """Bits of a value in a quantized refresh; None if all refreshes are in full precision."""
+        self.group_size = config.group_size
+        self._traffic = traffic
+        self._scratch = scratch
+        self._is_full = config.replica == "full" or layout.ranks_per_node == 1
+
+    def refresh_fully(self, rows: Tensor, held: Tensor) -> None:
+        """What is held equals the given rows of all ranks.
+
+        Args:
+            rows, held: [ranks, n], contiguous, in the type that weights are gathered in.
+        """
+        layout, row_bytes = self._layout, held[0].nbytes
+        if rows is not held:
+            held.copy_(rows)
+        if layout.nodes > 1:
+            self._traffic.count_bytes(row_bytes, level="inter", peers=layout.nodes - 1)
+        if self._is_full and layout.ranks_per_node > 1:
+            peers = layout.ranks_per_node - 1
+            self._traffic.count_bytes(row_bytes * layout.nodes, level="intra", peers=peers)
+
+    def refresh(self, rows: Tensor, held: Tensor, *, call: int) -> None:
+        """What is held has moved towards the given rows by their quantized differences.
+
+        Args:
+            call: number of this refresh of the bucket since the start, for the rounding bits.
+        """
+        if self.bits is None:
+            self.refresh_fully(rows, held)
+            return
+        layout, message = self._layout, self._messages.layout(rows.shape[1])
+        sent = self._scratch.messages("weights", layout.size, message.nbytes, device=rows.device)
+        for rank in range(layout.size):
+            self._messages.quantize(rows[rank], held[rank], sent[rank], call=call, rank=rank)
+        self._messages.apply(sent, held)
+        if layout.nodes > 1:
+            self._traffic.count_messages(message, level="inter", peers=layout.nodes - 1)
+        if self._is_full and layout.ranks_per_node > 1:
+            peers = layout.ranks_per_node - 1
+            self._traffic.count_messages(message, level="intra", peers=peers, copies=layout.nodes)
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether a quantized refresh adds to what is held, rather than replacing it."""
+        return self._messages.sends_differences
+
+    def quantized_differences(self, row: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a quantized refresh of the first rank's row has to send and what arrives of it."""
+        return self._messages.quantized_differences(row, held, rank=0)
+
+    def count_gather(self, row_bytes: int) -> None:
+        """The ranks have gathered the weights from those of their node, if they do not hold all of them."""
+        layout = self._layout
+        if not self._is_full:
+            peers = layout.ranks_per_node - 1
+            self._traffic.count_bytes(row_bytes * layout.nodes, level="intra", peers=peers)

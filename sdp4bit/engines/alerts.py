@@ -1,0 +1,218 @@
+"""Alerts and the ladder of bits over the parameter groups of an attached model, whatever engine trains it.
+
+After each measured step, decided alike on all ranks that share a group or must round like those that do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sdp4bit.collectives.errors import naming
+from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
+from sdp4bit.engines.alert_log import AlertLog
+from sdp4bit.engines.fallback import HALVES, GroupLadder, Half, gradient_rungs, weight_rungs
+from sdp4bit.engines.measures import COLUMNS, SampledMeasures, measures_of
+from sdp4bit.traffic import TrafficCounter
+
+
+class MovableGroup(Protocol):
+    """A parameter group whose bits can change between two steps."""
+
+    @property
+    def name(self) -> str:
+        """What alerts and the state call it."""
+        ...
+
+    @property
+    def row(self) -> int:
+        """Its row in the measures."""
+        ...
+
+    @property
+    def layout(self) -> NodeLayout:
+        """The ranks that it is divided over."""
+        ...
+
+    @property
+    def gradients(self) -> GradientConfig | None:
+        """The settings of the next reductions; None if they are not quantized."""
+        ...
+
+    @property
+    def weights(self) -> WeightConfig | None:
+        """The settings of the next refreshes; None if they are not quantized."""
+        ...
+
+    def configure(self, *, gradients: GradientConfig | None, weights: WeightConfig | None) -> None:
+        """The next reductions and refreshes are done with these settings; None leaves them as they are."""
+        ...
+
+    def explain(self, moved: Mapping[str, str]) -> None:
+        """The table of the handle tells these reasons, by "gradients" or "weights"."""
+        ...
+
+    def squares(self, *, sample_numel: int) -> Tensor:
+        """Return its squares as it is configured now, fp64 [7], of a sample; nothing is sent."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionRound:
+    """One all-reduce over ranks that decide together; all of them list as many groups, in one order."""
+
+    process_group: ProcessGroup
+    groups: tuple[int, ...]
+    """Places of the groups in the list of all."""
+    as_one: bool = False
+    """The groups share one row of values; ranks may then list different numbers of them, but some."""
+    traffic: TrafficCounter | None = None
+    """Where the bytes are counted, if they are data-parallel ones."""
+
+
+class _LadderGroup:
+    """A parameter group, the settings of its rungs, and where it stands."""
+
+    def __init__(self, group: MovableGroup, config: AlertConfig) -> None:
+        self.group = group
+        self._gradients: dict[str, GradientConfig] = {}
+        self._weights: dict[str, WeightConfig] = {}
+        if group.gradients is not None:
+            self._gradients = gradient_rungs(group.gradients, group.layout)
+        if group.weights is not None:
+            self._weights = weight_rungs(group.weights)
+        rungs: dict[Half, list[str]] = {
+            "gradients": list(self._gradients),
+            "weights": list(self._weights),
+        }
+        self.ladder = GroupLadder(group.name, rungs, config=config)
+
+    def apply(self) -> None:
+        """The group communicates as its rungs say; `explain()` tells why."""
+        self._set_rungs(self.ladder.rung("gradients"), self.ladder.rung("weights"))
+        reasons = {half: self.ladder.reason(half) for half in HALVES}
+        self.group.explain({half: reason for half, reason in reasons.items() if reason})
+
+    @contextmanager
+    def one_rung_lower(self) -> Iterator[None]:
+        """Inside the block, raised halves are one rung lower: to be measured, not to communicate."""
+        rungs = self.ladder.rung("gradients"), self.ladder.rung("weights")
+        self._set_rungs(*(max(rung - 1, 0) for rung in rungs))
+        try:
+            yield
+        finally:
+            self._set_rungs(*rungs)
+
+    def _set_rungs(self, gradients: int, weights: int) -> None:
+        self.group.configure(
+            gradients=list(self._gradients.values())[gradients] if self._gradients else None,
+            weights=list(self._weights.values())[weights] if self._weights else None,
+        )
+
+
+class Alerts:
+    """Watches the measures of parameter groups and, if so configured, moves groups along the ladder."""
+
+    def __init__(
+        self,
+        groups: Sequence[MovableGroup],
+        *,
+        rounds: Sequence[DecisionRound],
+        sampled: SampledMeasures,
+        config: AlertConfig,
+        where: str = "",
+    ) -> None:
+        """All groups are as configured.
+
+        Args:
+            rounds: who decides together, in an order in which all ranks can take them: of two rounds that
+                share ranks, every such rank lists the same one first. Every group is in some round.
+            where: what part of the model the groups are, for the log; empty for all of it.
+        """
+        self.log = AlertLog(where=where)
+        self._config = config
+        self._sampled = sampled
+        self._groups = [_LadderGroup(group, config) for group in groups]
+        self._rounds = rounds
+        self._logs = [dist.get_rank() == min(self._deciding_ranks(at)) for at in range(len(groups))]
+
+    def at_step_border(self, step: int) -> None:
+        """All ranks of a group have taken the same decisions from this step's measures, if it was measured.
+
+        To be called on all ranks when the measures of a step are available and before any of its new weights
+        is sent. Steps: 1. raised groups are measured as if one rung lower;  2. round by round, the largest
+        values of all ranks, by one all-reduce of a few numbers per group;  3. the host waits for them, and
+        decides.
+        """
+        if not self._sampled.is_due(step):
+            return
+        with torch.no_grad(), torch.inference_mode(False):
+            values = self._agree(self._measure())
+        for group, row, log in zip(self._groups, values, self._logs, strict=True):
+            now, below = row[: len(COLUMNS)], row[len(COLUMNS) :]
+            alerts = group.ladder.decide(now, below, step=step)
+            group.apply()
+            for alert in alerts:
+                self.log.tell(alert, log=log)
+
+    def _measure(self) -> Tensor:
+        """Return this rank's measures of each group as they are, and one rung lower, fp32 [groups, 8]."""
+        measured = self._sampled.on_device()
+        assert measured is not None
+        now = measured[[group.group.row for group in self._groups]]
+        below = torch.full_like(now, math.nan)
+        for index, group in enumerate(self._groups):
+            if group.ladder.is_raised:
+                with group.one_rung_lower():
+                    squares = group.group.squares(sample_numel=self._sampled.sample_numel)
+                below[index] = measures_of(squares[None])[0]
+        # What does not apply, or is not a number, is below every threshold; no maximum sees a NaN.
+        return torch.cat([now, below], dim=1).nan_to_num(nan=-1.0, posinf=math.inf)
+
+    def _agree(self, values: Tensor) -> list[list[float]]:
+        for each in self._rounds:
+            members = list(each.groups)
+            part = values[members]
+            if each.as_one:
+                part = part.amax(dim=0, keepdim=True)
+            with naming("agreement on alerts", group=each.process_group):
+                dist.all_reduce(part, op=dist.ReduceOp.MAX, group=each.process_group)
+            if each.traffic is not None:
+                # As a ring does it: twice around, a part of the values at a time.
+                each.traffic.count_ring(round(2 * part.nbytes / each.process_group.size()))
+            values[members] = part
+        rows: list[list[float]] = values.tolist()
+        return rows
+
+    def _deciding_ranks(self, at: int) -> set[int]:
+        return {
+            rank
+            for each in self._rounds
+            if at in each.groups
+            for rank in dist.get_process_group_ranks(each.process_group)
+        }
+
+    def save(self) -> dict[str, Tensor]:
+        """Return where each group stands, by its name; nothing without a ladder."""
+        if self._config.action != "ladder":
+            return {}
+        return {group.ladder.name: group.ladder.state() for group in self._groups}
+
+    def load(self, saved: Mapping[str, Any] | None) -> None:
+        """Every group stands where it did; groups that were not saved, as configured. Call on all ranks."""
+        for group in self._groups:
+            group.ladder.load((saved or {}).get(group.ladder.name))
+            group.apply()
+
+    def detach(self) -> None:
+        """Nothing is watched any more, and no group referred to; the log stays."""
+        self._groups, self._rounds, self._logs = [], [], []

@@ -1,0 +1,88 @@
+"""The table that tells what each parameter group sends, and why where it is not quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.traffic import Traffic
+
+_HEADER = ("group", "values/rank", "ranks", "weights", "gradients", "intra B/step", "inter B/step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of the table."""
+
+    name: str
+    row_numel: int
+    ranks: str
+    weights: str
+    gradients: str
+    sent: Traffic
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Return the table as text, with a line of totals."""
+    lines = [_HEADER]
+    for row in rows:
+        values = f"{row.row_numel:,}"
+        lines.append((row.name, values, row.ranks, row.weights, row.gradients, *_bytes(row.sent)))
+    total = sum((row.sent for row in rows), Traffic())
+    lines.append(("total", "", "", "", "", *_bytes(total)))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
+    numeric = {1, 5, 6}
+    rendered = [
+        "  ".join(
+            cell.rjust(width) if column in numeric else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    rendered.insert(1, "-" * max(map(len, rendered)))
+    return "\n".join(rendered)
+
+
+def describe_ranks(layout: NodeLayout) -> str:
+    """Return nodes x ranks per node as text."""
+    return f"{layout.nodes} x {layout.ranks_per_node}"
+
+
+def describe_weights(config: WeightConfig | None, *, where: str) -> str:
+    """Return how quantized weights travel, and where their replica is, as text."""
+    assert config is not None
+    if config.bits is None:
+        return f"full precision, {where}"
+    return f"int{config.bits}/{config.group_size} {config.mode}, {where}"
+
+
+def describe_gradients(config: GradientConfig | None, layout: NodeLayout, row_numel: int) -> str:
+    """Return how rows of quantized gradients travel, as text."""
+    assert config is not None
+    if row_numel < config.min_numel:
+        return f"row below min_numel={config.min_numel}"
+    hops = []
+    if layout.ranks_per_node > 1:
+        hops.append("intra " + _hop(config.intra_bits, config.intra_group_size))
+    if layout.nodes > 1:
+        hops.append("inter " + _hop(config.inter_bits, config.inter_group_size))
+    transform = ", Hadamard with random signs" if config.random_signs else ", Hadamard"
+    text = ", ".join(hops) + (transform if config.hadamard else "")
+    return text + (f", from step {config.start_step}" if config.start_step else "")
+
+
+def with_reason(text: str, reason: str | None) -> str:
+    """Return how something travels, with why it is not as configured, if it is not."""
+    return f"{text}, {reason}" if reason else text
+
+
+def _bytes(sent: Traffic) -> tuple[str, str]:
+    if not sent.collectives:
+        return "-", "-"
+    return f"{sent.intra_bytes:,.0f}", f"{sent.inter_bytes:,.0f}"
+
+
+def _hop(bits: int | None, group_size: int) -> str:
+    return "fp32" if bits is None else f"int{bits}/{group_size}"

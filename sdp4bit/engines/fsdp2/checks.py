@@ -1,0 +1,208 @@
+"""What FSDP2 parameter groups must be to be attached to, and what is said of a choice that saves little."""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+
+from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.engines.fsdp2.group_comm import GroupComm
+from sdp4bit.engines.fsdp2.groups import FSDPGroup
+from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook
+from sdp4bit.quantization.layout import FULL_PRECISION, message_layout
+
+QUANTIZED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+"""Types of parameters and gradients that can be quantized."""
+_ONE_NODE = "one node: differences would save nothing"
+_HOOK_NAMES = (AllGatherHook.__name__, ReduceScatterHook.__name__)
+
+
+def skip_patterns(skip: Collection[str] | Callable[[str], bool] | None) -> list[str]:
+    """Return the patterns over names, none for a function; TypeError if it is neither."""
+    if skip is None or callable(skip):
+        return []
+    patterns = [skip] if isinstance(skip, str) else skip
+    if not isinstance(patterns, Collection) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            f"skip={skip!r} is unknown: use names of FSDP modules, as patterns, or a function of a name"
+        )
+    return sorted(patterns)
+
+
+def match_skipped(
+    groups: Sequence[FSDPGroup], skip: Sequence[str] | Callable[[str], bool]
+) -> tuple[dict[str, str], list[str]]:
+    """Return the names of the groups to leave dense, with the reason, and the patterns that match none."""
+    names = [group.name for group in groups]
+    if callable(skip):
+        return {name: "skipped" for name in names if skip(name)}, []
+    matched = {pattern: fnmatch.filter(names, pattern) for pattern in skip}
+    reasons = {name: f"skipped by {pattern!r}" for pattern, found in matched.items() for name in found}
+    return reasons, [pattern for pattern, found in matched.items() if not found]
+
+
+def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) -> None:
+    """Raise ValueError if a group cannot be attached to."""
+    if any(name in _HOOK_NAMES for name in group.custom_comms):
+        raise ValueError(
+            f"{group.name} is attached already: call remove() on the first handle before attaching again"
+        )
+    if group.custom_comms:
+        raise ValueError(
+            f"{group.name} has custom communication ({', '.join(group.custom_comms)}), for example by "
+            "set_symm_mem_for_comm or set_custom_all_gather; sdp4bit cannot share it"
+        )
+    if is_skipped:
+        return
+    names = sorted(str(dtype) for dtype in group.param_dtypes)
+    if any(dtype.is_complex for dtype in group.param_dtypes):
+        raise ValueError(
+            f"{group.name} holds {', '.join(names)} parameters; only floating-point gradients can be "
+            f"quantized, pass skip=[{group.name!r}]"
+        )
+    are_quantized = config.weights is not None and not weights_whole_because(group)
+    if are_quantized and not group.param_dtypes <= QUANTIZED_DTYPES:
+        raise ValueError(
+            f"{group.name} holds {names[0]} parameters; only fp32, bf16 and fp16 can be quantized: give "
+            f"them such a type, also by MixedPrecisionPolicy(param_dtype=...), or pass skip=[{group.name!r}]"
+        )
+    reduced = group.reduce_dtype
+    if config.gradients is not None and reduced.is_floating_point and reduced not in QUANTIZED_DTYPES:
+        raise ValueError(
+            f"{group.name} reduces gradients in {reduced}; only fp32, bf16 and fp16 can be "
+            f"quantized: use MixedPrecisionPolicy(reduce_dtype=torch.float32), or pass skip=[{group.name!r}]"
+        )
+
+
+def weights_whole_because(group: FSDPGroup) -> str:
+    """Return why a group's weights are left to FSDP2, whatever the settings; "" if they can be quantized."""
+    names = sorted(str(dtype).removeprefix("torch.") for dtype in group.param_dtypes)
+    if group.extension_params:
+        return "a tensor subclass changes what is gathered"
+    if len(names) > 1:
+        return f"types {' and '.join(names)} in one group"
+    if not all(dtype.is_floating_point for dtype in group.param_dtypes):
+        return f"{names[0]} parameters"
+    if group.ranks_after_forward:
+        return f"reshard_after_forward={group.ranks_after_forward}"
+    return ""
+
+
+def note_reasons(comm: GroupComm, *, config: SDP4BitConfig, skipped: Mapping[str, str]) -> None:
+    """Note in a group's communication why its weights or its gradients are not quantized, if so."""
+    comm.weights_dense_because = _weights_dense_because(comm.group, comm.layout, config.weights, skipped)
+    comm.gradients_dense_because = _dense_because(comm.group, comm.layout, config.gradients, skipped)
+
+
+def _weights_dense_because(
+    group: FSDPGroup, layout: NodeLayout, config: WeightConfig | None, skipped: Mapping[str, str]
+) -> str:
+    """Return why a group's weights are not quantized; "" if they are."""
+    because = _dense_because(group, layout, config, skipped)
+    if not because and config is not None and not config.saves_bytes(nodes=layout.nodes):
+        return _ONE_NODE
+    return because or weights_whole_because(group)
+
+
+def _dense_because(
+    group: FSDPGroup, layout: NodeLayout, part: object | None, skipped: Mapping[str, str]
+) -> str:
+    if layout.size == 1:
+        return "one rank"
+    if part is None:
+        return "off in the configuration"
+    return skipped.get(group.name, "")
+
+
+def _note_inside_node(
+    groups: Sequence[FSDPGroup],
+    layouts: Mapping[tuple[int, ...], NodeLayout],
+    config: SDP4BitConfig,
+    skipped: Mapping[str, str],
+) -> str:
+    """Return what is to be said of groups whose weights are not quantized as they are inside one node."""
+    inside = [
+        group
+        for group in groups
+        if _weights_dense_because(group, layouts[group.ranks], config.weights, skipped) == _ONE_NODE
+    ]
+    if not inside:
+        return ""
+    weights = plain = sent = 0
+    for group in inside:
+        peers = layouts[group.ranks].size - 1
+        weights += peers * group.row_nbytes
+        dense = group.row_numel * group.reduce_dtype.itemsize
+        plain += peers * dense
+        sent += peers * _reduced_bytes(group.row_numel, dense=dense, config=config.gradients)
+    which = "all" if len(inside) == len(groups) else f"{len(inside)} of {len(groups)}"
+    return (
+        f"{which} parameter groups are sharded inside one node, where there is little to gain: a rank sends "
+        f"{sent:,} instead of {plain:,} bytes to reduce their gradients, and {weights:,} to gather their "
+        "weights, as without sdp4bit, because differences would save nothing. To quantize these too, for 2 "
+        'bytes of memory per parameter, use WeightConfig(replica="full")'
+    )
+
+
+def _reduced_bytes(row_numel: int, *, dense: int, config: GradientConfig | None) -> int:
+    """Return what goes to each other rank of the node in a reduction."""
+    if config is None or row_numel < config.min_numel:
+        return dense
+    bits = config.intra_bits or FULL_PRECISION
+    return message_layout(numel=row_numel, bits=bits, group_size=config.intra_group_size).nbytes
+
+
+def warn_of_layout(
+    groups: Sequence[FSDPGroup],
+    layouts: Mapping[tuple[int, ...], NodeLayout],
+    *,
+    config: SDP4BitConfig,
+    skipped: Mapping[str, str],
+) -> str:
+    """Warn where quantization does less than it could, at the line that asked for it.
+
+    Returns:
+        What `explain()` repeats; "" for nothing.
+    """
+    note = _note_inside_node(groups, layouts, config, skipped)
+    if note:
+        warnings.warn(f"sdp4bit: {note}", stacklevel=3)
+    whole = []
+    for group in groups:
+        because = _weights_dense_because(group, layouts[group.ranks], config.weights, skipped)
+        if because and because == weights_whole_because(group):
+            whole.append(f"{group.name} ({because})")
+    if whole:
+        more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+        warnings.warn(
+            f"sdp4bit: weights stay in full precision in {', '.join(whole[:3])}{more}; see explain()",
+            stacklevel=3,
+        )
+    if groups and not any(group.holds_values for group in groups):
+        warnings.warn(
+            "sdp4bit: this rank holds no value of the model, only padding, so no optimizer of its own tells "
+            "when a step is taken: call comm.mark_step() here whenever the other ranks step",
+            stacklevel=3,
+        )
+    if any(group.is_hybrid for group in groups):
+        warnings.warn(
+            "sdp4bit: with HSDP only the shard dimension is quantized; the all-reduce over replicas stays in "
+            "full precision. One shard dimension over all data-parallel ranks sends less",
+            stacklevel=3,
+        )
+    if groups and all(layouts[group.ranks].size == 1 for group in groups):
+        warnings.warn(
+            "sdp4bit: every group is sharded over one rank, so nothing is sent and nothing is quantized",
+            stacklevel=3,
+        )
+    if any(group.reduce_dtype == torch.float16 for group in groups):
+        warnings.warn(
+            "sdp4bit: gradients are reduced in fp16 and may overflow before they are quantized; use "
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
+            stacklevel=3,
+        )
+    return note

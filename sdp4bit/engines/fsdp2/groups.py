@@ -1,0 +1,365 @@
+"""What the integration reads of FSDP2's parameter groups; the only file that touches their private parts.
+
+`fsdp_torch` checks that these are what they are in the releases of torch that are tested. Everything that
+changes FSDP2 goes through its public setters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from sdp4bit.collectives.all_gather import Span, merge_spans
+from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
+
+_WRAPPER_PREFIXES = ("_checkpoint_wrapped_module", "_orig_mod")
+_BIT_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
+
+
+def clean_name(name: str) -> str:
+    """Return a module's or parameter's name without the names of transparent wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PREFIXES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSegment:
+    """Where one parameter's shard lies in its group's row, and how to read it."""
+
+    name: str
+    start: int
+    end: int
+    param: Any
+    """FSDP2's record of the parameter; its sharded_param attribute may be replaced over time."""
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """The parameter that optimizers and state dicts see: a DTensor."""
+        return cast(nn.Parameter, self.param.sharded_param)
+
+    @cached_property
+    def is_on_all_ranks(self) -> bool:
+        """Whether no rank's shard is empty."""
+        dim, ranks = self.param.fsdp_placement.dim, self.param.mesh_info.shard_mesh_size
+        return bool(self.param.padded_sharded_param_size[dim] * (ranks - 1) < self.param._orig_size[dim])
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that the parameter is registered on."""
+        return cast(nn.Module, self.param._module_info.module)
+
+    @property
+    def own_name(self) -> str:
+        """The parameter's name in its owner."""
+        return str(self.param._module_info.param_name)
+
+    @property
+    def split_over(self) -> dict[tuple[int, ...], ProcessGroup]:
+        """The groups of ranks that tensor parallelism splits the parameter over, one per such mesh dimension.
+
+        Further dimensions of the parameter's mesh than FSDP2's are meant, whatever the parallelism on them.
+        """
+        like = cast(DTensor, self.sharded)
+        data = set(self.param.mesh_info.mesh.mesh.flatten().tolist())
+        split = [dim for dim, placement in enumerate(like.placements) if not placement.is_replicate()]
+        groups = [like.device_mesh.get_group(dim) for dim in split]
+        found = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+        return {ranks: group for ranks, group in found.items() if not data.issuperset(ranks)}
+
+    def local_view(self, row: Tensor) -> Tensor:
+        """View this parameter's shard, without padding, in a row [n] of its group."""
+        padded = row[self.start : self.end].view(self.param.padded_sharded_param_size)
+        dim = self.param.fsdp_placement.dim
+        local = cast(DTensor, self.sharded).to_local()
+        return padded.narrow(dim, 0, local.size(dim) if local.numel() else 0)
+
+    def to_dtensor(self, row: Tensor) -> DTensor:
+        """Return a copy of this shard of a row as a DTensor sharded like the parameter."""
+        like = cast(DTensor, self.sharded)
+        local = self.local_view(row).clone().view(like.to_local().shape)
+        return DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+
+def tensor_version(tensor: Any) -> tuple[int, int, int]:
+    """Return what edits of a DTensor change: its counter, which tensor its shard is, the shard's counter."""
+    local = tensor._local_tensor
+    return _counter(tensor), id(local) if local.numel() else 0, _counter(local)
+
+
+def _counter(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class FSDPGroup:
+    """One FSDP2 parameter group: the parameters that are gathered and reduced together."""
+
+    def __init__(self, module: FSDPModule, group: Any, *, name: str, module_names: dict[int, str]) -> None:
+        self.name = name or "(root)"
+        self.module = module
+        self._group = group
+        self._module_names = module_names
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The ranks that the group is sharded over."""
+        return cast(ProcessGroup, self._group.mesh_info.shard_process_group)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the process group, in order."""
+        return tuple(dist.get_process_group_ranks(self.process_group))
+
+    @property
+    def shard_rank(self) -> int:
+        """Which shard this rank holds: the same on HSDP replicas and on tensor-parallel peers.
+
+        It numbers the rounding of weights, so that ranks with equal weights send equal differences.
+        """
+        return int(self._group.mesh_info.shard_mesh_rank)
+
+    @property
+    def data_rank(self) -> int:
+        """Which data this rank sees: the same on tensor-parallel peers only.
+
+        It numbers the rounding of gradients: parameters that tensor parallelism replicates stay equal.
+        """
+        info = self._group.mesh_info
+        replica = int(info.replicate_mesh_rank) if self.is_hybrid else 0
+        return replica * int(info.shard_mesh_size) + self.shard_rank
+
+    @property
+    def data_ranks(self) -> int:
+        """How many values `data_rank` has."""
+        info = self._group.mesh_info
+        return int(info.shard_mesh_size) * (int(info.replicate_mesh_size) if self.is_hybrid else 1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group computes and communicates."""
+        return cast(torch.device, self._group.device)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether gradients are also all-reduced over replicas (HSDP)."""
+        return bool(self._group._is_hsdp)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether full parameters are materialized now."""
+        return bool(self._group.is_unsharded)
+
+    def leads(self, leader: Any) -> bool:
+        """Whether this is a group of the module whose state that is."""
+        return self.module._get_fsdp_state() is leader
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the group's module is in training mode."""
+        return cast(nn.Module, self.module).training
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether neither forward nor backward of the group's modules is running."""
+        return str(self._group._training_state.name) == "IDLE"
+
+    @property
+    def context(self) -> Any:
+        """What the FSDP modules of one root share, from the first forward on."""
+        return self.module._get_fsdp_state()._state_ctx
+
+    @property
+    def forward_leader(self) -> Any:
+        """State of the outermost FSDP module whose forward is running, None outside of forward."""
+        return self.context.iter_forward_root
+
+    @property
+    def ranks_after_forward(self) -> int | None:
+        """The int that `reshard_after_forward` is, if it is one: backward gathers over that many ranks."""
+        if not self._group._use_post_forward_mesh:
+            return None
+        return int(self._group.post_forward_mesh_info.shard_mesh_size)
+
+    @cached_property
+    def segments(self) -> list[ParamSegment]:
+        """The parameters in the order of the row."""
+        result, start = [], 0
+        for param in self._group.fsdp_params:
+            end = start + param.padded_sharded_param_size.numel()
+            owner = self._module_names.get(id(param._module_info.module), "")
+            name = clean_name(f"{owner}.{param._module_info.param_name}".lstrip("."))
+            result.append(ParamSegment(name=name, start=start, end=end, param=param))
+            start = end
+        return result
+
+    @cached_property
+    def parts(self) -> list[list[ParamSegment]]:
+        """The parameters by the tensor-parallel ranks that they are split over; one part without such.
+
+        What tensor-parallel ranks hold alike has to be rounded alike, so it must share neither scales nor
+        blocks of the Hadamard transform with what they split.
+        """
+        parts: dict[frozenset[tuple[int, ...]], list[ParamSegment]] = {}
+        for segment in self.segments:
+            parts.setdefault(frozenset(segment.split_over), []).append(segment)
+        return list(parts.values())
+
+    @cached_property
+    def copied_over(self) -> list[ProcessGroup]:
+        """The groups of tensor-parallel ranks that hold some of the parameters alike and others not.
+
+        When one of these ranks refreshes the replica in another way, or at another time, all must.
+        """
+        if len(self.parts) == 1:
+            return []
+        return list({ranks: g for part in self.parts for ranks, g in part[0].split_over.items()}.values())
+
+    @property
+    def part_spans(self) -> list[list[Span]]:
+        """The stretches of a row of each part; none if it is all in one."""
+        spans = [merge_spans([(segment.start, segment.end) for segment in part]) for part in self.parts]
+        return spans if len(spans) > 1 else []
+
+    @property
+    def row_numel(self) -> int:
+        """Values in one rank's row, FSDP2's own padding of uneven shards included."""
+        return sum(param.padded_sharded_param_size.numel() for param in self._group.fsdp_params)
+
+    @property
+    def holds_values(self) -> bool:
+        """Whether any shard of this rank is more than padding."""
+        return any(cast(DTensor, segment.sharded).to_local().numel() for segment in self.segments)
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one rank's row as it is gathered."""
+        return sum((s.end - s.start) * self._gathered_dtype(s.sharded.dtype).itemsize for s in self.segments)
+
+    def _gathered_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        policy = self._group.mp_policy.param_dtype
+        return policy if policy is not None and dtype.is_floating_point else dtype
+
+    @property
+    def param_dtypes(self) -> set[torch.dtype]:
+        """The types that parameters have when they are gathered; more than one cannot share a replica."""
+        return {self._gathered_dtype(segment.sharded.dtype) for segment in self.segments}
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The type that gradients are reduced in."""
+        policy, params = self._group.mp_policy, [segment.sharded for segment in self.segments]
+        # FSDP2 holds that all that train have one type; others may be there beside them.
+        trained = next((param for param in params if param.requires_grad), params[0])
+        return policy.reduce_dtype or policy.param_dtype or trained.dtype
+
+    @property
+    def extension_params(self) -> list[str]:
+        """Parameters whose tensor subclass changes what is gathered."""
+        return [
+            segment.name
+            for segment in self.segments
+            if hasattr(cast(DTensor, segment.sharded)._local_tensor, "fsdp_pre_all_gather")
+        ]
+
+    @property
+    def custom_comms(self) -> list[str]:
+        """Class names of communication hooks that are not FSDP2's defaults."""
+        comms = (self._group._all_gather_comm, self._group._reduce_scatter_comm)
+        return [type(comm).__name__ for comm in comms if type(comm).__name__ not in _DEFAULT_COMMS]
+
+    def main_row(self, dtype: torch.dtype) -> Tensor:
+        """Return this rank's main shard [n] as the next all-gather would send it."""
+        data = [param._sharded_param_data for param in self._group.fsdp_params]
+        return torch.cat([d.to(device=self.device, dtype=dtype) for d in data])
+
+    def sample_main(self, spans: Sequence[Span]) -> Tensor:
+        """Return these stretches of this rank's main shard, one behind the other, in fp32."""
+        pieces = []
+        for start, end in spans:
+            for segment in self.segments:
+                first, last = max(start, segment.start), min(end, segment.end)
+                if first < last:
+                    data = segment.param._sharded_param_data[first - segment.start : last - segment.start]
+                    pieces.append(data.to(device=self.device, dtype=torch.float32, non_blocking=True))
+        return torch.cat(pieces)
+
+    def fingerprint(self) -> Tensor:
+        """Return an int64 scalar that tells main shards apart: the sum of the bit patterns of this rank's."""
+        shards = [cast(DTensor, segment.sharded).to_local().detach() for segment in self.segments]
+        patterns = [shard.reshape(-1).view(_BIT_PATTERNS[shard.element_size()]) for shard in shards]
+        return torch.stack([pattern.sum(dtype=torch.int64) for pattern in patterns]).sum()
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The largest mesh of the parameters; no two of its ranks hold the same shards."""
+        return max((cast(DTensor, s.sharded).device_mesh for s in self.segments), key=lambda mesh: mesh.ndim)
+
+    def install(self, *, all_gather: Any, reduce_scatter: Any, force_sum: bool) -> tuple[Any, Any, bool]:
+        """The group communicates through the given objects; returns what it used before, for install()."""
+        previous = (
+            self._group._all_gather_comm,
+            self._group._reduce_scatter_comm,
+            bool(self._group.force_sum_reduction_for_comms),
+        )
+        self.module.set_custom_all_gather(all_gather)
+        self.module.set_custom_reduce_scatter(reduce_scatter)
+        self.module.set_force_sum_reduction_for_comms(force_sum)
+        return previous
+
+
+def named_fsdp_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every FSDP module below (and including) the model."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield clean_name(name), cast(nn.Module, module)
+
+
+def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
+    """Return the parameter groups of the models, each once, in the order of `named_modules`; none for none.
+
+    Raises:
+        ValueError: not FSDP2 modules, no parameters, or several parameter groups on one module.
+    """
+    groups: list[FSDPGroup] = []
+    seen: set[int] = set()
+    for part, root in enumerate(roots):
+        prefix = f"part{part}." if len(roots) > 1 else ""
+        module_names = {id(m): prefix + name for name, m in root.named_modules()}
+        fsdp_modules = list(named_fsdp_modules(root))
+        if not fsdp_modules:
+            raise ValueError(
+                f"{type(root).__name__} has no FSDP2 modules: call torch.distributed.fsdp.fully_shard on its "
+                "blocks and on itself before sdp4bit.quantize_communication"
+            )
+        for name, module in fsdp_modules:
+            own = param_groups_of(module)
+            if len(own) > 1:
+                raise ValueError(
+                    f"{prefix}{name or type(module).__name__} has {len(own)} parameter groups (a mesh per "
+                    "parameter), which FSDP2's communication hooks do not support: use one mesh per module"
+                )
+            # fully_shard([a, b]) gives several modules one group.
+            if own and id(own[0]) not in seen and own[0].fsdp_params:
+                seen.add(id(own[0]))
+                groups.append(
+                    FSDPGroup(
+                        cast(FSDPModule, module),
+                        own[0],
+                        name=(prefix + name).rstrip("."),
+                        module_names=module_names,
+                    )
+                )
+    if roots and not groups:
+        raise ValueError("the FSDP2 modules of this model hold no parameters")
+    return groups

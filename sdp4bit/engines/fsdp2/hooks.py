@@ -1,0 +1,227 @@
+"""The two objects FSDP2 calls to communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sdp4bit.collectives.all_gather import Span, WeightReplica
+from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
+from sdp4bit.collectives.work import CompletedWork, DeferredWork
+from sdp4bit.config import GradientConfig
+from sdp4bit.engines.fsdp2.comm_state import CommState, in_backward
+from sdp4bit.engines.fsdp2.group_comm import GroupComm, RefreshKind
+from sdp4bit.engines.measures import sample_gradient
+
+_REDUCTIONS_WITHOUT_STEP = 1000
+
+
+class _Allocate:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a new tensor each time: the all-gather may exchange its storage."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class AllGatherHook(_Allocate):
+    """FSDP2's all-gather, served from a replica that a quantized difference updates once per step."""
+
+    def __init__(self, comm: GroupComm, state: CommState) -> None:
+        self._comm = comm
+        self._state = state
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """`output_tensor` [ranks * n] holds the weights that all ranks agree on.
+
+        Args:
+            input_tensor: [n], this rank's shard in the model's type; a row of output_tensor.
+        """
+        comm, row_bytes = self._comm, input_tensor.nbytes
+        replica, members = comm.replica, None
+        if group.size() != comm.layout.size:
+            if replica is not None:
+                raise ValueError(
+                    f"{comm.group.name}: gathered over {group.size()} instead of {comm.layout.size} ranks; "
+                    "an int reshard_after_forward must be set before quantize_communication, and keeps "
+                    'weights in full precision: use True and WeightConfig(replica="node")'
+                )
+            members = [comm.layout.ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
+        outside_backward = not in_backward()
+        if outside_backward:
+            self._state.before_unshard(comm)
+        comm.weight_traffic.count_plain(row_bytes, members)
+        if replica is None:
+            comm.weight_traffic.count_ring(row_bytes, members)
+            what = f"full-precision weight all-gather of {comm.group.name}"
+            stop = comm.weight_traffic.start_ring_timer(input_tensor.device)
+            return all_gather_dense(
+                output_tensor, input_tensor, group, async_op=async_op, what=what, stop=stop
+            )
+        # The refresh is only queued here. It reads the input, a view of memory that FSDP2 allocated for the
+        # output on its copy-in stream, or a loaded row from the compute stream; freed on return, they could
+        # be overwritten before. FSDP2 keeps the output until both of its streams have been made to wait for
+        # its copy-out (its "Note: Overlapping all-gather copy-in and all-gather"): the output keeps them too.
+        read = (input_tensor.untyped_storage(), comm.loaded_row)
+        output_tensor.read_by_refresh = read  # type: ignore[attr-defined]
+        if replica.rows is None or outside_backward:
+            with torch.inference_mode(False):
+                self._start_refresh(replica, input_tensor, outside_backward=outside_backward)
+        if replica.is_full:
+            assert replica.rows is not None
+            output_tensor.set_(replica.rows.view(-1))  # type: ignore[call-overload]  # FSDP2 copies out of the replica itself
+        finish = replica.settle if replica.is_full else partial(replica.gather, output_tensor)
+        if replica.is_pending and output_tensor.device.type == "cpu":
+            # FSDP2 waits for it when it needs the weights: at once, unless they are prefetched. On a GPU the
+            # streams do this.
+            return DeferredWork(finish)
+        finish()
+        return CompletedWork(output_tensor.device) if async_op else None
+
+    def _start_refresh(self, replica: WeightReplica, row: Tensor, *, outside_backward: bool) -> None:
+        comm = self._comm
+        kind: RefreshKind | None = None
+        if comm.resync_wanted or replica.rows is None or replica.rows.dtype != row.dtype:
+            if comm.load_unsettled:
+                self._state.settle_loaded_rows(comm)
+            loaded, comm.loaded_row = comm.loaded_row, None
+            replica.start_full_refresh(row if loaded is None else loaded)
+            comm.resync_wanted = False
+            kind = "full"
+            if loaded is None:
+                comm.changed.clear()
+        if comm.changed and outside_backward:
+            spans = comm.due_spans()
+            replica.start_quantized_refresh(row, call=comm.refreshes, spans=spans)
+            comm.refreshes += 1
+            kind = kind or ("whole row" if spans is None else "trained part")
+        if kind:
+            comm.note_refresh(row, kind=kind)
+            self._state.warn_of_full_refreshes(comm)
+
+
+class ReduceScatterHook(_Allocate):
+    """FSDP2's reduce-scatter in two quantized levels."""
+
+    def __init__(self, comm: GroupComm, state: CommState, *, config: GradientConfig | None) -> None:
+        self._comm = comm
+        self._state = state
+        self._config = config
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """`output_tensor` [n] holds this rank's row of the reduction of `input_tensor` [ranks * n].
+
+        Only parameters that got a gradient are in the rows, so n changes from call to call.
+        """
+        comm, state, numel = self._comm, self._state, output_tensor.numel()
+        state.reductions_since_step += 1
+        comm.is_reduced = True
+        if state.reductions_since_step == _REDUCTIONS_WITHOUT_STEP * len(state.groups):
+            state.warn_once(
+                f"sdp4bit: {_REDUCTIONS_WITHOUT_STEP} gradient reductions without an optimizer step over "
+                "these parameters; unless the optimizer is a torch.optim.Optimizer, call comm.mark_step()"
+            )
+        quantized, config = comm.reduce_scatter, self._config
+        comm.gradient_bits = None
+        parts = self._parts(numel)
+        if quantized is None or config is None or not parts:
+            self._reduce_densely(output_tensor, input_tensor, group, op)
+            return
+        multiplier = _multiplier(op, group.size(), comm.group.name)
+        nonfinite = None
+        if numel and state.sampled.is_due(state.steps + 1):
+            comm.gradient_sample = sample_gradient(
+                input_tensor, sample_numel=state.sampled.sample_numel, unit=quantized.group_unit
+            )
+            nonfinite = comm.gradient_sample.nonfinite
+        rows = input_tensor.view(group.size(), numel)
+        for index, spans in enumerate(parts):
+            if not spans:
+                continue
+            with _part_of(output_tensor, rows, spans) as (reduced, part):
+                if reduced.numel() < config.min_numel:
+                    self._reduce_densely(reduced, part.reshape(-1), group, op)
+                    continue
+                quantized(
+                    reduced,
+                    part,
+                    call=comm.reductions * len(parts) + index,
+                    multiplier=multiplier,
+                    nonfinite=nonfinite,
+                )
+                comm.gradient_bits = quantized.bits
+        comm.reductions += 1
+
+    def _parts(self, numel: int) -> list[list[Span]]:
+        """Return the stretches of a row that are reduced apart from each other; none to leave it dense."""
+        comm, config, state = self._comm, self._config, self._state
+        if comm.reduce_scatter is None or config is None or state.steps < config.start_step:
+            return []
+        if numel < config.min_numel:
+            return []
+        parts = comm.gradient_parts(numel)
+        if parts is None:
+            state.warn_once(
+                "sdp4bit: some parameters got no gradient, and which ones is not known: gradients of modules "
+                "in which tensor parallelism splits some parameters and copies others are then reduced in "
+                f"full precision. Apply fully_shard to what is not always used by itself ({comm.group.name})"
+            )
+            return []
+        longest = max(sum(end - start for start, end in spans) for spans in parts)
+        return parts if longest >= config.min_numel else []
+
+    def _reduce_densely(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any
+    ) -> None:
+        traffic = self._comm.gradient_traffic
+        traffic.count_plain(output_tensor.nbytes)
+        traffic.count_ring(output_tensor.nbytes)
+        what = f"full-precision gradient reduce-scatter of {self._comm.group.name}"
+        stop = traffic.start_ring_timer(input_tensor.device)
+        reduce_scatter_dense(output_tensor, input_tensor, group, op, what=what)
+        stop()
+
+
+@contextmanager
+def _part_of(output: Tensor, rows: Tensor, spans: Sequence[Span]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inside the block, [m] and [ranks, m] stand for these stretches of output [n] and of rows [ranks, n]."""
+    if len(spans) == 1:
+        (start, end) = spans[0]
+        yield output[start:end], rows[:, start:end]
+        return
+    part = torch.cat([rows[:, start:end] for start, end in spans], dim=1)
+    reduced = output.new_empty(part.shape[1])
+    yield reduced, part
+    values = reduced.split([end - start for start, end in spans])
+    for (start, end), each in zip(spans, values, strict=True):
+        output[start:end] = each
+
+
+def _multiplier(op: Any, size: int, name: str) -> float:
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / size
+    raise ValueError(
+        f"{name}: FSDP2 asks for the reduction {getattr(op, 'op', op)}, which cannot be quantized; keep "
+        "set_force_sum_reduction_for_comms(True), as quantize_communication sets it"
+    )

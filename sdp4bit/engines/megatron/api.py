@@ -1,0 +1,161 @@
+"""SDP4Bit on Megatron-Core: one call after DDP and the distributed optimizer are built.
+
+Megatron-Core offers no hook for its data-parallel collectives, so methods of the live bucket groups and
+optimizers are replaced, object by object; its classes and modules stay as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from sdp4bit.collectives.topology import NodeLayout, TopologySpec
+from sdp4bit.config import SDP4BitConfig, as_config
+from sdp4bit.engines.agreement import ShardedRows, agree, participants
+from sdp4bit.engines.megatron.alerts import check_watchable
+from sdp4bit.engines.megatron.buckets import REPLICATED_DTYPES, MegatronBucket, find_buckets
+from sdp4bit.engines.megatron.guards import MARK, check_chunks, distributed_optimizers
+from sdp4bit.engines.megatron.handle import MegatronCommHandle
+from sdp4bit.quantization.random import check_numbers
+
+
+def quantize_communication(
+    model_chunks: Sequence[Any],
+    optimizer: Any,
+    *,
+    config: SDP4BitConfig | str | None = None,
+    topology: TopologySpec = "auto",
+    process_group: ProcessGroup | None = None,
+) -> MegatronCommHandle:
+    """The data-parallel communication of Megatron-Core is quantized from the next step on.
+
+    Call it on every rank, once, after `get_megatron_optimizer` and before the first forward; before or after
+    a checkpoint is loaded. The same call again returns the same handle.
+
+    Args:
+        model_chunks: the DistributedDataParallel chunks of this rank, all that the optimizer updates.
+        optimizer: what `get_megatron_optimizer` returned for them.
+        config: what to quantize, or the name of a preset; the default is the paper's method. The replica is
+            Megatron's parameter buffer, which every rank holds: `weights.replica` makes no difference.
+        topology: which ranks share a node: "auto" (by host name), ranks of the job per node, or an
+            (inter, intra) mesh of the data-parallel group.
+        process_group: the ranks that Megatron-Core runs on, if other ranks of the job do something else.
+            These alone then make this call; the others need not know of it.
+
+    Raises:
+        ValueError: the model, the optimizer, their versions or the settings don't allow it; the same on every
+            rank, and nothing has been changed.
+        TypeError: likewise, an argument of another type.
+        RuntimeError: torch.distributed is not initialized.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "sdp4bit.megatron.quantize_communication needs torch.distributed: call init_process_group first"
+        )
+    within = participants(process_group)
+    settings = SDP4BitConfig()
+    chunks: list[Any] = []
+    optimizers: list[Any] = []
+    buckets: list[MegatronBucket] = []
+    existing: MegatronCommHandle | None = None
+    failure = None
+    try:
+        settings = as_config(config)
+        chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
+        check_chunks(chunks)
+        optimizers = distributed_optimizers(optimizer)
+        buckets = find_buckets(chunks, optimizers)
+        existing = _existing_handle(buckets, optimizers, settings, topology)
+        for bucket in buckets:
+            _check_bucket(bucket)
+        # One more than there are: tied embeddings have a number of their own.
+        check_numbers(buckets=len(buckets) + 1, ranks=max((len(b.ranks) for b in buckets), default=0))
+        if settings.alerts is not None:
+            check_watchable(chunks, buckets)
+    except Exception as caught:  # whatever happens on one rank, the others must not wait for it
+        failure, buckets = caught, []
+    rows = [
+        ShardedRows(
+            name=b.name,
+            ranks=b.ranks,
+            row_numel=b.row_numel,
+            dtypes=(str(b.param_dtype), str(b.gradients.dtype)),
+        )
+        for b in buckets
+        if not b.is_expert
+    ]
+    layouts = agree(
+        rows,
+        settings={
+            "config": settings,
+            "model_chunks": "attached already" if existing else "not attached yet",
+        },
+        topology=topology,
+        failure=failure,
+        within=within,
+    )
+    if existing is not None:
+        return existing
+    _warn(buckets, layouts)
+    return MegatronCommHandle(
+        chunks,
+        optimizers=optimizers,
+        buckets=buckets,
+        layouts=layouts,
+        config=settings,
+        topology=topology,
+        process_group=within,
+    )
+
+
+def _existing_handle(
+    buckets: Sequence[MegatronBucket], optimizers: Sequence[Any], config: SDP4BitConfig, topology: object
+) -> MegatronCommHandle | None:
+    """Return the handle that all of these are attached to, None if none is; else raise ValueError."""
+    targets = [*(bucket.group for bucket in buckets if not bucket.is_expert), *optimizers]
+    handles = [vars(target).get(MARK) for target in targets]
+    marked = {id(handle): handle for handle in handles if handle is not None}
+    if not marked:
+        return None
+    (handle, *others) = marked.values()
+    if others or any(h is None and _is_attachable(t) for h, t in zip(handles, targets, strict=True)):
+        raise ValueError("some of these model chunks are attached already: call remove() on their handle")
+    assert isinstance(handle, MegatronCommHandle)
+    if (handle.config, repr(handle.topology)) != (config, repr(topology)):
+        raise ValueError(
+            f"attached already with {handle.config!r}, topology={handle.topology!r}: call remove() on that "
+            "handle before attaching with other settings"
+        )
+    return handle
+
+
+def _is_attachable(target: Any) -> bool:
+    group = getattr(target, "intra_distributed_optimizer_instance_group", None)
+    return group is not None and bool(group.size() > 1)
+
+
+def _check_bucket(bucket: MegatronBucket) -> None:
+    if bucket.param_dtype not in (*REPLICATED_DTYPES, torch.float32):
+        raise ValueError(
+            f"{bucket.name} holds {bucket.param_dtype} parameters, which have no 16-bit replica: train in "
+            "bf16 or fp16 (params_dtype) without fp8 or fp4 parameters"
+        )
+
+
+def _warn(buckets: Sequence[MegatronBucket], layouts: dict[tuple[int, ...], NodeLayout]) -> None:
+    if all(layout.size == 1 for layout in layouts.values()):
+        warnings.warn(
+            "sdp4bit: the data-parallel groups have one rank each: nothing is sent, nothing quantized",
+            stacklevel=3,
+        )
+    if any(bucket.gradients.dtype == torch.float16 for bucket in buckets):
+        warnings.warn(
+            "sdp4bit: gradients are reduced in fp16 and may overflow before they are quantized; set "
+            "grad_reduce_in_fp32=True",
+            stacklevel=3,
+        )

@@ -1,0 +1,304 @@
+"""The methods that stand in for Megatron-Core's on single bucket groups and optimizers, and how they go away.
+
+The stock methods still run: scaling, checks, hooks and the order of things are theirs. Only the collective
+that they would call for a quantized bucket is taken out, and done by us when they return.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdp4bit.collectives.work import CompletedWork, JointWork, SideStream
+from sdp4bit.config import GradientConfig
+from sdp4bit.engines.measures import SampledMeasures
+from sdp4bit.engines.megatron.comm import BucketComm
+from sdp4bit.engines.megatron.guards import GROUP_METHODS, MARK, OPTIMIZER_METHODS
+
+STATE_KEY = "sdp4bit"
+"""Where the communication state lies in the optimizer's own entry of Megatron's checkpoints."""
+
+_ABSENT = object()
+
+
+class Replacement:
+    """Methods replaced on one object, not on its class; remove() leaves it as it was."""
+
+    def __init__(self, target: Any, handle: object, methods: dict[str, Callable[..., Any]]) -> None:
+        self.stock = {name: getattr(target, name) for name in methods}
+        self._target = target
+        self._previous = {name: vars(target).get(name, _ABSENT) for name in (MARK, *methods)}
+        vars(target).update({MARK: handle, **methods})
+
+    def remove(self) -> None:
+        """The object has the methods that it had before."""
+        for name, previous in self._previous.items():
+            if previous is _ABSENT:
+                vars(self._target).pop(name, None)
+            else:
+                vars(self._target)[name] = previous
+
+
+@contextmanager
+def _collective(target: Any, method: str, stand_in: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Inside the block, the method's module communicates through the stand-in; yields the stock function."""
+    namespace = inspect.unwrap(getattr(type(target), method)).__globals__
+    name = GROUP_METHODS[method][1]
+    stock = namespace[name]
+    namespace[name] = stand_in
+    try:
+        yield stock
+    finally:
+        namespace[name] = stock
+
+
+class Clock:
+    """Counts optimizer steps of one attached model, and tells when one is done."""
+
+    def __init__(self, sampled: SampledMeasures, *, optimizers: int) -> None:
+        self.steps = 0
+        self.sampled = sampled
+        self.step_listeners: list[Callable[[int], None]] = []
+        """Called once per step, with its number, after the steps of all optimizers that are counted. If that
+        is one, nothing of the step has been sent: Megatron sends an optimizer's weights when it has stepped,
+        or later."""
+        self._optimizers = optimizers
+        self._stepped = 0
+
+    def count(self, steps: int) -> None:
+        """One of the optimizers, which step one after the other, has done this many steps."""
+        if steps > self.steps:
+            self.steps, self._stepped = steps, 0
+        self._stepped += 1
+        if self._stepped == self._optimizers:
+            for listener in self.step_listeners:
+                listener(self.steps)
+
+
+class GroupPatch:
+    """Stands in for the collectives of one bucket group."""
+
+    def __init__(
+        self,
+        group: Any,
+        comms: Sequence[BucketComm],
+        *,
+        clock: Clock,
+        gradients: GradientConfig | None,
+        weight_stream: SideStream,
+        gradient_stream: SideStream,
+    ) -> None:
+        self.group = group
+        self.comms = comms
+        self._clock = clock
+        self._gradients = gradients
+        self._weight_stream = weight_stream
+        self._gradient_stream = gradient_stream
+        self._replacement: Replacement | None = None
+
+    def install(self, handle: object) -> None:
+        """The bucket group calls this object's methods."""
+        methods: dict[str, Callable[..., Any]] = {
+            "start_grad_sync": self.start_grad_sync,
+            "start_param_sync": self.start_param_sync,
+        }
+        self._replacement = Replacement(self.group, handle, methods)
+
+    def remove(self) -> None:
+        """The bucket group calls its own methods."""
+        if self._replacement is not None:
+            self._replacement.remove()
+
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Gradients of quantized buckets are reduced to this rank's row by the two-level exchange."""
+        assert self._replacement is not None
+        wanted: list[tuple[BucketComm, Tensor, Tensor, Any]] = []
+
+        def reduce_scatter(output: Tensor, input: Tensor, op: Any, group: Any, async_op: bool = False) -> Any:
+            comm = self._of(input, "reduces gradients in")
+            if comm.gradients is not None and self._quantizes_now():
+                wanted.append((comm, output, input, op))
+                return None
+            comm.gradient_bits = None
+            comm.count_dense(output)
+            return stock(output, input, op=op, group=group, async_op=async_op)
+
+        with _collective(self.group, "start_grad_sync", reduce_scatter) as stock:
+            self._replacement.stock["start_grad_sync"](force_all_reduce=force_all_reduce)
+        if wanted:
+            sampled, step = self._clock.sampled, self._clock.steps + 1
+            sample_numel = sampled.sample_numel if sampled.is_due(step) else None
+            work = self._gradient_stream.run(lambda: _reduce(wanted, sample_numel))
+            self.group.grad_reduce_handle = _after(self.group.grad_reduce_handle, work)
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Parameters of quantized buckets have moved to the main weights, if these have changed.
+
+        Otherwise nothing is sent: what all ranks hold is what they agreed on after the last step, and forced
+        syncs before evaluation or a checkpoint do not change the run.
+        """
+        assert self._replacement is not None
+        wanted: list[BucketComm] = []
+
+        def all_gather(output: Tensor, input: Tensor, group: Any, async_op: bool = False) -> Any:
+            comm = self._of(output, "gathers parameters into")
+            if comm.weights is not None:
+                if comm.weights.dirty:
+                    wanted.append(comm)
+                return None
+            comm.count_dense(input)
+            return stock(output, input, group=group, async_op=async_op)
+
+        with _collective(self.group, "start_param_sync", all_gather) as stock:
+            self._replacement.stock["start_param_sync"](force_sync=force_sync)
+        if wanted:
+            work = self._weight_stream.run(lambda: _refresh(wanted))
+            self.group.param_gather_handle = _after(self.group.param_gather_handle, work)
+
+    def finish_pending(self) -> None:
+        """No parameter transfer is under way."""
+        if self.group.param_gather_handle is not None:
+            self.group.param_gather_handle.wait()
+            self.group.param_gather_handle = None
+
+    def _of(self, tensor: Tensor, what: str) -> BucketComm:
+        """Return the bucket that a buffer belongs to.
+
+        Raises:
+            RuntimeError: none. The stock collective would then send parameters that our optimizer step has
+                left at their old values.
+        """
+        for comm in self.comms:
+            if tensor is comm.bucket.weights or tensor is comm.bucket.gradients:
+                return comm
+        raise RuntimeError(
+            f"sdp4bit: Megatron-Core {what} a buffer ({tensor.dtype} {list(tensor.shape)}) of none of the "
+            f"buckets of this bucket group, {', '.join(comm.bucket.name for comm in self.comms)}: something "
+            "has replaced the buffers, or this version of Megatron-Core communicates through others. Call "
+            "remove() before buffers are replaced and attach again afterwards"
+        )
+
+    def _quantizes_now(self) -> bool:
+        return self._gradients is not None and self._clock.steps >= self._gradients.start_step
+
+
+def _after(stock: Any, work: CompletedWork) -> JointWork | None:
+    """Return the handle of an asynchronous call; Megatron leaves none behind where it expects no wait."""
+    if stock is None:
+        work.wait()
+        return None
+    return JointWork(stock, work)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _reduce(wanted: Sequence[tuple[BucketComm, Tensor, Tensor, Any]], sample_numel: int | None) -> None:
+    for comm, output, input, op in wanted:
+        assert comm.gradients is not None
+        comm.gradients.reduce(output, input, op, sample_numel=sample_numel)
+        comm.gradient_bits = comm.gradients.quantized.bits
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _refresh(wanted: Sequence[BucketComm]) -> None:
+    for comm in wanted:
+        assert comm.weights is not None
+        comm.weights.refresh()
+
+
+class OptimizerPatch:
+    """Stands in for the copy of main weights into model weights of one distributed optimizer."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        comms: Sequence[BucketComm],
+        *,
+        clock: Clock | None,
+        save: Callable[[], dict[str, Any]],
+        load: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Prepare; nothing is changed.
+
+        Args:
+            comms: the buckets that the optimizer updates.
+            clock: counts its steps; None where those of another optimizer are counted.
+            save, load: give and take the communication state, for the optimizer's own state dict.
+        """
+        self._optimizer = optimizer
+        self._comms = comms
+        self._clock = clock
+        self._save = save
+        self._load = load
+        self._steps = 0
+        self._replacement: Replacement | None = None
+        quantized = {id(param) for comm in comms if comm.weights for param in comm.bucket.parameters}
+        pairs = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
+        self._copied: list[tuple[list[Any], list[Any]]] = []
+        """The parameters that are still copied, group by group, and their main weights."""
+        for params, mains in pairs:
+            kept = [pair for pair in zip(params, mains, strict=True) if id(pair[0]) not in quantized]
+            self._copied.append(([param for param, _ in kept], [main for _, main in kept]))
+
+    def install(self, handle: object) -> None:
+        """The optimizer calls this object's methods."""
+        methods: dict[str, Callable[..., Any]] = {
+            name: getattr(self, name.removeprefix("_")) for name in OPTIMIZER_METHODS
+        }
+        self._replacement = Replacement(self._optimizer, handle, methods)
+
+    def remove(self) -> None:
+        """The optimizer calls its own methods."""
+        if self._replacement is not None:
+            self._replacement.remove()
+
+    def copy_main_params_to_model_params(self) -> None:
+        """Only unquantized parameters are copied; of the others, the old values are the replica.
+
+        Megatron calls this after every step that was not skipped.
+        """
+        assert self._replacement is not None
+        optimizer = self._optimizer
+        groups = optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups
+        optimizer.model_float16_groups = [params for params, _ in self._copied]
+        optimizer.shard_fp32_from_float16_groups = [mains for _, mains in self._copied]
+        try:
+            self._replacement.stock["_copy_main_params_to_model_params"]()
+        finally:
+            optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups = groups
+        self.mark_changed()
+        self._steps += 1
+        if self._clock is not None:
+            self._clock.count(self._steps)
+
+    def mark_changed(self) -> None:
+        """The next parameter sync sends the differences of all buckets; a step has ended."""
+        for comm in self._comms:
+            comm.traffic.end_step()
+            if comm.weights is not None:
+                comm.weights.dirty = True
+
+    def set_steps(self, steps: int) -> None:
+        """Continue counting from here."""
+        self._steps = steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state with the communication's in the entry that every format saves."""
+        assert self._replacement is not None
+        state: dict[str, Any] = self._replacement.stock["state_dict"]()
+        state["optimizer"][STATE_KEY] = self._save()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load both states; a checkpoint without the communication's leaves it as it is."""
+        assert self._replacement is not None
+        saved = state_dict["optimizer"].get(STATE_KEY)
+        self._replacement.stock["load_state_dict"](state_dict)
+        if saved is not None:
+            self._load(saved)

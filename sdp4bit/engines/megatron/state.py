@@ -1,0 +1,68 @@
+"""Checkpoint state of the communication of a Megatron-Core model.
+
+The replica is Megatron's parameters themselves. What is added are counters and the ladders of all pipeline
+stages, the same on every rank, whichever of them a checkpoint format saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sdp4bit.engines.megatron.comm import BucketComm
+
+FORMAT_VERSION = 1
+_COUNTERS = ("steps", "refreshes", "reductions", "pending")
+
+
+def save_counters(comms: Sequence[BucketComm], *, steps: int) -> dict[str, int]:
+    """Return the counters and the version of the format."""
+    weights = [comm.weights for comm in comms if comm.weights is not None]
+    gradients = [comm.gradients for comm in comms if comm.gradients is not None]
+    return {
+        "format_version": FORMAT_VERSION,
+        "steps": steps,
+        "refreshes": max((w.refreshes for w in weights), default=0),
+        "reductions": max((g.reductions for g in gradients), default=0),
+        "pending": int(any(w.dirty for w in weights)),
+    }
+
+
+def load_counters(comms: Sequence[BucketComm], counters: Mapping[str, int]) -> None:
+    """Rounding bits go on where they were, and what was still to be sent is."""
+    for comm in comms:
+        if comm.weights is not None:
+            comm.weights.refreshes = counters["refreshes"]
+            comm.weights.dirty = bool(counters["pending"])
+        if comm.gradients is not None:
+            comm.gradients.reductions = counters["reductions"]
+
+
+def checked(state_dict: Any) -> tuple[dict[str, int], dict[str, list[float]]]:
+    """Return the counters and the ladders of a communication state.
+
+    Raises:
+        ValueError: it is none of a known format.
+    """
+    what = "this is not the state of sdp4bit communication on Megatron-Core"
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"{what}: a {type(state_dict).__name__}")
+    missing = [key for key in ("format_version", *_COUNTERS) if key not in state_dict]
+    if missing:
+        raise ValueError(f"{what}: it lacks {', '.join(missing)}")
+    if state_dict["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"communication state of format {state_dict['format_version']}, this version reads "
+            f"{FORMAT_VERSION}"
+        )
+    wrong = [key for key in _COUNTERS if not isinstance(state_dict[key], int) or state_dict[key] < 0]
+    if wrong:
+        raise ValueError(f"{what}: {', '.join(wrong)} should be counts")
+    ladders = state_dict.get("ladder", {})
+    if not isinstance(ladders, Mapping) or not all(map(_is_numbers, ladders.values())):
+        raise ValueError(f"{what}: ladder should be a dictionary of lists of numbers")
+    return {key: int(state_dict[key]) for key in _COUNTERS}, {k: list(v) for k, v in ladders.items()}
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(number, int | float) for number in value)

@@ -1,0 +1,65 @@
+"""Keeps what tensor-parallel ranks hold in full, layer norms and biases, equal on all of them.
+
+Each tensor-parallel rank reduces its own buckets. The gradient of a layer norm is the same on all of them,
+but its neighbours in a row are not, and with them the scales: rounded gradients, and in time the weights,
+would drift apart. Megatron-Core averages the gradients of parameters that ask for it by an attribute, after
+the data-parallel reduction; that is what is used here. For the weights see `BucketWeights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sdp4bit.engines.megatron.buckets import (
+    REPLICATED_DTYPES,
+    MegatronBucket,
+    replicated_parameters,
+    sums_over_tensor_parallel,
+    tensor_parallel_group,
+)
+
+_AVERAGE = "average_gradients_across_tp_domain"
+
+
+class TensorParallelCopies:
+    """The parameters that several tensor-parallel ranks hold in full."""
+
+    def __init__(self, chunks: Sequence[Any], buckets: Sequence[MegatronBucket]) -> None:
+        """Find them; collective over the tensor-parallel groups, nothing is changed."""
+        dense = {
+            id(param)
+            for bucket in buckets
+            if not bucket.is_expert and bucket.param_dtype in REPLICATED_DTYPES and len(bucket.ranks) > 1
+            for param in bucket.parameters
+        }
+        self.parameters: list[Any] = []
+        self._unaveraged: list[Any] = []
+        self._marked: list[Any] = []
+        for chunk in chunks:
+            group = tensor_parallel_group(chunk)
+            if group is None:
+                continue
+            names = {id(param): name for name, param in chunk.named_parameters()}
+            own = [param for param in chunk.parameters() if id(param) in dense]
+            found = replicated_parameters(own, group)
+            self.parameters += found
+            self._unaveraged += [
+                param
+                for param in found
+                if not getattr(param, _AVERAGE, False)
+                and not sums_over_tensor_parallel(chunk.config, names[id(param)], param)
+            ]
+
+    def install(self, *, gradients_quantized: bool) -> None:
+        """Megatron averages the gradients of the copies, if quantization makes them differ."""
+        if gradients_quantized:
+            for param in self._unaveraged:
+                setattr(param, _AVERAGE, True)
+                self._marked.append(param)
+
+    def remove(self) -> None:
+        """Gradients are as before."""
+        for param in self._marked:
+            delattr(param, _AVERAGE)
+        self._marked = []

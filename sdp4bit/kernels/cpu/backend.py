@@ -1,0 +1,293 @@
+"""The operators on CPU tensors, compiled by numba: the bytes of the reference, near the speed of a copy.
+
+Every function here has the name, the arguments and the result of its namesake in
+:mod:`sdp4bit.quantization.reference`; :mod:`sdp4bit.quantization.ops` has checked the arguments. fp32 and
+bf16 tensors are read and written in place, other types go through an fp32 copy. Work is divided among
+torch.get_num_threads() threads. Safe to call from several Python threads: one call at a time runs in
+parallel, the others meanwhile on the thread that made them.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_float
+from functools import lru_cache
+
+import numba
+import torch
+from torch import Tensor
+
+from sdp4bit.kernels.cpu import kernels
+from sdp4bit.quantization.layout import message_layout, round_up
+
+_TILE = 1024
+"""Values that are worked on at a time, unless a group is larger."""
+_VALUES_PER_THREAD = 1 << 15
+_PARAMETER_BYTES = 256
+_NEGATIVE_ZERO_BITS = 0x80000000
+_READ_IN_PLACE = (torch.float32, torch.bfloat16)
+
+
+class _Workspace(threading.local):
+    """Parameters and working memory of the calling thread, kept so that their pages stay mapped."""
+
+    size = 0
+
+    def fill(self, parameters: tuple[int, ...], threads: int, memory: int) -> int:
+        """Return the address of the parameters, followed by address and size of each thread's memory."""
+        size = _PARAMETER_BYTES + threads * memory
+        if self.size < size:
+            buffer = torch.empty(size, dtype=torch.uint8)
+            self.view, self.address, self.size = buffer.numpy(), buffer.data_ptr(), size
+        scratch = self.address + _PARAMETER_BYTES
+        struct.pack_into(f"{len(parameters) + 2}q", self.view, 0, *parameters, scratch, memory)
+        return self.address
+
+
+class _ParallelRegion:
+    """Who may run a kernel on numba's threads: one caller at a time, and nobody in a forked child.
+
+    With one caller at a time even numba's simplest threading layer is safe, and ranks that are threads of
+    one process do not each occupy every core.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._started = False
+        self._allowed = True
+
+    def enter(self) -> bool:
+        """Return whether the caller may, and must leave() afterwards."""
+        if not (self._allowed and self._lock.acquire(blocking=False)):
+            return False
+        if not self._started:
+            # numba starts its threads here. If it shares its OpenMP with torch, that also changes torch's
+            # number of threads, but only for the thread that asks: hence one that ends at once.
+            try:
+                with ThreadPoolExecutor(1) as starter:
+                    starter.submit(numba.get_num_threads).result()
+            except BaseException:
+                self._lock.release()
+                raise
+            self._started = True
+        return True
+
+    def leave(self) -> None:
+        """Let the next caller in."""
+        self._lock.release()
+
+    def forbid(self) -> None:
+        """A forked child has none of the threads."""
+        self._allowed = False
+
+
+class _Compiled:
+    """Kernels and the functions that run them, compiled when they are first needed, by one thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._addresses: dict[Callable[..., None], int] = {}
+        self._runners: dict[Callable[..., None], Callable[[int, int, int], None]] = {}
+
+    def run(self, runner: Callable[..., None], kernel: Callable[..., None], threads: int, block: int) -> None:
+        """Run a kernel with the parameters in a block of memory."""
+        if runner not in self._runners or kernel not in self._addresses:
+            with self._lock:
+                if runner not in self._runners:
+                    self._runners[runner] = kernels.compile_runner(runner)
+                if kernel not in self._addresses:
+                    self._addresses[kernel] = kernels.compile_kernel(kernel)
+        self._runners[runner](self._addresses[kernel], threads, block)
+
+
+_workspace = _Workspace()
+_parallel = _ParallelRegion()
+_compiled = _Compiled()
+os.register_at_fork(after_in_child=_parallel.forbid)
+
+
+@lru_cache(maxsize=1024)
+def _tile(padded: int, group_size: int, terms: int) -> tuple[int, int]:
+    """Return the values of a tile, whole groups or a whole row, and the bytes a thread needs for it."""
+    tile = min(max(1, _TILE // group_size) * group_size, padded)
+    return tile, round_up(4 * tile + 128 + tile + tile // 8 + 4 * terms, 64)
+
+
+def _run(
+    kernel: Callable[..., None],
+    *parameters: int,
+    work: int,
+    padded: int,
+    group_size: int,
+    terms: int = 0,
+) -> None:
+    """Run a kernel on as many threads as `work` values deserve; `terms` messages are summed."""
+    if not work:
+        return
+    tile, memory = _tile(padded, group_size, terms)
+    threads = min(work // _VALUES_PER_THREAD, torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    if threads < 2 or not _parallel.enter():
+        block = _workspace.fill((*parameters, tile), 1, memory)
+        _compiled.run(kernels.run_here, kernel, 1, block)
+        return
+    try:
+        block = _workspace.fill((*parameters, tile), threads, memory)
+        previous = numba.get_num_threads()
+        if previous != threads:
+            numba.set_num_threads(threads)
+        try:
+            _compiled.run(kernels.run_parallel, kernel, threads, block)
+        finally:
+            if previous != threads:
+                numba.set_num_threads(previous)
+    finally:
+        _parallel.leave()
+
+
+def _float_bits(number: float) -> int:
+    """Return the bits of a number rounded to fp32, infinity if it is beyond it."""
+    bits: int = struct.unpack("<i", bytes(c_float(number)))[0]
+    return bits
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Return the tensor in a type and with rows that kernels read: itself, if it already is."""
+    if tensor.dtype not in _READ_IN_PLACE:
+        tensor = tensor.float()
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] < 2 else tensor.contiguous()
+
+
+def subtract_quantize(
+    main: Tensor,
+    replica: Tensor | None,
+    out: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    stochastic: bool,
+    k0: int,
+    k1: int,
+) -> None:
+    """See :func:`sdp4bit.quantization.ops.subtract_quantize`."""
+    layout = message_layout(numel=main.shape[0], bits=bits, group_size=group_size)
+    main = _readable(main)
+    replica = replica if replica is None else _readable(replica)
+    _run(
+        kernels.quantize_rows,
+        main.data_ptr(), main.dtype is torch.bfloat16, 0, 0,
+        0 if replica is None else replica.data_ptr(), replica is not None and replica.dtype is torch.bfloat16,
+        layout.numel, layout.padded_numel, 1, 1,
+        out.data_ptr(), 0, layout.code_bytes, layout.scales_offset, layout.payload_bytes, layout.nbytes,
+        layout.groups, bits, group_size, False, stochastic, k0, k1, 0, 0, 0,
+        work=layout.numel, padded=layout.padded_numel, group_size=group_size,
+    )  # fmt: skip
+
+
+def dequantize_add(
+    messages: Tensor, replica: Tensor, *, bits: int, group_size: int, accumulate: bool
+) -> None:
+    """See :func:`sdp4bit.quantization.ops.dequantize_add`."""
+    rows, numel = replica.shape
+    layout = message_layout(numel=numel, bits=bits, group_size=group_size)
+    target = _readable(replica)
+    size = target.element_size()
+    # The sum of the one message starts from -0.0, which leaves even a -0.0 as it is.
+    _run(
+        kernels.dequantize_rows,
+        messages.data_ptr(), messages.stride(0), 1, layout.scales_offset, bits, group_size,
+        rows, numel, layout.padded_numel, target.data_ptr(), target.stride(0) * size, size == 2,
+        accumulate, _NEGATIVE_ZERO_BITS, False, 0, kernels.ONE_BITS,
+        work=rows * numel, padded=layout.padded_numel, group_size=group_size, terms=1,
+    )  # fmt: skip
+    if target is not replica:
+        replica.copy_(target)
+
+
+def hadamard_quantize(
+    values: Tensor,
+    out: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    hadamard: bool,
+    stochastic: bool,
+    k0: int,
+    k1: int,
+    first: int,
+    row_stride: int,
+    signs: int = 0,
+) -> None:
+    """See :func:`sdp4bit.quantization.ops.hadamard_quantize`."""
+    destinations, parts, numel = values.shape
+    layout = message_layout(numel=numel, bits=bits, group_size=group_size, parts=parts)
+    values = _readable(values)
+    size = values.element_size()
+    outer, inner, _ = values.stride()
+    _run(
+        kernels.quantize_rows,
+        values.data_ptr(), size == 2, outer * size, inner * size, 0, False,
+        numel, layout.padded_numel, destinations, parts,
+        out.data_ptr(), out.stride(0), layout.code_bytes, layout.scales_offset, layout.payload_bytes,
+        layout.nbytes, layout.groups, bits, group_size,
+        hadamard, stochastic, k0, k1, first, row_stride, signs,
+        work=destinations * parts * numel, padded=layout.padded_numel, group_size=group_size,
+    )  # fmt: skip
+
+
+def dequantize_reduce_quantize(
+    messages: Tensor,
+    out: Tensor,
+    *,
+    numel: int,
+    bits_in: int,
+    group_size_in: int,
+    bits_out: int,
+    group_size_out: int,
+    stochastic: bool,
+    k0: int,
+    k1: int,
+    first: int,
+    row_stride: int,
+) -> None:
+    """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
+    parts, terms = out.shape[0], messages.shape[0]
+    received = message_layout(numel=numel, bits=bits_in, group_size=group_size_in, parts=parts)
+    sent = message_layout(numel=numel, bits=bits_out, group_size=group_size_out)
+    _run(
+        kernels.reduce_quantize,
+        messages.data_ptr(), messages.stride(0), terms, received.code_bytes, received.scales_offset,
+        received.groups, bits_in, group_size_in, parts, sent.padded_numel,
+        out.data_ptr(), out.stride(0), sent.scales_offset, sent.payload_bytes, sent.nbytes,
+        bits_out, group_size_out, stochastic, k0, k1, first, row_stride,
+        work=max(terms, 1) * parts * numel, padded=sent.padded_numel, group_size=group_size_out, terms=terms,
+    )  # fmt: skip
+
+
+def dequantize_reduce_hadamard(
+    messages: Tensor,
+    out: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    hadamard: bool,
+    multiplier: float,
+    signs: int = 0,
+) -> None:
+    """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
+    terms, numel = messages.shape[0], out.shape[0]
+    layout = message_layout(numel=numel, bits=bits, group_size=group_size)
+    target = out if out.dtype in _READ_IN_PLACE else torch.empty_like(out, dtype=torch.float32)
+    multiplier_bits = _float_bits(multiplier)
+    _run(
+        kernels.dequantize_rows,
+        messages.data_ptr(), messages.stride(0), terms, layout.scales_offset, bits, group_size,
+        1, numel, layout.padded_numel, target.data_ptr(), 0, target.dtype is torch.bfloat16,
+        False, 0, hadamard, signs, multiplier_bits,
+        work=max(terms, 1) * numel, padded=layout.padded_numel, group_size=group_size, terms=terms,
+    )  # fmt: skip
+    if target is not out:
+        out.copy_(target)

@@ -1,0 +1,303 @@
+"""The kernels of the CPU back end, compiled on first use and kept in numba's cache.
+
+A kernel does the share of thread `thread` of `threads`. Rows are cut into tiles of whole groups that stay in
+the first-level cache with their codes; all steps of an operator are done on one tile before the next. While
+one tile is computed with, the next is fetched from memory, or memory and arithmetic would take turns. The
+arguments are one block of int64 numbers, addresses among them: a call then costs the same few hundred
+nanoseconds for every kernel, and one function runs them all in parallel.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import cfunc, njit, prange, types
+from numba.extending import intrinsic, models, register_model
+
+from sdp4bit.kernels.cpu import tiles, vectors
+from sdp4bit.kernels.cpu.tiles import encode_tile, inline, load_values, record, store_values, sum_messages
+from sdp4bit.kernels.cpu.vectors import (
+    INT64,
+    flip_signs,
+    float_from_bits,
+    hadamard32,
+    largest_lane,
+    load_f32,
+    point,
+    prefetch,
+    splat,
+    store_u8,
+    store_u32,
+)
+
+ONE_BITS = 0x3F800000
+_ZERO = np.float32(0)
+
+
+class Parameters(types.Type):
+    """The address of a block of int64 parameters.
+
+    The name carries a checksum of the sources that kernels inline: numba's cache follows only the file that
+    a function stands in and the types of its arguments.
+    """
+
+    def __init__(self) -> None:
+        sources = b"".join(Path(module.__file__).read_bytes() for module in (tiles, vectors))
+        super().__init__(name=f"Parameters({zlib.crc32(sources)})")
+
+
+@register_model(Parameters)
+class _ParametersModel(models.PrimitiveModel):
+    def __init__(self, manager, kind):
+        super().__init__(manager, kind, INT64)
+
+
+@intrinsic(prefer_literal=True)
+def _unpack(typing_context, parameters, count):
+    """Return the first `count` parameters."""
+    result = types.UniTuple(types.int64, count.literal_value)
+
+    def codegen(context, builder, sig, args):
+        block = point(builder, args[0], INT64)
+        values = [builder.load(builder.gep(block, [INT64(i)])) for i in range(len(result))]
+        return context.make_tuple(builder, result, values)
+
+    return result(parameters, count), codegen
+
+
+@inline
+def _locate(thread, tile, scratch, scratch_stride):
+    """Return the addresses of a thread's working memory.
+
+    The values of a tile in fp32; room for their codes or for one block; the largest |x| of each group; and a
+    table of one fp32 number per message.
+    """
+    total = scratch + thread * scratch_stride
+    spare = total + 4 * tile
+    largest = spare + tile + 128
+    return total, spare, largest, largest + (tile >> 3)
+
+
+@inline
+def _share(rows, padded, tile, thread, threads):
+    """Return how many tiles a thread does, and the row and the position where they begin."""
+    per_row = (padded + tile - 1) // tile
+    begin, end = rows * per_row * thread // threads, rows * per_row * (thread + 1) // threads
+    row = begin // per_row
+    return end - begin, row, (begin - row * per_row) * tile
+
+
+@inline
+def _load_block(source, is_bf16, replica, replica_is_bf16, hadamard, signs, count, spare):
+    block = load_values(source, is_bf16, count, spare)
+    if replica:
+        block = block - load_values(replica, replica_is_bf16, count, spare)
+    if hadamard:
+        if signs:
+            block = flip_signs(block, signs)
+        block = hadamard32(block)
+    return block
+
+
+@inline
+def _finish_block(block, target, is_bf16, accumulate, hadamard, signs, multiplier, count, spare):
+    if hadamard:
+        block = hadamard32(block)
+        if signs:
+            block = flip_signs(block, signs)
+    if multiplier != ONE_BITS:
+        block = block * splat(float_from_bits(multiplier))
+    if accumulate:
+        block = block + load_values(target, is_bf16, count, spare)
+    store_values(target, is_bf16, count, block, spare)
+
+
+@inline
+def _clear_padding(out, messages, stride, payload_bytes, nbytes):
+    for message in range(messages):
+        for i in range(payload_bytes, nbytes):
+            store_u8(out + message * stride + i, 0)
+
+
+def quantize_rows(thread, threads, parameters):
+    """Messages carry the rows of a tensor, minus a replica if there is one, transformed if `hadamard`.
+
+    Before the transform, element k of each block changes its sign if bit k of `signs` is set.
+    """
+    (
+        values, is_bf16, outer_stride, inner_stride, replica, replica_is_bf16,
+        numel, padded, destinations, parts,
+        out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, bits, group_size,
+        hadamard, stochastic, k0, k1, first, row_stride, signs, tile, scratch, scratch_stride,
+    ) = _unpack(parameters, 29)  # fmt: skip
+    total, spare, largest, _ = _locate(thread, tile, scratch, scratch_stride)
+    shift, replica_shift = 2 - is_bf16, 2 - replica_is_bf16
+    tiles, row, start = _share(destinations * parts, padded, tile, thread, threads)
+    for _ in range(tiles):
+        destination = row // parts
+        part = row - destination * parts
+        source = values + destination * outer_stride + part * inner_stride + (start << shift)
+        other = replica + (start << replica_shift) if replica else 0
+        count = min(tile, padded - start)
+        whole = min(count, (numel - start) & ~31)
+        for group in range((count + group_size - 1) // group_size):
+            origin = group * group_size
+            stop = min(origin + group_size, count)
+            peak = splat(0)
+            for i in range(origin, min(stop, whole), 32):
+                block = _load_block(
+                    source + (i << shift), is_bf16, other + (i << replica_shift) if replica else 0,
+                    replica_is_bf16, hadamard, signs, 32, spare,
+                )  # fmt: skip
+                peak = record(total + 4 * i, block, peak)
+            if whole < stop:
+                block = _load_block(
+                    source + (whole << shift), is_bf16, other + (whole << replica_shift) if replica else 0,
+                    replica_is_bf16, hadamard, signs, numel - start - whole, spare,
+                )  # fmt: skip
+                peak = record(total + 4 * whole, block, peak)
+            store_u32(largest + 4 * group, largest_lane(peak))
+        message = out + destination * out_stride
+        encode_tile(
+            total, count, largest, message + part * code_bytes + (start * bits >> 3),
+            message + scales_offset + 2 * (part * groups + start // group_size),
+            bits, group_size, stochastic, row * row_stride + first + start, k0, k1, spare,
+            source + (count << shift), shift,
+            other + (count << replica_shift) if replica else 0, replica_shift,
+        )  # fmt: skip
+        start += tile
+        if start >= padded:
+            start = 0
+            row += 1
+    if thread == 0:
+        _clear_padding(out, destinations, out_stride, payload_bytes, nbytes)
+
+
+def reduce_quantize(thread, threads, parameters):
+    """Message i carries row i of the sum of all messages."""
+    (
+        messages, stride, terms, code_bytes_in, scales_offset_in, groups_in, bits_in, group_size_in,
+        parts, padded, out, out_stride, scales_offset, payload_bytes, nbytes, bits, group_size,
+        stochastic, k0, k1, first, row_stride, tile, scratch, scratch_stride,
+    ) = _unpack(parameters, 25)  # fmt: skip
+    total, spare, largest, table = _locate(thread, tile, scratch, scratch_stride)
+    tiles, part, start = _share(parts, padded, tile, thread, threads)
+    for _ in range(tiles):
+        count = min(tile, padded - start)
+        first_group = start // group_size
+        for group in range((count + group_size - 1) // group_size):
+            origin = group * group_size
+            position = start + origin
+            same = group_size == group_size_in
+            peak = sum_messages(
+                total + 4 * origin, position, min(group_size, count - origin),
+                first_group + group if same else position // group_size_in,
+                messages + part * code_bytes_in, messages + scales_offset_in + 2 * part * groups_in,
+                terms, stride, bits_in, group_size_in, padded, table, _ZERO,
+            )  # fmt: skip
+            store_u32(largest + 4 * group, largest_lane(peak))
+        message = out + part * out_stride
+        encode_tile(
+            total, count, largest, message + (start * bits >> 3), message + scales_offset + 2 * first_group,
+            bits, group_size, stochastic, part * row_stride + first + start, k0, k1, spare, 0, 0, 0, 0,
+        )  # fmt: skip
+        start += tile
+        if start >= padded:
+            start = 0
+            part += 1
+    if thread == 0:
+        _clear_padding(out, parts, out_stride, payload_bytes, nbytes)
+
+
+def dequantize_rows(thread, threads, parameters):
+    """Row i of a tensor is the sum of messages i * terms to (i + 1) * terms, transformed if `hadamard`, times
+    a multiplier; plus the row itself if `accumulate`. `initial` holds the bits of what the sums start from,
+    `signs` those of the elements of a block whose sign changes after the transform.
+    """
+    (
+        messages, stride, terms, scales_offset, bits, group_size, rows, numel, padded,
+        out, out_stride, is_bf16, accumulate, initial, hadamard, signs, multiplier,
+        tile, scratch, scratch_stride,
+    ) = _unpack(parameters, 20)  # fmt: skip
+    total, spare, _, table = _locate(thread, tile, scratch, scratch_stride)
+    shift = 2 - is_bf16
+    tiles, row, start = _share(rows, padded, tile, thread, threads)
+    for _ in range(tiles):
+        count = min(tile, padded - start)
+        message = messages + row * terms * stride
+        sum_messages(
+            total, start, count, start // group_size, message, message + scales_offset,
+            terms, stride, bits, group_size, padded, table, float_from_bits(initial),
+        )  # fmt: skip
+        target = out + row * out_stride + (start << shift)
+        whole = min(count, (numel - start) & ~31)
+        for i in range(0, whole, 32):
+            prefetch(target + ((i + count) << shift))
+            if shift == 2:
+                prefetch(target + ((i + count) << shift) + 64)
+            block = load_f32(total + 4 * i)
+            _finish_block(
+                block, target + (i << shift), is_bf16, accumulate, hadamard, signs, multiplier, 32, spare
+            )
+        if whole < count:
+            block = load_f32(total + 4 * whole)
+            left = numel - start - whole
+            _finish_block(
+                block, target + (whole << shift), is_bf16, accumulate,
+                hadamard, signs, multiplier, left, spare,
+            )  # fmt: skip
+        start += tile
+        if start >= padded:
+            start = 0
+            row += 1
+
+
+@intrinsic
+def _call(typing_context, kernel, thread, threads, parameters):
+    """Call a kernel at an address."""
+
+    def codegen(context, builder, sig, args):
+        function = ir.FunctionType(ir.VoidType(), [INT64] * 3)
+        builder.call(builder.inttoptr(args[0], function.as_pointer()), args[1:])
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+def run_here(kernel, threads, parameters):
+    """Run a kernel on the calling thread; kernel and parameters are addresses."""
+    for thread in range(threads):
+        _call(kernel, thread, threads, parameters)
+
+
+def run_parallel(kernel, threads, parameters):
+    """Run a kernel on numba's threads; kernel and parameters are addresses."""
+    for thread in prange(threads):
+        _call(kernel, thread, threads, parameters)
+
+
+def _compile(decorator: Callable[..., Any], function: Callable[..., None], *args: Any, **options: Any) -> Any:
+    try:
+        return decorator(*args, cache=True, **options)(function)
+    except RuntimeError:  # no directory that numba may write a cache to
+        return decorator(*args, **options)(function)
+
+
+def compile_kernel(kernel: Callable[..., None]) -> int:
+    """Return the address of a compiled kernel."""
+    kind = types.void(types.int64, types.int64, Parameters())
+    compiled: int = _compile(cfunc, kernel, kind, error_model="numpy").address
+    return compiled
+
+
+def compile_runner(runner: Callable[..., None]) -> Callable[[int, int, int], None]:
+    """Return run_here or run_parallel, compiled."""
+    kind = types.void(types.int64, types.int64, types.int64)
+    compiled: Callable[[int, int, int], None] = _compile(
+        njit, runner, kind, nogil=True, parallel=runner is run_parallel
+    )
+    return compiled

@@ -1,0 +1,304 @@
+"""The steps of the CPU kernels on one tile: load, store, encode codes and scales, decode and sum messages.
+
+All functions are inlined into the kernels. They work on addresses; values between the steps are fp32 in the
+working memory of a thread. Numbers and order of operations: :mod:`sdp4bit.quantization.reference`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from sdp4bit.kernels.cpu.vectors import (
+    bits_from_float,
+    bits_of,
+    float_from_bits,
+    float_of_bits,
+    load_bf16,
+    load_f32,
+    load_i8,
+    load_scalar_u16,
+    load_scalar_u32,
+    load_u8,
+    load_u8x16,
+    maximum,
+    prefetch,
+    random_bits16,
+    shift_right,
+    shift_right_signed,
+    splat,
+    splat16,
+    store_bf16,
+    store_f32,
+    store_u8,
+    store_u16,
+    store_u32,
+    to_float,
+    to_int,
+)
+
+_ABS = 0x7FFFFFFF
+_INFINITY = 0x7F800000
+_TINY = 0x0D800000  # 2**-100
+_NAN_SCALE = 0x7FC0
+_STEP_4, _STEP_8 = np.float32(1 / 7), np.float32(1 / 127)
+_FIXED_POINT = np.float32(65536)
+_HALF = 0x8000
+_AHEAD = 512
+"""Bytes by which reading int8 codes of several messages runs ahead; int4 codes gain nothing by it."""
+_ZERO = np.float32(0)
+
+# Bits of 2**23 and of 2**19. Put under them, the low and the high nibble of a byte count units of an fp32
+# number: subtracting 2**23 + 8 or 2**19 + 8 leaves the code, exactly, without a conversion.
+_LOW_BASE, _HIGH_BASE = 0x4B000000, 0x49000000
+_LOW_OFFSET, _HIGH_OFFSET = np.float32(2**23 + 8), np.float32(2**19 + 8)
+
+inline = njit(
+    forceinline=True, error_model="numpy", no_rewrites=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
+)
+
+
+@inline
+def load_values(address, is_bf16, count, spare):
+    """Return 32 values as fp32, zeros after the first `count`."""
+    if count < 32:
+        store_f32(spare, splat(_ZERO))
+        for i in range(count):
+            if is_bf16:
+                store_u32(spare + 4 * i, load_scalar_u16(address + 2 * i) << 16)
+            else:
+                store_u32(spare + 4 * i, load_scalar_u32(address + 4 * i))
+        return load_f32(spare)
+    if is_bf16:
+        return load_bf16(address)
+    return load_f32(address)
+
+
+@inline
+def store_values(address, is_bf16, count, values, spare):
+    """Store the first `count` of 32 values as fp32 or bf16."""
+    if count < 32:
+        if is_bf16:
+            store_bf16(spare, values)
+            for i in range(count):
+                store_u16(address + 2 * i, load_scalar_u16(spare + 2 * i))
+        else:
+            store_f32(spare, values)
+            for i in range(count):
+                store_u32(address + 4 * i, load_scalar_u32(spare + 4 * i))
+    elif is_bf16:
+        store_bf16(address, values)
+    else:
+        store_f32(address, values)
+
+
+@inline
+def compute_scale(largest, bits):
+    """Return the bits of the bf16 scale and the fixed-point reciprocal."""
+    if largest < _TINY:
+        return 0, _ZERO
+    if largest >= _INFINITY:
+        return _NAN_SCALE, _ZERO
+    step = float_from_bits(largest) * (_STEP_4 if bits == 4 else _STEP_8)
+    scale = (bits_from_float(step) + 0x10003) & 0xFFFF0000
+    return scale >> 16, _FIXED_POINT / float_from_bits(scale)
+
+
+@inline
+def fixed_point(values, factor, stochastic, element, k0, k1):
+    """Return codes times 65536, ready to be cut off."""
+    fixed = to_int(load_f32(values) * factor)
+    if stochastic:
+        return fixed + random_bits16(element, k0, k1)
+    return fixed + splat(_HALF)
+
+
+@inline
+def prefetch_block(address, shift):
+    """Start reading the 32 values at an address, fp32 or bf16, which may be past the end of a tensor."""
+    prefetch(address)
+    if shift == 2:
+        prefetch(address + 64)
+
+
+@inline
+def prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift):
+    """Start reading 32 upcoming values and their replica; an address of 0 stands for none."""
+    if upcoming:
+        prefetch_block(upcoming + (i << shift), shift)
+    if upcoming_replica:
+        prefetch_block(upcoming_replica + (i << replica_shift), replica_shift)
+
+
+@inline
+def encode_group(
+    values, size, factor, codes, bits, stochastic, element, k0, k1, spare,
+    upcoming, shift, upcoming_replica, replica_shift,
+):  # fmt: skip
+    """Write the codes of one group; meanwhile, as many upcoming values and their replica are prefetched."""
+    if bits == 8:
+        for i in range(0, size, 32):
+            prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
+            fixed = fixed_point(values + 4 * i, factor, stochastic, element + i, k0, k1)
+            store_u8(codes + i, shift_right_signed(fixed, 16))
+        return
+    half = size >> 1
+    if size & 32 == 0:
+        offset, mask = splat(8 << 16), splat(0xF0)
+        for i in range(0, half, 32):
+            j = i + half
+            prefetch_upcoming(2 * i, upcoming, shift, upcoming_replica, replica_shift)
+            prefetch_upcoming(2 * i + 32, upcoming, shift, upcoming_replica, replica_shift)
+            low = fixed_point(values + 4 * i, factor, stochastic, element + i, k0, k1) + offset
+            high = fixed_point(values + 4 * j, factor, stochastic, element + j, k0, k1) + offset
+            store_u8(codes + i, shift_right(low, 16) | shift_right(high, 12) & mask)
+        return
+    # Halves begin within a block: their codes take their places by way of memory.
+    for i in range(0, size, 32):
+        fixed = fixed_point(values + 4 * i, factor, stochastic, element + i, k0, k1)
+        store_u8(spare + i, shift_right_signed(fixed, 16) + splat(8))
+    sixteen = splat16(16)
+    for i in range(0, half, 16):
+        store_u8(codes + i, load_u8x16(spare + i) | load_u8x16(spare + half + i) * sixteen)
+
+
+@inline
+def encode_tile(
+    values, count, largest, codes, scales, bits, group_size, stochastic, element, k0, k1, spare,
+    upcoming, shift, upcoming_replica, replica_shift,
+):  # fmt: skip
+    """Write codes and scales of `count` values; `largest` points to the bits of each group's largest |x|.
+
+    Args:
+        upcoming, upcoming_replica: addresses to prefetch from meanwhile, 0 for none.
+        shift, replica_shift: 2 if they are fp32, 1 if bf16.
+    """
+    if bits == 32:
+        for i in range(0, count, 32):
+            store_f32(codes + 4 * i, load_f32(values + 4 * i))
+        return
+    groups = (count + group_size - 1) // group_size
+    for group in range(groups):
+        peak = load_scalar_u32(largest + 4 * group)
+        scale, reciprocal = compute_scale(peak, bits)
+        store_u16(scales + 2 * group, scale)
+        store_u32(largest + 4 * group, bits_from_float(reciprocal))
+        if peak >= _INFINITY:
+            first = group * group_size
+            for i in range(first, min(first + group_size, count), 32):
+                store_f32(values + 4 * i, splat(_ZERO))
+    for group in range(groups):
+        first = group * group_size
+        factor = splat(float_from_bits(load_scalar_u32(largest + 4 * group)))
+        encode_group(
+            values + 4 * first, min(group_size, count - first), factor, codes + (first * bits >> 3),
+            bits, stochastic, element + first, k0, k1, spare,
+            upcoming + (first << shift) if upcoming else 0, shift,
+            upcoming_replica + (first << replica_shift) if upcoming_replica else 0, replica_shift,
+        )  # fmt: skip
+
+
+@inline
+def record(target, values, peak):
+    """Store a block; return the largest |x| of each lane so far, as bits."""
+    store_f32(target, values)
+    return maximum(peak, bits_of(values) & splat(_ABS))
+
+
+@inline
+def sum_int8(total, codes, count, table, terms, stride, start, peak):
+    """Write start + code * scale + ..., in the order of the terms; `table` points to their fp32 scales."""
+    paired = count & ~63
+    for i in range(0, paired, 64):
+        low = high = start
+        for term in range(terms):
+            scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
+            source = codes + term * stride + i
+            prefetch(source + _AHEAD)
+            low = low + to_float(load_i8(source)) * scale
+            high = high + to_float(load_i8(source + 32)) * scale
+        peak = record(total + 4 * i, low, peak)
+        peak = record(total + 4 * i + 128, high, peak)
+    if paired < count:
+        value = start
+        for term in range(terms):
+            scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
+            value = value + to_float(load_i8(codes + term * stride + paired)) * scale
+        peak = record(total + 4 * paired, value, peak)
+    return peak
+
+
+@inline
+def sum_int4(total, codes, half, table, terms, stride, start, peak):
+    """As sum_int8 for a whole group whose halves are multiples of 32."""
+    low_mask, low_base, low_offset = splat(0x0F), splat(_LOW_BASE), splat(_LOW_OFFSET)
+    high_mask, high_base, high_offset = splat(0xF0), splat(_HIGH_BASE), splat(_HIGH_OFFSET)
+    for i in range(0, half, 32):
+        low = high = start
+        for term in range(terms):
+            scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
+            both = load_u8(codes + term * stride + i)
+            low = low + (float_of_bits(both & low_mask | low_base) - low_offset) * scale
+            high = high + (float_of_bits(both & high_mask | high_base) - high_offset) * scale
+        peak = record(total + 4 * i, low, peak)
+        peak = record(total + 4 * (i + half), high, peak)
+    return peak
+
+
+@inline
+def sum_nibbles(total, codes, count, shift, table, terms, stride, start):
+    """As sum_int8 for a part of one half of an int4 group; `count` is a multiple of 16."""
+    for i in range(0, count, 16):
+        value = splat16(start)
+        for term in range(terms):
+            scale = splat16(float_from_bits(load_scalar_u32(table + 4 * term)))
+            code = shift_right(load_u8x16(codes + term * stride + i), shift) & splat16(15)
+            value = value + to_float(code - splat16(8)) * scale
+        store_f32(total + 4 * i, value)
+
+
+@inline
+def sum_messages(
+    total, first, count, group, codes, scales, terms, stride, bits, group_size, padded, table, start
+):
+    """Write the sums over the messages of values first .. first + count of a row; return their peaks.
+
+    Args:
+        group: the group of the first value.
+        codes, scales: addresses of the row in the first message; `stride` bytes further in each next one.
+        table: room for one fp32 number per message.
+        start: what the sums start from.
+    """
+    peak = splat(0)
+    if bits == 32:
+        for i in range(0, count, 32):
+            value = splat(start)
+            for term in range(terms):
+                value = value + load_f32(codes + term * stride + 4 * (first + i))
+            peak = record(total + 4 * i, value, peak)
+        return peak
+    stop = first + count
+    origin = group * group_size
+    while origin < stop:
+        size = min(group_size, padded - origin)
+        begin, end = max(origin, first), min(origin + size, stop)
+        for term in range(terms):
+            store_u32(table + 4 * term, load_scalar_u16(scales + term * stride + 2 * group) << 16)
+        target = total + 4 * (begin - first)
+        packed = codes + (origin >> 1)
+        if bits == 8:
+            peak = sum_int8(target, codes + begin, end - begin, table, terms, stride, splat(start), peak)
+        elif end - begin == size and size & 32 == 0:
+            peak = sum_int4(target, packed, size >> 1, table, terms, stride, splat(start), peak)
+        else:
+            middle = origin + (size >> 1)
+            lower = min(end, middle) - begin
+            sum_nibbles(target, packed + begin - origin, lower, 0, table, terms, stride, start)
+            upper = max(begin, middle)
+            target = total + 4 * (upper - first)
+            sum_nibbles(target, packed + upper - middle, end - upper, 4, table, terms, stride, start)
+            for i in range(begin - first, end - first, 32):
+                peak = record(total + 4 * i, load_f32(total + 4 * i), peak)
+        origin += size
+        group += 1
+    return peak

@@ -1,0 +1,1 @@
+"""Kernels for GPU tensors, compiled by Triton."""

@@ -1,0 +1,264 @@
+"""The plan command: a plan, or the paper's tables, as text or JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from sdp4bit.plan.config import PlanConfig, reproduction
+from sdp4bit.plan.paper import (
+    FIGURE_8,
+    FIGURE_8_MODEL,
+    FIGURE_8_NODES,
+    TABLE_4_QUANTIZED_MS,
+    Reproduction,
+)
+from sdp4bit.plan.step import Cluster, Plan, StepCost
+from sdp4bit.pretrain.metrics import format_bytes
+
+NOTABLE_PADDING = 1.05
+
+
+def run_plan(config: PlanConfig) -> int:
+    """Return 0 after the plan has been printed, and the sweep drawn if one is asked for."""
+    if config.reproduce_table_2:
+        _print(reproduction_json(reproduction()) if config.json else reproduction_text(reproduction()))
+        return 0
+    cluster = config.resolved_cluster()
+    plan = config.plan_on(cluster)
+    hidden = config.plan_on(cluster, overlap=1.0)
+    if config.json:
+        _print(plan_json(config, cluster, plan, hidden))
+    else:
+        _print(plan_text(config, cluster, plan, hidden))
+    if config.sweep is not None:
+        from sdp4bit.plan.plot import draw_sweeps  # matplotlib takes a second
+
+        draw_sweeps(config, cluster=cluster, path=config.sweep)
+        if not config.json:
+            _print(f"Sweep: {config.sweep}")
+    return 0
+
+
+def _print(content: str | dict[str, Any]) -> None:
+    if isinstance(content, dict):
+        sys.stdout.write(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
+    else:
+        Console().print(content, highlight=False, markup=False, soft_wrap=True)
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with None for infinities: bandwidths that nothing depends on."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) -> dict[str, Any]:
+    """Return a plan as JSON has it: bytes, seconds, bytes per second.
+
+    Args:
+        hidden: the same with all communication hidden that can be.
+    """
+    costs = {
+        name: {**asdict(cost), "step_seconds": cost.step_seconds}
+        for name, cost in (
+            ("baseline", plan.baseline),
+            ("bf16_baseline", plan.bf16_baseline),
+            ("quantized", plan.quantized),
+        )
+    }
+    return {
+        "model": config.size().name,
+        "parameters": config.size().parameters,
+        "parameters_per_rank_group": plan.parameters,
+        "cluster": asdict(cluster),
+        "layout": asdict(config.parallel_layout()),
+        "data_parallel": asdict(plan.grid),
+        "engine": config.layout.engine,
+        "overlap": config.layout.overlap,
+        "strategy": config.strategy_name,
+        **costs,
+        "speedup": plan.speedup,
+        "speedup_over_bf16": plan.speedup_over_bf16,
+        "speedup_all_hidden": hidden.speedup,
+        "speedup_over_bf16_all_hidden": hidden.speedup_over_bf16,
+        "padding": plan.padding,
+        "most_padded_group": plan.most_padded,
+        "verdict": plan.verdict,
+    }
+
+
+def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) -> str:
+    """Return a plan for people."""
+    layout, costs = config.parallel_layout(), (plan.baseline, plan.bf16_baseline, plan.quantized)
+    shared = layout.tensor_parallel > 1 and cluster.inter_bandwidth_shared
+    between = (shared or cluster.inter_bandwidth) * cluster.efficiency
+    lines = [
+        f"{config.size().name}: {config.size().parameters / 1e9:.3f} billion parameters, "
+        f"{plan.parameters / 1e9:.3f} in a data-parallel group",
+        f"{cluster.name}: {cluster.nodes} nodes of {cluster.devices_per_node} devices, "
+        f"{_rate(between)} between nodes (per node and direction), "
+        f"{_rate(cluster.intra_bandwidth * cluster.efficiency)} inside (per device), "
+        f"{cluster.device_flops / 1e12:.4g} TFLOP/s per device",
+        f"tensor {layout.tensor_parallel} x pipeline {layout.pipeline_parallel} x data {plan.grid.size} "
+        f"({plan.grid.nodes} nodes x {plan.grid.ranks_per_node}), micro batch {layout.micro_batch_size}, "
+        f"accumulation {layout.accumulation}, {config.layout.engine}, "
+        f"overlap {100 * config.layout.overlap:.0f} %",
+        "baselines: fp32 or bf16 reduce-scatter of gradients, bf16 all-gather of weights, as rings",
+        "",
+        *_table(costs, config.strategy_name),
+        "",
+        f"speed-up: {plan.speedup:.2f} over fp32, {plan.speedup_over_bf16:.2f} over bf16 gradients; "
+        f"{hidden.speedup:.2f} and {hidden.speedup_over_bf16:.2f} if all communication is hidden that can be",
+    ]
+    per_parameter = plan.quantized.inter_bytes_per_node / (plan.parameters * layout.tensor_parallel)
+    lines.append(
+        f"between nodes: {per_parameter:.3f} bytes per parameter, node and step; "
+        f"rows are {plan.padding:.3f} x the parameters"
+    )
+    if plan.padding > NOTABLE_PADDING:
+        lines.append(
+            f"padding: FSDP2 cuts dimension 0 into {plan.grid.size} equal parts and fills up what is missing "
+            f"({plan.most_padded}); --least-padding, tensor parallelism or a flat buffer send less"
+        )
+    if cluster.quantization_bandwidth is None:
+        lines.append("quantization time is not known and left out: measure it with `sdp4bit probe`")
+    lines += ["", f"verdict: {plan.verdict}", f"with all hidden that can be: {hidden.verdict}"]
+    return "\n".join(lines)
+
+
+def _table(costs: Sequence[StepCost], strategy: str) -> list[str]:
+    def milliseconds(name: str) -> list[str]:
+        return [f"{1000 * getattr(cost, name):.1f} ms" for cost in costs]
+
+    def sent(name: str) -> list[str]:
+        return [format_bytes(getattr(cost, name)) for cost in costs]
+
+    rows = [
+        ("per step", ["fp32 gradients", "bf16 gradients", strategy]),
+        ("sent between nodes, per node", sent("inter_bytes_per_node")),
+        ("sent between nodes, per rank", sent("inter_bytes")),
+        ("sent inside the node, per node", sent("intra_bytes_per_node")),
+        ("sent inside the node, per rank", sent("intra_bytes")),
+        ("collectives", [f"{cost.collectives}" for cost in costs]),
+        ("computation", milliseconds("compute_seconds")),
+        ("communication", milliseconds("communication_seconds")),
+        ("  of it hidden", milliseconds("hidden_seconds")),
+        ("quantization", milliseconds("quantization_seconds")),
+        ("step", milliseconds("step_seconds")),
+        ("memory per rank, no activations", [format_bytes(sum(c.memory.values())) for c in costs]),
+    ]
+    for use in dict.fromkeys(use for cost in costs for use in cost.memory):
+        rows.append((f"  {use}", [format_bytes(c.memory[use]) if use in c.memory else "-" for c in costs]))
+    return _aligned([(name, *cells) for name, cells in rows])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.3g} GB/s" if math.isfinite(bytes_per_second) else "no exchange"
+
+
+def reproduction_json(found: Reproduction) -> dict[str, Any]:
+    """Return the paper's tables beside the planner's as JSON has them."""
+    return {
+        "rows": [
+            {
+                "cluster": p.row.cluster,
+                "model": p.row.model,
+                "published": p.row.speedup,
+                "predicted": p.predicted,
+                "predicted_from_baseline_rate": p.predicted_from_baseline,
+                "tensor_parallel": p.row.tensor_parallel,
+                "pipeline_parallel": p.row.pipeline_parallel,
+                "device_flops": p.device_flops,
+                "inter_bandwidth": p.bandwidth,
+                "baseline_bytes_per_node": p.baseline_bytes,
+                "quantized_bytes_per_node": p.quantized_bytes,
+            }
+            for p in found.rows
+        ],
+        "table_4_ms": found.table_4_ms,
+        "table_4_ms_at_fitted_bandwidth": found.table_4_fitted_ms,
+        "table_4_published_ms": TABLE_4_QUANTIZED_MS,
+        "figure_8": {
+            "published": {strategy: list(bounds) for strategy, bounds in FIGURE_8.items()},
+            "predicted": found.figure_8,
+        },
+    }
+
+
+def reproduction_text(found: Reproduction) -> str:
+    """Return the paper's tables beside the planner's, for people."""
+    rows = [
+        (
+            "cluster",
+            "model",
+            "TP/PP",
+            "published",
+            "predicted",
+            "error",
+            "rate from baseline only",
+            "GB/s per node",
+            "TFLOP/s per device",
+            "sent per node, GB",
+        )
+    ]
+    for p in found.rows:
+        rows.append(
+            (
+                p.row.cluster,
+                p.row.model,
+                f"{p.row.tensor_parallel}/{p.row.pipeline_parallel}",
+                f"{p.row.speedup:.2f} x",
+                f"{p.predicted:.2f} x",
+                f"{100 * p.error:+.1f} %",
+                f"{p.predicted_from_baseline:.2f} x",
+                f"{p.bandwidth / 1e9:.1f}",
+                f"{p.device_flops / 1e12:.0f}",
+                f"{p.baseline_bytes / 1e9:.2f} -> {p.quantized_bytes / 1e9:.2f}",
+            )
+        )
+    lines = [
+        "Table 2, speed-up over fp32 gradients and bf16 weights; no overlap, accumulation 1, fp32 scales.",
+        "Fitted to the published step times: a compute rate per row, and two bandwidths per cluster (without",
+        "and with tensor parallelism). 'Rate from baseline only': not fitted to the quantized step.",
+        "",
+        *_aligned(rows),
+        "",
+        f"Table 4, held out: gradient exchange of 1.3B on 32 A100, published {TABLE_4_QUANTIZED_MS} ms; "
+        f"predicted {found.table_4_ms:.1f} ms at the bandwidth of its own fp32 exchange, "
+        f"{found.table_4_fitted_ms:.1f} ms at the one fitted to table 2",
+        f"Figure 8, held out: speed-up of {FIGURE_8_MODEL} (the text gives ranges over both clusters)",
+    ]
+    clusters = list(found.figure_8)
+    header = [f"{cluster}, {FIGURE_8_NODES[cluster]} nodes" for cluster in clusters]
+    lines += _aligned(
+        [
+            ("  ", "published", *header),
+            *(
+                (
+                    f"  {strategy}",
+                    f"{low:.1f} - {high:.1f} x",
+                    *(f"{found.figure_8[c][strategy]:.2f} x" for c in clusters),
+                )
+                for strategy, (low, high) in FIGURE_8.items()
+            ),
+        ]
+    )
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Checkpoints: saved while training goes on, complete or not there, resumed bit for bit."""

@@ -1,0 +1,107 @@
+"""Finding a checkpoint that is complete and undamaged, before anything of it is used."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+
+from sdp4bit.pretrain.checkpoint.files import Digest, damage, read_manifest
+from sdp4bit.pretrain.checkpoint.folder import RunRecord, find_checkpoints
+from sdp4bit.pretrain.checkpoint.state import Saved
+from sdp4bit.pretrain.checkpoint.storage import CheckpointReader, TensorLoadPlanner, failure_of
+from sdp4bit.pretrain.launch.ranks import first_rank_decides, gather_over_ranks
+from sdp4bit.pretrain.options import SettingError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint whose files are as they were written."""
+
+    path: Path
+    record: RunRecord
+    reader: CheckpointReader
+
+    @property
+    def saved(self) -> Saved:
+        """Names and sizes of its tensors."""
+        return self.reader.tensors
+
+    def read_into(self, tensors: dict[str, Tensor]) -> None:
+        """The tensors hold what the checkpoint has under their names; called on all ranks.
+
+        Raises:
+            SettingError: on all ranks, if one could not read its tensors.
+        """
+        try:
+            load_state(tensors, storage_reader=self.reader, planner=TensorLoadPlanner())
+        except CheckpointException as error:
+            raise SettingError(f"{self.path} cannot be loaded: {failure_of(error)}") from error
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Return the newest undamaged checkpoint; the same on all ranks, which share the work of checking.
+
+    A warning names checkpoints that were passed over, and the one that is used. A single step folder is used
+    or refused.
+
+    Raises:
+        SettingError: on all ranks: there is none.
+    """
+    candidates = first_rank_decides(lambda: find_checkpoints(folder))
+    passed_over: list[str] = []
+    for path in candidates:
+        found = _checked(path)
+        if isinstance(found, Checkpoint):
+            if passed_over and dist.get_rank() == 0:
+                warnings.warn(
+                    f"sdp4bit: {'; '.join(passed_over)}. Resuming from {path} instead, at step "
+                    f"{found.record.progress.step}",
+                    stacklevel=2,
+                )
+            return found
+        passed_over.append(f"{path} is damaged: {found}")
+    raise SettingError(f"--load {folder}: no complete checkpoint there. {'; '.join(passed_over)}")
+
+
+def _checked(path: Path) -> Checkpoint | str:
+    """Return the checkpoint, or what is wrong with it.
+
+    1. Rank 0 reads the manifest.
+    2. The ranks compare sizes and checksums, each of its share of the files.
+    3. Only then, everybody reads the metadata.
+    """
+    digests = first_rank_decides(lambda: _manifest(path))
+    if isinstance(digests, str):
+        return digests
+    rank, size = dist.get_rank(), dist.get_world_size()
+    problem = _first_problem(damage(path, digests, names=sorted(digests)[rank::size]))
+    if problem is None:
+        result: Checkpoint | None = None
+        try:
+            record = RunRecord.read(path)
+            result = Checkpoint(path=path, record=record, reader=CheckpointReader(path, digests=digests))
+        except ValueError as error:
+            problem = str(error)
+        problem = _first_problem(problem)
+        if result is not None and problem is None:
+            return result
+    return problem or "it changed while it was read"
+
+
+def _manifest(path: Path) -> dict[str, Digest] | str:
+    try:
+        return read_manifest(path)
+    except ValueError as error:
+        return str(error)
+
+
+def _first_problem(problem: str | None) -> str | None:
+    """Return the problem of the lowest rank that has one."""
+    problems = gather_over_ranks(problem, what="comparison of a checkpoint with its manifest")
+    return next((found for found in problems if found is not None), None)

@@ -1,0 +1,165 @@
+"""What is quantized: the paper's strategies by name, and the reference implementation's flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
+
+from sdp4bit.config import GradientConfig, ReplicaPlacement, Rounding, SDP4BitConfig, WeightConfig
+from sdp4bit.pretrain.options import SettingError, option, option_flags
+
+Strategy = Literal["baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+DEFAULT_STRATEGY: Strategy = "sdp4bit"
+
+REFERENCE_INTRA_GROUP = 512
+"""The reference parser's default inside a node; its scripts, the paper and our strategies use 128."""
+
+_WEIGHTS = {
+    "weight_bits": "bits",
+    "weight_group_size": "group_size",
+    "weight_rounding": "rounding",
+    "replica": "replica",
+}
+_GRADIENTS = {
+    "inter_bits": "inter_bits",
+    "inter_group_size": "inter_group_size",
+    "intra_bits": "intra_bits",
+    "intra_group_size": "intra_group_size",
+    "intra_rounding": "intra_rounding",
+    "inter_rounding": "inter_rounding",
+    "pipeline_chunks": "pipeline_chunks",
+    "start_step": "start_step",
+    "min_numel": "min_numel",
+}
+_GRADIENT_SWITCHES = {"hadamard_transform": "hadamard", "hadamard_random_signs": "random_signs"}
+"""Of the gradients too, but False where the others are None when not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationConfig:
+    """Details of the quantized communication: with --strategy they change its values; without one,
+    --quantized-weights and --quantized-gradients say what is quantized, as in the reference
+    implementation."""
+
+    quantized_weights: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Send 4-bit weight differences; instead of --strategy."""
+    weight_bits: Annotated[Literal[4, 8] | None, option("weight-quantization-bits")] = None
+    """Bits of a weight difference; 4 when not given."""
+    weight_group_size: Annotated[int | None, option("wq-group-size")] = None
+    """Weight differences that share a scale; 2048 when not given."""
+    weight_rounding: Rounding | None = None
+    """Rounding of weight differences; nearest when not given."""
+    replica: ReplicaPlacement | None = None
+    """Weight replica: node (spread over the ranks of a node, also when not given) or full (on every rank)."""
+    quantized_gradients: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Reduce gradients by two quantized all-to-alls; instead of --strategy."""
+    inter_bits: Annotated[Literal[4, 8] | None, option("gradient-quantization-bits-inter")] = None
+    """Bits of a gradient between nodes; 4 when not given."""
+    inter_group_size: Annotated[int | None, option("gq-group-size-inter")] = None
+    """Gradients that share a scale between nodes; 128 when not given."""
+    intra_bits: Annotated[Literal[4, 8] | None, option("gradient-quantization-bits-intra")] = None
+    """Bits of a gradient inside a node; 8 when not given."""
+    intra_group_size: Annotated[int | None, option("gq-group-size-intra")] = None
+    """Gradients that share a scale inside a node; not given: 512 with --quantized-gradients, as in the
+    reference implementation; 128 with a strategy, as in the paper."""
+    hadamard_transform: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Smooth gradients by a Hadamard transform before they are quantized; part of tlq-hs and sdp4bit."""
+    hadamard_random_signs: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Change random signs of the gradients, the same on all ranks, before that transform."""
+    intra_rounding: Annotated[Rounding | None, option("gradient-rounding-intra")] = None
+    """Rounding of gradients inside a node; stochastic when not given."""
+    inter_rounding: Annotated[Rounding | None, option("gradient-rounding-inter")] = None
+    """Rounding of gradients between nodes; stochastic when not given."""
+    pipeline_chunks: Annotated[int | None, option("gradient-alltoall-pipeline", "pipeline-chunks")] = None
+    """Slices whose hops inside and between nodes overlap; 1 when not given."""
+    start_step: Annotated[int | None, option("gradients-quantization-start-iteration")] = None
+    """Steps whose gradients are reduced in full precision before quantization starts; 0 when not given."""
+    min_numel: Annotated[int | None, option("gradient-min-numel")] = None
+    """Rows of fewer gradients than this are reduced in full precision; 1024 when not given."""
+
+    def __post_init__(self) -> None:
+        if not self.names_parts:
+            return
+        for names, part in ((_WEIGHTS, "weights"), (_GRADIENTS, "gradients")):
+            self._require_used(
+                names, getattr(self, f"quantized_{part}"), f"without --quantized-{part} or a --strategy"
+            )
+        self.resolve(None, seed=0)
+
+    @property
+    def names_parts(self) -> bool:
+        """Whether the flags, rather than a strategy, say what is quantized."""
+        return self.quantized_weights or self.quantized_gradients
+
+    def resolve(self, strategy: Strategy | None, *, seed: int) -> SDP4BitConfig:
+        """Return the library's settings.
+
+        Raises:
+            SettingError: settings that contradict each other, or that this strategy has no use for.
+        """
+        if self.names_parts:
+            if strategy is not None:
+                raise SettingError(
+                    f"--strategy {strategy} and --quantized-weights / --quantized-gradients both say what is "
+                    "quantized: give one of the two"
+                )
+            reference = GradientConfig(intra_group_size=REFERENCE_INTRA_GROUP, hadamard=False)
+            base = SDP4BitConfig(
+                weights=WeightConfig() if self.quantized_weights else None,
+                gradients=reference if self.quantized_gradients else None,
+            )
+        else:
+            strategy = strategy or DEFAULT_STRATEGY
+            base = SDP4BitConfig.preset(strategy)
+            for names, part in ((_WEIGHTS, "weights"), (_GRADIENTS, "gradients")):
+                users = ", ".join(s for s in STRATEGIES if getattr(SDP4BitConfig.preset(s), part) is not None)
+                self._require_used(
+                    names,
+                    getattr(base, part) is not None,
+                    f"with strategy {strategy}, which does not quantize {part}: leave it out, or use {users}",
+                )
+        transforms = self.hadamard_transform or (base.gradients is not None and base.gradients.hadamard)
+        if self.hadamard_random_signs and not transforms:
+            raise SettingError("--hadamard-random-signs has no effect without --hadamard-transform")
+        try:
+            return replace(
+                base,
+                seed=seed,
+                weights=base.weights and replace(base.weights, **self._given(_WEIGHTS)),
+                gradients=base.gradients and replace(base.gradients, **self._given(_GRADIENTS)),
+            )
+        except ValueError as error:
+            raise SettingError(str(error)) from error
+
+    def restricted_to(self, strategy: Strategy) -> CommunicationConfig:
+        """Return these settings without those that the strategy has no use for."""
+        preset = SDP4BitConfig.preset(strategy)
+        unused: dict[str, bool | None] = {}
+        if preset.weights is None:
+            unused.update(dict.fromkeys(_WEIGHTS))
+        if preset.gradients is None:
+            unused.update(dict.fromkeys(_GRADIENTS), **dict.fromkeys(_GRADIENT_SWITCHES, False))
+        elif not (preset.gradients.hadamard or self.hadamard_transform):
+            unused["hadamard_random_signs"] = False
+        return replace(self, **unused)  # type: ignore[arg-type]
+
+    def given(self) -> list[str]:
+        """Return the names of the fields that differ from their default."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+
+    def _given(self, names: dict[str, str]) -> dict[str, Any]:
+        given = {theirs: getattr(self, ours) for ours, theirs in names.items()}
+        if names is _GRADIENTS:
+            given.update({theirs: True for ours, theirs in _GRADIENT_SWITCHES.items() if getattr(self, ours)})
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _require_used(self, names: dict[str, str], used: bool, otherwise: str) -> None:
+        given = [name for name in names if getattr(self, name) is not None]
+        if names is _GRADIENTS:
+            given += [name for name in _GRADIENT_SWITCHES if getattr(self, name)]
+        if given and not used:
+            flags = option_flags(type(self))
+            raise SettingError(f"{flags[given[0]][0]} has no effect {otherwise}")

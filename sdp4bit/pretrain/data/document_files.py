@@ -1,0 +1,218 @@
+"""Files of documents as they come: JSON lines, plain, .gz or .zst, and Parquet, read in pieces.
+
+zstandard and pyarrow are optional: only who gives such files needs them.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from sdp4bit.pretrain.options import SettingError, require
+
+PIECE_BYTES = 1 << 20
+_READ_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines:
+    """Some consecutive lines of a file, not parsed yet."""
+
+    path: str
+    first: int
+    """Number of the first line, counted from 1."""
+    lines: list[bytes]
+
+    def documents(self, keys: Sequence[str]) -> Iterator[list[list[str]]]:
+        """Yield the texts of each key of each line; SettingError names the line that has none.
+
+        A text may be given as a list of its sentences.
+        """
+        for number, line in enumerate(self.lines, start=self.first):
+            if line.isspace() or not line:
+                continue
+            where = f"{self.path}, line {number}"
+            try:
+                document = json.loads(line)
+            except ValueError as error:
+                raise SettingError(f"{where}: not JSON: {error}") from error
+            if not isinstance(document, dict):
+                raise SettingError(f"{where}: a JSON object is expected, not {type(document).__name__}")
+            yield [_texts(document, key, where=where) for key in keys]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Some consecutive rows of a table."""
+
+    path: str
+    first: int
+    """Number of the first row, counted from 1."""
+    rows: list[dict[str, Any]]
+
+    def documents(self, keys: Sequence[str]) -> Iterator[list[list[str]]]:
+        """Yield the texts of each key of each row; SettingError names the row that has none."""
+        for number, row in enumerate(self.rows, start=self.first):
+            yield [_texts(row, key, where=f"{self.path}, row {number}") for key in keys]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one worker encodes at a time, and how much of the file it is."""
+
+    content: Lines | Rows
+    bytes_read: int
+    """Bytes of the file on disk."""
+
+
+def find_files(patterns: Sequence[str]) -> list[Path]:
+    """Return the files in the order of the patterns, those of one pattern by name.
+
+    Raises:
+        SettingError: nothing is there, or a package for a file is missing.
+    """
+    found: list[Path] = []
+    for pattern in patterns:
+        if Path(pattern).is_file():
+            found.append(Path(pattern))
+            continue
+        matching = sorted(Path(path) for path in glob.glob(pattern, recursive=True))
+        files = [path for path in matching if path.is_file()]
+        require(bool(files), f"--input {pattern}: there is no such file")
+        found += files
+    for path in found:
+        if path.suffix == ".zst":
+            _package("zstandard", path=path)
+        elif path.suffix == ".parquet":
+            _package("pyarrow.parquet", path=path)
+    return found
+
+
+def read_pieces(path: Path, *, keys: Sequence[str]) -> Iterator[Piece]:
+    """Yield the documents of a file in order.
+
+    Raises:
+        SettingError: the file is damaged, cut off, or lacks a column.
+    """
+    try:
+        yield from _table_pieces(path, keys) if path.suffix == ".parquet" else _line_pieces(path)
+    except (OSError, EOFError, zlib.error) as error:
+        raise SettingError(f"{path} cannot be read: {error}") from error
+
+
+def _line_pieces(path: Path) -> Iterator[Piece]:
+    with path.open("rb") as file:
+        first, read = 1, 0
+        lines: list[bytes] = []
+        size = 0
+        for line in _decompressed(file, path):
+            lines.append(line)
+            size += len(line)
+            if size >= PIECE_BYTES:
+                position = file.tell()
+                yield Piece(
+                    content=Lines(path=str(path), first=first, lines=lines), bytes_read=position - read
+                )
+                first, read = first + len(lines), position
+                lines, size = [], 0
+        yield Piece(
+            content=Lines(path=str(path), first=first, lines=lines), bytes_read=path.stat().st_size - read
+        )
+
+
+def _decompressed(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Yield the lines of the text."""
+    if path.suffix == ".gz":
+        with gzip.open(file, "rb") as content:
+            yield from content
+    elif path.suffix == ".zst":
+        yield from io.BufferedReader(_ZstandardReader(file, path), _READ_AT_ONCE)
+    else:
+        yield from file
+
+
+class _ZstandardReader(io.RawIOBase):
+    """Decompressed bytes; a file that ends within a frame is an error, which zstandard lets pass."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file = file
+        self._package = _package("zstandard", path=path)
+        self._frame: Any = None
+        self._compressed = b""
+        self._content = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            self._compressed = self._compressed or self._file.read(_READ_AT_ONCE)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise EOFError("the last frame is cut off")
+                return 0
+            self._frame = self._frame or self._package.ZstdDecompressor().decompressobj()
+            try:
+                self._content = memoryview(self._frame.decompress(self._compressed))
+            except self._package.ZstdError as error:
+                raise OSError(str(error)) from error
+            self._compressed = b""
+            if self._frame.eof:
+                self._compressed, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._content))
+        buffer[:count] = self._content[:count]
+        self._content = self._content[count:]
+        return count
+
+
+def _table_pieces(path: Path, keys: Sequence[str]) -> Iterator[Piece]:
+    parquet = _package("pyarrow.parquet", path=path)
+    arrow = import_module("pyarrow")
+    try:
+        with parquet.ParquetFile(path) as table:
+            names = table.schema_arrow.names
+            for key in keys:
+                require(
+                    key in names, f'{path} has no column "{key}", but {", ".join(names)}: set --json-keys'
+                )
+            total, size, first = max(1, table.metadata.num_rows), path.stat().st_size, 1
+            for batch in table.iter_batches(batch_size=1024, columns=list(keys)):
+                rows = batch.to_pylist()
+                before, after = ((first - 1 + n) * size // total for n in (0, len(rows)))
+                yield Piece(content=Rows(path=str(path), first=first, rows=rows), bytes_read=after - before)
+                first += len(rows)
+    except arrow.ArrowException as error:
+        raise SettingError(f"{path} cannot be read: {error}") from error
+
+
+def _texts(document: dict[str, Any], key: str, *, where: str) -> list[str]:
+    if key not in document:
+        raise SettingError(
+            f'{where}: there is no "{key}", but {", ".join(map(repr, document))}: set --json-keys'
+        )
+    value = document[key]
+    texts = value if isinstance(value, list) else [value]
+    for text in texts:
+        if not isinstance(text, str):
+            raise SettingError(f'{where}: "{key}" is {type(text).__name__}, not a string')
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise SettingError(f'{where}: "{key}" is no text: {error}') from None
+    return texts
+
+
+def _package(name: str, *, path: Path) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        raise SettingError(f"{path} needs the package {package}: pip install sdp4bit[data]") from None

@@ -1,0 +1,195 @@
+"""The order in which training reads a .bin/.idx corpus: documents shuffled, cut into samples, these shuffled.
+
+Every epoch has an order of its own, made from the seed and the epoch's number. Nothing depends on the number
+of steps or ranks, so a run goes on from any sample.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from sdp4bit.pretrain.data.indexed import IndexedTokens
+from sdp4bit.pretrain.data.samples import Tokens
+from sdp4bit.pretrain.options import SettingError
+
+FORMAT_VERSION = 1
+CACHED_FROM = 1 << 22
+"""Documents and samples from which an order is kept on disk: below, making it again takes under a second."""
+_VALIDATION_SEED = 0
+_ARRAYS = ("documents", "starts", "samples")
+_Integers = npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """One pass over the documents."""
+
+    documents: _Integers
+    """The documents in the order of this epoch."""
+    starts: _Integers
+    """Tokens of this epoch before each of them; then all tokens."""
+    samples: _Integers
+    """Positions of the samples in the epoch, in sequence lengths, in the order they are read."""
+
+
+def make_epoch(
+    lengths: npt.NDArray[np.int64], *, first: int, sequence_length: int, seed: int, epoch: int
+) -> Epoch:
+    """Return the order of an epoch.
+
+    Args:
+        lengths: tokens of each document.
+        first: number of the first of these documents in the corpus.
+    """
+    # RandomState's streams are frozen: a run can go on under another NumPy.
+    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
+    order = _numbers(len(lengths))
+    random.shuffle(order)
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths[order], out=starts[1:])
+    samples = _numbers(max(0, int(starts[-1]) - 1) // sequence_length)
+    random.shuffle(samples)
+    return Epoch(documents=order + order.dtype.type(first), starts=starts, samples=samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedSplit:
+    """A range of the documents of a corpus."""
+
+    corpus: IndexedTokens
+    first: int
+    last: int
+    """One past the last document."""
+    vocabulary: int
+    fingerprint: str
+    """Of the corpus."""
+    cache: Path
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of these documents."""
+        first, last = self.corpus.starts(np.array([self.first, self.last]))
+        return int(last - first)
+
+    def samples(self, *, sequence_length: int, seed: int | None) -> IndexedSamples:
+        """Return the samples in the order of a seed; for validation in the same order in every run."""
+        return IndexedSamples(
+            self, sequence_length=sequence_length, seed=_VALIDATION_SEED if seed is None else seed
+        )
+
+
+class IndexedSamples:
+    """Samples of a range of documents; a sample goes on over the ends of documents."""
+
+    def __init__(self, split: IndexedSplit, *, sequence_length: int, seed: int) -> None:
+        self._split = split
+        self._sequence_length = sequence_length
+        self._seed = seed
+        self._epochs: dict[int, Epoch] = {}
+        self.count = max(0, split.tokens - 1) // sequence_length
+
+    def rows(self, numbers: Iterable[int]) -> Tokens:
+        """Return the tokens of these samples and the token that follows each; [samples, length + 1].
+
+        Raises:
+            SettingError: a token that the vocabulary does not have.
+        """
+        rows = np.stack([self._row(*divmod(number, self.count)) for number in numbers])
+        low, high = int(rows.min()), int(rows.max())
+        if low < 0 or high >= self._split.vocabulary:
+            raise SettingError(
+                f"{self._split.corpus.prefix}.bin holds token {low if low < 0 else high}; the vocabulary "
+                f"ends at {self._split.vocabulary - 1}: give the tokenizer it was made with, or a larger "
+                "--vocab-size"
+            )
+        return rows
+
+    def _row(self, epoch: int, number: int) -> Tokens:
+        order, corpus = self._epoch(epoch), self._split.corpus
+        begin = int(order.samples[number]) * self._sequence_length
+        end = begin + self._sequence_length + 1
+        # Documents that hold token `begin` of the epoch up to token `end - 1`, empty ones between included.
+        first, last = np.searchsorted(order.starts, (begin, end - 1), side="right").tolist()
+        documents = order.documents[first - 1 : last].astype(np.int64)
+        starts, stops = corpus.starts(documents), corpus.starts(documents + 1)
+        starts[0] += begin - int(order.starts[first - 1])
+        stops[-1] = starts[-1] + end - max(begin, int(order.starts[last - 1]))
+        stretches = zip(starts.tolist(), stops.tolist(), strict=True)
+        pieces = [corpus.read(start, stop - start) for start, stop in stretches]
+        return np.concatenate(pieces, dtype=np.int64)
+
+    def _epoch(self, number: int) -> Epoch:
+        if number not in self._epochs:
+            # A batch may lie across the border of two epochs; no more are needed.
+            self._epochs = {key: value for key, value in self._epochs.items() if abs(key - number) == 1}
+            self._epochs[number] = self._find_or_make(number)
+        return self._epochs[number]
+
+    def _find_or_make(self, number: int) -> Epoch:
+        split = self._split
+        if split.last - split.first + self.count < CACHED_FROM:
+            return self._make(number)
+        settings = {
+            "format": FORMAT_VERSION,
+            "corpus": split.fingerprint,
+            "documents": [split.first, split.last],
+            "sequence_length": self._sequence_length,
+            "seed": self._seed,
+            "epoch": number,
+        }
+        key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
+        folder = split.cache / f"order-{key}"
+        try:
+            if not folder.is_dir():
+                self._keep(number, folder)
+            arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
+        except OSError as error:
+            raise SettingError(
+                f"cannot use the cache folder {folder} ({error}): set --data-cache-path"
+            ) from error
+        return Epoch(**arrays)
+
+    def _keep(self, number: int, folder: Path) -> None:
+        """The folder holds the order; ranks of this node that need it too wait and do not make it again."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = folder.with_name(f"{folder.name}.lock")
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if folder.is_dir():
+                # This opened the file again after the maker had removed it.
+                lock.unlink(missing_ok=True)
+                return
+            working = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+            try:
+                epoch = self._make(number)
+                for name in _ARRAYS:
+                    np.save(working / f"{name}.npy", getattr(epoch, name))
+                working.chmod(0o755)
+                working.rename(folder)
+                lock.unlink()
+            finally:
+                shutil.rmtree(working, ignore_errors=True)
+
+    def _make(self, number: int) -> Epoch:
+        split = self._split
+        return make_epoch(
+            split.corpus.lengths(split.first, split.last),
+            first=split.first,
+            sequence_length=self._sequence_length,
+            seed=self._seed,
+            epoch=number,
+        )
+
+
+def _numbers(count: int) -> _Integers:
+    return np.arange(count, dtype=np.int32 if count <= np.iinfo(np.int32).max else np.int64)

@@ -1,0 +1,147 @@
+"""Settings of how a run is laid out over processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from sdp4bit.pretrain.model.cards import Recompute
+from sdp4bit.pretrain.options import SettingError, require, require_at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Processes, nodes and parallelism."""
+
+    nproc_per_node: int | None = None
+    """Processes to start on this machine; one per GPU, or one, when not given. Under torchrun, torchrun's
+    option of the same name decides."""
+    ranks_per_node: int | None = None
+    """Consecutive ranks of the job that count as one node; found by host name when not given."""
+    virtual_ranks: int | None = None
+    """Train in one process as this many data-parallel ranks would, with what their communication does to
+    weights and gradients; --ranks-per-node of them count as one node."""
+    tensor_model_parallel_size: int = 1
+    """Ranks that share the matrices of every block; consecutive ranks."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the blocks, one after another; micro batches (--accumulation) keep them busy."""
+    distributed_timeout_minutes: float = 10.0
+    """Minutes that a rank waits for the others in an exchange before it gives up, with an error that names
+    the exchange; longer than the slowest thing that one rank does alone, such as tokenizing a text."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Blocks in one of several stages that each rank of a pipeline has, interleaved with those of the others;
+    one stage per rank when not given."""
+    recompute_granularity: Recompute = "none"
+    """What is computed again in backward instead of being kept: the attention weights and their products
+    (selective), or whole blocks (full)."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "nproc_per_node",
+            "ranks_per_node",
+            "virtual_ranks",
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "num_layers_per_virtual_pipeline_stage",
+        ):
+            require_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
+        require(
+            self.distributed_timeout_minutes > 0,
+            f"--distributed-timeout-minutes {self.distributed_timeout_minutes:g} must be positive",
+        )
+        per_stage = self.num_layers_per_virtual_pipeline_stage
+        require(
+            per_stage is None or self.pipeline_model_parallel_size > 1,
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} has no effect without "
+            "--pipeline-model-parallel-size",
+        )
+        if self.virtual_ranks is not None:
+            self._check_virtual(self.virtual_ranks)
+
+    def _check_virtual(self, ranks: int) -> None:
+        require(ranks > 1, f"--virtual-ranks {ranks}: one rank sends nothing; give at least 2")
+        require(
+            self.model_parallel_size == 1,
+            f"--virtual-ranks {ranks} are data-parallel ranks: leave out --tensor-model-parallel-size and "
+            "--pipeline-model-parallel-size",
+        )
+        require(
+            self.nproc_per_node in (None, 1),
+            f"--virtual-ranks {ranks} are all in one process: leave out --nproc-per-node",
+        )
+        if self.ranks_per_node is None:
+            raise SettingError(
+                f"--virtual-ranks {ranks} needs --ranks-per-node: they have no hosts that would tell which "
+                "of them share a node"
+            )
+        self._check_nodes(ranks, what=f"{ranks} virtual ranks")
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return the ranks that read different data, virtual ones if there are any."""
+        return self.virtual_ranks or world_size // self.model_parallel_size
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a rank waits for the others."""
+        return timedelta(minutes=self.distributed_timeout_minutes)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that together hold the model once, apart from data parallelism."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    def check_world(self, world_size: int) -> None:
+        """Nodes and model-parallel ranks are known to divide the world; SettingError otherwise."""
+        if self.virtual_ranks is not None:
+            require(
+                world_size == 1,
+                f"--virtual-ranks {self.virtual_ranks} are all in one process, but {world_size} have been "
+                "started: start one",
+            )
+            return
+        self._check_nodes(world_size, what=f"{world_size} ranks")
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        require(
+            world_size % self.model_parallel_size == 0,
+            f"--tensor-model-parallel-size {tensor} times --pipeline-model-parallel-size {pipeline} is "
+            f"{self.model_parallel_size}, which does not divide the {world_size} ranks",
+        )
+
+    def _check_nodes(self, ranks: int, *, what: str) -> None:
+        if self.ranks_per_node is not None and ranks % self.ranks_per_node:
+            divisors = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
+            raise SettingError(
+                f"--ranks-per-node {self.ranks_per_node} does not divide the {what}: use one of {divisors}"
+            )
+
+    def check_model(self, *, layers: int, heads: int, vocabulary: int, micro_batches: int) -> None:
+        """A model of these sizes can be laid out like this; SettingError otherwise."""
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        for what, size in (("attention heads", heads), ("rows of the vocabulary", vocabulary)):
+            require(
+                size % tensor == 0,
+                f"--tensor-model-parallel-size {tensor} does not divide the {size} {what}",
+            )
+        require(
+            layers % pipeline == 0,
+            f"--pipeline-model-parallel-size {pipeline} does not divide the {layers} blocks",
+        )
+        per_stage = self.num_layers_per_virtual_pipeline_stage
+        if per_stage is None:
+            return
+        require(
+            layers // pipeline % per_stage == 0,
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} does not divide the {layers // pipeline} "
+            f"blocks that each of {pipeline} ranks has",
+        )
+        require(
+            micro_batches % pipeline == 0,
+            f"{micro_batches} micro batches (--accumulation) are not a multiple of "
+            f"--pipeline-model-parallel-size {pipeline}, as interleaved stages need it",
+        )
+
+    def stages(self, layers: int) -> list[range]:
+        """Return the blocks of every stage, in order; stage s is on rank s modulo the pipeline's size."""
+        pipeline = self.pipeline_model_parallel_size
+        per_stage = self.num_layers_per_virtual_pipeline_stage or layers // pipeline
+        return [range(start, start + per_stage) for start in range(0, layers, per_stage)]

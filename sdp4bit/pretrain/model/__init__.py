@@ -1,0 +1,1 @@
+"""The GPT: its sizes by name, and its parts over tensor-parallel ranks."""

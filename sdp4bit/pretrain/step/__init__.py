@@ -1,0 +1,1 @@
+"""One optimizer step: the model laid out over ranks, its gradients, its update."""

@@ -1,0 +1,93 @@
+"""Gradients after their reduction: tied embeddings of a pipeline, global norm, clipping."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sdp4bit.collectives.errors import naming
+from sdp4bit.pretrain.model.tensor_parallel import local_part
+from sdp4bit.pretrain.step.parallelize import ShardedModel
+
+_EPSILON = 1e-6
+"""In the denominator of the clipping factor, as in torch and Megatron."""
+
+
+class Gradients:
+    """The gradients of this rank's shards; made while no weights are gathered."""
+
+    def __init__(self, model: ShardedModel) -> None:
+        layout = model.layout
+        self._parameters = model.parameters()
+        self._device = layout.ranks.device
+        self._pipeline = layout.pipeline.get_group()
+        self._tied: nn.Parameter | None = None
+        self._tied_peer = 0
+        last = layout.pipeline.size() - 1
+        stage = layout.pipeline.get_local_rank()
+        if last > 0 and stage in (0, last):
+            (embedding,) = (c.token_embedding for c in model.chunks if c.token_embedding is not None)
+            self._tied, self._tied_peer = embedding.get_parameter("weight"), last - stage
+        # In the norm, a parameter counts on the ranks that hold shards of it, and of equal ones on the first.
+        self._counted = [
+            parameter
+            for parameter in self._parameters
+            if (_is_split(parameter) or layout.tensor.get_local_rank() == 0)
+            and not (parameter is self._tied and stage == last)
+        ]
+
+    def add_tied(self) -> None:
+        """The first and the last stage both hold the sum of their gradients of the token embedding.
+
+        One exchange in full precision between the two; adding two numbers gives both the same bits.
+        """
+        if self._tied is None:
+            return
+        own = _gradient(self._tied)
+        other = torch.empty_like(own)
+        exchange = [
+            dist.P2POp(operation, tensor, group=self._pipeline, group_peer=self._tied_peer)
+            for operation, tensor in ((dist.isend, own.clone()), (dist.irecv, other))
+        ]
+        with naming("gradient of the tied embedding", group=self._pipeline):
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
+        own.add_(other)
+
+    def norm(self) -> Tensor:
+        """Return the norm of the gradient of the whole model in fp64: the same bits on every rank.
+
+        All ranks' sums of squares are gathered and added in the order of the ranks.
+        """
+        return torch.stack(self._squared_norms()).sum().sqrt()
+
+    def _squared_norms(self) -> list[Tensor]:
+        """Return every rank's squared norm, fp64."""
+        own = torch.nn.utils.get_total_norm([_gradient(p) for p in self._counted if p.grad is not None])
+        square = own.to(self._device).double().square()
+        squares = [torch.empty_like(square) for _ in range(dist.get_world_size())]
+        with naming("gradient norm"):
+            dist.all_gather(squares, square)
+        return squares
+
+    def clip(self, norm: Tensor, *, largest: float, divisor: float = 1.0) -> None:
+        """The gradients are divided by the divisor, and their norm is at most the largest one (0: any).
+
+        Args:
+            norm: of the gradients after the division.
+        """
+        factor = torch.ones_like(norm) if largest == 0 else (largest / (norm + _EPSILON)).clamp(max=1.0)
+        gradients = [_gradient(p) for p in self._parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, (factor / divisor).float())
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return local_part(parameter.grad)
+
+
+def _is_split(parameter: nn.Parameter) -> bool:
+    """Whether tensor-parallel ranks hold different parts."""
+    return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())

@@ -1,0 +1,63 @@
+"""AdamW with Megatron's decay groups, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from sdp4bit.pretrain.config.pretrain import OptimizerConfig
+
+LOWEST_SHARE = 0.1
+"""Learning rate at the end of the decay over the peak, as in the paper, when none is given."""
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], *, config: OptimizerConfig, learning_rate: float
+) -> torch.optim.AdamW:
+    """Return AdamW over the parameters: matrices and embeddings decay, biases and norms do not."""
+    # One fused update cannot mix parameters of several meshes, as tensor parallelism makes them.
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": members, "weight_decay": config.weight_decay if decays else 0.0}
+            for (decays, _), members in sorted(groups.items(), key=lambda item: not item[0][0])
+        ],
+        lr=learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def learning_rate_at(step: int, *, config: OptimizerConfig, peak: float, steps: int) -> float:
+    """Return the learning rate of a step (counted from 0) of a run of `steps`.
+
+    Linear over the warm-up, which ends at the peak; then half a cosine, or a line, to the smallest rate at
+    the last decay step; constant afterwards.
+    """
+    decay_steps = config.decay_steps or steps
+    warmup_steps = config.warmup_steps
+    if warmup_steps is None:
+        warmup_steps = math.ceil(config.warmup_fraction * decay_steps)
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if config.decay_style == "constant":
+        return peak
+    lowest = peak * LOWEST_SHARE if config.min_lr is None else config.min_lr
+    progress = min(1.0, (step + 1 - warmup_steps) / max(1, decay_steps - warmup_steps))
+    left = 1 - progress if config.decay_style == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return lowest + (peak - lowest) * left
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """The next step of the optimizer uses this rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate

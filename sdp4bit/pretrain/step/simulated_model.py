@@ -1,0 +1,150 @@
+"""A model that one process trains as many data-parallel ranks would, with their quantized communication.
+
+The process has the fp32 main weights and, in the type that weights are gathered in, what all ranks hold of
+them. It computes the ranks' forwards and backwards one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+
+from sdp4bit.collectives.simulated import virtual_layout
+from sdp4bit.engines.simulated.communication import VirtualCommunication
+from sdp4bit.pretrain.checkpoint.state import RandomState
+from sdp4bit.pretrain.config.pretrain import PretrainConfig
+from sdp4bit.pretrain.model.gpt import GPT, Block
+from sdp4bit.pretrain.options import SettingError
+from sdp4bit.pretrain.step.parallelize import RankLayout, ShardedModel, arithmetic_dtype, dtype_of
+
+
+class VirtualRandom:
+    """A state of the random generators for every virtual rank, as that rank would have it; a Stateful."""
+
+    def __init__(self, ranks: int, *, seed: int, device: torch.device) -> None:
+        self._generators = RandomState(device)
+        self._states = []
+        for rank in range(ranks):
+            torch.manual_seed(seed + rank)
+            self._states.append(self._generators.state_dict())
+
+    @contextmanager
+    def of_rank(self, rank: int) -> Iterator[None]:
+        """Random numbers inside the block are the rank's next ones."""
+        self._generators.load_state_dict(self._states[rank])
+        yield
+        self._states[rank] = self._generators.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks, stacked."""
+        return {name: torch.stack([state[name] for state in self._states]) for name in self._states[0]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The ranks' random numbers continue from these states."""
+        self._states = [
+            {name: stacked[rank].clone() for name, stacked in state_dict.items()}
+            for rank in range(len(self._states))
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualModel(ShardedModel):
+    """The model of a run of virtual ranks; `chunks` holds its main weights, whole."""
+
+    compute: GPT
+    """The weights that all ranks hold, in the type they are gathered in."""
+    communication: VirtualCommunication
+    random: VirtualRandom
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Virtual ranks."""
+        return self.communication.layout.size
+
+    def train(self, mode: bool = True) -> None:
+        """Dropout acts, or not."""
+        self.compute.train(mode)
+
+    def reshard(self) -> None:
+        """What the ranks' roots have gathered counts as freed."""
+        self.communication.reshard()
+
+    def describe_layout(self) -> str:
+        """Return how many virtual ranks there are, nodes x ranks per node."""
+        layout = self.communication.layout
+        return f"{layout.size} virtual ranks ({layout.nodes} x {layout.ranks_per_node})"
+
+    def describe_ranks(self) -> str:
+        """Return where the ranks are."""
+        return f"{self.describe_layout()} in one process ({self.layout.ranks.device.type})"
+
+    @property
+    def per_rank(self) -> dict[str, Stateful]:
+        """Further state that a checkpoint holds."""
+        return {"virtual_random": self.random}
+
+
+def parameter_groups(model: GPT) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name and the parameters' names of every FSDP2 group, as `sdp4bit pretrain` makes them.
+
+    One group for what is in no block, then one for each block: the order in which quantize_communication
+    numbers them.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    blocks = [f"blocks.{layer}" for layer in model.blocks]
+    yield "(root)", [name for name in names if not name.startswith("blocks.")]
+    for block in blocks:
+        yield block, [name for name in names if name.startswith(f"{block}.")]
+
+
+def build_virtual_model(config: PretrainConfig, *, layout: RankLayout) -> VirtualModel:
+    """Return the model with its initial weights: those of a real run on any number of ranks.
+
+    Raises:
+        SettingError: these settings are not for virtual ranks.
+    """
+    parallel, training, device = config.parallel, config.training, layout.ranks.device
+    ranks, ranks_per_node = parallel.virtual_ranks, parallel.ranks_per_node
+    if ranks is None or ranks_per_node is None:
+        raise SettingError("--virtual-ranks and --ranks-per-node say how many virtual ranks there are")
+    weights = dtype_of(training.weights)
+    quantization = config.quantization
+
+    def build() -> GPT:
+        with torch.device("meta"):
+            model = GPT(
+                config.model_shape,
+                arithmetic=arithmetic_dtype(training.arithmetic, weights=weights, device=device),
+                recompute=parallel.recompute_granularity,
+            )
+        return model.to_empty(device=device)
+
+    main = build()
+    main.reset_parameters(seed=config.seed)
+    # Only quantization or rounding to another type can make what ranks hold differ from the main weights.
+    is_shared = weights == torch.float32 and quantization.weights is None
+    compute = main if is_shared else build().to(weights)
+    if training.compile:
+        for block in compute.blocks.values():
+            assert isinstance(block, Block)
+            block.compile()
+    return VirtualModel(
+        chunks=[main],
+        stages=[0],
+        layout=layout,
+        compute=compute,
+        communication=VirtualCommunication(
+            main,
+            compute,
+            groups=parameter_groups(main),
+            layout=virtual_layout(ranks, ranks_per_node=ranks_per_node),
+            config=quantization,
+            reshard=training.reshard_after_forward,
+        ),
+        random=VirtualRandom(ranks, seed=config.seed, device=device),
+    )

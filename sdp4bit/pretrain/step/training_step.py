@@ -1,0 +1,151 @@
+"""The arithmetic of one optimizer step, and of a validation, in any layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from sdp4bit.collectives.errors import naming
+from sdp4bit.pretrain.config.pretrain import PretrainConfig
+from sdp4bit.pretrain.model.tensor_parallel import IGNORED_TARGET
+from sdp4bit.pretrain.step.gradients import Gradients
+from sdp4bit.pretrain.step.loss_scale import LossScale
+from sdp4bit.pretrain.step.parallelize import ShardedModel
+from sdp4bit.pretrain.step.pipeline import Pipeline
+from sdp4bit.pretrain.timers import Timers
+
+Batch = tuple[Tensor, Tensor]
+"""Tokens and targets, [micro batch, length]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """What an optimizer step has found out."""
+
+    loss_sum: float
+    """Sum of the losses of this rank's tokens, 0 where another rank reports them; to be added over ranks."""
+    tokens: float
+    """Tokens of the global batch whose loss counts; the same on all ranks."""
+    grad_norm: float
+    """Norm of the gradient before clipping; the same on all ranks."""
+    loss_scale: float | None
+    """What the loss was multiplied by, with fp16."""
+    skipped: bool
+    """Whether the gradient was not finite and the weights have been left as they were, with fp16."""
+
+
+class TrainingStep:
+    """Turns micro batches into an optimizer step: forward, backward, reduction, clipping, update."""
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        *,
+        optimizer: torch.optim.Optimizer,
+        loss_scale: LossScale | None,
+        config: PretrainConfig,
+        timers: Timers,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._loss_scale = loss_scale
+        self._clip_grad = config.optimizer.clip_grad
+        self._accumulation = config.micro_batches(model.data_parallel_size)
+        self._timers = timers
+        self._gradients = Gradients(model)
+        self._pipeline: Pipeline | None = None
+        if model.layout.pipeline.size() > 1:
+            self._pipeline = Pipeline(
+                model,
+                micro_batches=self._accumulation,
+                micro_batch_size=config.micro_batch_size,
+                sequence_length=config.sequence_length,
+                stages=len(config.parallel.stages(config.model_shape.layers)),
+            )
+
+    def run(self, batches: Iterable[Batch]) -> StepOutcome:
+        """Return what the step has found; the weights are updated, unless an fp16 gradient is not finite.
+
+        The gradient is that of the mean over all tokens of the global batch whose target is not -100.
+        """
+        layout, batches = self._model.layout, list(batches)
+        tokens = self._count(batches)
+        data = layout.data.get_group()
+        with naming("sum of the number of tokens", group=data):
+            dist.all_reduce(tokens, group=data)
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        # FSDP2 averages over the data ranks; the weight makes a sum of it. In fp64, as scale may be large.
+        weight = (self._model.data_parallel_size * scale / tokens.clamp(min=1)).float()
+
+        self._model.train()
+        with self._timers("forward-backward", level=1):
+            loss_sum = self._forward_backward(batches, weight)
+        with self._timers("clip-grad-norm", level=2):
+            self._gradients.add_tied()
+            norm = self._gradients.norm() / scale
+        skipped = self._loss_scale is not None and not math.isfinite(norm.item())
+        with self._timers("optimizer", level=1):
+            if not skipped:
+                self._gradients.clip(norm, largest=self._clip_grad, divisor=scale)
+                self._optimizer.step()
+            self._optimizer.zero_grad()
+        if self._loss_scale is not None:
+            self._loss_scale.update(overflow=skipped)
+        return StepOutcome(
+            loss_sum=loss_sum.item() if layout.reports_loss else 0.0,
+            tokens=max(1.0, tokens.item()),
+            grad_norm=norm.item(),
+            loss_scale=None if self._loss_scale is None else scale,
+            skipped=skipped,
+        )
+
+    def _forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
+        """Return the sum of this rank's losses; the weighted gradients are reduced."""
+        if self._pipeline is not None:
+            return self._pipeline.train(batches, weight=weight)
+        (model,) = self._model.chunks
+        loss_sum = torch.zeros_like(weight)
+        for micro, (tokens, targets) in enumerate(batches):
+            # Gradients of earlier micro batches stay on this rank and are reduced with the last one's.
+            cast(FSDPModule, model).set_requires_gradient_sync(micro == len(batches) - 1)
+            loss = model(tokens, targets).sum()
+            (loss * weight).backward()
+            loss_sum += loss.detach()
+        return loss_sum
+
+    @torch.no_grad()
+    def validate(self, batches: Iterable[Batch]) -> tuple[float, float]:
+        """Return the sum of the losses and their number; both 0 where another rank reports them."""
+        self._model.train(False)
+        loss_sum = tokens = torch.zeros((), dtype=torch.float64, device=self._model.layout.ranks.device)
+        remaining = iter(batches)
+        while group := list(islice(remaining, self._accumulation if self._pipeline else 1)):
+            tokens = tokens + self._count(group)
+            loss_sum = loss_sum + self._evaluate(group)
+        self._model.reshard()
+        if not self._model.layout.reports_loss:
+            return 0.0, 0.0
+        return loss_sum.item(), tokens.item()
+
+    def _evaluate(self, batches: list[Batch]) -> Tensor:
+        if self._pipeline is None:
+            ((tokens, targets),) = batches
+            loss: Tensor = self._model.chunks[0](tokens, targets)
+            return loss.sum()
+        # The schedule takes its number of micro batches; what is missing at the end has no loss.
+        tokens, targets = batches[-1]
+        nothing = (tokens, torch.full_like(targets, IGNORED_TARGET))
+        return self._pipeline.evaluate(batches + [nothing] * (self._accumulation - len(batches)))
+
+    def _count(self, batches: Sequence[Batch]) -> Tensor:
+        """Return the number of targets that have a loss, fp64."""
+        counts = [(targets != IGNORED_TARGET).sum() for _, targets in batches]
+        return torch.stack(counts).sum().double()

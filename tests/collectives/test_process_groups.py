@@ -1,0 +1,350 @@
+"""Process groups of a job: how many a rank creates, under which names, and again.
+
+Layers: a fake process group, gloo, threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import sdp4bit
+from benchmarks import attach as attach_benchmark
+from sdp4bit.collectives.process_groups import create_process_groups, unknown_creation
+from sdp4bit.collectives.topology import NodeLayout, arrange, create_topologies, destroy_topology
+from tests.plan.test_large_worlds import fake_world
+from tests.ranks import run_ranks, run_threads
+
+
+@contextmanager
+def counted_calls() -> Iterator[list[list[int]]]:
+    """The ranks of every group that is asked for meanwhile, by whatever function of torch."""
+    asked: list[list[int]] = []
+    original = dist.distributed_c10d._new_process_group_helper
+
+    @functools.wraps(original)
+    def count(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        asked.append(list(bound.arguments["global_ranks_in_group"]))
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_new_process_group_helper", count)
+        yield asked
+
+
+def open_names() -> set[str]:
+    return set(dist.distributed_c10d._world.pg_names.values())
+
+
+def grid(nodes: int, per_node: int) -> NodeLayout:
+    world = nodes * per_node
+    return arrange(range(world), [rank // per_node for rank in range(world)])
+
+
+# -- a fake process group -----------------------------------------------------------------------------
+
+
+def attach(world: int) -> tuple[int, int]:
+    """Return how many groups a rank asks for and how many it is in when a model is attached."""
+    with fake_world(world, rank=world - 1):
+        model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (world,)))
+        before = len(open_names())
+        with counted_calls() as asked:
+            comm = sdp4bit.quantize_communication(model, topology=8)
+        members = len(open_names()) - before
+        comm.remove()
+        assert len(open_names()) == before
+    return len(asked), members
+
+
+def test_the_groups_that_a_rank_creates_do_not_grow_with_the_world() -> None:
+    # Inside a node and between nodes, for weights and for gradients.
+    assert attach(16) == attach(64) == attach(1024) == (4, 4)
+
+
+@pytest.mark.slow
+def test_thousands_of_ranks_attach_with_four_groups_each() -> None:
+    assert attach(4096) == attach(16384) == (4, 4)
+
+
+def test_the_benchmark_counts_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = [
+        "--world",
+        "16,64",
+        "--layers",
+        "2",
+        "--repeats",
+        "1",
+        "--json",
+        str(tmp_path / "attach.json"),
+    ]
+    assert attach_benchmark.main(arguments) == 0
+    results = json.loads((tmp_path / "attach.json").read_text())["results"]
+    assert [(row["world"], row["groups_asked_for"], row["communicators"]) for row in results] == [
+        (16, 4, 4),
+        (64, 4, 4),
+    ]
+    assert "objects received" in capsys.readouterr().out
+
+
+def test_the_summary_that_ranks_gather_does_not_grow_with_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What every rank sends to every other when a model is attached: bytes of one rank's message."""
+    sizes = []
+    original = dist.distributed_c10d._object_to_tensor
+
+    def measure(*args: Any, **kwargs: Any) -> Any:
+        tensor, size = original(*args, **kwargs)
+        sizes.append(int(size))
+        return tensor, size
+
+    monkeypatch.setattr(dist.distributed_c10d, "_object_to_tensor", measure)
+    for world in (64, 4096):
+        with fake_world(world, rank=0):
+            mesh = init_device_mesh("cpu", (world,))
+            model = nn.Sequential(*(fully_shard(nn.Linear(8, 8), mesh=mesh) for _ in range(40)))
+            sdp4bit.quantize_communication(fully_shard(model, mesh=mesh), topology=8)
+    small_versions, small, large_versions, large = sizes
+    assert small_versions == large_versions
+    assert small < 600 and large - small < 10  # digits of rank numbers
+
+
+# -- gloo ---------------------------------------------------------------------------------------------
+
+
+def sums(groups: list[Any]) -> list[float]:
+    found = []
+    for group in groups:
+        total = torch.tensor([1.0 + dist.get_rank()])
+        dist.all_reduce(total, group=group)
+        found.append(total.item())
+    return found
+
+
+def names_and_sums(layouts: list[NodeLayout], times: int) -> list[tuple[set[str], list[float]]]:
+    """Create, use and destroy the groups several times; return the new names and the groups' sums."""
+    found = []
+    for _ in range(times):
+        before = open_names()
+        topologies = create_topologies(layouts)
+        names = open_names() - before
+        groups = [group for t in topologies.values() for group in (t.intra, t.inter) if group is not None]
+        found.append((names, sums(groups)))
+        for topology in topologies.values():
+            destroy_topology(topology)
+    return found
+
+
+def names_of_users_groups(layouts: list[NodeLayout]) -> list[str]:
+    """Return the names of plain groups made before and after ours."""
+    names = []
+    for _ in range(2):
+        names.append(dist.new_group().group_name)
+        create_topologies(layouts)
+    return names
+
+
+def test_groups_of_users_have_the_names_that_they_would_have_anyway() -> None:
+    with_ours = run_ranks(names_of_users_groups, 4, [grid(2, 2)], timeout=60)
+    assert with_ours == run_ranks(names_of_users_groups, 4, [], timeout=60)
+
+
+def test_names_are_never_used_again_and_groups_can_be_created_again() -> None:
+    results = run_ranks(names_and_sums, 4, [grid(2, 2)], 3, timeout=60)
+    for rank, rounds in enumerate(results):
+        names = [name for new, _ in rounds for name in new]
+        assert len(names) == len(set(names)) == 6
+        node, local = divmod(rank, 2)
+        assert all(total == [4 * node + 3, 2 * local + 4] for _, total in rounds)
+
+
+def test_layouts_that_overlap_or_do_not_concern_a_rank() -> None:
+    """Experts over other ranks than the rest, and data-parallel groups beside each other of unequal shape."""
+    everyone = grid(2, 2)
+    halves = [
+        NodeLayout(ranks=(0, 2), nodes=2, ranks_per_node=1),
+        NodeLayout(ranks=(1, 3), nodes=1, ranks_per_node=2),
+    ]
+    some = [NodeLayout(ranks=(1, 2), nodes=2, ranks_per_node=1)]
+    results = run_ranks(names_and_sums, 4, [everyone, *halves, *some], 2, timeout=60)
+    for rank, rounds in enumerate(results):
+        node, local = divmod(rank, 2)
+        expected = [4 * node + 3, 2 * local + 4, 2 * local + 4] + ([5] if rank in (1, 2) else [])
+        assert all(total == expected for _, total in rounds)
+
+
+def share_a_job_with_other_groups() -> None:
+    """Groups of all ranks, of some, meshes and further models, before and after, do not get in the way."""
+    rank = dist.get_rank()
+    if (
+        torch.__version__ < (2, 14) and rank < 2
+    ):  # from 2.14 on, torch itself hangs at the next group of all ranks
+        dist.new_group([0, 1], use_local_synchronization=True)
+    dist.new_group([0, 3])
+    handles = []
+    for number in range(3):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inter", "intra"))
+        models = [fully_shard(nn.Linear(64, 64)) for _ in range(2)]
+        handles += [sdp4bit.quantize_communication(model, topology=mesh) for model in models]
+        for model in models:
+            model(torch.ones(1, 64)).sum().backward()
+        handles.pop(number).remove()
+        assert sums([mesh["inter"].get_group()]) == [2 * (rank % 2) + 4]
+    for handle in handles:
+        handle.remove()
+
+
+def test_other_groups_of_the_job_do_not_get_in_the_way() -> None:
+    run_ranks(share_a_job_with_other_groups, 4, timeout=90)
+
+
+def attach_after_groups_of_some_ranks() -> None:
+    """Ranks that are in different numbers of groups, and that torch 2.14 counts differently, attach twice."""
+    for _ in range(2):
+        pair = dist.new_group([0, 1], use_local_synchronization=True) if dist.get_rank() < 2 else None
+        model = fully_shard(nn.Linear(64, 64))
+        handle = sdp4bit.quantize_communication(model, topology=2)
+        model(torch.ones(1, 64)).sum().backward()
+        handle.remove()
+        assert pair is None or sums([pair]) == [3]
+
+
+def test_attaching_works_after_groups_that_only_some_ranks_make() -> None:
+    run_ranks(attach_after_groups_of_some_ranks, 4, timeout=90)
+
+
+def attach_and_make_groups() -> list[float]:
+    handle = sdp4bit.quantize_communication(fully_shard(nn.Linear(64, 64)), topology=2)
+    mine = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][dist.get_rank() // 2]
+    totals = sums([mine])
+    handle.remove()
+    return totals + sums([dist.new_group()])
+
+
+def test_groups_are_made_after_attaching_and_after_removing() -> None:
+    assert run_ranks(attach_and_make_groups, 4, timeout=60) == [[3, 10], [3, 10], [7, 10], [7, 10]]
+
+
+def create_within(parts: list[list[NodeLayout]]) -> list[float]:
+    """Each half of the job creates groups as often as it likes, here its number + 1 times."""
+    part = dist.get_rank() // 4
+    halves = [dist.new_group(range(4)), dist.new_group(range(4, 8))]
+    names: set[str] = set()
+    for _ in range(part + 1):
+        before = open_names()
+        (topology,) = create_topologies(parts[part], within=halves[part]).values()
+        assert open_names() - before and not (open_names() - before) & names
+        names |= open_names() - before
+        totals = sums([topology.intra, topology.inter])
+        destroy_topology(topology)
+    (topology,) = create_topologies([grid(4, 2)]).values()
+    return totals + sums([topology.intra, topology.inter])
+
+
+def test_a_part_of_the_ranks_creates_groups_without_the_others() -> None:
+    parts = [[NodeLayout(ranks=tuple(range(s, s + 4)), nodes=2, ranks_per_node=2)] for s in (0, 4)]
+    for rank, totals in enumerate(run_ranks(create_within, 8, parts, timeout=90)):
+        node, local = divmod(rank, 2)
+        start = rank // 4 * 4
+        assert totals == [4 * node + 3, 2 * (start + local) + 4, 4 * node + 3, 4 * local + 16]
+
+
+def create_without_splitting() -> tuple[list[Any], list[torch.device | None]]:
+    """Pose as a job on bound devices; return the device of each call's default group, and after it."""
+    default: Any = dist.group.WORLD
+    device = torch.device("cuda:0")
+    seen: list[Any] = []
+    original = dist.distributed_c10d._new_process_group_helper
+
+    @functools.wraps(original)
+    def look(*args: Any, **kwargs: Any) -> Any:
+        seen.append((default.bound_device_id, kwargs["device_id"]))
+        default.bound_device_id = None  # gloo has nothing to bind
+        return original(*args, **{**kwargs, "device_id": None})
+
+    both = dist.new_group([0, 1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_new_process_group_helper", look)
+        for within in (both, dist.group.WORLD, None):
+            default.bound_device_id = device
+            create_process_groups([[[0], [1]]], timeout=None, description="test", within=within)
+            seen.append(default.bound_device_id)
+            default.bound_device_id = None
+    return seen
+
+
+def test_a_part_of_the_ranks_does_not_split_the_communicator_of_all() -> None:
+    device = torch.device("cuda:0")
+    for seen in run_ranks(create_without_splitting, 2, timeout=60):
+        assert seen == [(None, device), device, (device, device), None, (device, device), None]
+
+
+def create_when_torch_waits_for_all() -> tuple[int, list[float]]:
+    with pytest.MonkeyPatch.context() as patch, counted_calls() as asked:
+        patch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+        (topology,) = create_topologies([grid(2, 2)]).values()
+    return len(asked), sums([topology.intra, topology.inter])
+
+
+def test_a_rank_creates_its_groups_only_when_torch_waits_for_all_ranks_at_plain_ones() -> None:
+    for rank, (asked, totals) in enumerate(run_ranks(create_when_torch_waits_for_all, 4, timeout=60)):
+        assert (asked, totals) == (2, [4 * (rank // 2) + 3, 2 * (rank % 2) + 4])
+
+
+def create_on_another_torch() -> tuple[list[str], list[float], str]:
+    """Create groups with a torch whose part that takes a name wants one argument more."""
+    original = dist.distributed_c10d._new_process_group_helper
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    signature = inspect.signature(original)
+    added = inspect.Parameter("shape", inspect.Parameter.KEYWORD_ONLY)
+    changed.__signature__ = signature.replace(parameters=[*signature.parameters.values(), added])  # type: ignore[attr-defined]
+    everyone = dist.new_group()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(dist.distributed_c10d, "_new_process_group_helper", changed)
+        (topology,) = create_topologies([grid(2, 2)]).values()
+        with pytest.raises(ValueError) as refused:
+            create_topologies([grid(2, 2)], within=everyone)
+    return (
+        [str(warning.message) for warning in caught],
+        sums([topology.intra, topology.inter]),
+        str(refused.value),
+    )
+
+
+def test_a_torch_that_creates_groups_in_another_way_has_every_rank_create_all() -> None:
+    for rank, (said, totals, refused) in enumerate(run_ranks(create_on_another_torch, 4, timeout=60)):
+        assert totals == [4 * (rank // 2) + 3, 2 * (rank % 2) + 4]
+        assert f"torch {torch.__version__} creates process groups otherwise than torch 2.9 to" in said[0]
+        assert "all ranks" in refused and torch.__version__ in refused
+
+
+def test_this_torch_creates_groups_as_expected() -> None:
+    assert unknown_creation() == ""
+
+
+def sums_of_threads(layout: NodeLayout) -> list[float]:
+    (topology,) = create_topologies([layout]).values()
+    return sums([topology.intra, topology.inter])
+
+
+def test_the_world_of_threads_creates_its_groups_alike() -> None:
+    for rank, totals in enumerate(run_threads(sums_of_threads, 8, grid(4, 2), timeout=60)):
+        node, local = divmod(rank, 2)
+        assert totals == [4 * node + 3, 4 * local + 16]

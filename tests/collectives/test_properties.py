@@ -1,0 +1,317 @@
+"""Both collectives against what they compute by definition, over layouts and settings drawn at random.
+
+Layer: threads, with real data through c10d; the definition is
+tests/collectives/plain_collectives.py. Equality is bit for bit. `-m slow` draws more than a thousand cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sdp4bit.collectives.all_gather import Span, WeightReplica, common_spans, merge_spans
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
+from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.topology import Topology, arrange, create_topologies
+from sdp4bit.config import GradientConfig, ReplicaPlacement, WeightConfig
+from sdp4bit.plan.traffic import Exchange, RankGrid, gradient_exchange, weight_refresh
+from sdp4bit.traffic import Traffic, TrafficCounter
+from tests.collectives import plain_collectives as plain
+from tests.ranks import run_threads
+
+few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+many = settings(few, max_examples=500)
+
+MAX_RANKS = 16
+layouts = st.integers(1, MAX_RANKS).flatmap(
+    lambda nodes: st.tuples(st.just(nodes), st.integers(1, MAX_RANKS // nodes))
+)
+bits = st.sampled_from([4, 8, None])
+group_sizes = st.sampled_from([32, 64, 96, 128, 256, 2048])
+roundings = st.sampled_from(["nearest", "stochastic"])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+lengths = st.one_of(st.sampled_from([0, 1, 2, 31, 32, 33, 127, 128, 129, 256]), st.integers(0, 700))
+gradient_configs = st.builds(
+    GradientConfig,
+    intra_bits=bits,
+    inter_bits=bits,
+    intra_group_size=group_sizes,
+    inter_group_size=group_sizes,
+    hadamard=st.booleans(),
+    intra_rounding=roundings,
+    inter_rounding=roundings,
+    pipeline_chunks=st.integers(1, 5),
+    min_numel=st.just(0),
+)
+weight_configs = st.builds(
+    WeightConfig,
+    bits=bits,
+    group_size=group_sizes,
+    mode=st.sampled_from(["difference", "direct"]),
+    rounding=roundings,
+    replica=st.sampled_from(["node", "full"]),
+)
+Case = tuple[tuple[int, int], list[int], torch.dtype, int]
+"""Nodes and ranks per node, lengths of rows, their type, a seed."""
+cases = st.tuples(layouts, st.lists(lengths, min_size=1, max_size=3), dtypes, st.integers(0, 1 << 20))
+
+
+def values(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Values over several magnitudes, zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.exp2(torch.randint(-6, 3, (*shape[:-1], 1), generator=generator).float())
+    drawn = torch.randn(shape, generator=generator) * scales
+    return torch.where(torch.rand(shape, generator=generator) < 0.1, 0.0, drawn).to(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What the ranks of a case share."""
+
+    nodes: int
+    per_node: int
+
+    def counter(self) -> TrafficCounter:
+        return TrafficCounter(nodes=self.nodes, ranks_per_node=self.per_node)
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.per_node
+
+    @property
+    def grid(self) -> RankGrid:
+        return RankGrid(nodes=self.nodes, ranks_per_node=self.per_node)
+
+    def topology(self) -> Topology:
+        layout = arrange(range(self.size), [rank // self.per_node for rank in range(self.size)])
+        return create_topologies([layout])[layout.ranks]
+
+
+def assert_sent(sent: Traffic, planned: list[Exchange]) -> None:
+    assert sent.intra_bytes == sum(exchange.intra_bytes for exchange in planned)
+    assert sent.inter_bytes == sum(exchange.inter_bytes for exchange in planned)
+    assert sent.collectives == sum(exchange.collectives for exchange in planned)
+
+
+# Gradients
+
+
+def reduce_on_threads(
+    world: World, config: GradientConfig, inputs: list[Tensor], multiplier: float
+) -> list[Tensor]:
+    """What this rank ends with for each of the inputs [world, world, n]."""
+    counter, rank = world.counter(), dist.get_rank()
+    reduce_scatter = QuantizedReduceScatter(
+        world.topology(),
+        config=config,
+        seed=plain.SEED,
+        rank=rank,
+        bucket=plain.BUCKET,
+        traffic=counter,
+        scratch=Scratch(),
+    )
+    outputs = []
+    for call, rows in enumerate(inputs):
+        output = torch.full(rows.shape[-1:], float("nan"), dtype=rows.dtype)
+        reduce_scatter(output, rows[rank].reshape(-1).clone(), call=call, multiplier=multiplier)
+        outputs.append(output)
+    planned = [gradient_exchange(rows.shape[-1], grid=world.grid, config=config) for rows in inputs]
+    assert_sent(counter.total, planned)
+    return outputs
+
+
+def check_gradients(case: Case, config: GradientConfig, multiplier: float) -> None:
+    (nodes, per_node), numels, dtype, seed = case
+    world = World(nodes=nodes, per_node=per_node)
+    inputs = [values(world.size, world.size, n, seed=seed + i, dtype=dtype) for i, n in enumerate(numels)]
+    results = run_threads(reduce_on_threads, world.size, world, config, inputs, multiplier, timeout=60)
+    for call, rows in enumerate(inputs):
+        expected, bound = plain.reduce_scatter(
+            rows, nodes=nodes, per_node=per_node, config=config, call=call, multiplier=multiplier
+        )
+        outputs = torch.stack([result[call] for result in results])
+        assert torch.equal(outputs, expected.to(dtype))
+        exact = rows.double().sum(0) * multiplier
+        # fp32 sums and transforms lose little beside the quantizers' steps.
+        slack = 1e-4 * rows.double().abs().sum((0, 2), keepdim=True)[0] * abs(multiplier)
+        assert ((expected - exact).abs() <= bound + slack).all()
+
+
+multipliers = st.sampled_from([1.0, 0.25, 1 / 3])
+
+
+@few
+@given(case=cases, config=gradient_configs, multiplier=multipliers)
+def test_every_rank_gets_the_sum_that_the_definition_gives(
+    case: Case, config: GradientConfig, multiplier: float
+) -> None:
+    check_gradients(case, config, multiplier)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@many
+@given(case=cases, config=gradient_configs, multiplier=multipliers)
+def test_every_rank_gets_the_sum_that_the_definition_gives_in_many_cases(
+    case: Case, config: GradientConfig, multiplier: float
+) -> None:
+    check_gradients(case, config, multiplier)
+
+
+@few
+@given(case=cases, chunks=st.integers(1, 5), group_size=group_sizes)
+def test_without_a_quantizer_whole_numbers_are_summed_exactly(
+    case: Case, chunks: int, group_size: int
+) -> None:
+    (nodes, per_node), numels, _, seed = case
+    world = World(nodes=nodes, per_node=per_node)
+    config = GradientConfig(
+        intra_bits=None, inter_bits=None, intra_group_size=group_size, pipeline_chunks=chunks, min_numel=0
+    )
+    generator = torch.Generator().manual_seed(seed)
+    shape = (world.size, world.size)
+    inputs = [torch.randint(-999, 1000, (*shape, n), generator=generator).float() for n in numels]
+    results = run_threads(reduce_on_threads, world.size, world, config, inputs, 1.0, timeout=60)
+    for call, rows in enumerate(inputs):
+        assert torch.equal(torch.stack([result[call] for result in results]), rows.sum(0))
+
+
+# Weights
+
+
+def refresh_on_threads(world: World, config: WeightConfig, mains: list[Tensor]) -> list[Tensor]:
+    """What this rank holds, [rows, n], or could gather, [world, n], after each refresh towards [world, n]."""
+    counter, rank, topology = world.counter(), dist.get_rank(), world.topology()
+    replica = WeightReplica(
+        topology,
+        config=config,
+        seed=plain.SEED,
+        rank=rank,
+        bucket=plain.BUCKET,
+        traffic=counter,
+        scratch=Scratch(),
+    )
+    replica.start_full_refresh(mains[0][rank])
+    replica.settle()
+    counter.end_step()
+    held = []
+    for call, rows in enumerate(mains):
+        replica.start_quantized_refresh(rows[rank].clone(), call=call)
+        replica.settle()
+        held.append(replica.rows.clone())
+    planned = [weight_refresh(rows.shape[1], grid=world.grid, config=config) for rows in mains]
+    # The planner knows unquantized weights as bf16 only, and drops the collectives of empty rows.
+    if rows.numel() and (rows.dtype != torch.float32 or config.bits is not None):
+        assert_sent(counter.current_step, planned)
+    if not replica.is_full:
+        gathered = torch.full((rows.numel(),), float("nan"), dtype=rows.dtype)
+        replica.gather(gathered)
+        held.append(gathered.view(rows.shape))
+    return held
+
+
+def check_weights(case: Case, config: WeightConfig) -> None:
+    (nodes, per_node), numels, dtype, seed = case
+    world = World(nodes=nodes, per_node=per_node)
+    numel = numels[0]
+    start = values(world.size, numel, seed=seed, dtype=dtype)
+    mains = [start]
+    for number in range(1, 3):
+        change = values(world.size, numel, seed=seed + number, dtype=torch.float32) * 0.01
+        mains.append((mains[-1].float() + change).to(dtype))
+    results = run_threads(refresh_on_threads, world.size, world, config, mains, timeout=60)
+    expected = start
+    is_full = config.replica == "full" or per_node == 1
+    for call, rows in enumerate(mains):
+        expected = plain.refresh(expected, rows, config=config, call=call)
+        if config.bits is None:
+            assert torch.equal(expected, rows)
+        by_place = expected.view(nodes, per_node, numel)
+        for rank, held in enumerate(results):
+            want = by_place if is_full else by_place[:, rank % per_node]
+            assert torch.equal(held[call], want)
+    if not is_full:
+        assert all(torch.equal(held[-1], expected) for held in results)
+
+
+@few
+@given(case=cases, config=weight_configs)
+def test_every_replica_holds_what_the_definition_gives(case: Case, config: WeightConfig) -> None:
+    check_weights(case, config)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@many
+@given(case=cases, config=weight_configs)
+def test_every_replica_holds_what_the_definition_gives_in_many_cases(
+    case: Case, config: WeightConfig
+) -> None:
+    check_weights(case, config)
+
+
+def refresh_parts_on_threads(
+    world: World, config: WeightConfig, rows: Tensor, parts: list[list[Span]], changed: list[Span] | None
+) -> None:
+    """A replica in parts holds, and sends, what a replica of each part alone does; rows is [2, world, n]."""
+    rank, topology, scratch = dist.get_rank(), world.topology(), Scratch()
+
+    def refreshed(
+        columns: list[Span],
+        counter: TrafficCounter,
+        call: int,
+        spans: list[Span] | None,
+        parts: Sequence[list[Span]] = (),
+    ) -> Tensor:
+        before, after = (torch.cat([row[a:b] for a, b in columns]) for row in rows[:, rank])
+        replica = WeightReplica(
+            topology,
+            config=config,
+            seed=plain.SEED,
+            rank=rank,
+            bucket=plain.BUCKET,
+            traffic=counter,
+            scratch=scratch,
+            parts=parts,
+        )
+        replica.start_full_refresh(before)
+        replica.settle()
+        counter.end_step()
+        replica.start_quantized_refresh(after, call=call, spans=spans)
+        replica.settle()
+        assert replica.rows is not None
+        return replica.rows
+
+    counter, sent = world.counter(), Traffic()
+    whole = refreshed([(0, rows.shape[2])], counter, 3, changed, parts)
+    for index, part in enumerate(parts):
+        # The same stretches, counted from the start of the part.
+        at, local = 0, []
+        for start, end in part:
+            shared = common_spans([(start, end)], changed or [(start, end)])
+            local += [(a - start + at, b - start + at) for a, b in shared]
+            at += end - start
+        alone = world.counter()
+        held = refreshed(part, alone, 3 * len(parts) + index, merge_spans(local))
+        assert torch.equal(torch.cat([whole[..., a:b] for a, b in part], dim=-1), held)
+        sent += alone.current_step
+    assert counter.current_step == sent
+
+
+@pytest.mark.parametrize("replica", ["node", "full"])
+@pytest.mark.parametrize("changed", [None, [(0, 40), (300, 301)], [(250, 650)]])
+def test_parts_of_a_replica_are_rounded_as_if_each_were_alone(
+    replica: ReplicaPlacement, changed: list[Span] | None
+) -> None:
+    parts = [[(0, 33), (100, 300)], [(33, 100), (300, 650)]]
+    config = WeightConfig(group_size=64, rounding="stochastic", replica=replica)
+    rows = values(2, 4, 650, seed=5, dtype=torch.bfloat16)
+    world = World(nodes=2, per_node=2)
+    run_threads(refresh_parts_on_threads, 4, world, config, rows, parts, changed, timeout=60)

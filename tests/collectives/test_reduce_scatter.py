@@ -1,0 +1,116 @@
+"""Two-level reduce-scatter: shard map, exactness with the identity, pipelining. Layer: gloo."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
+from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.topology import Topology, arrange, create_topologies
+from sdp4bit.config import GradientConfig
+from sdp4bit.traffic import TrafficCounter
+from tests.ranks import run_ranks
+
+EXACT = GradientConfig(intra_bits=None, inter_bits=None)
+LAYOUTS = [(2, 2), (3, 2), (2, 3), (4, 2), (4, 1), (1, 4), (1, 1)]
+
+
+def make(
+    nodes: int, per_node: int, config: GradientConfig
+) -> tuple[Topology, QuantizedReduceScatter, TrafficCounter]:
+    world = nodes * per_node
+    layout = arrange(range(world), [rank // per_node for rank in range(world)])
+    topology = create_topologies([layout])[layout.ranks]
+    traffic = TrafficCounter(nodes=nodes, ranks_per_node=per_node)
+    reduce_scatter = QuantizedReduceScatter(
+        topology, config=config, seed=7, rank=dist.get_rank(), bucket=3, traffic=traffic, scratch=Scratch()
+    )
+    return topology, reduce_scatter, traffic
+
+
+def reduce_integers(nodes: int, per_node: int, lengths: list[int], chunks: int) -> None:
+    """Each rank ends with the sum of the rows meant for it, in the order of a plain reduce-scatter."""
+    world, rank = nodes * per_node, dist.get_rank()
+    config = replace(EXACT, pipeline_chunks=chunks)
+    _, reduce_scatter, _ = make(nodes, per_node, config)
+    for call, numel in enumerate(lengths):
+        # Small integers, so that sums are exact in fp32 in any order.
+        rows = (torch.arange(world * numel) % 997).float().view(world, numel)
+        inputs = [rows * (r + 1) + r for r in range(world)]
+        output = torch.full((numel,), float("nan"))
+        reduce_scatter(output, inputs[rank].reshape(-1).clone(), call=call)
+        assert torch.equal(output, torch.stack(inputs).sum(0)[rank])
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), LAYOUTS)
+def test_every_rank_gets_its_row_exactly(nodes: int, per_node: int) -> None:
+    for chunks in (1, 3):
+        run_ranks(reduce_integers, nodes * per_node, nodes, per_node, [0, 1, 31, 128, 1000], chunks)
+
+
+def reduce_floats(nodes: int, per_node: int) -> None:
+    """Unquantized sums are as exact as any fp32 summation: within (ranks - 1) * 2**-24 * sum |x|."""
+    world, rank, numel = nodes * per_node, dist.get_rank(), 777
+    _, reduce_scatter, _ = make(nodes, per_node, EXACT)
+    inputs = [torch.randn(world, numel, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    output = torch.empty(numel)
+    reduce_scatter(output, inputs[rank].reshape(-1), call=0, multiplier=0.25)
+    rows = torch.stack(inputs)[:, rank].double()
+    bound = (world - 1) * 2**-24 * rows.abs().sum(0) * 0.25
+    assert ((output - rows.sum(0) * 0.25).abs() <= bound * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2)])
+def test_unquantized_sums_keep_the_error_bound_of_fp32(nodes: int, per_node: int) -> None:
+    run_ranks(reduce_floats, nodes * per_node, nodes, per_node)
+
+
+def reduce_with_slices(config: GradientConfig) -> torch.Tensor:
+    """Return the result, which does not depend on the number of slices, nor on the buffers' history."""
+    rows = torch.randn(4 * 3001, generator=torch.Generator().manual_seed(dist.get_rank()))
+    results = []
+    for chunks in (1, 2, 5, 1000):
+        _, reduce_scatter, _ = make(2, 2, replace(config, pipeline_chunks=chunks))
+        output = torch.empty(3001)
+        for call in (4, 3):
+            reduce_scatter(output, rows, call=call)
+        results.append(output)
+    assert all(torch.equal(results[0], result) for result in results[1:])
+    return results[0]
+
+
+def test_slicing_changes_no_bit_for_unequal_group_sizes() -> None:
+    run_ranks(reduce_with_slices, 4, GradientConfig(intra_group_size=96, inter_group_size=256))
+
+
+def reduce_special_values(config: GradientConfig) -> None:
+    """A NaN or infinity of one rank reaches its group of the owner's row as NaN, and nothing else."""
+    for infinity in (float("inf"), float("-inf")):
+        _, reduce_scatter, _ = make(2, 2, config)
+        rows = torch.ones(4, 512)
+        if dist.get_rank() == 3:
+            rows[1, 130], rows[2, 5] = float("nan"), infinity
+        output = torch.empty(512)
+        reduce_scatter(output, rows.view(-1), call=0)
+        poisoned = {1: slice(128, 256), 2: slice(0, 128)}.get(dist.get_rank(), slice(0, 0))
+        expected = torch.zeros(512, dtype=torch.bool)
+        expected[poisoned] = True
+        assert torch.equal(output.isnan(), expected)
+
+
+def test_values_that_are_not_finite_come_out_not_finite() -> None:
+    run_ranks(reduce_special_values, 4, GradientConfig(hadamard=False))
+
+
+def reject_wrong_sizes() -> None:
+    _, reduce_scatter, _ = make(2, 1, GradientConfig())
+    with pytest.raises(ValueError, match="2 x 10 values, got 30"):
+        reduce_scatter(torch.empty(10), torch.empty(30), call=0)
+
+
+def test_an_input_of_the_wrong_size_is_an_error() -> None:
+    run_ranks(reject_wrong_sizes, 2)

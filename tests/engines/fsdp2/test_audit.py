@@ -1,0 +1,232 @@
+"""Replica audit on FSDP2: a flipped bit is found and named on all ranks, or healed; nothing else is.
+
+Layer: the checksum in no process; the audit in real processes over gloo, 2 nodes x 2 ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sdp4bit import AuditConfig, ReplicaMismatchError, SDP4BitConfig, WeightConfig
+from sdp4bit.config import ReplicaPlacement
+from sdp4bit.engines import audit
+from sdp4bit.quantization.checksum import checksum
+from tests.ranks import run_ranks
+from tests.toy import QUANTIZED, Run, assert_replicas_identical, build
+
+EVERY_STEP = AuditConfig(interval=1)
+
+
+# -- the checksum ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [1, 4, 37])
+def test_checksum_changes_with_every_single_bit(numel: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).bfloat16()
+    pattern = values.view(torch.int16)
+    seen = {checksum(values).item()}
+    for index in range(numel):
+        for bit in range(16):
+            flip = (1 << bit) - (1 << 16 if bit == 15 else 0)
+            pattern[index] ^= flip
+            seen.add(checksum(values).item())
+            pattern[index] ^= flip
+    assert len(seen) == 16 * numel + 1
+
+
+def test_checksum_sees_pairs_of_sign_flips_and_order() -> None:
+    values = torch.randn(64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    seen = {checksum(values).item(), checksum(values.flip(0)).item(), checksum(values.roll(4)).item()}
+    for first in range(64):
+        for second in range(first):
+            changed = values.clone()
+            changed[[first, second]] *= -1
+            seen.add(checksum(changed).item())
+    assert len(seen) == 3 + 64 * 63 // 2
+
+
+def test_checksum_depends_on_bits_only_not_on_memory() -> None:
+    values = torch.randn(300_001, generator=torch.Generator().manual_seed(2)).bfloat16()
+    expected = checksum(values)
+    assert expected.dtype == torch.int64
+    shifted = torch.cat([values[:1], values])[1:]
+    assert checksum(shifted) == expected
+    assert checksum(values.view(torch.uint8)) == expected
+    assert checksum(torch.stack([values, -values], dim=1)[:, 0]) == expected
+    assert checksum(torch.zeros(0)) == 0
+
+
+# -- a flipped bit --------------------------------------------------------------------------------------
+
+
+def configured(replica: ReplicaPlacement, audit_config: AuditConfig | None) -> SDP4BitConfig:
+    return dataclasses.replace(QUANTIZED, weights=WeightConfig(replica=replica), audit=audit_config)
+
+
+def flip_bit(run: Run, *, rank: int, group: str) -> None:
+    """One bit of what one rank holds of a group's weights is another."""
+    comm = next(comm for comm in run.comm._state.groups if comm.group.name == group)
+    comm.replica.settle()
+    if dist.get_rank() == rank:
+        comm.replica.rows.view(-1).view(torch.int16)[5] ^= 1 << 3
+
+
+def check_error(replica: ReplicaPlacement) -> list[str]:
+    run = Run(build(), configured(replica, AuditConfig(interval=2)))
+    run.train(2).evaluate()
+    flip_bit(run, rank=2, group="blocks.1")
+    run.backward()
+    messages = []
+    with pytest.raises(ReplicaMismatchError) as on_demand:
+        run.comm.audit()
+    messages.append(str(on_demand.value))
+    run.step()
+    run.train(1)  # the third step's border: not due
+    with pytest.raises(ReplicaMismatchError) as at_border:
+        run.evaluate()
+    messages.append(str(at_border.value))
+    return messages
+
+
+def check_errors() -> list[list[str]]:
+    return [check_error("full"), check_error("node")]
+
+
+def test_a_flipped_bit_is_an_error_that_names_group_and_rank_on_all_ranks() -> None:
+    results = run_ranks(check_errors, 4)
+    assert all(messages == results[0] for messages in results)
+    sentences = (
+        "group blocks.1: the replica of rank 2 differs from that of ranks 0, 1, 3 (checksums",
+        "group blocks.1: the replicas of rank 0 and of rank 2 differ, and no majority",
+    )
+    for sentence, (on_demand, at_border) in zip(sentences, results[0], strict=True):
+        assert sentence in on_demand and sentence in at_border
+        assert on_demand.count("group ") == at_border.count("group ") == 1
+
+
+def test_a_flipped_bit_is_named_in_node_replicas_of_three_nodes() -> None:
+    messages = run_ranks(check_error_of_three_nodes, 6)
+    assert len(set(messages)) == 1
+    assert "group (root): the replica of rank 3 differs from that of ranks 1, 5 (checksums" in messages[0]
+
+
+def check_error_of_three_nodes() -> str:
+    run = Run(build(), configured("node", None))
+    run.evaluate()
+    assert run.comm.audit()
+    flip_bit(run, rank=3, group="(root)")
+    with pytest.raises(ReplicaMismatchError) as error:
+        run.comm.audit()
+    return str(error.value)
+
+
+def check_resync(replica: ReplicaPlacement) -> None:
+    run = Run(build(), configured(replica, AuditConfig(interval=2, on_mismatch="resync")))
+    run.train(2).evaluate()
+    flip_bit(run, rank=1, group="blocks.0")
+    run.train(2)
+    if replica == "full" or dist.get_rank() in (1, 3):
+        with pytest.raises(AssertionError, match=r"blocks\.0"):
+            assert_replicas_identical(run.comm)
+    else:
+        assert_replicas_identical(run.comm)
+    with pytest.warns(UserWarning, match=r"group blocks\.0: .*ranks? .*1.*refreshed in full precision"):
+        run.evaluate()
+    assert_replicas_identical(run.comm)
+    for comm in run.comm._state.groups:
+        exact = torch.equal(comm.replica.own_row, comm.group.main_row(torch.bfloat16))
+        assert exact == (comm.group.name == "blocks.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.train(3).finish()
+    assert run.comm.audit()
+
+
+def check_resyncs() -> None:
+    check_resync("node")
+    check_resync("full")
+
+
+def test_a_resync_heals_a_flipped_bit() -> None:
+    run_ranks(check_resyncs, 4)
+
+
+# -- no false alarms ------------------------------------------------------------------------------------
+
+
+def check_quiet() -> None:
+    """Audits at every step find nothing and change no loss, whatever happens between them."""
+    assert eventful(EVERY_STEP) == eventful(None) == eventful(EVERY_STEP, "full")
+
+
+def eventful(audit_config: AuditConfig | None, replica: ReplicaPlacement = "node") -> list[float]:
+    config = configured(replica, audit_config)
+    model = build()
+    for parameter in model.blocks[0].parameters():
+        parameter.requires_grad_(False)
+    run = Run(model, config)
+    run.train(2)
+    saved = io.BytesIO()
+    torch.save({"model": run.model.state_dict(), "comm": run.comm.state_dict()}, saved)
+    run.train(1)
+    run.comm.resync()
+    run.train(1)
+    saved.seek(0)
+    state = torch.load(saved, weights_only=False)
+    run.model.load_state_dict(state["model"])
+    run.comm.load_state_dict(state["comm"])
+    run.train(1)
+    run.optimizer.step()  # no gradients
+    run.train(1)
+    run.evaluate(torch.inference_mode)
+    return run.train(1).finish()
+
+
+@pytest.mark.slow
+def test_no_false_alarm_over_freezing_saving_loading_resyncs_and_evaluation() -> None:
+    run_ranks(check_quiet, 4)
+
+
+# -- what an audit costs --------------------------------------------------------------------------------
+
+
+def check_cost() -> None:
+    calls = []
+    gather = audit.all_gather_dense
+
+    def counted(received: Any, sent: Any, group: Any, *, what: str) -> None:
+        calls.append(sent.nbytes)
+        gather(received, sent, group, what=what)
+
+    audit.all_gather_dense = counted  # type: ignore[assignment]
+    run = Run(build(), configured("node", AuditConfig(interval=2)))
+    run.train(5).evaluate()
+    groups = len(run.comm._state.groups)
+    assert calls == [8 * groups] * 2
+    before = run.comm.stats()["total"]["collectives"]
+    assert run.comm.audit()
+    assert run.comm.stats()["total"]["collectives"] == before + 1
+    assert calls == [8 * groups] * 3
+
+
+def test_an_audit_is_one_collective_of_eight_bytes_per_group() -> None:
+    run_ranks(check_cost, 4)
+
+
+# -- settings -------------------------------------------------------------------------------------------
+
+
+def test_settings_of_audits_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"audit\.interval=0 must be an integer of at least 1"):
+        AuditConfig(interval=0)
+    with pytest.raises(ValueError, match=r"audit\.on_mismatch='stop' is unknown"):
+        AuditConfig(on_mismatch="stop")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"audit=3 must be an AuditConfig or None"):
+        SDP4BitConfig(audit=3)  # type: ignore[arg-type]

@@ -1,0 +1,373 @@
+"""What cannot be attached to is refused on all ranks with one text, and nothing is left half attached.
+
+Layer: gloo, 4 processes as 2 nodes x 2 ranks. Hosts are stood in for by patching the host name of each rank.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim import optimizer as optimizers
+
+from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
+from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
+from tests import toy
+from tests.ranks import run_ranks
+
+LIMIT = 150.0
+
+
+class Holder(nn.Module):
+    """Any parameters, summed in the forward if they can be."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__()
+        trainable = [t.dtype in (torch.float32, torch.float64) for t in tensors]
+        self.held = nn.ParameterList(
+            nn.Parameter(t, requires_grad=g) for t, g in zip(tensors, trainable, strict=True)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((x * p.float().sum() for p in self.held), torch.zeros(()))
+
+
+def footprint(model: nn.Module) -> list[Any]:
+    """What attaching changes: communication objects, hooks on modules, global hooks, process groups."""
+    fsdp = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    groups = [group for m in fsdp for group in param_groups_of(m)]
+    return [
+        [(g._all_gather_comm, g._reduce_scatter_comm, g.force_sum_reduction_for_comms) for g in groups],
+        [[*m._load_state_dict_post_hooks, *m._state_dict_hooks] for m in model.modules()],
+        list(optimizers._global_optimizer_post_hooks),
+        sorted(group.group_name for group in dist.distributed_c10d._world.pg_map),
+    ]
+
+
+def refuse(
+    model: nn.Module, *parts: str, error: type[Exception] = ValueError, without: str = "\0", **options: Any
+) -> None:
+    """Every rank refuses with the same text, which holds all the parts, printed once; nothing has changed."""
+    before = footprint(model)
+    text = printed = "accepted"
+    try:
+        quantize_communication(model, **options)
+    except error as refusal:
+        text, printed = str(refusal), "".join(traceback.format_exception(refusal))
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    assert texts == [text] * len(texts)
+    for part in parts:
+        assert part in text, text
+    assert without not in text
+    assert printed.count(text) == 1 and "direct cause" not in printed and "During handling" not in printed
+    assert footprint(model) == before
+
+
+def accept(model: nn.Module, **options: Any) -> None:
+    """The model can be attached to, trains with quantized messages, and is plain again after remove()."""
+    before = footprint(model)
+    comm = quantize_communication(model, **options)
+    assert footprint(model) != before
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    loss = model(torch.ones(())) if isinstance(model, Holder) else toy.loss_of(model, next(toy.batches()))
+    loss.backward()
+    optimizer.step()
+    assert comm.stats()["steps"] == 1
+    assert comm.stats()["last_step"]["inter_bytes"] > 0
+    comm.remove()
+    assert footprint(model) == before
+    comm.remove()
+    for call in (comm.state_dict, lambda: comm.load_state_dict({})):
+        with pytest.raises(RuntimeError, match="removed from its model"):
+            call()
+
+
+def held(*tensors: torch.Tensor, policy: MixedPrecisionPolicy | None = None, **options: Any) -> Holder:
+    return fully_shard(Holder(*tensors), mp_policy=policy or MixedPrecisionPolicy(), **options)
+
+
+# -- models -------------------------------------------------------------------------------------------
+
+
+def unsuitable_models() -> None:
+    refuse(nn.Linear(4, 4), "Linear has no FSDP2 modules: call torch.distributed.fsdp.fully_shard")
+    refuse(fully_shard(nn.Sequential(nn.ReLU())), "hold no parameters")
+
+    waves = held(torch.ones(40, 40, dtype=torch.complex64))
+    refuse(waves, "holds torch.complex64 parameters", "skip=['(root)']", topology=2)
+    mixed = held(torch.ones(40, 40), torch.ones(8, dtype=torch.bfloat16))
+    accept(mixed, skip=["(root)"], topology=2)
+    accept(mixed, topology=2)
+    accept(held(torch.ones(40, 40), torch.ones(8, dtype=torch.bfloat16), policy=toy.POLICY), topology=2)
+
+    # What the operators do not read is refused before it gets there, and left alone if skipped.
+    no_kernel = "only fp32, bf16 and fp16 can be quantized"
+    double = held(torch.ones(40, 40, dtype=torch.float64))
+    refuse(double, "(root) holds torch.float64 parameters", no_kernel, "skip=['(root)']", topology=2)
+    accept(double, skip=["(root)"], topology=2)
+    accept(held(torch.ones(40, 40, dtype=torch.float64), policy=toy.POLICY), topology=2)
+    float8 = held(torch.ones(40, 40).to(torch.float8_e4m3fn))
+    refuse(float8, "holds torch.float8_e4m3fn parameters", no_kernel, topology=2)
+    summed = held(torch.ones(40, 40), policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+    refuse(summed, "reduces gradients in torch.float64", "reduce_dtype=torch.float32", topology=2)
+    accept(summed, config="qwd", topology=2)
+
+
+def mesh_per_parameter() -> None:
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        return  # torch before 2.12 has one mesh per module
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    meshes = {8: toy.data_mesh(), 12: mesh["inner"]}
+
+    def place(param: nn.Parameter) -> Any:
+        info = common.FSDPMeshInfo(mesh=meshes[param.shape[0]], shard_mesh_dim=0)
+        return common.ShardPlacementResult(placement=None, mesh_info=info)
+
+    model = held(torch.ones(8), torch.ones(12), shard_placement_fn=place)
+    refuse(model, "Holder has 2 parameter groups (a mesh per parameter)", "one mesh per module")
+
+
+class OtherAllGather:
+    """Somebody else's communication; never called here."""
+
+
+def occupied_models() -> None:
+    attached = toy.build()
+    comm = quantize_communication(attached, topology=2)
+    refuse(attached, "is attached already: call remove() on the first handle", topology=2)
+    first, second = toy.train(attached, toy.adamw(attached), toy.batches(), 2)
+    assert first != second
+    comm.remove()
+    accept(attached, topology=2)
+
+    custom = toy.build()
+    custom.blocks[1].set_custom_all_gather(OtherAllGather())
+    refuse(custom, "blocks.1 has custom communication (OtherAllGather)", topology=2)
+    refuse(custom, "blocks.1 has custom communication (OtherAllGather)", topology=2, skip="blocks.1")
+
+    allocating = toy.build()
+    allocating.set_allocate_memory_from_process_group_for_comm(True)
+    refuse(allocating, "has custom communication (ProcessGroupAllocAllGather", topology=2)
+
+    collectives = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+    if not hasattr(collectives, "SymmMemAllGather"):
+        return  # torch 2.9
+    symmetric = toy.build()
+    with mock.patch.object(collectives.SymmMemAllGather, "__init__", return_value=None):  # needs NCCL
+        symmetric.set_symm_mem_for_comm()
+    refuse(symmetric, "has custom communication (SymmMemAllGather", "set_symm_mem_for_comm", topology=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [unsuitable_models, mesh_per_parameter, occupied_models],
+    ids=lambda f: f.__name__,
+)
+def test_models_that_cannot_be_attached_to_are_refused(case: Callable[[], None]) -> None:
+    run_ranks(case, 4, timeout=LIMIT)
+
+
+# -- settings -----------------------------------------------------------------------------------------
+
+
+def impossible_topologies() -> None:
+    model = toy.build()
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inter", "intra"))
+    refuse(model, "topology=3 ranks per node does not divide the 4 ranks: use one of [1, 2, 4]", topology=3)
+    refuse(model, "topology=0 ranks per node", topology=0)
+    refuse(model, "topology=True is unknown", topology=True)
+    refuse(model, "topology='banana' is unknown", topology="banana")
+    refuse(model, "topology=2.0 is unknown", topology=2.0)
+    refuse(model, "topology=None is unknown", topology=None)
+    refuse(model, "must be 2-D (inter, intra), this one has 1 dims", topology=grid["intra"])
+    refuse(model, "this one has 3 dims", topology=init_device_mesh("cpu", (2, 2, 1)))
+    accept(model, topology=2)
+
+
+HOST = "sdp4bit.engines.agreement.host_name"
+
+
+def uneven_hosts() -> None:
+    model = toy.build()
+    for hosts, message in (("aaab", "unequally over the nodes (a: 3, b: 1)"), ("abab", "node-major order")):
+        with mock.patch(HOST, return_value=f"host-{hosts[dist.get_rank()]}"):
+            table = [f"{rank:>6}  {rank:>11}  host-{hosts[rank]}" for rank in range(4)]
+            refuse(model, message.replace("a:", "host-a:").replace("b:", "host-b:"), "\n  ".join(table))
+            accept(model, topology=1)
+    with mock.patch(HOST, return_value="aabb"[dist.get_rank()]):
+        comm = quantize_communication(model)
+        assert "2 x 2" in comm.explain()
+        comm.remove()
+
+
+def settings_of_ranks_differ() -> None:
+    model, first = toy.build(), dist.get_rank() == 0
+    grid = init_device_mesh("cpu", (2, 2))
+    # What differs is named, and nothing else.
+    differ = "ask for different configurations; pass the same to all:\n  config."
+    refuse(
+        model,
+        f"{differ}seed: 0 [rank 0], 1 [ranks 1, 2, 3]",
+        without="weights",
+        config=SDP4BitConfig(seed=0 if first else 1),
+    )
+    several = WeightConfig(bits=8, replica="full"), WeightConfig()
+    refuse(
+        model,
+        f"{differ}weights.bits: 8 [rank 0], 4 [ranks 1, 2, 3]\n",
+        "  config.weights.replica: 'full' [rank 0], 'node' [ranks 1, 2, 3]",
+        without="group_size",
+        config=SDP4BitConfig(weights=several[not first]),
+    )
+    refuse(
+        model,
+        f"{differ}gradients: GradientConfig(...) [rank 0], None [ranks 1, 2, 3]",
+        without="weights",
+        config=SDP4BitConfig(gradients=GradientConfig() if first else None),
+    )
+    skips: list[Any] = [["blocks.0"] if first else ["blocks.1"], ["blocks.?"] if first else None]
+    for skip in skips:
+        refuse(model, "ask for different configurations", "skip: ['blocks.", skip=skip, topology=2)
+    differ = "ask for different topologies; pass the same to all: "
+    refuse(model, f"{differ}1 [rank 0], 2 [ranks 1, 2, 3]", topology=1 if first else 2)
+    refuse(model, f"{differ}a mesh [rank 0], 2", topology=grid if first else 2)
+    refuse(
+        model,
+        "ranks 0 and 1 share a data-parallel group but not its parameter groups",
+        "skip the same modules on both",
+        "name='blocks.0'",
+        skip=lambda name: name == "blocks.0" and first,
+        topology=2,
+    )
+    refuse(model, "topology=2.0 is unknown", "[rank 0]", topology=2.0 if first else 2)
+    refuse(model, "skip='*.nothing' matches no FSDP module; there are (root), blocks.0", skip=["*.nothing"])
+    accept(model, topology=2, skip={"blocks.0", "norm"})
+
+
+def one_rank_fails() -> None:
+    model, last = toy.build(), dist.get_rank() == 3
+
+    def fail(name: str) -> bool:
+        return not last or bool({}["no such name"])
+
+    unsharded = toy.ToyGPT()
+    refuse(unsharded if last else model, "ToyGPT has no FSDP2 modules", "[rank 3]", topology=2)
+    wrong_type = "skip=5 is unknown: use names of FSDP modules, as patterns, or a function of a name [rank 3]"
+    refuse(model, wrong_type, error=TypeError, skip=5 if last else None, topology=2)
+    refuse(model, "skip=['a', 1] is unknown", error=TypeError, skip=["a", 1], topology=2)
+    refuse(model, "KeyError: 'no such name' [rank 3]", skip=fail, topology=2)
+    with pytest.raises(ValueError) as caught:
+        quantize_communication(model, skip=fail, topology=2)
+    lines = [line.name for line in traceback.extract_tb(caught.value.__traceback__)]
+    assert ("fail" in lines) == last, lines  # where it went wrong is in the traceback
+    options = "use an SDP4BitConfig, the name of a preset (baseline, qw, "
+    refuse(model, "config=4 is unknown", options, error=TypeError, config=4 if last else None, topology=2)
+    refuse(model, "unknown preset 'qvd': use one of baseline", config="qvd" if last else "qwd", topology=2)
+    parts = (
+        "config.weights: WeightConfig(...) [ranks 0, 1, 2], None [rank 3]",
+        "config.gradients: None [ranks 0, 1, 2], GradientConfig(...) [rank 3]",
+    )
+    refuse(model, *parts, config="tlq" if last else "qwd", topology=2)
+    with mock.patch("torch.__version__", "2.8.1" if last else "2.9.0"):
+        different = (", torch 2.9.0 [ranks 0, 1, 2], sdp4bit ", ", torch 2.8.1 [rank 3]")
+        refuse(model, "the ranks run different versions; install the same", *different, topology=2)
+    with mock.patch("torch.__version__", "2.8.1"):
+        refuse(model, "sdp4bit needs torch 2.9 or newer", "this is 2.8.1", "[ranks 0, 1, 2, 3]", topology=2)
+    torch.manual_seed(0)
+    wider = toy.shard(toy.ToyGPT(width=48 if last else 40))
+    refuse(wider, "ranks 0 and 3 share a data-parallel group", "build the same model", topology=2)
+    deeper = toy.shard(toy.ToyGPT(layers=3 if last else 2))
+    refuse(deeper, "ranks 0 and 3 share a data-parallel group", "First difference: ", topology=2)
+    accept(model, topology=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [impossible_topologies, uneven_hosts, settings_of_ranks_differ, one_rank_fails],
+    ids=lambda f: f.__name__,
+)
+def test_settings_that_cannot_work_are_refused_by_all_ranks(case: Callable[[], None]) -> None:
+    run_ranks(case, 4, timeout=LIMIT)
+
+
+# -- warnings and the rest ----------------------------------------------------------------------------
+
+
+def warned(model: nn.Module, **options: Any) -> list[str]:
+    """Return the library's warnings about attaching; they point at this file."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quantize_communication(model, **options).remove()
+    ours = [w for w in caught if "sdp4bit" in str(w.message)]
+    assert {w.filename for w in ours} <= {__file__}
+    return [str(w.message) for w in ours]
+
+
+def odd_but_possible() -> None:
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    inside, text = warned(toy.build(mesh=hybrid), topology=2)
+    assert inside.startswith("sdp4bit: all parameter groups are sharded inside one node")
+    assert "with HSDP only the shard dimension is quantized" in text
+    (text,) = warned(toy.build(mesh=hybrid), topology=1)
+    assert "with HSDP only the shard dimension is quantized" in text
+    accept(toy.build(mesh=init_device_mesh("cpu", (1, 4), mesh_dim_names=("r", "s"))), topology=2)
+
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
+    (text,) = warned(toy.build(policy=half), topology=2)
+    assert "reduced in fp16" in text
+
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("other", "shard"))["shard"]
+    (text,) = warned(toy.build(mesh=alone), topology=1)
+    assert "sharded over one rank" in text
+
+    assert warned(toy.build(), topology=2) == []
+
+
+def test_settings_that_do_less_than_asked_for_are_warned_about() -> None:
+    run_ranks(odd_but_possible, 4, timeout=LIMIT)
+
+
+def mesh_and_count_agree() -> None:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inter", "intra"))
+    # One (inter, intra) mesh per data-parallel group, side by side as under tensor parallelism.
+    cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("inter", "intra", "tp"))
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    for mesh, topologies in ((toy.data_mesh(), [2, grid]), (pairs, [2, cube["inter", "intra"]])):
+        runs = []
+        for topology in topologies:
+            model = toy.build(mesh=mesh)
+            comm = quantize_communication(model, topology=topology)
+            runs.append(toy.train(model, toy.adamw(model), toy.batches(), 2))
+            assert comm.stats()["last_step"]["inter_bytes"] > 0
+        assert runs[0] == runs[1]
+
+
+def test_a_mesh_means_the_same_as_the_number_of_its_columns() -> None:
+    run_ranks(mesh_and_count_agree, 4, timeout=LIMIT)
+
+
+def test_without_a_process_group_the_error_says_how_to_get_one() -> None:
+    with pytest.raises(RuntimeError, match="call init_process_group first"):
+        quantize_communication(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("part", [WeightConfig, GradientConfig])
+def test_group_sizes_and_bits_are_checked_before_any_rank_is_asked(part: Any) -> None:
+    names = [("bits", "group_size")] if part is WeightConfig else []
+    names += [(f"{hop}_bits", f"{hop}_group_size") for hop in ("intra", "inter") if part is GradientConfig]
+    for bits, size in names:
+        with pytest.raises(ValueError, match=rf"{bits}=3 is not supported: use 4 or 8"):
+            part(**{bits: 3})
+        with pytest.raises(ValueError, match=rf"{size}=100 must be a positive multiple of 32.* 96 or 128"):
+            part(**{size: 100})

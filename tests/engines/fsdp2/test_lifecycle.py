@@ -1,0 +1,223 @@
+"""FSDP2 integration, life of a handle: attach, convert, report, remove; nothing global is left or touched.
+
+Layer: real processes over gloo, 2 nodes x 2 ranks, or x 1 rank for what is the same on one level.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import distribute_tensor
+from torch.optim import optimizer as torch_optimizer
+
+import sdp4bit
+from sdp4bit import SDP4BitConfig
+from sdp4bit.engines.fsdp2.groups import find_groups
+from tests.ranks import run_ranks
+from tests.toy import LOSSLESS, QUANTIZED, Run, ToyGPT, adamw, assert_close_to_plain, build, shard
+
+
+def materializing(config: SDP4BitConfig | None) -> list[float]:
+    """The model is attached while it has no storage."""
+    with torch.device("meta"):
+        model = ToyGPT()
+    run = Run(shard(model), config, topology=1)
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            full = torch.randn(parameter.shape, generator=generator) * 0.05
+            parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements))
+    run.optimizer = adamw(model)
+    return run.train(2).finish()
+
+
+def converting(config: SDP4BitConfig | None) -> list[float]:
+    """The parameters get another type after the attachment."""
+    run = Run(build(), config, topology=1)
+    run.model.to(torch.bfloat16)
+    run.optimizer = adamw(run.model)
+    return run.train(2).finish()
+
+
+def check_materialization() -> None:
+    assert_close_to_plain(materializing)
+    assert_close_to_plain(converting)
+
+
+def test_models_may_be_attached_without_storage_and_converted_later() -> None:
+    run_ranks(check_materialization, 2)
+
+
+def gradients_divided_by(factor: float | None) -> list[torch.Tensor]:
+    run = Run(build(), QUANTIZED)
+    for module in run.model.modules():
+        if factor is not None and hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(factor)
+    run.backward()
+    return [parameter.grad.to_local() for parameter in run.model.parameters()]
+
+
+def check_divide_factor() -> None:
+    for usual, divided in zip(gradients_divided_by(None), gradients_divided_by(2.0), strict=True):
+        assert torch.equal(usual * 2, divided)
+
+
+def test_a_divide_factor_set_later_divides_quantized_gradients() -> None:
+    run_ranks(check_divide_factor, 4)
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    """Return everything that an attachment may leave behind."""
+    groups = [group._group for group in find_groups([model])]
+    return [
+        len(torch_optimizer._global_optimizer_post_hooks),
+        [len(getattr(m, name)) for m in model.modules() for name in vars(m) if name.endswith("_hooks")],
+        [
+            (type(g._all_gather_comm), type(g._reduce_scatter_comm), g.force_sum_reduction_for_comms)
+            for g in groups
+        ],
+    ]
+
+
+def check_removal() -> None:
+    plain = Run(build(), None).train(4)
+    run = Run(build(), None)
+    hooks = hooks_of(run.model)
+    comm = sdp4bit.quantize_communication(run.model, topology=2, config=LOSSLESS)
+    assert all(now != before for now, before in zip(hooks_of(run.model), hooks, strict=True))
+    run.train(1)
+    with pytest.raises(ValueError, match=r"attached already: call remove\(\)"):
+        sdp4bit.quantize_communication(run.model, topology=2)
+    run.train(1)
+    assert comm.stats()["steps"] == 2
+    comm.remove()
+    comm.remove()
+    assert hooks_of(run.model) == hooks_of(plain.model)
+    run.train(1)
+    again = sdp4bit.quantize_communication(run.model, topology=2, config=LOSSLESS)
+    run.train(1)
+    assert run.losses == plain.losses
+    assert run.evaluate() == plain.evaluate()
+    assert (comm.stats()["steps"], again.stats()["steps"]) == (2, 1)
+
+
+def test_a_handle_can_be_removed_and_its_model_attached_again() -> None:
+    run_ranks(check_removal, 4)
+
+
+def check_steps_alone() -> None:
+    run = Run(build(), QUANTIZED, topology=1)
+    parameters = list(run.model.parameters())
+    halves = [parameters[::2], parameters[1::2]]
+    for step in range(1, 4):
+        run.train(1)
+        run.evaluate()
+        assert run.comm.stats()["steps"] == step
+    saved = run.comm.state_dict()
+    # Two optimizers share the parameters, or every parameter has its own: they take a step together.
+    for parts in (halves, [[parameter] for parameter in parameters]):
+        optimizers = [adamw(run.model, params=part) for part in parts]
+        run.comm.load_state_dict(saved)
+        for step in range(4, 7):
+            run.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+                assert run.comm.stats()["steps"] == step
+    run.comm.mark_step()
+    assert run.comm.stats()["steps"] == 7
+
+
+def test_steps_are_counted_where_nothing_is_sent() -> None:
+    run_ranks(check_steps_alone, 1)
+
+
+def check_collection() -> None:
+    other, removed, dropped = (Run(build(), QUANTIZED, topology=1).train(1) for _ in range(3))
+    handle = removed.comm
+    handle.remove()
+    dead = [weakref.ref(each) for each in (dropped.comm, dropped.comm._state, dropped.model, removed.model)]
+    del removed, dropped
+    gc.collect()
+    assert [reference() for reference in dead] == [None] * 4
+    other.train(1)  # its optimizer's hooks meet what is left of the dropped model
+
+
+def test_a_dropped_model_is_collected_with_its_handle_or_without_it_after_removal() -> None:
+    run_ranks(check_collection, 2)
+
+
+def check_random_state() -> None:
+    model = build()
+    state, python_state = torch.get_rng_state(), random.getstate()
+    run = Run(model, QUANTIZED).train(2)
+    run.evaluate()
+    run.comm.resync()
+    run.evaluate()
+    run.comm.stats()
+    run.comm.explain()
+    run.comm.state_dict()
+    run.comm.remove()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python_state
+
+
+def test_the_global_random_state_is_not_touched() -> None:
+    run_ranks(check_random_state, 4)
+
+
+def check_reports() -> None:
+    run = Run(build(), None)
+    comm = sdp4bit.quantize_communication(run.model, topology=2, skip=["norm"])
+    nothing = {"intra_bytes": 0, "inter_bytes": 0, "padding_bytes": 0, "collectives": 0}
+    assert comm.stats() == {
+        "steps": 0,
+        "last_step": nothing,
+        "total": nothing,
+        "compression_ratio": 1.0,
+        "exchange_seconds": 0.0,
+        "full_refreshes": 0,
+        "sampled_step": None,
+        "weight_drift": None,
+        "weight_error": None,
+        "gradient_error": None,
+        "nonfinite_groups": 0,
+    }
+    header, rule, *lines, total = comm.explain().splitlines()
+    names = [group.group.name for group in comm._state.groups]
+    assert [line.split()[0] for line in lines] == names == ["(root)", "blocks.0", "blocks.1", "norm"]
+    assert all(line.split()[-2:] == ["-", "-"] for line in [*lines, total])
+    assert header.split()[0] == "group" and set(rule) == {"-"}
+
+    sums = dict.fromkeys(nothing, 0.0)
+    for step in range(2):
+        run.train(1)
+        reported = comm.stats()
+        assert reported["steps"] == step + 1
+        for name, sent in reported["last_step"].items():
+            sums[name] += sent
+            assert reported["total"][name] == pytest.approx(sums[name], abs=step + 1)
+        table = comm.explain()
+        numbers = [int(cell.replace(",", "")) for cell in table.splitlines()[-1].split()[-2:]]
+        assert numbers == [reported["last_step"]["intra_bytes"], reported["last_step"]["inter_bytes"]]
+    measured = comm.measure()
+    assert 0 < measured["weight_drift"] < 0.1 and measured["gradient_error"] is None  # step 10 has not come
+    assert 2 < reported["compression_ratio"] < 16
+    block, norm = table.splitlines()[3], table.splitlines()[5]
+    assert "2 x 2" in block and "int4/2048 difference, node replica" in block
+    assert "intra int8/128, inter int4/128, Hadamard" in block
+    assert norm.count("skipped by 'norm'") == 2
+    rows = comm._state.groups[3].group.row_numel
+    # Two bf16 gathers and one fp32 reduction over the ring, half of it between nodes.
+    assert [int(cell.replace(",", "")) for cell in norm.split()[-2:]] == [3 * rows * 4] * 2
+
+
+def test_reports_add_up() -> None:
+    run_ranks(check_reports, 4)

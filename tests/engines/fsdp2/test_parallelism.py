@@ -1,0 +1,382 @@
+"""FSDP2 integration, other parallelism: tensor parallelism, hybrid sharding, pipelines.
+
+Layer: 4 real processes over gloo. Results are held against plain FSDP2's as in test_fsdp_compositions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import sdp4bit
+from sdp4bit import AuditConfig, GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.engines.fsdp2.group_comm import reduce_over_copies
+from sdp4bit.quantization.layout import MessageLayout
+from tests.ranks import run_ranks
+from tests.toy import (
+    LOSSLESS,
+    POLICY,
+    QUANTIZED,
+    Run,
+    ToyGPT,
+    adamw,
+    assert_close_to_plain,
+    assert_replicas_identical,
+    batches,
+    build,
+    data_mesh,
+    shard,
+    train,
+)
+
+IDENTITY = SDP4BitConfig(
+    weights=WeightConfig(bits=None), gradients=GradientConfig(intra_bits=None, inter_bits=None, min_numel=0)
+)
+"""Both hops run without quantizers; a sum over two ranks is then exact."""
+
+
+STOCHASTIC = SDP4BitConfig(
+    weights=WeightConfig(group_size=32, rounding="stochastic"),
+    gradients=GradientConfig(intra_group_size=32, inter_group_size=32, min_numel=0),
+)
+"""All is rounded by random bits, and parameters whose rows are multiples of 32 share no scale."""
+
+
+def split_layers(block: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Split the feed-forward layers over the mesh, and the sequence before them if asked for."""
+    before = Shard(1) if sequence else Replicate()
+    if sequence:
+        entry = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
+        for style in (entry, SequenceParallel()):
+            parallelize_module(block, mesh, {"ln2": style})
+    styles = {"fc1": ColwiseParallel(input_layouts=before), "fc2": RowwiseParallel()}
+    parallelize_module(block, mesh, styles)
+
+
+class TensorParallelRun(Run):
+    """Two data-parallel ranks by two tensor-parallel ones, which are neighbours."""
+
+    def __init__(
+        self, config: SDP4BitConfig | None, *, topology: int = 2, sequence: bool = False, unused: bool = False
+    ) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        model = ToyGPT(width=64, hidden=128)
+        for block in model.blocks:
+            if unused:
+                block.unused = nn.Parameter(torch.ones(6))
+            split_layers(block, mesh["tp"], sequence=sequence)
+        shard(model, mesh=mesh["dp"])
+        # One operation of the optimizer takes parameters of one mesh.
+        params = [
+            {"params": [p for p in model.parameters() if p.device_mesh.ndim == ndim]} for ndim in (1, 2)
+        ]
+        super().__init__(model, config, topology=topology, data_rank=mesh.get_local_rank("dp"), params=params)
+
+    def check_copies(self) -> None:
+        """What tensor parallelism does not split is equal on its ranks: main shards and what is gathered."""
+        self.model.reshard()
+        copies = {
+            name: p.to_local().detach()
+            for name, p in self.model.named_parameters()
+            if p.device_mesh.ndim == 1 or p.placements[1].is_replicate()
+        }
+        assert len(copies) == len(list(self.model.parameters())) - 6  # two matrices and a bias per block
+        for group in self.comm._state.groups if self.comm is not None else []:
+            for segment in group.group.segments:
+                assert bool(segment.split_over) == (segment.name not in copies)
+                if segment.name in copies and group.replica is not None:
+                    copies[f"held {segment.name}"] = group.replica.rows[..., segment.start : segment.end]
+        peers: list[Any] = [None] * 4
+        dist.all_gather_object(peers, (self.losses, copies))
+        for (first, ours), (second, theirs) in (peers[:2], peers[2:]):
+            assert first == second
+            assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+@cache
+def tensor_parallel(config: SDP4BitConfig | None, topology: int, sequence: bool = False) -> list[float]:
+    run = TensorParallelRun(config, topology=topology, sequence=sequence)
+    if run.comm is not None:
+        layouts = {(g.layout.nodes, g.layout.ranks_per_node) for g in run.comm._state.groups}
+        assert layouts == {(2, 1) if topology == 2 else (1, 2)}
+    losses = run.train(2).finish()
+    run.check_copies()
+    return losses
+
+
+def check_tensor_parallelism() -> None:
+    assert_close_to_plain(tensor_parallel, 2)
+    assert_close_to_plain(tensor_parallel, 2, True)
+    plain = tensor_parallel(None, 2)
+    for topology in (2, 4):
+        assert tensor_parallel(IDENTITY, topology) == plain
+        assert tensor_parallel(STOCHASTIC, topology) != plain
+
+
+def test_tensor_parallelism_trains_as_with_plain_fsdp2() -> None:
+    run_ranks(check_tensor_parallelism, 4)
+
+
+def check_parts() -> None:
+    """Parts are messages of their own, or dense; the table and the counters say so."""
+    run = TensorParallelRun(QUANTIZED).train(2)
+    run.evaluate()
+    block = run.comm._state.groups[1]
+    sizes = [sum(segment.end - segment.start for segment in part) for part in block.group.parts]
+    assert sum(sizes) == block.group.row_numel and len(sizes) == 2
+    sent = [block.weight_traffic.last_step.inter_bytes, block.gradient_traffic.last_step.inter_bytes]
+    for nbytes, group_size in zip(sent, (2048, 128), strict=True):
+        assert nbytes == sum(MessageLayout(numel=m, bits=4, group_size=group_size).nbytes for m in sizes)
+    assert run.comm.explain().count("9 TP copies apart") == 4  # weights and gradients of two blocks
+
+    # What is split is the shorter part here, and tensor-parallel ranks may differ in it.
+    assert sizes[0] > sizes[1]
+    config = replace(QUANTIZED, gradients=GradientConfig(min_numel=sizes[0]))
+    run = TensorParallelRun(config).train(2)
+    run.evaluate()
+    run.check_copies()
+    gradients = run.comm._state.groups[1].gradient_traffic.last_step
+    message = MessageLayout(numel=sizes[0], bits=4, group_size=128)
+    assert gradients.inter_bytes == message.nbytes + 4 * sizes[1]
+    assert gradients.plain_inter_bytes == 4 * sum(sizes)
+
+    run = TensorParallelRun(QUANTIZED)
+    for block in run.model.blocks:  # of both parts; what trains is then all that is in a row
+        for parameter in (block.ln1.weight, block.qkv.bias, block.fc1.bias):
+            parameter.requires_grad_(False)
+    run.train(2).finish()
+    run.check_copies()
+    assert [group.gradient_bits for group in run.comm._state.groups] == [4] * 4
+
+
+def check_rows_that_cannot_be_told_apart() -> None:
+    run = TensorParallelRun(QUANTIZED, unused=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.train(2).finish()
+    (text,) = [str(w.message) for w in caught if "got no gradient" in str(w.message)]
+    assert "reduced in full precision" in text and "(blocks.1)" in text
+    run.check_copies()
+    assert [group.gradient_bits for group in run.comm._state.groups] == [4, None, None, 4]
+
+
+def check_edits_of_what_is_split() -> None:
+    """An edit that only one of two tensor-parallel ranks sees leaves the copies beside it equal."""
+    run = TensorParallelRun(QUANTIZED, topology=1).train(2)
+    for factor in (1.001, 1.5):  # a difference, and full precision
+        run.evaluate()
+        run.model.reshard()
+        if dist.get_rank() % 2 == 0:
+            run.model.blocks[0].fc1.weight.to_local().data.mul_(factor)
+        run.evaluate()
+        run.check_copies()
+    assert [group.full_refreshes for group in run.comm._state.groups] == [0, 1, 0, 0]
+
+
+def check_parts_and_rows() -> None:
+    check_parts()
+    check_rows_that_cannot_be_told_apart()
+    check_edits_of_what_is_split()
+
+
+def test_parts_of_a_group_travel_apart_and_are_counted() -> None:
+    run_ranks(check_parts_and_rows, 4)
+
+
+def check_common_decisions() -> None:
+    """What concerns the split weights of one tensor-parallel rank refreshes those of its peers too."""
+    run = TensorParallelRun(replace(QUANTIZED, audit=AuditConfig(on_mismatch="resync"))).train(2)
+    run.evaluate()
+    group = run.comm._state.groups[1]
+    assert [len(g.group.copied_over) for g in run.comm._state.groups] == [0, 1, 1, 0]
+    if dist.get_rank() == 1:
+        split = next(segment for segment in group.group.segments if segment.split_over)
+        with torch.no_grad():
+            group.replica.rows[0, ..., split.start] += 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not run.comm.audit()
+    run.train(1).evaluate()
+    run.check_copies()
+
+    # Of groups without copies one rank may list others than its peer.
+    rank, groups = dist.get_rank(), run.comm._state.groups
+    listed = groups[1:3] if rank % 2 else groups
+    flags = torch.full((len(listed),), rank)
+    reduce_over_copies(flags, listed, op=dist.ReduceOp.MAX)
+    assert flags.tolist() == [rank | 1 if each.group.copied_over else rank for each in listed]
+
+    saved = run.comm.state_dict()
+    if rank % 2:
+        with torch.no_grad():
+            run.model.blocks[0].fc1.weight.to_local().mul_(0.5)
+    run.comm.load_state_dict(saved)
+    with pytest.warns(UserWarning, match="not saved with these weights"):
+        run.evaluate()
+    run.check_copies()
+
+
+def test_tensor_parallel_ranks_decide_together_how_copies_are_refreshed() -> None:
+    run_ranks(check_common_decisions, 4)
+
+
+def train_long(config: SDP4BitConfig | None, sequence: bool) -> float:
+    """Return the mean loss of the last ten of 100 steps."""
+    run = TensorParallelRun(config, sequence=sequence).train(100)
+    run.finish()
+    run.check_copies()
+    return sum(run.losses[-10:]) / 10
+
+
+def check_long_training() -> None:
+    for sequence in (False, True):
+        plain = train_long(None, sequence)
+        for config in (QUANTIZED, STOCHASTIC):
+            assert train_long(config, sequence) == pytest.approx(plain, rel=0.03)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_copies_stay_equal_for_100_steps() -> None:
+    run_ranks(check_long_training, 4, timeout=550)
+
+
+@cache
+def hybrid(config: SDP4BitConfig | None, topology: int) -> list[float]:
+    """Two replicas of two shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = build(mesh=mesh)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = Run(model, config, topology=topology)
+    assert (config is None) == (not any("HSDP" in str(w.message) for w in caught))
+    losses = run.train(2).finish()
+    model.reshard()
+    held = [parameter.to_local().detach() for parameter in model.parameters()]
+    if run.comm is not None:
+        # Shards inside one node are gathered by FSDP2: differences would save nothing.
+        replicas = [group.replica for group in run.comm._state.groups]
+        assert all((replica is None) == (topology == 2) for replica in replicas)
+        held += [replica.rows for replica in replicas if replica is not None]
+        # Equal weights are rounded alike, gradients of different data are not.
+        assert {g.group.shard_rank for g in run.comm._state.groups} == {dist.get_rank() % 2}
+        assert {g.group.data_rank for g in run.comm._state.groups} == {dist.get_rank()}
+    everybody: list[Any] = [None] * 4
+    dist.all_gather_object(everybody, held)
+    assert all(map(torch.equal, everybody[0], everybody[2]))
+    assert all(map(torch.equal, everybody[1], everybody[3]))
+    return losses
+
+
+def check_hybrid() -> None:
+    assert_close_to_plain(hybrid, 1)
+    assert_close_to_plain(hybrid, 2)
+    assert hybrid(IDENTITY, 1) == hybrid(None, 1) != hybrid(STOCHASTIC, 1)
+
+
+def test_hybrid_sharding_warns_and_trains_as_with_plain_fsdp2() -> None:
+    run_ranks(check_hybrid, 4)
+
+
+class Front(nn.Module):
+    """The first stage of a pipeline."""
+
+    def __init__(self, gpt: ToyGPT) -> None:
+        super().__init__()
+        self.embed, self.position, self.block = gpt.embed, gpt.position, gpt.blocks[0]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.block(self.embed(tokens) + self.position.weight[: tokens.shape[1]])
+
+
+class Back(nn.Module):
+    """The last stage of a pipeline."""
+
+    def __init__(self, gpt: ToyGPT) -> None:
+        super().__init__()
+        self.block, self.norm, self.head = gpt.blocks[1], gpt.norm, gpt.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.block(x))).float()
+
+
+def stages(mesh: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    gpt = ToyGPT()
+    pair = Front(gpt), Back(gpt)
+    for stage in pair:
+        fully_shard(stage.block, mesh=mesh, mp_policy=POLICY)
+        fully_shard(stage, mesh=mesh, mp_policy=POLICY)
+    return pair
+
+
+def two_roots(config: SDP4BitConfig | None) -> list[float]:
+    """Both stages on every rank: two roots, one handle."""
+    pair = stages(data_mesh())
+    comm = config and sdp4bit.quantize_communication(pair, topology=2, config=config)
+    model = nn.Sequential(*pair)
+    losses = train(model, adamw(model), batches(), 2)
+    if comm:
+        assert [g.group.name for g in comm._state.groups] == ["part0", "part0.block", "part1", "part1.block"]
+        assert comm.stats()["steps"] == 2
+        assert_replicas_identical(comm)
+    return losses
+
+
+@cache
+def pipelined(config: SDP4BitConfig | None) -> list[float]:
+    """Each stage on two data-parallel ranks of its own; four micro-batches a step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    index = mesh.get_local_rank("pp")
+    model = stages(mesh["dp"])[index]
+    comm = config and sdp4bit.quantize_communication(model, topology=1, config=config)
+    optimizer = adamw(model)
+    stage = PipelineStage(model, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    if torch.__version__ < (2, 13):  # connections are opened with a message of a wrong size for gloo
+        stage._get_init_p2p_neighbors_ops = list
+    schedule = ScheduleGPipe(stage, 4, loss_fn=lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()))
+    data, losses = batches(rank=mesh.get_local_rank("dp")), []
+    for _ in range(2):
+        tokens, targets = next(data)
+        parts: list[Tensor] = []
+        schedule.step(*([tokens] if index == 0 else []), target=targets, losses=parts)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [float(part.detach()) for part in parts]
+    if comm:
+        assert_replicas_identical(comm)
+        assert comm.stats()["steps"] == 2
+        if config is not LOSSLESS:
+            assert [group.reductions for group in comm._state.groups] == [2, 2]
+    everybody: list[Any] = [None] * 4
+    dist.all_gather_object(everybody, losses)
+    return everybody[2 + mesh.get_local_rank("dp")]
+
+
+def check_pipelines() -> None:
+    assert_close_to_plain(two_roots)
+    assert_close_to_plain(pipelined)
+    assert pipelined(IDENTITY) == pipelined(None)
+
+
+def test_pipeline_stages_train_as_with_plain_fsdp2() -> None:
+    run_ranks(check_pipelines, 4)

@@ -1,0 +1,115 @@
+"""The program that runs PyTorch's own tests of FSDP2, on tests of our own and on made-up outcomes.
+
+Layer: no process, and one start of pytest with 2 ranks over gloo where `expecttest` is installed.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.engines.fsdp2.pytorch_fsdp import Comparison, Outcome, run_file, table
+
+FAILED = """\
+E           Traceback (most recent call last):
+E             File "x.py", line 1, in test
+E           ValueError: sdp4bit: (root) gathers parameters of several types
+E
+E           To execute this test, run the following from the base repo dir:
+"""
+
+
+def test_the_table_counts_what_passes_plain_and_says_why_the_rest_fails_attached() -> None:
+    passed, failed = Outcome(outcome="passed"), Outcome(outcome="failed", text=FAILED)
+    skipped = Outcome(outcome="skipped")
+    comparison = Comparison(
+        file="test_x",
+        plain={
+            "T::a": passed,
+            "T::b": passed,
+            "T::c": failed,
+            "T::d": skipped,
+            "T::e": passed,
+            "T::f": passed,
+        },
+        attached={
+            "T::a": Outcome(outcome="passed", attached=True),
+            "T::b": failed,
+            "T::c": passed,
+            "T::d": skipped,
+            "T::e": passed,
+        },
+    )
+    assert comparison.kept == ["T::a", "T::e"] and comparison.idle == ["T::e"]
+    lines = table([comparison]).splitlines()
+    assert lines[1].split() == ["test_x", "4", "2", "1", "1", "1"]
+    assert lines[2].split() == ["all", "4", "2", "1", "1", "1"]
+    reason = "ValueError: sdp4bit: (root) gathers parameters of several types"
+    assert lines[3:] == [
+        f"test_x T::b: NOT EXPECTED: {reason}",
+        "test_x T::f: NOT EXPECTED: has not run",
+        f"not compared, fails plain: test_x T::c: {reason}",
+    ]
+
+
+@pytest.mark.slow
+def test_tests_run_on_processes_and_threads_with_the_library_attached_to_every_root(tmp_path: Path) -> None:
+    pytest.importorskip("expecttest", reason="PyTorch's own test cases need it")
+    file = tmp_path / "test_models.py"
+    file.write_text(
+        textwrap.dedent("""\
+        import torch
+        import torch.nn as nn
+        from torch.distributed.fsdp import fully_shard
+        from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
+        from torch.testing._internal.common_fsdp import FSDPTest, FSDPTestMultiThread
+
+        def run(case, hooks):
+            case.assertEqual(torch.distributed.get_world_size(), 2)
+            model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4)))
+            model(torch.ones(2, 4)).sum().backward()
+            name = type(model._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm).__name__
+            case.assertIn(name, hooks)
+
+        class TestProcesses(FSDPTest):
+            world_size = property(lambda self: 4)
+
+            @skip_if_lt_x_gpu(2)
+            def test_either(self):
+                run(self, ["DefaultAllGather", "AllGatherHook"])
+
+            @skip_if_lt_x_gpu(2)
+            def test_plain_only(self):
+                run(self, ["DefaultAllGather"])
+
+            @skip_if_lt_x_gpu(4)
+            def test_large(self):
+                raise AssertionError("not on 2 ranks")
+
+        class TestThreads(FSDPTestMultiThread):
+            world_size = property(lambda self: 4)
+
+            def test_either(self):
+                run(self, ["DefaultAllGather", "AllGatherHook"])
+        """)
+    )
+    plain, attached = (
+        run_file(file, attach=attach, ranks=2, select="", timeout=120) for attach in (False, True)
+    )
+    ends = {name.replace("::test", ""): outcome.outcome for name, outcome in plain.items()}
+    both = {
+        "TestProcesses_either": "passed",
+        "TestProcesses_large": "skipped",
+        "TestThreads_either": "passed",
+    }
+    assert ends == {**both, "TestProcesses_plain_only": "passed"}, plain
+    ends = {name.replace("::test", ""): outcome.outcome for name, outcome in attached.items()}
+    assert ends == {**both, "TestProcesses_plain_only": "failed"}, attached
+    assert not any(outcome.attached for outcome in plain.values())
+    assert {name for name, outcome in attached.items() if outcome.attached} == {
+        "TestProcesses::test_either",
+        "TestProcesses::test_plain_only",
+        "TestThreads::test_either",
+    }

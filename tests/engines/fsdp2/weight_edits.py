@@ -1,0 +1,397 @@
+"""Ways in which users edit the weights of a model without an optimizer; `docs/fsdp2.md` lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+from tests.engines.fsdp2.edited_runs import EditedRun, way
+from tests.toy import POLICY, SEQUENCE, VOCABULARY, ToyGPT, batches, build, data_mesh, shard
+
+
+def train_with_average(run: EditedRun, average: AveragedModel) -> None:
+    averaged = run.another(shard(average.module))
+    for _ in range(3):
+        run.train(1)
+        average.update_parameters(run.model)
+        averaged.evaluate()
+    run.model.load_state_dict(average.module.state_dict())
+
+
+@way()
+def averaged_model(run: EditedRun) -> None:
+    train_with_average(run, AveragedModel(ToyGPT()))
+
+
+@way()
+def averaged_model_foreach(run: EditedRun) -> None:
+    train_with_average(run, AveragedModel(ToyGPT(), multi_avg_fn=get_ema_multi_avg_fn(0.5)))
+
+
+class Normed(nn.Module):
+    """Batch normalization, whose statistics are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(VOCABULARY, 16), nn.BatchNorm1d(SEQUENCE)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(tokens).float()))
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    model = Normed()
+    fully_shard(model.norm, mesh=data_mesh())
+    fully_shard(model.head, mesh=data_mesh(), mp_policy=POLICY)
+    return fully_shard(model, mesh=data_mesh(), mp_policy=POLICY)
+
+
+@way(normed)
+def batch_norm_statistics(run: EditedRun) -> None:
+    for parameter in run.params:
+        parameter.data.mul_(0.5)
+    loader = [next(batches(seed=seed))[0] for seed in range(2)]
+    update_bn(loader, run.model)
+    run.model.reshard()
+    run.model.eval()
+    run.evaluate()
+    run.model.train()
+
+
+@way()
+def averages_copied_in_and_out(run: EditedRun) -> None:
+    averages = [parameter.detach().clone() for parameter in run.params]
+    for _ in range(2):
+        run.train(1)
+        for average, parameter in zip(averages, run.params, strict=True):
+            average.mul_(0.5).add_(parameter.detach(), alpha=0.5)
+    stored = [parameter.detach().clone() for parameter in run.params]
+    for average, parameter in zip(averages, run.params, strict=True):
+        parameter.data.copy_(average.data)
+    run.evaluate()
+    for kept, parameter in zip(stored, run.params, strict=True):
+        parameter.data.copy_(kept.data)
+    run.evaluate()
+    run.train(1)
+
+
+@way()
+def averages_as_local_tensors(run: EditedRun) -> None:
+    averages = [parameter.to_local().detach() * 0.9 for parameter in run.params]
+    for average, parameter in zip(averages, run.params, strict=True):
+        stored = parameter.to_local().detach().clone()
+        parameter.to_local().copy_(average)
+        average.copy_(stored)
+    run.evaluate()
+    for average, parameter in zip(averages, run.params, strict=True):
+        parameter.to_local().data.copy_(average)
+
+
+@way()
+def lerp(run: EditedRun) -> None:
+    for parameter in run.params:
+        parameter.lerp_(torch.zeros_like(parameter), 0.25)
+
+
+@way()
+def foreach_lerp(run: EditedRun) -> None:
+    torch._foreach_lerp_(run.params, [torch.zeros_like(p) for p in run.params], 0.25)
+
+
+# -- target networks: roots of their own that no optimizer steps --------------------------------------
+
+
+@way()
+def hard_target_update(run: EditedRun) -> None:
+    target = run.another(build())
+    target.evaluate()
+    for _ in range(2):
+        run.train(1)
+        for goal, source in zip(target.params, run.params, strict=True):
+            goal.data.copy_(source.data)
+        target.evaluate()
+    run.train(1)
+    target.model.load_state_dict(run.model.state_dict())
+    target.evaluate()
+
+
+@way()
+def soft_target_update(run: EditedRun) -> None:
+    target = run.another(build())
+    target.model.requires_grad_(False)
+    for _ in range(3):
+        run.train(1)
+        for goal, source in zip(target.params, run.params, strict=True):
+            goal.data.mul_(0.7).add_(source.data, alpha=0.3)
+        target.evaluate()
+
+
+def perturbations(run: EditedRun) -> list[DTensor]:
+    return [parameter.grad * (0.01 / (parameter.grad.norm() + 1e-6)) for parameter in run.params]
+
+
+@way()
+def sharpness_aware_subtracted(run: EditedRun) -> None:
+    for _ in range(2):
+        run.backward()
+        added = perturbations(run)
+        for parameter, perturbation in zip(run.params, added, strict=True):
+            parameter.add_(perturbation)
+        run.optimizer.zero_grad()
+        run.backward()
+        for parameter, perturbation in zip(run.params, added, strict=True):
+            parameter.sub_(perturbation)
+        run.step()
+
+
+@way()
+def sharpness_aware_restored(run: EditedRun) -> None:
+    for _ in range(2):
+        run.backward()
+        stored = [parameter.data.clone() for parameter in run.params]
+        for parameter, perturbation in zip(run.params, perturbations(run), strict=True):
+            parameter.add_(perturbation)
+        run.optimizer.zero_grad()
+        run.backward()
+        for parameter, kept in zip(run.params, stored, strict=True):
+            parameter.data.copy_(kept)
+        run.step()
+
+
+@way()
+def weight_clipping(run: EditedRun) -> None:
+    for _ in range(2):
+        run.train(1)
+        for parameter in run.params:
+            parameter.data.clamp_(-0.05, 0.05)
+
+
+@way()
+def clipping_of_one_parameter(run: EditedRun) -> None:
+    for _ in range(2):
+        run.train(1)
+        run.model.head.weight.clamp_(-0.02, 0.02)
+
+
+@way()
+def weight_decay_by_hand(run: EditedRun) -> None:
+    for _ in range(2):
+        run.train(1)
+        for parameter in run.params:
+            parameter.data.mul_(1 - 0.05)
+
+
+@way()
+def step_by_hand(run: EditedRun) -> None:
+    for _ in range(2):
+        run.backward()
+        for parameter in run.params:
+            parameter.data.add_(parameter.grad.data, alpha=-0.3)
+        run.optimizer.zero_grad()
+
+
+@way()
+def step_by_hand_on_local_tensors(run: EditedRun) -> None:
+    for _ in range(2):
+        run.backward()
+        for parameter in run.params:
+            parameter.to_local().sub_(parameter.grad.to_local() * 0.3)
+        run.optimizer.zero_grad()
+
+
+@way()
+def frozen_between_backward_and_step(run: EditedRun) -> None:
+    run.backward()
+    run.model.blocks[0].requires_grad_(False)
+    run.step()
+    run.evaluate()
+    run.model.blocks[0].requires_grad_(True)
+
+
+# -- masks and adapters ---------------------------------------------------------------------------------
+
+
+def mask_of(parameter: DTensor) -> Tensor:
+    local = parameter.to_local()
+    return (torch.arange(local.numel()) % 3 > 0).view(local.shape).to(local.dtype)
+
+
+@way()
+def pruning_mask(run: EditedRun) -> None:
+    for _ in range(2):
+        for parameter in run.params:
+            placed = parameter.device_mesh, parameter.placements
+            mask = DTensor.from_local(
+                mask_of(parameter), *placed, shape=parameter.shape, stride=parameter.stride()
+            )
+            parameter.data.mul_(mask)
+        run.evaluate()
+        run.train(1)
+
+
+@way()
+def pruning_mask_on_local_tensors(run: EditedRun) -> None:
+    for parameter in run.params:
+        parameter.to_local().data[mask_of(parameter) == 0] = 0
+
+
+def pruned() -> nn.Module:
+    torch.manual_seed(0)
+    model = ToyGPT()
+    for block in model.blocks:
+        prune.l1_unstructured(block.fc1, "weight", amount=0.3)
+    return shard(model)
+
+
+@way(pruned)
+def pruned_modules(run: EditedRun) -> None:
+    for block in run.model.blocks:
+        block.fc1.weight_orig.data.mul_(0.5)
+        block.fc1.weight_mask.zero_()
+    run.evaluate()
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trainable product of low rank beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 3) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, base.in_features) / 8)
+        self.up = nn.Parameter(torch.randn(base.out_features, rank) / 8)
+        self.is_merged = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        return y if self.is_merged else y + F.linear(F.linear(x, self.down), self.up)
+
+    def merge(self, sign: int) -> None:
+        product = self.up.full_tensor() @ self.down.full_tensor()
+        mine = product.chunk(dist.get_world_size())[dist.get_rank()]
+        self.base.weight.to_local().data.add_(mine, alpha=sign)
+        self.is_merged = sign > 0
+
+
+def adapted() -> nn.Module:
+    torch.manual_seed(0)
+    model = ToyGPT(hidden=108)
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.fc1 = Adapted(block.fc1)
+    return shard(model)
+
+
+@way(adapted)
+def adapters_merged_and_unmerged(run: EditedRun) -> None:
+    for sign in (1, -1):
+        for block in run.model.blocks:
+            block.fc1.merge(sign)
+        run.evaluate()
+        if sign < 0:
+            run.train(1)
+
+
+@way(adapted)
+def frozen_weights(run: EditedRun) -> None:
+    run.model.blocks[1].qkv.weight.data.mul_(0.5)
+    run.evaluate()
+    run.train(1)
+    run.model.blocks[0].fc2.weight.data.mul_(0.5)
+
+
+class Tied(ToyGPT):
+    """The head's weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    model = Tied()
+    for block in model.blocks:
+        fully_shard(block, mesh=data_mesh(), mp_policy=POLICY)
+    return fully_shard(model, mesh=data_mesh(), mp_policy=POLICY)
+
+
+@way(tied)
+def tied_weights(run: EditedRun) -> None:
+    run.model.head.weight.data.mul_(0.5)
+    run.evaluate()
+    run.model.embed.weight.to_local().data.mul_(0.5)
+
+
+def register_halving(name: str, memory_of: Callable[[DTensor], Tensor]) -> None:
+    def halve(run: EditedRun) -> None:
+        for parameter in run.params:
+            memory_of(parameter).mul_(0.5)
+
+    halve.__name__ = name
+    way()(halve)
+
+
+for _name, _memory_of in {
+    "data_of_parameters": lambda p: p.data,
+    "detached_parameters": lambda p: p.detach(),
+    "local_tensors": lambda p: p.to_local(),
+    "data_of_local_tensors": lambda p: p.to_local().data,
+    "local_tensors_of_detached": lambda p: p.detach().to_local(),
+}.items():
+    register_halving(_name, _memory_of)
+
+
+@way()
+def data_assigned(run: EditedRun) -> None:
+    for parameter in run.params:
+        parameter.data = parameter.data * 0.5
+
+
+@way()
+def numpy_views(run: EditedRun) -> None:
+    for parameter in run.params:
+        values = parameter.detach().to_local().numpy()
+        values *= 0.5
+
+
+@way()
+def foreach_operations(run: EditedRun) -> None:
+    torch._foreach_mul_(run.params, 0.5)
+    run.evaluate()
+    torch._foreach_clamp_max_(run.params, 0.05)
+    run.evaluate()
+    shards = [parameter.to_local() for parameter in run.params]
+    torch._foreach_copy_(shards, [each * 1.5 for each in shards])
+
+
+@way()
+def initialization(run: EditedRun) -> None:
+    nn.init.zeros_(run.model.head.weight)
+    run.evaluate()
+    for block in run.model.blocks:
+        nn.init.constant_(block.fc1.weight, 0.01)
+
+
+@way()
+def one_rank_alone(run: EditedRun) -> None:
+    if dist.get_rank() == 1:
+        run.model.embed.weight.to_local().data.mul_(0.5)
+
+
+@way()
+def between_micro_batches(run: EditedRun) -> None:
+    run.backward()
+    for parameter in run.params:
+        parameter.data.clamp_(-0.05, 0.05)
+    run.backward()
+    run.step()

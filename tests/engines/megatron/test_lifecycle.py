@@ -1,0 +1,188 @@
+"""Megatron-Core integration over time: skipped steps, forced syncs, checkpoints.
+
+Layer: real Megatron-Core in 2 processes over gloo, through `fake_cuda`.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from sdp4bit import SDP4BitConfig
+from tests.engines.megatron.runs import LOSSLESS, MICROBATCHES, QUANTIZED, STOCHASTIC, MegatronRun, load, save
+from tests.ranks import run_ranks
+
+pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+
+PRELOAD = ["tests.engines.megatron.imports"]
+
+FP16: dict[str, Any] = {
+    "transformer": {"fp16": True},
+    "optimizer": {
+        "initial_loss_scale": 2.0**24,
+        "hysteresis": 1,
+        "min_loss_scale": 1.0,
+        "loss_scale_window": 100,
+    },
+}
+
+
+BOTH = pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
+"""Collectives behind computation, or not."""
+
+
+# -- skipped steps and forced syncs ---------------------------------------------------------------------
+
+
+def check_steps(overlap: bool) -> None:
+    skipped_steps(overlap)
+    forced_syncs(overlap)
+
+
+def skipped_steps(overlap: bool) -> None:
+    """A step that overflows changes nothing and sends no weights."""
+
+    def run(config: SDP4BitConfig | None) -> tuple[MegatronRun, list[bool]]:
+        result = MegatronRun(config, topology=1, overlap=overlap, **FP16)
+        taken = []
+        for _ in range(14):
+            result.backward()
+            before = result.weights()
+            sent = result.comm.stats()["total"]["collectives"] if result.comm else 0
+            taken.append(result.step())
+            if not taken[-1]:
+                assert all(map(torch.equal, before, result.weights()))
+                result.evaluate()
+                assert all(map(torch.equal, before, result.weights()))
+                if result.comm:
+                    assert result.comm.stats()["total"]["collectives"] == sent
+        if result.comm:
+            assert result.comm.stats()["steps"] == sum(taken)
+        return result, taken
+
+    plain, taken = run(None)
+    assert not taken[0] and taken[-1] and sum(taken) >= 2
+    lossless, same = run(LOSSLESS)
+    assert same == taken and lossless.finish() == plain.finish()
+    quantized, same = run(QUANTIZED)
+    ours, theirs = quantized.finish(), plain.finish()
+    assert same == taken and ours != theirs
+    assert all(abs(a - b) <= 0.03 * b for a, b in zip(ours, theirs, strict=True))
+
+
+def forced_syncs(overlap: bool) -> None:
+    """How often one evaluates does not change the run."""
+    expected = MegatronRun(STOCHASTIC, topology=1, overlap=overlap).train(4).finish()
+    run = MegatronRun(STOCHASTIC, topology=1, overlap=overlap)
+    run.evaluate()
+    for _ in range(4):
+        run.train(1)
+        first = run.evaluate()
+        before = run.weights()
+        for chunk in run.chunks:
+            chunk.start_param_sync(force_sync=True)
+        assert all(map(torch.equal, before, run.weights()))
+        assert run.evaluate() == first
+    assert run.finish() == expected
+
+
+@BOTH
+def test_skipped_steps_and_forced_syncs(overlap: bool) -> None:
+    run_ranks(check_steps, 2, overlap)
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------
+
+
+def resumed(
+    saved: bytes, *, overlap: bool, attach_first: bool, steps: int = 2, communication: bool = True
+) -> MegatronRun:
+    """Train on from a checkpoint, having started from other weights."""
+    run = MegatronRun(STOCHASTIC, topology=1, overlap=overlap, seed=7, attach=attach_first)
+    load(run, saved, communication=communication)
+    if not attach_first:
+        run.attach(STOCHASTIC, topology=1)
+        state = torch.load(io.BytesIO(saved), weights_only=False)
+        run.comm.load_state_dict(state["optimizer"]["optimizer"]["sdp4bit"])
+    for _ in range(2 * MICROBATCHES):
+        next(run.data)
+    return run.train(steps)
+
+
+def check_resume(overlap: bool) -> None:
+    whole = MegatronRun(STOCHASTIC, topology=1, overlap=overlap).train(2)
+    if overlap:  # as Megatron does before it saves
+        for chunk in whole.chunks:
+            chunk.disable_forward_pre_hook()
+            chunk.enable_forward_pre_hook()
+    saved = save(whole)
+    losses = whole.train(2).finish()[2:]
+    for attach_first in (True, False):
+        run = resumed(saved, overlap=overlap, attach_first=attach_first)
+        assert run.finish() == losses
+        assert all(map(torch.equal, run.weights(), whole.weights()))
+        assert run.comm.state_dict() == whole.comm.state_dict()
+    # Without the counters the rounding bits are those of the first steps.
+    other = resumed(saved, overlap=overlap, attach_first=True, communication=False)
+    assert other.finish() != losses
+    if overlap:
+        unsent_step()
+    sharded_formats(whole)
+    wrong_states(whole.comm)
+    stock_checkpoint()
+
+
+def sharded_formats(run: MegatronRun) -> None:
+    """Megatron's distributed checkpoint formats carry the communication state in the optimizer's entry."""
+    model = run.chunks[0].module.sharded_state_dict()
+    for kind in ("dp_reshardable", "fully_reshardable"):
+        metadata = {"distrib_optim_sharding_type": kind}
+        entry = run.optimizer.sharded_state_dict(model, metadata=metadata)["optimizer"]
+        assert getattr(entry, "data", entry)["sdp4bit"] == run.comm.state_dict()
+
+
+def unsent_step() -> None:
+    """A state saved before the last step's differences were sent says so, and they are sent on resume."""
+    whole = MegatronRun(STOCHASTIC, topology=1, overlap=True).train(2)
+    saved = save(whole)
+    assert whole.comm.state_dict()["pending"] == 1
+    losses = whole.train(2).finish()[2:]
+    assert resumed(saved, overlap=True, attach_first=True).finish() == losses
+
+
+def stock_checkpoint() -> None:
+    """A run goes on from a plain checkpoint, and a plain run from one of ours."""
+    plain = MegatronRun(None).train(2)
+    saved = save(plain)
+    assert "sdp4bit" not in plain.optimizer.state_dict()["optimizer"]
+    run = MegatronRun(LOSSLESS, topology=1, seed=7)
+    load(run, saved)
+    for _ in range(2 * MICROBATCHES):
+        next(run.data)
+    ours = save(run.train(2))
+    expected = plain.train(2).finish()[2:]
+    assert run.finish() == expected
+    other = MegatronRun(None, seed=9)
+    load(other, ours)
+    assert all(map(torch.equal, other.weights(), run.weights()))
+
+
+def wrong_states(comm: Any) -> None:
+    good = comm.state_dict()
+    for bad, message in (
+        ([], "a list"),
+        ({}, "it lacks format_version, steps"),
+        ({**good, "format_version": 9}, "format 9, this version reads 1"),
+        ({**good, "reductions": -1}, "reductions should be counts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            comm.load_state_dict(bad)
+    assert comm.state_dict() == good
+
+
+@BOTH
+def test_resume_is_bit_exact(overlap: bool) -> None:
+    run_ranks(check_resume, 2, overlap)

@@ -1,0 +1,298 @@
+"""Megatron-Core integration, exactness: what all ranks hold, what the losses are, and which bytes are sent.
+
+Layer: real Megatron-Core in 2 and 4 processes over gloo, through `fake_cuda`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
+from sdp4bit.quantization.layout import MessageLayout
+from tests.engines.megatron.runs import IDENTITY, LOSSLESS, QUANTIZED, STOCHASTIC, MegatronRun
+from tests.ranks import run_ranks
+
+pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+
+PRELOAD = ["tests.engines.megatron.imports"]
+
+SYNC: dict[str, Any] = {}
+OVERLAP_GRADIENTS: dict[str, Any] = {"overlap": True, "overlap_gather": False}
+OVERLAP: dict[str, Any] = {"overlap": True}
+MODES = [SYNC, OVERLAP_GRADIENTS, OVERLAP]
+MIXED = SDP4BitConfig(weights=None, gradients=GradientConfig(intra_rounding="nearest", min_numel=0))
+
+
+def assert_close(ours: list[float], plain: list[float]) -> None:
+    """Each loss is within 3 %, the bound of the FSDP2 tests, and quantization took place."""
+    assert ours != plain
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert abs(mine - theirs) <= 0.03 * theirs, (ours, plain)
+
+
+def check_modes(modes: list[dict[str, Any]], exact: list[SDP4BitConfig], lossy: list[SDP4BitConfig]) -> None:
+    for options in modes:
+        plain = MegatronRun(None, **options).train(3).finish()
+        for config in exact:
+            assert MegatronRun(config, topology=1, **options).train(3).finish() == plain
+        for config in lossy:
+            assert_close(MegatronRun(config, topology=1, **options).train(3).finish(), plain)
+
+
+def check_average_in_collective() -> None:
+    """Megatron then asks for a mean instead of scaling first; a half of a sum of two is exact."""
+    averaged = MegatronRun(IDENTITY, topology=1, ddp={"average_in_collective": True}).train(2).finish()
+    assert averaged == MegatronRun(None).train(2).finish()
+
+
+def check_two_ranks() -> None:
+    check_modes([SYNC, OVERLAP], [IDENTITY], [QUANTIZED])
+    fp32_buffer()
+
+
+@pytest.mark.slow
+def test_two_ranks() -> None:
+    run_ranks(check_two_ranks, 2)
+
+
+@pytest.mark.slow
+def test_two_ranks_in_every_mode_with_every_rounding() -> None:
+    run_ranks(check_modes, 2, MODES, [LOSSLESS, IDENTITY], [QUANTIZED, STOCHASTIC, MIXED])
+
+
+def check_buffers_and_settings() -> None:
+    expert_buffer()
+    counted_bytes(nodes=2, ranks_per_node=1)
+    counted_bytes(nodes=1, ranks_per_node=2)
+    first_steps_in_full_precision()
+    different_initial_weights()
+    check_average_in_collective()
+
+
+@pytest.mark.slow
+def test_buffers_and_settings() -> None:
+    run_ranks(check_buffers_and_settings, 2)
+
+
+def fp32_buffer() -> None:
+    """fp32 parameters have a buffer of their own, which stays Megatron's, in one bucket group or several."""
+    plain = MegatronRun(None, fp32_norm=True).train(3).finish()
+    run = MegatronRun(LOSSLESS, topology=1, fp32_norm=True)
+    assert run.train(3).finish() == plain
+    lines = run.comm.explain().splitlines()
+    assert any(line.startswith("chunk0.float32.0") and "float32 parameters" in line for line in lines)
+    quantized = MegatronRun(QUANTIZED, topology=1, fp32_norm=True, **OVERLAP).train(3)
+    assert_close(quantized.finish(), plain)
+    total = quantized.comm.stats()["last_step"]
+    dense = next(c for c in quantized.comm._comms if c.weights is None)
+    assert total["collectives"] == 2 * len(quantized.comm._comms)
+    # 48 + 48 values padded to 128, in rows of 64; gathered in fp32 and reduced in fp32.
+    assert dense.traffic.last_step.inter_bytes == 2 * 64 * 4
+    quantized.comm.remove()
+
+
+def expert_buffer() -> None:
+    """Expert parameters stay Megatron's, and explain() says so; the others are quantized."""
+    moe = {
+        "num_moe_experts": 2,
+        "expert_model_parallel_size": 2,
+        "moe_token_dispatcher_type": "allgather",
+        "add_bias_linear": False,
+        "moe_router_load_balancing_type": "none",
+    }
+    plain = MegatronRun(None, transformer=moe).train(2).finish()
+    assert MegatronRun(LOSSLESS, topology=1, transformer=moe).train(2).finish() == plain
+    run = MegatronRun(QUANTIZED, topology=1, transformer=moe)
+    stock = [vars(group).copy() for group in run.chunks[0].expert_parallel_bucket_groups]
+    assert stock and not any("start_grad_sync" in attributes for attributes in stock)
+    assert_close(run.train(2).finish(), plain)
+    lines = run.comm.explain().splitlines()
+    assert any(line.startswith("chunk0.expert.bfloat16.0") and "expert parallel" in line for line in lines)
+    assert any(line.startswith("chunk0.bfloat16.0") and "int4/2048" in line for line in lines)
+
+
+def counted_bytes(*, nodes: int, ranks_per_node: int) -> None:
+    """A step sends what the layouts of its messages say, and takes the collectives of both exchanges."""
+    whole = replace(QUANTIZED, telemetry=TelemetryConfig(interval=3, sample_numel=1 << 20))
+    run = MegatronRun(whole, topology=ranks_per_node, **OVERLAP).train(3)
+    intra = inter = collectives = 0
+    for comm in run.comm._comms:
+        n = comm.bucket.row_numel
+        difference = MessageLayout(numel=n, bits=4, group_size=2048).nbytes
+        inter += difference * (nodes - 1)
+        intra += nodes * difference * (ranks_per_node - 1)
+        if nodes > 1:
+            inter += MessageLayout(numel=n, bits=4, group_size=128).nbytes * (nodes - 1)
+        if ranks_per_node > 1:
+            hop = MessageLayout(numel=n, bits=8, group_size=128, parts=nodes)
+            intra += hop.nbytes * (ranks_per_node - 1)
+        collectives += 2 * ((nodes > 1) + (ranks_per_node > 1))
+    stats = run.comm.stats()
+    assert stats["last_step"] == {
+        "intra_bytes": intra,
+        "inter_bytes": inter,
+        "collectives": collectives,
+        "padding_bytes": stats["last_step"]["padding_bytes"],
+    }
+    row_bytes = sum(comm.bucket.row_numel for comm in run.comm._comms) * (4 + 2)
+    if nodes > 1:
+        plain = row_bytes * (nodes * ranks_per_node - 1) / ranks_per_node
+        assert stats["compression_ratio"] == pytest.approx(plain / inter)
+        assert stats["compression_ratio"] > 5
+    assert 0 < stats["gradient_error"] < 0.5 and 0 < stats["weight_error"] < 0.5
+    assert stats["steps"] == stats["sampled_step"] == 3
+    groups = run.comm.group_stats()
+    assert sum(group["inter_bytes"] for group in groups) == inter
+    assert {(group["weight_bits"], group["gradient_bits"]) for group in groups} == {
+        (4, 8 if nodes == 1 else 4)
+    }
+    assert all(0 < group["weight_drift"] < group["weight_error"] for group in groups)
+    before = run.comm.measure()
+    assert before["weight_error"] == pytest.approx(stats["weight_error"], rel=1e-6)
+    run.evaluate()  # the replicas have followed the last step, which was measured before
+    after = run.comm.measure()["weight_drift"]
+    assert 0 < after < before["weight_drift"]
+    assert after == pytest.approx(stats["weight_drift"], rel=1e-6)
+
+
+def first_steps_in_full_precision() -> None:
+    """start_step and min_numel leave gradients to Megatron."""
+    plain = MegatronRun(None).train(3).finish()
+    late = SDP4BitConfig(weights=None, gradients=GradientConfig(start_step=2, min_numel=0))
+    run = MegatronRun(late, topology=1).train(2)
+    assert run.losses == plain[:2]
+    run.train(1)
+    assert run.losses == plain[:3]
+    assert run.evaluate() != plain[3]
+    assert "from step 2" in run.comm.explain()
+
+    long = SDP4BitConfig(weights=None, gradients=GradientConfig(min_numel=10_000))
+    short_rows = MegatronRun(long, topology=1, **OVERLAP)
+    reduced = [comm for comm in short_rows.comm._comms if comm.gradients is not None]
+    assert 0 < len(reduced) < len(short_rows.comm._comms)
+    assert "row below min_numel=10000" in short_rows.comm.explain()
+    short_rows.train(1)
+    with_short = MegatronRun(QUANTIZED, topology=1, **OVERLAP).train(1)
+    sent = [r.comm.stats()["last_step"]["inter_bytes"] for r in (short_rows, with_short)]
+    assert sent[0] > sent[1]
+
+
+def different_initial_weights() -> None:
+    """Ranks that start from different random weights hold one replica once attached."""
+    run = MegatronRun(QUANTIZED, topology=1, seed=dist.get_rank(), attach=False)
+    with pytest.raises(AssertionError):
+        run.assert_replicas_identical()
+    run.attach(QUANTIZED, topology=1)
+    run.assert_replicas_identical()
+    run.train(1).finish()
+
+
+def check_two_by_two() -> None:
+    plain = MegatronRun(None).train(3).finish()
+    assert MegatronRun(LOSSLESS, **OVERLAP).train(3).finish()[:3] == plain[:3]
+    run = MegatronRun(STOCHASTIC, **OVERLAP).train(3)
+    assert_close(run.finish(), plain)
+    assert {(c.layout.nodes, c.layout.ranks_per_node) for c in run.comm._comms} == {(2, 2)}
+    counted_bytes(nodes=2, ranks_per_node=2)
+
+
+def test_two_nodes_of_two_ranks() -> None:
+    run_ranks(check_two_by_two, 4)
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_ranks_in_every_mode() -> None:
+    run_ranks(check_four_ranks, 4)
+
+
+def check_four_ranks() -> None:
+    for options in MODES:
+        plain = MegatronRun(None, **options).train(3).finish()
+        assert MegatronRun(LOSSLESS, **options).train(3).finish() == plain
+        for config in (QUANTIZED, STOCHASTIC, MIXED):
+            assert_close(MegatronRun(config, **options).train(3).finish(), plain)
+
+
+def replicated(run: MegatronRun) -> dict[str, torch.Tensor]:
+    """Main weights and replicas of what tensor parallelism does not divide."""
+    found = {}
+    for name, parameter in run.parameters().items():
+        if not getattr(parameter, "tensor_model_parallel", False):
+            found[name] = parameter.detach().clone()
+    part = run.optimizer.chained_optimizers[0]
+    names = {id(p): n for c in run.chunks for n, p in c.named_parameters()}
+    for params, mains in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
+        for param, main in zip(params, mains, strict=True):
+            if not getattr(param, "tensor_model_parallel", False):
+                found[f"main {names[id(param)]}"] = main.detach().clone()
+    return found
+
+
+def check_tensor_parallelism() -> None:
+    for options in (SYNC, OVERLAP):
+        plain = MegatronRun(None, tp=2, **options).train(3).finish()
+        for config in (LOSSLESS, IDENTITY):
+            assert MegatronRun(config, tp=2, **options).train(3).finish() == plain
+        for config in (QUANTIZED, STOCHASTIC):
+            run = MegatronRun(config, tp=2, **options).train(3)
+            assert_close(run.finish(), plain)
+            layouts = {(c.layout.nodes, c.layout.ranks_per_node) for c in run.comm._comms}
+            assert layouts == {(2, 1)}
+            assert_equal_in(run.state.get_tensor_model_parallel_group(), replicated(run), at_least=15)
+            assert "exact (equal under TP)" in run.comm.explain()
+    one_node = MegatronRun(QUANTIZED, tp=2, topology=4).train(2)
+    assert {(c.layout.nodes, c.layout.ranks_per_node) for c in one_node.comm._comms} == {(1, 2)}
+    one_node.finish()
+    one_node.comm.remove()
+    marked = [
+        p for c in one_node.chunks for p in c.parameters() if hasattr(p, "average_gradients_across_tp_domain")
+    ]
+    assert not marked
+
+
+def assert_equal_in(group: Any, tensors: dict[str, torch.Tensor], *, at_least: int) -> None:
+    """All ranks of the group hold the same bits."""
+    everybody: list[Any] = [None] * group.size()
+    dist.all_gather_object(everybody, tensors, group=group)
+    assert len(tensors) >= at_least
+    for other in everybody:
+        assert other.keys() == tensors.keys()
+        for name, values in tensors.items():
+            assert torch.equal(values, other[name]), name
+
+
+@pytest.mark.slow
+def test_tensor_parallelism() -> None:
+    run_ranks(check_tensor_parallelism, 4)
+
+
+def check_pipeline(chunks: int) -> None:
+    options: dict[str, Any] = {"pp": 2, "chunks": chunks, "layers": 2 * chunks}
+    stochastic = SDP4BitConfig(
+        weights=WeightConfig(rounding="stochastic"), gradients=GradientConfig(min_numel=0)
+    )
+    for mode in (SYNC, OVERLAP):
+        plain = MegatronRun(None, **options, **mode).train(3).finish()
+        assert MegatronRun(LOSSLESS, **options, **mode).train(3).finish() == plain
+        for config in (QUANTIZED, stochastic):
+            run = MegatronRun(config, **options, **mode).train(3)
+            assert_close(run.finish(), plain)
+            assert {comm.bucket.name.partition(".")[0] for comm in run.comm._comms} == {
+                f"chunk{number}" for number in range(chunks)
+            }
+            ends = ("word_embeddings.weight", "output_layer.weight")
+            (tied,) = (p for name, p in run.parameters().items() if name.endswith(ends))
+            assert_equal_in(
+                run.state.get_pipeline_model_parallel_group(), {"tied": tied.detach().clone()}, at_least=1
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_pipeline(chunks: int) -> None:
+    run_ranks(check_pipeline, 4, chunks)

@@ -1,0 +1,308 @@
+"""Training steps on simulated GPUs: what is attached, prefetched, loaded and audited in them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from sdp4bit import (
+    AlertConfig,
+    AuditConfig,
+    GradientConfig,
+    SDP4BitConfig,
+    TelemetryConfig,
+    WeightConfig,
+    quantize_communication,
+)
+from sdp4bit.engines.measures import SampledMeasures
+from tests import toy
+from tests.engines import stream_simulator
+from tests.engines.megatron import runs as megatron_runs
+
+QUANTIZED = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
+
+
+class FSDPRun:
+    """A training run whose host never waits for the device."""
+
+    def __init__(
+        self,
+        config: SDP4BitConfig | None = QUANTIZED,
+        *,
+        topology: int = 2,
+        roots: int = 1,
+        prepare: Callable[[list[toy.ToyGPT]], None] | None = None,
+        params: Callable[[torch.nn.Parameter], bool] = lambda _: True,
+        **options: Any,
+    ) -> None:
+        """Build and attach.
+
+        Args:
+            roots: models that are trained on the same batches, each with its own streams.
+            prepare: is called with them before anything is attached.
+            params: which ones this rank gives to its optimizer.
+        """
+        torch.manual_seed(0)
+        self.models = [toy.shard(toy.ToyGPT(width=16, hidden=36, layers=3)) for _ in range(roots)]
+        if prepare is not None:
+            prepare(self.models)
+        self.comm: Any = None
+        if config is not None:
+            self.comm = quantize_communication(self.models, topology=topology, config=config, **options)
+        parameters = [param for model in self.models for param in model.parameters() if params(param)]
+        self.optimizer = torch.optim.AdamW(parameters, lr=2e-3, fused=True)
+        self._trained = False
+        # The same on all ranks, for a simulated one takes what comes from the others for its own.
+        data = toy.batches(rank=0, size=2)
+        self._data = iter([next(data) for _ in range(16)])  # whose making waits for the device
+
+    def forward(self) -> list[torch.Tensor]:
+        """Return the loss of each model on the next batch."""
+        batch = next(self._data)
+        return [toy.loss_of(model, batch) for model in self.models]
+
+    def backward(self) -> None:
+        """One forward and backward of each model; all forwards come first."""
+        torch.autograd.backward(self.forward())
+
+    def step(self) -> None:
+        """One optimizer step."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, steps: int, *, accumulate: int = 1) -> FSDPRun:
+        """Whole steps; before the first, what building and attaching waited for is forgotten."""
+        if not self._trained:
+            stream_simulator.running().host_waits.clear()
+        self._trained = True
+        for _ in range(steps):
+            for _ in range(accumulate):
+                self.backward()
+            self.step()
+        return self
+
+
+def prefetch(models: list[toy.ToyGPT]) -> None:
+    """The root asks for the first two blocks, every block for the next."""
+    for model in models:
+        model.set_modules_to_forward_prefetch(model.blocks[:2])
+        for block, following in itertools.pairwise(model.blocks):
+            block.set_modules_to_forward_prefetch([following])
+
+
+def unshard_ahead(models: list[toy.ToyGPT]) -> None:
+    """As pipeline schedules do, the compute stream asks for the last block while others are gathered."""
+    prefetch(models)
+    for model in models:
+        model.blocks[0].register_forward_pre_hook(
+            lambda *_, last=model.blocks[-1]: last.unshard(async_op=True) and None
+        )
+
+
+def weights(**options: Any) -> SDP4BitConfig:
+    """Return the settings with others for the weights."""
+    return replace(QUANTIZED, weights=WeightConfig(**options))
+
+
+def chunked() -> SDP4BitConfig:
+    """Return settings by which transfers of one gradient overlap."""
+    gradients = GradientConfig(min_numel=0, pipeline_chunks=3, intra_group_size=32, inter_group_size=32)
+    return replace(QUANTIZED, gradients=gradients)
+
+
+FULL = weights(replica="full")
+MEASURED = replace(QUANTIZED, telemetry=TelemetryConfig(interval=1))
+
+
+def telemetry() -> None:
+    """Measures on their way to the host, which asks for them before they can have arrived."""
+    run = FSDPRun(MEASURED)
+    for _ in range(4):
+        run.train(1)
+        run.comm.stats()
+    torch.cuda.synchronize()
+    assert run.comm.stats()["sampled_step"] == 3
+
+
+def load(config: SDP4BitConfig = QUANTIZED) -> None:
+    """A checkpoint's replicas are taken over at the first forward, which prefetches."""
+    run = FSDPRun(config, prepare=prefetch).train(2)
+    run.comm.load_state_dict(run.comm.state_dict())
+    run.train(2)
+
+
+def resync() -> None:
+    run = FSDPRun(prepare=prefetch).train(2)
+    run.comm.resync()
+    run.train(2)
+
+
+def evaluate() -> None:
+    """Forwards without gradients between steps; all groups stay gathered for a while."""
+    run = FSDPRun().train(2)
+    with torch.no_grad():
+        run.forward()
+    with torch.inference_mode():
+        run.forward()
+    run.train(2)
+    run.comm.measure()
+    run.train(1)
+
+
+def accumulate_unreduced() -> None:
+    """Micro-batches whose gradients stay where they are; nobody waits to see whether weights were edited."""
+    run = FSDPRun().train(1)
+    for _ in range(2):
+        for is_last in (False, True):
+            run.models[0].set_requires_gradient_sync(is_last)
+            run.backward()
+        run.step()
+
+
+def freeze_part() -> None:
+    """A frozen part of every group, and a frozen group; edits of them are looked for without waiting."""
+
+    def prepare(models: list[toy.ToyGPT]) -> None:
+        models[0].blocks[0].requires_grad_(False)
+        for block in models[0].blocks[1:]:
+            block.qkv.requires_grad_(False)
+
+    FSDPRun(prepare=prepare).train(4)
+
+
+def edit() -> None:
+    """Weights are edited between evaluations, a little and a lot."""
+    run = FSDPRun(prepare=prefetch).train(2)
+    run.models[0].eval()
+    with torch.no_grad():
+        for factor in (1.0, 1.001, 1.5):
+            run.forward()
+            run.models[0].reshard()
+            for param in run.models[0].parameters():
+                param.to_local().mul_(factor)
+    run.forward()
+    run.models[0].train()
+    run.train(1)
+
+
+def audit() -> None:
+    run = FSDPRun(replace(MEASURED, audit=AuditConfig(interval=1)), prepare=prefetch).train(3)
+    assert run.comm.audit()
+    run.train(1)
+
+
+def ladder() -> None:
+    """Alerts that move all groups to other bits, and to full precision."""
+    alerts = AlertConfig(action="ladder", gradient_error=1e-6, weight_drift=1e-9, nonfinite_groups=None)
+    on_device = SampledMeasures.on_device
+
+    def agreed(self: SampledMeasures) -> torch.Tensor | None:
+        """The measures of all ranks, which a simulated rank cannot have, are as large on each of them."""
+        own = on_device(self)
+        return None if own is None else torch.ones_like(own)
+
+    with mock.patch.object(SampledMeasures, "on_device", agreed):
+        run = FSDPRun(replace(MEASURED, alerts=alerts), prepare=prefetch).train(5)
+    assert {alert.step for alert in run.comm.alerts()} >= {1, 2}
+
+
+SCENARIOS: dict[str, Callable[[], object]] = {
+    "plain FSDP2": lambda: FSDPRun(None).train(3),
+    "plain FSDP2, prefetch": lambda: FSDPRun(None, prepare=prefetch).train(3),
+    "plain FSDP2, unshard": lambda: FSDPRun(None, prepare=unshard_ahead).train(3),
+    "plain FSDP2, two roots": lambda: FSDPRun(None, roots=2).train(3),
+    "node replica": lambda: FSDPRun().train(3),
+    "node replica, one node": lambda: FSDPRun(topology=4).train(3),
+    "node replica, exact": lambda: FSDPRun(weights(bits=None)).train(3),
+    "full replica": lambda: FSDPRun(FULL).train(3),
+    "full replica, prefetch": lambda: FSDPRun(FULL, prepare=prefetch).train(3),
+    "full replica, exact": lambda: FSDPRun(weights(bits=None, replica="full")).train(3),
+    "one rank per node": lambda: FSDPRun(topology=1).train(3),
+    "gradients only": lambda: FSDPRun(replace(QUANTIZED, weights=None), prepare=unshard_ahead).train(3),
+    "weights only": lambda: FSDPRun(replace(QUANTIZED, gradients=None)).train(3),
+    "pipeline chunks": lambda: FSDPRun(chunked()).train(3),
+    "accumulation": lambda: FSDPRun().train(3, accumulate=2),
+    "accumulation, unreduced": accumulate_unreduced,
+    "frozen": freeze_part,
+    "edits": edit,
+    "prefetch": lambda: FSDPRun(prepare=prefetch).train(3),
+    "unshard": lambda: FSDPRun(prepare=unshard_ahead).train(3),
+    "unshard, full replica": lambda: FSDPRun(FULL, prepare=unshard_ahead).train(3),
+    "two roots": lambda: FSDPRun(roots=2).train(3),
+    "two roots, full replica": lambda: FSDPRun(FULL, roots=2, prepare=prefetch).train(3),
+    "load": load,
+    "load, full replica": lambda: load(FULL),
+    "resync": resync,
+    "evaluation": evaluate,
+    "telemetry": telemetry,
+    "audit": audit,
+    "alerts": ladder,
+}
+
+
+def megatron(
+    config: SDP4BitConfig | None = MEASURED, *, steps: int = 3, overlap: bool = True, **options: Any
+) -> megatron_runs.MegatronRun:
+    """Whole steps of Megatron-Core, in a process that has installed `fake_cuda`."""
+    options = {"layers": 1, "ddp": {"bucket_size": 6_000}, **options}
+    run = megatron_runs.MegatronRun(config, overlap=overlap, **options)
+    stream_simulator.running().host_waits.clear()
+    return run.train(steps)
+
+
+def megatron_resync() -> None:
+    """Resync and audit find the weights of the last step still on their way."""
+    run = megatron(steps=2)
+    for _ in range(2):
+        for group in run.chunks[0].bucket_groups:
+            group.start_param_sync()
+        run.comm.resync()
+        run.train(1)
+    for group in run.chunks[0].bucket_groups:
+        group.start_param_sync()
+    assert run.comm.audit()
+    run.train(1)
+
+
+MEGATRON_SCENARIOS: dict[str, Callable[[], object]] = {
+    "plain Megatron-Core": lambda: megatron(None),
+    "no overlap": lambda: megatron(overlap=False),
+    "overlap": megatron,
+    "one rank per node": lambda: megatron(topology=1),
+    "one node": lambda: megatron(topology=4),
+    "pipeline chunks": lambda: megatron(chunked()),
+    "weights only": lambda: megatron(replace(MEASURED, gradients=None)),
+    "audit": lambda: megatron(replace(MEASURED, audit=AuditConfig(interval=1))),
+    "resync and audit": megatron_resync,
+}
+
+
+def skipped() -> None:
+    """An optimizer step that is left out on all ranks, as a gradient scaler does."""
+    run = FSDPRun(MEASURED).train(1)
+    run.backward()
+    run.optimizer.zero_grad()
+    run.train(2)
+
+
+def without_empty_shards() -> None:
+    """Optimizers that get only what their rank holds a part of, and differ from rank to rank."""
+
+    def is_held(param: torch.nn.Parameter) -> bool:
+        return bool(cast(DTensor, param).to_local().numel())
+
+    FSDPRun(params=is_held).train(3)
+
+
+ORDERED_SCENARIOS: dict[str, Callable[[], object]] = {
+    **{name: SCENARIOS[name] for name in ("two roots", "load", "audit", "alerts")},
+    "skipped step": skipped,
+    "empty shards left out": without_empty_shards,
+}
+"""What all ranks go through, to compare the order of their collectives."""

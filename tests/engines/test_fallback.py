@@ -1,0 +1,180 @@
+"""Decisions of the ladder: when a group moves, when it is only reported, and that it does not swing.
+
+Layer: no process; the measures are made up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from sdp4bit import AlertConfig, GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.engines.fallback import STATE_NUMEL, GroupLadder, gradient_rungs, weight_rungs
+
+NONE = -1.0
+RUNGS = {"gradients": ["int8/int4", "int8", "full precision"], "weights": ["int4", "int8", "full precision"]}
+
+
+def ladder(action: str = "ladder", **settings: float | None) -> GroupLadder:
+    config = AlertConfig(action=action, calm_samples=2, **settings)  # type: ignore[arg-type]
+    return GroupLadder("layers.3", RUNGS, config=config)  # type: ignore[arg-type]
+
+
+def sample(
+    gradient: float = 0.1, weight: float = 0.1, drift: float = 0.001, nonfinite: float = 0
+) -> Sequence[float]:
+    return (gradient, weight, drift, nonfinite)
+
+
+def drive(subject: GroupLadder, errors: Sequence[tuple[float, float]]) -> list[str]:
+    """Feed gradient errors as they are and one rung lower, a sample every ten steps; return the messages."""
+    return [
+        f"{alert.step}: {alert.message}"
+        for index, (now, below) in enumerate(errors, 1)
+        for alert in subject.decide(sample(now), sample(below), step=10 * index)
+    ]
+
+
+def test_gradients_climb_while_their_error_is_too_high_and_come_back_when_calm() -> None:
+    subject = ladder()
+    up = drive(subject, [(0.2, NONE), (0.41, NONE), (0.35, 0.5)])
+    assert up == [
+        "20: gradient error 0.41 > 0.3: gradients int8/int4 -> int8",
+        "30: gradient error 0.35 > 0.3: gradients int8 -> full precision",
+    ]
+    assert (subject.rung("gradients"), subject.rung("weights")) == (2, 0)
+    assert subject.reason("gradients") == "since step 30 (alert: gradient error 0.35 > 0.3)"
+    assert subject.reason("weights") == ""
+    # Not while a rung lower would be too expensive, or only just good enough, or unknown.
+    assert drive(subject, [(0.0, 0.4), (0.0, 0.1), (0.0, 0.25), (0.0, 0.1), (0.0, NONE)]) == []
+    assert drive(subject, [(0.0, 0.12)]) == [
+        "10: gradient error 0.12 <= 0.3: calm, gradients full precision -> int8"
+    ]
+    assert drive(subject, [(0.01, 0.16), (0.01, 0.16)]) == [
+        "20: gradient error 0.16 <= 0.3: calm, gradients int8 -> int8/int4"
+    ]
+    assert not subject.is_raised and subject.reason("gradients") == ""
+    assert drive(subject, [(0.16, NONE)] * 20) == []
+
+
+def test_stepping_down_too_early_takes_longer_each_time() -> None:
+    subject = ladder()
+    waits = []
+    for _ in range(7):
+        assert len(drive(subject, [(0.5, NONE)])) == 1
+        waits.append(next(n for n in range(1, 100) if drive(subject, [(0.01, 0.1)])))
+    assert waits == [2, 4, 8, 16, 32, 32, 32]
+    assert drive(subject, [(0.1, NONE)] * 33) == []
+    drive(subject, [(0.5, NONE)])
+    assert next(n for n in range(1, 100) if drive(subject, [(0.01, 0.1)])) == 2
+
+
+def test_weights_move_by_themselves_for_error_or_drift() -> None:
+    subject = ladder()
+    (alert,) = subject.decide(sample(weight=0.7), sample(NONE, NONE, NONE), step=10)
+    assert alert.message == "weight error 0.7 > 0.6: weights int4 -> int8"
+    (alert,) = subject.decide(sample(drift=0.06), sample(weight=0.7), step=20)
+    assert alert.message == "weight drift 0.06 > 0.05: weights int8 -> full precision"
+    # At the top nothing is left to do; it is said once.
+    (alert,) = subject.decide(sample(drift=0.07), sample(), step=30)
+    assert alert.message == "weight drift 0.07 > 0.05: weights stay at full precision"
+    assert subject.decide(sample(drift=0.07), sample(), step=40) == []
+    # Both measures must be calm.
+    for step in (50, 60, 70):
+        assert subject.decide(sample(weight=NONE), sample(weight=0.1, drift=0.045), step=step) == []
+    assert (subject.rung("gradients"), subject.rung("weights")) == (0, 2)
+
+
+def test_a_warning_is_given_once_until_the_measure_has_been_low() -> None:
+    subject = ladder("warn")
+    errors = [0.4, 0.5, 0.28, 0.4, NONE, 0.4, 0.2, 0.4, math.inf]
+    assert drive(subject, [(error, NONE) for error in errors]) == [
+        "10: gradient error 0.4 > 0.3",
+        "80: gradient error 0.4 > 0.3",
+    ]
+    assert not subject.is_raised
+
+
+def test_values_that_are_not_finite_are_reported_and_move_nothing() -> None:
+    subject = ladder()
+    below = sample(NONE, NONE, NONE, NONE)
+    (alert,) = subject.decide(sample(NONE, nonfinite=3), below, step=10)
+    assert (alert.message, alert.measure) == ("nonfinite groups 3 > 0", "nonfinite_groups")
+    assert subject.decide(sample(NONE, nonfinite=1), below, step=20) == []
+    assert subject.decide(sample(), below, step=30) == []
+    assert len(subject.decide(sample(nonfinite=1), below, step=40)) == 1
+    assert not subject.is_raised
+
+
+def test_measures_without_a_threshold_are_not_watched() -> None:
+    subject = ladder(gradient_error=None, nonfinite_groups=None)
+    assert subject.decide(sample(0.9, nonfinite=5), sample(), step=10) == []
+    subject.decide(sample(weight=0.9), sample(), step=20)
+    assert subject.is_raised
+
+
+def test_state_continues_where_it_was() -> None:
+    events = [(0.5, NONE), (0.5, 0.5), (0.01, 0.1), (0.01, 0.1), (0.5, 0.6), (0.2, 0.2)]
+    later = [(0.01, 0.1)] * 9 + [(0.5, 0.5)] * 3
+    whole, first, second = ladder(), ladder(), ladder()
+    drive(whole, events)
+    drive(first, events)
+    assert first.state().numel() == STATE_NUMEL
+    second.load(first.state())
+    assert second.reason("gradients") == whole.reason("gradients") != ""
+    expected = drive(whole, later)
+    assert drive(second, later) == expected and len(expected) > 3
+    second.load(None)
+    assert not second.is_raised
+    warning = ladder("warn")
+    warning.load(first.state())
+    assert not warning.is_raised
+
+
+def layout(nodes: int, ranks_per_node: int) -> NodeLayout:
+    return NodeLayout(ranks=tuple(range(nodes * ranks_per_node)), nodes=nodes, ranks_per_node=ranks_per_node)
+
+
+def test_rungs_are_those_that_differ() -> None:
+    config = GradientConfig()
+    assert list(gradient_rungs(config, layout(2, 2))) == ["int8/int4", "int8", "full precision"]
+    assert list(gradient_rungs(config, layout(2, 1))) == ["int4", "int8", "full precision"]
+    assert list(gradient_rungs(config, layout(1, 4))) == ["int8", "full precision"]
+    assert list(gradient_rungs(GradientConfig(intra_bits=None), layout(2, 2))) == [
+        "full precision/int4",
+        "full precision/int8",
+        "full precision",
+    ]
+    assert list(gradient_rungs(GradientConfig(intra_bits=None, inter_bits=None), layout(2, 2))) == [
+        "full precision"
+    ]
+    assert [rung.bits for rung in weight_rungs(WeightConfig()).values()] == [4, 8, None]
+    assert list(weight_rungs(WeightConfig(bits=8))) == ["int8", "full precision"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gradient_error": 0}, r"alerts\.gradient_error=0 must be a positive number"),
+        ({"weight_drift": math.nan}, r"alerts\.weight_drift=nan must be a positive number"),
+        ({"nonfinite_groups": -1}, r"alerts\.nonfinite_groups=-1 must be an integer of at least 0"),
+        ({"action": "stop"}, r"alerts\.action='stop' is unknown: use one of 'warn', 'ladder'"),
+        ({"calm_samples": 0}, r"alerts\.calm_samples=0 must be an integer of at least 1"),
+        ({"calm_ratio": 1.5}, r"alerts\.calm_ratio=1\.5 must be above 0 and at most 1"),
+        (
+            dict.fromkeys(("gradient_error", "weight_error", "weight_drift", "nonfinite_groups")),
+            "alerts watch nothing",
+        ),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AlertConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_alerts_need_telemetry() -> None:
+    with pytest.raises(ValueError, match="alerts look at what telemetry measures"):
+        SDP4BitConfig(alerts=AlertConfig(), telemetry=None)

@@ -1,0 +1,273 @@
+"""What is measured while training: how well, when, on which ranks, and that nobody waits for it.
+
+Layers: no process for the arithmetic and the outputs; real processes over gloo for the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
+from sdp4bit.collectives.reduce_scatter import count_nonfinite
+from sdp4bit.engines.measures import SampledMeasures, sample_spans, total_measures
+from sdp4bit.quantization import reference
+from sdp4bit.quantization.layout import message_layout
+from tests.ranks import run_ranks
+from tests.toy import QUANTIZED, Run, build, loss_of
+
+WHOLE_ROWS = TelemetryConfig(interval=2, sample_numel=1 << 20)
+
+
+@pytest.mark.parametrize("numel", [1, 32, 2048, 2049, 100_000, 1_000_003])
+@pytest.mark.parametrize("sample", [1, 4096, 10_000, 1 << 21])
+@pytest.mark.parametrize("unit", [32, 128, 2048])
+def test_a_sample_is_of_whole_groups_and_about_as_long_as_asked_for(numel, sample, unit):
+    spans = sample_spans(numel, sample_numel=sample, unit=unit)
+    assert 1 <= len(spans) <= 8
+    assert all(start % unit == 0 and (end % unit == 0 or end == numel) for start, end in spans)
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    taken = sum(end - start for start, end in spans)
+    assert taken == numel if sample >= numel else taken <= max(sample, unit)
+    assert taken >= min(numel, sample) / 2 - 8 * unit
+    assert spans[-1][1] > numel / 2 or sample < 2 * unit  # not the beginning only
+
+
+def test_what_is_not_finite_is_counted_by_groups_or_by_values():
+    values = torch.randn(1, 1, 160)
+    values[..., 40], values[..., 130], values[..., 131] = math.nan, math.inf, -math.inf
+    for bits, expected in ((4, 2), (8, 2), (32, 3)):
+        layout = message_layout(numel=160, bits=bits, group_size=64)
+        message = torch.empty(1, layout.nbytes, dtype=torch.uint8)
+        reference.encode(values, message, layout, None)
+        assert count_nonfinite(message, layout) == expected
+
+
+def test_totals_weigh_groups_by_their_squares_and_leave_out_what_is_not_finite():
+    nan = math.nan
+    squares = torch.tensor(
+        [[1, 4, 1, 16, 0, 0, 0], [3, 12, nan, nan, 9, 36, 2], [nan, nan, nan, nan, nan, nan, nan]],
+        dtype=torch.float64,
+    )
+    assert total_measures(squares) == {
+        "gradient_error": 0.5, "weight_error": 0.25, "weight_drift": 0.5, "nonfinite_groups": 2,
+    }  # fmt: skip
+    assert total_measures(squares[2:])["weight_drift"] is None
+    sampled = SampledMeasures(TelemetryConfig(interval=5), ["a", "b", "c"])
+    assert [step for step in range(12) if sampled.is_due(step)] == [5, 10]
+    assert not any(SampledMeasures(None, []).is_due(step) for step in range(12))
+    assert sampled.by_group() == [] and sampled.on_device() is None
+    sampled.publish(squares, step=5)
+    first, second, third = sampled.by_group()
+    assert (first.name, first.step, first.gradient_error, first.weight_drift) == ("a", 5, 0.5, 0.0)
+    assert (second.weight_error, second.nonfinite_groups) == (None, 2)
+    assert (third.gradient_error, third.weight_error, third.weight_drift) == (None, None, None)
+    on_device = sampled.on_device()
+    assert on_device.dtype == torch.float32 and on_device.shape == (3, 4)
+    assert on_device[2].isnan().all()
+
+
+def check_prediction() -> None:
+    """The drift and the error measured before a refresh are those that it leaves and makes."""
+    run = Run(build(), replace(QUANTIZED, telemetry=WHOLE_ROWS))
+    run.train(3)
+    comm = run.comm
+    assert comm.stats()["sampled_step"] == 2
+    run.train(1)
+    now = comm.measure()  # the optimizer has stepped, nothing has been sent
+    run.evaluate()
+    stats = comm.stats()
+    assert stats["sampled_step"] == stats["steps"] == 4
+    assert now["weight_error"] == pytest.approx(stats["weight_error"], rel=1e-9)
+    assert now["weight_drift"] > stats["weight_drift"] > 0
+    assert comm.measure()["weight_drift"] == pytest.approx(stats["weight_drift"], rel=1e-9)
+    # Uniform rounding to 15 levels of groups of 128, after 255 levels.
+    assert 0.02 < stats["gradient_error"] < 0.4
+    assert comm.measure()["gradient_error"] == stats["gradient_error"]
+
+    groups = comm.group_stats()
+    assert [group["name"] for group in groups] == [each.group.name for each in comm._state.groups]
+    for key in ("intra_bytes", "inter_bytes"):
+        assert sum(group[key] for group in groups) == pytest.approx(stats["last_step"][key], abs=4)
+    assert sum(group["exchange_seconds"] for group in groups) == pytest.approx(stats["exchange_seconds"])
+    for group in groups:
+        assert group["exchange_seconds"] == group["intra_seconds"] + group["inter_seconds"] > 0
+        assert (group["weight_bits"], group["gradient_bits"], group["nonfinite_groups"]) == (4, 4, 0)
+        assert 0 < group["weight_drift"] < group["weight_error"] < 0.5
+        assert group["compression_ratio"] > 2
+
+
+def test_what_is_measured_before_a_refresh_is_what_it_does() -> None:
+    run_ranks(check_prediction, 4)
+
+
+def check_listeners() -> list[Any]:
+    run = Run(build(), replace(QUANTIZED, telemetry=TelemetryConfig(interval=2)))
+    state, seen = run.comm._state, []
+
+    def listener(step: int) -> None:
+        measures = state.sampled_measures()
+        sent = sum(
+            t.current_step.collectives for g in state.groups for t in (g.weight_traffic, g.gradient_traffic)
+        )
+        seen.append((step, state.sampled.step, None if measures is None else list(measures.shape), sent))
+        dist.barrier()  # all ranks are here at once
+
+    state.step_listeners.append(listener)
+    run.train(2)
+    run.evaluate(torch.inference_mode)
+    run.evaluate()
+    run.train(3)
+    return seen
+
+
+def test_listeners_are_called_at_every_step_border_on_all_ranks_before_anything_is_sent() -> None:
+    first, *others = run_ranks(check_listeners, 4)
+    assert first == [(1, 0, None, 0), (2, 2, [4, 4], 0), (3, 2, [4, 4], 0), (4, 4, [4, 4], 0)]
+    assert all(other == first for other in others)
+
+
+class CountReads(TorchDispatchMode):
+    """Counts what makes the host wait for numbers of the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[str] = []
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.reads.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def losses_and_reads(telemetry: TelemetryConfig | None) -> tuple[list[torch.Tensor], CountReads, Run]:
+    run = Run(build(), replace(QUANTIZED, telemetry=telemetry), clip=None)
+    losses = []
+    run.train(1)
+    count = CountReads()
+    for _ in range(3):
+        with count:
+            loss = loss_of(run.model, next(run.data))
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, count, run
+
+
+def check_no_reads() -> None:
+    plain, _, _ = losses_and_reads(None)
+    measured, count, run = losses_and_reads(TelemetryConfig(interval=1))
+    assert run.comm.stats()["sampled_step"] == 3
+    assert all(map(torch.equal, plain, measured))
+    assert count.reads == [] and count.calls > 500
+    with count:
+        run.comm.measure()
+    assert count.reads  # it counts what it should
+
+
+def test_measured_steps_read_nothing_from_the_device_and_give_the_same_losses() -> None:
+    run_ranks(check_no_reads, 2)
+
+
+def check_nonfinite() -> tuple[list[int], list[int], dict[str, Any]]:
+    run = Run(build(), QUANTIZED, clip=None)
+    run.train(2)
+    loss = loss_of(run.model, next(run.data))
+    (loss * (math.nan if dist.get_rank() == 3 else 1.0)).backward()
+    run.step()
+    run.evaluate()
+    groups = run.comm.group_stats()
+    scales = [
+        message_layout(numel=each.group.row_numel, bits=4, group_size=128).groups
+        for each in run.comm._state.groups
+    ]
+    return [group["nonfinite_groups"] for group in groups], scales, run.comm.stats()
+
+
+def test_groups_that_are_not_finite_are_counted_where_they_arrive() -> None:
+    for rank, (counts, scales, stats) in enumerate(run_ranks(check_nonfinite, 4)):
+        assert stats["nonfinite_groups"] == sum(counts)
+        # One message comes from each node, and rank 3's node sends no finite one of the first block's shard;
+        # the last rank's row may end with padding, which is.
+        assert counts[1] == scales[1] if rank == 0 else 0 < counts[1] <= scales[1]
+        assert (stats["gradient_error"] is None) == (rank == 3)
+
+
+def check_switched_off() -> None:
+    config = replace(SDP4BitConfig.preset("tlq-hs"), telemetry=None)
+    run = Run(build(), config, topology=4).train(2)
+    run.evaluate()
+    stats = run.comm.stats()
+    assert stats["sampled_step"] is None and stats["gradient_error"] is None
+    assert stats["last_step"]["intra_bytes"] > 0 and stats["exchange_seconds"] > 0
+    # An asynchronous gather lasts until it has been waited for.
+    block, traffic = run.model.blocks[0], run.comm._state.groups[1].weight_traffic
+    before = traffic.current_step.intra_seconds
+    gathering = block.unshard(async_op=True)
+    assert traffic.current_step.intra_seconds == before
+    gathering.wait()
+    assert traffic.current_step.intra_seconds > before
+    dense = WeightConfig(bits=None, replica="full")
+    mixed = SDP4BitConfig(weights=dense, gradients=GradientConfig(min_numel=1 << 20), telemetry=WHOLE_ROWS)
+    run = Run(build(), mixed, topology=4).train(2)
+    run.evaluate()
+    for group in run.comm.group_stats():
+        assert (group["weight_bits"], group["gradient_bits"]) == (None, None)
+        assert (group["weight_error"], group["gradient_error"]) == (None, None)
+        assert 0 < group["weight_drift"] < 2**-8  # what rounding to bf16 leaves
+        assert group["inter_seconds"] == 0 < group["intra_seconds"]
+
+
+def test_what_is_not_quantized_has_no_error_and_nothing_is_measured_where_it_is_switched_off() -> None:
+    run_ranks(check_switched_off, 4)
+
+
+def test_communication_and_alerts_are_in_all_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sdp4bit.pretrain import metrics
+    from sdp4bit.pretrain.config.pretrain import LoggingConfig
+
+    scalars: list[tuple[str, float, int]] = []
+
+    class Recorder:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            scalars.append((name, value, step))
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(metrics, "_tensorboard_writer", lambda *_, **__: Recorder())
+    writer = metrics.MetricsWriter(LoggingConfig(out=tmp_path), description="x", steps=9, first_step=0)
+    groups = [{"name": "layers.0", "inter_bytes": 5, "compression_ratio": math.inf, "weight_bits": None}]
+    writer.log_communication(metrics.CommunicationMetrics(step=4, groups=groups))
+    writer.log_alert(5, "layers.0", "the drift has doubled", weight_drift=0.5, limit=math.nan)
+    writer.close()
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        {
+            "event": "communication",
+            "step": 4,
+            "groups": [
+                {"name": "layers.0", "inter_bytes": 5, "compression_ratio": None, "weight_bits": None}
+            ],
+        },
+        {
+            "event": "alert",
+            "step": 5,
+            "group": "layers.0",
+            "message": "the drift has doubled",
+            "weight_drift": 0.5,
+            "limit": None,
+        },
+    ]
+    assert scalars == [("communication/layers.0/inter_bytes", 5, 4), ("alert/layers.0/weight_drift", 0.5, 5)]

@@ -1,0 +1,157 @@
+"""Streams: no race, no use after free and no wait of the host, in simulated training steps on GPUs.
+
+See `stream_simulator` for what that means, and what it leaves open.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sdp4bit.engines.megatron.patches import GroupPatch
+from tests.engines import fake_cuda
+from tests.engines.simulated_cuda import simulate
+from tests.engines.stream_scenarios import MEGATRON_SCENARIOS, SCENARIOS
+from tests.engines.stream_simulator import Stream
+from tests.ranks import run_ranks
+
+PRELOAD = ["tests.engines.stream_scenarios"]
+
+MAY_WAIT = {
+    "load": "fsdp_",  # the ranks agree once whether the loaded rows fit
+    "load, full replica": "fsdp_",
+    "accumulation": "fsdp_edits.py",  # whether weights were edited after the first reduction
+    "edits": "fsdp_edits.py",  # the same in evaluations
+    "evaluation": "measures.py",  # measure() returns numbers
+    "audit": "audit.py",  # the host compares checksums
+    "resync and audit": "audit.py",
+    "alerts": "group_alerts.py",  # the host decides
+}
+"""Scenarios in which the host has a reason to wait in a step, and the file that does it."""
+
+Result = tuple[list[str], list[str], list[str], str]
+"""Faults, waits of the host, calls that order streams, and the traceback of a failure."""
+
+
+def run_scenario(name: str, scenarios: dict[str, Callable[[], object]], left_out: str = "") -> Result:
+    failure = ""
+    with simulate(left_out=left_out) as sim:
+        try:
+            scenarios[name]()
+        except Exception:
+            failure = traceback.format_exc()
+    if not sim.collectives:
+        failure += f"{name} has sent nothing"
+    return sim.faults, sim.host_waits, sorted(sim.ordering), failure
+
+
+def needed(results: dict[str, Result], scenarios: dict[str, Callable[[], object]]) -> dict[str, bool]:
+    """Return of each call that orders streams whether one of the first two scenarios needs it."""
+    tried: dict[str, list[bool]] = {}
+    for name, (_, _, ordering, _) in results.items():
+        for site in ordering:
+            found = tried.setdefault(site, [])
+            if not any(found) and len(found) < 2 and not site.startswith("telemetry.py"):
+                found.append(bool(run_scenario(name, scenarios, left_out=site)[0]))
+    return {site: any(found) for site, found in tried.items() if found}
+
+
+def run_fsdp() -> tuple[dict[str, Result], dict[str, bool], dict[str, list[str]]]:
+    """Return what half of the scenarios have come to, which waits they need, and the faults of mutations."""
+    rank = dist.get_rank()
+    results = {name: run_scenario(name, SCENARIOS) for name in list(SCENARIOS)[rank::2]}
+    mutated = {}
+    for name, (scenario, mutation) in list(MUTATIONS.items())[rank::2]:
+        with mutation():
+            mutated[name] = run_scenario(scenario, SCENARIOS)[0]
+    return results, needed(results, SCENARIOS), mutated
+
+
+def _forget(at: int) -> Any:
+    """What the output of an all-gather is to keep is kept but for this one."""
+
+    def keep(tensor: torch.Tensor, kept: tuple[Any, ...]) -> None:
+        tensor.others = kept[:at] + kept[at + 1 :]  # type: ignore[attr-defined]
+
+    return mock.patch.object(torch.Tensor, "read_by_refresh", property(fset=keep), create=True)
+
+
+def run_megatron() -> tuple[dict[str, Result], dict[str, bool], dict[str, list[str]]]:
+    """The same for Megatron-Core."""
+    fake_cuda.install()
+    results = {name: run_scenario(name, MEGATRON_SCENARIOS) for name in MEGATRON_SCENARIOS}
+    with mock.patch.object(GroupPatch, "finish_pending"):
+        unfinished = run_scenario("resync and audit", MEGATRON_SCENARIOS)[0]
+    return results, needed(results, MEGATRON_SCENARIOS), {"transfers that are under way": unfinished}
+
+
+MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "the gathered row is freed": ("full replica", lambda: _forget(0)),
+    "the loaded row is freed": ("load", lambda: _forget(1)),
+    "message buffers of two roots": ("two roots", lambda: mock.patch.object(Stream, "cuda_stream", 0)),
+    "message buffers of two unshards": ("unshard", lambda: mock.patch.object(Stream, "cuda_stream", 0)),
+}
+"""A kept reference is dropped, or memory shared: which scenario must fail, and how it is done."""
+
+
+Half = tuple[dict[str, Result], dict[str, bool], dict[str, list[str]]]
+
+
+@pytest.fixture(scope="module")
+def fsdp() -> list[Half]:
+    """What the scenarios of FSDP2 have come to, each in one of two processes."""
+    return run_ranks(run_fsdp, 2, timeout=480.0)
+
+
+@pytest.fixture(scope="module")
+def megatron() -> list[Half]:
+    """What the scenarios of Megatron-Core have come to, in a process that `fake_cuda` has changed."""
+    pytest.importorskip("megatron.core")
+    return run_ranks(run_megatron, 1, timeout=480.0)
+
+
+def check(halves: list[Half], name: str) -> None:
+    faults, waits, _, failure = next(results[name] for results, _, _ in halves if name in results)
+    assert not failure, failure
+    assert faults == []
+    of_library = [wait for wait in waits if "[sdp4bit/" in wait]
+    if name in MAY_WAIT:
+        assert of_library
+        assert [wait for wait in of_library if MAY_WAIT[name] not in wait] == []
+    else:
+        assert of_library == []
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_nothing_races_and_the_host_does_not_wait_on_fsdp2(fsdp: list[Half], name: str) -> None:
+    check(fsdp, name)
+
+
+@pytest.mark.parametrize("name", MEGATRON_SCENARIOS)
+def test_nothing_races_and_the_host_does_not_wait_on_megatron(megatron: list[Half], name: str) -> None:
+    check(megatron, name)
+
+
+def test_there_is_a_fault_without_any_one_of_the_waits(fsdp: list[Half], megatron: list[Half]) -> None:
+    found: dict[str, bool] = {}
+    for _, needed_here, _ in (*fsdp, *megatron):
+        for site, is_needed in needed_here.items():
+            found[site] = found.get(site, False) or is_needed
+    assert all(found.values()), found
+    assert {site.partition(" ")[0] for site in found} >= {"exchange.py", "work.py"}
+
+
+def test_there_is_a_fault_if_memory_is_freed_or_shared_too_early(fsdp: list[Half]) -> None:
+    faults = {name: found for _, _, mutated in fsdp for name, found in mutated.items()}
+    assert faults.keys() == MUTATIONS.keys() and all(faults.values()), faults
+    assert all("use after free" in faults[name][0] for name in MUTATIONS if "freed" in name)
+
+
+def test_there_is_a_fault_if_megatron_weights_are_sent_while_others_arrive(megatron: list[Half]) -> None:
+    assert all(megatron[0][2].values())

@@ -1,0 +1,202 @@
+"""`sdp4bit plan` as people and scripts use it. Layer: no process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tyro")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+pytest.importorskip("tokenizers")
+
+from sdp4bit.cli import main
+from sdp4bit.plan.config import PROBE_FORMAT
+
+Capture = pytest.CaptureFixture[str]
+
+
+def planned(capsys: Capture, *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def shown(capsys: Capture, *arguments: str) -> str:
+    """Return what is printed with one space wherever there are several, or line breaks."""
+    assert main(["plan", *arguments]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def refusal(capsys: Capture, *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("sdp4bit: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def probe_file(folder: Path, **changes: Any) -> str:
+    content = {
+        "format": PROBE_FORMAT,
+        "name": "measured",
+        "nodes": 4,
+        "devices_per_node": 2,
+        "inter_bandwidth": 2e9,
+        "intra_bandwidth": 30e9,
+        "latency": 1e-4,
+        "quantization_bandwidth": 5e10,
+        **changes,
+    }
+    path = folder / "probe.json"
+    path.write_text(json.dumps({k: v for k, v in content.items() if v != "left out"}))
+    return str(path)
+
+
+def test_table_2_as_json_has_published_and_predicted_speedups(capsys: Capture) -> None:
+    result = planned(capsys, "--reproduce-table-2")
+    assert [(row["cluster"], row["model"]) for row in result["rows"]] == [
+        (cluster, model) for cluster in ("a100", "h800") for model in ("1.3B", "2.7B", "6.7B", "13B", "18B")
+    ]
+    for row in result["rows"]:
+        assert row["predicted"] == pytest.approx(row["published"], rel=0.05)
+    assert result["table_4_ms"] == pytest.approx(45.9, abs=1.0)
+    assert set(result["figure_8"]["predicted"]) == {"a100", "h800"}
+
+
+def test_table_2_as_text_stands_beside_the_published_one(capsys: Capture) -> None:
+    text = shown(capsys, "--reproduce-table-2")
+    assert "h800 18B 8/1 4.08 x 4.08 x -0.1 %" in text
+    assert "published 45.9 ms; predicted 45.5 ms" in text
+    assert "1.6 - 2.4 x" in text
+
+
+def test_a_plan_as_text_has_bytes_times_memory_and_a_verdict(capsys: Capture) -> None:
+    text = shown(capsys, "--cluster", "h800", "--preset", "18B", "--tp", "8", "--engine", "megatron")
+    for part in (
+        "18B: 18.450 billion parameters",
+        "h800: 16 nodes of 8 devices, 55.3 GB/s between nodes",
+        "tensor 8 x pipeline 1 x data 16 (16 nodes x 1)",
+        "baselines: fp32 or bf16 reduce-scatter of gradients, bf16 all-gather of weights",
+        "sent between nodes, per node 104 GB 69.5 GB 17.7 GB",
+        "memory per rank, no activations",
+        "verdict: enable: 3.87 times as fast as with fp32 gradients, 2.69 times",
+    ):
+        assert part in text
+
+
+def test_a_fast_network_is_told_not_to_bother(capsys: Capture) -> None:
+    arguments = ("--cluster", "h800", "--inter-bandwidth", "400", "--accumulation", "16")
+    assert "verdict: do not enable: gains" in shown(capsys, *arguments)
+    result = planned(capsys, *arguments)
+    assert result["verdict"].startswith("do not enable: gains ")
+    assert 1 < result["speedup"] < 1.05
+    assert result["speedup"] == pytest.approx(
+        result["baseline"]["step_seconds"] / result["quantized"]["step_seconds"]
+    )
+
+
+def test_padding_is_named_and_removed(capsys: Capture) -> None:
+    wide = ("--cluster", "h800", "--nodes", "512", "--hidden-size", "1024", "--num-layers", "8")
+    text = shown(capsys, *wide)
+    assert "padding: FSDP2 cuts dimension 0 into 4096 equal parts" in text
+    assert planned(capsys, *wide)["padding"] > 1.5
+    assert planned(capsys, *wide, "--engine", "megatron")["padding"] < 1.02
+    assert planned(capsys, *wide, "--least-padding")["padding"] < planned(capsys, *wide)["padding"]
+    few = shown(capsys, "--cluster", "h800")
+    assert "padding:" not in few
+
+
+def test_a_measured_cluster_is_planned_on(capsys: Capture, tmp_path: Path) -> None:
+    probe = ("--probe", probe_file(tmp_path), "--device-tflops", "10")
+    result = planned(capsys, *probe, "--preset", "125M")
+    assert result["cluster"] == {
+        "name": "measured",
+        "nodes": 4,
+        "devices_per_node": 2,
+        "inter_bandwidth": 2e9,
+        "intra_bandwidth": 30e9,
+        "device_flops": 1e13,
+        "inter_bandwidth_shared": None,
+        "efficiency": 1.0,
+        "latency": 1e-4,
+        "quantization_bandwidth": 5e10,
+    }
+    larger = planned(capsys, *probe, "--nodes", "32", "--latency-us", "5", "--inter-bandwidth", "3")
+    assert (larger["cluster"]["nodes"], larger["data_parallel"]["nodes"]) == (32, 32)
+    assert larger["cluster"]["latency"] == pytest.approx(5e-6)
+    assert larger["cluster"]["inter_bandwidth"] == 3e9
+
+
+def test_options_reach_the_plan(capsys: Capture) -> None:
+    default = planned(capsys)
+    assert (default["model"], default["cluster"]["name"], default["strategy"]) == ("1.3B", "a100", "sdp4bit")
+    assert planned(capsys, "--strategy", "tlq")["strategy"] == "tlq"
+    full = planned(capsys, "--replica", "full", "--pipeline-chunks", "4")["quantized"]
+    assert full["collectives"] > default["quantized"]["collectives"]
+    assert (
+        full["memory"]["weight replica, bf16"] == 4 * default["quantized"]["memory"]["weight replica, bf16"]
+    )
+    once = planned(capsys, "--no-reshard-after-forward")
+    assert once["baseline"]["inter_bytes"] < default["baseline"]["inter_bytes"]
+    hidden = planned(capsys, "--overlap", "1")
+    assert hidden["speedup"] == pytest.approx(default["speedup_all_hidden"])
+    micro = planned(capsys, "--micro-batch-size", "8")
+    assert micro["baseline"]["compute_seconds"] == pytest.approx(2 * default["baseline"]["compute_seconds"])
+
+
+def test_a_sweep_is_drawn(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "plots" / "sweep.png"
+    assert f"Sweep: {path}" in shown(capsys, "--sweep", str(path))
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG") and len(content) > 10_000
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tp", "3"), "cannot be divided by 3"),
+        (("--tp", "2", "--pp", "48"), "2.7B"),
+        (("--overlap", "1.5"), "--overlap 1.5 must be between 0 and 1"),
+        (("--efficiency", "0"), "--efficiency 0.0 must be above 0"),
+        (("--nodes", "0"), "--nodes 0 must be at least 1"),
+        (("--inter-bandwidth", "-1"), "--inter-bandwidth -1.0 must be positive"),
+        (("--reproduce-table-2", "--tp", "2"), "the only other option that it takes is --json"),
+        (("--engine", "megatron", "--least-padding"), "--least-padding has no effect"),
+        (("--engine", "megatron", "--no-reshard-after-forward"), "has no effect with --engine megatron"),
+        (("--strategy", "tlq", "--replica", "full"), "--replica has no effect"),
+        (("--probe", "nowhere.json"), "--probe nowhere.json cannot be read"),
+        (("--cluster", "a100", "--probe", "x"), "both name a cluster"),
+        (("--nodes", "3", "--pp", "8"), "does not divide the 12 devices"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(
+    capsys: Capture, arguments: tuple[str, ...], message: str
+) -> None:
+    if message == "2.7B":
+        arguments, message = ("--preset", message, "--pp", "5"), "layers of 2.7B, 32, cannot be divided by 5"
+    assert message in refusal(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "other"}, "was not written by `sdp4bit probe` of this version"),
+        ({"latency": "left out"}, "lacks latency"),
+        ({"inter_bandwidth": None}, "does not say inter_bandwidth: give --inter-bandwidth"),
+        ({}, "does not say device_flops: give --device-tflops"),
+        ({"quantization_bandwidth": -1.0}, "quantization_bandwidth=-1.0 must be positive"),
+    ],
+)
+def test_probes_that_do_not_tell_enough_are_refused(
+    capsys: Capture, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    arguments = ["--probe", probe_file(tmp_path, **changes)]
+    if changes:
+        arguments += ["--device-tflops", "1"]
+    assert message in refusal(capsys, *arguments)

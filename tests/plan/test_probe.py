@@ -1,0 +1,151 @@
+"""`sdp4bit probe`: what it sends is what it counts, and the planner reads what it writes. Layer: gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("tyro")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+pytest.importorskip("tokenizers")
+
+from sdp4bit.cli import main
+from sdp4bit.collectives import exchange
+from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.plan.probe import WARM_UPS, Link, probe
+from sdp4bit.plan.probe_config import ProbeConfig
+from sdp4bit.plan.traffic import RankGrid, gradient_exchange, weight_refresh
+from sdp4bit.pretrain.launch.config import ParallelConfig
+from sdp4bit.pretrain.launch.ranks import Ranks
+from sdp4bit.pretrain.options import SettingError
+from tests.ranks import run_ranks
+
+
+def small(out: Path, *, ranks_per_node: int, **changes: Any) -> ProbeConfig:
+    values: dict[str, Any] = {"megabytes": 0.05, "rounds": 3, "quantized_values": 2**15, **changes}
+    return ProbeConfig(out=out, parallel=ParallelConfig(ranks_per_node=ranks_per_node), **values)
+
+
+def run_probe(config: ProbeConfig) -> tuple[dict[str, Any], int]:
+    """Return the result and the bytes that this rank handed to sends."""
+    sent, original = 0, dist.isend
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += tensor.nbytes
+        return original(tensor, *args, **kwargs)
+
+    ranks = Ranks(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=dist.get_rank(),
+        local_world_size=dist.get_world_size(),
+        device=torch.device("cpu"),
+    )
+    exchange.dist.isend = counting
+    try:
+        return probe(config, ranks=ranks), sent
+    finally:
+        exchange.dist.isend = original
+
+
+def test_what_is_timed_is_what_is_counted(tmp_path: Path) -> None:
+    config = small(tmp_path / "probe.json", ranks_per_node=2)
+    results = run_ranks(run_probe, 4, config)
+    found = results[0][0]
+    assert all(result == found for result, _ in results)
+    assert json.loads((tmp_path / "probe.json").read_text()) == found
+    assert (found["nodes"], found["devices_per_node"], found["measured"]["hosts"]) == (2, 2, 1)
+    exchanges = config.rounds + WARM_UPS
+    for level in ("intra", "inter"):
+        link = Link(**found["measured"][level])
+        assert link.sent_bytes == 50000  # one peer, a multiple of 16
+        assert link.seconds > 0 and link.latency > 0
+        ranks = 1 if level == "intra" else 2
+        assert found[f"{level}_bandwidth"] == link.bandwidth * ranks
+    assert [sent for _, sent in results] == [exchanges * 2 * (50000 + 16)] * 4
+    # The operators are timed on what the planner counts for them.
+    grid = RankGrid(nodes=2, ranks_per_node=2)
+    row = config.quantized_values // 4
+    moved = gradient_exchange(row, grid=grid, config=GradientConfig()).moved_bytes
+    moved += weight_refresh(row, grid=grid, config=WeightConfig()).moved_bytes
+    measured = found["measured"]
+    assert measured["quantization_bytes"] == moved
+    assert found["quantization_bandwidth"] == moved / measured["quantization_seconds"]
+
+
+def probe_and_expect_refusal(config: ProbeConfig) -> str:
+    try:
+        run_probe(config)
+    except SettingError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks_per_node": 3}, "topology=3 ranks per node does not divide the 2 ranks"),
+        ({"quantized_values": 4096, "ranks_per_node": 1}, None),
+        ({"out": Path("/proc/none/probe.json"), "ranks_per_node": 1}, "cannot write --out"),
+    ],
+)
+def test_refusals_are_the_same_on_all_ranks(
+    tmp_path: Path, changes: dict[str, Any], message: str | None
+) -> None:
+    arguments = {"out": tmp_path / "probe.json", **changes}
+    config = small(arguments.pop("out"), **arguments)
+    if message is None:
+        assert run_ranks(run_probe, 2, config)[0][0]["nodes"] == 2
+        return
+    refusals = run_ranks(probe_and_expect_refusal, 2, config)
+    assert refusals[0] == refusals[1]
+    assert message in refusals[0]
+
+
+def test_latency_is_not_taken_for_bandwidth() -> None:
+    assert Link(sent_bytes=1000, seconds=3.0, latency=1.0).bandwidth == 500
+    assert Link(sent_bytes=1000, seconds=1.0, latency=0.9).bandwidth == 2000
+
+
+def test_the_command_starts_ranks_and_the_planner_reads_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "probe.json"
+    options = ["--megabytes", "0.1", "--rounds", "1", "--quantized-values", "4096", "--out", str(path)]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "sdp4bit",
+            "probe",
+            "--nproc-per-node",
+            "2",
+            "--ranks-per-node",
+            "1",
+            *options,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 nodes of 1 ranks" in done.stdout
+    assert "note: 2 nodes on 1 host: what is between them is no network" in done.stdout
+    assert main(["plan", "--probe", str(path), "--device-tflops", "1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    found = json.loads(path.read_text())
+    assert result["cluster"]["inter_bandwidth"] == found["inter_bandwidth"]
+    assert result["cluster"]["intra_bandwidth"] is None
+    assert result["data_parallel"] == {"nodes": 2, "ranks_per_node": 1}

@@ -1,0 +1,265 @@
+"""Text to batches: split by document, tokenizer, cache, and an order that is the same on any world."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("tyro")
+pytest.importorskip("tokenizers")
+
+from sdp4bit.pretrain.data import token_cache
+from sdp4bit.pretrain.data.batches import Batches, Dataset
+from sdp4bit.pretrain.data.config import DataConfig
+from sdp4bit.pretrain.data.corpus import END_OF_TEXT, FileCorpus, StandardLibraryCorpus, split_corpus
+from sdp4bit.pretrain.data.token_cache import SampleOrder, TokenFile, fill_cache, open_cache
+from sdp4bit.pretrain.data.tokenizer import BytePairTokenizer
+from sdp4bit.pretrain.options import SettingError
+
+DOCUMENTS = [f"def function_{i}(x):\n    return x + {i}  # μ and 漢字 {i}\n" * (1 + i % 5) for i in range(60)]
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    return path
+
+
+def config(path: Path, cache: Path, **options) -> DataConfig:
+    return DataConfig(data_path=(path,), cache_dir=cache, vocabulary_size=300, **options)
+
+
+class TestCorpus:
+    def test_text_files_are_split_at_the_end_of_text(self, tmp_path):
+        (tmp_path / "a.txt").write_text(f"one{END_OF_TEXT}two{END_OF_TEXT}")
+        (tmp_path / "b.py").write_text("three")
+        corpus = FileCorpus((tmp_path / "a.txt", tmp_path / "b.py"))
+        assert list(corpus.documents()) == ["one", "two", "three"] == list(corpus.documents())
+
+    def test_jsonl_gives_its_text(self, text_file):
+        assert list(FileCorpus((text_file,)).documents()) == DOCUMENTS
+
+    @pytest.mark.parametrize("line", ["{", '{"words": "x"}', "[1]", '{"text": 3}'])
+    def test_a_line_that_is_no_document_is_named(self, tmp_path, line):
+        path = tmp_path / "x.jsonl"
+        path.write_text('{"text": "fine"}\n\n' + line + "\n")
+        with pytest.raises(SettingError, match=r"x\.jsonl, line 3"):
+            list(FileCorpus((path,)).documents())
+
+    def test_a_missing_file_is_named(self, tmp_path):
+        with pytest.raises(SettingError, match=r"missing\.txt: there is no such file"):
+            FileCorpus((tmp_path / "missing.txt",))
+
+    def test_other_encodings_are_refused(self, tmp_path):
+        (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+        with pytest.raises(SettingError, match=r"latin\.txt is not UTF-8"):
+            list(FileCorpus((tmp_path / "latin.txt",)).documents())
+
+    def test_the_standard_library_is_there_without_a_download(self):
+        corpus = StandardLibraryCorpus(limit=300_000)
+        texts = list(corpus.documents())
+        assert 5 < len(texts) == len(list(corpus.documents()))
+        assert 50_000 < sum(map(len, texts)) <= 300_000
+        assert any("def " in text for text in texts)
+
+
+class TestSplit:
+    def test_whole_documents_are_held_out_by_their_content(self, text_file):
+        corpus = FileCorpus((text_file,))
+        split = split_corpus(corpus, validation_fraction=0.1)
+        read = list(split.read(corpus))
+        assert [text for text, _ in read] == DOCUMENTS
+        held_out = [text for text, is_held_out in read if is_held_out]
+        size, total = sum(map(len, held_out)), sum(map(len, DOCUMENTS))
+        assert 0.1 <= size / total < 0.15
+
+    def test_the_only_document_is_cut(self, tmp_path):
+        (tmp_path / "one.txt").write_text("abcdefghij" * 10)
+        corpus = FileCorpus((tmp_path / "one.txt",))
+        split = split_corpus(corpus, validation_fraction=0.1)
+        assert [(len(text), held_out) for text, held_out in split.read(corpus)] == [(90, False), (10, True)]
+
+    def test_something_is_left_to_train_on(self, tmp_path):
+        (tmp_path / "two.txt").write_text(f"a{END_OF_TEXT}b")
+        split = split_corpus(FileCorpus((tmp_path / "two.txt",)), validation_fraction=0.99)
+        assert len(split.held_out) == 1
+
+    def test_no_text_is_an_error(self, tmp_path):
+        (tmp_path / "empty.txt").write_text("")
+        with pytest.raises(SettingError, match="no text"):
+            split_corpus(FileCorpus((tmp_path / "empty.txt",)), validation_fraction=0.1)
+
+
+class TestTokenizer:
+    def test_any_text_comes_back(self):
+        tokenizer = BytePairTokenizer.train(DOCUMENTS, vocabulary_size=300)
+        assert tokenizer.vocabulary_size <= 300
+        strange = "tabs\t\r\n  😀 \x00 ünï " + DOCUMENTS[3]
+        (tokens,) = tokenizer.encode_documents([strange])
+        assert tokens[-1] == tokenizer.end_of_text
+        assert tokenizer.decode(tokens[:-1]) == strange
+        assert max(tokens) < 300
+
+    def test_training_is_deterministic_and_survives_the_disk(self, tmp_path):
+        first = BytePairTokenizer.train(DOCUMENTS, vocabulary_size=320)
+        second = BytePairTokenizer.train(DOCUMENTS, vocabulary_size=320)
+        first.save(tmp_path / "t.json")
+        loaded = BytePairTokenizer.load(tmp_path / "t.json")
+        expected = first.encode_documents(DOCUMENTS)
+        assert second.encode_documents(DOCUMENTS) == expected == loaded.encode_documents(DOCUMENTS)
+        assert loaded.end_of_text == first.end_of_text
+
+
+class TestCache:
+    def test_contents(self, text_file, tmp_path):
+        folder = fill_cache(config(text_file, tmp_path / "cache"))
+        dataset = open_cache(folder)
+        counts = json.loads((folder / "tokens.json").read_text())
+        assert (dataset.train.tokens, dataset.validation.tokens) == (counts["train"], counts["validation"])
+        assert counts["dtype"] == "uint16"
+        corpus = FileCorpus((text_file,))
+        held_out = [t for t, v in split_corpus(corpus, validation_fraction=0.05).read(corpus) if v]
+        windows = range(dataset.validation.windows(4))
+        rows = dataset.validation.rows(windows, sequence_length=4)
+        assert np.array_equal(rows[:-1, -1], rows[1:, 0])
+        text = dataset.tokenizer.decode(rows[:, :-1].flatten().tolist())
+        assert text and END_OF_TEXT.join(held_out).startswith(text)
+
+    def test_the_second_time_nothing_is_written(self, text_file, tmp_path, monkeypatch):
+        first = fill_cache(config(text_file, tmp_path / "cache"))
+        monkeypatch.setattr(token_cache, "_tokenize", None)
+        assert fill_cache(config(text_file, tmp_path / "cache")) == first
+
+    def test_other_text_or_settings_have_another_folder(self, text_file, tmp_path):
+        cache = tmp_path / "cache"
+        folders = {
+            fill_cache(config(text_file, cache)),
+            fill_cache(config(text_file, cache, validation_fraction=0.2)),
+        }
+        text_file.write_text(text_file.read_text() + '{"text": "more"}\n')
+        folders.add(fill_cache(config(text_file, cache)))
+        assert len(folders) == 3
+
+    def test_a_failure_leaves_nothing_behind(self, text_file, tmp_path, monkeypatch):
+        def fail_late(corpus, *, split, config, folder):
+            (folder / "train.bin").write_bytes(b"half")
+            raise OSError("disk full")
+
+        monkeypatch.setattr(token_cache, "_tokenize", fail_late)
+        with pytest.raises(OSError, match="disk full"):
+            fill_cache(config(text_file, tmp_path / "cache"))
+        assert list((tmp_path / "cache").iterdir()) == []
+
+    def test_writers_that_start_at_once_agree(self, text_file, tmp_path):
+        settings = config(text_file, tmp_path / "cache")
+        with ThreadPoolExecutor(3) as pool:
+            folders = list(pool.map(fill_cache, [settings] * 3, timeout=60))
+        assert len(set(folders)) == 1
+        assert [path.name for path in (tmp_path / "cache").iterdir()] == [folders[0].name]
+        assert open_cache(folders[0]).train.tokens > 0
+
+    def test_an_unwritable_cache_says_so(self, text_file, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(SettingError, match="set --data-cache-path"):
+            fill_cache(config(text_file, tmp_path / "file"))
+
+    def test_default_folder_follows_xdg(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert DataConfig().cache_folder() == tmp_path / "sdp4bit"
+        assert DataConfig(cache_dir=Path("x")).cache_folder() == Path("x")
+
+
+class TestOrder:
+    def test_every_window_once_per_epoch_in_another_order(self):
+        order = SampleOrder(windows=50, seed=4)
+        epochs = [[order.window(50 * epoch + i) for i in range(50)] for epoch in range(2)]
+        assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(50))
+        assert epochs[0] != epochs[1]
+        assert [SampleOrder(windows=50, seed=4).window(i) for i in range(50)] == epochs[0]
+        assert [SampleOrder(windows=50, seed=5).window(i) for i in range(50)] != epochs[0]
+
+    def test_a_sample_does_not_depend_on_those_before(self):
+        order = SampleOrder(windows=50, seed=4)
+        late = order.window(120)
+        order.window(3)
+        assert order.window(120) == late == SampleOrder(windows=50, seed=4).window(120)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    files = []
+    for name, count in (("train", 1003), ("validation", 400)):
+        np.arange(count, dtype=np.uint16).tofile(tmp_path / name)
+        files.append(TokenFile(tmp_path / name, dtype=np.uint16))
+    tokenizer = BytePairTokenizer.train(DOCUMENTS, vocabulary_size=300)
+    return Dataset(key="k", train=files[0], validation=files[1], tokenizer=tokenizer)
+
+
+def batches(
+    dataset: Dataset, *, rank: int, world_size: int, micro: int, accumulation: int, **options
+) -> Batches:
+    settings = {"sequence_length": 10, "eval_batches": 2, "seed": 3, **options}
+    return Batches(
+        dataset,
+        micro_batch_size=micro,
+        accumulation=accumulation,
+        rank=rank,
+        world_size=world_size,
+        device=torch.device("cpu"),
+        **settings,
+    )
+
+
+class TestBatches:
+    def test_a_window_and_its_next_tokens(self, dataset):
+        assert dataset.train.rows([2], sequence_length=10).tolist() == [list(range(20, 31))]
+        assert dataset.train.windows(10) == 100
+        inputs, targets = next(batches(dataset, rank=0, world_size=1, micro=1, accumulation=1).validation())
+        assert (inputs.tolist(), targets.tolist()) == ([list(range(10))], [list(range(1, 11))])
+
+    @pytest.mark.parametrize(
+        ("world_size", "micro", "accumulation"), [(1, 8, 1), (2, 2, 2), (4, 1, 2), (8, 1, 1)]
+    )
+    def test_a_step_reads_the_same_samples_on_any_world(self, dataset, world_size, micro, accumulation):
+        def step(world_size: int, micro: int, accumulation: int, first_sample: int) -> list[list[int]]:
+            rows = []
+            for rank in range(world_size):
+                reader = batches(
+                    dataset, rank=rank, world_size=world_size, micro=micro, accumulation=accumulation
+                )
+                assert reader.global_batch_size == 8
+                for inputs, _ in reader.training(first_sample):
+                    rows += inputs.tolist()
+            return sorted(rows)
+
+        for first_sample in (0, 8, 96):
+            assert step(world_size, micro, accumulation, first_sample) == step(4, 2, 1, first_sample)
+
+    def test_validation_is_the_same_on_any_world_and_every_time(self, dataset):
+        def windows(world_size: int, micro: int) -> list[list[int]]:
+            return sorted(
+                row
+                for rank in range(world_size)
+                for inputs, _ in batches(
+                    dataset, rank=rank, world_size=world_size, micro=micro, accumulation=1
+                ).validation()
+                for row in inputs.tolist()
+            )
+
+        assert windows(1, 8) == windows(2, 4) == windows(4, 2) == windows(4, 2)
+
+    def test_validation_takes_what_there_is(self, dataset):
+        reader = batches(dataset, rank=0, world_size=2, micro=4, accumulation=1, eval_batches=100)
+        assert len(list(reader.validation())) == 39 // 8
+
+    def test_too_little_text_says_what_to_change(self, dataset):
+        with pytest.raises(SettingError, match=r"1003 tokens, less than one sequence of 2000"):
+            batches(dataset, rank=0, world_size=1, micro=1, accumulation=1, sequence_length=2000)
+        with pytest.raises(SettingError, match=r"400 tokens, less than 8 sequences of 100 for 2 ranks"):
+            batches(dataset, rank=0, world_size=2, micro=4, accumulation=1, sequence_length=100)

@@ -1,0 +1,262 @@
+"""Whole runs over gloo: the command line, resuming, strategies side by side, the demo, and failures.
+
+Ranks are processes: 4 of them stand for 2 nodes of 2. The text is a few files of the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tyro")
+pytest.importorskip("tokenizers")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from sdp4bit.compare import demo as demo_module
+from sdp4bit.compare.config import DEMO_PROCESSES, CompareConfig, DemoConfig
+from sdp4bit.compare.finished_run import FinishedRun
+from sdp4bit.compare.run import compare
+from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
+from sdp4bit.pretrain.config.pretrain import ModelConfig, OptimizerConfig, PretrainConfig
+from sdp4bit.pretrain.launch.config import ParallelConfig
+from sdp4bit.pretrain.options import SettingError
+from sdp4bit.pretrain.trainer import pretrain
+from tests.pretrain.tiny_runs import command_line, losses, read_log, small, this_rank, train_here, write_text
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+def test_the_command_line_trains_on_four_processes(text, tmp_path):
+    done = command_line(
+        *("pretrain", "--nproc-per-node", "4", "--ranks-per-node", "2", "--steps", "8"),
+        *(
+            "--layers",
+            "1",
+            "--hidden",
+            "64",
+            "--heads",
+            "2",
+            "--learning-rate",
+            "5e-3",
+            "--sequence-length",
+            "32",
+        ),
+        *("--data-path", str(text), "--vocabulary-size", "512", "--cache-dir", str(text.parent / "cache")),
+        *("--out", str(tmp_path), "--log-interval", "4", "--telemetry-interval", "3"),
+    )
+    assert done.returncode == 0, done.stderr
+    lines = read_log(tmp_path)
+    steps = [line for line in lines if line["event"] == "train"]
+    assert [line["step"] for line in steps] == list(range(1, 9))
+    assert set(steps[0]) == {
+        *("event", "step", "samples", "loss", "lr", "grad_norm", "loss_scale", "skipped"),
+        *("tokens_per_second", "tflops_per_device", "step_seconds"),
+        *("intra_bytes", "inter_bytes", "compression_ratio", "weight_drift", "gradient_error"),
+        "exchange_seconds",
+    }
+    measured = [line for line in lines if line["event"] == "communication"]
+    assert [line["step"] for line in measured] == [3, 6]
+    assert [steps[at]["gradient_error"] is not None for at in range(8)] == [False] * 3 + [True] * 5
+    assert all(line["exchange_seconds"] > 0 for line in steps)
+    for group in measured[0]["groups"]:
+        assert 0 < group["weight_drift"] < group["weight_error"] < 0.5 and group["inter_bytes"] > 0
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    assert all(line["intra_bytes"] > 0 and line["inter_bytes"] > 0 for line in steps)
+    assert steps[-1]["compression_ratio"] > 4
+    assert [line["step"] for line in lines if line["event"] == "validation"] == [8]
+    assert "sdp4bit: step 4/8 | samples 64 | loss" in done.stdout
+    assert "sdp4bit: step 8/8  validation loss" in done.stdout
+    assert json.loads((tmp_path / "config.json").read_text())["strategy"] == "sdp4bit"
+    assert any((tmp_path / "tensorboard").iterdir())
+
+
+@pytest.mark.slow
+def test_a_setting_that_only_the_ranks_can_refuse_is_one_line_and_exit_code_2(text, tmp_path):
+    done = command_line(
+        *("pretrain", "--nproc-per-node", "2", "--data-path", str(text), "--sequence-length", "10000000"),
+        *("--vocabulary-size", "512", "--cache-dir", str(text.parent / "cache"), "--out", str(tmp_path)),
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("sdp4bit: error: the training text has ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(text, tmp_path):
+    straight = small(text, tmp_path / "straight")
+    saving = small(
+        text, tmp_path / "parts", checkpoint=CheckpointConfig(save=tmp_path / "saved", save_interval=4)
+    )
+    resumed = replace(saving, checkpoint=CheckpointConfig(load=tmp_path / "saved" / "step-00000004"))
+    run_ranks(train_here, 4, straight, saving, timeout=250)
+    assert (tmp_path / "saved" / "latest").read_text() == "step-00000008\n"
+    assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == [
+        "latest",
+        "step-00000004",
+        "step-00000008",
+    ]
+    expected = losses(tmp_path / "straight")
+    assert losses(tmp_path / "parts") == expected
+
+    # New processes. The log keeps the first four steps of the interrupted part and continues.
+    results = run_ranks(train_here, 4, resumed, timeout=250)
+    assert [step.step for step in results[0][0].steps] == [5, 6, 7, 8]
+    assert losses(tmp_path / "parts") == expected
+    assert [(line["event"], line["step"]) for line in read_log(tmp_path / "parts")] == list(expected)
+
+
+def load_differently(saved: Path, config: PretrainConfig) -> list[str]:
+    other_model = replace(
+        config, model=ModelConfig(layers=1, hidden=64, heads=2), checkpoint=CheckpointConfig(load=saved)
+    )
+    nothing_there = replace(config, checkpoint=CheckpointConfig(load=saved / "nowhere"))
+    nothing_left = replace(config, checkpoint=CheckpointConfig(load=saved))
+    messages = []
+    for refused in (other_model, nothing_there, nothing_left):
+        with pytest.raises(SettingError) as error:
+            pretrain(refused, ranks=this_rank())
+        messages.append(str(error.value))
+    on = replace(config, training=replace(config.training, steps=10), checkpoint=CheckpointConfig(load=saved))
+    (result,) = train_here(on)
+    assert [step.step for step in result.steps] == [9, 10]
+    assert math.isfinite(result.validation_loss)
+    return messages
+
+
+def test_checkpoints_are_checked_and_may_change_the_world_size(text, tmp_path):
+    config = small(text, tmp_path / "run", parallel=ParallelConfig(ranks_per_node=1))
+    run_ranks(
+        train_here, 1, replace(config, checkpoint=CheckpointConfig(save=tmp_path / "saved")), timeout=250
+    )
+    messages = run_ranks(load_differently, 2, tmp_path / "saved", config, timeout=250)
+    assert messages[0] == messages[1]
+    assert "another model: layers 2 (now 1)" in messages[0][0]
+    assert "nowhere: no checkpoint there" in messages[0][1]
+    assert "has done 8 steps: set --train-iters to more" in messages[0][2]
+
+
+def sampled_losses(config: PretrainConfig) -> list[float]:
+    return [step.loss for step in train_here(config)[0].steps]
+
+
+def test_the_same_training_on_any_number_of_ranks(text, tmp_path):
+    """Plain FSDP2 in fp32: one and four ranks with the same global batch differ by rounding alone."""
+    curves = []
+    for world_size in (1, 4):
+        config = small(
+            text,
+            tmp_path / str(world_size),
+            strategy="baseline",
+            model=ModelConfig(layers=1, hidden=64, heads=2),
+            parallel=ParallelConfig(),
+        )
+        training = replace(
+            config.training, precision="fp32", micro_batch_size=8 // world_size, accumulation=1, steps=4
+        )
+        config = replace(config, training=training)
+        curves.append(run_ranks(sampled_losses, world_size, config, timeout=250)[0])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+
+
+def compare_here(config: CompareConfig) -> list[FinishedRun]:
+    return compare(config, ranks=this_rank())
+
+
+def compare_in_parts(config: CompareConfig) -> tuple[list[str], str]:
+    """One seed, then two of which one is there, then other settings in the same folder."""
+    compare_here(replace(config, seeds="1"))
+    compare_here(config)
+    names = [run.name for run in compare_here(config)]
+    with pytest.raises(SettingError) as error:
+        compare_here(replace(config, optimizer=OptimizerConfig(learning_rate=1.0)))
+    return names, str(error.value)
+
+
+def test_compare_writes_summary_table_and_curves(text, tmp_path):
+    base = small(text, tmp_path)
+    variant = "sdp4bit:wq-group-size=64"
+    config = CompareConfig(
+        strategies=f"baseline,qw,{variant}",
+        seeds="1,2",
+        out=tmp_path / "out",
+        model=ModelConfig(layers=1, hidden=64, heads=2),
+        data=base.data,
+        training=replace(base.training, steps=3, accumulation=1),
+        optimizer=base.optimizer,
+        parallel=ParallelConfig(ranks_per_node=1),
+    )
+    answers = run_ranks(compare_in_parts, 2, config, timeout=250)
+    names = [f"{strategy}, seed {seed}" for seed in (1, 2) for strategy in ("baseline", "qw", variant)]
+    assert answers[0] == answers[1]
+    assert answers[0][0] == names
+    assert (
+        "baseline-seed1 has the result of a run with other settings, optimizer.learning_rate 0.005"
+        in (answers[0][1])
+    )
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert list(summary["strategies"]) == ["baseline", "qw", variant]
+    assert summary["complete"] is True
+    # The same weights and the same samples: before any update, quantization changes nothing.
+    assert summary["notes"] == []
+    assert len(summary["runs"]) == 6
+    baseline, _, quantized = summary["strategies"].values()
+    assert baseline["difference_to_baseline_percent"] is None
+    assert baseline["val_loss_std"] > 0
+    assert quantized["difference_to_baseline_percent"] != 0
+    assert len(quantized["difference_to_baseline_interval"]) == 2
+    assert 0 < quantized["inter_bytes_per_step"] < baseline["inter_bytes_per_step"] / 4
+    table = (tmp_path / "out" / "table.md").read_text().splitlines()
+    assert [line.split("|")[1].strip() for line in table[2:5]] == ["baseline", "qw", variant]
+    assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    settings = json.loads((tmp_path / "out" / "sdp4bit+wq-group-size=64-seed2" / "config.json").read_text())
+    assert settings["quantization"]["weights"]["group_size"] == 64
+    assert len({run["first_loss"] for run in summary["runs"]}) == 2  # one per seed
+
+
+def test_runs_that_diverge_do_not_end_a_comparison(text, tmp_path):
+    base = small(text, tmp_path)
+    config = CompareConfig(
+        strategies="baseline,qwd",
+        out=tmp_path / "out",
+        model=ModelConfig(layers=1, hidden=64, heads=2),
+        data=base.data,
+        training=replace(base.training, steps=4, accumulation=1),
+        optimizer=OptimizerConfig(learning_rate=1e30, clip_grad=0),
+        parallel=ParallelConfig(ranks_per_node=1),
+    )
+    runs, others = run_ranks(compare_here, 2, config, timeout=250)
+    assert [run.strategy for run in runs] == ["baseline", "qwd"]
+    assert [run.diverged_at for run in runs] == [run.diverged_at for run in others] != [None, None]
+    member = json.loads((tmp_path / "out" / "summary.json").read_text())["strategies"]["baseline"]
+    assert member["diverged"] == {"1": runs[0].diverged_at}
+    assert member["val_loss_mean"] is None
+
+
+def demo_here(config: DemoConfig) -> None:
+    demo_module.demo(config, ranks=this_rank())
+
+
+def test_demo_summary_has_its_shape(tmp_path):
+    config = DemoConfig(steps=2, out=tmp_path / "demo", cache_dir=tmp_path / "cache")
+    run_ranks(demo_here, DEMO_PROCESSES, config, timeout=250)
+    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    assert list(summary) == ["baseline", "sdp4bit"]
+    for run in summary.values():
+        assert list(run) == [
+            "train_loss",
+            "val_loss",
+            "intra_bytes_per_step",
+            "inter_bytes_per_step",
+            "seconds",
+        ]
+        assert all(value > 0 for value in run.values())
+    assert summary["baseline"]["inter_bytes_per_step"] > 5 * summary["sdp4bit"]["inter_bytes_per_step"]
+    assert (tmp_path / "demo" / "curves.png").stat().st_size > 10_000

@@ -1,0 +1,286 @@
+"""Virtual ranks: one process trains as processes over gloo do, bit for bit, and says the same of their bytes.
+
+Real runs of 4 processes stand for 2 nodes of 2, those of 2 for 2 nodes of 1. Sums in full precision have the
+same bits only for 2 ranks: gloo adds those of more in an order of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tyro")
+pytest.importorskip("tokenizers")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from sdp4bit.engines.fsdp2.groups import find_groups
+from sdp4bit.engines.simulated.rows import RowLayout
+from sdp4bit.plan.probe_config import ProbeConfig
+from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
+from sdp4bit.pretrain.checkpoint.load import open_checkpoint
+from sdp4bit.pretrain.config.communication import CommunicationConfig
+from sdp4bit.pretrain.config.pretrain import ModelConfig, PretrainConfig
+from sdp4bit.pretrain.launch.config import ParallelConfig
+from sdp4bit.pretrain.model.gpt import GPT
+from sdp4bit.pretrain.options import SettingError
+from sdp4bit.pretrain.step.parallelize import RankLayout, shard_chunks
+from sdp4bit.pretrain.step.simulated_model import parameter_groups
+from tests.pretrain.checkpoint.saved_runs import one_rank
+from tests.pretrain.tiny_runs import command_line, losses, read_log, small, this_rank, train_here, write_text
+from tests.ranks import run_ranks
+
+MEASURED = (
+    *("step", "samples", "loss", "lr", "grad_norm", "intra_bytes", "inter_bytes", "compression_ratio"),
+    *("weight_drift", "gradient_error", "loss_scale", "skipped"),
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+def virtual(config: PretrainConfig, *, ranks: int) -> PretrainConfig:
+    """Return the same run in one process, in a folder beside."""
+    out = config.logging.out.with_name(config.logging.out.name + "-virtual")
+    saved = config.checkpoint.save
+    return replace(
+        config,
+        parallel=replace(config.parallel, virtual_ranks=ranks),
+        logging=replace(config.logging, out=out),
+        checkpoint=replace(config.checkpoint, save=saved and saved.with_name(saved.name + "-virtual")),
+    )
+
+
+def measured(out: Path) -> list[dict[str, Any]]:
+    """Return all that a run has logged, apart from times."""
+    return [{name: line[name] for name in MEASURED if name in line} for line in read_log(out)]
+
+
+def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint; parameters and what the optimizer keeps of them are whole."""
+    with one_rank():
+        checkpoint = open_checkpoint(folder)
+        tensors = {
+            name: torch.empty(found.size, dtype=found.properties.dtype)
+            for name, found in checkpoint.saved.items()
+        }
+        checkpoint.read_into(tensors)
+    return tensors
+
+
+def changed(config: PretrainConfig, training: dict[str, Any], **others: Any) -> PretrainConfig:
+    return replace(config, training=replace(config.training, **training), **others)
+
+
+def four_ranks(text: Path, folder: Path) -> list[PretrainConfig]:
+    """Return runs whose gradients are all quantized."""
+    base = small(text, folder / "usual")
+    steps = {"steps": 6, "eval_interval": 3}
+    saving = CheckpointConfig(save=folder / "saved", save_interval=3)
+    other = small(text, folder / "other", strategy="sdp4bit")
+    every_option = CommunicationConfig(
+        weight_bits=8,
+        weight_group_size=96,
+        weight_rounding="stochastic",
+        replica="full",
+        intra_bits=4,
+        inter_group_size=256,
+        inter_rounding="nearest",
+        pipeline_chunks=2,
+        min_numel=0,
+    )
+    return [
+        changed(base, steps, checkpoint=saving),
+        changed(other, {**steps, "precision": "fp32", "accumulation": 1}, communication=every_option),
+    ]
+
+
+def test_runs_of_four_ranks_are_repeated_bit_for_bit(text: Path, tmp_path: Path) -> None:
+    """With accumulation and dropout: losses, norms, bytes; main weights, optimizer states and replicas."""
+    configs = four_ranks(text, tmp_path)
+    run_ranks(train_here, 4, *configs)
+    alone = [virtual(config, ranks=4) for config in configs]
+    run_ranks(train_here, 1, *alone)
+    for real, one in zip(configs, alone, strict=True):
+        expected = measured(real.logging.out)
+        assert len(expected) == 8
+        assert measured(one.logging.out) == expected
+    real_save, virtual_save = configs[0].checkpoint.save, alone[0].checkpoint.save
+    assert real_save is not None and virtual_save is not None
+    for step in ("step-00000003", "step-00000006"):
+        ranks, here = saved_tensors(real_save / step), saved_tensors(virtual_save / step)
+        common = [name for name in here if name.startswith(("model.", "optimizer."))]
+        assert len(common) == 28 * 4
+        assert all(torch.equal(here[name], ranks[name]) for name in common)
+        prefix = "rank0.communication.replica."
+        replicas = [name.removeprefix(prefix) for name in here if name.startswith(prefix)]
+        assert len(replicas) == 28
+        for name in replicas:
+            parts = [ranks[f"rank{rank}.communication.replica.{name}"] for rank in range(4)]
+            assert torch.equal(torch.cat([part for part in parts if part.numel()]), here[prefix + name])
+
+
+def two_ranks(text: Path, folder: Path) -> list[PretrainConfig]:
+    """Return runs that reduce some or all gradients in full precision."""
+    apart = ParallelConfig(ranks_per_node=1)
+    steps = {"steps": 4, "eval_interval": 2, "reshard_after_forward": False}
+    base, qw, late = (small(text, folder / name, parallel=apart) for name in ("baseline", "qw", "late"))
+    return [
+        changed(base, {**steps, "precision": "fp32"}, strategy="baseline"),
+        changed(qw, steps, strategy="qw"),
+        changed(
+            late,
+            {**steps, "precision": "fp16", "initial_loss_scale": 2.0**40},
+            communication=CommunicationConfig(start_step=2, min_numel=10_000),
+        ),
+    ]
+
+
+def test_runs_of_two_ranks_with_full_precision_sums_are_repeated_bit_for_bit(
+    text: Path, tmp_path: Path
+) -> None:
+    """Plain FSDP2; weights alone; fp16 with steps that are skipped, and quantization that starts later."""
+    configs = two_ranks(text, tmp_path)
+    run_ranks(train_here, 2, *configs)
+    alone = [virtual(config, ranks=2) for config in configs]
+    run_ranks(train_here, 1, *alone)
+    for real, one in zip(configs, alone, strict=True):
+        assert measured(one.logging.out) == measured(real.logging.out)
+
+
+def rows_of_fsdp(config: PretrainConfig) -> list[tuple[str, int, list[tuple[str, int, int]]]]:
+    ranks = this_rank()
+    mesh = init_device_mesh("cpu", (1, ranks.world_size, 1), mesh_dim_names=("pipeline", "data", "tensor"))
+    groups = find_groups(shard_chunks(config, layout=RankLayout(mesh=mesh, ranks=ranks)))
+    return [(g.name, g.row_numel, [(s.name, s.start, s.end) for s in g.segments]) for g in groups]
+
+
+def test_rows_are_those_of_fsdp(text: Path, tmp_path: Path) -> None:
+    """Of sizes that three ranks do not divide."""
+    config = small(text, tmp_path, model=ModelConfig(layers=3, hidden=40, heads=2))
+    with torch.device("meta"):
+        model = GPT(config.model_shape)
+    parameters = dict(model.named_parameters())
+    found = []
+    for name, members in parameter_groups(model):
+        rows = RowLayout({member: parameters[member] for member in members}, ranks=3)
+        found.append((name, rows.numel, [(s.name, s.start, s.end) for s in rows.segments]))
+    assert all(result == found for result in run_ranks(rows_of_fsdp, 3, config))
+
+
+def test_rows_hold_the_chunks_of_every_rank() -> None:
+    """Written, read back as a whole and row by row; zeros where there is nothing."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"even": (8, 3), "uneven": (6, 5), "short": (1, 7), "vector": (10,)}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    layout = RowLayout(tensors, ranks=4)
+    assert layout.numel == 2 * 3 + 2 * 5 + 7 + 3
+    rows = torch.full((4, layout.numel), torch.nan)
+    layout.write_rows(tensors, rows)
+    assert rows.isfinite().all()
+    assert torch.equal(rows[3, 6:], torch.cat([torch.zeros(10 + 7), tensors["vector"][9:], torch.zeros(2)]))
+    assert all(torch.equal(layout.row(tensors, rank=rank), rows[rank]) for rank in range(4))
+    whole, by_row = ({name: torch.empty(shape) for name, shape in shapes.items()} for _ in range(2))
+    layout.read_rows(rows, whole)
+    for rank in range(4):
+        layout.read_row(rows[rank], rank=rank, tensors=by_row)
+    for name, tensor in tensors.items():
+        assert torch.equal(whole[name], tensor) and torch.equal(by_row[name], tensor)
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(text: Path, tmp_path: Path) -> None:
+    parallel = ParallelConfig(virtual_ranks=4, ranks_per_node=2)
+    straight = small(text, tmp_path / "straight", parallel=parallel)
+    saving = small(
+        text,
+        tmp_path / "parts",
+        parallel=parallel,
+        checkpoint=CheckpointConfig(save=tmp_path / "saved", save_interval=4),
+    )
+    resumed = replace(saving, checkpoint=CheckpointConfig(load=tmp_path / "saved" / "step-00000004"))
+    run_ranks(train_here, 1, straight, saving)
+    expected = losses(tmp_path / "straight")
+    assert losses(tmp_path / "parts") == expected
+    (results,) = run_ranks(train_here, 1, resumed)
+    assert [step.step for step in results[0].steps] == [5, 6, 7, 8]
+    assert losses(tmp_path / "parts") == expected
+
+
+def resume_elsewhere(config: PretrainConfig, message: str) -> list[float]:
+    warns = pytest.warns(UserWarning, match=message) if this_rank().is_first else nullcontext()
+    with warns:
+        (result,) = train_here(config)
+    return [step.loss for step in result.steps]
+
+
+@pytest.mark.slow
+def test_a_real_run_continues_a_virtual_one_and_the_other_way_round(text: Path, tmp_path: Path) -> None:
+    """The same weights and optimizer states, so nearly the same losses; replicas are refreshed."""
+    real = small(text, tmp_path, checkpoint=CheckpointConfig(save=tmp_path / "real", save_interval=4))
+    alone = ParallelConfig(virtual_ranks=2, ranks_per_node=2)
+    saved_virtually = CheckpointConfig(save=tmp_path / "virtual", save_interval=4)
+    (results,) = run_ranks(train_here, 1, replace(real, parallel=alone, checkpoint=saved_virtually))
+    expected = results[0].steps[4].loss
+    run_ranks(train_here, 2, real)
+    moves = (
+        ("virtual", 2, real.parallel, 2, "saved by 1 ranks"),
+        ("virtual", 1, replace(alone, virtual_ranks=4), 1, "saved by ranks as 2 virtual ranks"),
+        ("real", 1, alone, 2, "saved by 2 ranks"),
+    )
+    for source, processes, parallel, accumulation, message in moves:
+        moved = replace(
+            real,
+            parallel=parallel,
+            training=replace(real.training, accumulation=accumulation),
+            checkpoint=CheckpointConfig(load=tmp_path / source / "step-00000004"),
+        )
+        continued = run_ranks(resume_elsewhere, processes, moved, message)[0]
+        assert len(continued) == 4
+        assert continued[0] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.slow
+def test_compare_takes_one_process_for_many_ranks(text: Path, tmp_path: Path) -> None:
+    done = command_line(
+        *("compare", "--strategies", "baseline,sdp4bit", "--virtual-ranks", "8", "--ranks-per-node", "4"),
+        *("--layers", "1", "--hidden", "64", "--heads", "2", "--lr", "5e-3", "--seq-length", "32"),
+        *("--data-path", str(text), "--vocab-size", "512", "--cache-dir", str(text.parent / "cache")),
+        *("--steps", "3", "--micro-batch-size", "1", "--out", str(tmp_path)),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "on 8 virtual ranks (2 x 4) in one process" in done.stdout
+    strategies = json.loads((tmp_path / "summary.json").read_text())["strategies"]
+    assert strategies["sdp4bit"]["difference_to_baseline_percent"] != 0
+    sent = {name: outcome["inter_bytes_per_step"] for name, outcome in strategies.items()}
+    assert 0 < sent["sdp4bit"] < sent["baseline"] / 4
+
+
+def test_settings_that_do_not_go_with_virtual_ranks_are_refused(text: Path, tmp_path: Path) -> None:
+    def refusal(**settings: Any) -> str:
+        with pytest.raises(SettingError) as error:
+            ParallelConfig(**{"virtual_ranks": 8, "ranks_per_node": 4, **settings})
+        return str(error.value)
+
+    assert "one rank sends nothing" in refusal(virtual_ranks=1, ranks_per_node=1)
+    assert "does not divide the 8 virtual ranks: use one of 1, 2, 4, 8" in refusal(ranks_per_node=3)
+    assert "needs --ranks-per-node" in refusal(ranks_per_node=None)
+    assert "leave out --nproc-per-node" in refusal(nproc_per_node=2)
+    assert "leave out --tensor-model-parallel-size" in refusal(tensor_model_parallel_size=2)
+    assert "leave out --tensor-model-parallel-size" in refusal(pipeline_model_parallel_size=2)
+    parallel = ParallelConfig(virtual_ranks=8, ranks_per_node=4)
+    with pytest.raises(SettingError, match="but 2 have been started"):
+        small(text, tmp_path, parallel=parallel).check_layout(2)
+    with pytest.raises(SettingError, match="give --world-size 8 instead"):
+        small(text, tmp_path, parallel=parallel, dry_run=True)
+    with pytest.raises(SettingError, match="no network to measure"):
+        ProbeConfig(parallel=parallel)

@@ -1,0 +1,143 @@
+"""What property tests draw from, and how many cases they try: a few by default, many when marked slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sdp4bit.quantization.layout import MessageLayout
+from tests.kernels.kernel_buffers import DTYPES, make_messages, make_values
+
+FEW = settings(deadline=None, derandomize=True, max_examples=60)
+MANY = settings(
+    deadline=None, max_examples=1500, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+"""New ones in every run: what fails is printed with the way to repeat it."""
+PROFILES = pytest.mark.parametrize(
+    "profile",
+    [
+        pytest.param(FEW, id="few"),
+        pytest.param(MANY, id="many", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+    ],
+)
+
+
+def hold(profile: settings, strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
+    """The check passes for as many cases as the profile says; the smallest that does not is shown."""
+    passed = 0
+
+    def test(case: Any) -> None:
+        nonlocal passed
+        check(case)
+        passed += 1
+
+    # Repeatable cases are drawn by name.
+    test.__name__ = test.__qualname__ = check.__name__
+    profile(given(strategy)(test))()
+    assert passed >= profile.max_examples
+
+
+NAN, INF = float("nan"), float("inf")
+SPECIAL = (
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    1e-45,
+    -1e-40,
+    2.0**-126,
+    2.0**-100,
+    -(2.0**-101),
+    1e-8,
+    65504.0,
+    3.4e38,
+    NAN,
+)
+SPECIAL += (INF, -INF, -3.4028234663852886e38)
+
+lengths = st.sampled_from([0, 1, 2, 31, 32, 33, 63, 64, 65]) | st.integers(0, 300) | st.integers(0, 2500)
+group_sizes = st.sampled_from([32, 64, 96, 128, 160, 512, 2048, 8192]) | st.integers(1, 40).map(
+    lambda blocks: 32 * blocks
+)
+bits = st.sampled_from([4, 8, 32])
+"""Those of a configuration; 32 is its None."""
+dtypes = st.sampled_from(DTYPES)
+seeds = st.integers(0, 2**31 - 1)
+keys = st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+signs = st.sampled_from([0, 1, 1 << 31, (1 << 32) - 1]) | st.integers(0, 2**32 - 1)
+transforms = st.tuples(st.just(False), st.just(0)) | st.tuples(st.just(True), signs)
+"""Whether to transform, and with which signs."""
+counts = st.integers(0, 6) | st.sampled_from([16, 17])
+"""Messages that are summed."""
+numberings = st.tuples(*[st.integers(0, 1 << 20).map(lambda block: 32 * block)] * 2)
+"""The number of the first value, and of those between rows."""
+special_values = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.sampled_from(SPECIAL)), max_size=5)
+
+
+def _of_many_magnitudes(*shape: int, seed: int) -> Tensor:
+    return make_values(*shape, seed=seed)
+
+
+def _of_any_bits(*shape: int, seed: int) -> Tensor:
+    """Every pattern of 32 bits is as likely: NaN of all kinds, infinities, subnormals, the largest."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32).view(torch.float32)
+
+
+def _of_one_magnitude(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    exponent = int(torch.randint(-149, 127, (), generator=generator))
+    return torch.randn(shape, generator=generator) * 2.0**exponent
+
+
+def _of_levels(*shape: int, seed: int) -> Tensor:
+    """Multiples of half a level: ties, wherever the scale is a power of two."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-14, 15, shape, generator=generator) / 2
+
+
+def _constant(*shape: int, seed: int) -> Tensor:
+    return torch.full(shape, float(SPECIAL[seed % len(SPECIAL)]))
+
+
+_KINDS = (_of_many_magnitudes, _of_one_magnitude, _of_levels, _of_any_bits, _constant)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Tensor:
+    """Values of every kind, some of them replaced by special ones; any dtype unless one is given."""
+    values = draw(st.sampled_from(_KINDS))(*shape, seed=draw(seeds)).contiguous()
+    if values.numel():
+        flat = values.view(-1)
+        for place, value in draw(special_values):
+            flat[int(place * flat.numel())] = value
+    return values.to(draw(dtypes) if dtype is None else dtype)
+
+
+@st.composite
+def laid_out(draw: st.DrawFn, values: Tensor) -> Tensor:
+    """The same values in contiguous rows at any alignment, apart, the leading dimensions in any order."""
+    offset, gap = draw(st.sampled_from([0, 1, 2, 3, 8])), draw(st.sampled_from([0, 1, 5, 16]))
+    order = draw(st.permutations(range(values.dim() - 1)))
+    rows = [values.shape[i] for i in order]
+    buffer = torch.full((*rows, offset + values.shape[-1] + gap), 77.0, dtype=values.dtype)
+    inverse = [order.index(i) for i in range(len(order))]
+    view = buffer[..., offset : offset + values.shape[-1]].permute(*inverse, values.dim() - 1)
+    view.copy_(values)
+    return view
+
+
+@st.composite
+def received_messages(draw: st.DrawFn, count: int, layout: MessageLayout) -> Tensor:
+    """Messages as another rank, or a broken one, might send: any codes, any scales, any fp32 numbers."""
+    messages = make_messages(count, layout, draw(seeds), special=draw(st.booleans()))
+    if layout.bits == 32 and messages.numel():
+        values = draw(tensors((count, layout.parts * layout.padded_numel), dtype=torch.float32))
+        messages[:, : layout.scales_offset] = values.view(torch.uint8)
+    return messages

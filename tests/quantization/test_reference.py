@@ -1,0 +1,322 @@
+"""The definition of the operators, byte for byte against an independent one in Python integers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sdp4bit.quantization import reference
+from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.quantization.random import random_bits16
+from tests.quantization.oracle import (
+    INF,
+    K0,
+    K1,
+    NAN,
+    QMAX,
+    bits_float,
+    decoded,
+    encoded,
+    finite_floats,
+    float_bits,
+    oracle_group,
+    oracle_message,
+    oracle_values,
+    repeatable,
+    rounded,
+    same_values,
+    values_of,
+)
+
+
+def scale_of(largest: float, bits: int) -> Tensor:
+    group = torch.zeros(1, 32)
+    group[0, 5] = largest
+    return reference.compute_scales(group, bits)[0][0]
+
+
+@repeatable
+@given(finite_floats, st.sampled_from([4, 8]))
+def test_scale_is_the_rounded_up_largest_magnitude_over_qmax(largest: float, bits: int) -> None:
+    _, expected = oracle_group([largest], bits, [0])
+    scale = scale_of(largest, bits)
+    assert scale.dtype == torch.bfloat16
+    assert scale.view(torch.int16).item() == expected
+    if abs(largest) >= 2.0**-100:
+        exact = abs(largest) / QMAX[bits]
+        assert exact < scale.item() <= exact * (1 + 2**-7) * (1 + 2**-20)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scale_that_would_be_exact_moves_one_bf16_up(bits: int) -> None:
+    for exponent in range(-90, 120, 7):
+        power = 2.0**exponent
+        assert scale_of(QMAX[bits] * power, bits).item() == power * (1 + 2**-7)
+
+
+def test_scale_is_the_next_bf16_where_the_quotient_lies_below_one() -> None:
+    # 7 * 1.0078125 = 7.0546875; one fp32 unit less than a bf16 number less 4 units still rounds to it.
+    below = bits_float(float_bits(1.0078125) - 64)
+    assert scale_of(7 * below, 4).item() == 1.0078125
+    assert scale_of(7 * 1.0078125, 4).item() == 1.015625
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_huge_values_have_finite_scales_and_decode_within_the_scale_rule(bits: int) -> None:
+    largest = float(np.finfo(np.float32).max)
+    group = torch.full((1, 32), largest)
+    group[0, ::2] *= -1
+    codes, scales = reference.quantize_groups(group, bits, None)
+    assert scales.isfinite().all()
+    assert codes.abs().max().item() <= QMAX[bits]
+    # A decoded value is at most 1 + 2**-7 times the largest, so only the last binade can overflow.
+    group /= 1 + 2**-6
+    codes, scales = reference.quantize_groups(group, bits, None)
+    assert (codes.float() * scales.float().unsqueeze(-1)).isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_group_below_2_to_the_minus_100_is_zero_and_at_it_is_not(bits: int) -> None:
+    limit = 2.0**-100
+    below = bits_float(float_bits(limit) - 1)
+    assert scale_of(below, bits).item() == 0
+    assert scale_of(1e-45, bits).item() == 0
+    assert scale_of(limit, bits).item() > 0
+    message = encoded(torch.full((1, 32), -below), bits, 32)
+    assert torch.equal(decoded(message, 32, bits, 32), torch.zeros(1, 32))
+
+
+@repeatable
+@given(
+    st.lists(finite_floats, min_size=32, max_size=32),
+    st.sampled_from([4, 8]),
+    st.sampled_from([0, 0x8000, 0xFFFF]),
+)
+def test_codes_stay_in_range_without_a_clamp(group: list[float], bits: int, draw: int) -> None:
+    values = torch.tensor([group])
+    codes, scales = reference.quantize_groups(values, bits, torch.full((1, 32), draw).int())
+    assert codes.abs().max().item() <= QMAX[bits]
+    _, reciprocal, _ = reference.compute_scales(values, bits)
+    assert (values * reciprocal).abs().max().item() <= QMAX[bits] * 65536
+    assert scales.isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scale_and_range_hold_for_every_mantissa_of_the_largest_value(bits: int) -> None:
+    # All 2**23 mantissas in one binade; the scale rule does not depend on the exponent.
+    values = torch.arange(0x3F800000, 0x40000000, dtype=torch.int32).view(torch.float32).view(-1, 1)
+    for piece in values.split(1 << 20):
+        scales, reciprocal, _ = reference.compute_scales(piece, bits)
+        step = (piece[:, 0].numpy().astype(np.float64) * rounded(1.0 / QMAX[bits])).astype(np.float32)
+        expected = -(-(step.view(np.int32).astype(np.int64) + 4) // 65536)
+        assert np.array_equal(scales.view(torch.int16).numpy(), expected)
+        fixed = (piece[:, 0] * reciprocal).to(torch.int32)
+        assert fixed.max().item() <= QMAX[bits] << 16
+        # The lower bound of the scale rule: the largest value keeps (1 - 2**-7) of the range.
+        assert fixed.min().item() >= (QMAX[bits] << 16) * (1 - 2**-7) * (1 - 2**-20)
+
+
+# Rounding
+
+
+@repeatable
+@given(st.lists(finite_floats, min_size=32, max_size=32), st.sampled_from([4, 8]))
+def test_every_random_draw_gives_a_neighbouring_level(group: list[float], bits: int) -> None:
+    values = torch.tensor([group])
+    down, _ = reference.quantize_groups(values, bits, torch.zeros(1, 32).int())
+    up, _ = reference.quantize_groups(values, bits, torch.full((1, 32), 0xFFFF).int())
+    nearest, _ = reference.quantize_groups(values, bits, None)
+    assert ((up - down >= 0) & (up - down <= 1)).all()
+    assert ((nearest == down) | (nearest == up)).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_mean_over_all_draws_is_the_fixed_point_value_exactly(bits: int) -> None:
+    group = values_of(1, 32, seed=3)
+    draws = torch.arange(65536, dtype=torch.int32).view(-1, 1).expand(-1, 32)
+    codes, _ = reference.quantize_groups(group.expand(65536, 32), bits, draws)
+    _, reciprocal, _ = reference.compute_scales(group, bits)
+    fixed = (group * reciprocal).double().trunc()
+    assert torch.equal(codes.double().sum(0), fixed[0])
+    # Truncation moves a value by less than 2**-16 of a level, towards zero.
+    assert ((group * reciprocal).double() - fixed).abs().max().item() < 1.0
+
+
+def test_nearest_rounds_ties_up() -> None:
+    # 6.99 / 7 rounds up to a scale of exactly one: multiples of a half are ties.
+    group = torch.zeros(1, 32)
+    group[0, :7] = torch.tensor([6.99, 0.5, -0.5, 1.5, -1.5, 2.5, -2.5])
+    codes, scales = reference.quantize_groups(group, 4, None)
+    assert scales.item() == 1.0
+    assert codes[0, :7].tolist() == [7, 1, 0, 2, -1, 3, -2]
+
+
+# Packing and layout
+
+
+def test_int4_bytes_hold_value_i_low_and_value_i_plus_half_high() -> None:
+    codes = torch.arange(64) % 15 - 7  # scale one: codes are the values themselves
+    values = codes.float().clamp(-6.99, 6.99).view(1, 64)
+    message = encoded(values, 4, 64).tolist()
+    expected = [(codes[i].item() + 8) | (codes[i + 32].item() + 8) << 4 for i in range(32)]
+    assert message[:32] == expected
+    assert message[32:34] == [0x80, 0x3F]  # bf16 one, little-endian
+    assert message[34:] == [0] * 14
+
+
+def test_int8_bytes_are_twos_complement_in_order() -> None:
+    values = (torch.arange(32).float() * 8 - 124).view(1, 32)
+    values[0, 0] = 126.75  # makes the scale exactly one
+    message = encoded(values, 8, 32).tolist()
+    codes = [127, *(8 * i - 124 for i in range(1, 32))]
+    assert message[:32] == [code & 0xFF for code in codes]
+    assert message[32:] == [0x80, 0x3F] + [0] * 14
+
+
+def test_tail_group_is_packed_by_its_own_halves() -> None:
+    values = torch.zeros(1, 160)
+    values[0, 128:160] = torch.tensor([6.99] * 16 + [-6.99] * 16)
+    message = encoded(values, 4, 128)
+    assert message[:64].tolist() == [0x88] * 64
+    assert message[64:80].tolist() == [15 | 1 << 4] * 16
+    assert message[80:84].tolist() == [0, 0, 0x80, 0x3F]
+
+
+SHAPES = [
+    (1, 1, 32),
+    (1, 31, 2048),
+    (2, 32, 32),
+    (3, 100, 64),
+    (2, 96, 96),
+    (2, 500, 96),
+    (1, 257, 128),
+    (2, 640, 512),
+    (1, 2048, 2048),
+    (1, 4097, 2048),
+    (2, 0, 128),
+]
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("bits", [4, 8, 32])
+@pytest.mark.parametrize(("parts", "numel", "group_size"), SHAPES)
+def test_message_equals_the_oracle_byte_for_byte(
+    parts: int, numel: int, group_size: int, bits: int, stochastic: bool
+) -> None:
+    rows = values_of(parts, numel, seed=numel)
+    if numel > 200:
+        rows[-1, 150] = NAN
+        rows[0, -1] = -INF
+    padded = -(-numel // 32) * 32
+    random = None
+    if stochastic:
+        random = [random_bits16(i * padded, padded, K0, K1).tolist() for i in range(parts)]
+    expected = oracle_message(rows.tolist(), bits, group_size, random)
+    message = encoded(rows, bits, group_size, stochastic=stochastic)
+    if bits == 32:  # the oracle packs through fp64, which may quieten a NaN
+        finite = rows.nan_to_num(0.0, 0.0, 0.0)
+        assert bytes(encoded(finite, bits, group_size)) == oracle_message(
+            finite.tolist(), bits, group_size, None
+        )
+        assert same_values(decoded(message, numel, bits, group_size, parts), rows)
+        return
+    assert bytes(message.tolist()) == expected
+    values = torch.tensor(oracle_values(expected, numel, bits, group_size, parts))
+    assert same_values(decoded(message, numel, bits, group_size, parts), values[:, :numel])
+
+
+@repeatable
+@given(
+    st.lists(finite_floats, min_size=1, max_size=130),
+    st.sampled_from([32, 64, 96, 128]),
+    st.sampled_from([4, 8]),
+)
+def test_any_finite_row_equals_the_oracle(row: list[float], group_size: int, bits: int) -> None:
+    message = encoded(torch.tensor([row]), bits, group_size)
+    assert bytes(message.tolist()) == oracle_message([row], bits, group_size, None)
+
+
+def test_unquantized_message_is_exact_to_the_bit() -> None:
+    rows = torch.tensor([[0.0, -0.0, 1e-45, INF, -INF, 1.1, -3e38]])
+    message = encoded(rows, 32, 32)
+    assert torch.equal(decoded(message, 7, 32, 32).view(torch.int32), rows.view(torch.int32))
+
+
+def test_group_of_zeros_is_zero() -> None:
+    for bits in (4, 8):
+        rows = torch.zeros(1, 64)
+        rows[0, ::2] = -0.0
+        message = encoded(rows, bits, 64, stochastic=True)
+        assert torch.equal(decoded(message, 64, bits, 64).view(torch.int32), torch.zeros(1, 64).int())
+
+
+# Non-finite values
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, 96, 128])
+def test_a_non_finite_value_poisons_exactly_its_group(bad: float, bits: int, group_size: int) -> None:
+    numel = 500
+    for place in (0, group_size - 1, group_size, 300, numel - 1):
+        rows = values_of(2, numel)
+        clean = decoded(encoded(rows, bits, group_size), numel, bits, group_size, parts=2)
+        rows[1, place] = bad
+        message = encoded(rows, bits, group_size)
+        spoiled = decoded(message, numel, bits, group_size, parts=2)
+        first = place // group_size * group_size
+        expected = clean.clone()
+        expected[1, first : first + group_size] = NAN
+        assert same_values(spoiled, expected)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize(("group_in", "group_out"), [(128, 128), (64, 256), (256, 64)])
+def test_a_non_finite_value_of_one_rank_survives_the_reduction(
+    bad: float, group_in: int, group_out: int
+) -> None:
+    numel, parts = 512, 2
+    ranks = [values_of(parts, numel, seed=seed) for seed in range(3)]
+
+    def reduced() -> Tensor:
+        messages = torch.stack([encoded(rows, 8, group_in) for rows in ranks])
+        layout = MessageLayout(numel=numel, bits=4, group_size=group_out)
+        out = torch.empty(parts, layout.nbytes, dtype=torch.uint8)
+        reference.dequantize_reduce_quantize(
+            messages,
+            out,
+            numel=numel,
+            bits_in=8,
+            group_size_in=group_in,
+            bits_out=4,
+            group_size_out=group_out,
+            stochastic=False,
+            k0=0,
+            k1=0,
+            first=0,
+            row_stride=numel,
+        )
+        result = torch.empty(parts, numel)
+        for part in range(parts):
+            reference.dequantize_reduce_hadamard(
+                out[part : part + 1],
+                result[part],
+                bits=4,
+                group_size=group_out,
+                hadamard=False,
+                multiplier=0.5,
+            )
+        return result
+
+    clean = reduced()
+    assert clean.isfinite().all()
+    ranks[1][1, 300] = bad
+    wider = max(group_in, group_out)
+    first = 300 // wider * wider
+    expected = clean.clone()
+    expected[1, first : first + wider] = NAN
+    assert same_values(reduced(), expected)

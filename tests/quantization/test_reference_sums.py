@@ -1,0 +1,158 @@
+"""Sums of messages, the transform around them, and the weight path, against the independent definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sdp4bit.quantization import reference
+from sdp4bit.quantization.hadamard import hadamard32
+from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.quantization.random import random_bits16
+from tests.quantization.oracle import (
+    K0,
+    K1,
+    encoded,
+    oracle_message,
+    oracle_values,
+    values_of,
+)
+
+# Sums
+
+
+def test_sum_starts_from_plus_zero_and_adds_in_rank_order() -> None:
+    # In fp32, (1e8 + 1) - 1e8 = 0 but (1e8 - 1e8) + 1 = 1.
+    rows = torch.tensor([[1e8], [1.0], [-1e8], [-0.0]]).expand(4, 32)
+    messages = torch.stack([encoded(row.view(1, 32), 32, 32) for row in rows])
+
+    def total(order: list[int]) -> Tensor:
+        out = torch.empty(32)
+        reference.dequantize_reduce_hadamard(
+            messages[order], out, bits=32, group_size=32, hadamard=False, multiplier=1.0
+        )
+        return out
+
+    assert torch.equal(total([0, 1, 2]), torch.zeros(32))
+    assert torch.equal(total([0, 2, 1]), torch.ones(32))
+    assert total([3]).view(torch.int32).tolist() == [0] * 32  # +0.0 + -0.0 is +0.0
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("numel", [32, 200, 1000])
+def test_reduction_equals_the_oracle(bits: int, numel: int) -> None:
+    group_size = 96
+    messages = torch.stack([encoded(values_of(1, numel, seed=seed), bits, group_size) for seed in range(5)])
+    total = np.zeros(numel, dtype=np.float32)
+    for message in messages.tolist():
+        row = oracle_values(bytes(message), numel, bits, group_size, 1)[0][:numel]
+        total = total + np.array(row, dtype=np.float32)
+    multiplier = 1 / 3
+    out = torch.empty(numel)
+    reference.dequantize_reduce_hadamard(
+        messages, out, bits=bits, group_size=group_size, hadamard=False, multiplier=multiplier
+    )
+    assert torch.equal(out, torch.from_numpy(total * np.float32(multiplier)))
+
+
+def test_requantized_sum_equals_the_oracle_with_other_group_sizes() -> None:
+    numel, parts, ranks = 300, 2, 3
+    messages = torch.stack([encoded(values_of(parts, numel, seed=seed), 8, 128) for seed in range(ranks)])
+    first, row_stride = 64, 4096
+    out = torch.full((parts, 176), 0xAA, dtype=torch.uint8)
+    reference.dequantize_reduce_quantize(
+        messages,
+        out,
+        numel=numel,
+        bits_in=8,
+        group_size_in=128,
+        bits_out=4,
+        group_size_out=96,
+        stochastic=True,
+        k0=K0,
+        k1=K1,
+        first=first,
+        row_stride=row_stride,
+    )
+    total = np.zeros((parts, 320), dtype=np.float32)
+    for message in messages.tolist():
+        total = total + np.array(oracle_values(bytes(message), numel, 8, 128, parts), dtype=np.float32)
+    for part in range(parts):
+        random = random_bits16(part * row_stride + first, 320, K0, K1).tolist()
+        expected = oracle_message([total[part].tolist()], 4, 96, [random])
+        assert bytes(out[part].tolist()) == expected
+
+
+def test_transform_happens_once_before_the_first_and_once_after_the_last_sum() -> None:
+    numel = 100
+    values = values_of(2, 1, numel, heavy=False)
+    messages = torch.empty(2, 512, dtype=torch.uint8)
+    reference.hadamard_quantize(
+        values, messages, bits=32, group_size=32, hadamard=True, stochastic=False,
+        k0=0, k1=0, first=0, row_stride=128,
+    )  # fmt: skip
+    padded = torch.nn.functional.pad(values, (0, 28))
+    mixed = hadamard32(padded)
+    assert torch.equal(messages.view(torch.float32).view(2, 1, 128), mixed)
+    out = torch.empty(numel)
+    reference.dequantize_reduce_hadamard(
+        messages, out, bits=32, group_size=32, hadamard=True, multiplier=1 / 64
+    )
+    assert torch.equal(out, hadamard32(mixed[0, 0] + mixed[1, 0])[:numel] * (1 / 64))
+
+
+# Weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group_size", [96, 2048])
+def test_weight_difference_is_taken_and_added_in_fp32(dtype: torch.dtype, group_size: int) -> None:
+    numel, bits = 2100, 4
+    main = values_of(numel, heavy=False)
+    replica = (main + values_of(numel, seed=1, heavy=False) * 1e-2).to(dtype)
+    layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
+    out = torch.empty(layout.nbytes, dtype=torch.uint8)
+    reference.subtract_quantize(
+        main, replica, out, bits=bits, group_size=group_size, stochastic=True, k0=K0, k1=K1
+    )
+    difference = (main.numpy() - replica.float().numpy()).tolist()
+    random = random_bits16(0, layout.padded_numel, K0, K1).tolist()
+    expected = oracle_message([difference], bits, group_size, [random])
+    assert bytes(out.tolist()) == expected
+
+    received = torch.tensor(oracle_values(expected, numel, bits, group_size, 1)[0][:numel])
+    rows = torch.stack([replica, -replica])
+    updated = rows.clone()
+    reference.dequantize_add(
+        torch.stack([out, out]), updated, bits=bits, group_size=group_size, accumulate=True
+    )
+    assert torch.equal(updated, (rows.float() + received).to(dtype))
+    reference.dequantize_add(
+        torch.stack([out, out]), updated, bits=bits, group_size=group_size, accumulate=False
+    )
+    assert torch.equal(updated, received.to(dtype).expand(2, numel))
+
+
+def test_bf16_sum_is_rounded_to_nearest_even() -> None:
+    # Between 1 and 1 + 2**-7 in bf16 lies the tie 1 + 2**-8; between the next two, 1 + 3 * 2**-8.
+    replica = torch.ones(1, 32, dtype=torch.bfloat16)
+    replica[0, 1] = 1 + 2**-7
+    difference = torch.full((1, 32), 2.0**-8)
+    difference[0, 2] = 2.0**-8 + 2.0**-20
+    message = encoded(difference, 32, 32).unsqueeze(0)
+    reference.dequantize_add(message, replica, bits=32, group_size=32, accumulate=True)
+    assert replica[0, :3].tolist() == [1.0, 1 + 2**-6, 1 + 2**-7]
+
+
+def test_a_zero_difference_leaves_the_replica_alone() -> None:
+    main = values_of(4096, heavy=False).to(torch.bfloat16)
+    layout = MessageLayout(numel=4096, bits=4, group_size=2048)
+    out = torch.empty(layout.nbytes, dtype=torch.uint8)
+    reference.subtract_quantize(
+        main.float(), main, out, bits=4, group_size=2048, stochastic=True, k0=K0, k1=K1
+    )
+    replica = main.clone().unsqueeze(0)
+    reference.dequantize_add(out.unsqueeze(0), replica, bits=4, group_size=2048, accumulate=True)
+    assert torch.equal(replica[0], main)
