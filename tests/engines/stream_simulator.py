@@ -303,7 +303,7 @@ def place() -> str:
         name = frame.f_code.co_filename
         line = f"{name.rpartition('/')[2]}:{frame.f_lineno}"
         if is_library(name):
-            lines.append(f"sdp4bit/{line}")
+            lines.append(f"sdp4bit/{name.removeprefix(_LIBRARY)}:{frame.f_lineno}")
         elif len(others) < 3 and ("_fully_shard/" in name or "megatron/" in name or "stream_scen" in name):
             others.append(line)
         frame = frame.f_back

@@ -24,14 +24,14 @@ from tests.ranks import run_ranks
 PRELOAD = ["tests.engines.stream_scenarios"]
 
 MAY_WAIT = {
-    "load": "fsdp_",  # the ranks agree once whether the loaded rows fit
-    "load, full replica": "fsdp_",
-    "accumulation": "fsdp_edits.py",  # whether weights were edited after the first reduction
-    "edits": "fsdp_edits.py",  # the same in evaluations
+    "load": "engines/fsdp2/",  # the ranks agree once whether the loaded rows fit
+    "load, full replica": "engines/fsdp2/",
+    "accumulation": "fsdp2/edits.py",  # whether weights were edited after the first reduction
+    "edits": "fsdp2/edits.py",  # the same in evaluations
     "evaluation": "measures.py",  # measure() returns numbers
     "audit": "audit.py",  # the host compares checksums
     "resync and audit": "audit.py",
-    "alerts": "group_alerts.py",  # the host decides
+    "alerts": "engines/alerts.py",  # the host decides
 }
 """Scenarios in which the host has a reason to wait in a step, and the file that does it."""
 
@@ -57,7 +57,7 @@ def needed(results: dict[str, Result], scenarios: dict[str, Callable[[], object]
     for name, (_, _, ordering, _) in results.items():
         for site in ordering:
             found = tried.setdefault(site, [])
-            if not any(found) and len(found) < 2 and not site.startswith("telemetry.py"):
+            if not any(found) and len(found) < 2 and not site.startswith("traffic.py"):
                 found.append(bool(run_scenario(name, scenarios, left_out=site)[0]))
     return {site: any(found) for site, found in tried.items() if found}
 
