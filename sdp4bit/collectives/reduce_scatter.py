@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.collectives.errors import PLACES
-from sdp4bit.collectives.exchange import PendingExchange
-from sdp4bit.collectives.message_exchange import GroupExchange, MessageExchange, Use
+from sdp4bit.collectives.exchange import GroupExchange, MessageExchange, PendingExchange, Use
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.config import GradientConfig

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.exchange import PendingExchange
-from sdp4bit.collectives.message_exchange import Use
+from sdp4bit.collectives.exchange import PendingExchange, Use
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import NodeLayout, Topology, arrange
-from sdp4bit.collectives.weight_messages import WeightMessages
+from sdp4bit.collectives.weight_replica import WeightMessages
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.traffic import Level, TrafficCounter
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.all_gather import Span
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
+from sdp4bit.collectives.weight_replica import Span
 from sdp4bit.collectives.work import HostCopy
 from sdp4bit.config import TelemetryConfig
 from sdp4bit.traffic import Traffic

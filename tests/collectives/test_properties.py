@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sdp4bit.collectives.all_gather import Span, WeightReplica, common_spans, merge_spans
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology, arrange, create_topologies
+from sdp4bit.collectives.weight_replica import Span, WeightReplica, common_spans, merge_spans
 from sdp4bit.config import GradientConfig, ReplicaPlacement, WeightConfig
 from sdp4bit.plan.traffic import Exchange, RankGrid, gradient_exchange, weight_refresh
 from sdp4bit.traffic import Traffic, TrafficCounter

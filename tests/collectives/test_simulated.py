@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sdp4bit.collectives.all_gather import WeightReplica
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.simulated import VirtualReduceScatter, VirtualReplica, virtual_layout
 from sdp4bit.collectives.topology import create_topologies
+from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.traffic import Traffic, TrafficCounter
 from tests.ranks import run_ranks

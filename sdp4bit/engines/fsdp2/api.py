@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from sdp4bit.collectives.all_gather import WeightReplica
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import (
@@ -24,6 +23,7 @@ from sdp4bit.collectives.topology import (
     create_topologies,
     destroy_topology,
 )
+from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree, participants
 from sdp4bit.engines.alert_log import AlertCallback

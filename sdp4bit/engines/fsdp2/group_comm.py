@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sdp4bit.collectives.all_gather import Span, WeightReplica, merge_spans
 from sdp4bit.collectives.errors import naming
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.collectives.weight_replica import Span, WeightReplica, merge_spans
 from sdp4bit.engines.fsdp2.groups import FSDPGroup
 from sdp4bit.engines.measures import GradientSample
 from sdp4bit.quantization.checksum import checksum

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from sdp4bit.collectives.all_gather import Span, merge_spans
+from sdp4bit.collectives.weight_replica import Span, merge_spans
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
 
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module", "_orig_mod")

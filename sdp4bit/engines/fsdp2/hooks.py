@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sdp4bit.collectives.all_gather import Span, WeightReplica
 from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
+from sdp4bit.collectives.weight_replica import Span, WeightReplica
 from sdp4bit.collectives.work import CompletedWork, DeferredWork
 from sdp4bit.config import GradientConfig
 from sdp4bit.engines.fsdp2.comm_state import CommState, in_backward

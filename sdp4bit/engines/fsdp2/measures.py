@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sdp4bit.collectives.all_gather import Span
+from sdp4bit.collectives.weight_replica import Span
 from sdp4bit.engines.fsdp2.group_comm import GroupComm
 from sdp4bit.engines.measures import (
     sample_of,

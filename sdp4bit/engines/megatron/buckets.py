@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sdp4bit.collectives.all_gather import Span
+from sdp4bit.collectives.weight_replica import Span
 
 REPLICATED_DTYPES = (torch.bfloat16, torch.float16)
 """Parameters of these types have fp32 main weights, so that a replica and its difference exist."""

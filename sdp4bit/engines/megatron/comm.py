@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sdp4bit.collectives.all_gather import Span, WeightReplica
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import NodeLayout, Topology
+from sdp4bit.collectives.weight_replica import Span, WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.engines.measures import GradientSample, sample_gradient
 from sdp4bit.engines.megatron.buckets import MegatronBucket
