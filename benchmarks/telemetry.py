@@ -35,10 +35,9 @@ import sdp4bit
 from benchmarks.cluster_strategies import TrainingStep, Workload, build_model, shard
 from benchmarks.kernels import describe_machine
 from sdp4bit.config import SDP4BitConfig, TelemetryConfig
-from sdp4bit.engines.fsdp2 import hooks as fsdp_hooks
-from sdp4bit.engines.fsdp2.comm_state import CommState
+from sdp4bit.engines.fsdp2.communication import FSDPCommunication
 from sdp4bit.engines.fsdp2.edits import EditDetector
-from sdp4bit.engines.fsdp2.group_comm import GroupComm
+from sdp4bit.engines.handle import ModelCommunication
 
 RANKS, RANKS_PER_NODE = 4, 2
 WARM_UP_STEPS = 4
@@ -76,10 +75,10 @@ def _work(rank: int, store: str, arguments: argparse.Namespace, results: Any) ->
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     measuring, watching = ThreadTime(), ThreadTime()
     # Only what telemetry adds to a step; counting what is not finite is a few operations on scales.
-    CommState._measure = measuring.around(CommState._measure)  # type: ignore[method-assign]
-    fsdp_hooks.sample_gradient = measuring.around(fsdp_hooks.sample_gradient)
+    ModelCommunication.measure_step = measuring.around(ModelCommunication.measure_step)  # type: ignore[method-assign]
+    FSDPCommunication.sample_gradient = measuring.around(FSDPCommunication.sample_gradient)  # type: ignore[method-assign]
     EditDetector.look = watching.around(EditDetector.look)  # type: ignore[method-assign]
-    GroupComm.note_refresh = watching.around(GroupComm.note_refresh)  # type: ignore[method-assign]
+    FSDPCommunication.note_refresh = watching.around(FSDPCommunication.note_refresh)  # type: ignore[method-assign]
     workload = Workload(layers=arguments.layers, hidden=arguments.hidden, micro_batch=arguments.micro_batch)
     intervals = [0, *arguments.intervals]
     steps = {interval: _build(workload, interval) for interval in intervals}

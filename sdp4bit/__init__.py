@@ -22,7 +22,8 @@ from sdp4bit.config import (
 )
 from sdp4bit.engines.audit import ReplicaMismatchError
 from sdp4bit.engines.fallback import Alert
-from sdp4bit.engines.fsdp2.api import CommHandle, quantize_communication
+from sdp4bit.engines.fsdp2.api import quantize_communication
+from sdp4bit.engines.handle import CommHandle
 
 __version__ = VERSION
 

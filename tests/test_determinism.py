@@ -61,7 +61,7 @@ def recorded() -> Iterator[dict[str, Bits]]:
             for parameter in comm.group._group.fsdp_params:
                 bits["weights"].add(parameter.sharded_param.to_local())
             assert comm.replica is not None
-            bits["own rows"].add(comm.replica.own_row)
+            bits["own rows"].add(comm.replica.own_shard)
             assert comm.replica.rows is not None
             bits["replicas"].add(comm.replica.rows)
         remove(self)

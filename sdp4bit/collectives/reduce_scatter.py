@@ -182,8 +182,8 @@ class QuantizedReduceScatter:
         self._traffic.count_plain(numel * input.element_size())
         rows = input.view(topology.nodes, topology.ranks_per_node, numel)
         return [
-            self._reduce_slice(index, span, output, rows, call, multiplier, nonfinite)
-            for index, span in enumerate(self._slices(numel))
+            self._reduce_slice(index, places, output, rows, call, multiplier, nonfinite)
+            for index, places in enumerate(self._slices(numel))
         ]
 
     def requantized(self, values: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class QuantizedReduceScatter:
 
     @property
     def group_unit(self) -> int:
-        """The shortest stretch of values that divides no quantization group of either level."""
+        """The shortest range of values that divides no quantization group of either level."""
         return math.lcm(*(hop.group_size for hop in self._hops))
 
     def _slices(self, numel: int) -> list[slice]:
@@ -231,21 +231,21 @@ class QuantizedReduceScatter:
     def _reduce_slice(
         self,
         index: int,
-        span: slice,
+        places: slice,
         output: Tensor,
         rows: Tensor,
         call: int,
         multiplier: float,
         nonfinite: Tensor | None,
     ) -> Iterator[None]:
-        """Reduce rows[..., span] into output[span]; yields whenever a transfer is under way.
+        """Reduce rows[..., places] into output[places]; yields whenever a transfer is under way.
 
         A row's random bits are numbered by its values' places in the whole row, so slicing changes nothing.
         """
         first, *rest = self._hops
-        numel, signs = span.stop - span.start, self._signs(call)
+        numel, signs = places.stop - places.start, self._signs(call)
         row_stride = round_up(output.numel(), BLOCK)
-        part = rows[..., span]  # [nodes, ranks_per_node, numel]
+        part = rows[..., places]  # [nodes, ranks_per_node, numel]
         by_destination = part.transpose(0, 1) if first.level == "intra" else part
 
         layout = first.layout(numel, parts=by_destination.shape[1])
@@ -258,7 +258,7 @@ class QuantizedReduceScatter:
             self._hadamard,
             first.stochastic,
             *self._keys(first, call),
-            span.start,
+            places.start,
             row_stride,
             signs,
         )
@@ -279,7 +279,7 @@ class QuantizedReduceScatter:
                 summed.group_size,
                 hop.stochastic,
                 *self._keys(hop, call),
-                span.start,
+                places.start,
                 row_stride,
             )
             layout = summed
@@ -291,7 +291,7 @@ class QuantizedReduceScatter:
             nonfinite += count_nonfinite(received, layout)
         factor = multiplier * INVERSE_FACTOR if self._hadamard else multiplier
         ops.dequantize_reduce_hadamard(
-            received, output[span], layout.bits, layout.group_size, self._hadamard, factor, signs
+            received, output[places], layout.bits, layout.group_size, self._hadamard, factor, signs
         )
 
     def _start(

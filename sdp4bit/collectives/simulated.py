@@ -19,7 +19,7 @@ from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.traffic import Level, TrafficCounter
 
 
-def virtual_layout(ranks: int, *, ranks_per_node: int) -> NodeLayout:
+def simulated_layout(ranks: int, *, ranks_per_node: int) -> NodeLayout:
     """Return ranks 0 .. ranks - 1, node by node; ValueError if they do not fill the nodes."""
     return arrange(range(ranks), [rank // ranks_per_node for rank in range(ranks)])
 
@@ -35,8 +35,8 @@ class _NoTransfer(PendingExchange):
         return self
 
 
-class VirtualExchange:
-    """The all-to-alls of one virtual rank: what one rank sends and another receives is one piece of memory.
+class SimulatedExchange:
+    """The all-to-alls of one simulated rank: what one rank sends and another receives is one piece of memory.
 
     The ranks of a node exchange in a matrix [receiver, sender, nbytes], which the next node uses after them;
     those with one local rank have a matrix of their own.
@@ -65,8 +65,8 @@ class VirtualExchange:
         return _NoTransfer()
 
 
-class VirtualReduceScatter:
-    """Reduces the rows of virtual ranks as QuantizedReduceScatter does between processes, bit for bit.
+class SimulatedReduceScatter:
+    """Reduces the rows of simulated ranks as QuantizedReduceScatter does between processes, bit for bit.
 
     Ranks hand in their rows one after another. What is kept of a rank is the message it sends; of the ranks
     of a node that is complete, the messages between nodes.
@@ -104,7 +104,7 @@ class VirtualReduceScatter:
                     bucket=bucket,
                     traffic=uncounted if rank else traffic,
                     scratch=scratch,
-                    exchange=VirtualExchange(topology, scratch, bucket=bucket),
+                    exchange=SimulatedExchange(topology, scratch, bucket=bucket),
                 )
             )
         self._under_way: list[list[Iterator[None]]] = []
@@ -140,9 +140,14 @@ class VirtualReduceScatter:
             _advance(slices)
             take(rank, self._row)
 
+    def configure(self, config: GradientConfig) -> None:
+        """Do the next reductions with these settings."""
+        for member in self._members:
+            member.configure(config)
+
     @property
-    def of_first_rank(self) -> QuantizedReduceScatter:
-        """The first rank's part of the reduction, whose settings are those of all."""
+    def of_rank_0(self) -> QuantizedReduceScatter:
+        """Rank 0's part of the reduction, whose settings are those of all."""
         return self._members[0]
 
 
@@ -152,8 +157,8 @@ def _advance(slices: list[Iterator[None]]) -> None:
         next(reduction, None)
 
 
-class VirtualReplica:
-    """What all virtual ranks hold of a parameter group's weights, which is the same on all: kept once."""
+class SimulatedReplica:
+    """What all simulated ranks hold of a parameter group's weights, which is the same on all: kept once."""
 
     def __init__(
         self,
@@ -172,12 +177,25 @@ class VirtualReplica:
         """
         self._layout = layout
         self._messages = WeightMessages(config, seed=seed, bucket=bucket)
-        self.bits = config.bits
-        """Bits of a value in a quantized refresh; None if all refreshes are in full precision."""
-        self.group_size = config.group_size
+        self.config = config
         self._traffic = traffic
         self._scratch = scratch
         self._is_full = config.replica == "full" or layout.ranks_per_node == 1
+
+    def configure(self, config: WeightConfig) -> None:
+        """Do the next refreshes with these settings."""
+        self.config = config
+        self._messages = self._messages.with_config(config)
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of a value in a quantized refresh; None if all refreshes are in full precision."""
+        return self.config.bits
+
+    @property
+    def group_size(self) -> int:
+        """Values that share a scale."""
+        return self.config.group_size
 
     def refresh_fully(self, rows: Tensor, held: Tensor) -> None:
         """What is held equals the given rows of all ranks.
@@ -220,7 +238,7 @@ class VirtualReplica:
         return self._messages.sends_differences
 
     def quantized_differences(self, row: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a quantized refresh of the first rank's row has to send and what arrives of it."""
+        """Return what a quantized refresh of rank 0's row has to send and what arrives of it."""
         return self._messages.quantized_differences(row, held, rank=0)
 
     def count_gather(self, row_bytes: int) -> None:

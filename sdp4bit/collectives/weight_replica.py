@@ -23,14 +23,14 @@ from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout, message_l
 from sdp4bit.quantization.random import Stage, derive_keys, pack_stream
 from sdp4bit.traffic import Level, TrafficCounter
 
-Span = tuple[int, int]
-"""Start and end of a stretch of a row."""
+Range = tuple[int, int]
+"""Start and end of a range of a row."""
 
 
-def merge_spans(spans: Sequence[Span]) -> list[Span]:
-    """Return stretches, in ascending order, as few as possible: none is empty, no two touch."""
-    merged: list[Span] = []
-    for start, end in spans:
+def merge_ranges(ranges: Sequence[Range]) -> list[Range]:
+    """Return ranges, in ascending order, as few as possible: none is empty, no two touch."""
+    merged: list[Range] = []
+    for start, end in ranges:
         if merged and merged[-1][1] == start:
             merged[-1] = (merged[-1][0], end)
         elif start < end:
@@ -38,8 +38,8 @@ def merge_spans(spans: Sequence[Span]) -> list[Span]:
     return merged
 
 
-def common_spans(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
-    """Return what two lists of stretches, each in ascending order, have in common."""
+def common_ranges(first: Sequence[Range], second: Sequence[Range]) -> list[Range]:
+    """Return what two lists of ranges, each in ascending order, have in common."""
     pairs = [(max(a, c), min(b, d)) for a, b in first for c, d in second]
     return [(start, end) for start, end in pairs if start < end]
 
@@ -122,8 +122,8 @@ class WeightReplica:
     "full" holds the rows of all ranks on every rank. "node" holds, on local rank j, the rows of the ranks
     with local rank j of every node; together the ranks of a node hold everything once.
 
-    A refresh is started, which sends, and settled, which applies what has come: transfers of several replicas
-    can be under way at once, and other work be done meanwhile.
+    A refresh is started, which sends, and waited for, which applies what has come: transfers of several
+    replicas can be under way at once, and other work be done meanwhile.
     """
 
     def __init__(
@@ -136,13 +136,13 @@ class WeightReplica:
         bucket: int,
         traffic: TrafficCounter,
         scratch: Scratch,
-        parts: Sequence[Sequence[Span]] = (),
+        parts: Sequence[Sequence[Range]] = (),
         name: str = "",
     ) -> None:
         """Prepare; nothing is allocated or sent before the first refresh.
 
         Args:
-            parts: stretches of a row, each list in a quantized message of its own: how one is rounded does
+            parts: ranges of a row, each list in a quantized message of its own: how one is rounded does
                 not depend on what the others hold. Together they are the row; () for one message.
             name: of the parameter group, for errors.
         """
@@ -172,7 +172,7 @@ class WeightReplica:
         if config.replica != self._config.replica:
             raise ValueError(f"the replica is {self._config.replica!r} and cannot become {config.replica!r}")
         if config != self._config:
-            self.settle()
+            self.wait()
             self._config = config
             self._messages = self._messages.with_config(config)
 
@@ -197,19 +197,19 @@ class WeightReplica:
         return self._messages.sends_differences
 
     @property
-    def own_row(self) -> Tensor:
+    def own_shard(self) -> Tensor:
         """[n], what the devices hold of this rank's own shard."""
-        self.settle()
+        self.wait()
         assert self.rows is not None
         own = self.rows[self._topology.node]
         return own[self._topology.local_rank] if self.is_full else own
 
     @property
     def is_pending(self) -> bool:
-        """Whether a refresh has been started and not settled; the rows must not be read."""
+        """Whether a refresh has been started and not waited for; the rows must not be read."""
         return self._pending is not None
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """The refresh that is under way, if any, has finished; the ranks of a node call it together."""
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -217,14 +217,14 @@ class WeightReplica:
                 pending()
 
     def start_full_refresh(self, row: Tensor) -> None:
-        """After settle() the replica equals the given rows of all ranks, sent in full precision.
+        """After wait() the replica equals the given rows of all ranks, sent in full precision.
 
-        Steps: 1. all-gather between nodes;  2. "full": all-gather of the result in the node, in settle().
+        Steps: 1. all-gather between nodes;  2. "full": all-gather of the result in the node, in wait().
 
         Args:
-            row: [n], what the devices shall hold of this rank's shard, contiguous; unchanged until settle().
+            row: [n], what the devices shall hold of this rank's shard, contiguous; unchanged until wait().
         """
-        self.settle()
+        self.wait()
         topology, numel = self._topology, row.numel()
         shape = (topology.nodes, topology.ranks_per_node, numel) if self.is_full else (topology.nodes, numel)
         # Plain tensors even under inference_mode: training updates them in place later.
@@ -257,27 +257,29 @@ class WeightReplica:
                 row.nbytes * topology.nodes, level="intra", peers=topology.ranks_per_node - 1
             )
 
-    def start_quantized_refresh(self, row: Tensor, *, call: int, spans: Sequence[Span] | None = None) -> None:
-        """After settle() the replica has moved towards the given rows by their quantized differences.
+    def start_quantized_refresh(
+        self, row: Tensor, *, call: int, ranges: Sequence[Range] | None = None
+    ) -> None:
+        """After wait() the replica has moved towards the given rows by their quantized differences.
 
         Every rank, the owner of a row included, applies the same dequantized difference, so all copies stay
         bit-identical and what rounding left out is part of the next difference.
         Steps, for each part of a row: 1. subtract, quantize;  2. all-gather of one message between nodes;
-        and in settle() 3. "full": all-gather of the messages in the node;  4. dequantize, add.
+        and in wait() 3. "full": all-gather of the messages in the node;  4. dequantize, add.
 
         Args:
             row: [n], this rank's main shard.
             call: number of this refresh of the bucket since the start, for the rounding bits.
-            spans: stretches of the row that may have changed, the same on all ranks; None for all of it.
+            ranges: ranges of the row that may have changed, the same on all ranks; None for all of it.
         """
-        self.settle()
+        self.wait()
         assert self.rows is not None
         if self._config.bits is None:
             self.start_full_refresh(row)
             return
-        chosen: list[Sequence[Span] | None] = [spans]
+        chosen: list[Sequence[Range] | None] = [ranges]
         if self._parts:
-            chosen = [part if spans is None else common_spans(part, spans) for part in self._parts]
+            chosen = [part if ranges is None else common_ranges(part, ranges) for part in self._parts]
         started = [
             self._start_differences(row, call * len(chosen) + index, part)
             for index, part in enumerate(chosen)
@@ -286,13 +288,15 @@ class WeightReplica:
         if started:
             self._pending = partial(_call_all, started)
 
-    def _start_differences(self, row: Tensor, call: int, spans: Sequence[Span] | None) -> Callable[[], None]:
-        """Return what finishes the refresh of these stretches."""
+    def _start_differences(
+        self, row: Tensor, call: int, ranges: Sequence[Range] | None
+    ) -> Callable[[], None]:
+        """Return what finishes the refresh of these ranges."""
         assert self.rows is not None
         replica = self.rows
-        if spans is not None:
-            row = torch.cat([row[start:end] for start, end in spans])
-            replica = torch.cat([replica[..., start:end] for start, end in spans], dim=-1)
+        if ranges is not None:
+            row = torch.cat([row[start:end] for start, end in ranges])
+            replica = torch.cat([replica[..., start:end] for start, end in ranges], dim=-1)
         topology, device = self._topology, row.device
         layout = self._messages.layout(row.numel())
         held = replica[topology.node, topology.local_rank] if self.is_full else replica[topology.node]
@@ -311,7 +315,7 @@ class WeightReplica:
                 messages, own, topology.inter, what=self._what("quantized", "inter")
             ).timed_by(stop)
             self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
-        return partial(self._finish_differences, transfer, messages, replica, layout, spans, slot)
+        return partial(self._finish_differences, transfer, messages, replica, layout, ranges, slot)
 
     def _finish_differences(
         self,
@@ -319,16 +323,16 @@ class WeightReplica:
         messages: Tensor,
         replica: Tensor,
         layout: MessageLayout,
-        spans: Sequence[Span] | None,
+        ranges: Sequence[Range] | None,
         slot: int,
     ) -> None:
         transfer.wait()
         self._apply_all(messages, replica, layout)
         self._scratch.free_slot(slot)
-        if spans is not None:
+        if ranges is not None:
             assert self.rows is not None
             offset = 0
-            for start, end in spans:
+            for start, end in ranges:
                 self.rows[..., start:end] = replica[..., offset : offset + end - start]
                 offset += end - start
 
@@ -363,7 +367,7 @@ class WeightReplica:
         Only for a replica that is spread over the node; one collective inside the node.
         """
         topology = self._topology
-        self.settle()
+        self.wait()
         assert self.rows is not None and not self.is_full and topology.intra is not None
         blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
         stop = self._traffic.start_timer("intra", output.device)

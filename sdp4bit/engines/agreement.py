@@ -38,7 +38,7 @@ class ShardedRows:
 
     name: str
     ranks: tuple[int, ...]
-    row_numel: int
+    shard_numel: int
     dtypes: tuple[str, ...]
     skipped: bool = False
     parts: tuple[tuple[tuple[int, int], ...], ...] = ()

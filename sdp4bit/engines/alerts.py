@@ -5,65 +5,67 @@ After each measured step, decided alike on all ranks that share a group or must 
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.errors import naming
-from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
-from sdp4bit.engines.alert_log import AlertLog
-from sdp4bit.engines.fallback import HALVES, GroupLadder, Half, gradient_rungs, weight_rungs
-from sdp4bit.engines.measures import COLUMNS, SampledMeasures, measures_of
+from sdp4bit.engines.fallback import HALVES, Alert, GroupLadder, Half, gradient_rungs, weight_rungs
+from sdp4bit.engines.group import AnyGroup
+from sdp4bit.engines.measures import MEASURES, SampledMeasures, stack_squares
 from sdp4bit.traffic import TrafficCounter
 
+logger = logging.getLogger("sdp4bit")
+_KEPT = 1000
 
-class MovableGroup(Protocol):
-    """A parameter group whose bits can change between two steps."""
+AlertCallback = Callable[[Alert], None]
 
-    @property
-    def name(self) -> str:
-        """What alerts and the state call it."""
-        ...
 
-    @property
-    def row(self) -> int:
-        """Its row in the measures."""
-        ...
+class AlertLog:
+    """The last thousand alerts, and who wants to hear of the next one."""
 
-    @property
-    def layout(self) -> NodeLayout:
-        """The ranks that it is divided over."""
-        ...
+    def __init__(self, *, where: str = "") -> None:
+        """There are none.
 
-    @property
-    def gradients(self) -> GradientConfig | None:
-        """The settings of the next reductions; None if they are not quantized."""
-        ...
+        Args:
+            where: what part of the model they are of, for the log; empty for all of it.
+        """
+        self._where = f"{where}, " if where else ""
+        self._alerts: deque[Alert] = deque(maxlen=_KEPT)
+        self._callbacks: OrderedDict[int, AlertCallback] = OrderedDict()
 
-    @property
-    def weights(self) -> WeightConfig | None:
-        """The settings of the next refreshes; None if they are not quantized."""
-        ...
+    def listen(self, callback: AlertCallback) -> RemovableHandle:
+        """The callback is called with every alert, alike on all ranks that share it, until removed."""
+        handle = RemovableHandle(self._callbacks)
+        self._callbacks[handle.id] = callback
+        return handle
 
-    def configure(self, *, gradients: GradientConfig | None, weights: WeightConfig | None) -> None:
-        """The next reductions and refreshes are done with these settings; None leaves them as they are."""
-        ...
+    def tell(self, alert: Alert, *, log: bool) -> None:
+        """The alert is known.
 
-    def explain(self, moved: Mapping[str, str]) -> None:
-        """The table of the handle tells these reasons, by "gradients" or "weights"."""
-        ...
+        Args:
+            log: also write a warning to the log, which one rank of those that share the alert does.
+        """
+        self._alerts.append(alert)
+        if log:
+            logger.warning("step %d, %s%s: %s", alert.step, self._where, alert.group, alert.message)
+        for callback in tuple(self._callbacks.values()):
+            callback(alert)
 
-    def squares(self, *, sample_numel: int) -> Tensor:
-        """Return its squares as it is configured now, fp64 [7], of a sample; nothing is sent."""
-        ...
+    def all(self) -> list[Alert]:
+        """Return the alerts, oldest first."""
+        return list(self._alerts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,25 +84,25 @@ class DecisionRound:
 class _LadderGroup:
     """A parameter group, the settings of its rungs, and where it stands."""
 
-    def __init__(self, group: MovableGroup, config: AlertConfig) -> None:
+    def __init__(self, group: AnyGroup, config: AlertConfig) -> None:
         self.group = group
         self._gradients: dict[str, GradientConfig] = {}
         self._weights: dict[str, WeightConfig] = {}
-        if group.gradients is not None:
-            self._gradients = gradient_rungs(group.gradients, group.layout)
-        if group.weights is not None:
-            self._weights = weight_rungs(group.weights)
+        if group.gradient_config is not None:
+            self._gradients = gradient_rungs(group.gradient_config, group.layout)
+        if group.weight_config is not None:
+            self._weights = weight_rungs(group.weight_config)
         rungs: dict[Half, list[str]] = {
             "gradients": list(self._gradients),
             "weights": list(self._weights),
         }
-        self.ladder = GroupLadder(group.name, rungs, config=config)
+        self.ladder = GroupLadder(group.group.name, rungs, config=config)
 
     def apply(self) -> None:
         """The group communicates as its rungs say; `explain()` tells why."""
         self._set_rungs(self.ladder.rung("gradients"), self.ladder.rung("weights"))
         reasons = {half: self.ladder.reason(half) for half in HALVES}
-        self.group.explain({half: reason for half, reason in reasons.items() if reason})
+        self.group.fallback_reasons = {half: reason for half, reason in reasons.items() if reason}
 
     @contextmanager
     def one_rung_lower(self) -> Iterator[None]:
@@ -124,7 +126,7 @@ class Alerts:
 
     def __init__(
         self,
-        groups: Sequence[MovableGroup],
+        groups: Sequence[AnyGroup],
         *,
         rounds: Sequence[DecisionRound],
         sampled: SampledMeasures,
@@ -143,9 +145,9 @@ class Alerts:
         self._sampled = sampled
         self._groups = [_LadderGroup(group, config) for group in groups]
         self._rounds = rounds
-        self._logs = [dist.get_rank() == min(self._deciding_ranks(at)) for at in range(len(groups))]
+        self._logs = [self._is_first(at) for at in range(len(groups))]
 
-    def at_step_border(self, step: int) -> None:
+    def at_step_boundary(self, step: int) -> None:
         """All ranks of a group have taken the same decisions from this step's measures, if it was measured.
 
         To be called on all ranks when the measures of a step are available and before any of its new weights
@@ -158,7 +160,7 @@ class Alerts:
         with torch.no_grad(), torch.inference_mode(False):
             values = self._agree(self._measure())
         for group, row, log in zip(self._groups, values, self._logs, strict=True):
-            now, below = row[: len(COLUMNS)], row[len(COLUMNS) :]
+            now, below = row[: len(MEASURES)], row[len(MEASURES) :]
             alerts = group.ladder.decide(now, below, step=step)
             group.apply()
             for alert in alerts:
@@ -168,13 +170,13 @@ class Alerts:
         """Return this rank's measures of each group as they are, and one rung lower, fp32 [groups, 8]."""
         measured = self._sampled.on_device()
         assert measured is not None
-        now = measured[[group.group.row for group in self._groups]]
+        now = measured[[group.group.index for group in self._groups]]
         below = torch.full_like(now, math.nan)
         for index, group in enumerate(self._groups):
             if group.ladder.is_raised:
                 with group.one_rung_lower():
                     squares = group.group.squares(sample_numel=self._sampled.sample_numel)
-                below[index] = measures_of(squares[None])[0]
+                below[index] = stack_squares([squares]).measures()[0]
         # What does not apply, or is not a number, is below every threshold; no maximum sees a NaN.
         return torch.cat([now, below], dim=1).nan_to_num(nan=-1.0, posinf=math.inf)
 
@@ -193,19 +195,23 @@ class Alerts:
         rows: list[list[float]] = values.tolist()
         return rows
 
-    def _deciding_ranks(self, at: int) -> set[int]:
-        return {
-            rank
+    def _is_first(self, at: int) -> bool:
+        """Whether this is the first of the ranks that decide on a group; so is one that decides alone."""
+        return all(
+            dist.get_rank() == min(dist.get_process_group_ranks(each.process_group))
             for each in self._rounds
             if at in each.groups
-            for rank in dist.get_process_group_ranks(each.process_group)
-        }
+        )
 
-    def save(self) -> dict[str, Tensor]:
+    def positions(self) -> dict[str, Tensor]:
         """Return where each group stands, by its name; nothing without a ladder."""
         if self._config.action != "ladder":
             return {}
         return {group.ladder.name: group.ladder.state() for group in self._groups}
+
+    def save(self) -> Mapping[str, object]:
+        """Return what `load` takes; nothing without a ladder."""
+        return self.positions()
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
         """Every group stands where it did; groups that were not saved, as configured. Call on all ranks."""

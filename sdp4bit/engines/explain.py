@@ -9,6 +9,11 @@ from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.traffic import Traffic
 
+OFF = "off in the configuration"
+ONE_RANK = "one rank"
+ONE_NODE = "one node: differences would save nothing"
+"""Reasons why weights or gradients are not quantized, as the table tells them."""
+
 _HEADER = ("group", "values/rank", "ranks", "weights", "gradients", "intra B/step", "inter B/step")
 
 
@@ -17,7 +22,7 @@ class Row:
     """A line of the table."""
 
     name: str
-    row_numel: int
+    shard_numel: int
     ranks: str
     weights: str
     gradients: str
@@ -28,7 +33,7 @@ def render(rows: Sequence[Row]) -> str:
     """Return the table as text, with a line of totals."""
     lines = [_HEADER]
     for row in rows:
-        values = f"{row.row_numel:,}"
+        values = f"{row.shard_numel:,}"
         lines.append((row.name, values, row.ranks, row.weights, row.gradients, *_bytes(row.sent)))
     total = sum((row.sent for row in rows), Traffic())
     lines.append(("total", "", "", "", "", *_bytes(total)))
@@ -58,10 +63,10 @@ def describe_weights(config: WeightConfig | None, *, where: str) -> str:
     return f"int{config.bits}/{config.group_size} {config.mode}, {where}"
 
 
-def describe_gradients(config: GradientConfig | None, layout: NodeLayout, row_numel: int) -> str:
+def describe_gradients(config: GradientConfig | None, layout: NodeLayout, shard_numel: int) -> str:
     """Return how rows of quantized gradients travel, as text."""
     assert config is not None
-    if row_numel < config.min_numel:
+    if shard_numel < config.min_numel:
         return f"row below min_numel={config.min_numel}"
     hops = []
     if layout.ranks_per_node > 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
-from sdp4bit.engines.measures import COLUMNS
+from sdp4bit.engines.measures import MEASURES
 
 Half = Literal["gradients", "weights"]
 HALVES: tuple[Half, ...] = get_args(Half)
@@ -24,7 +24,7 @@ HALVES: tuple[Half, ...] = get_args(Half)
 Config = TypeVar("Config", GradientConfig, WeightConfig)
 
 _COLUMNS_OF: dict[Half, tuple[int, ...]] = {"gradients": (0,), "weights": (1, 2)}
-_NONFINITE = COLUMNS.index("nonfinite_groups")
+_NONFINITE = MEASURES.index("nonfinite_groups")
 _MOST_RELAPSES = 4
 
 
@@ -109,14 +109,14 @@ class GroupLadder:
         limit = self._config.thresholds[position.cause]
         if not position.rung or limit is None:
             return ""
-        why = f"{COLUMNS[position.cause].replace('_', ' ')} {position.value:.3g} > {limit:g}"
+        why = f"{MEASURES[position.cause].replace('_', ' ')} {position.value:.3g} > {limit:g}"
         return f"since step {position.since} (alert: {why})"
 
     def decide(self, now: Sequence[float], below: Sequence[float], *, step: int) -> list[Alert]:
         """Return the alerts of a sample; halves have moved.
 
         Args:
-            now: the measures as things are, in the order of `COLUMNS`; negative where there is none.
+            now: the measures as things are, in the order of `MEASURES`; negative where there is none.
             below: what they would be with raised halves one rung lower.
         """
         alerts = []
@@ -196,7 +196,7 @@ class GroupLadder:
         return Alert(
             step=step,
             group=self.name,
-            measure=COLUMNS[column],
+            measure=MEASURES[column],
             value=values[column],
             threshold=limit,
             change=change,

@@ -59,12 +59,12 @@ def run_rank(grid: RankGrid, gradients: dict[str, Tensor], mains: list[Tensor]) 
         traffic = TrafficCounter(nodes=grid.nodes, ranks_per_node=grid.ranks_per_node)
         replica = WeightReplica(topology, config=weights, traffic=traffic, **options)
         replica.start_full_refresh(mains[0][rank])
-        replica.settle()
+        replica.wait()
         traffic.end_step()
         held[name] = []
         for call, rows in enumerate(mains[1:]):
             replica.start_quantized_refresh(rows[rank], call=call)
-            replica.settle()
+            replica.wait()
             assert replica.rows is not None
             held[name].append(replica.rows.clone())
             planned, sent = weight_refresh(NUMEL, grid=grid, config=weights), traffic.current_step

@@ -19,7 +19,7 @@ from torch import Tensor
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology, arrange, create_topologies
-from sdp4bit.collectives.weight_replica import Span, WeightReplica, common_spans, merge_spans
+from sdp4bit.collectives.weight_replica import Range, WeightReplica, common_ranges, merge_ranges
 from sdp4bit.config import GradientConfig, ReplicaPlacement, WeightConfig
 from sdp4bit.plan.traffic import Exchange, RankGrid, gradient_exchange, weight_refresh
 from sdp4bit.traffic import Traffic, TrafficCounter
@@ -199,12 +199,12 @@ def refresh_on_threads(world: World, config: WeightConfig, mains: list[Tensor]) 
         scratch=Scratch(),
     )
     replica.start_full_refresh(mains[0][rank])
-    replica.settle()
+    replica.wait()
     counter.end_step()
     held = []
     for call, rows in enumerate(mains):
         replica.start_quantized_refresh(rows[rank].clone(), call=call)
-        replica.settle()
+        replica.wait()
         held.append(replica.rows.clone())
     planned = [weight_refresh(rows.shape[1], grid=world.grid, config=config) for rows in mains]
     # The planner knows unquantized weights as bf16 only, and drops the collectives of empty rows.
@@ -258,17 +258,17 @@ def test_every_replica_holds_what_the_definition_gives_in_many_cases(
 
 
 def refresh_parts_on_threads(
-    world: World, config: WeightConfig, rows: Tensor, parts: list[list[Span]], changed: list[Span] | None
+    world: World, config: WeightConfig, rows: Tensor, parts: list[list[Range]], changed: list[Range] | None
 ) -> None:
     """A replica in parts holds, and sends, what a replica of each part alone does; rows is [2, world, n]."""
     rank, topology, scratch = dist.get_rank(), world.topology(), Scratch()
 
     def refreshed(
-        columns: list[Span],
+        columns: list[Range],
         counter: TrafficCounter,
         call: int,
-        spans: list[Span] | None,
-        parts: Sequence[list[Span]] = (),
+        ranges: list[Range] | None,
+        parts: Sequence[list[Range]] = (),
     ) -> Tensor:
         before, after = (torch.cat([row[a:b] for a, b in columns]) for row in rows[:, rank])
         replica = WeightReplica(
@@ -282,10 +282,10 @@ def refresh_parts_on_threads(
             parts=parts,
         )
         replica.start_full_refresh(before)
-        replica.settle()
+        replica.wait()
         counter.end_step()
-        replica.start_quantized_refresh(after, call=call, spans=spans)
-        replica.settle()
+        replica.start_quantized_refresh(after, call=call, ranges=ranges)
+        replica.wait()
         assert replica.rows is not None
         return replica.rows
 
@@ -295,11 +295,11 @@ def refresh_parts_on_threads(
         # The same stretches, counted from the start of the part.
         at, local = 0, []
         for start, end in part:
-            shared = common_spans([(start, end)], changed or [(start, end)])
+            shared = common_ranges([(start, end)], changed or [(start, end)])
             local += [(a - start + at, b - start + at) for a, b in shared]
             at += end - start
         alone = world.counter()
-        held = refreshed(part, alone, 3 * len(parts) + index, merge_spans(local))
+        held = refreshed(part, alone, 3 * len(parts) + index, merge_ranges(local))
         assert torch.equal(torch.cat([whole[..., a:b] for a, b in part], dim=-1), held)
         sent += alone.current_step
     assert counter.current_step == sent
@@ -308,7 +308,7 @@ def refresh_parts_on_threads(
 @pytest.mark.parametrize("replica", ["node", "full"])
 @pytest.mark.parametrize("changed", [None, [(0, 40), (300, 301)], [(250, 650)]])
 def test_parts_of_a_replica_are_rounded_as_if_each_were_alone(
-    replica: ReplicaPlacement, changed: list[Span] | None
+    replica: ReplicaPlacement, changed: list[Range] | None
 ) -> None:
     parts = [[(0, 33), (100, 300)], [(33, 100), (300, 650)]]
     config = WeightConfig(group_size=64, rounding="stochastic", replica=replica)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.simulated import VirtualReduceScatter, VirtualReplica, virtual_layout
+from sdp4bit.collectives.simulated import SimulatedReduceScatter, SimulatedReplica, simulated_layout
 from sdp4bit.collectives.topology import create_topologies
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
@@ -52,7 +52,7 @@ def weights_of(rank: int, call: int, numel: int) -> torch.Tensor:
 
 
 def reduce_between_processes(nodes: int) -> list[tuple[list[torch.Tensor], Traffic]]:
-    layout = virtual_layout(4, ranks_per_node=4 // nodes)
+    layout = simulated_layout(4, ranks_per_node=4 // nodes)
     topology, rank = create_topologies([layout])[layout.ranks], dist.get_rank()
     results = []
     for bucket, config in enumerate(GRADIENTS):
@@ -73,8 +73,8 @@ def test_reduced_rows_and_bytes_are_those_of_processes(nodes: int, per_node: int
     scratch = Scratch()
     for bucket, config in enumerate(GRADIENTS):
         traffic = counted(nodes)
-        reduce_scatter = VirtualReduceScatter(
-            virtual_layout(4, ranks_per_node=per_node),
+        reduce_scatter = SimulatedReduceScatter(
+            simulated_layout(4, ranks_per_node=per_node),
             config=config,
             seed=7,
             bucket=bucket,
@@ -94,7 +94,7 @@ def test_reduced_rows_and_bytes_are_those_of_processes(nodes: int, per_node: int
 
 
 def refresh_between_processes(nodes: int) -> list[tuple[list[torch.Tensor], Traffic]]:
-    layout = virtual_layout(4, ranks_per_node=4 // nodes)
+    layout = simulated_layout(4, ranks_per_node=4 // nodes)
     topology, rank = create_topologies([layout])[layout.ranks], dist.get_rank()
     results = []
     for bucket, config in enumerate(WEIGHTS):
@@ -106,7 +106,7 @@ def refresh_between_processes(nodes: int) -> list[tuple[list[torch.Tensor], Traf
             replica.start_full_refresh(weights_of(rank, 0, numel))
             for call in (1, 2):
                 replica.start_quantized_refresh(weights_of(rank, call, numel), call=call)
-            held.append(replica.own_row.clone())
+            held.append(replica.own_shard.clone())
         if not replica.is_full:
             replica.gather(torch.empty(4 * LENGTHS[-1], dtype=torch.bfloat16))
         results.append((held, traffic.total))
@@ -118,8 +118,8 @@ def test_replicas_and_bytes_are_those_of_processes(nodes: int, per_node: int) ->
     expected = run_ranks(refresh_between_processes, 4, nodes)
     for bucket, config in enumerate(WEIGHTS):
         traffic = counted(nodes)
-        replica = VirtualReplica(
-            virtual_layout(4, ranks_per_node=per_node),
+        replica = SimulatedReplica(
+            simulated_layout(4, ranks_per_node=per_node),
             config=config,
             seed=7,
             bucket=bucket,
@@ -140,8 +140,8 @@ def test_replicas_and_bytes_are_those_of_processes(nodes: int, per_node: int) ->
 def test_sums_of_full_precision_messages_are_within_the_bound_of_fp32() -> None:
     """The identity for a quantizer: the exact sum, within (ranks - 1) * 2**-24 * sum |x|."""
     config = replace(GradientConfig(), intra_bits=None, inter_bits=None)
-    reduce_scatter = VirtualReduceScatter(
-        virtual_layout(6, ranks_per_node=2),
+    reduce_scatter = SimulatedReduceScatter(
+        simulated_layout(6, ranks_per_node=2),
         config=config,
         seed=0,
         bucket=0,

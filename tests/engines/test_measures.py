@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.collectives.reduce_scatter import count_nonfinite
-from sdp4bit.engines.measures import SampledMeasures, sample_spans, total_measures
+from sdp4bit.engines.measures import SampledMeasures, Squares, sample_ranges, total_measures
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.layout import message_layout
 from tests.ranks import run_ranks
@@ -32,14 +32,14 @@ WHOLE_ROWS = TelemetryConfig(interval=2, sample_numel=1 << 20)
 @pytest.mark.parametrize("sample", [1, 4096, 10_000, 1 << 21])
 @pytest.mark.parametrize("unit", [32, 128, 2048])
 def test_a_sample_is_of_whole_groups_and_about_as_long_as_asked_for(numel, sample, unit):
-    spans = sample_spans(numel, sample_numel=sample, unit=unit)
-    assert 1 <= len(spans) <= 8
-    assert all(start % unit == 0 and (end % unit == 0 or end == numel) for start, end in spans)
-    assert all(before[1] <= after[0] for before, after in pairwise(spans))
-    taken = sum(end - start for start, end in spans)
+    ranges = sample_ranges(numel, sample_numel=sample, unit=unit)
+    assert 1 <= len(ranges) <= 8
+    assert all(start % unit == 0 and (end % unit == 0 or end == numel) for start, end in ranges)
+    assert all(before[1] <= after[0] for before, after in pairwise(ranges))
+    taken = sum(end - start for start, end in ranges)
     assert taken == numel if sample >= numel else taken <= max(sample, unit)
     assert taken >= min(numel, sample) / 2 - 8 * unit
-    assert spans[-1][1] > numel / 2 or sample < 2 * unit  # not the beginning only
+    assert ranges[-1][1] > numel / 2 or sample < 2 * unit  # not the beginning only
 
 
 def test_what_is_not_finite_is_counted_by_groups_or_by_values():
@@ -58,19 +58,20 @@ def test_totals_weigh_groups_by_their_squares_and_leave_out_what_is_not_finite()
         [[1, 4, 1, 16, 0, 0, 0], [3, 12, nan, nan, 9, 36, 2], [nan, nan, nan, nan, nan, nan, nan]],
         dtype=torch.float64,
     )
-    assert total_measures(squares) == {
+    assert total_measures(Squares.from_table(squares)) == {
         "gradient_error": 0.5, "weight_error": 0.25, "weight_drift": 0.5, "nonfinite_groups": 2,
     }  # fmt: skip
-    assert total_measures(squares[2:])["weight_drift"] is None
+    assert total_measures(Squares.from_table(squares[2:]))["weight_drift"] is None
     sampled = SampledMeasures(TelemetryConfig(interval=5), ["a", "b", "c"])
     assert [step for step in range(12) if sampled.is_due(step)] == [5, 10]
     assert not any(SampledMeasures(None, []).is_due(step) for step in range(12))
-    assert sampled.by_group() == [] and sampled.on_device() is None
-    sampled.publish(squares, step=5)
-    first, second, third = sampled.by_group()
-    assert (first.name, first.step, first.gradient_error, first.weight_drift) == ("a", 5, 0.5, 0.0)
-    assert (second.weight_error, second.nonfinite_groups) == (None, 2)
-    assert (third.gradient_error, third.weight_error, third.weight_drift) == (None, None, None)
+    assert sampled.by_group() == {} and sampled.on_device() is None
+    sampled.publish(Squares.from_table(squares), step=5)
+    groups = sampled.by_group()
+    assert list(groups) == ["a", "b", "c"] and sampled.totals()[0] == 5
+    assert (groups["a"]["gradient_error"], groups["a"]["weight_drift"]) == (0.5, 0.0)
+    assert (groups["b"]["weight_error"], groups["b"]["nonfinite_groups"]) == (None, 2)
+    assert {groups["c"][name] for name in ("gradient_error", "weight_error", "weight_drift")} == {None}
     on_device = sampled.on_device()
     assert on_device.dtype == torch.float32 and on_device.shape == (3, 4)
     assert on_device[2].isnan().all()
@@ -115,7 +116,7 @@ def check_listeners() -> list[Any]:
     state, seen = run.comm._state, []
 
     def listener(step: int) -> None:
-        measures = state.sampled_measures()
+        measures = state.sampled.on_device()
         sent = sum(
             t.current_step.collectives for g in state.groups for t in (g.weight_traffic, g.gradient_traffic)
         )
@@ -130,7 +131,7 @@ def check_listeners() -> list[Any]:
     return seen
 
 
-def test_listeners_are_called_at_every_step_border_on_all_ranks_before_anything_is_sent() -> None:
+def test_listeners_are_called_at_every_step_boundary_on_all_ranks_before_anything_is_sent() -> None:
     first, *others = run_ranks(check_listeners, 4)
     assert first == [(1, 0, None, 0), (2, 2, [4, 4], 0), (3, 2, [4, 4], 0), (4, 4, [4, 4], 0)]
     assert all(other == first for other in others)
@@ -190,7 +191,7 @@ def check_nonfinite() -> tuple[list[int], list[int], dict[str, Any]]:
     run.evaluate()
     groups = run.comm.group_stats()
     scales = [
-        message_layout(numel=each.group.row_numel, bits=4, group_size=128).groups
+        message_layout(numel=each.group.shard_numel, bits=4, group_size=128).groups
         for each in run.comm._state.groups
     ]
     return [group["nonfinite_groups"] for group in groups], scales, run.comm.stats()

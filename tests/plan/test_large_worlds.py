@@ -170,7 +170,7 @@ def measure(
                 optimizer.step()
                 optimizer.zero_grad()
         replicas = [group.replica for group in comm._state.groups if group.replica is not None]
-        reductions = [g.reduce_scatter for g in comm._state.groups if g.reduce_scatter is not None]
+        reductions = [g.reduction for g in comm._state.groups if g.reduction is not None]
         users = (*(replica._scratch for replica in replicas), *(r._exchange._scratch for r in reductions))
         scratches = {id(scratch): scratch for scratch in users}
         reported = comm.stats()["last_step"]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
@@ -26,34 +26,25 @@ from sdp4bit.collectives.topology import (
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree, participants
-from sdp4bit.engines.alert_log import AlertCallback
-from sdp4bit.engines.fallback import Alert
-from sdp4bit.engines.fsdp2.alerts import watch_groups
-from sdp4bit.engines.fsdp2.audit import audit_at_step_borders, audit_state
+from sdp4bit.engines.alerts import Alerts, DecisionRound
 from sdp4bit.engines.fsdp2.checks import (
     check_group,
     match_skipped,
     note_reasons,
     skip_patterns,
     warn_of_layout,
-    weights_whole_because,
+    weights_left_whole_reason,
 )
-from sdp4bit.engines.fsdp2.comm_state import CommState
-from sdp4bit.engines.fsdp2.explain import explain_groups
-from sdp4bit.engines.fsdp2.group_comm import GroupComm
-from sdp4bit.engines.fsdp2.groups import (
-    FSDPGroup,
-    find_groups,
-    named_fsdp_modules,
-)
+from sdp4bit.engines.fsdp2.communication import FSDPCommunication, reduce_over_copies
+from sdp4bit.engines.fsdp2.groups import CommObjects, FSDPGroup, find_groups, named_fsdp_modules
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook
 from sdp4bit.engines.fsdp2.state import load_state, save_state
-from sdp4bit.engines.fsdp2.steps import watch_optimizers
+from sdp4bit.engines.fsdp2.steps import FSDPModelCommunication, watch_optimizers
 from sdp4bit.engines.fsdp2.torch_internals import check_torch_version
-from sdp4bit.engines.measures import group_stats, total_measures
+from sdp4bit.engines.group import AnyGroup
+from sdp4bit.engines.handle import CommHandle
 from sdp4bit.quantization.checksum import prepare_checksums
 from sdp4bit.quantization.random import check_numbers
-from sdp4bit.traffic import Traffic
 
 Skip = Collection[str] | Callable[[str], bool] | None
 """Names of FSDP modules to leave in full precision (shell-style patterns), or a function that says so."""
@@ -66,7 +57,7 @@ def quantize_communication(
     config: SDP4BitConfig | str | None = None,
     skip: Skip = None,
     process_group: ProcessGroup | None = None,
-) -> CommHandle:
+) -> FSDPCommHandle:
     """The model's FSDP2 communication is quantized from the next forward on.
 
     Call it on every rank, once, after the last `fully_shard` and before the first forward. The optimizer may
@@ -114,11 +105,11 @@ def quantize_communication(
         ShardedRows(
             name=g.name,
             ranks=g.ranks,
-            row_numel=g.row_numel,
+            shard_numel=g.shard_numel,
             dtypes=tuple(sorted(map(str, g.param_dtypes))),
             skipped=g.name in skipped,
-            parts=tuple(map(tuple, g.part_spans)),
-            whole=weights_whole_because(g),
+            parts=tuple(map(tuple, g.part_ranges)),
+            whole=weights_left_whole_reason(g),
         )
         for g in groups
     ]
@@ -133,7 +124,7 @@ def quantize_communication(
     if not layouts:
         raise ValueError("sdp4bit.quantize_communication: no rank has passed an FSDP2 model, all passed []")
     note = warn_of_layout(groups, layouts, config=settings, skipped=skipped)
-    return CommHandle(
+    return FSDPCommHandle(
         roots,
         groups=groups,
         layouts=layouts,
@@ -144,8 +135,8 @@ def quantize_communication(
     )
 
 
-class CommHandle:
-    """Quantized communication of a model; a Stateful for torch.distributed.checkpoint.
+class FSDPCommHandle(CommHandle[FSDPModelCommunication]):
+    """Quantized communication of an FSDP2 model; a Stateful for torch.distributed.checkpoint.
 
     Made by :func:`quantize_communication`.
     """
@@ -161,9 +152,11 @@ class CommHandle:
         note: str,
         process_group: ProcessGroup | None,
     ) -> None:
-        self.config = config
-        self._note = note
-        self._removed = False
+        comms = [
+            FSDPCommunication(group, index=index, layout=layouts[group.ranks])
+            for index, group in enumerate(groups)
+        ]
+        super().__init__(FSDPModelCommunication(comms, telemetry=config.telemetry), config=config, note=note)
         # Separate process groups: one communicator would run gathers and reductions one after the other.
         ordered = list(layouts.values())
         weight_topologies: dict[tuple[int, ...], Topology] = {}
@@ -174,20 +167,36 @@ class CommHandle:
             gradient_topologies = create_topologies(ordered, purpose="gradients", within=process_group)
         self._topologies = [*weight_topologies.values(), *gradient_topologies.values()]
         weight_scratch, gradient_scratch = Scratch(), Scratch()
-        comms = [
-            GroupComm(group, index=index, layout=layouts[group.ranks]) for index, group in enumerate(groups)
-        ]
-        self._state = CommState(comms, telemetry=config.telemetry)
         for comm in comms:
             note_reasons(comm, config=config, skipped=skipped)
             prepare_checksums(comm.group.device)
-            self._choose_weights(comm, weight_topologies, weight_scratch)
-            self._choose_gradients(comm, gradient_topologies, gradient_scratch)
-        if config.audit is not None:
-            self._state.step_listeners.append(audit_at_step_borders(self._state, config.audit))
-        self._alerts = None if config.alerts is None else watch_groups(self._state, config.alerts)
-        if self._alerts is not None:
-            self._state.step_listeners.append(self._alerts.at_step_border)
+            if config.weights is not None and not comm.weights_unquantized_reason:
+                comm.replica = WeightReplica(
+                    weight_topologies[comm.group.ranks],
+                    config=config.weights,
+                    seed=config.seed,
+                    rank=comm.group.shard_rank,
+                    bucket=comm.index,
+                    traffic=comm.weight_traffic,
+                    scratch=weight_scratch,
+                    parts=comm.group.part_ranges,
+                    name=comm.group.name,
+                )
+            if config.gradients is not None and not comm.gradients_unquantized_reason:
+                comm.reduction = QuantizedReduceScatter(
+                    gradient_topologies[comm.group.ranks],
+                    config=config.gradients,
+                    seed=config.seed,
+                    rank=comm.group.data_rank,
+                    bucket=comm.index,
+                    traffic=comm.gradient_traffic,
+                    scratch=gradient_scratch,
+                    name=comm.group.name,
+                )
+        if config.alerts is not None:
+            self._watch(
+                Alerts(comms, rounds=_rounds(comms), sampled=self._state.sampled, config=config.alerts)
+            )
         self._previous = [self._install(comm) for comm in comms]
         self._hooks = [watch_optimizers(self._state)] if groups else []
         for group in groups:
@@ -197,47 +206,18 @@ class CommHandle:
             after_load = _resync_after_load(self._state)
             self._hooks += [module.register_load_state_dict_post_hook(after_load) for module in watched]
 
-    def _choose_weights(
-        self, comm: GroupComm, topologies: dict[tuple[int, ...], Topology], scratch: Scratch
-    ) -> None:
-        if self.config.weights is not None and not comm.weights_dense_because:
-            comm.replica = WeightReplica(
-                topologies[comm.group.ranks],
-                config=self.config.weights,
-                seed=self.config.seed,
-                rank=comm.group.shard_rank,
-                bucket=comm.index,
-                traffic=comm.weight_traffic,
-                scratch=scratch,
-                parts=comm.group.part_spans,
-                name=comm.group.name,
-            )
-
-    def _choose_gradients(
-        self, comm: GroupComm, topologies: dict[tuple[int, ...], Topology], scratch: Scratch
-    ) -> None:
-        if self.config.gradients is not None and not comm.gradients_dense_because:
-            comm.reduce_scatter = QuantizedReduceScatter(
-                topologies[comm.group.ranks],
-                config=self.config.gradients,
-                seed=self.config.seed,
-                rank=comm.group.data_rank,
-                bucket=comm.index,
-                traffic=comm.gradient_traffic,
-                scratch=scratch,
-                name=comm.group.name,
-            )
-
-    def _install(self, comm: GroupComm) -> tuple[Any, Any, bool]:
+    def _install(self, comm: FSDPCommunication) -> CommObjects:
         # Without a quantizer the operation FSDP2 chooses stays, so that its results do too.
         return comm.group.install(
-            all_gather=AllGatherHook(comm, self._state),
-            reduce_scatter=ReduceScatterHook(comm, self._state, config=self.config.gradients),
-            force_sum=comm.reduce_scatter is not None,
+            CommObjects(
+                all_gather=AllGatherHook(comm, self._state),
+                reduce_scatter=ReduceScatterHook(comm, self._state),
+                force_sum=comm.reduction is not None,
+            )
         )
 
     def mark_step(self) -> None:
-        """The weights have changed; only needed after optimizers that are not `torch.optim.Optimizer`s."""
+        """Note an optimizer step; only needed for optimizers that are not `torch.optim.Optimizer`s."""
         self._state.mark_changed()
 
     def resync(self) -> None:
@@ -250,100 +230,29 @@ class CommHandle:
         self._state.reshard()
         self._state.request_resync()
 
-    def audit(self) -> bool:
-        """Return whether all copies of each replica are equal bit for bit; call it on all ranks.
-
-        Raises:
-            ReplicaMismatchError: on all ranks of the group, unless the configuration asks for a resync.
-        """
-        self._check_attached()
-        return audit_state(self._state, self.config.audit or AuditConfig())
-
-    def explain(self) -> str:
-        """Return a table: per FSDP group what is quantized, how, bytes of the last step, or why it is not."""
-        return explain_groups(self._state) + (f"\n{self._note}" if self._note else "")
-
-    def alerts(self) -> list[Alert]:
-        """Return the alerts so far, oldest first, at most the last thousand; the same on all ranks."""
-        return [] if self._alerts is None else self._alerts.log.all()
-
-    def on_alert(self, callback: AlertCallback) -> RemovableHandle:
-        """The callback is called with every :class:`Alert`, on all ranks, until the handle is removed.
-
-        Raises:
-            ValueError: the configuration has no alerts.
-        """
-        if self._alerts is None:
-            raise ValueError("there will be no alerts: attach with SDP4BitConfig(alerts=AlertConfig(...))")
-        return self._alerts.log.listen(callback)
-
-    def stats(self) -> dict[str, Any]:
-        """Return what this rank sent and what quantization cost; cheap, and waits for nothing.
-
-        Returns:
-            "steps": optimizer steps so far. "last_step", "total": bytes this rank sent inside its node
-            ("intra_bytes") and to other nodes ("inter_bytes"), how much of both is padding, and the number of
-            collectives. "compression_ratio": bytes of plain FSDP2 over bytes sent between nodes in the last
-            step. "exchange_seconds": from the start of each transfer of that step to the end of the wait for
-            it, summed; transfers overlap. "full_refreshes": how often a group's weights were sent in full
-            precision, after loads and large edits, summed over groups; the first time does not count.
-            What quantization cost is measured every `TelemetryConfig.interval` steps, in samples of this
-            rank's shards. "sampled_step": the step that the following are of, None before the first.
-            "weight_drift": |main - replica| / |main| once the step's differences have been sent.
-            "weight_error": relative error of quantizing these; "gradient_error": that of the gradients; None
-            where they do not apply. "nonfinite_groups": quantization groups of the gradients that reached
-            this rank with a NaN or an infinity.
-        """
+    def _refresh_mismatched(self, wrong: Sequence[AnyGroup], *, config: AuditConfig) -> Sequence[AnyGroup]:
         state = self._state
-        last = sum((state.last_traffic(comm) for comm in state.groups), Traffic())
-        return {
-            "steps": state.steps + int(state.step_pending),
-            "last_step": last.as_dict(),
-            "total": sum((comm.total_traffic for comm in state.groups), Traffic()).as_dict(),
-            "compression_ratio": last.compression_ratio,
-            "exchange_seconds": last.exchange_seconds,
-            "full_refreshes": sum(comm.full_refreshes for comm in state.groups),
-            **state.sampled.totals(),
-        }
-
-    def group_stats(self) -> list[dict[str, Any]]:
-        """Return one dictionary per FSDP group about this rank; cheap, and waits for nothing.
-
-        Returns:
-            "name"; of the last step "intra_bytes", "inter_bytes", "compression_ratio", "exchange_seconds" and
-            its parts "intra_seconds" and "inter_seconds"; of the last measured step "gradient_error",
-            "weight_error", "weight_drift" and "nonfinite_groups", as in `stats()`; "weight_bits" and
-            "gradient_bits" (on the last hop) as they are now, None for full precision.
-        """
-        state = self._state
-        measured = {measures.name: measures for measures in state.sampled.by_group()}
-        return [
-            group_stats(
-                comm.group.name,
-                state.last_traffic(comm),
-                measures=measured.get(comm.group.name),
-                weight_bits=None if comm.replica is None else comm.replica.bits,
-                gradient_bits=comm.gradient_bits,
+        if config.on_mismatch == "resync" and state.groups:
+            flags = torch.tensor(
+                [int(comm in wrong) for comm in state.groups], device=state.groups[0].group.device
             )
-            for comm in state.groups
-        ]
-
-    def measure(self) -> dict[str, Any]:
-        """Return what quantization costs now, over whole shards; waits for the device. Call it on all ranks.
-
-        Returns:
-            "weight_drift", "weight_error": of the weights and replicas as they are. "gradient_error",
-            "nonfinite_groups": of the gradients that were sampled last. As in `stats()`.
-        """
-        return total_measures(self._state.measure())
+            reduce_over_copies(flags, state.groups, op=dist.ReduceOp.MAX)
+            wrong = [comm for comm, flag in zip(state.groups, flags.tolist(), strict=True) if flag]
+        mismatched = [comm for comm in state.groups if comm in wrong]
+        for comm in mismatched:
+            # Parameters that stayed unsharded would hide the refresh; those in use are not taken away.
+            if comm.group.is_unsharded and comm.group.is_idle:
+                comm.group.module.reshard()
+        state.request_resync(only=mismatched)
+        return mismatched
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a bit-exact resume needs: replica rows as DTensors, counters as tensors."""
+        """Return what a bit-exact resume needs: replica shards as DTensors, counters as tensors."""
         self._check_attached()
         if not self._state.groups:
             return {}
-        ladder = {} if self._alerts is None else self._alerts.save()
-        return {**save_state(self._state), **({"ladder": ladder} if ladder else {})}
+        fallback = {} if self._alerts is None else self._alerts.save()
+        return {**save_state(self._state), **({"ladder": fallback} if fallback else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state; call it on all ranks, before or after the model's own state is loaded.
@@ -361,12 +270,8 @@ class CommHandle:
         if self._alerts is not None:
             self._alerts.load(state_dict.get("ladder"))
 
-    def _check_attached(self) -> None:
-        if self._removed:
-            raise RuntimeError("this handle has been removed from its model and has no state any more")
-
     def remove(self) -> None:
-        """The model communicates as before; all hooks and process groups are gone. Call it on all ranks.
+        """Let the model communicate as before; all hooks and process groups go. Call it on all ranks.
 
         Between two steps: parameters that stayed unsharded since a forward are freed, so that the next one
         gathers the main weights.
@@ -375,11 +280,9 @@ class CommHandle:
             hook.remove()
         for comm in self._state.groups:
             if comm.replica is not None:
-                comm.replica.settle()
-        for comm, (all_gather, reduce_scatter, force_sum) in zip(
-            self._state.groups, self._previous, strict=True
-        ):
-            comm.group.install(all_gather=all_gather, reduce_scatter=reduce_scatter, force_sum=force_sum)
+                comm.replica.wait()
+        for comm, previous in zip(self._state.groups, self._previous, strict=True):
+            comm.group.install(previous)
             if comm.group.is_unsharded and comm.group.is_idle:
                 comm.group.module.reshard()
         for topology in self._topologies:
@@ -391,7 +294,33 @@ class CommHandle:
         self._removed = True
 
 
-def _resync_after_load(state: CommState) -> Callable[..., None]:
+def _rounds(comms: Sequence[FSDPCommunication]) -> list[DecisionRound]:
+    """Return who decides together on alerts.
+
+    The ranks that a group is sharded over decide together, and then those along each further dimension of the
+    mesh: tensor-parallel ranks and HSDP replicas.
+    """
+    process_groups = {comm.layout.ranks: comm.group.process_group for comm in comms}
+    rounds = []
+    for ranks in sorted(process_groups):
+        members = tuple(comm.index for comm in comms if comm.layout.ranks == ranks)
+        traffic = comms[members[0]].gradient_traffic
+        rounds.append(DecisionRound(process_group=process_groups[ranks], groups=members, traffic=traffic))
+        rounds += [DecisionRound(process_group=each, groups=members) for each in _further(comms, ranks)]
+    return rounds
+
+
+def _further(comms: Sequence[FSDPCommunication], ranks: tuple[int, ...]) -> list[ProcessGroup]:
+    """Return the process groups along which other ranks hold the same parameters or parts of them."""
+    mesh = max((comm.group.mesh for comm in comms), key=lambda mesh: mesh.ndim)
+    along = [mesh.get_group(dim) for dim in range(mesh.ndim)] if mesh.ndim > 1 else []
+    members = [tuple(dist.get_process_group_ranks(group)) for group in along]
+    if ranks not in members:
+        return []
+    return [group for group, own in zip(along, members, strict=True) if own != ranks]
+
+
+def _resync_after_load(state: FSDPModelCommunication) -> Callable[..., None]:
     def after_load(*_: Any) -> None:
         state.reshard()
         state.request_resync(keep_loaded=True)

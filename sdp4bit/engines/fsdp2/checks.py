@@ -10,14 +10,14 @@ import torch
 
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
-from sdp4bit.engines.fsdp2.group_comm import GroupComm
+from sdp4bit.engines.explain import OFF, ONE_NODE, ONE_RANK
+from sdp4bit.engines.fsdp2.communication import FSDPCommunication
 from sdp4bit.engines.fsdp2.groups import FSDPGroup
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook
 from sdp4bit.quantization.layout import FULL_PRECISION, message_layout
 
 QUANTIZED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 """Types of parameters and gradients that can be quantized."""
-_ONE_NODE = "one node: differences would save nothing"
 _HOOK_NAMES = (AllGatherHook.__name__, ReduceScatterHook.__name__)
 
 
@@ -64,7 +64,7 @@ def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) ->
             f"{group.name} holds {', '.join(names)} parameters; only floating-point gradients can be "
             f"quantized, pass skip=[{group.name!r}]"
         )
-    are_quantized = config.weights is not None and not weights_whole_because(group)
+    are_quantized = config.weights is not None and not weights_left_whole_reason(group)
     if are_quantized and not group.param_dtypes <= QUANTIZED_DTYPES:
         raise ValueError(
             f"{group.name} holds {names[0]} parameters; only fp32, bf16 and fp16 can be quantized: give "
@@ -78,7 +78,7 @@ def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) ->
         )
 
 
-def weights_whole_because(group: FSDPGroup) -> str:
+def weights_left_whole_reason(group: FSDPGroup) -> str:
     """Return why a group's weights are left to FSDP2, whatever the settings; "" if they can be quantized."""
     names = sorted(str(dtype).removeprefix("torch.") for dtype in group.param_dtypes)
     if group.extension_params:
@@ -92,29 +92,33 @@ def weights_whole_because(group: FSDPGroup) -> str:
     return ""
 
 
-def note_reasons(comm: GroupComm, *, config: SDP4BitConfig, skipped: Mapping[str, str]) -> None:
+def note_reasons(comm: FSDPCommunication, *, config: SDP4BitConfig, skipped: Mapping[str, str]) -> None:
     """Note in a group's communication why its weights or its gradients are not quantized, if so."""
-    comm.weights_dense_because = _weights_dense_because(comm.group, comm.layout, config.weights, skipped)
-    comm.gradients_dense_because = _dense_because(comm.group, comm.layout, config.gradients, skipped)
+    comm.weights_unquantized_reason = _weights_unquantized_reason(
+        comm.group, comm.layout, config.weights, skipped
+    )
+    comm.gradients_unquantized_reason = _unquantized_reason(
+        comm.group, comm.layout, config.gradients, skipped
+    )
 
 
-def _weights_dense_because(
+def _weights_unquantized_reason(
     group: FSDPGroup, layout: NodeLayout, config: WeightConfig | None, skipped: Mapping[str, str]
 ) -> str:
     """Return why a group's weights are not quantized; "" if they are."""
-    because = _dense_because(group, layout, config, skipped)
+    because = _unquantized_reason(group, layout, config, skipped)
     if not because and config is not None and not config.saves_bytes(nodes=layout.nodes):
-        return _ONE_NODE
-    return because or weights_whole_because(group)
+        return ONE_NODE
+    return because or weights_left_whole_reason(group)
 
 
-def _dense_because(
+def _unquantized_reason(
     group: FSDPGroup, layout: NodeLayout, part: object | None, skipped: Mapping[str, str]
 ) -> str:
     if layout.size == 1:
-        return "one rank"
+        return ONE_RANK
     if part is None:
-        return "off in the configuration"
+        return OFF
     return skipped.get(group.name, "")
 
 
@@ -128,17 +132,17 @@ def _note_inside_node(
     inside = [
         group
         for group in groups
-        if _weights_dense_because(group, layouts[group.ranks], config.weights, skipped) == _ONE_NODE
+        if _weights_unquantized_reason(group, layouts[group.ranks], config.weights, skipped) == ONE_NODE
     ]
     if not inside:
         return ""
     weights = plain = sent = 0
     for group in inside:
         peers = layouts[group.ranks].size - 1
-        weights += peers * group.row_nbytes
-        dense = group.row_numel * group.reduce_dtype.itemsize
+        weights += peers * group.shard_nbytes
+        dense = group.shard_numel * group.reduce_dtype.itemsize
         plain += peers * dense
-        sent += peers * _reduced_bytes(group.row_numel, dense=dense, config=config.gradients)
+        sent += peers * _reduced_bytes(group.shard_numel, dense=dense, config=config.gradients)
     which = "all" if len(inside) == len(groups) else f"{len(inside)} of {len(groups)}"
     return (
         f"{which} parameter groups are sharded inside one node, where there is little to gain: a rank sends "
@@ -148,12 +152,12 @@ def _note_inside_node(
     )
 
 
-def _reduced_bytes(row_numel: int, *, dense: int, config: GradientConfig | None) -> int:
+def _reduced_bytes(shard_numel: int, *, dense: int, config: GradientConfig | None) -> int:
     """Return what goes to each other rank of the node in a reduction."""
-    if config is None or row_numel < config.min_numel:
+    if config is None or shard_numel < config.min_numel:
         return dense
     bits = config.intra_bits or FULL_PRECISION
-    return message_layout(numel=row_numel, bits=bits, group_size=config.intra_group_size).nbytes
+    return message_layout(numel=shard_numel, bits=bits, group_size=config.intra_group_size).nbytes
 
 
 def warn_of_layout(
@@ -173,8 +177,8 @@ def warn_of_layout(
         warnings.warn(f"sdp4bit: {note}", stacklevel=3)
     whole = []
     for group in groups:
-        because = _weights_dense_because(group, layouts[group.ranks], config.weights, skipped)
-        if because and because == weights_whole_because(group):
+        because = _weights_unquantized_reason(group, layouts[group.ranks], config.weights, skipped)
+        if because and because == weights_left_whole_reason(group):
             whole.append(f"{group.name} ({because})")
     if whole:
         more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""

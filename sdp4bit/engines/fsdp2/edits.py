@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.errors import naming
 from sdp4bit.collectives.work import HostCopy
-from sdp4bit.engines.fsdp2.group_comm import GroupComm, reduce_over_copies
+from sdp4bit.engines.fsdp2.communication import FSDPCommunication, reduce_over_copies
 from sdp4bit.engines.fsdp2.groups import FSDPGroup, ParamSegment, tensor_version
 
 SMALL_EDIT = 1 / 128
@@ -36,7 +36,7 @@ class EditDetector:
         self._seen: set[int] = set()
         self._late: list[HostCopy] = []
 
-    def look(self, comm: GroupComm, groups: Sequence[GroupComm]) -> None:
+    def look(self, comm: FSDPCommunication, groups: Sequence[FSDPCommunication]) -> None:
         """Notice edits since the last refresh before a group is gathered, outside backward.
 
         Called on all ranks alike. The first group of a forward looks for all groups of its root at once; a
@@ -65,20 +65,20 @@ class EditDetector:
 
     @torch.no_grad()
     @torch.inference_mode(False)
-    def _compare(self, comms: Sequence[GroupComm], *, root: Sequence[GroupComm]) -> None:
+    def _compare(self, comms: Sequence[FSDPCommunication], *, root: Sequence[FSDPCommunication]) -> None:
         trains = any(comm.trained for comm in root)
-        asked: dict[tuple[int, ...], list[tuple[GroupComm, Tensor]]] = {}
+        asked: dict[tuple[int, ...], list[tuple[FSDPCommunication, Tensor]]] = {}
         for comm in comms:
             replica, kept = comm.replica, comm.refreshed_from
             if replica is None or replica.rows is None or kept is None or comm.resync_wanted:
                 continue
-            if comm.changed and comm.due_spans() is None:
+            if comm.changed and comm.due_ranges() is None:
                 continue
-            row = comm.group.main_row(replica.rows.dtype)
+            row = comm.group.main_shard(replica.rows.dtype)
             if comm.changed:
                 flag = (comm.frozen_checksum(row) != kept[1]).to(torch.int32)
             else:
-                flag = (comm.row_checksums(row) != kept).any().to(torch.int32)
+                flag = (comm.shard_checksums(row) != kept).any().to(torch.int32)
             if not trains or _may_wait(comm):
                 asked.setdefault(comm.group.ranks, []).append((comm, flag))
             else:
@@ -89,12 +89,12 @@ class EditDetector:
                 _choose_refresh(edited)
 
 
-def _groups_of_root(comm: GroupComm, groups: Sequence[GroupComm]) -> list[GroupComm]:
+def _groups_of_root(comm: FSDPCommunication, groups: Sequence[FSDPCommunication]) -> list[FSDPCommunication]:
     context = comm.group.context
     return [each for each in groups if each.group.context is context]
 
 
-def _may_wait(comm: GroupComm) -> bool:
+def _may_wait(comm: FSDPCommunication) -> bool:
     """Whether the host may wait for the device here, in a model that trains; the same on all ranks.
 
     On a GPU a training step must not: neither after an optimizer step, nor between micro-batches whose
@@ -105,7 +105,7 @@ def _may_wait(comm: GroupComm) -> bool:
     return comm.is_reduced and not comm.changed
 
 
-def _agree(comms: Sequence[GroupComm], flags: Tensor) -> list[GroupComm]:
+def _agree(comms: Sequence[FSDPCommunication], flags: Tensor) -> list[FSDPCommunication]:
     """Return the groups, all of the same ranks, whose flag is set on any rank; one small reduction."""
     group = comms[0].group.process_group
     with naming("agreement on edited weights", group=group):
@@ -115,7 +115,7 @@ def _agree(comms: Sequence[GroupComm], flags: Tensor) -> list[GroupComm]:
     return [comm for comm, flag in zip(comms, flags.tolist(), strict=True) if flag]
 
 
-def _choose_refresh(comms: Sequence[GroupComm]) -> None:
+def _choose_refresh(comms: Sequence[FSDPCommunication]) -> None:
     """The next refresh of edited groups sends a difference if it is small, else full precision."""
     group = comms[0].group.process_group
     squares = torch.stack([_edit_squares(comm) for comm in comms])
@@ -132,11 +132,11 @@ def _choose_refresh(comms: Sequence[GroupComm]) -> None:
             comm.changed = set(range(len(comm.group.segments)))
 
 
-def _edit_squares(comm: GroupComm) -> Tensor:
+def _edit_squares(comm: FSDPCommunication) -> Tensor:
     """Return |main - replica|^2 and |main|^2 over this rank's shard, fp64 [2]."""
     assert comm.replica is not None and comm.replica.rows is not None
-    row = comm.group.main_row(comm.replica.rows.dtype).float()
-    return torch.stack([(row - comm.replica.own_row.float()).square().sum(), row.square().sum()]).double()
+    row = comm.group.main_shard(comm.replica.rows.dtype).float()
+    return torch.stack([(row - comm.replica.own_shard.float()).square().sum(), row.square().sum()]).double()
 
 
 class StateDictAliases:

@@ -1,7 +1,7 @@
 """What the integration reads of FSDP2's parameter groups; the only file that touches their private parts.
 
-`fsdp_torch` checks that these are what they are in the releases of torch that are tested. Everything that
-changes FSDP2 goes through its public setters.
+`torch_internals` checks that these are what they are in the releases of torch that are tested. Everything
+that changes FSDP2 goes through its public setters.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from sdp4bit.collectives.weight_replica import Span, merge_spans
-from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
+from sdp4bit.collectives.weight_replica import Range, merge_ranges
+from sdp4bit.engines.fsdp2.torch_internals import (
+    Comm,
+    HybridMeshInfo,
+    Module,
+    Param,
+    ParamGroup,
+    RootContext,
+    param_groups_of,
+)
 
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module", "_orig_mod")
 _BIT_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,29 +47,29 @@ class ParamSegment:
     name: str
     start: int
     end: int
-    param: Any
+    param: Param
     """FSDP2's record of the parameter; its sharded_param attribute may be replaced over time."""
 
     @property
     def sharded(self) -> nn.Parameter:
         """The parameter that optimizers and state dicts see: a DTensor."""
-        return cast(nn.Parameter, self.param.sharded_param)
+        return self.param.sharded_param
 
     @cached_property
     def is_on_all_ranks(self) -> bool:
         """Whether no rank's shard is empty."""
         dim, ranks = self.param.fsdp_placement.dim, self.param.mesh_info.shard_mesh_size
-        return bool(self.param.padded_sharded_param_size[dim] * (ranks - 1) < self.param._orig_size[dim])
+        return self.param.padded_sharded_param_size[dim] * (ranks - 1) < self.param._orig_size[dim]
 
     @property
     def owner(self) -> nn.Module:
         """The module that the parameter is registered on."""
-        return cast(nn.Module, self.param._module_info.module)
+        return self.param._module_info.module
 
     @property
     def own_name(self) -> str:
         """The parameter's name in its owner."""
-        return str(self.param._module_info.param_name)
+        return self.param._module_info.param_name
 
     @property
     def split_over(self) -> dict[tuple[int, ...], ProcessGroup]:
@@ -92,7 +100,7 @@ class ParamSegment:
         )
 
 
-def tensor_version(tensor: Any) -> tuple[int, int, int]:
+def tensor_version(tensor: DTensor) -> tuple[int, int, int]:
     """Return what edits of a DTensor change: its counter, which tensor its shard is, the shard's counter."""
     local = tensor._local_tensor
     return _counter(tensor), id(local) if local.numel() else 0, _counter(local)
@@ -102,10 +110,20 @@ def _counter(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+@dataclass(frozen=True, kw_only=True)
+class CommObjects:
+    """What an FSDP2 parameter group communicates through."""
+
+    all_gather: Comm
+    reduce_scatter: Comm
+    force_sum: bool
+    """Reductions are asked for as sums, also where they end as means."""
+
+
 class FSDPGroup:
     """One FSDP2 parameter group: the parameters that are gathered and reduced together."""
 
-    def __init__(self, module: FSDPModule, group: Any, *, name: str, module_names: dict[int, str]) -> None:
+    def __init__(self, module: Module, group: ParamGroup, *, name: str, module_names: dict[int, str]) -> None:
         self.name = name or "(root)"
         self.module = module
         self._group = group
@@ -114,7 +132,7 @@ class FSDPGroup:
     @property
     def process_group(self) -> ProcessGroup:
         """The ranks that the group is sharded over."""
-        return cast(ProcessGroup, self._group.mesh_info.shard_process_group)
+        return self._group.mesh_info.shard_process_group
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -127,7 +145,7 @@ class FSDPGroup:
 
         It numbers the rounding of weights, so that ranks with equal weights send equal differences.
         """
-        return int(self._group.mesh_info.shard_mesh_rank)
+        return self._group.mesh_info.shard_mesh_rank
 
     @property
     def data_rank(self) -> int:
@@ -136,51 +154,53 @@ class FSDPGroup:
         It numbers the rounding of gradients: parameters that tensor parallelism replicates stay equal.
         """
         info = self._group.mesh_info
-        replica = int(info.replicate_mesh_rank) if self.is_hybrid else 0
-        return replica * int(info.shard_mesh_size) + self.shard_rank
+        replica = cast(HybridMeshInfo, info).replicate_mesh_rank if self.is_hybrid else 0
+        return replica * info.shard_mesh_size + self.shard_rank
 
     @property
     def data_ranks(self) -> int:
         """How many values `data_rank` has."""
         info = self._group.mesh_info
-        return int(info.shard_mesh_size) * (int(info.replicate_mesh_size) if self.is_hybrid else 1)
+        return info.shard_mesh_size * (
+            cast(HybridMeshInfo, info).replicate_mesh_size if self.is_hybrid else 1
+        )
 
     @property
     def device(self) -> torch.device:
         """Where the group computes and communicates."""
-        return cast(torch.device, self._group.device)
+        return self._group.device
 
     @property
     def is_hybrid(self) -> bool:
         """Whether gradients are also all-reduced over replicas (HSDP)."""
-        return bool(self._group._is_hsdp)
+        return self._group._is_hsdp
 
     @property
     def is_unsharded(self) -> bool:
         """Whether full parameters are materialized now."""
-        return bool(self._group.is_unsharded)
+        return self._group.is_unsharded
 
-    def leads(self, leader: Any) -> bool:
+    def leads(self, leader: object) -> bool:
         """Whether this is a group of the module whose state that is."""
         return self.module._get_fsdp_state() is leader
 
     @property
     def is_training(self) -> bool:
         """Whether the group's module is in training mode."""
-        return cast(nn.Module, self.module).training
+        return self.module.training
 
     @property
     def is_idle(self) -> bool:
         """Whether neither forward nor backward of the group's modules is running."""
-        return str(self._group._training_state.name) == "IDLE"
+        return self._group._training_state.name == "IDLE"
 
     @property
-    def context(self) -> Any:
+    def context(self) -> RootContext:
         """What the FSDP modules of one root share, from the first forward on."""
         return self.module._get_fsdp_state()._state_ctx
 
     @property
-    def forward_leader(self) -> Any:
+    def forward_leader(self) -> object | None:
         """State of the outermost FSDP module whose forward is running, None outside of forward."""
         return self.context.iter_forward_root
 
@@ -189,7 +209,7 @@ class FSDPGroup:
         """The int that `reshard_after_forward` is, if it is one: backward gathers over that many ranks."""
         if not self._group._use_post_forward_mesh:
             return None
-        return int(self._group.post_forward_mesh_info.shard_mesh_size)
+        return self._group.post_forward_mesh_info.shard_mesh_size
 
     @cached_property
     def segments(self) -> list[ParamSegment]:
@@ -226,13 +246,13 @@ class FSDPGroup:
         return list({ranks: g for part in self.parts for ranks, g in part[0].split_over.items()}.values())
 
     @property
-    def part_spans(self) -> list[list[Span]]:
-        """The stretches of a row of each part; none if it is all in one."""
-        spans = [merge_spans([(segment.start, segment.end) for segment in part]) for part in self.parts]
-        return spans if len(spans) > 1 else []
+    def part_ranges(self) -> list[list[Range]]:
+        """The ranges of a row of each part; none if it is all in one."""
+        ranges = [merge_ranges([(segment.start, segment.end) for segment in part]) for part in self.parts]
+        return ranges if len(ranges) > 1 else []
 
     @property
-    def row_numel(self) -> int:
+    def shard_numel(self) -> int:
         """Values in one rank's row, FSDP2's own padding of uneven shards included."""
         return sum(param.padded_sharded_param_size.numel() for param in self._group.fsdp_params)
 
@@ -242,7 +262,7 @@ class FSDPGroup:
         return any(cast(DTensor, segment.sharded).to_local().numel() for segment in self.segments)
 
     @property
-    def row_nbytes(self) -> int:
+    def shard_nbytes(self) -> int:
         """Bytes of one rank's row as it is gathered."""
         return sum((s.end - s.start) * self._gathered_dtype(s.sharded.dtype).itemsize for s in self.segments)
 
@@ -278,15 +298,15 @@ class FSDPGroup:
         comms = (self._group._all_gather_comm, self._group._reduce_scatter_comm)
         return [type(comm).__name__ for comm in comms if type(comm).__name__ not in _DEFAULT_COMMS]
 
-    def main_row(self, dtype: torch.dtype) -> Tensor:
+    def main_shard(self, dtype: torch.dtype) -> Tensor:
         """Return this rank's main shard [n] as the next all-gather would send it."""
         data = [param._sharded_param_data for param in self._group.fsdp_params]
         return torch.cat([d.to(device=self.device, dtype=dtype) for d in data])
 
-    def sample_main(self, spans: Sequence[Span]) -> Tensor:
-        """Return these stretches of this rank's main shard, one behind the other, in fp32."""
+    def sample_main(self, ranges: Sequence[Range]) -> Tensor:
+        """Return these ranges of this rank's main shard, one behind the other, in fp32."""
         pieces = []
-        for start, end in spans:
+        for start, end in ranges:
             for segment in self.segments:
                 first, last = max(start, segment.start), min(end, segment.end)
                 if first < last:
@@ -305,16 +325,16 @@ class FSDPGroup:
         """The largest mesh of the parameters; no two of its ranks hold the same shards."""
         return max((cast(DTensor, s.sharded).device_mesh for s in self.segments), key=lambda mesh: mesh.ndim)
 
-    def install(self, *, all_gather: Any, reduce_scatter: Any, force_sum: bool) -> tuple[Any, Any, bool]:
-        """The group communicates through the given objects; returns what it used before, for install()."""
-        previous = (
-            self._group._all_gather_comm,
-            self._group._reduce_scatter_comm,
-            bool(self._group.force_sum_reduction_for_comms),
+    def install(self, comms: CommObjects) -> CommObjects:
+        """Let the group communicate through the given objects; return what it used before, for install()."""
+        previous = CommObjects(
+            all_gather=self._group._all_gather_comm,
+            reduce_scatter=self._group._reduce_scatter_comm,
+            force_sum=self._group.force_sum_reduction_for_comms,
         )
-        self.module.set_custom_all_gather(all_gather)
-        self.module.set_custom_reduce_scatter(reduce_scatter)
-        self.module.set_force_sum_reduction_for_comms(force_sum)
+        self.module.set_custom_all_gather(comms.all_gather)
+        self.module.set_custom_reduce_scatter(comms.reduce_scatter)
+        self.module.set_force_sum_reduction_for_comms(comms.force_sum)
         return previous
 
 
@@ -343,7 +363,7 @@ def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
                 "blocks and on itself before sdp4bit.quantize_communication"
             )
         for name, module in fsdp_modules:
-            own = param_groups_of(module)
+            own = param_groups_of(cast(Module, module))
             if len(own) > 1:
                 raise ValueError(
                     f"{prefix}{name or type(module).__name__} has {len(own)} parameter groups (a mesh per "
@@ -354,7 +374,7 @@ def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
                 seen.add(id(own[0]))
                 groups.append(
                     FSDPGroup(
-                        cast(FSDPModule, module),
+                        cast(Module, module),
                         own[0],
                         name=(prefix + name).rstrip("."),
                         module_names=module_names,

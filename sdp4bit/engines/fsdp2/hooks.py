@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
-from sdp4bit.collectives.weight_replica import Span, WeightReplica
+from sdp4bit.collectives.weight_replica import Range, WeightReplica
 from sdp4bit.collectives.work import CompletedWork, DeferredWork
-from sdp4bit.config import GradientConfig
-from sdp4bit.engines.fsdp2.comm_state import CommState, in_backward
-from sdp4bit.engines.fsdp2.group_comm import GroupComm, RefreshKind
-from sdp4bit.engines.measures import sample_gradient
+from sdp4bit.engines.fsdp2.communication import FSDPCommunication, RefreshKind
+from sdp4bit.engines.fsdp2.steps import FSDPModelCommunication, in_backward
+from sdp4bit.engines.group import reduction_multiplier
 
 _REDUCTIONS_WITHOUT_STEP = 1000
 
@@ -31,7 +30,7 @@ class _Allocate:
 class AllGatherHook(_Allocate):
     """FSDP2's all-gather, served from a replica that a quantized difference updates once per step."""
 
-    def __init__(self, comm: GroupComm, state: CommState) -> None:
+    def __init__(self, comm: FSDPCommunication, state: FSDPModelCommunication) -> None:
         self._comm = comm
         self._state = state
 
@@ -61,19 +60,19 @@ class AllGatherHook(_Allocate):
         outside_backward = not in_backward()
         if outside_backward:
             self._state.before_unshard(comm)
-        comm.weight_traffic.count_plain(row_bytes, members)
         if replica is None:
-            comm.weight_traffic.count_ring(row_bytes, members)
+            comm.count_dense(comm.weight_traffic, row_bytes, members=members)
             what = f"full-precision weight all-gather of {comm.group.name}"
             stop = comm.weight_traffic.start_ring_timer(input_tensor.device)
             return all_gather_dense(
                 output_tensor, input_tensor, group, async_op=async_op, what=what, stop=stop
             )
+        comm.weight_traffic.count_plain(row_bytes)
         # The refresh is only queued here. It reads the input, a view of memory that FSDP2 allocated for the
         # output on its copy-in stream, or a loaded row from the compute stream; freed on return, they could
         # be overwritten before. FSDP2 keeps the output until both of its streams have been made to wait for
         # its copy-out (its "Note: Overlapping all-gather copy-in and all-gather"): the output keeps them too.
-        read = (input_tensor.untyped_storage(), comm.loaded_row)
+        read = (input_tensor.untyped_storage(), comm.loaded_shard)
         output_tensor.read_by_refresh = read  # type: ignore[attr-defined]
         if replica.rows is None or outside_backward:
             with torch.inference_mode(False):
@@ -81,7 +80,7 @@ class AllGatherHook(_Allocate):
         if replica.is_full:
             assert replica.rows is not None
             output_tensor.set_(replica.rows.view(-1))  # type: ignore[call-overload]  # FSDP2 copies out of the replica itself
-        finish = replica.settle if replica.is_full else partial(replica.gather, output_tensor)
+        finish = replica.wait if replica.is_full else partial(replica.gather, output_tensor)
         if replica.is_pending and output_tensor.device.type == "cpu":
             # FSDP2 waits for it when it needs the weights: at once, unless they are prefetched. On a GPU the
             # streams do this.
@@ -93,19 +92,19 @@ class AllGatherHook(_Allocate):
         comm = self._comm
         kind: RefreshKind | None = None
         if comm.resync_wanted or replica.rows is None or replica.rows.dtype != row.dtype:
-            if comm.load_unsettled:
-                self._state.settle_loaded_rows(comm)
-            loaded, comm.loaded_row = comm.loaded_row, None
+            if comm.load_undecided:
+                self._state.agree_on_loaded_shards(comm)
+            loaded, comm.loaded_shard = comm.loaded_shard, None
             replica.start_full_refresh(row if loaded is None else loaded)
             comm.resync_wanted = False
             kind = "full"
             if loaded is None:
                 comm.changed.clear()
         if comm.changed and outside_backward:
-            spans = comm.due_spans()
-            replica.start_quantized_refresh(row, call=comm.refreshes, spans=spans)
+            ranges = comm.due_ranges()
+            replica.start_quantized_refresh(row, call=comm.refreshes, ranges=ranges)
             comm.refreshes += 1
-            kind = kind or ("whole row" if spans is None else "trained part")
+            kind = kind or ("whole row" if ranges is None else "trained part")
         if kind:
             comm.note_refresh(row, kind=kind)
             self._state.warn_of_full_refreshes(comm)
@@ -114,10 +113,9 @@ class AllGatherHook(_Allocate):
 class ReduceScatterHook(_Allocate):
     """FSDP2's reduce-scatter in two quantized levels."""
 
-    def __init__(self, comm: GroupComm, state: CommState, *, config: GradientConfig | None) -> None:
+    def __init__(self, comm: FSDPCommunication, state: FSDPModelCommunication) -> None:
         self._comm = comm
         self._state = state
-        self._config = config
 
     @torch.no_grad()
     def __call__(
@@ -140,41 +138,35 @@ class ReduceScatterHook(_Allocate):
                 f"sdp4bit: {_REDUCTIONS_WITHOUT_STEP} gradient reductions without an optimizer step over "
                 "these parameters; unless the optimizer is a torch.optim.Optimizer, call comm.mark_step()"
             )
-        quantized, config = comm.reduce_scatter, self._config
         comm.gradient_bits = None
         parts = self._parts(numel)
-        if quantized is None or config is None or not parts:
+        if comm.reduction is None or not parts:
             self._reduce_densely(output_tensor, input_tensor, group, op)
             return
-        multiplier = _multiplier(op, group.size(), comm.group.name)
-        nonfinite = None
-        if numel and state.sampled.is_due(state.steps + 1):
-            comm.gradient_sample = sample_gradient(
-                input_tensor, sample_numel=state.sampled.sample_numel, unit=quantized.group_unit
-            )
-            nonfinite = comm.gradient_sample.nonfinite
+        multiplier = reduction_multiplier(op, group, name=comm.group.name, engine="FSDP2")
+        nonfinite = comm.sample_gradient(input_tensor, sample_numel=state.gradient_sample_numel)
         rows = input_tensor.view(group.size(), numel)
-        for index, spans in enumerate(parts):
-            if not spans:
+        for index, ranges in enumerate(parts):
+            if not ranges:
                 continue
-            with _part_of(output_tensor, rows, spans) as (reduced, part):
-                if reduced.numel() < config.min_numel:
+            with _part_of(output_tensor, rows, ranges) as (reduced, part):
+                if reduced.numel() < comm.reduction.config.min_numel:
                     self._reduce_densely(reduced, part.reshape(-1), group, op)
                     continue
-                quantized(
+                comm.reduction(
                     reduced,
                     part,
                     call=comm.reductions * len(parts) + index,
                     multiplier=multiplier,
                     nonfinite=nonfinite,
                 )
-                comm.gradient_bits = quantized.bits
+                comm.gradient_bits = comm.reduction.bits
         comm.reductions += 1
 
-    def _parts(self, numel: int) -> list[list[Span]]:
-        """Return the stretches of a row that are reduced apart from each other; none to leave it dense."""
-        comm, config, state = self._comm, self._config, self._state
-        if comm.reduce_scatter is None or config is None or state.steps < config.start_step:
+    def _parts(self, numel: int) -> list[list[Range]]:
+        """Return the ranges of a row that are reduced apart from each other; none to leave it dense."""
+        comm, config, state = self._comm, self._comm.gradient_config, self._state
+        if config is None or state.steps < config.start_step:
             return []
         if numel < config.min_numel:
             return []
@@ -186,15 +178,14 @@ class ReduceScatterHook(_Allocate):
                 f"full precision. Apply fully_shard to what is not always used by itself ({comm.group.name})"
             )
             return []
-        longest = max(sum(end - start for start, end in spans) for spans in parts)
+        longest = max(sum(end - start for start, end in ranges) for ranges in parts)
         return parts if longest >= config.min_numel else []
 
     def _reduce_densely(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any
     ) -> None:
         traffic = self._comm.gradient_traffic
-        traffic.count_plain(output_tensor.nbytes)
-        traffic.count_ring(output_tensor.nbytes)
+        self._comm.count_dense(traffic, output_tensor.nbytes)
         what = f"full-precision gradient reduce-scatter of {self._comm.group.name}"
         stop = traffic.start_ring_timer(input_tensor.device)
         reduce_scatter_dense(output_tensor, input_tensor, group, op, what=what)
@@ -202,26 +193,15 @@ class ReduceScatterHook(_Allocate):
 
 
 @contextmanager
-def _part_of(output: Tensor, rows: Tensor, spans: Sequence[Span]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inside the block, [m] and [ranks, m] stand for these stretches of output [n] and of rows [ranks, n]."""
-    if len(spans) == 1:
-        (start, end) = spans[0]
+def _part_of(output: Tensor, rows: Tensor, ranges: Sequence[Range]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inside the block, [m] and [ranks, m] stand for these ranges of output [n] and of rows [ranks, n]."""
+    if len(ranges) == 1:
+        (start, end) = ranges[0]
         yield output[start:end], rows[:, start:end]
         return
-    part = torch.cat([rows[:, start:end] for start, end in spans], dim=1)
+    part = torch.cat([rows[:, start:end] for start, end in ranges], dim=1)
     reduced = output.new_empty(part.shape[1])
     yield reduced, part
-    values = reduced.split([end - start for start, end in spans])
-    for (start, end), each in zip(spans, values, strict=True):
+    values = reduced.split([end - start for start, end in ranges])
+    for (start, end), each in zip(ranges, values, strict=True):
         output[start:end] = each
-
-
-def _multiplier(op: Any, size: int, name: str) -> float:
-    if op == dist.ReduceOp.SUM:
-        return 1.0
-    if op == dist.ReduceOp.AVG:
-        return 1.0 / size
-    raise ValueError(
-        f"{name}: FSDP2 asks for the reduction {getattr(op, 'op', op)}, which cannot be quantized; keep "
-        "set_force_sum_reduction_for_comms(True), as quantize_communication sets it"
-    )

@@ -16,15 +16,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from sdp4bit.engines.fsdp2.comm_state import CommState
-from sdp4bit.engines.fsdp2.group_comm import GroupComm
+from sdp4bit.engines.fsdp2.communication import FSDPCommunication
+from sdp4bit.engines.fsdp2.steps import FSDPModelCommunication
 
 FORMAT_VERSION = 1
 _PARTS = ("layout", "groups", "replica", "fingerprints")
 _FINGERPRINT_SLOTS = 1024
 
 
-def save_state(state: CommState) -> dict[str, Any]:
+def save_state(state: FSDPModelCommunication) -> dict[str, Any]:
     """Return the state: replica rows as DTensors sharded like the parameters, counters as int64 tensors."""
     replica: dict[str, DTensor] = {}
     fingerprints: dict[str, DTensor] = {}
@@ -33,15 +33,15 @@ def save_state(state: CommState) -> dict[str, Any]:
         due = comm.due_segments()
         pending = [int(index in due) for index in range(len(comm.group.segments))]
         if comm.replica is not None:
-            row, fingerprint = comm.loaded_row, comm.loaded_fingerprint
+            row, fingerprint = comm.loaded_shard, comm.loaded_fingerprint
             if row is None or fingerprint is None:
                 fingerprint = comm.group.fingerprint()
                 if comm.replica.rows is None or comm.resync_wanted:
                     # A refresh in full precision is due; a resumed run does the same with nothing pending.
-                    row = comm.group.main_row(next(iter(comm.group.param_dtypes)))
+                    row = comm.group.main_shard(next(iter(comm.group.param_dtypes)))
                     pending = [0] * len(pending)
                 else:
-                    row = comm.replica.own_row
+                    row = comm.replica.own_shard
             for segment in comm.group.segments:
                 replica[segment.name] = segment.to_dtensor(row)
             fingerprints[comm.group.name] = _spread(fingerprint, comm.group.mesh)
@@ -67,7 +67,7 @@ def _spread(fingerprint: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     )
 
 
-def load_state(state: CommState, saved: dict[str, Any]) -> None:
+def load_state(state: FSDPModelCommunication, saved: dict[str, Any]) -> None:
     """Counters are as saved; replicas are restored at the next forward, when the ranks agree that they fit.
 
     State of another layout (ranks, nodes, parameter groups) cannot be continued bit for bit: the replicas are
@@ -96,8 +96,8 @@ def load_state(state: CommState, saved: dict[str, Any]) -> None:
         comm.changed = {index for index, flag in enumerate(values[2:]) if flag}
         comm.trained = frozenset(comm.changed)
         comm.resync_wanted = True
-        comm.load_unsettled = comm.replica is not None and same_layout
-        comm.loaded_row = _row(comm, saved["replica"]) if usable and same_layout else None
+        comm.load_undecided = comm.replica is not None and same_layout
+        comm.loaded_shard = _row(comm, saved["replica"]) if usable and same_layout else None
         fingerprint = _local(saved["fingerprints"].get(comm.group.name))
         comm.loaded_fingerprint = None if fingerprint is None else fingerprint.to(comm.group.device)
 
@@ -119,12 +119,12 @@ def _check(saved: Any) -> None:
         raise ValueError(f"{what}: {', '.join(wrong)} should be dictionaries")
 
 
-def _row(comm: GroupComm, replica: dict[str, Any]) -> torch.Tensor | None:
+def _row(comm: FSDPCommunication, replica: dict[str, Any]) -> torch.Tensor | None:
     """Return the saved row of a group, or None if a part is missing or has another shape."""
     if comm.replica is None:
         return None
     row = torch.zeros(
-        comm.group.row_numel, dtype=next(iter(comm.group.param_dtypes)), device=comm.group.device
+        comm.group.shard_numel, dtype=next(iter(comm.group.param_dtypes)), device=comm.group.device
     )
     for segment in comm.group.segments:
         local = _local(replica.get(segment.name))
@@ -141,7 +141,7 @@ def _local(value: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _layout(state: CommState) -> dict[str, int]:
+def _layout(state: FSDPModelCommunication) -> dict[str, int]:
     layout = state.groups[0].layout
     return {
         "ranks": layout.size,

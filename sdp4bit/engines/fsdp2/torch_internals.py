@@ -3,34 +3,107 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Protocol
 
 import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
 from sdp4bit.config import TESTED_TORCH
 
 _MINIMUM = (2, 9)
-_SETTERS = (
-    *("set_custom_all_gather", "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms"),
-    *("_get_fsdp_state", "reshard"),
-)
-_OF_GROUP = (
-    *("fsdp_params", "mesh_info", "mp_policy", "device", "is_unsharded", "force_sum_reduction_for_comms"),
-    *(
-        "_all_gather_comm",
-        "_reduce_scatter_comm",
-        "_is_hsdp",
-        "_training_state",
-        "_use_post_forward_mesh",
-        "post_forward_mesh_info",
-    ),
-)
-_OF_MESH = ("shard_process_group", "shard_mesh_rank", "shard_mesh_size")
-_OF_PARAM = (
-    *("sharded_param", "padded_sharded_param_size", "fsdp_placement", "mesh_info"),
-    *("_sharded_param_data", "_orig_size", "_module_info"),
-)
+
+
+class Comm(Protocol):
+    """What FSDP2 calls to gather or to reduce; see `_ARGUMENTS`."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor that the collective writes to, or reads from."""
+        ...
+
+
+class RootContext(Protocol):
+    """What the FSDP modules of one root share, from the first forward on."""
+
+    iter_forward_root: object | None
+
+
+class ModuleState(Protocol):
+    """FSDP2's state of a module."""
+
+    _state_ctx: RootContext
+
+
+class Module(Protocol):
+    """An FSDP module."""
+
+    training: bool
+    _get_fsdp_state: Callable[[], ModuleState]
+    reshard: Callable[[], None]
+    set_custom_all_gather: Callable[[Comm], None]
+    set_custom_reduce_scatter: Callable[[Comm], None]
+    set_force_sum_reduction_for_comms: Callable[[bool], None]
+
+
+class MeshInfo(Protocol):
+    """The ranks of a parameter group."""
+
+    mesh: DeviceMesh
+    shard_process_group: ProcessGroup
+    shard_mesh_rank: int
+    shard_mesh_size: int
+
+
+class HybridMeshInfo(MeshInfo, Protocol):
+    """The ranks of a parameter group that is sharded and replicated (HSDP)."""
+
+    replicate_mesh_rank: int
+    replicate_mesh_size: int
+
+
+class ParamModuleInfo(Protocol):
+    """Where a parameter is registered."""
+
+    module: nn.Module
+    param_name: str
+
+
+class Param(Protocol):
+    """FSDP2's record of a parameter."""
+
+    sharded_param: nn.Parameter
+    """A DTensor; may be replaced over time."""
+    padded_sharded_param_size: torch.Size
+    fsdp_placement: Shard
+    mesh_info: MeshInfo
+    _sharded_param_data: Tensor
+    """[n], this rank's shard, padding included, in the type of the main weights."""
+    _orig_size: torch.Size
+    _module_info: ParamModuleInfo
+
+
+class ParamGroup(Protocol):
+    """FSDP2's record of the parameters that are gathered and reduced together."""
+
+    fsdp_params: list[Param]
+    mesh_info: MeshInfo
+    mp_policy: MixedPrecisionPolicy
+    device: torch.device
+    is_unsharded: bool
+    force_sum_reduction_for_comms: bool
+    post_forward_mesh_info: MeshInfo
+    _all_gather_comm: Comm
+    _reduce_scatter_comm: Comm
+    _is_hsdp: bool
+    _training_state: Enum
+    _use_post_forward_mesh: bool
+
+
 _ARGUMENTS: Mapping[str, Sequence[str]] = {
     "_all_gather_comm": ("output_tensor", "input_tensor", "group", "async_op"),
     "_reduce_scatter_comm": ("output_tensor", "input_tensor", "group", "op", "async_op"),
@@ -48,42 +121,48 @@ def check_torch_version() -> None:
         )
 
 
-def param_groups_of(module: Any) -> list[Any]:
+def relied_on(kind: type) -> tuple[str, ...]:
+    """Return the attributes that this library uses of FSDP2's objects of a kind."""
+    return tuple(kind.__annotations__)
+
+
+def param_groups_of(module: Module) -> list[ParamGroup]:
     """Return FSDP2's parameter groups of a module.
 
     Raises:
         ValueError: they are not what the integration relies on; with the torch versions that are tested.
     """
-    _check(module, _SETTERS)
+    _check(module, relied_on(Module))
     state = module._get_fsdp_state()
-    _check(state, ("_state_ctx",))
-    _check(state._state_ctx, ("iter_forward_root",))
-    groups = getattr(state, "_fsdp_param_groups", None)
+    _check(state, relied_on(ModuleState))
+    _check(state._state_ctx, relied_on(RootContext))
+    groups: Sequence[ParamGroup] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch before 2.12
         _check(state, ("_fsdp_param_group",))
-        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+        only: ParamGroup | None = getattr(state, "_fsdp_param_group")  # noqa: B009
+        groups = [] if only is None else [only]
     for group in groups:
-        _check(group, _OF_GROUP)
-        _check(group.mesh_info, _OF_MESH)
+        _check(group, relied_on(ParamGroup))
+        _check(group.mesh_info, relied_on(MeshInfo))
         for param in group.fsdp_params[:1]:
-            _check(param, _OF_PARAM)
+            _check(param, relied_on(Param))
         for name, arguments in _ARGUMENTS.items():
             _check_call(getattr(group, name), arguments)
     return list(groups)
 
 
-def _check(target: Any, names: Sequence[str]) -> None:
+def _check(target: object, names: Sequence[str]) -> None:
     missing = [name for name in names if not hasattr(target, name)]
     if missing:
         raise _unknown(f"{type(target).__name__} lacks {', '.join(missing)}")
 
 
-def _check_call(comm: Any, arguments: Sequence[str]) -> None:
+def _check_call(comm: object, arguments: Sequence[str]) -> None:
     """Compare the arguments that torch's own object takes; anybody else's is not known by them."""
     if not type(comm).__module__.startswith("torch."):
         return
-    found = tuple(inspect.signature(comm.__call__).parameters)
-    if found != tuple(arguments):
+    _, *found = inspect.signature(type(comm).__call__).parameters
+    if found != list(arguments):
         raise _unknown(
             f"{type(comm).__name__} takes ({', '.join(found)}) instead of ({', '.join(arguments)})"
         )

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.errors import naming
 from sdp4bit.collectives.exchange import all_gather_dense
-from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
+from sdp4bit.config import AlertConfig
 from sdp4bit.engines.alerts import Alerts, DecisionRound
 from sdp4bit.engines.fallback import STATE_NUMEL
 from sdp4bit.engines.measures import SampledMeasures
@@ -23,8 +21,7 @@ from sdp4bit.engines.megatron.buckets import (
     pipeline_group,
     tensor_parallel_group,
 )
-from sdp4bit.engines.megatron.comm import BucketComm
-from sdp4bit.engines.megatron.measures import bucket_squares
+from sdp4bit.engines.megatron.communication import BucketCommunication
 
 _TIED = "tied embedding"
 """What the saved state calls the bucket of a tied embedding, on all stages that hold it."""
@@ -46,56 +43,7 @@ def check_watchable(chunks: Sequence[Any], buckets: Sequence[MegatronBucket]) ->
         )
 
 
-class _MovableBucket:
-    """A bucket as the ladder sees it."""
-
-    def __init__(self, comm: BucketComm, layout: NodeLayout, *, row: int) -> None:
-        self._comm = comm
-        self._layout = layout
-        self._row = row
-
-    @property
-    def name(self) -> str:
-        """The bucket's name in the table."""
-        return self._comm.bucket.name
-
-    @property
-    def row(self) -> int:
-        """Its number among all buckets."""
-        return self._row
-
-    @property
-    def layout(self) -> NodeLayout:
-        """The ranks that it is divided over."""
-        return self._layout
-
-    @property
-    def gradients(self) -> GradientConfig | None:
-        """The settings of the next reductions."""
-        return None if self._comm.gradients is None else self._comm.gradients.quantized.config
-
-    @property
-    def weights(self) -> WeightConfig | None:
-        """The settings of the next refreshes."""
-        return None if self._comm.weights is None else self._comm.weights.config
-
-    def configure(self, *, gradients: GradientConfig | None, weights: WeightConfig | None) -> None:
-        """The next reductions and refreshes are done with these settings."""
-        if self._comm.gradients is not None and gradients is not None:
-            self._comm.gradients.quantized.configure(gradients)
-        if self._comm.weights is not None and weights is not None:
-            self._comm.weights.configure(weights)
-
-    def explain(self, moved: Mapping[str, str]) -> None:
-        """The table tells these reasons."""
-        self._comm.moved = dict(moved)
-
-    def squares(self, *, sample_numel: int) -> Tensor:
-        """Return the squares of a sample."""
-        return bucket_squares(self._comm, sample_numel=sample_numel)
-
-
-class BucketAlerts:
+class BucketAlerts(Alerts):
     """Alerts of one rank's buckets, and what is saved of the ladders of all pipeline stages.
 
     Three kinds of ranks decide together: first those that a bucket is divided over; then the tensor-parallel
@@ -112,7 +60,7 @@ class BucketAlerts:
     def __init__(
         self,
         chunks: Sequence[Any],
-        comms: Sequence[BucketComm],
+        comms: Sequence[BucketCommunication],
         *,
         sampled: SampledMeasures,
         config: AlertConfig,
@@ -121,35 +69,27 @@ class BucketAlerts:
         """All buckets are as configured; collective over the job.
 
         Args:
-            takes_steps: this stage has weights to train, so that it gets to step borders.
+            takes_steps: this stage has weights to train, so that it gets to step boundarys.
         """
-        watched = [
-            (row, comm, comm.layout)
-            for row, comm in enumerate(comms)
-            if comm.layout is not None and (comm.weights is not None or comm.gradients is not None)
-        ]
-        groups = [_MovableBucket(comm, layout, row=row) for row, comm, layout in watched]
-        found = [comm for _, comm, _ in watched]
-        tied = _tied_on_all_stages(chunks, found)
+        watched = [comm for comm in comms if comm.replica is not None or comm.reduction is not None]
+        tied = _tied_on_all_stages(chunks, watched)
         self._stages = pipeline_group(chunks)
         stage = 0 if self._stages is None else self._stages.rank()
-        self._alerts = Alerts(
-            groups,
-            rounds=_rounds(chunks, found, tied),
+        super().__init__(
+            watched,
+            rounds=_rounds(chunks, watched, tied),
             sampled=sampled,
             config=config,
             where="" if self._stages is None else f"pipeline stage {stage}",
         )
-        self.log = self._alerts.log
-        self._sampled = sampled
         self._is_ladder = config.action == "ladder"
         self._keys = {
-            comm.bucket.name: _TIED if at in tied else f"stage{stage}.{comm.bucket.name}"
-            for at, comm in enumerate(found)
+            comm.group.name: _TIED if at in tied else f"stage{stage}.{comm.group.name}"
+            for at, comm in enumerate(watched)
         }
         self._keys_of_stages = [list(self._keys.values())]
         self._share_keys(takes_steps)
-        self._device = comms[0].bucket.weights.device if comms else torch.device("cpu")
+        self._device = comms[0].group.device if comms else torch.device("cpu")
         self._ladders: dict[str, list[float]] = {}
 
     def _share_keys(self, takes_steps: bool) -> None:
@@ -164,9 +104,9 @@ class BucketAlerts:
         else:
             self._keys_of_stages = keys
 
-    def at_step_border(self, step: int) -> None:
+    def at_step_boundary(self, step: int) -> None:
         """All ranks that decide together have taken the same decisions, if the step was measured."""
-        self._alerts.at_step_border(step)
+        super().at_step_boundary(step)
         if self._is_ladder and self._sampled.is_due(step):
             self._ladders = self._gather()
 
@@ -174,7 +114,7 @@ class BucketAlerts:
         """Return where the buckets of all stages stand; one all-gather of 17 numbers per bucket."""
         keys = self._keys_of_stages
         own = torch.zeros(max(1, *map(len, keys)), STATE_NUMEL, dtype=torch.float64)
-        for at, state in enumerate(self._alerts.save().values()):
+        for at, state in enumerate(self.positions().values()):
             own[at] = state
         if self._stages is None:
             everywhere = own[None]
@@ -194,26 +134,31 @@ class BucketAlerts:
         """Return where the buckets of all stages stood after the last measured step, as of this rank."""
         return dict(self._ladders)
 
-    def load(self, saved: Mapping[str, list[float]]) -> None:
+    def load(self, saved: Mapping[str, Any] | None) -> None:
         """Every bucket stands where it did; those that were not saved, as configured. Call on all ranks."""
+        saved = saved or {}
         self._ladders = dict(saved) if self._is_ladder else {}
         states = {name: saved[key] for name, key in self._keys.items() if key in saved}
-        self._alerts.load({name: torch.tensor(s, dtype=torch.float64) for name, s in states.items()})
+        super().load({name: torch.tensor(s, dtype=torch.float64) for name, s in states.items()})
 
     def detach(self) -> None:
         """Nothing is watched any more; the log stays."""
-        self._alerts.detach()
+        super().detach()
         self._keys, self._ladders = {}, {}
 
 
-def _rounds(chunks: Sequence[Any], watched: Sequence[BucketComm], tied: Sequence[int]) -> list[DecisionRound]:
+def _rounds(
+    chunks: Sequence[Any], watched: Sequence[BucketCommunication], tied: Sequence[int]
+) -> list[DecisionRound]:
     """Return who decides together on these buckets, in the order that all ranks take."""
     rounds = []
-    for ranks in sorted({comm.bucket.ranks for comm in watched}):
-        members = tuple(at for at, comm in enumerate(watched) if comm.bucket.ranks == ranks)
+    for ranks in sorted({comm.group.ranks for comm in watched}):
+        members = tuple(at for at, comm in enumerate(watched) if comm.group.ranks == ranks)
         first = watched[members[0]]
         rounds.append(
-            DecisionRound(process_group=first.bucket.process_group, groups=members, traffic=first.traffic)
+            DecisionRound(
+                process_group=first.group.process_group, groups=members, traffic=first.gradient_traffic
+            )
         )
     tensor_parallel = tensor_parallel_group(chunks[0])
     if tensor_parallel is not None and watched:
@@ -224,14 +169,14 @@ def _rounds(chunks: Sequence[Any], watched: Sequence[BucketComm], tied: Sequence
     return rounds
 
 
-def _tied_on_all_stages(chunks: Sequence[Any], watched: Sequence[BucketComm]) -> list[int]:
+def _tied_on_all_stages(chunks: Sequence[Any], watched: Sequence[BucketCommunication]) -> list[int]:
     """Return the places of buckets with a tied embedding; none if some stage does not train its copy.
 
     Collective over the stages that could hold copies, also if they hold none: untied models have such
     process groups too.
     """
     group: ProcessGroup | None = embedding_group(chunks)
-    tied = [at for at, comm in enumerate(watched) if comm.bucket.has_tied_embedding]
+    tied = [at for at, comm in enumerate(watched) if comm.group.has_tied_embedding]
     if group is None:
         return []
     device = next(chunks[0].parameters()).device

@@ -83,7 +83,7 @@ def quantize_communication(
         ShardedRows(
             name=b.name,
             ranks=b.ranks,
-            row_numel=b.row_numel,
+            shard_numel=b.shard_numel,
             dtypes=(str(b.param_dtype), str(b.gradients.dtype)),
         )
         for b in buckets
@@ -117,7 +117,7 @@ def _existing_handle(
     buckets: Sequence[MegatronBucket], optimizers: Sequence[Any], config: SDP4BitConfig, topology: object
 ) -> MegatronCommHandle | None:
     """Return the handle that all of these are attached to, None if none is; else raise ValueError."""
-    targets = [*(bucket.group for bucket in buckets if not bucket.is_expert), *optimizers]
+    targets = [*(bucket.bucket_group for bucket in buckets if not bucket.is_expert), *optimizers]
     handles = [vars(target).get(MARK) for target in targets]
     marked = {id(handle): handle for handle in handles if handle is not None}
     if not marked:

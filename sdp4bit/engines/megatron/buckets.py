@@ -3,7 +3,7 @@
 With `megatron_guards`, the only files that know their private parts; nothing here changes them. Checked
 against Megatron-Core 0.16.1 and 0.19.2.
 
-A bucket is a stretch of a model chunk's contiguous parameter and gradient buffers, divided evenly over the
+A bucket is a range of a model chunk's contiguous parameter and gradient buffers, divided evenly over the
 data-parallel ranks: row r of it is the shard whose fp32 main weights rank r keeps and updates.
 """
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sdp4bit.collectives.weight_replica import Span
+from sdp4bit.collectives.weight_replica import Range
 
 REPLICATED_DTYPES = (torch.bfloat16, torch.float16)
 """Parameters of these types have fp32 main weights, so that a replica and its difference exist."""
@@ -44,7 +44,7 @@ class MegatronBucket:
 
     def __init__(self, *, name: str, buffer: Any, bucket: Any, group: Any, is_expert: bool) -> None:
         self.name = name
-        self.group = group
+        self.bucket_group = group
         """Megatron's bucket group, which starts this bucket's collectives."""
         self.is_expert = is_expert
         self.optimizer: Any = None
@@ -57,7 +57,7 @@ class MegatronBucket:
     @property
     def process_group(self) -> ProcessGroup:
         """The ranks that the bucket is divided over."""
-        return cast(ProcessGroup, self.group.intra_distributed_optimizer_instance_group)
+        return cast(ProcessGroup, self.bucket_group.intra_distributed_optimizer_instance_group)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -75,12 +75,17 @@ class MegatronBucket:
         return cast(Tensor, self._bucket.grad_data)
 
     @property
+    def device(self) -> torch.device:
+        """Where the bucket lies."""
+        return self.weights.device
+
+    @property
     def param_dtype(self) -> torch.dtype:
         """Type of the model's parameters."""
         return cast(torch.dtype, self._buffer.param_dtype)
 
     @property
-    def row_numel(self) -> int:
+    def shard_numel(self) -> int:
         """Values in one rank's row, Megatron's own padding included."""
         return self.gradients.numel() // len(self.ranks)
 
@@ -98,7 +103,7 @@ class MegatronBucket:
         """Whether this is Megatron's record of the bucket."""
         return self._bucket is bucket
 
-    def span(self, param: Any) -> Span:
+    def span(self, param: Any) -> Range:
         """Return where a parameter lies in the bucket."""
         start, end, _ = self._buffer.param_index_map[param]
         return start - self._bucket.offset, end - self._bucket.offset
@@ -112,12 +117,12 @@ class MegatronBucket:
             end = piece.end
         row[end:].zero_()
 
-    def sample_main(self, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """Return these stretches of this rank's main weights, one behind the other, in fp32."""
-        total = sum(end - start for start, end in spans)
+    def sample_main(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """Return these ranges of this rank's main weights, one behind the other, in fp32."""
+        total = sum(end - start for start, end in ranges)
         sample = torch.zeros(total, dtype=torch.float32, device=self.weights.device)
         at = 0
-        for start, end in spans:
+        for start, end in ranges:
             for piece in self.pieces:
                 first, last = max(start, piece.start), min(end, piece.end)
                 if first < last:
@@ -182,19 +187,19 @@ def _pieces(buckets: Sequence[MegatronBucket], optimizer: Any) -> Iterator[tuple
             record = optimizer.buffers[buffer].buckets[index]
             bucket = next(bucket for bucket in buckets if bucket.holds(record))
             span = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
-            first = bucket.process_group.rank() * bucket.row_numel
+            first = bucket.process_group.rank() * bucket.shard_numel
             yield bucket, Piece(start=span.start - first, end=span.end - first, main=main)
 
 
-def replicated_spans(bucket: MegatronBucket, replicated: Sequence[Any]) -> list[list[Span]]:
-    """Return the stretches of every rank's row that hold parameters equal on tensor-parallel ranks."""
+def replicated_ranges(bucket: MegatronBucket, replicated: Sequence[Any]) -> list[list[Range]]:
+    """Return the ranges of every rank's row that hold parameters equal on tensor-parallel ranks."""
     chosen = {id(param) for param in replicated}
-    spans = sorted(bucket.span(param) for param in bucket.parameters if id(param) in chosen)
-    numel = bucket.row_numel
-    rows: list[list[Span]] = []
+    ranges = sorted(bucket.span(param) for param in bucket.parameters if id(param) in chosen)
+    numel = bucket.shard_numel
+    rows: list[list[Range]] = []
     for rank in range(len(bucket.ranks)):
         first, last = rank * numel, (rank + 1) * numel
-        cut = [(max(start, first) - first, min(end, last) - first) for start, end in spans]
+        cut = [(max(start, first) - first, min(end, last) - first) for start, end in ranges]
         rows.append([(start, end) for start, end in cut if start < end])
     return rows
 

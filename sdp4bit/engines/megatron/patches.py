@@ -11,13 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sdp4bit.collectives.work import CompletedWork, JointWork, SideStream
-from sdp4bit.config import GradientConfig
-from sdp4bit.engines.measures import SampledMeasures
-from sdp4bit.engines.megatron.comm import BucketComm
+from sdp4bit.engines.megatron.communication import BucketCommunication, MegatronModelCommunication
 from sdp4bit.engines.megatron.guards import GROUP_METHODS, MARK, OPTIMIZER_METHODS
 
 STATE_KEY = "sdp4bit"
@@ -57,46 +54,21 @@ def _collective(target: Any, method: str, stand_in: Callable[..., Any]) -> Itera
         namespace[name] = stock
 
 
-class Clock:
-    """Counts optimizer steps of one attached model, and tells when one is done."""
-
-    def __init__(self, sampled: SampledMeasures, *, optimizers: int) -> None:
-        self.steps = 0
-        self.sampled = sampled
-        self.step_listeners: list[Callable[[int], None]] = []
-        """Called once per step, with its number, after the steps of all optimizers that are counted. If that
-        is one, nothing of the step has been sent: Megatron sends an optimizer's weights when it has stepped,
-        or later."""
-        self._optimizers = optimizers
-        self._stepped = 0
-
-    def count(self, steps: int) -> None:
-        """One of the optimizers, which step one after the other, has done this many steps."""
-        if steps > self.steps:
-            self.steps, self._stepped = steps, 0
-        self._stepped += 1
-        if self._stepped == self._optimizers:
-            for listener in self.step_listeners:
-                listener(self.steps)
-
-
 class GroupPatch:
     """Stands in for the collectives of one bucket group."""
 
     def __init__(
         self,
         group: Any,
-        comms: Sequence[BucketComm],
+        comms: Sequence[BucketCommunication],
         *,
-        clock: Clock,
-        gradients: GradientConfig | None,
+        state: MegatronModelCommunication,
         weight_stream: SideStream,
         gradient_stream: SideStream,
     ) -> None:
         self.group = group
         self.comms = comms
-        self._clock = clock
-        self._gradients = gradients
+        self._state = state
         self._weight_stream = weight_stream
         self._gradient_stream = gradient_stream
         self._replacement: Replacement | None = None
@@ -117,23 +89,28 @@ class GroupPatch:
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Gradients of quantized buckets are reduced to this rank's row by the two-level exchange."""
         assert self._replacement is not None
-        wanted: list[tuple[BucketComm, Tensor, Tensor, Any]] = []
+        wanted: list[tuple[BucketCommunication, Tensor, Tensor, object]] = []
 
         def reduce_scatter(output: Tensor, input: Tensor, op: Any, group: Any, async_op: bool = False) -> Any:
             comm = self._of(input, "reduces gradients in")
-            if comm.gradients is not None and self._quantizes_now():
+            config = comm.gradient_config
+            if config is not None and self._state.steps >= config.start_step:
                 wanted.append((comm, output, input, op))
                 return None
             comm.gradient_bits = None
-            comm.count_dense(output)
+            comm.count_dense(comm.gradient_traffic, output.nbytes)
             return stock(output, input, op=op, group=group, async_op=async_op)
 
         with _collective(self.group, "start_grad_sync", reduce_scatter) as stock:
             self._replacement.stock["start_grad_sync"](force_all_reduce=force_all_reduce)
         if wanted:
-            sampled, step = self._clock.sampled, self._clock.steps + 1
-            sample_numel = sampled.sample_numel if sampled.is_due(step) else None
-            work = self._gradient_stream.run(lambda: _reduce(wanted, sample_numel))
+            sample_numel = self._state.gradient_sample_numel
+
+            def reduce() -> None:
+                for comm, output, input, op in wanted:
+                    comm.reduce(output, input, op, sample_numel=sample_numel)
+
+            work = self._gradient_stream.run(reduce)
             self.group.grad_reduce_handle = _after(self.group.grad_reduce_handle, work)
 
     def start_param_sync(self, force_sync: bool = False) -> None:
@@ -143,21 +120,26 @@ class GroupPatch:
         syncs before evaluation or a checkpoint do not change the run.
         """
         assert self._replacement is not None
-        wanted: list[BucketComm] = []
+        wanted: list[BucketCommunication] = []
 
         def all_gather(output: Tensor, input: Tensor, group: Any, async_op: bool = False) -> Any:
             comm = self._of(output, "gathers parameters into")
-            if comm.weights is not None:
-                if comm.weights.dirty:
+            if comm.replica is not None:
+                if comm.is_changed:
                     wanted.append(comm)
                 return None
-            comm.count_dense(input)
+            comm.count_dense(comm.weight_traffic, input.nbytes)
             return stock(output, input, group=group, async_op=async_op)
 
         with _collective(self.group, "start_param_sync", all_gather) as stock:
             self._replacement.stock["start_param_sync"](force_sync=force_sync)
         if wanted:
-            work = self._weight_stream.run(lambda: _refresh(wanted))
+
+            def refresh() -> None:
+                for comm in wanted:
+                    comm.refresh()
+
+            work = self._weight_stream.run(refresh)
             self.group.param_gather_handle = _after(self.group.param_gather_handle, work)
 
     def finish_pending(self) -> None:
@@ -166,7 +148,7 @@ class GroupPatch:
             self.group.param_gather_handle.wait()
             self.group.param_gather_handle = None
 
-    def _of(self, tensor: Tensor, what: str) -> BucketComm:
+    def _of(self, tensor: Tensor, what: str) -> BucketCommunication:
         """Return the bucket that a buffer belongs to.
 
         Raises:
@@ -174,17 +156,14 @@ class GroupPatch:
                 left at their old values.
         """
         for comm in self.comms:
-            if tensor is comm.bucket.weights or tensor is comm.bucket.gradients:
+            if tensor is comm.group.weights or tensor is comm.group.gradients:
                 return comm
         raise RuntimeError(
             f"sdp4bit: Megatron-Core {what} a buffer ({tensor.dtype} {list(tensor.shape)}) of none of the "
-            f"buckets of this bucket group, {', '.join(comm.bucket.name for comm in self.comms)}: something "
+            f"buckets of this bucket group, {', '.join(comm.group.name for comm in self.comms)}: something "
             "has replaced the buffers, or this version of Megatron-Core communicates through others. Call "
             "remove() before buffers are replaced and attach again afterwards"
         )
-
-    def _quantizes_now(self) -> bool:
-        return self._gradients is not None and self._clock.steps >= self._gradients.start_step
 
 
 def _after(stock: Any, work: CompletedWork) -> JointWork | None:
@@ -195,32 +174,15 @@ def _after(stock: Any, work: CompletedWork) -> JointWork | None:
     return JointWork(stock, work)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-def _reduce(wanted: Sequence[tuple[BucketComm, Tensor, Tensor, Any]], sample_numel: int | None) -> None:
-    for comm, output, input, op in wanted:
-        assert comm.gradients is not None
-        comm.gradients.reduce(output, input, op, sample_numel=sample_numel)
-        comm.gradient_bits = comm.gradients.quantized.bits
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _refresh(wanted: Sequence[BucketComm]) -> None:
-    for comm in wanted:
-        assert comm.weights is not None
-        comm.weights.refresh()
-
-
 class OptimizerPatch:
     """Stands in for the copy of main weights into model weights of one distributed optimizer."""
 
     def __init__(
         self,
         optimizer: Any,
-        comms: Sequence[BucketComm],
+        comms: Sequence[BucketCommunication],
         *,
-        clock: Clock | None,
+        state: MegatronModelCommunication | None,
         save: Callable[[], dict[str, Any]],
         load: Callable[[dict[str, Any]], None],
     ) -> None:
@@ -228,17 +190,17 @@ class OptimizerPatch:
 
         Args:
             comms: the buckets that the optimizer updates.
-            clock: counts its steps; None where those of another optimizer are counted.
+            state: counts its steps; None where those of another optimizer are counted.
             save, load: give and take the communication state, for the optimizer's own state dict.
         """
         self._optimizer = optimizer
         self._comms = comms
-        self._clock = clock
+        self._state = state
         self._save = save
         self._load = load
         self._steps = 0
         self._replacement: Replacement | None = None
-        quantized = {id(param) for comm in comms if comm.weights for param in comm.bucket.parameters}
+        quantized = {id(param) for comm in comms if comm.replica for param in comm.group.parameters}
         pairs = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
         self._copied: list[tuple[list[Any], list[Any]]] = []
         """The parameters that are still copied, group by group, and their main weights."""
@@ -274,15 +236,15 @@ class OptimizerPatch:
             optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups = groups
         self.mark_changed()
         self._steps += 1
-        if self._clock is not None:
-            self._clock.count(self._steps)
+        if self._state is not None:
+            self._state.count(self._steps)
 
     def mark_changed(self) -> None:
         """The next parameter sync sends the differences of all buckets; a step has ended."""
         for comm in self._comms:
-            comm.traffic.end_step()
-            if comm.weights is not None:
-                comm.weights.dirty = True
+            comm.weight_traffic.end_step()
+            comm.gradient_traffic.end_step()
+            comm.is_changed = comm.replica is not None
 
     def set_steps(self, steps: int) -> None:
         """Continue counting from here."""

@@ -6,36 +6,35 @@ stages, the same on every rank, whichever of them a checkpoint format saves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from sdp4bit.engines.megatron.comm import BucketComm
+from sdp4bit.engines.megatron.communication import MegatronModelCommunication
 
 FORMAT_VERSION = 1
 _COUNTERS = ("steps", "refreshes", "reductions", "pending")
 
 
-def save_counters(comms: Sequence[BucketComm], *, steps: int) -> dict[str, int]:
+def save_counters(state: MegatronModelCommunication) -> dict[str, int]:
     """Return the counters and the version of the format."""
-    weights = [comm.weights for comm in comms if comm.weights is not None]
-    gradients = [comm.gradients for comm in comms if comm.gradients is not None]
     return {
         "format_version": FORMAT_VERSION,
-        "steps": steps,
-        "refreshes": max((w.refreshes for w in weights), default=0),
-        "reductions": max((g.reductions for g in gradients), default=0),
-        "pending": int(any(w.dirty for w in weights)),
+        "steps": state.steps,
+        "refreshes": max((comm.refreshes for comm in state.groups), default=0),
+        "reductions": max((comm.reductions for comm in state.groups), default=0),
+        "pending": int(any(comm.is_changed for comm in state.groups)),
     }
 
 
-def load_counters(comms: Sequence[BucketComm], counters: Mapping[str, int]) -> None:
-    """Rounding bits go on where they were, and what was still to be sent is."""
-    for comm in comms:
-        if comm.weights is not None:
-            comm.weights.refreshes = counters["refreshes"]
-            comm.weights.dirty = bool(counters["pending"])
-        if comm.gradients is not None:
-            comm.gradients.reductions = counters["reductions"]
+def load_counters(state: MegatronModelCommunication, counters: Mapping[str, int]) -> None:
+    """Let rounding bits go on where they were, and what was still to be sent be sent."""
+    state.steps = counters["steps"]
+    for comm in state.groups:
+        if comm.replica is not None:
+            comm.refreshes = counters["refreshes"]
+            comm.is_changed = bool(counters["pending"])
+        if comm.reduction is not None:
+            comm.reductions = counters["reductions"]
 
 
 def checked(state_dict: Any) -> tuple[dict[str, int], dict[str, list[float]]]:

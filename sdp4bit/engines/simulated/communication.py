@@ -13,58 +13,87 @@ import torch
 from torch import Tensor, nn
 
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.simulated import VirtualReduceScatter, VirtualReplica
+from sdp4bit.collectives.simulated import SimulatedReduceScatter, SimulatedReplica
 from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.config import SDP4BitConfig
-from sdp4bit.engines.measures import (
-    GradientSample,
-    SampledMeasures,
-    group_stats,
-    sample_gradient,
-    sample_of,
-    sample_spans,
-    squares_row,
-    weight_squares,
-)
+from sdp4bit.collectives.weight_replica import Range
+from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.engines.alerts import Alerts
+from sdp4bit.engines.explain import OFF, ONE_NODE
+from sdp4bit.engines.group import AnyGroup, GroupCommunication
+from sdp4bit.engines.handle import CommHandle, ModelCommunication
+from sdp4bit.engines.measures import sample_of
 from sdp4bit.engines.simulated.rows import RowLayout
-from sdp4bit.traffic import Traffic, TrafficCounter
+from sdp4bit.traffic import Traffic
 
 FORMAT_VERSION = 1
 
 
-class _Group:
-    """One parameter group: its rows, what quantizes it, and what it has sent."""
+class SimulatedGroup:
+    """Parameters that the simulated ranks gather and reduce together; `sample_main` is rank 0's."""
 
-    def __init__(self, name: str, rows: RowLayout, *, layout: NodeLayout, stays_gathered: bool) -> None:
+    def __init__(self, name: str, rows: RowLayout, *, main: Mapping[str, Tensor]) -> None:
         self.name = name
         self.rows = rows
+        self._main = main
+        self.ranks = tuple(range(rows.ranks))
+        self.shard_numel = rows.numel
+        self.device = next(iter(main.values())).device
+
+    def sample_main(self, ranges: Sequence[Range]) -> Tensor:
+        """Return these ranges of rank 0's main shard, one behind the other, in fp32."""
+        return sample_of(self.rows.row(self._main, rank=0), ranges).float()
+
+
+class SimulatedGroupCommunication(GroupCommunication[SimulatedGroup, SimulatedReplica]):
+    """Communication of one parameter group of all simulated ranks; its counters are one rank's."""
+
+    def __init__(
+        self,
+        group: SimulatedGroup,
+        *,
+        index: int,
+        layout: NodeLayout,
+        held: Mapping[str, Tensor],
+        stays_gathered: bool,
+    ) -> None:
+        super().__init__(group, index=index, layout=layout)
+        self.resync_wanted = True  # the first refresh is in full precision, too
+        self._held = held
+        self.reductions_of_all: SimulatedReduceScatter | None = None
+        """Of all ranks together; `reduction` is rank 0's part of it."""
         self.stays_gathered = stays_gathered
         """Whether the weights are kept after forward, for the backward that follows."""
         self.is_gathered = False
-        self.replica: VirtualReplica | None = None
-        self.reduction: VirtualReduceScatter | None = None
-        self.weight_traffic = TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
-        self.gradient_traffic = TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
         self.is_changed = False
         """Whether an optimizer has changed the main weights since the last refresh."""
-        self.resync_wanted = True
-        """The next refresh is in full precision; so is the first."""
         self.was_loaded = False
         """What is held comes from a checkpoint; the next refresh, in full precision, is with that."""
-        self.refreshes = 0
-        self.reductions = 0
-        self.is_reduced_quantized = False
-        self.gradient_sample: GradientSample | None = None
-        """Of the first rank's last reduction in a step that is to be measured."""
 
-    @property
-    def total_traffic(self) -> Traffic:
-        """What one rank has sent so far."""
-        return self.weight_traffic.total + self.gradient_traffic.total
+    def configure(self, *, gradients: GradientConfig | None, weights: WeightConfig | None) -> None:
+        """See GroupCommunication."""
+        super().configure(gradients=None, weights=weights)
+        if self.reductions_of_all is not None and gradients is not None:
+            self.reductions_of_all.configure(gradients)
+
+    def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
+        """See GroupCommunication."""
+        held = self.group.rows.row(self._held, rank=0)
+        return self.group.sample_main(ranges), sample_of(held, ranges)
+
+    def is_reduced_quantized(self, *, steps: int) -> bool:
+        """Return whether a reduction after this many steps is quantized."""
+        config = self.gradient_config
+        return (
+            config is not None and self.group.shard_numel >= config.min_numel and steps >= config.start_step
+        )
 
 
-class VirtualCommunication:
-    """Communication of virtual ranks, with the interface of sdp4bit.quantize_communication's handle."""
+class SimulatedCommHandle(CommHandle[ModelCommunication[SimulatedGroupCommunication]]):
+    """Communication of simulated ranks: the engine, and the handle that all engines have.
+
+    `stats()` tells the bytes of all ranks together; what quantization costs is measured on rank 0, and alerts
+    are decided on that. There is one copy of each replica, so an audit finds nothing.
+    """
 
     def __init__(
         self,
@@ -86,10 +115,6 @@ class VirtualCommunication:
             reshard: whether the ranks free the weights of a block after its forward.
         """
         self.layout = layout
-        self.config = config
-        self.steps = 0
-        """Optimizer steps that have been followed by a forward."""
-        self._step_pending = False
         self._main_parameters = dict(main.named_parameters())
         self._main = {name: parameter.detach() for name, parameter in self._main_parameters.items()}
         self._held = {name: parameter.detach() for name, parameter in compute.named_parameters()}
@@ -97,170 +122,152 @@ class VirtualCommunication:
         self._dtype = next(iter(self._held.values())).dtype
         self._reduced: dict[str, Tensor] = {}
         self._scratch = Scratch()
-        self._groups = []
-        for bucket, (name, members) in enumerate(groups):
+        comms = []
+        for index, (name, members) in enumerate(groups):
             rows = RowLayout({member: self._main[member] for member in members}, ranks=layout.size)
-            group = _Group(name, rows, layout=layout, stays_gathered=bucket == 0 or not reshard)
-            if config.weights is not None and config.weights.saves_bytes(nodes=layout.nodes):
-                group.replica = VirtualReplica(
-                    layout,
-                    config=config.weights,
-                    seed=config.seed,
-                    bucket=bucket,
-                    traffic=group.weight_traffic,
-                    scratch=self._scratch,
-                )
-            if config.gradients is not None:
-                group.reduction = VirtualReduceScatter(
-                    layout,
-                    config=config.gradients,
-                    seed=config.seed,
-                    bucket=bucket,
-                    traffic=group.gradient_traffic,
-                    scratch=self._scratch,
-                )
-            self._groups.append(group)
-        self._sampled = SampledMeasures(config.telemetry, [group.name for group in self._groups])
+            comm = SimulatedGroupCommunication(
+                SimulatedGroup(name, rows, main=self._main),
+                index=index,
+                layout=layout,
+                held=self._held,
+                stays_gathered=index == 0 or not reshard,
+            )
+            self._choose(comm, config)
+            comms.append(comm)
+        super().__init__(ModelCommunication(comms, telemetry=config.telemetry), config=config)
+        if config.alerts is not None:
+            self._watch(Alerts(comms, rounds=[], sampled=self._state.sampled, config=config.alerts))
+
+    def _choose(self, comm: SimulatedGroupCommunication, config: SDP4BitConfig) -> None:
+        """Give a group what quantizes its weights and its gradients, or the reason why nothing does."""
+        if config.weights is None:
+            comm.weights_unquantized_reason = OFF
+        elif not config.weights.saves_bytes(nodes=self.layout.nodes):
+            comm.weights_unquantized_reason = ONE_NODE
+        else:
+            comm.replica = SimulatedReplica(
+                self.layout,
+                config=config.weights,
+                seed=config.seed,
+                bucket=comm.index,
+                traffic=comm.weight_traffic,
+                scratch=self._scratch,
+            )
+        if config.gradients is None:
+            comm.gradients_unquantized_reason = OFF
+            return
+        comm.reductions_of_all = SimulatedReduceScatter(
+            self.layout,
+            config=config.gradients,
+            seed=config.seed,
+            bucket=comm.index,
+            traffic=comm.gradient_traffic,
+            scratch=self._scratch,
+        )
+        comm.reduction = comm.reductions_of_all.of_rank_0
 
     # -- weights ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def before_forward(self) -> None:
-        """The weights to compute with are current; called before every forward of the first rank."""
-        if self._step_pending:
-            self._step_pending = False
-            self.steps += 1
-            for group in self._groups:
-                group.weight_traffic.end_step()
-                group.gradient_traffic.end_step()
-            self._measure()
-        for group in self._groups:
-            if not group.is_gathered:
-                self._refresh(group)
-                self._count_gather(group)
-                group.is_gathered = True
-
-    def _measure(self) -> None:
-        if self._sampled.is_due(self.steps):
-            rows = [self._squares(group) for group in self._groups]
-            self._sampled.publish(torch.stack(rows), step=self.steps)
-        for group in self._groups:
-            group.gradient_sample = None
-
-    def _squares(self, group: _Group) -> Tensor:
-        """Return the squares of the first rank's part of a group, as its process would measure them."""
-        numel, replica, weights = group.rows.numel, group.replica, None
-        if replica is not None:
-            spans = sample_spans(numel, sample_numel=self._sampled.sample_numel, unit=replica.group_size)
-            main = sample_of(group.rows.row(self._main, rank=0), spans).float()
-            held = sample_of(group.rows.row(self._held, rank=0), spans)
-            weights = weight_squares(
-                replica,
-                main,
-                row=main.to(held.dtype),
-                held=held,
-                exact=group.resync_wanted or replica.bits is None,
-                refreshed=True,
-            )
-            weights *= numel / sum(end - start for start, end in spans)
-        return squares_row(
-            numel,
-            reduction=None if group.reduction is None else group.reduction.of_first_rank,
-            gradient=group.gradient_sample,
-            weights=weights,
-            device=next(iter(self._held.values())).device,
-        )
+        """Make the weights to compute with current; called before every forward of rank 0."""
+        state = self._state
+        if state.step_pending:
+            state.step_pending = False
+            state.steps += 1
+            state.end_traffic()
+            state.measure_step()
+        for comm in state.groups:
+            if not comm.is_gathered:
+                self._refresh(comm)
+                self._count_gather(comm)
+                comm.is_gathered = True
 
     def after_forward(self) -> None:
-        """The first rank has ended a forward."""
-        for group in self._groups:
-            group.is_gathered = group.stays_gathered
+        """Note that rank 0 has ended a forward."""
+        for comm in self._state.groups:
+            comm.is_gathered = comm.stays_gathered
 
     def before_backward(self) -> None:
-        """The first rank is about to go backward, which frees the weights behind it."""
-        for group in self._groups:
-            if not group.is_gathered:
-                self._count_gather(group)
-            group.is_gathered = False
+        """Note that rank 0 is about to go backward, which frees the weights behind it."""
+        for comm in self._state.groups:
+            if not comm.is_gathered:
+                self._count_gather(comm)
+            comm.is_gathered = False
 
     def reshard(self) -> None:
-        """What the root of the model has gathered is freed, as its reshard() does."""
-        self._groups[0].is_gathered = False
+        """Free what the root of the model has gathered, as its reshard() does."""
+        self._state.groups[0].is_gathered = False
 
     def mark_step(self) -> None:
-        """An optimizer has changed the main weights."""
-        self._step_pending = True
-        for group in self._groups:
-            group.is_changed = True
-            group.is_gathered = False
+        """Note that an optimizer has changed the main weights."""
+        self._state.step_pending = True
+        for comm in self._state.groups:
+            comm.is_changed = True
+            comm.is_gathered = False
 
     def resync(self) -> None:
-        """The next forward computes with the main weights, sent in full precision."""
-        for group in self._groups:
-            group.resync_wanted, group.was_loaded = True, False
-            group.is_changed = group.is_gathered = False
+        """Let the next forward compute with the main weights, sent in full precision."""
+        for comm in self._state.groups:
+            comm.resync_wanted, comm.was_loaded = True, False
+            comm.is_changed = comm.is_gathered = False
 
-    def _refresh(self, group: _Group) -> None:
-        if group.replica is None:
-            if (group.is_changed or group.resync_wanted) and not self._is_shared:
-                for segment in group.rows.segments:
+    def _refresh(self, comm: SimulatedGroupCommunication) -> None:
+        layout = comm.group.rows
+        if comm.replica is None:
+            if (comm.is_changed or comm.resync_wanted) and not self._is_shared:
+                for segment in layout.segments:
                     self._held[segment.name].copy_(self._main[segment.name])
-            group.is_changed = group.resync_wanted = False
+            comm.is_changed = comm.resync_wanted = False
             return
-        if not (group.is_changed or group.resync_wanted):
+        if not (comm.is_changed or comm.resync_wanted):
             return
-        held, rows = self._rows("held", group, self._dtype), self._rows("main", group, self._dtype)
-        group.rows.write_rows(self._held, held)
-        group.rows.write_rows(self._main, rows)
-        if group.resync_wanted:
-            group.replica.refresh_fully(held if group.was_loaded else rows, held)
-            group.is_changed = group.is_changed and group.was_loaded
-            group.resync_wanted = group.was_loaded = False
-        if group.is_changed:
-            group.replica.refresh(rows, held, call=group.refreshes)
-            group.refreshes += 1
-            group.is_changed = False
-        group.rows.read_rows(held, self._held)
+        held, rows = self._rows("held", comm, self._dtype), self._rows("main", comm, self._dtype)
+        layout.write_rows(self._held, held)
+        layout.write_rows(self._main, rows)
+        if comm.resync_wanted:
+            comm.replica.refresh_fully(held if comm.was_loaded else rows, held)
+            comm.is_changed = comm.is_changed and comm.was_loaded
+            comm.resync_wanted = comm.was_loaded = False
+        if comm.is_changed:
+            comm.replica.refresh(rows, held, call=comm.refreshes)
+            comm.refreshes += 1
+            comm.is_changed = False
+        layout.read_rows(held, self._held)
 
-    def _count_gather(self, group: _Group) -> None:
-        row_bytes = group.rows.numel * self._dtype.itemsize
-        group.weight_traffic.count_plain(row_bytes)
-        if group.replica is None:
-            group.weight_traffic.count_ring(row_bytes)
+    def _count_gather(self, comm: SimulatedGroupCommunication) -> None:
+        shard_bytes = comm.group.shard_numel * self._dtype.itemsize
+        if comm.replica is None:
+            comm.count_dense(comm.weight_traffic, shard_bytes)
         else:
-            group.replica.count_gather(row_bytes)
+            comm.weight_traffic.count_plain(shard_bytes)
+            comm.replica.count_gather(shard_bytes)
 
-    def _rows(self, use: str, group: _Group, dtype: torch.dtype) -> Tensor:
+    def _rows(self, use: str, comm: SimulatedGroupCommunication, dtype: torch.dtype) -> Tensor:
         """Return [ranks, n] of unspecified content, until the next call for this use."""
-        device = next(iter(self._held.values())).device
-        nbytes = group.rows.numel * dtype.itemsize
-        return self._scratch.messages(f"{use} rows", self.layout.size, nbytes, device=device).view(dtype)
+        nbytes = comm.group.shard_numel * dtype.itemsize
+        name, device = f"{use} rows", comm.group.device
+        return self._scratch.messages(name, self.layout.size, nbytes, device=device).view(dtype)
 
     # -- gradients -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def add_gradients(self, gradients: Mapping[str, Tensor], *, rank: int) -> None:
-        """A rank's gradients are part of the sum, and are not needed any more; called for one after another.
+        """Add a rank's gradients, which are not needed afterwards; called for one rank after another.
 
         Full-precision sums are fp32, added in the order of the ranks.
         """
-        for group in self._groups:
-            if rank == 0:
-                group.is_reduced_quantized = self._is_quantized_now(group)
-            if group.reduction is not None and group.is_reduced_quantized:
-                rows = self._rows("gradient", group, torch.float32)
-                group.rows.write_rows(gradients, rows)
+        state = self._state
+        for comm in state.groups:
+            if comm.reductions_of_all is not None and comm.is_reduced_quantized(steps=state.steps):
+                rows = self._rows("gradient", comm, torch.float32)
+                comm.group.rows.write_rows(gradients, rows)
                 nonfinite = None
-                if rank == 0 and self._sampled.is_due(self.steps + 1):
-                    group.gradient_sample = sample_gradient(
-                        rows.view(-1),
-                        sample_numel=self._sampled.sample_numel,
-                        unit=group.reduction.of_first_rank.group_unit,
-                    )
-                    nonfinite = group.gradient_sample.nonfinite
-                group.reduction.add(rows, call=group.reductions, nonfinite=nonfinite)
+                if rank == 0:
+                    nonfinite = comm.sample_gradient(rows.view(-1), sample_numel=state.gradient_sample_numel)
+                comm.reductions_of_all.add(rows, call=comm.reductions, nonfinite=nonfinite)
                 continue
-            for segment in group.rows.segments:
+            for segment in comm.group.rows.segments:
                 total, gradient = self._sum_of(segment.name), gradients[segment.name]
                 if rank == 0:
                     total.copy_(gradient)
@@ -269,32 +276,28 @@ class VirtualCommunication:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """The main weights have the mean of all ranks' gradients as theirs."""
+        """Give the main weights the mean of all ranks' gradients as theirs."""
         ranks = self.layout.size
-        for group in self._groups:
-            names = [segment.name for segment in group.rows.segments]
+        for comm in self._state.groups:
+            names = [segment.name for segment in comm.group.rows.segments]
             reduced = {name: self._sum_of(name) for name in names}
-            if group.reduction is not None and group.is_reduced_quantized:
-                rows = group.rows
+            comm.gradient_bits = None
+            if comm.reductions_of_all is not None and comm.is_reduced_quantized(steps=self._state.steps):
+                rows = comm.group.rows
 
                 def take(
                     rank: int, row: Tensor, rows: RowLayout = rows, reduced: dict[str, Tensor] = reduced
                 ) -> None:
                     rows.read_row(row.div_(ranks), rank=rank, tensors=reduced)
 
-                group.reduction.finish(take)
-                group.reductions += 1
+                comm.reductions_of_all.finish(take)
+                comm.reductions += 1
+                comm.gradient_bits = comm.reductions_of_all.of_rank_0.bits
             else:
-                row_bytes = group.rows.numel * torch.float32.itemsize
-                group.gradient_traffic.count_plain(row_bytes)
-                group.gradient_traffic.count_ring(row_bytes)
+                comm.count_dense(comm.gradient_traffic, comm.group.shard_numel * torch.float32.itemsize)
                 torch._foreach_div_(list(reduced.values()), float(ranks))
             for name in names:
                 self._main_parameters[name].grad = reduced[name]
-
-    def _is_quantized_now(self, group: _Group) -> bool:
-        config = self.config.gradients
-        return config is not None and group.rows.numel >= config.min_numel and self.steps >= config.start_step
 
     def _sum_of(self, name: str) -> Tensor:
         if name not in self._reduced:
@@ -303,85 +306,58 @@ class VirtualCommunication:
 
     # -- the handle ------------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, Any]:
-        """Return what all ranks together would have sent, and what quantization cost.
-
-        The same members as of sdp4bit.quantize_communication's handle: "last_step" and "total" are sums over
-        the ranks, what quantization cost is the first rank's.
-        """
-        last = sum((self._last_traffic(group) for group in self._groups), Traffic())
-        total = sum((group.total_traffic for group in self._groups), Traffic())
-        return {
-            "steps": self.steps + int(self._step_pending),
-            "last_step": self._of_all_ranks(last),
-            "total": self._of_all_ranks(total),
-            "compression_ratio": last.compression_ratio,
-            "exchange_seconds": last.exchange_seconds,
-            **self._sampled.totals(),
-        }
-
-    def group_stats(self) -> list[dict[str, Any]]:
-        """Return one dictionary per parameter group about the first rank, as the handle does."""
-        measured = {measures.name: measures for measures in self._sampled.by_group()}
-        return [
-            group_stats(
-                group.name,
-                self._last_traffic(group),
-                measures=measured.get(group.name),
-                weight_bits=None if group.replica is None else group.replica.bits,
-                gradient_bits=(
-                    group.reduction.of_first_rank.bits
-                    if group.reduction is not None and group.is_reduced_quantized
-                    else None
-                ),
-            )
-            for group in self._groups
-        ]
-
-    def _last_traffic(self, group: _Group) -> Traffic:
-        counters = (group.weight_traffic, group.gradient_traffic)
-        return sum((c.current_step if self._step_pending else c.last_step for c in counters), Traffic())
-
-    def _of_all_ranks(self, traffic: Traffic) -> dict[str, int]:
+    def _reported(self, traffic: Traffic) -> dict[str, int]:
         return {name: count * self.layout.size for name, count in traffic.as_dict().items()}
+
+    def _refresh_mismatched(self, wrong: Sequence[AnyGroup], *, config: AuditConfig) -> Sequence[AnyGroup]:
+        return wrong
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a bit-exact resume needs: what the ranks hold of the weights, and counters."""
+        state = self._state
         replica: dict[str, Tensor] = {}
         counters: dict[str, Tensor] = {}
-        for group in self._groups:
+        for comm in state.groups:
             # Before a refresh in full precision nothing is pending: a resumed run begins with one too.
-            is_due = group.resync_wanted and not group.was_loaded
-            changed = int(group.is_changed and not is_due)
-            counters[group.name] = torch.tensor([group.reductions, group.refreshes, changed])
-            if group.replica is not None:
-                for segment in group.rows.segments:
+            is_due = comm.resync_wanted and not comm.was_loaded
+            changed = int(comm.is_changed and not is_due)
+            counters[comm.group.name] = torch.tensor([comm.reductions, comm.refreshes, changed])
+            if comm.replica is not None:
+                for segment in comm.group.rows.segments:
                     name = segment.name
                     replica[name] = self._main[name].to(self._dtype) if is_due else self._held[name]
+        fallback = {} if self._alerts is None else self._alerts.save()
         return {
             "format_version": FORMAT_VERSION,
-            "steps": self.steps + int(self._step_pending),
+            "steps": state.steps + int(state.step_pending),
             "layout": {"nodes": self.layout.nodes, "ranks_per_node": self.layout.ranks_per_node},
             "groups": counters,
             "replica": replica,
+            **({"ladder": fallback} if fallback else {}),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Counters and what the ranks hold of the weights are as saved; main weights are loaded already."""
-        self.steps, self._step_pending = int(state_dict["steps"]), False
-        for group in self._groups:
-            counters = [int(value) for value in state_dict["groups"][group.name]]
-            group.reductions, group.refreshes, changed = counters
-            group.is_changed = bool(changed)
-            group.resync_wanted, group.is_gathered = True, False
-            group.was_loaded = group.replica is not None
-            if group.replica is not None:
-                for segment in group.rows.segments:
+        """Continue from a saved state, when the main weights have been loaded."""
+        state = self._state
+        state.steps, state.step_pending = int(state_dict["steps"]), False
+        for comm in state.groups:
+            counters = [int(value) for value in state_dict["groups"][comm.group.name]]
+            comm.reductions, comm.refreshes, changed = counters
+            comm.is_changed = bool(changed)
+            comm.resync_wanted, comm.is_gathered = True, False
+            comm.was_loaded = comm.replica is not None
+            if comm.replica is not None:
+                for segment in comm.group.rows.segments:
                     self._held[segment.name].copy_(state_dict["replica"][segment.name])
+        if self._alerts is not None:
+            self._alerts.load(state_dict.get("ladder"))
 
     def remove(self) -> None:
-        """The memory of messages and gradients is free."""
+        """Free the memory of messages and gradients."""
         self._scratch = Scratch()
         self._reduced.clear()
-        self._groups.clear()
+        if self._alerts is not None:
+            self._alerts.detach()
+        self._state.detach()
+        self._removed = True

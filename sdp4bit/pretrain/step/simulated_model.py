@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from sdp4bit.collectives.simulated import virtual_layout
-from sdp4bit.engines.simulated.communication import VirtualCommunication
+from sdp4bit.collectives.simulated import simulated_layout
+from sdp4bit.engines.simulated.communication import SimulatedCommHandle
 from sdp4bit.pretrain.checkpoint.state import RandomState
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.model.gpt import GPT, Block
@@ -58,7 +58,7 @@ class VirtualModel(ShardedModel):
 
     compute: GPT
     """The weights that all ranks hold, in the type they are gathered in."""
-    communication: VirtualCommunication
+    communication: SimulatedCommHandle
     random: VirtualRandom
 
     @property
@@ -138,11 +138,11 @@ def build_virtual_model(config: PretrainConfig, *, layout: RankLayout) -> Virtua
         stages=[0],
         layout=layout,
         compute=compute,
-        communication=VirtualCommunication(
+        communication=SimulatedCommHandle(
             main,
             compute,
             groups=parameter_groups(main),
-            layout=virtual_layout(ranks, ranks_per_node=ranks_per_node),
+            layout=simulated_layout(ranks, ranks_per_node=ranks_per_node),
             config=quantization,
             reshard=training.reshard_after_forward,
         ),

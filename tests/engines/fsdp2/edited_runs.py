@@ -57,12 +57,12 @@ class EditedRun(Run):
     def _compared(self) -> Iterator[None]:
         """After the enclosed forward every replica holds this rank's shards as exactly as it must."""
         comms = [] if self.comm is None else self.comm._state.groups
-        held = [None if c.replica.rows is None else c.replica.own_row.double().clone() for c in comms]
+        held = [None if c.replica.rows is None else c.replica.own_shard.double().clone() for c in comms]
         yield
         for comm, before in zip(comms, held, strict=True):
-            name, main = comm.group.name, comm.group.main_row(comm.replica.rows.dtype).double()
+            name, main = comm.group.name, comm.group.main_shard(comm.replica.rows.dtype).double()
             bound = self._bound(name, before, main)
-            excess = (comm.replica.own_row.double() - main).abs() - bound
+            excess = (comm.replica.own_shard.double() - main).abs() - bound
             self._last[name] = main, bound
             if not bool((excess <= 0).all()):
                 where = int(excess.argmax())

@@ -73,9 +73,9 @@ AMPLITUDE = 0.08
 
 
 def error_of(run: Run) -> float:
-    (measures,) = [m for m in run.comm._state.sampled.by_group() if m.name == GROUP]
-    assert measures.gradient_error is not None
-    return measures.gradient_error
+    error = run.comm._state.sampled.by_group()[GROUP]["gradient_error"]
+    assert error is not None
+    return error
 
 
 def check_ladder() -> dict[str, Any]:
@@ -90,7 +90,7 @@ def check_ladder() -> dict[str, Any]:
     listening = run.comm.on_alert(heard.append)
     errors = []
     train_disturbed(run, range(1, 5), AMPLITUDE)
-    run.evaluate()  # the border of step 4: the first sample with outliers
+    run.evaluate()  # the boundary of step 4: the first sample with outliers
     errors.append(error_of(run))
     line = next(line for line in run.comm.explain().splitlines() if line.startswith(GROUP))
     assert "inter int8/128, since step 4 (alert: gradient error " in line

@@ -73,7 +73,7 @@ def configured(replica: ReplicaPlacement, audit_config: AuditConfig | None) -> S
 def flip_bit(run: Run, *, rank: int, group: str) -> None:
     """One bit of what one rank holds of a group's weights is another."""
     comm = next(comm for comm in run.comm._state.groups if comm.group.name == group)
-    comm.replica.settle()
+    comm.replica.wait()
     if dist.get_rank() == rank:
         comm.replica.rows.view(-1).view(torch.int16)[5] ^= 1 << 3
 
@@ -88,10 +88,10 @@ def check_error(replica: ReplicaPlacement) -> list[str]:
         run.comm.audit()
     messages.append(str(on_demand.value))
     run.step()
-    run.train(1)  # the third step's border: not due
-    with pytest.raises(ReplicaMismatchError) as at_border:
+    run.train(1)  # the third step's boundary: not due
+    with pytest.raises(ReplicaMismatchError) as at_boundary:
         run.evaluate()
-    messages.append(str(at_border.value))
+    messages.append(str(at_boundary.value))
     return messages
 
 
@@ -106,9 +106,9 @@ def test_a_flipped_bit_is_an_error_that_names_group_and_rank_on_all_ranks() -> N
         "group blocks.1: the replica of rank 2 differs from that of ranks 0, 1, 3 (checksums",
         "group blocks.1: the replicas of rank 0 and of rank 2 differ, and no majority",
     )
-    for sentence, (on_demand, at_border) in zip(sentences, results[0], strict=True):
-        assert sentence in on_demand and sentence in at_border
-        assert on_demand.count("group ") == at_border.count("group ") == 1
+    for sentence, (on_demand, at_boundary) in zip(sentences, results[0], strict=True):
+        assert sentence in on_demand and sentence in at_boundary
+        assert on_demand.count("group ") == at_boundary.count("group ") == 1
 
 
 def test_a_flipped_bit_is_named_in_node_replicas_of_three_nodes() -> None:
@@ -141,7 +141,7 @@ def check_resync(replica: ReplicaPlacement) -> None:
         run.evaluate()
     assert_replicas_identical(run.comm)
     for comm in run.comm._state.groups:
-        exact = torch.equal(comm.replica.own_row, comm.group.main_row(torch.bfloat16))
+        exact = torch.equal(comm.replica.own_shard, comm.group.main_shard(torch.bfloat16))
         assert exact == (comm.group.name == "blocks.0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -129,7 +129,7 @@ def measure_odd(per_node: int, replica: str) -> list[tuple[int, int, dict[str, i
     train(model, optimizer, data, 1, clip=None)
     with count_sent_bytes(per_node) as sent:
         train(model, optimizer, data, 1, clip=None)
-    rows = [group.group.row_numel for group in comm._state.groups]
+    rows = [group.group.shard_numel for group in comm._state.groups]
     return sent["intra"], sent["inter"], comm.stats()["last_step"], rows
 
 
@@ -175,7 +175,7 @@ def check_one_node() -> None:
         gradients = sum((group.gradient_traffic.last_step for group in groups), Traffic())
         assert (weights.intra_bytes < weights.plain_intra_bytes) == is_full
         if config is QUANTIZED:
-            rows = sum(group.group.row_numel for group in groups)
+            rows = sum(group.group.shard_numel for group in groups)
             assert gradients.plain_intra_bytes == 4 * rows
             assert f"sends {gradients.intra_bytes:,.0f} instead of {4 * rows:,} bytes to reduce" in texts[0]
             assert f"and {2 * rows:,} to gather their weights" in texts[0]

@@ -80,7 +80,7 @@ class Job:
             for comm in self.comm._state.groups
             for value in (
                 int(comm.group.fingerprint()),
-                int(comm.replica.own_row.view(torch.int16).sum(dtype=torch.int64)),
+                int(comm.replica.own_shard.view(torch.int16).sum(dtype=torch.int64)),
                 comm.refreshes,
                 comm.reductions,
             )

@@ -249,7 +249,7 @@ def check_min_numel() -> None:
     run = Run(build(), SDP4BitConfig(weights=None, gradients=GradientConfig(min_numel=1024))).train(1)
     small = 0
     for line, group in zip(run.comm.explain().splitlines()[2:], run.comm._state.groups, strict=False):
-        rows, sent = group.group.row_numel, group.gradient_traffic.current_step
+        rows, sent = group.group.shard_numel, group.gradient_traffic.current_step
         assert ("below min_numel=1024" in line) == (group.reductions == 0) == (rows < 1024)
         if rows < 1024:
             small += 1

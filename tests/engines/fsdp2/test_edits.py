@@ -38,7 +38,7 @@ def fresh_groups(run: Run) -> set[str]:
     return {
         g.group.name
         for g in run.comm._state.groups
-        if torch.equal(g.replica.own_row, g.group.main_row(g.replica.rows.dtype))
+        if torch.equal(g.replica.own_shard, g.group.main_shard(g.replica.rows.dtype))
     }
 
 
@@ -50,7 +50,7 @@ def sent_weights(run: Run) -> dict[str, float]:
 def difference_bytes(run: Run) -> dict[str, float]:
     """Return what a 4-bit difference of each group's row takes."""
     return {
-        g.group.name: MessageLayout(numel=g.group.row_numel, bits=4, group_size=2048).nbytes
+        g.group.name: MessageLayout(numel=g.group.shard_numel, bits=4, group_size=2048).nbytes
         for g in run.comm._state.groups
     }
 
@@ -248,8 +248,8 @@ def train_filtered(config: SDP4BitConfig | None, *, freeze: bool) -> list[float]
         model(x)
         assert_replicas_identical(comm)
         (group,) = comm._state.groups
-        main = group.group.main_row(torch.bfloat16).float()
-        assert (group.replica.own_row.float() - main).norm() < 0.02 * main.norm()
+        main = group.group.main_shard(torch.bfloat16).float()
+        assert (group.replica.own_shard.float() - main).norm() < 0.02 * main.norm()
     return losses
 
 

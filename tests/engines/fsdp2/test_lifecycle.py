@@ -214,7 +214,7 @@ def check_reports() -> None:
     assert "2 x 2" in block and "int4/2048 difference, node replica" in block
     assert "intra int8/128, inter int4/128, Hadamard" in block
     assert norm.count("skipped by 'norm'") == 2
-    rows = comm._state.groups[3].group.row_numel
+    rows = comm._state.groups[3].group.shard_numel
     # Two bf16 gathers and one fp32 reduction over the ring, half of it between nodes.
     assert [int(cell.replace(",", "")) for cell in norm.split()[-2:]] == [3 * rows * 4] * 2
 

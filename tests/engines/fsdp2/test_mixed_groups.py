@@ -137,11 +137,11 @@ def mixing(config: SDP4BitConfig | None, kind: type[nn.Module], reason: str) -> 
         has_gradients = kind is not Reordered
         assert root.replica is not None
         for layer in layers:
-            assert layer.replica is None and layer.weights_dense_because == reason
+            assert layer.replica is None and layer.weights_unquantized_reason == reason
             assert layer.gradient_bits == (4 if config is QUANTIZED and has_gradients else None)
             assert layer.reductions == (3 if config is QUANTIZED and has_gradients else 0)
             # A ring over 2 x 2 ranks, in forward and backward.
-            row = layer.group.row_nbytes // (2 if kind is Subclassed else 1)
+            row = layer.group.shard_nbytes // (2 if kind is Subclassed else 1)
             sent = layer.weight_traffic.last_step
             assert sent.intra_bytes == sent.inter_bytes == 3 * row
             assert (sent.intra_bytes, sent.inter_bytes) == (sent.plain_intra_bytes, sent.plain_inter_bytes)
@@ -177,7 +177,7 @@ def resharding(config: SDP4BitConfig | None, topology: int) -> list[float]:
         assert run.comm.explain().count("reshard_after_forward=2") == 4
         for group in run.comm._state.groups:
             # A ring over all ranks in forward and, of rows of twice the size, over a pair in backward.
-            sent, row = group.weight_traffic.last_step, group.group.row_nbytes
+            sent, row = group.weight_traffic.last_step, group.group.shard_nbytes
             expected = (3.5 * row, 1.5 * row) if topology == 2 else (0, 5 * row)
             assert (sent.intra_bytes, sent.inter_bytes) == expected
             assert (sent.plain_intra_bytes, sent.plain_inter_bytes) == expected

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 
 import sdp4bit
 from sdp4bit import AuditConfig, GradientConfig, SDP4BitConfig, WeightConfig
-from sdp4bit.engines.fsdp2.group_comm import reduce_over_copies
+from sdp4bit.engines.fsdp2.communication import reduce_over_copies
 from sdp4bit.quantization.layout import MessageLayout
 from tests.ranks import run_ranks
 from tests.toy import (
@@ -143,7 +143,7 @@ def check_parts() -> None:
     run.evaluate()
     block = run.comm._state.groups[1]
     sizes = [sum(segment.end - segment.start for segment in part) for part in block.group.parts]
-    assert sum(sizes) == block.group.row_numel and len(sizes) == 2
+    assert sum(sizes) == block.group.shard_numel and len(sizes) == 2
     sent = [block.weight_traffic.last_step.inter_bytes, block.gradient_traffic.last_step.inter_bytes]
     for nbytes, group_size in zip(sent, (2048, 128), strict=True):
         assert nbytes == sum(MessageLayout(numel=m, bits=4, group_size=group_size).nbytes for m in sizes)

@@ -36,7 +36,7 @@ def scenario(
     if config is not None:
         config = replace(config, weights=replace(config.weights, replica=replica))
     options: dict[str, Any] = {}
-    if part:  # then only stretches of a row are refreshed
+    if part:  # then only ranges of a row are refreshed
         options["params"] = [p for name, p in model.named_parameters() if "bias" not in name]
     run = Run(model, config, topology=topology, **options).train(2)
     run.losses += [run.evaluate(), run.evaluate(torch.inference_mode)]

@@ -58,10 +58,10 @@ def module_with(model: Any, *, hidden: str, of: str) -> Any:
 
 
 RELIED_ON = [
-    *(("module", name) for name in fsdp_torch._SETTERS),
-    *(("group", name) for name in fsdp_torch._OF_GROUP),
-    *(("mesh", name) for name in fsdp_torch._OF_MESH),
-    *(("param", name) for name in fsdp_torch._OF_PARAM),
+    *(("module", name) for name in fsdp_torch.relied_on(fsdp_torch.Module)),
+    *(("group", name) for name in fsdp_torch.relied_on(fsdp_torch.ParamGroup)),
+    *(("mesh", name) for name in fsdp_torch.relied_on(fsdp_torch.MeshInfo)),
+    *(("param", name) for name in fsdp_torch.relied_on(fsdp_torch.Param)),
 ]
 
 

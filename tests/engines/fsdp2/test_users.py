@@ -87,7 +87,7 @@ def expected_bytes(run: Run, gathers: dict[str, int]) -> list[tuple[float, float
     result = []
     for group in run.comm._state.groups:
         trainable = [s.end - s.start for s in group.group.segments if s.sharded.requires_grad]
-        gathered = 2 * 2 * group.group.row_numel * gathers[group.group.name]  # bf16 rows of both nodes
+        gathered = 2 * 2 * group.group.shard_numel * gathers[group.group.name]  # bf16 rows of both nodes
         if not trainable:
             result.append((gathered, 0, 0, 0))
             continue

@@ -50,7 +50,7 @@ def outliers_in(comm: Any) -> Iterator[None]:
         spoilt.view(-1)[::131] += 20 * gradient.float().square().mean().sqrt().to(gradient.dtype)
         return spoilt
 
-    hooks = [parameter.register_hook(add) for parameter in comm.bucket.parameters]
+    hooks = [parameter.register_hook(add) for parameter in comm.group.parameters]
     yield
     for hook in hooks:
         hook.remove()
@@ -72,19 +72,19 @@ def check_ladder(options: dict[str, Any]) -> list[Alert]:
     run = MegatronRun(LADDER, **options)
     heard: list[Alert] = []
     run.comm.on_alert(heard.append)
-    comms = run.comm._comms
+    comms = run.comm._state.groups
     comm = comms[-1]
     with outliers_in(comm):
         run.train(2)
-    before = comm.traffic.last_step.inter_bytes
+    before = run.comm._state.last_traffic(comm).inter_bytes
     assert run.comm.explain().count("int8/2048") == len(comms)
-    (line,) = (line for line in run.comm.explain().splitlines() if line.startswith(comm.bucket.name + " "))
+    (line,) = (line for line in run.comm.explain().splitlines() if line.startswith(comm.group.name + " "))
     assert "intra int8/128, inter int8/128, since step 2 (alert: gradient error" in line
     assert run.comm.explain().count("inter int8/128") == 1
     saved = save(run)  # with overlap, before the new weights are sent, which then are so in 8 bits
     with outliers_in(comm):
         run.train(1)
-    n = comm.bucket.row_numel
+    n = comm.group.shard_numel
     moved = [
         MessageLayout(numel=n, bits=8, group_size=size).nbytes
         - MessageLayout(numel=n, bits=4, group_size=size).nbytes
@@ -92,22 +92,22 @@ def check_ladder(options: dict[str, Any]) -> list[Alert]:
     ]
     # The decision of step 2, counted once for all buckets: 8 fp32 numbers each, twice around a ring of four.
     decision = len(comms) * 2 * 8 * 4 / 4 * 3 / 2 if comm is comms[0] else 0
-    assert comm.traffic.last_step.inter_bytes - before == sum(moved) + decision
+    assert run.comm._state.last_traffic(comm).inter_bytes - before == sum(moved) + decision
     run.train(1)
     alerts = run.comm.alerts()
     losses = run.train(1).finish()
     assert heard == alerts == run.comm.alerts()
-    assert {alert.group for alert in alerts if alert.measure == "gradient_error"} == {comm.bucket.name}
+    assert {alert.group for alert in alerts if alert.measure == "gradient_error"} == {comm.group.name}
     assert run.comm.explain().count("since step") == len(comms)
     assert {group["weight_bits"] for group in run.comm.group_stats()} == {8}
 
     again = MegatronRun(LADDER, seed=7, **options)
     load(again, saved)
-    assert again.comm.state_dict()["ladder"].keys() == {f"stage0.{c.bucket.name}" for c in comms}
+    assert again.comm.state_dict()["ladder"].keys() == {f"stage0.{c.group.name}" for c in comms}
     assert again.comm.explain().count("since step 2") == len(comms) + 1
     for _ in range(2 * MICROBATCHES):
         next(again.data)
-    with outliers_in(again.comm._comms[-1]):
+    with outliers_in(again.comm._state.groups[-1]):
         again.train(1)
     assert again.train(2).finish() == losses[2:]
     assert all(map(torch.equal, again.weights(), run.weights()))
@@ -142,27 +142,25 @@ def check_tied_embedding(options: dict[str, Any]) -> list[Alert]:
     """Outliers on the last stage move the first stage's copy too, and nothing else there."""
     run = MegatronRun(LADDER, pp=2, topology=1, overlap=True, **options)
     last = run.state.is_pipeline_last_stage(ignore_virtual=True)
-    (comm,) = (comm for comm in run.comm._comms if comm.bucket.has_tied_embedding)
-    (tied,) = comm.bucket.parameters
+    (comm,) = (comm for comm in run.comm._state.groups if comm.group.has_tied_embedding)
+    (tied,) = comm.group.parameters
     with outliers_in(comm) if last else nullcontext():
         run.train(3).finish()
     alerts = run.comm.alerts()
     raised = {alert.group: alert for alert in alerts if alert.measure == "gradient_error"}
-    assert list(raised) == [comm.bucket.name]
-    assert {alert.group for alert in alerts} == {each.bucket.name for each in run.comm._comms}
+    assert list(raised) == [comm.group.name]
+    assert {alert.group for alert in alerts} == {each.group.name for each in run.comm._state.groups}
     assert {alert.step for alert in alerts} == {2}
     stages = run.state.get_pipeline_model_parallel_group()
     assert_equal_in(stages, {"tied": tied.detach().clone()}, at_least=1)
     own: list[Any] = [None, None]
-    dist.all_gather_object(
-        own, (run.comm.state_dict()["ladder"], comm.gradients.quantized.bits), group=stages
-    )
+    dist.all_gather_object(own, (run.comm.state_dict()["ladder"], comm.reduction.bits), group=stages)
     assert own[0] == own[1] and own[0][1] == 8
     assert sorted(own[0][0])[:1] == ["stage0.chunk0.bfloat16.0"] and "tied embedding" in own[0][0]
     resumed = MegatronRun(LADDER, pp=2, topology=1, overlap=True, **options)
     load(resumed, save(run))
-    assert resumed.comm.explain().count("since step 2") == 1 + len(run.comm._comms)
-    return [raised[comm.bucket.name]]
+    assert resumed.comm.explain().count("since step 2") == 1 + len(run.comm._state.groups)
+    return [raised[comm.group.name]]
 
 
 def check_tensor_parallelism(options: dict[str, Any]) -> list[Alert]:
@@ -170,9 +168,9 @@ def check_tensor_parallelism(options: dict[str, Any]) -> list[Alert]:
     climbing = replace(UP_AND_DOWN, weight_error=1e-6)
     run = MegatronRun(replace(LADDER, alerts=climbing), tp=2, **options)
     exact = run.comm.explain().count("exact (equal under TP)")
-    assert exact == len(run.comm._comms)
+    assert exact == len(run.comm._state.groups)
     spoilt = run.state.get_tensor_model_parallel_rank() == 1
-    with outliers_in(run.comm._comms[0]) if spoilt else nullcontext():
+    with outliers_in(run.comm._state.groups[0]) if spoilt else nullcontext():
         run.train(2)
     assert "int8/2048" in run.comm.explain()
     run.train(4)
@@ -207,13 +205,13 @@ def test_ladder_with_and_without_overlap(overlap: bool) -> None:
 def check_everything() -> list[Alert]:
     options: dict[str, Any] = {"pp": 2, "tp": 2, "topology": 1, "overlap": True, "chunks": 2, "layers": 4}
     run = MegatronRun(LADDER, **options)
-    (comm,) = (comm for comm in run.comm._comms if comm.bucket.has_tied_embedding)
+    (comm,) = (comm for comm in run.comm._state.groups if comm.group.has_tied_embedding)
     spoilt = dist.get_rank() == dist.get_world_size() - 1
     with outliers_in(comm) if spoilt else nullcontext():
         run.train(5).finish()
-    assert comm.gradients.quantized.bits == 8
+    assert comm.reduction.bits == 8
     assert_equal_in(run.state.get_tensor_model_parallel_group(), replicated(run), at_least=8)
-    (tied,) = comm.bucket.parameters
+    (tied,) = comm.group.parameters
     stages = run.state.get_pipeline_model_parallel_group()
     assert_equal_in(stages, {"tied": tied.detach().clone()}, at_least=1)
     everybody: list[Any] = [None] * dist.get_world_size()
@@ -268,15 +266,15 @@ def unwatched_buckets() -> None:
     }
     for options in ({"transformer": moe}, {"fp32_norm": True}):
         run = MegatronRun(LADDER, topology=1, **options)
-        replicas = [comm.weights for comm in run.comm._comms if comm.weights is not None]
+        replicas = [comm for comm in run.comm._state.groups if comm.replica is not None]
         unsent: list[bool] = []
         run.comm.on_alert(
-            lambda _, replicas=replicas, unsent=unsent: unsent.extend(w.dirty for w in replicas)
+            lambda _, replicas=replicas, unsent=unsent: unsent.extend(c.is_changed for c in replicas)
         )
         run.train(3).finish()
         assert unsent and all(unsent)
-        watched = {comm.bucket.name for comm in run.comm._comms if comm.weights is not None}
-        assert len(watched) < len(run.comm._comms)
+        watched = {comm.group.name for comm in run.comm._state.groups if comm.replica is not None}
+        assert len(watched) < len(run.comm._state.groups)
         assert {alert.group for alert in run.comm.alerts()} == watched
         assert run.comm.stats()["weight_drift"] > 0 and run.comm.stats()["steps"] == 3
 

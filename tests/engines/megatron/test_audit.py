@@ -22,7 +22,7 @@ PRELOAD = ["tests.engines.megatron.imports"]
 
 def flip_bit(run: MegatronRun, *, rank: int) -> str:
     """One bit of one rank's parameters is another; returns the bucket's name."""
-    bucket = run.comm._comms[0].bucket
+    bucket = run.comm._state.groups[0].group
     if dist.get_rank() == rank:
         bucket.weights.view(torch.int16)[7] ^= 1 << 2
     return str(bucket.name)

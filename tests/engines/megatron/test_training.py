@@ -89,10 +89,10 @@ def fp32_buffer() -> None:
     quantized = MegatronRun(QUANTIZED, topology=1, fp32_norm=True, **OVERLAP).train(3)
     assert_close(quantized.finish(), plain)
     total = quantized.comm.stats()["last_step"]
-    dense = next(c for c in quantized.comm._comms if c.weights is None)
-    assert total["collectives"] == 2 * len(quantized.comm._comms)
+    dense = next(c for c in quantized.comm._state.groups if c.replica is None)
+    assert total["collectives"] == 2 * len(quantized.comm._state.groups)
     # 48 + 48 values padded to 128, in rows of 64; gathered in fp32 and reduced in fp32.
-    assert dense.traffic.last_step.inter_bytes == 2 * 64 * 4
+    assert quantized.comm._state.last_traffic(dense).inter_bytes == 2 * 64 * 4
     quantized.comm.remove()
 
 
@@ -121,8 +121,8 @@ def counted_bytes(*, nodes: int, ranks_per_node: int) -> None:
     whole = replace(QUANTIZED, telemetry=TelemetryConfig(interval=3, sample_numel=1 << 20))
     run = MegatronRun(whole, topology=ranks_per_node, **OVERLAP).train(3)
     intra = inter = collectives = 0
-    for comm in run.comm._comms:
-        n = comm.bucket.row_numel
+    for comm in run.comm._state.groups:
+        n = comm.group.shard_numel
         difference = MessageLayout(numel=n, bits=4, group_size=2048).nbytes
         inter += difference * (nodes - 1)
         intra += nodes * difference * (ranks_per_node - 1)
@@ -139,7 +139,7 @@ def counted_bytes(*, nodes: int, ranks_per_node: int) -> None:
         "collectives": collectives,
         "padding_bytes": stats["last_step"]["padding_bytes"],
     }
-    row_bytes = sum(comm.bucket.row_numel for comm in run.comm._comms) * (4 + 2)
+    row_bytes = sum(comm.group.shard_numel for comm in run.comm._state.groups) * (4 + 2)
     if nodes > 1:
         plain = row_bytes * (nodes * ranks_per_node - 1) / ranks_per_node
         assert stats["compression_ratio"] == pytest.approx(plain / inter)
@@ -173,8 +173,8 @@ def first_steps_in_full_precision() -> None:
 
     long = SDP4BitConfig(weights=None, gradients=GradientConfig(min_numel=10_000))
     short_rows = MegatronRun(long, topology=1, **OVERLAP)
-    reduced = [comm for comm in short_rows.comm._comms if comm.gradients is not None]
-    assert 0 < len(reduced) < len(short_rows.comm._comms)
+    reduced = [comm for comm in short_rows.comm._state.groups if comm.reduction is not None]
+    assert 0 < len(reduced) < len(short_rows.comm._state.groups)
     assert "row below min_numel=10000" in short_rows.comm.explain()
     short_rows.train(1)
     with_short = MegatronRun(QUANTIZED, topology=1, **OVERLAP).train(1)
@@ -197,7 +197,7 @@ def check_two_by_two() -> None:
     assert MegatronRun(LOSSLESS, **OVERLAP).train(3).finish()[:3] == plain[:3]
     run = MegatronRun(STOCHASTIC, **OVERLAP).train(3)
     assert_close(run.finish(), plain)
-    assert {(c.layout.nodes, c.layout.ranks_per_node) for c in run.comm._comms} == {(2, 2)}
+    assert {(c.layout.nodes, c.layout.ranks_per_node) for c in run.comm._state.groups} == {(2, 2)}
     counted_bytes(nodes=2, ranks_per_node=2)
 
 
@@ -241,12 +241,12 @@ def check_tensor_parallelism() -> None:
         for config in (QUANTIZED, STOCHASTIC):
             run = MegatronRun(config, tp=2, **options).train(3)
             assert_close(run.finish(), plain)
-            layouts = {(c.layout.nodes, c.layout.ranks_per_node) for c in run.comm._comms}
+            layouts = {(c.layout.nodes, c.layout.ranks_per_node) for c in run.comm._state.groups}
             assert layouts == {(2, 1)}
             assert_equal_in(run.state.get_tensor_model_parallel_group(), replicated(run), at_least=15)
             assert "exact (equal under TP)" in run.comm.explain()
     one_node = MegatronRun(QUANTIZED, tp=2, topology=4).train(2)
-    assert {(c.layout.nodes, c.layout.ranks_per_node) for c in one_node.comm._comms} == {(1, 2)}
+    assert {(c.layout.nodes, c.layout.ranks_per_node) for c in one_node.comm._state.groups} == {(1, 2)}
     one_node.finish()
     one_node.comm.remove()
     marked = [
@@ -282,7 +282,7 @@ def check_pipeline(chunks: int) -> None:
         for config in (QUANTIZED, stochastic):
             run = MegatronRun(config, **options, **mode).train(3)
             assert_close(run.finish(), plain)
-            assert {comm.bucket.name.partition(".")[0] for comm in run.comm._comms} == {
+            assert {comm.group.name.partition(".")[0] for comm in run.comm._state.groups} == {
                 f"chunk{number}" for number in range(chunks)
             }
             ends = ("word_embeddings.weight", "output_layer.weight")

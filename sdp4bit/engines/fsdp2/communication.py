@@ -1,4 +1,4 @@
-"""Communication of one FSDP2 parameter group: what quantizes it, and what it has done so far."""
+"""Communication of one FSDP2 parameter group: what its next refresh has to send, and what it has done."""
 
 from __future__ import annotations
 
@@ -11,68 +11,44 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sdp4bit.collectives.errors import naming
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.collectives.weight_replica import Span, WeightReplica, merge_spans
+from sdp4bit.collectives.weight_replica import Range, WeightReplica, merge_ranges
+from sdp4bit.engines.audit import ReplicaCopy
 from sdp4bit.engines.fsdp2.groups import FSDPGroup
-from sdp4bit.engines.measures import GradientSample
+from sdp4bit.engines.group import GroupCommunication
+from sdp4bit.engines.measures import sample_of
 from sdp4bit.quantization.checksum import checksum
-from sdp4bit.traffic import Traffic, TrafficCounter
 
 RefreshKind = Literal["full", "whole row", "trained part"]
 """In full precision, or by differences of all values or of those that train."""
 
 
-class GroupComm:
-    """Communication of one FSDP2 parameter group: settings, replica, counters."""
+class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
+    """Communication of one FSDP2 parameter group, and what has happened to its weights."""
 
     def __init__(self, group: FSDPGroup, *, index: int, layout: NodeLayout) -> None:
-        self.group = group
-        self.index = index
-        self.layout = layout
-        self.replica: WeightReplica | None = None
-        self.weights_dense_because = ""
-        self.reduce_scatter: QuantizedReduceScatter | None = None
-        self.gradients_dense_because = ""
-        self.moved: dict[str, str] = {}
-        """Why "weights" or "gradients" are not quantized as configured, where alerts have moved them."""
-        self.weight_traffic = TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
-        self.gradient_traffic = TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
+        super().__init__(group, index=index, layout=layout)
+        self.resync_wanted = True  # the first refresh is in full precision, too
         self.changed: set[int] = set()
         """Segments that have changed since the last refresh; the next one sends their difference."""
         self.trained: frozenset[int] = frozenset()
-        """Segments that could train at the last refresh. The rest of the row is frozen and not sent."""
+        """Segments that could train at the last refresh. The rest of the shard is frozen and not sent."""
         self.refreshed_from: Tensor | None = None
-        """`row_checksums` of the main shard that the replica was last refreshed from."""
+        """`shard_checksums` of the main shard that the replica was last refreshed from."""
         self.is_reduced = False
         """Gradients of the group have been reduced since the last refresh."""
         self._once_trained: set[int] = set()
-        self.resync_wanted = True
-        """The next refresh is in full precision; so is the first."""
-        self.full_refreshes = 0
-        """Refreshes in full precision, the first left out: after loads, and after edits of the weights."""
         self.full_in_a_row = 0
-        self.loaded_row: Tensor | None = None
+        self.loaded_shard: Tensor | None = None
         """What a checkpoint says the devices held of this rank's shard, until the next refresh."""
         self.loaded_fingerprint: Tensor | None = None
-        """The fingerprint, in each of its elements, of the main shard that the loaded row belongs to."""
-        self.load_unsettled = False
-        """A checkpoint was loaded and the ranks have not yet agreed whether to use its rows."""
-        self.refreshes = 0
-        self.reductions = 0
-        self.gradient_bits: int | None = None
-        """Of the last reduction, on its last hop; None for full precision."""
-        self.gradient_sample: GradientSample | None = None
-        """Of the last reduction in a step that is to be measured."""
+        """The fingerprint, in each of its elements, of the main shard that the loaded one belongs to."""
+        self.load_undecided = False
+        """A checkpoint was loaded and the ranks have not yet agreed whether to use its shards."""
 
-    @property
-    def total_traffic(self) -> Traffic:
-        """What the group has sent so far."""
-        return self.weight_traffic.total + self.gradient_traffic.total
-
-    def loaded_row_fits(self) -> bool:
+    def loaded_shard_fits(self) -> bool:
         """Whether a row was loaded and this rank saved it when its main shard was bit for bit what it is."""
-        if self.loaded_row is None or self.loaded_fingerprint is None:
+        if self.loaded_shard is None or self.loaded_fingerprint is None:
             return False
         return bool((self.loaded_fingerprint == self.group.fingerprint()).all())
 
@@ -126,16 +102,16 @@ class GroupComm:
             return self.trained
         return frozenset(range(everything))
 
-    def due_spans(self) -> list[Span] | None:
-        """Return the stretches of the row whose difference the next refresh sends; None for all of it."""
+    def due_ranges(self) -> list[Range] | None:
+        """Return the ranges of the row whose difference the next refresh sends; None for all of it."""
         due = self.due_segments()
-        return None if len(due) == len(self.group.segments) else self._spans(due)
+        return None if len(due) == len(self.group.segments) else self._ranges(due)
 
-    def _spans(self, chosen: frozenset[int]) -> list[Span]:
+    def _ranges(self, chosen: frozenset[int]) -> list[Range]:
         segments = self.group.segments
-        return merge_spans([(segments[index].start, segments[index].end) for index in sorted(chosen)])
+        return merge_ranges([(segments[index].start, segments[index].end) for index in sorted(chosen)])
 
-    def row_checksums(self, row: Tensor) -> Tensor:
+    def shard_checksums(self, row: Tensor) -> Tensor:
         """Return the checksums of the part of a row [n] that trains and of the frozen part, int64 [2]."""
         return torch.stack([self._checksum(row, self.trained), self.frozen_checksum(row)])
 
@@ -144,7 +120,7 @@ class GroupComm:
         return self._checksum(row, frozenset(range(len(self.group.segments))) - self.trained)
 
     def _checksum(self, row: Tensor, chosen: frozenset[int]) -> Tensor:
-        pieces = [row[start:end] for start, end in self._spans(chosen)]
+        pieces = [row[start:end] for start, end in self._ranges(chosen)]
         if not pieces:
             return row.new_zeros((), dtype=torch.int64)
         return checksum(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
@@ -162,10 +138,10 @@ class GroupComm:
                 self.refreshed_from = torch.stack([self._checksum(row, self.trained), before[1]])
             else:
                 self.trained = self.trainable()
-                self.refreshed_from = self.row_checksums(row)
+                self.refreshed_from = self.shard_checksums(row)
 
-    def gradient_parts(self, numel: int) -> list[list[Span]] | None:
-        """Return the stretches of a gradient row [numel] that each of the group's parts has, maybe none.
+    def gradient_parts(self, numel: int) -> list[list[Range]] | None:
+        """Return the ranges of a gradient row [numel] that each of the group's parts has, maybe none.
 
         FSDP2 does not tell which parameters got a gradient and are in the row. Its length tells whether all
         are, or all that train; otherwise None is returned, unless there is but one part.
@@ -182,13 +158,67 @@ class GroupComm:
                     for segment, start, end in zip(present, [0, *ends], ends, strict=False)
                 }
                 return [
-                    merge_spans([place[segment.name] for segment in part if segment.name in place])
+                    merge_ranges([place[segment.name] for segment in part if segment.name in place])
                     for part in group.parts
                 ]
         return None
 
+    def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
+        """See GroupCommunication."""
+        replica = self.replica
+        if replica is None or replica.rows is None or (replica.is_pending and not may_wait):
+            return None
+        return self.group.sample_main(ranges), sample_of(replica.own_shard, ranges)
 
-def reduce_over_copies(values: Tensor, comms: Sequence[GroupComm], *, op: Any) -> None:
+    def copies(self) -> ReplicaCopy | None:
+        """See GroupCommunication."""
+        if self.replica is None:
+            return None
+        self.replica.wait()
+        if self.replica.rows is None:
+            return None
+        return ReplicaCopy(
+            name=self.group.name,
+            rows=self.replica.rows,
+            layout=self.layout,
+            process_group=self.group.process_group,
+            is_full=self.replica.is_full,
+            traffic=self.weight_traffic,
+        )
+
+    def describe_weights(self) -> str:
+        """See GroupCommunication."""
+        text = super().describe_weights()
+        if self.replica is None or self.replica.bits is None:
+            return text
+        frozen = sum(not segment.sharded.requires_grad for segment in self.group.segments)
+        return text + self._describe_copies() + (f", {frozen} frozen not sent" if frozen else "")
+
+    def describe_gradients(self) -> str:
+        """See GroupCommunication."""
+        if not any(segment.sharded.requires_grad for segment in self.group.segments):
+            return "none, all frozen"
+        text = super().describe_gradients()
+        if self.reduction is None or self.group.shard_numel < self.reduction.config.min_numel:
+            return text
+        return text + self._describe_copies(min_numel=self.reduction.config.min_numel)
+
+    def _describe_copies(self, *, min_numel: int = 0) -> str:
+        """Return how what tensor-parallel ranks hold alike travels beside what they split, in one group."""
+        parts = self.group.parts
+        if len(parts) == 1:
+            return ""
+        everywhere = len({ranks for part in parts for ranks in part[0].split_over})
+        apart = dense = 0
+        for part in parts:
+            if len(part[0].split_over) < everywhere:
+                short = sum(segment.end - segment.start for segment in part) < min_numel
+                dense, apart = dense + len(part) * short, apart + len(part) * (not short)
+        text = f", {apart} TP copies apart" if apart else ""
+        return text + (f", {dense} TP copies in full precision" if dense else "")
+
+
+def reduce_over_copies(values: Tensor, comms: Sequence[FSDPCommunication], *, op: Any) -> None:
     """Reduce values in place over the tensor-parallel ranks that hold copies of a part of a group.
 
     For decisions on how replicas are refreshed, when the data-parallel ranks have agreed on theirs: what one

@@ -1,0 +1,332 @@
+"""Communication of one parameter group, whatever engine trains it.
+
+An engine tells what its groups are (:class:`ParameterGroup`) and when they communicate. What every group has
+is here once: what quantizes it, the reasons where nothing does, counters, measures, its row of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypedDict, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
+from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.collectives.weight_replica import Range
+from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.engines.audit import ReplicaCopy
+from sdp4bit.engines.explain import Row, describe_gradients, describe_ranks, describe_weights, with_reason
+from sdp4bit.engines.measures import (
+    DifferenceQuantizer,
+    GradientSample,
+    Measures,
+    Squares,
+    gradient_squares,
+    sample_gradient,
+    sample_ranges,
+    weight_squares,
+)
+from sdp4bit.traffic import Traffic, TrafficCounter
+
+
+class ParameterGroup(Protocol):
+    """Parameters that are gathered and reduced together, as an engine knows them."""
+
+    @property
+    def name(self) -> str:
+        """What errors, tables and alerts call it; unique in a model."""
+        ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that it is sharded over, in order."""
+        ...
+
+    @property
+    def shard_numel(self) -> int:
+        """Values of one rank's shard, padding included."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes and communicates."""
+        ...
+
+    def sample_main(self, ranges: Sequence[Range]) -> Tensor:
+        """Return these ranges of this rank's main shard, one behind the other, in fp32; a copy."""
+        ...
+
+
+class Replica(DifferenceQuantizer, Protocol):
+    """What all ranks hold of a group's weights, and how it is refreshed."""
+
+    @property
+    def config(self) -> WeightConfig:
+        """The settings of the next refresh."""
+        ...
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of a value in a quantized refresh; None if all refreshes are in full precision."""
+        ...
+
+    @property
+    def group_size(self) -> int:
+        """Values that share a scale."""
+        ...
+
+    def configure(self, config: WeightConfig) -> None:
+        """Do the next refreshes with these settings; all ranks change them between the same two."""
+        ...
+
+
+class GroupStats(TypedDict):
+    """What is reported of one parameter group on this rank."""
+
+    name: str
+    intra_bytes: int
+    """Bytes sent inside the node in the last step."""
+    inter_bytes: int
+    """Bytes sent to other nodes in the last step."""
+    compression_ratio: float
+    """Bytes of the engine without sdp4bit over those sent, between nodes."""
+    gradient_error: float | None
+    weight_error: float | None
+    weight_drift: float | None
+    nonfinite_groups: int
+    exchange_seconds: float
+    """From the start of each transfer of the last step to the end of the wait for it, summed."""
+    intra_seconds: float
+    inter_seconds: float
+    weight_bits: int | None
+    """As they are now; None for full precision."""
+    gradient_bits: int | None
+    """Of the last reduction, on its last hop; None for full precision."""
+
+
+GroupT = TypeVar("GroupT", bound=ParameterGroup)
+ReplicaT = TypeVar("ReplicaT", bound=Replica)
+
+
+class GroupCommunication(Generic[GroupT, ReplicaT]):
+    """Communication of one parameter group: replica, reduction, counters, measures.
+
+    What is None stays the engine's own, for the reason given. Engines extend it by what they remember of a
+    group, and by `sample_weights`.
+    """
+
+    sends_fp32 = False
+    """Whether differences are those of the fp32 main shard, not of one rounded to the model's type."""
+
+    def __init__(self, group: GroupT, *, index: int, layout: NodeLayout | None) -> None:
+        """Prepare; nothing is quantized yet.
+
+        Args:
+            index: number of the group in its model, the same on all its ranks.
+            layout: the nodes of its ranks; None where nothing is replaced or counted.
+        """
+        self.group = group
+        self.index = index
+        self._layout = layout
+        nodes, ranks = (1, len(group.ranks)) if layout is None else (layout.nodes, layout.ranks_per_node)
+        self.weight_traffic = TrafficCounter(nodes=nodes, ranks_per_node=ranks)
+        self.gradient_traffic = TrafficCounter(nodes=nodes, ranks_per_node=ranks)
+        self.replica: ReplicaT | None = None
+        self.weights_unquantized_reason = ""
+        self.reduction: QuantizedReduceScatter | None = None
+        self.gradients_unquantized_reason = ""
+        self.fallback_reasons: dict[str, str] = {}
+        """Why "weights" or "gradients" are not quantized as configured, where alerts have moved them."""
+        self.refreshes = 0
+        """Quantized refreshes so far, which number the rounding bits."""
+        self.full_refreshes = 0
+        """Refreshes in full precision, the first left out: after loads, and after edits of the weights."""
+        self.resync_wanted = False
+        """The next refresh is in full precision."""
+        self.reductions = 0
+        """Quantized reductions so far, which number the rounding bits."""
+        self.gradient_bits: int | None = None
+        """Of the last reduction, on its last hop; None for full precision."""
+        self.gradient_sample: GradientSample | None = None
+        """Of the last reduction in a step that is to be measured."""
+
+    @property
+    def layout(self) -> NodeLayout:
+        """The nodes of the group's ranks; only of a group that communicates."""
+        assert self._layout is not None
+        return self._layout
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether this library communicates for the group, be it in full precision."""
+        return self._layout is not None
+
+    # -- settings --------------------------------------------------------------------------------------
+
+    @property
+    def weight_config(self) -> WeightConfig | None:
+        """The settings of the next refreshes; None if they are not quantized."""
+        return None if self.replica is None else self.replica.config
+
+    @property
+    def gradient_config(self) -> GradientConfig | None:
+        """The settings of the next reductions; None if they are not quantized."""
+        return None if self.reduction is None else self.reduction.config
+
+    def configure(self, *, gradients: GradientConfig | None, weights: WeightConfig | None) -> None:
+        """Do the next reductions and refreshes with these settings; None leaves them as they are."""
+        if self.reduction is not None and gradients is not None:
+            self.reduction.configure(gradients)
+        if self.replica is not None and weights is not None:
+            self.replica.configure(weights)
+
+    # -- gradients -------------------------------------------------------------------------------------
+
+    def sample_gradient(self, gradient: Tensor, *, sample_numel: int | None) -> Tensor | None:
+        """Keep a sample of a gradient that is about to be reduced, in a step that is to be measured.
+
+        Args:
+            gradient: [n], what this rank hands in.
+            sample_numel: size of the sample; None keeps none.
+
+        Returns:
+            Where the reduction counts quantization groups that are not finite; None if no sample is kept.
+        """
+        if self.reduction is None or sample_numel is None or not gradient.numel():
+            return None
+        unit = self.reduction.group_unit
+        self.gradient_sample = sample_gradient(gradient, sample_numel=sample_numel, unit=unit)
+        return self.gradient_sample.nonfinite
+
+    def count_dense(
+        self, traffic: TrafficCounter, shard_bytes: int, *, members: Sequence[int] | None = None
+    ) -> None:
+        """Count a collective of the engine's own, over shards of this size, in full precision.
+
+        Args:
+            members: places in the layout of the ranks that take part; None for all.
+        """
+        traffic.count_plain(shard_bytes, members)
+        traffic.count_ring(shard_bytes, members)
+
+    # -- measures --------------------------------------------------------------------------------------
+
+    def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
+        """Return these ranges of this rank's main shard, in fp32, and of what the replica holds of it.
+
+        Args:
+            may_wait: finish a refresh that is under way, which takes all ranks of a node.
+
+        Returns:
+            None if there is no replica to compare with, or it must be waited for and may not.
+        """
+        raise NotImplementedError
+
+    def squares(self, *, sample_numel: int | None) -> Squares:
+        """Return the group's squares as it is configured now; sends nothing and waits for nothing.
+
+        Args:
+            sample_numel: size of the sample of weights; the drift is then that which the next refresh will
+                leave. None looks at the whole shard, and at the drift as it is now.
+        """
+        numel = self.group.shard_numel
+        squares = Squares.unknown(self.group.device)
+        if self.reduction is not None and self.gradient_sample is not None:
+            squares = gradient_squares(squares, self.gradient_sample, reduction=self.reduction, numel=numel)
+        if self.replica is None:
+            return squares
+        ranges: list[Range] = [(0, numel)]
+        if sample_numel is not None:
+            ranges = sample_ranges(numel, sample_numel=sample_numel, unit=self.replica.group_size)
+        sample = self.sample_weights(ranges, may_wait=sample_numel is None)
+        if sample is None:
+            return squares
+        main, held = sample
+        return weight_squares(
+            squares,
+            main,
+            held,
+            shard=main if self.sends_fp32 else main.to(held.dtype),
+            replica=self.replica,
+            exact=self.resync_wanted or self.replica.bits is None,
+            refreshed=sample_numel is not None,
+            numel=numel,
+        )
+
+    # -- what the handle tells -------------------------------------------------------------------------
+
+    def copies(self) -> ReplicaCopy | None:
+        """Return what this rank holds of the weights, to be compared; None if there is nothing to compare."""
+        return None
+
+    def stats(self, traffic: Traffic, measures: Measures) -> GroupStats:
+        """Return what is reported of the group: its last step's traffic, and what was measured last."""
+        return {
+            "name": self.group.name,
+            "intra_bytes": round(traffic.intra_bytes),
+            "inter_bytes": round(traffic.inter_bytes),
+            "compression_ratio": traffic.compression_ratio,
+            "gradient_error": measures["gradient_error"],
+            "weight_error": measures["weight_error"],
+            "weight_drift": measures["weight_drift"],
+            "nonfinite_groups": measures["nonfinite_groups"],
+            "exchange_seconds": traffic.exchange_seconds,
+            "intra_seconds": traffic.intra_seconds,
+            "inter_seconds": traffic.inter_seconds,
+            "weight_bits": None if self.replica is None else self.replica.bits,
+            "gradient_bits": self.gradient_bits,
+        }
+
+    def explain(self, traffic: Traffic) -> Row:
+        """Return the group's row of the table, with what it sent in the last step."""
+        return Row(
+            name=self.group.name,
+            shard_numel=self.group.shard_numel,
+            ranks=describe_ranks(self.layout) if self.is_replaced else f"{len(self.group.ranks)}",
+            weights=with_reason(self.describe_weights(), self.fallback_reasons.get("weights")),
+            gradients=with_reason(self.describe_gradients(), self.fallback_reasons.get("gradients")),
+            sent=traffic,
+        )
+
+    def describe_weights(self) -> str:
+        """Return how the weights travel, as text; engines add what they do besides."""
+        if self.replica is None:
+            return self.weights_unquantized_reason
+        text = describe_weights(self.replica.config, where=self.replica_place)
+        return text + (f", {self.full_refreshes} times in full precision" if self.full_refreshes else "")
+
+    @property
+    def replica_place(self) -> str:
+        """Where the replica is, as text."""
+        assert self.replica is not None
+        return f"{self.replica.config.replica} replica"
+
+    def describe_gradients(self) -> str:
+        """Return how the gradients travel, as text; engines add what they do besides."""
+        if self.reduction is None:
+            return self.gradients_unquantized_reason
+        return describe_gradients(self.reduction.config, self.layout, self.group.shard_numel)
+
+
+AnyGroup = GroupCommunication[Any, Any]
+"""Communication of a group of whatever engine."""
+
+
+def reduction_multiplier(op: object, process_group: ProcessGroup, *, name: str, engine: str) -> float:
+    """Return what a sum over the ranks is multiplied by for the reduction that an engine asks for.
+
+    Raises:
+        ValueError: a reduction that is no sum and no mean.
+    """
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / process_group.size()
+    raise ValueError(
+        f"{name}: {engine} asks for the reduction {getattr(op, 'op', op)}, which cannot be quantized: only "
+        "sums and means can; on FSDP2, keep set_force_sum_reduction_for_comms(True)"
+    )

@@ -1,0 +1,273 @@
+"""The handle of an attached model, and what its parameter groups share, whatever engine trains it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypedDict, TypeVar
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from sdp4bit.config import AuditConfig, SDP4BitConfig, TelemetryConfig
+from sdp4bit.engines.alerts import AlertCallback, Alerts
+from sdp4bit.engines.audit import audit_replicas
+from sdp4bit.engines.explain import render
+from sdp4bit.engines.fallback import Alert
+from sdp4bit.engines.group import AnyGroup, GroupStats
+from sdp4bit.engines.measures import NOTHING_MEASURED, SampledMeasures, Squares, stack_squares, total_measures
+from sdp4bit.traffic import Traffic
+
+GroupT = TypeVar("GroupT", bound=AnyGroup)
+
+
+class Stats(TypedDict):
+    """What is reported of an attached model on this rank; see `CommHandle.stats`."""
+
+    steps: int
+    last_step: dict[str, int]
+    total: dict[str, int]
+    compression_ratio: float
+    exchange_seconds: float
+    full_refreshes: int
+    sampled_step: int | None
+    gradient_error: float | None
+    weight_error: float | None
+    weight_drift: float | None
+    nonfinite_groups: int
+
+
+class ModelCommunication(Generic[GroupT]):
+    """What the parameter groups of one attached model share: the step count and the measures."""
+
+    def __init__(self, groups: Sequence[GroupT], *, telemetry: TelemetryConfig | None = None) -> None:
+        self.groups: Sequence[GroupT] = groups
+        self.sampled = SampledMeasures(telemetry, [comm.group.name for comm in groups])
+        self.step_listeners: list[Callable[[int], None]] = []
+        """Called once per optimizer step, with its number, on all ranks alike: when the step's measures are
+        available, and before anything that follows it is sent. The ranks may communicate in it."""
+        self.steps = 0
+        """Optimizer steps that have reached their boundary."""
+        self.step_pending = False
+        """An optimizer has stepped, and the step has not reached its boundary, which FSDP2 shows at the next
+        forward only."""
+
+    @property
+    def gradient_sample_numel(self) -> int | None:
+        """Size of the samples to be kept of gradients that are reduced now; None for no samples."""
+        return self.sampled.sample_numel if self.sampled.is_due(self.steps + 1) else None
+
+    def end_traffic(self) -> None:
+        """Let what was sent until now be the last step's."""
+        for comm in self.groups:
+            comm.weight_traffic.end_step()
+            comm.gradient_traffic.end_step()
+
+    @torch.no_grad()
+    @torch.inference_mode(
+        False
+    )  # a forward of inference may come first; what is measured is used in training
+    def measure_step(self) -> None:
+        """Measure the step that has just reached its boundary, if it is due, and tell the listeners."""
+        is_due = self.sampled.is_due(self.steps)
+        if is_due:
+            sample_numel = self.sampled.sample_numel
+            squares = [comm.squares(sample_numel=sample_numel) for comm in self.groups]
+            self.sampled.publish(stack_squares(squares), step=self.steps)
+        for listener in self.step_listeners:
+            listener(self.steps)
+        if is_due:
+            for comm in self.groups:
+                # A group without a gradient in the next measured step is not to report this one again.
+                comm.gradient_sample = None
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def measure(self) -> Squares:
+        """Return the squares of now: weights over whole shards, gradients as last sampled."""
+        squares = stack_squares([comm.squares(sample_numel=None) for comm in self.groups])
+        return self.sampled.with_last_gradients(squares) if self.groups else squares
+
+    def last_traffic(self, comm: GroupT) -> Traffic:
+        """Return what a group sent in the last step, which ends with its optimizer step."""
+        counters = (comm.weight_traffic, comm.gradient_traffic)
+        return sum((c.current_step if self.step_pending else c.last_step for c in counters), Traffic())
+
+    def detach(self) -> None:
+        """Refer to nothing of the model any more; the step count stays."""
+        self.groups, self.step_listeners = [], []
+
+
+StateT = TypeVar("StateT", bound=ModelCommunication[Any])
+
+
+class CommHandle(ABC, Generic[StateT]):
+    """Quantized communication of a model, and what is known of it."""
+
+    def __init__(self, state: StateT, *, config: SDP4BitConfig, note: str = "") -> None:
+        """Take over an attached model.
+
+        Args:
+            note: what `explain` says below the table.
+        """
+        self.config = config
+        self._state = state
+        self._note = note
+        self._alerts: Alerts | None = None
+        self._removed = False
+        if config.audit is not None:
+            state.step_listeners.append(self._audit_if_due)
+
+    def _watch(self, alerts: Alerts) -> None:
+        """Let these alerts see every step, after the audit."""
+        self._alerts = alerts
+        self._state.step_listeners.append(alerts.at_step_boundary)
+
+    @abstractmethod
+    def mark_step(self) -> None:
+        """Note a change of the main weights outside of the optimizers that are watched."""
+
+    @abstractmethod
+    def resync(self) -> None:
+        """Refresh the replicas in full precision; call it on all ranks."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a bit-exact resume needs."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved state; call it on all ranks."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Communicate as before; call it on all ranks."""
+
+    # -- what all engines tell -------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        """Return a table: per group what is quantized, how, bytes of the last step, or why it is not."""
+        state = self._state
+        table = render([comm.explain(state.last_traffic(comm)) for comm in state.groups])
+        return table + (f"\n{self._note}" if self._note else "")
+
+    def stats(self) -> Stats:
+        """Return what this rank sent and what quantization cost; cheap, and waits for nothing.
+
+        Returns:
+            "steps": optimizer steps so far. "last_step", "total": bytes this rank sent inside its node
+            ("intra_bytes") and to other nodes ("inter_bytes"), how much of both is padding, and the number of
+            collectives. "compression_ratio": bytes of the engine without sdp4bit over bytes sent between
+            nodes in the last step. "exchange_seconds": from the start of each transfer of that step to the
+            end of the wait for it, summed; transfers overlap. "full_refreshes": how often a group's weights
+            were sent in full precision, after loads and large edits, summed over groups; the first time does
+            not count.
+            What quantization cost is measured every `TelemetryConfig.interval` steps, in samples of this
+            rank's shards. "sampled_step": the step that the following are of, None before the first.
+            "weight_drift": |main - replica| / |main| once the step's differences have been sent.
+            "weight_error": relative error of quantizing these; "gradient_error": that of the gradients; None
+            where they do not apply. "nonfinite_groups": quantization groups of the gradients that reached
+            this rank with a NaN or an infinity.
+        """
+        state = self._state
+        last = sum((state.last_traffic(comm) for comm in state.groups), Traffic())
+        total = sum(
+            (comm.weight_traffic.total + comm.gradient_traffic.total for comm in state.groups), Traffic()
+        )
+        step, measures = state.sampled.totals()
+        return {
+            "steps": state.steps + int(state.step_pending),
+            "last_step": self._reported(last),
+            "total": self._reported(total),
+            "compression_ratio": last.compression_ratio,
+            "exchange_seconds": last.exchange_seconds,
+            "full_refreshes": sum(comm.full_refreshes for comm in state.groups),
+            "sampled_step": step,
+            "gradient_error": measures["gradient_error"],
+            "weight_error": measures["weight_error"],
+            "weight_drift": measures["weight_drift"],
+            "nonfinite_groups": measures["nonfinite_groups"],
+        }
+
+    def _reported(self, traffic: Traffic) -> dict[str, int]:
+        """Return the bytes of `stats()`."""
+        return traffic.as_dict()
+
+    def group_stats(self) -> list[GroupStats]:
+        """Return one dictionary per group about this rank; cheap, and waits for nothing.
+
+        Returns:
+            "name"; of the last step "intra_bytes", "inter_bytes", "compression_ratio", "exchange_seconds" and
+            its parts "intra_seconds" and "inter_seconds"; of the last measured step "gradient_error",
+            "weight_error", "weight_drift" and "nonfinite_groups", as in `stats()`; "weight_bits" and
+            "gradient_bits" (on the last hop) as they are now, None for full precision.
+        """
+        state = self._state
+        measured = state.sampled.by_group()
+        return [
+            comm.stats(state.last_traffic(comm), measured.get(comm.group.name, NOTHING_MEASURED))
+            for comm in state.groups
+        ]
+
+    def measure(self) -> dict[str, Any]:
+        """Return what quantization costs now, over whole shards; waits for the device. Call it on all ranks.
+
+        Returns:
+            "weight_drift", "weight_error": of the weights and replicas as they are. "gradient_error",
+            "nonfinite_groups": of the gradients that were sampled last. As in `stats()`.
+        """
+        return dict(total_measures(self._state.measure()))
+
+    def alerts(self) -> list[Alert]:
+        """Return the alerts so far, oldest first, at most the last thousand.
+
+        They are the same on all ranks that decide together: with pipeline parallelism, those of a stage.
+        """
+        return [] if self._alerts is None else self._alerts.log.all()
+
+    def on_alert(self, callback: AlertCallback) -> RemovableHandle:
+        """Call the callback with every :class:`Alert`, on all ranks that decide together, until removed.
+
+        Raises:
+            ValueError: the configuration has no alerts.
+        """
+        if self._alerts is None:
+            raise ValueError("there will be no alerts: attach with SDP4BitConfig(alerts=AlertConfig(...))")
+        return self._alerts.log.listen(callback)
+
+    def audit(self) -> bool:
+        """Return whether all copies of each replica are equal bit for bit; call it on all ranks.
+
+        Outside of forward and backward; those that differ are refreshed in full precision.
+
+        Raises:
+            ReplicaMismatchError: on all ranks of the group, unless the configuration asks for a resync.
+        """
+        self._check_attached()
+        return self._audit(self.config.audit or AuditConfig())
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def _audit(self, config: AuditConfig) -> bool:
+        groups = self._state.groups
+        copies = [copy for comm in groups if (copy := comm.copies()) is not None]
+        names = audit_replicas(copies, config)
+        wrong = [comm for comm in groups if comm.group.name in names]
+        return not self._refresh_mismatched(wrong, config=config)
+
+    def _audit_if_due(self, step: int) -> None:
+        config = self.config.audit
+        if config is not None and step % config.interval == 0:
+            self._audit(config)
+
+    def _refresh_mismatched(self, wrong: Sequence[AnyGroup], *, config: AuditConfig) -> Sequence[AnyGroup]:
+        """Have the replicas of these groups refreshed in full precision.
+
+        Returns:
+            The groups that are refreshed: also those that other ranks know to differ.
+        """
+        raise NotImplementedError
+
+    def _check_attached(self) -> None:
+        if self._removed:
+            raise RuntimeError("this handle has been removed from its model and has no state any more")

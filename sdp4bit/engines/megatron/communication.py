@@ -1,0 +1,308 @@
+"""What one bucket of Megatron-Core sends, and what all buckets of a model share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.topology import Topology
+from sdp4bit.collectives.weight_replica import Range, WeightReplica
+from sdp4bit.config import TelemetryConfig, WeightConfig
+from sdp4bit.engines.audit import ReplicaCopy
+from sdp4bit.engines.group import GroupCommunication, reduction_multiplier
+from sdp4bit.engines.handle import ModelCommunication
+from sdp4bit.engines.measures import sample_of
+from sdp4bit.engines.megatron.buckets import MegatronBucket
+from sdp4bit.quantization.random import BUCKET_BITS
+from sdp4bit.traffic import TrafficCounter
+
+
+class BucketReplica:
+    """Moves a bucket's parameters, the replica that every rank holds, towards the main weights.
+
+    The replica is Megatron's parameter buffer itself. Parameters that tensor parallelism holds in full on
+    several ranks travel in full precision beside the differences: their neighbours in a row, and with them
+    the scales, differ between those ranks, and rounding would drive the copies apart.
+    """
+
+    def __init__(
+        self,
+        bucket: MegatronBucket,
+        topology: Topology,
+        *,
+        config: WeightConfig,
+        seed: int,
+        scratch: Scratch,
+        number: int,
+        exact_ranges: Sequence[Sequence[Range]],
+        traffic: TrafficCounter,
+    ) -> None:
+        """Prepare; nothing is sent.
+
+        Args:
+            number: of the bucket, for the rounding bits.
+            exact_ranges: for every rank, the ranges of its row that travel in full precision.
+        """
+        config = replace(config, replica="full")
+        create = partial(
+            WeightReplica,
+            topology,
+            seed=seed,
+            rank=topology.row,
+            bucket=number,
+            traffic=traffic,
+            scratch=scratch,
+            name=bucket.name,
+        )
+        self._bucket = bucket
+        self._topology = topology
+        self._scratch = scratch
+        self._traffic = traffic
+        self._quantized = create(config=config)
+        self._exact = create(config=replace(config, bits=None))
+        self._exact_ranges = exact_ranges
+        self._exact_numel = max((sum(b - a for a, b in ranges) for ranges in exact_ranges), default=0)
+
+    @property
+    def config(self) -> WeightConfig:
+        """The settings of the next refresh."""
+        return self._quantized.config
+
+    def configure(self, config: WeightConfig) -> None:
+        """The next refreshes are done with these settings; all ranks change them between the same two."""
+        self._quantized.configure(replace(config, replica="full"))
+
+    @property
+    def exact_numel(self) -> int:
+        """Values per row that travel in full precision beside quantized ones."""
+        return 0 if self.config.bits is None else self._exact_numel
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of a value in a quantized refresh; None if all refreshes are in full precision."""
+        return self._quantized.bits
+
+    @property
+    def group_size(self) -> int:
+        """Values that share a scale."""
+        return self._quantized.group_size
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether a quantized refresh adds to what is held, rather than replacing it."""
+        return self._quantized.sends_differences
+
+    def quantized_differences(self, shard: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a quantized refresh has to send and what arrives of it, both [n] in fp32."""
+        return self._quantized.quantized_differences(shard, held)
+
+    @property
+    def own_exact_ranges(self) -> Sequence[Range]:
+        """The ranges of this rank's row that travel in full precision."""
+        return self._exact_ranges[self._topology.row] if self.exact_numel else []
+
+    def sample(self, ranges: Sequence[Range]) -> tuple[Tensor, Tensor]:
+        """Return ranges of the main shard, fp32, and of what is held; equal where they are sent exactly."""
+        main, held = self._bucket.sample_main(ranges), sample_of(self.own_shard, ranges)
+        at = 0
+        for start, end in ranges:
+            for first, last in self.own_exact_ranges:
+                low, high = at + max(start, first) - start, at + min(end, last) - start
+                if low < high:
+                    main[low:high] = held[low:high]
+            at += end - start
+        return main, held
+
+    @property
+    def own_shard(self) -> Tensor:
+        """[n], the replica of this rank's own shard."""
+        n, row = self._bucket.shard_numel, self._topology.row
+        return self._bucket.weights[row * n : (row + 1) * n]
+
+    def main_shard(self) -> Tensor:
+        """Return this rank's fp32 main weights [n], in a buffer that the next call overwrites."""
+        nbytes = 4 * self._bucket.shard_numel
+        row = self._scratch.messages("main row", 1, nbytes, device=self._bucket.weights.device)[0]
+        values = row.view(torch.float32)
+        self._bucket.read_main(values)
+        return values
+
+    def equalize(self) -> None:
+        """Set every shard, on all ranks, to what the rank that owns it holds."""
+        self._attach_rows(self._quantized)
+        self._quantized.start_full_refresh(self.own_shard.clone())
+        self._quantized.wait()
+
+    def refresh(self, *, call: int) -> None:
+        """Move the replica to the main weights, by quantized differences.
+
+        Steps: 1. read the main weights;  2. take the exact ranges out of the difference;  3. exchange the
+        quantized differences and add them;  4. gather the exact ranges.
+
+        Args:
+            call: number of this refresh of the bucket since the start, for the rounding bits.
+        """
+        row = self.main_shard()
+        self._traffic.count_plain(self.own_shard.nbytes)
+        self._attach_rows(self._quantized)
+        exact = self._take_out_exact(row) if self.exact_numel else None
+        row = row if self.config.bits is not None else row.to(self.own_shard.dtype)
+        self._quantized.start_quantized_refresh(row, call=call)
+        self._quantized.wait()
+        if exact is not None:
+            self._gather_exact(exact)
+
+    def refresh_fully(self) -> None:
+        """Set the replica to the main weights of all ranks, rounded to the model's type."""
+        self._attach_rows(self._quantized)
+        self._quantized.start_full_refresh(self.main_shard().to(self.own_shard.dtype))
+        self._quantized.wait()
+
+    def _take_out_exact(self, row: Tensor) -> Tensor:
+        """Return the exact ranges of the row; there, the row now differs from the replica by nothing."""
+        sent = self.own_shard.new_zeros(self._exact_numel)
+        for (start, end), at in _packed(self._exact_ranges[self._topology.row]):
+            sent[at : at + end - start].copy_(row[start:end])
+            row[start:end].copy_(self.own_shard[start:end])
+        return sent
+
+    def _gather_exact(self, sent: Tensor) -> None:
+        self._exact.start_full_refresh(sent)
+        self._exact.wait()
+        received = self._exact.rows
+        assert received is not None
+        for rank, values in enumerate(received.view(-1, self._exact_numel)):
+            first = rank * self._bucket.shard_numel
+            for (start, end), at in _packed(self._exact_ranges[rank]):
+                self._bucket.weights[first + start : first + end].copy_(values[at : at + end - start])
+
+    def _attach_rows(self, replica: WeightReplica) -> None:
+        # Looked up every time: Megatron may move its buffers.
+        shape = (self._topology.nodes, self._topology.ranks_per_node, self._bucket.shard_numel)
+        replica.rows = self._bucket.weights.view(shape)
+
+
+def _packed(ranges: Sequence[Range]) -> list[tuple[Range, int]]:
+    """Return each range with its place when all are laid one behind the other."""
+    result, at = [], 0
+    for start, end in ranges:
+        result.append(((start, end), at))
+        at += end - start
+    return result
+
+
+class BucketCommunication(GroupCommunication[MegatronBucket, BucketReplica]):
+    """Communication of one bucket."""
+
+    sends_fp32 = True
+    is_changed = False
+    """The main weights have moved since the last refresh."""
+
+    def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
+        """See GroupCommunication."""
+        return None if self.replica is None else self.replica.sample(ranges)
+
+    def copies(self) -> ReplicaCopy | None:
+        """See GroupCommunication."""
+        if self.replica is None:
+            return None
+        return ReplicaCopy(
+            name=self.group.name,
+            rows=self.group.weights,
+            layout=self.layout,
+            process_group=self.group.process_group,
+            is_full=True,
+            traffic=self.weight_traffic,
+        )
+
+    @property
+    def replica_place(self) -> str:
+        """See GroupCommunication."""
+        return "in the parameter buffer"
+
+    def describe_weights(self) -> str:
+        """See GroupCommunication."""
+        exact = 0 if self.replica is None else self.replica.exact_numel
+        return super().describe_weights() + (f", {exact:,} exact (equal under TP)" if exact else "")
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def reduce(self, output: Tensor, input: Tensor, op: object, *, sample_numel: int | None) -> None:
+        """Reduce gradients to this rank's shard in two quantized levels.
+
+        Args:
+            output: [n]; may be a part of the input.
+            input: [ranks * n].
+            op: the reduction that Megatron asks for: a sum or a mean.
+            sample_numel: how many values to keep as a sample; None keeps the last one.
+        """
+        assert self.reduction is not None
+        name, process_group = self.group.name, self.group.process_group
+        multiplier = reduction_multiplier(op, process_group, name=name, engine="Megatron-Core")
+        nonfinite = self.sample_gradient(input, sample_numel=sample_numel)
+        self.reduction(output, input, call=self.reductions, multiplier=multiplier, nonfinite=nonfinite)
+        self.reductions += 1
+        self.gradient_bits = self.reduction.bits
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Move the replica to the main weights, by quantized differences."""
+        assert self.replica is not None
+        self.is_changed = False
+        self.replica.refresh(call=self.refreshes)
+        self.refreshes += 1
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def refresh_fully(self) -> None:
+        """Set the replica to the main weights, sent in full precision."""
+        assert self.replica is not None
+        self.is_changed = False
+        self.replica.refresh_fully()
+        self.full_refreshes += 1
+
+
+class MegatronModelCommunication(ModelCommunication[BucketCommunication]):
+    """What the buckets of one attached model share; counts the steps of its optimizers."""
+
+    def __init__(
+        self,
+        groups: Sequence[BucketCommunication],
+        *,
+        telemetry: TelemetryConfig | None,
+        optimizers: int,
+    ) -> None:
+        """Count from 0.
+
+        Args:
+            optimizers: how many, stepping one after the other, make a step. If it is one, nothing of the step
+                has been sent when the listeners are told: Megatron sends an optimizer's weights when it has
+                stepped, or later.
+        """
+        super().__init__(groups, telemetry=telemetry)
+        self._optimizers = optimizers
+        self._stepped = 0
+
+    def count(self, steps: int) -> None:
+        """Note that one of the optimizers has done this many steps."""
+        if steps > self.steps:
+            self.steps, self._stepped = steps, 0
+        self._stepped += 1
+        if self._stepped == self._optimizers:
+            self.measure_step()
+
+
+def weight_number(bucket: MegatronBucket, index: int) -> int:
+    """Return the bucket's number for the rounding bits of its weights.
+
+    A tied embedding has the same number on the first and the last pipeline stage, so that both, with equal
+    main weights, round alike; it is no other bucket's.
+    """
+    tied = (1 << BUCKET_BITS) - 1
+    return tied if bucket.has_tied_embedding else index + (index >= tied)
