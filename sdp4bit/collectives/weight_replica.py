@@ -275,7 +275,7 @@ class WeightReplica:
         self.wait()
         assert self.rows is not None
         if self._config.bits is None:
-            self.start_full_refresh(row)
+            self.start_full_refresh(row.to(self.rows.dtype))
             return
         chosen: list[Sequence[Range] | None] = [ranges]
         if self._parts:

@@ -119,9 +119,6 @@ class GroupCommunication(Generic[GroupT, ReplicaT]):
     group, and by `sample_weights`.
     """
 
-    sends_fp32 = False
-    """Whether differences are those of the fp32 main shard, not of one rounded to the model's type."""
-
     def __init__(self, group: GroupT, *, index: int, layout: NodeLayout | None) -> None:
         """Prepare; nothing is quantized yet.
 
@@ -250,7 +247,6 @@ class GroupCommunication(Generic[GroupT, ReplicaT]):
             squares,
             main,
             held,
-            shard=main if self.sends_fp32 else main.to(held.dtype),
             replica=self.replica,
             exact=self.resync_wanted or self.replica.bits is None,
             refreshed=sample_numel is not None,

@@ -163,7 +163,6 @@ def weight_squares(
     main: Tensor,
     held: Tensor,
     *,
-    shard: Tensor,
     replica: DifferenceQuantizer,
     exact: bool,
     refreshed: bool,
@@ -174,7 +173,6 @@ def weight_squares(
     Args:
         main: [n], a sample of the main weights in fp32, of whole quantization groups.
         held: [n], what the replica holds there.
-        shard: [n], the same as main as a refresh takes it: in fp32, or rounded to the model's type.
         exact: the next refresh is in full precision, so that there is no error of the difference.
         refreshed: the drift is that which the refresh will leave, not that which there is now.
     """
@@ -183,7 +181,7 @@ def weight_squares(
     scale = numel / main.numel()
     after = main.to(held.dtype)
     if not exact:
-        wanted, received = replica.quantized_differences(shard, held)
+        wanted, received = replica.quantized_differences(main, held)
         error, whole = _squares(received - wanted, wanted)
         squares = squares._replace(weight_error=error * scale, weight_difference=whole * scale)
         after = (held.float() + received if replica.sends_differences else received).to(held.dtype)

@@ -271,6 +271,11 @@ class FSDPGroup:
         return policy if policy is not None and dtype.is_floating_point else dtype
 
     @property
+    def rounds_weights(self) -> bool:
+        """Whether weights are rounded when they are gathered: their main shards are more precise."""
+        return any(self._gathered_dtype(s.sharded.dtype) != s.sharded.dtype for s in self.segments)
+
+    @property
     def param_dtypes(self) -> set[torch.dtype]:
         """The types that parameters have when they are gathered; more than one cannot share a replica."""
         return {self._gathered_dtype(segment.sharded.dtype) for segment in self.segments}

@@ -102,7 +102,10 @@ class AllGatherHook(_Allocate):
                 comm.changed.clear()
         if comm.changed and outside_backward:
             ranges = comm.due_ranges()
-            replica.start_quantized_refresh(row, call=comm.refreshes, ranges=ranges)
+            # Differences are those of the fp32 weights: see docs/numerics.md, "Why differences are taken in fp32".
+            is_rounded = comm.group.rounds_weights and replica.bits is not None
+            main = comm.group.main_shard(torch.float32) if is_rounded else row
+            replica.start_quantized_refresh(main, call=comm.refreshes, ranges=ranges)
             comm.refreshes += 1
             kind = kind or ("whole row" if ranges is None else "trained part")
         if kind:

@@ -151,7 +151,6 @@ class BucketReplica:
         self._traffic.count_plain(self.own_shard.nbytes)
         self._attach_rows(self._quantized)
         exact = self._take_out_exact(row) if self.exact_numel else None
-        row = row if self.config.bits is not None else row.to(self.own_shard.dtype)
         self._quantized.start_quantized_refresh(row, call=call)
         self._quantized.wait()
         if exact is not None:
@@ -199,7 +198,6 @@ def _packed(ranges: Sequence[Range]) -> list[tuple[Range, int]]:
 class BucketCommunication(GroupCommunication[MegatronBucket, BucketReplica]):
     """Communication of one bucket."""
 
-    sends_fp32 = True
     is_changed = False
     """The main weights have moved since the last refresh."""
 

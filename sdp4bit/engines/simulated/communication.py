@@ -222,7 +222,7 @@ class SimulatedCommHandle(CommHandle[ModelCommunication[SimulatedGroupCommunicat
             return
         if not (comm.is_changed or comm.resync_wanted):
             return
-        held, rows = self._rows("held", comm, self._dtype), self._rows("main", comm, self._dtype)
+        held, rows = self._rows("held", comm, self._dtype), self._rows("main", comm, torch.float32)
         layout.write_rows(self._held, held)
         layout.write_rows(self._main, rows)
         if comm.resync_wanted:

@@ -60,18 +60,18 @@ class EditedRun(Run):
         held = [None if c.replica.rows is None else c.replica.own_shard.double().clone() for c in comms]
         yield
         for comm, before in zip(comms, held, strict=True):
-            name, main = comm.group.name, comm.group.main_shard(comm.replica.rows.dtype).double()
-            bound = self._bound(name, before, main)
+            is_exact = self.config is LOSSLESS or before is None
+            dtype = comm.replica.rows.dtype if is_exact else torch.float32
+            name, main = comm.group.name, comm.group.main_shard(dtype).double()
+            bound = torch.zeros_like(main) if before is None or is_exact else self._bound(name, before, main)
             excess = (comm.replica.own_shard.double() - main).abs() - bound
             self._last[name] = main, bound
             if not bool((excess <= 0).all()):
                 where = int(excess.argmax())
                 self.stale.append(f"{name} is {excess[where] + bound[where]:.3g} off, not {bound[where]:.3g}")
 
-    def _bound(self, name: str, before: Tensor | None, main: Tensor) -> Tensor:
+    def _bound(self, name: str, before: Tensor, main: Tensor) -> Tensor:
         """Return how far each value of a replica may be from its main weight."""
-        if self.config is LOSSLESS or before is None:
-            return torch.zeros_like(main)
         last, bound = self._last.get(name, (None, main))
         if last is not None and torch.equal(last, main):
             return bound  # nothing has to be sent
