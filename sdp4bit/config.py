@@ -7,6 +7,7 @@ its table 6 are available through :meth:`SDP4BitConfig.preset`.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -20,7 +21,7 @@ Rounding = Literal["nearest", "stochastic"]
 ReplicaPlacement = Literal["node", "full"]
 WeightMode = Literal["difference", "direct"]
 MismatchAction = Literal["error", "resync"]
-AlertAction = Literal["warn", "ladder"]
+AlertAction = Literal["warn", "fallback"]
 
 QUANTIZED_BITS = (4, 8)
 HADAMARD_BLOCK = 32
@@ -192,10 +193,10 @@ class AlertConfig:
     nonfinite_groups: int | None = 0
     """Quantization groups of a gradient with a NaN or an infinity; more bits do not help: only warned of."""
     action: AlertAction = "warn"
-    """"warn" changes nothing; "ladder" also moves the group's gradients or weights up, from 4 to 8 bits to
-    full precision, a rung per sample, and back down when calm."""
+    """"warn" changes nothing; "fallback" also moves the group's gradients or weights up, from 4 to 8 bits to
+    full precision, a precision per sample, and back down when calm."""
     calm_ratio: float = 0.8
-    """A sample is calm if one rung down would cost less than this part of each threshold."""
+    """A sample is calm if one precision down would cost less than this part of each threshold."""
     calm_samples: int = 5
     """Calm samples in a row before stepping down; doubled, up to 16-fold, each time that it was too early."""
 
@@ -204,6 +205,9 @@ class AlertConfig:
             _check_positive(f"alerts.{name}", getattr(self, name))
         if self.nonfinite_groups is not None:
             _check_at_least("alerts.nonfinite_groups", self.nonfinite_groups, 0)
+        if str(self.action) == "ladder":  # its name until 0.1
+            warnings.warn('AlertConfig(action="ladder") is now "fallback"', DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "action", "fallback")
         _check_choice("alerts.action", self.action, get_args(AlertAction))
         _check_at_least("alerts.calm_samples", self.calm_samples, 1)
         if not (isinstance(self.calm_ratio, int | float) and 0 < self.calm_ratio <= 1):

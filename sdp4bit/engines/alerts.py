@@ -1,4 +1,4 @@
-"""Alerts and the ladder of bits over the parameter groups of an attached model, whatever engine trains it.
+"""Alerts and the precision fallback over the groups of an attached model, whatever engine trains it.
 
 After each measured step, decided alike on all ranks that share a group or must round like those that do.
 """
@@ -21,7 +21,14 @@ from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.errors import naming
 from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
-from sdp4bit.engines.fallback import HALVES, Alert, GroupLadder, Half, gradient_rungs, weight_rungs
+from sdp4bit.engines.fallback import (
+    TRAFFIC_KINDS,
+    Alert,
+    GroupFallback,
+    TrafficKind,
+    gradient_precisions,
+    weight_precisions,
+)
 from sdp4bit.engines.group import AnyGroup
 from sdp4bit.engines.measures import MEASURES, SampledMeasures, stack_squares
 from sdp4bit.traffic import TrafficCounter
@@ -81,40 +88,40 @@ class DecisionRound:
     """Where the bytes are counted, if they are data-parallel ones."""
 
 
-class _LadderGroup:
-    """A parameter group, the settings of its rungs, and where it stands."""
+class _WatchedGroup:
+    """A parameter group, the settings of its precisions, and where it stands."""
 
     def __init__(self, group: AnyGroup, config: AlertConfig) -> None:
         self.group = group
         self._gradients: dict[str, GradientConfig] = {}
         self._weights: dict[str, WeightConfig] = {}
         if group.gradient_config is not None:
-            self._gradients = gradient_rungs(group.gradient_config, group.layout)
+            self._gradients = gradient_precisions(group.gradient_config, group.layout)
         if group.weight_config is not None:
-            self._weights = weight_rungs(group.weight_config)
-        rungs: dict[Half, list[str]] = {
+            self._weights = weight_precisions(group.weight_config)
+        precisions: dict[TrafficKind, list[str]] = {
             "gradients": list(self._gradients),
             "weights": list(self._weights),
         }
-        self.ladder = GroupLadder(group.group.name, rungs, config=config)
+        self.fallback = GroupFallback(group.group.name, precisions, config=config)
 
     def apply(self) -> None:
-        """The group communicates as its rungs say; `explain()` tells why."""
-        self._set_rungs(self.ladder.rung("gradients"), self.ladder.rung("weights"))
-        reasons = {half: self.ladder.reason(half) for half in HALVES}
-        self.group.fallback_reasons = {half: reason for half, reason in reasons.items() if reason}
+        """The group communicates as its precisions say; `explain()` tells why."""
+        self._set_precisions(self.fallback.precision("gradients"), self.fallback.precision("weights"))
+        reasons = {kind: self.fallback.reason(kind) for kind in TRAFFIC_KINDS}
+        self.group.fallback_reasons = {kind: reason for kind, reason in reasons.items() if reason}
 
     @contextmanager
-    def one_rung_lower(self) -> Iterator[None]:
-        """Inside the block, raised halves are one rung lower: to be measured, not to communicate."""
-        rungs = self.ladder.rung("gradients"), self.ladder.rung("weights")
-        self._set_rungs(*(max(rung - 1, 0) for rung in rungs))
+    def one_precision_lower(self) -> Iterator[None]:
+        """Lower raised traffic by one precision inside the block: to be measured, not to communicate."""
+        precisions = self.fallback.precision("gradients"), self.fallback.precision("weights")
+        self._set_precisions(*(max(precision - 1, 0) for precision in precisions))
         try:
             yield
         finally:
-            self._set_rungs(*rungs)
+            self._set_precisions(*precisions)
 
-    def _set_rungs(self, gradients: int, weights: int) -> None:
+    def _set_precisions(self, gradients: int, weights: int) -> None:
         self.group.configure(
             gradients=list(self._gradients.values())[gradients] if self._gradients else None,
             weights=list(self._weights.values())[weights] if self._weights else None,
@@ -122,7 +129,7 @@ class _LadderGroup:
 
 
 class Alerts:
-    """Watches the measures of parameter groups and, if so configured, moves groups along the ladder."""
+    """Watches the measures of parameter groups and, if so configured, moves groups along the fallback."""
 
     def __init__(
         self,
@@ -143,7 +150,7 @@ class Alerts:
         self.log = AlertLog(where=where)
         self._config = config
         self._sampled = sampled
-        self._groups = [_LadderGroup(group, config) for group in groups]
+        self._groups = [_WatchedGroup(group, config) for group in groups]
         self._rounds = rounds
         self._logs = [self._is_first(at) for at in range(len(groups))]
 
@@ -151,9 +158,9 @@ class Alerts:
         """All ranks of a group have taken the same decisions from this step's measures, if it was measured.
 
         To be called on all ranks when the measures of a step are available and before any of its new weights
-        is sent. Steps: 1. raised groups are measured as if one rung lower;  2. round by round, the largest
-        values of all ranks, by one all-reduce of a few numbers per group;  3. the host waits for them, and
-        decides.
+        is sent. Steps: 1. raised groups are measured as if one precision lower;  2. round by round, the
+        largest values of all ranks, by one all-reduce of a few numbers per group;  3. the host waits for
+        them, and decides.
         """
         if not self._sampled.is_due(step):
             return
@@ -161,20 +168,20 @@ class Alerts:
             values = self._agree(self._measure())
         for group, row, log in zip(self._groups, values, self._logs, strict=True):
             now, below = row[: len(MEASURES)], row[len(MEASURES) :]
-            alerts = group.ladder.decide(now, below, step=step)
+            alerts = group.fallback.decide(now, below, step=step)
             group.apply()
             for alert in alerts:
                 self.log.tell(alert, log=log)
 
     def _measure(self) -> Tensor:
-        """Return this rank's measures of each group as they are, and one rung lower, fp32 [groups, 8]."""
+        """Return this rank's measures of each group as they are, and lowered, fp32 [groups, 8]."""
         measured = self._sampled.on_device()
         assert measured is not None
         now = measured[[group.group.index for group in self._groups]]
         below = torch.full_like(now, math.nan)
         for index, group in enumerate(self._groups):
-            if group.ladder.is_raised:
-                with group.one_rung_lower():
+            if group.fallback.is_raised:
+                with group.one_precision_lower():
                     squares = group.group.squares(sample_numel=self._sampled.sample_numel)
                 below[index] = stack_squares([squares]).measures()[0]
         # What does not apply, or is not a number, is below every threshold; no maximum sees a NaN.
@@ -204,21 +211,26 @@ class Alerts:
         )
 
     def positions(self) -> dict[str, Tensor]:
-        """Return where each group stands, by its name; nothing without a ladder."""
-        if self._config.action != "ladder":
+        """Return where each group stands, by its name; nothing without a fallback."""
+        if self._config.action != "fallback":
             return {}
-        return {group.ladder.name: group.ladder.state() for group in self._groups}
+        return {group.fallback.name: group.fallback.state() for group in self._groups}
 
     def save(self) -> Mapping[str, object]:
-        """Return what `load` takes; nothing without a ladder."""
+        """Return what `load` takes; nothing without a fallback."""
         return self.positions()
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
         """Every group stands where it did; groups that were not saved, as configured. Call on all ranks."""
         for group in self._groups:
-            group.ladder.load((saved or {}).get(group.ladder.name))
+            group.fallback.load((saved or {}).get(group.fallback.name))
             group.apply()
 
     def detach(self) -> None:
         """Nothing is watched any more, and no group referred to; the log stays."""
         self._groups, self._rounds, self._logs = [], [], []
+
+
+def saved_positions(state: Mapping[str, Any]) -> Any:
+    """Return the positions in a handle's state; None if it has none. Their name was "ladder" until 0.1."""
+    return state.get("fallback", state.get("ladder"))

@@ -1,8 +1,8 @@
-"""Alerts on what quantization costs one parameter group, and its place on the ladder of bits.
+"""Alerts on what quantization costs one parameter group, and its precision fallback.
 
-Pure decisions: the same measures give the same alerts and moves on every rank. A group has two halves, its
-gradients and its weights, which move by themselves along the rungs that they have: as configured, at least 8
-bits, full precision.
+Pure decisions: the same measures give the same alerts and moves on every rank. A group has two kinds of
+traffic, its gradients and its weights, which move by themselves along the precisions that they have: as
+configured, at least 8 bits, full precision.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
 from sdp4bit.engines.measures import MEASURES
 
-Half = Literal["gradients", "weights"]
-HALVES: tuple[Half, ...] = get_args(Half)
+TrafficKind = Literal["gradients", "weights"]
+TRAFFIC_KINDS: tuple[TrafficKind, ...] = get_args(TrafficKind)
 
 Config = TypeVar("Config", GradientConfig, WeightConfig)
 
-_COLUMNS_OF: dict[Half, tuple[int, ...]] = {"gradients": (0,), "weights": (1, 2)}
+_COLUMNS_OF: dict[TrafficKind, tuple[int, ...]] = {"gradients": (0,), "weights": (1, 2)}
 _NONFINITE = MEASURES.index("nonfinite_groups")
 _MOST_RELAPSES = 4
 
@@ -38,7 +38,7 @@ class Alert:
     measure: str
     """One of gradient_error, weight_error, weight_drift, nonfinite_groups."""
     value: float
-    """The largest of all ranks; for a step down, what the lower rung would cost."""
+    """The largest of all ranks; for a step down, what the lower precision would cost."""
     threshold: float
     change: str
     """What has been done about it, as text; empty if nothing."""
@@ -53,9 +53,9 @@ class Alert:
 
 @dataclass(kw_only=True)
 class Position:
-    """Where a half of a group stands, and what it remembers."""
+    """Where one kind of traffic of a group stands, and what it remembers."""
 
-    rung: int = 0
+    precision: int = 0
     since: int = 0
     """Step of the last move."""
     age: int = 0
@@ -74,99 +74,102 @@ class Position:
 
 _PLACES = len(fields(Position))
 _COUNTS = [field.name for field in fields(Position)][:-1]
-STATE_NUMEL = len(HALVES) * _PLACES + 1
-"""Numbers in the state of a group's ladder."""
+STATE_NUMEL = len(TRAFFIC_KINDS) * _PLACES + 1
+"""Numbers in the state of a group's fallback."""
 
 
-class GroupLadder:
-    """Alerts of one parameter group and the rungs that its halves are on."""
+class GroupFallback:
+    """Alerts of one parameter group and the precisions of its traffic."""
 
-    def __init__(self, name: str, rungs: Mapping[Half, Sequence[str]], *, config: AlertConfig) -> None:
-        """Both halves are as configured.
+    def __init__(
+        self, name: str, precisions: Mapping[TrafficKind, Sequence[str]], *, config: AlertConfig
+    ) -> None:
+        """Begin with everything as configured.
 
         Args:
-            rungs: names of the rungs of each half, the configured one first; none if it is not quantized.
+            precisions: names of the precisions of each kind of traffic, the configured one first; none if it
+                is not quantized.
         """
         self.name = name
-        self._rungs = rungs
+        self._precisions = precisions
         self._config = config
-        self._positions: dict[Half, Position] = {half: Position() for half in HALVES}
+        self._positions: dict[TrafficKind, Position] = {kind: Position() for kind in TRAFFIC_KINDS}
         self._over = 0
         """Measures above their thresholds that have been reported, as bits."""
 
-    def rung(self, half: Half) -> int:
-        """Return how many rungs above the configured one a half is."""
-        return self._positions[half].rung
+    def precision(self, kind: TrafficKind) -> int:
+        """Return how many precisions above the configured one this traffic is."""
+        return self._positions[kind].precision
 
     @property
     def is_raised(self) -> bool:
-        """Whether a half is above its configured rung."""
-        return any(position.rung for position in self._positions.values())
+        """Whether any traffic is above its configured precision."""
+        return any(position.precision for position in self._positions.values())
 
-    def reason(self, half: Half) -> str:
-        """Return since when and why a half is raised; empty if it is not."""
-        position = self._positions[half]
+    def reason(self, kind: TrafficKind) -> str:
+        """Return since when and why this traffic is raised; empty if it is not."""
+        position = self._positions[kind]
         limit = self._config.thresholds[position.cause]
-        if not position.rung or limit is None:
+        if not position.precision or limit is None:
             return ""
         why = f"{MEASURES[position.cause].replace('_', ' ')} {position.value:.3g} > {limit:g}"
         return f"since step {position.since} (alert: {why})"
 
     def decide(self, now: Sequence[float], below: Sequence[float], *, step: int) -> list[Alert]:
-        """Return the alerts of a sample; halves have moved.
+        """Return the alerts of a sample, having moved what it makes move.
 
         Args:
             now: the measures as things are, in the order of `MEASURES`; negative where there is none.
-            below: what they would be with raised halves one rung lower.
+            below: what they would be with raised kinds of traffic one precision lower.
         """
         alerts = []
-        for half in HALVES:
-            alerts += self._decide_half(half, now, below, step)
+        for kind in TRAFFIC_KINDS:
+            alerts += self._decide_kind(kind, now, below, step)
         if self._newly_over(_NONFINITE, now):
             alerts.append(self._alert(_NONFINITE, now, step, ""))
         return alerts
 
-    def _decide_half(
-        self, half: Half, now: Sequence[float], below: Sequence[float], step: int
+    def _decide_kind(
+        self, kind: TrafficKind, now: Sequence[float], below: Sequence[float], step: int
     ) -> list[Alert]:
-        position, names = self._positions[half], self._rungs[half]
-        over = [column for column in _COLUMNS_OF[half] if self._is_over(column, now)]
-        new = [column for column in _COLUMNS_OF[half] if self._newly_over(column, now)]
+        position, names = self._positions[kind], self._precisions[kind]
+        over = [column for column in _COLUMNS_OF[kind] if self._is_over(column, now)]
+        new = [column for column in _COLUMNS_OF[kind] if self._newly_over(column, now)]
         position.age += 1
-        if over and self._config.action == "ladder" and position.rung + 1 < len(names):
+        if over and self._config.action == "fallback" and position.precision + 1 < len(names):
             cause = over[0]
             for column in over:
-                # If even the next rung is not enough, that is news.
+                # If even the next precision is not enough, that is news.
                 self._over &= ~(1 << column)
             self._raise(position, cause, now[cause], step)
-            change = f"{half} {names[position.rung - 1]} -> {names[position.rung]}"
+            change = f"{kind} {names[position.precision - 1]} -> {names[position.precision]}"
             return [self._alert(cause, now, step, change)]
         if over:
             position.calm = 0
-            stuck = f"{half} stay at {names[position.rung]}" if position.rung else ""
+            stuck = f"{kind} stay at {names[position.precision]}" if position.precision else ""
             return [self._alert(column, now, step, stuck) for column in new]
-        cause = self._count_calm(position, half, below)
+        cause = self._count_calm(position, kind, below)
         if cause < 0 or position.calm < self._config.calm_samples << position.relapses:
             return []
-        position.rung -= 1
+        position.precision -= 1
         position.since, position.age, position.calm, position.lowered = step, 0, 0, 1
-        change = f"calm, {half} {names[position.rung + 1]} -> {names[position.rung]}"
+        change = f"calm, {kind} {names[position.precision + 1]} -> {names[position.precision]}"
         return [self._alert(cause, below, step, change)]
 
     def _raise(self, position: Position, cause: int, value: float, step: int) -> None:
         early = position.lowered and position.age <= self._config.calm_samples << position.relapses
         position.relapses = min(position.relapses + 1, _MOST_RELAPSES) if early else 0
-        position.rung += 1
+        position.precision += 1
         position.since, position.age, position.calm, position.lowered = step, 0, 0, 0
         position.cause, position.value = cause, value
 
-    def _count_calm(self, position: Position, half: Half, below: Sequence[float]) -> int:
+    def _count_calm(self, position: Position, kind: TrafficKind, below: Sequence[float]) -> int:
         """Count a sample as calm or not, if it says anything; return the measure nearest its limit."""
-        if not position.rung:
+        if not position.precision:
             return -1
         parts = {
             column: below[column] / limit
-            for column in _COLUMNS_OF[half]
+            for column in _COLUMNS_OF[kind]
             if (limit := self._config.thresholds[column]) is not None and below[column] >= 0
         }
         if not parts:
@@ -204,28 +207,28 @@ class GroupLadder:
 
     def state(self) -> Tensor:
         """Return what a resume needs, fp64 [STATE_NUMEL]."""
-        places = [number for half in HALVES for number in astuple(self._positions[half])]
+        places = [number for kind in TRAFFIC_KINDS for number in astuple(self._positions[kind])]
         return torch.tensor([*places, self._over], dtype=torch.float64)
 
     def load(self, state: Tensor | None) -> None:
-        """The ladder is as saved; as configured if nothing or something of another size was saved."""
+        """Continue as saved; as configured if nothing or something of another size was saved."""
         if state is None or state.numel() != STATE_NUMEL:
-            state = GroupLadder(self.name, self._rungs, config=self._config).state()
+            state = GroupFallback(self.name, self._precisions, config=self._config).state()
         numbers = state.tolist()
-        for index, half in enumerate(HALVES):
+        for index, kind in enumerate(TRAFFIC_KINDS):
             *counts, value = numbers[index * _PLACES : (index + 1) * _PLACES]
             position = Position(**dict(zip(_COUNTS, map(int, counts), strict=True)), value=value)
-            highest = max(len(self._rungs[half]) - 1, 0) if self._config.action == "ladder" else 0
-            self._positions[half] = replace(position, rung=min(position.rung, highest))
+            highest = max(len(self._precisions[kind]) - 1, 0) if self._config.action == "fallback" else 0
+            self._positions[kind] = replace(position, precision=min(position.precision, highest))
         self._over = int(numbers[-1])
 
 
-def gradient_rungs(config: GradientConfig, layout: NodeLayout) -> dict[str, GradientConfig]:
-    """Return the settings of each rung by its name, the configured one first."""
+def gradient_precisions(config: GradientConfig, layout: NodeLayout) -> dict[str, GradientConfig]:
+    """Return the settings of each precision by its name, the configured one first."""
     return _distinct(
         [
-            (_gradient_name(rung, layout), rung)
-            for rung in (
+            (_gradient_name(precision, layout), precision)
+            for precision in (
                 config,
                 replace(
                     config,
@@ -238,16 +241,16 @@ def gradient_rungs(config: GradientConfig, layout: NodeLayout) -> dict[str, Grad
     )
 
 
-def weight_rungs(config: WeightConfig) -> dict[str, WeightConfig]:
-    """Return the settings of each rung by its name, the configured one first."""
-    rungs = (config, replace(config, bits=_at_least_8(config.bits)), replace(config, bits=None))
-    return _distinct([(_bits_name(rung.bits), rung) for rung in rungs])
+def weight_precisions(config: WeightConfig) -> dict[str, WeightConfig]:
+    """Return the settings of each precision by its name, the configured one first."""
+    precisions = (config, replace(config, bits=_at_least_8(config.bits)), replace(config, bits=None))
+    return _distinct([(_bits_name(precision.bits), precision) for precision in precisions])
 
 
-def _distinct(rungs: Sequence[tuple[str, Config]]) -> dict[str, Config]:
+def _distinct(precisions: Sequence[tuple[str, Config]]) -> dict[str, Config]:
     named: dict[str, Config] = {}
-    for name, rung in rungs:
-        named.setdefault(name, rung)
+    for name, precision in precisions:
+        named.setdefault(name, precision)
     return named
 
 

@@ -197,9 +197,9 @@ def audit() -> None:
     run.train(1)
 
 
-def ladder() -> None:
+def fallback() -> None:
     """Alerts that move all groups to other bits, and to full precision."""
-    alerts = AlertConfig(action="ladder", gradient_error=1e-6, weight_drift=1e-9, nonfinite_groups=None)
+    alerts = AlertConfig(action="fallback", gradient_error=1e-6, weight_drift=1e-9, nonfinite_groups=None)
     on_device = SampledMeasures.on_device
 
     def agreed(self: SampledMeasures) -> torch.Tensor | None:
@@ -242,7 +242,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "evaluation": evaluate,
     "telemetry": telemetry,
     "audit": audit,
-    "alerts": ladder,
+    "alerts": fallback,
 }
 
 

@@ -1,4 +1,4 @@
-"""Decisions of the ladder: when a group moves, when it is only reported, and that it does not swing.
+"""Decisions of the fallback: when a group moves, when it is only reported, and that it does not swing.
 
 Layer: no process; the measures are made up.
 """
@@ -12,15 +12,19 @@ import pytest
 
 from sdp4bit import AlertConfig, GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.engines.fallback import STATE_NUMEL, GroupLadder, gradient_rungs, weight_rungs
+from sdp4bit.engines.alerts import saved_positions
+from sdp4bit.engines.fallback import STATE_NUMEL, GroupFallback, gradient_precisions, weight_precisions
 
 NONE = -1.0
-RUNGS = {"gradients": ["int8/int4", "int8", "full precision"], "weights": ["int4", "int8", "full precision"]}
+PRECISIONS = {
+    "gradients": ["int8/int4", "int8", "full precision"],
+    "weights": ["int4", "int8", "full precision"],
+}
 
 
-def ladder(action: str = "ladder", **settings: float | None) -> GroupLadder:
+def fallback(action: str = "fallback", **settings: float | None) -> GroupFallback:
     config = AlertConfig(action=action, calm_samples=2, **settings)  # type: ignore[arg-type]
-    return GroupLadder("layers.3", RUNGS, config=config)  # type: ignore[arg-type]
+    return GroupFallback("layers.3", PRECISIONS, config=config)  # type: ignore[arg-type]
 
 
 def sample(
@@ -29,8 +33,8 @@ def sample(
     return (gradient, weight, drift, nonfinite)
 
 
-def drive(subject: GroupLadder, errors: Sequence[tuple[float, float]]) -> list[str]:
-    """Feed gradient errors as they are and one rung lower, a sample every ten steps; return the messages."""
+def drive(subject: GroupFallback, errors: Sequence[tuple[float, float]]) -> list[str]:
+    """Feed gradient errors, as they are and one precision lower, every ten steps; return the messages."""
     return [
         f"{alert.step}: {alert.message}"
         for index, (now, below) in enumerate(errors, 1)
@@ -39,16 +43,16 @@ def drive(subject: GroupLadder, errors: Sequence[tuple[float, float]]) -> list[s
 
 
 def test_gradients_climb_while_their_error_is_too_high_and_come_back_when_calm() -> None:
-    subject = ladder()
+    subject = fallback()
     up = drive(subject, [(0.2, NONE), (0.41, NONE), (0.35, 0.5)])
     assert up == [
         "20: gradient error 0.41 > 0.3: gradients int8/int4 -> int8",
         "30: gradient error 0.35 > 0.3: gradients int8 -> full precision",
     ]
-    assert (subject.rung("gradients"), subject.rung("weights")) == (2, 0)
+    assert (subject.precision("gradients"), subject.precision("weights")) == (2, 0)
     assert subject.reason("gradients") == "since step 30 (alert: gradient error 0.35 > 0.3)"
     assert subject.reason("weights") == ""
-    # Not while a rung lower would be too expensive, or only just good enough, or unknown.
+    # Not while a precision lower would be too expensive, or only just good enough, or unknown.
     assert drive(subject, [(0.0, 0.4), (0.0, 0.1), (0.0, 0.25), (0.0, 0.1), (0.0, NONE)]) == []
     assert drive(subject, [(0.0, 0.12)]) == [
         "10: gradient error 0.12 <= 0.3: calm, gradients full precision -> int8"
@@ -61,7 +65,7 @@ def test_gradients_climb_while_their_error_is_too_high_and_come_back_when_calm()
 
 
 def test_stepping_down_too_early_takes_longer_each_time() -> None:
-    subject = ladder()
+    subject = fallback()
     waits = []
     for _ in range(7):
         assert len(drive(subject, [(0.5, NONE)])) == 1
@@ -73,7 +77,7 @@ def test_stepping_down_too_early_takes_longer_each_time() -> None:
 
 
 def test_weights_move_by_themselves_for_error_or_drift() -> None:
-    subject = ladder()
+    subject = fallback()
     (alert,) = subject.decide(sample(weight=0.7), sample(NONE, NONE, NONE), step=10)
     assert alert.message == "weight error 0.7 > 0.6: weights int4 -> int8"
     (alert,) = subject.decide(sample(drift=0.06), sample(weight=0.7), step=20)
@@ -85,11 +89,11 @@ def test_weights_move_by_themselves_for_error_or_drift() -> None:
     # Both measures must be calm.
     for step in (50, 60, 70):
         assert subject.decide(sample(weight=NONE), sample(weight=0.1, drift=0.045), step=step) == []
-    assert (subject.rung("gradients"), subject.rung("weights")) == (0, 2)
+    assert (subject.precision("gradients"), subject.precision("weights")) == (0, 2)
 
 
 def test_a_warning_is_given_once_until_the_measure_has_been_low() -> None:
-    subject = ladder("warn")
+    subject = fallback("warn")
     errors = [0.4, 0.5, 0.28, 0.4, NONE, 0.4, 0.2, 0.4, math.inf]
     assert drive(subject, [(error, NONE) for error in errors]) == [
         "10: gradient error 0.4 > 0.3",
@@ -99,7 +103,7 @@ def test_a_warning_is_given_once_until_the_measure_has_been_low() -> None:
 
 
 def test_values_that_are_not_finite_are_reported_and_move_nothing() -> None:
-    subject = ladder()
+    subject = fallback()
     below = sample(NONE, NONE, NONE, NONE)
     (alert,) = subject.decide(sample(NONE, nonfinite=3), below, step=10)
     assert (alert.message, alert.measure) == ("nonfinite groups 3 > 0", "nonfinite_groups")
@@ -110,7 +114,7 @@ def test_values_that_are_not_finite_are_reported_and_move_nothing() -> None:
 
 
 def test_measures_without_a_threshold_are_not_watched() -> None:
-    subject = ladder(gradient_error=None, nonfinite_groups=None)
+    subject = fallback(gradient_error=None, nonfinite_groups=None)
     assert subject.decide(sample(0.9, nonfinite=5), sample(), step=10) == []
     subject.decide(sample(weight=0.9), sample(), step=20)
     assert subject.is_raised
@@ -119,7 +123,7 @@ def test_measures_without_a_threshold_are_not_watched() -> None:
 def test_state_continues_where_it_was() -> None:
     events = [(0.5, NONE), (0.5, 0.5), (0.01, 0.1), (0.01, 0.1), (0.5, 0.6), (0.2, 0.2)]
     later = [(0.01, 0.1)] * 9 + [(0.5, 0.5)] * 3
-    whole, first, second = ladder(), ladder(), ladder()
+    whole, first, second = fallback(), fallback(), fallback()
     drive(whole, events)
     drive(first, events)
     assert first.state().numel() == STATE_NUMEL
@@ -129,7 +133,7 @@ def test_state_continues_where_it_was() -> None:
     assert drive(second, later) == expected and len(expected) > 3
     second.load(None)
     assert not second.is_raised
-    warning = ladder("warn")
+    warning = fallback("warn")
     warning.load(first.state())
     assert not warning.is_raised
 
@@ -140,19 +144,19 @@ def layout(nodes: int, ranks_per_node: int) -> NodeLayout:
 
 def test_rungs_are_those_that_differ() -> None:
     config = GradientConfig()
-    assert list(gradient_rungs(config, layout(2, 2))) == ["int8/int4", "int8", "full precision"]
-    assert list(gradient_rungs(config, layout(2, 1))) == ["int4", "int8", "full precision"]
-    assert list(gradient_rungs(config, layout(1, 4))) == ["int8", "full precision"]
-    assert list(gradient_rungs(GradientConfig(intra_bits=None), layout(2, 2))) == [
+    assert list(gradient_precisions(config, layout(2, 2))) == ["int8/int4", "int8", "full precision"]
+    assert list(gradient_precisions(config, layout(2, 1))) == ["int4", "int8", "full precision"]
+    assert list(gradient_precisions(config, layout(1, 4))) == ["int8", "full precision"]
+    assert list(gradient_precisions(GradientConfig(intra_bits=None), layout(2, 2))) == [
         "full precision/int4",
         "full precision/int8",
         "full precision",
     ]
-    assert list(gradient_rungs(GradientConfig(intra_bits=None, inter_bits=None), layout(2, 2))) == [
+    assert list(gradient_precisions(GradientConfig(intra_bits=None, inter_bits=None), layout(2, 2))) == [
         "full precision"
     ]
-    assert [rung.bits for rung in weight_rungs(WeightConfig()).values()] == [4, 8, None]
-    assert list(weight_rungs(WeightConfig(bits=8))) == ["int8", "full precision"]
+    assert [precision.bits for precision in weight_precisions(WeightConfig()).values()] == [4, 8, None]
+    assert list(weight_precisions(WeightConfig(bits=8))) == ["int8", "full precision"]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +165,7 @@ def test_rungs_are_those_that_differ() -> None:
         ({"gradient_error": 0}, r"alerts\.gradient_error=0 must be a positive number"),
         ({"weight_drift": math.nan}, r"alerts\.weight_drift=nan must be a positive number"),
         ({"nonfinite_groups": -1}, r"alerts\.nonfinite_groups=-1 must be an integer of at least 0"),
-        ({"action": "stop"}, r"alerts\.action='stop' is unknown: use one of 'warn', 'ladder'"),
+        ({"action": "stop"}, r"alerts\.action='stop' is unknown: use one of 'warn', 'fallback'"),
         ({"calm_samples": 0}, r"alerts\.calm_samples=0 must be an integer of at least 1"),
         ({"calm_ratio": 1.5}, r"alerts\.calm_ratio=1\.5 must be above 0 and at most 1"),
         (
@@ -178,3 +182,10 @@ def test_settings_are_checked(settings: dict[str, object], message: str) -> None
 def test_alerts_need_telemetry() -> None:
     with pytest.raises(ValueError, match="alerts look at what telemetry measures"):
         SDP4BitConfig(alerts=AlertConfig(), telemetry=None)
+
+
+def test_the_earlier_names_are_read() -> None:
+    with pytest.warns(DeprecationWarning, match='is now "fallback"'):
+        assert AlertConfig(action="ladder").action == "fallback"  # type: ignore[arg-type]
+    assert saved_positions({"ladder": 1}) == saved_positions({"fallback": 1}) == 1
+    assert saved_positions({}) is None

@@ -26,7 +26,7 @@ from sdp4bit.collectives.topology import (
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree, participants
-from sdp4bit.engines.alerts import Alerts, DecisionRound
+from sdp4bit.engines.alerts import Alerts, DecisionRound, saved_positions
 from sdp4bit.engines.fsdp2.checks import (
     check_group,
     match_skipped,
@@ -252,7 +252,7 @@ class FSDPCommHandle(CommHandle[FSDPModelCommunication]):
         if not self._state.groups:
             return {}
         fallback = {} if self._alerts is None else self._alerts.save()
-        return {**save_state(self._state), **({"ladder": fallback} if fallback else {})}
+        return {**save_state(self._state), **({"fallback": fallback} if fallback else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state; call it on all ranks, before or after the model's own state is loaded.
@@ -268,7 +268,7 @@ class FSDPCommHandle(CommHandle[FSDPModelCommunication]):
             return
         load_state(self._state, state_dict)
         if self._alerts is not None:
-            self._alerts.load(state_dict.get("ladder"))
+            self._alerts.load(saved_positions(state_dict))
 
     def remove(self) -> None:
         """Let the model communicate as before; all hooks and process groups go. Call it on all ranks.

@@ -102,7 +102,7 @@ class AllGatherHook(_Allocate):
                 comm.changed.clear()
         if comm.changed and outside_backward:
             ranges = comm.due_ranges()
-            # Differences are those of the fp32 weights: see docs/numerics.md, "Why differences are taken in fp32".
+            # Of the fp32 weights, not of rounded ones: docs/numerics.md, "Differences of fp32 weights".
             is_rounded = comm.group.rounds_weights and replica.bits is not None
             main = comm.group.main_shard(torch.float32) if is_rounded else row
             replica.start_quantized_refresh(main, call=comm.refreshes, ranges=ranges)

@@ -1,4 +1,4 @@
-"""Alerts and the ladder of bits on Megatron-Core: which buckets move, who decides together, what is saved."""
+"""Alerts and the precision fallback on Megatron-Core: who decides together, and what is saved."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_watchable(chunks: Sequence[Any], buckets: Sequence[MegatronBucket]) ->
 
 
 class BucketAlerts(Alerts):
-    """Alerts of one rank's buckets, and what is saved of the ladders of all pipeline stages.
+    """Alerts of one rank's buckets, and what is saved of the positions of all pipeline stages.
 
     Three kinds of ranks decide together: first those that a bucket is divided over; then the tensor-parallel
     ranks, whose buckets hold parts of the same layers; then the pipeline stages that hold copies of a tied
@@ -82,7 +82,7 @@ class BucketAlerts(Alerts):
             config=config,
             where="" if self._stages is None else f"pipeline stage {stage}",
         )
-        self._is_ladder = config.action == "ladder"
+        self._falls_back = config.action == "fallback"
         self._keys = {
             comm.group.name: _TIED if at in tied else f"stage{stage}.{comm.group.name}"
             for at, comm in enumerate(watched)
@@ -90,11 +90,11 @@ class BucketAlerts(Alerts):
         self._keys_of_stages = [list(self._keys.values())]
         self._share_keys(takes_steps)
         self._device = comms[0].group.device if comms else torch.device("cpu")
-        self._ladders: dict[str, list[float]] = {}
+        self._positions_of_all: dict[str, list[float]] = {}
 
     def _share_keys(self, takes_steps: bool) -> None:
         """Every stage knows what the others save; a stage without steps cannot take part."""
-        if self._stages is None or not self._is_ladder:
+        if self._stages is None or not self._falls_back:
             return
         keys: list[Any] = [None] * self._stages.size()
         with naming("agreement on alerts", group=self._stages):
@@ -107,8 +107,8 @@ class BucketAlerts(Alerts):
     def at_step_boundary(self, step: int) -> None:
         """All ranks that decide together have taken the same decisions, if the step was measured."""
         super().at_step_boundary(step)
-        if self._is_ladder and self._sampled.is_due(step):
-            self._ladders = self._gather()
+        if self._falls_back and self._sampled.is_due(step):
+            self._positions_of_all = self._gather()
 
     def _gather(self) -> dict[str, list[float]]:
         """Return where the buckets of all stages stand; one all-gather of 17 numbers per bucket."""
@@ -121,7 +121,7 @@ class BucketAlerts(Alerts):
         else:
             mine = own.to(self._device)
             gathered = mine.new_empty(len(keys) * mine.numel())
-            all_gather_dense(gathered, mine.view(-1), self._stages, what="ladders of the pipeline stages")
+            all_gather_dense(gathered, mine.view(-1), self._stages, what="positions of the pipeline stages")
             everywhere = gathered.view(len(keys), *mine.shape)
         states: list[list[list[float]]] = everywhere.tolist()
         return {
@@ -132,19 +132,19 @@ class BucketAlerts(Alerts):
 
     def save(self) -> dict[str, list[float]]:
         """Return where the buckets of all stages stood after the last measured step, as of this rank."""
-        return dict(self._ladders)
+        return dict(self._positions_of_all)
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
         """Every bucket stands where it did; those that were not saved, as configured. Call on all ranks."""
         saved = saved or {}
-        self._ladders = dict(saved) if self._is_ladder else {}
+        self._positions_of_all = dict(saved) if self._falls_back else {}
         states = {name: saved[key] for name, key in self._keys.items() if key in saved}
         super().load({name: torch.tensor(s, dtype=torch.float64) for name, s in states.items()})
 
     def detach(self) -> None:
         """Nothing is watched any more; the log stays."""
         super().detach()
-        self._keys, self._ladders = {}, {}
+        self._keys, self._positions_of_all = {}, {}
 
 
 def _rounds(

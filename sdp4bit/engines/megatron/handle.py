@@ -201,7 +201,7 @@ class MegatronCommHandle(CommHandle[MegatronModelCommunication]):
         """
         self._check_attached()
         fallback = {} if self._alerts is None else self._alerts.save()
-        return {**save_counters(self._state), **({"ladder": fallback} if fallback else {})}
+        return {**save_counters(self._state), **({"fallback": fallback} if fallback else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state; call it on all ranks, before or after Megatron's own is loaded.

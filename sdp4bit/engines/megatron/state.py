@@ -1,6 +1,6 @@
 """Checkpoint state of the communication of a Megatron-Core model.
 
-The replica is Megatron's parameters themselves. What is added are counters and the ladders of all pipeline
+The replica is Megatron's parameters themselves. What is added are counters and the positions of all pipeline
 stages, the same on every rank, whichever of them a checkpoint format saves.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sdp4bit.engines.alerts import saved_positions
 from sdp4bit.engines.megatron.communication import MegatronModelCommunication
 
 FORMAT_VERSION = 1
@@ -38,7 +39,7 @@ def load_counters(state: MegatronModelCommunication, counters: Mapping[str, int]
 
 
 def checked(state_dict: Any) -> tuple[dict[str, int], dict[str, list[float]]]:
-    """Return the counters and the ladders of a communication state.
+    """Return the counters and the positions of a communication state.
 
     Raises:
         ValueError: it is none of a known format.
@@ -57,10 +58,10 @@ def checked(state_dict: Any) -> tuple[dict[str, int], dict[str, list[float]]]:
     wrong = [key for key in _COUNTERS if not isinstance(state_dict[key], int) or state_dict[key] < 0]
     if wrong:
         raise ValueError(f"{what}: {', '.join(wrong)} should be counts")
-    ladders = state_dict.get("ladder", {})
-    if not isinstance(ladders, Mapping) or not all(map(_is_numbers, ladders.values())):
-        raise ValueError(f"{what}: ladder should be a dictionary of lists of numbers")
-    return {key: int(state_dict[key]) for key in _COUNTERS}, {k: list(v) for k, v in ladders.items()}
+    positions = saved_positions(state_dict) or {}
+    if not isinstance(positions, Mapping) or not all(map(_is_numbers, positions.values())):
+        raise ValueError(f"{what}: fallback should be a dictionary of lists of numbers")
+    return {key: int(state_dict[key]) for key in _COUNTERS}, {k: list(v) for k, v in positions.items()}
 
 
 def _is_numbers(value: Any) -> bool:

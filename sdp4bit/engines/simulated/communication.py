@@ -17,7 +17,7 @@ from sdp4bit.collectives.simulated import SimulatedReduceScatter, SimulatedRepli
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.collectives.weight_replica import Range
 from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, WeightConfig
-from sdp4bit.engines.alerts import Alerts
+from sdp4bit.engines.alerts import Alerts, saved_positions
 from sdp4bit.engines.explain import OFF, ONE_NODE
 from sdp4bit.engines.group import AnyGroup, GroupCommunication
 from sdp4bit.engines.handle import CommHandle, ModelCommunication
@@ -333,7 +333,7 @@ class SimulatedCommHandle(CommHandle[ModelCommunication[SimulatedGroupCommunicat
             "layout": {"nodes": self.layout.nodes, "ranks_per_node": self.layout.ranks_per_node},
             "groups": counters,
             "replica": replica,
-            **({"ladder": fallback} if fallback else {}),
+            **({"fallback": fallback} if fallback else {}),
         }
 
     @torch.no_grad()
@@ -351,7 +351,7 @@ class SimulatedCommHandle(CommHandle[ModelCommunication[SimulatedGroupCommunicat
                 for segment in comm.group.rows.segments:
                     self._held[segment.name].copy_(state_dict["replica"][segment.name])
         if self._alerts is not None:
-            self._alerts.load(state_dict.get("ladder"))
+            self._alerts.load(saved_positions(state_dict))
 
     def remove(self) -> None:
         """Free the memory of messages and gradients."""

@@ -1,4 +1,4 @@
-"""Alerts and the ladder on FSDP2: outliers move a group up on all ranks alike, and it comes back down.
+"""Alerts and the fallback on FSDP2: outliers move a group up on all ranks alike, and it comes back down.
 
 Layer: real processes over gloo, 2 nodes x 2 ranks.
 """
@@ -24,7 +24,9 @@ PLAIN = replace(
     gradients=GradientConfig(min_numel=1000, hadamard=False),  # the two blocks only
     telemetry=TelemetryConfig(interval=2),
 )
-LADDER = AlertConfig(action="ladder", gradient_error=0.38, weight_error=None, calm_ratio=0.9, calm_samples=2)
+FALLBACK = AlertConfig(
+    action="fallback", gradient_error=0.38, weight_error=None, calm_ratio=0.9, calm_samples=2
+)
 GROUP = "blocks.0"
 FIRST, LAST, STEPS = 3, 6, 12
 """Steps with outliers, and all steps."""
@@ -78,15 +80,15 @@ def error_of(run: Run) -> float:
     return error
 
 
-def check_ladder() -> dict[str, Any]:
-    """The ladder acts alike on all ranks; the run is saved while it is raised, and resumed."""
+def check_fallback() -> dict[str, Any]:
+    """The fallback acts alike on all ranks; the run is saved while it is raised, and resumed."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sdp4bit").addHandler(handler)
     heard: list[Alert] = []
 
-    run = Disturbed(build(), configured(LADDER))
+    run = Disturbed(build(), configured(FALLBACK))
     listening = run.comm.on_alert(heard.append)
     errors = []
     train_disturbed(run, range(1, 5), AMPLITUDE)
@@ -113,7 +115,7 @@ def check_ladder() -> dict[str, Any]:
     assert "since step" not in run.comm.explain()
     assert (dist.get_rank() == 0) == bool(records)
 
-    resumed = Disturbed(build(), configured(LADDER))
+    resumed = Disturbed(build(), configured(FALLBACK))
     for _ in range(LAST):
         next(resumed.data)
     saved.seek(0)
@@ -129,24 +131,24 @@ def check_ladder() -> dict[str, Any]:
 
 
 def check_without() -> dict[str, Any]:
-    clean = disturbed(LADDER, amplitude=0.0)
+    clean = disturbed(FALLBACK, amplitude=0.0)
     assert clean.finish() and clean.comm.alerts() == []
     quiet = disturbed(None, amplitude=AMPLITUDE)
-    warned = disturbed(replace(LADDER, action="warn"), amplitude=AMPLITUDE)
+    warned = disturbed(replace(FALLBACK, action="warn"), amplitude=AMPLITUDE)
     losses = quiet.finish()
     assert warned.finish() == losses  # nothing changes but the warning
-    assert "since step" not in warned.comm.explain() and "ladder" not in warned.comm.state_dict()
+    assert "since step" not in warned.comm.explain() and "fallback" not in warned.comm.state_dict()
     return {
         # All but the size of the weights at the end.
         "clean": clean.finish()[:-1],
         "quantized": losses[:-1],
-        "ladder": disturbed(LADDER, amplitude=AMPLITUDE).finish()[:-1],
+        "fallback": disturbed(FALLBACK, amplitude=AMPLITUDE).finish()[:-1],
         "alerts": warned.comm.alerts(),
     }
 
 
 def test_outliers_move_one_group_up_on_all_ranks_and_it_comes_back() -> None:
-    results = run_ranks(check_ladder, 4)
+    results = run_ranks(check_fallback, 4)
     first = results[0]
     assert all(result["alerts"] == first["alerts"] for result in results)
     up, down = first["alerts"]
@@ -164,20 +166,20 @@ def test_outliers_move_one_group_up_on_all_ranks_and_it_comes_back() -> None:
 
 
 @pytest.mark.slow
-def test_the_ladder_brings_the_loss_back_and_a_warning_changes_nothing() -> None:
+def test_the_fallback_brings_the_loss_back_and_a_warning_changes_nothing() -> None:
     others = run_ranks(check_without, 4)
     assert all(result["alerts"] == others[0]["alerts"] for result in others)
     (warning,) = others[0]["alerts"]
     assert (warning.step, warning.group, warning.change) == (4, GROUP, "")
     # The outliers cancel in the exact sum: without quantization the loss would be the clean one.
-    with_ladder = without = 0.0
+    with_fallback = without = 0.0
     for result in others:
         for ours, quantized, clean in zip(
-            result["ladder"][6:], result["quantized"][6:], result["clean"][6:], strict=True
+            result["fallback"][6:], result["quantized"][6:], result["clean"][6:], strict=True
         ):
-            with_ladder += abs(ours - clean)
+            with_fallback += abs(ours - clean)
             without += abs(quantized - clean)
-    assert with_ladder < 0.8 * without, (with_ladder, without)
+    assert with_fallback < 0.8 * without, (with_fallback, without)
 
 
 def test_a_callback_without_alerts_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Alerts and the ladder on Megatron-Core: who moves together, which bytes follow, and what is saved.
+"""Alerts and the fallback on Megatron-Core: who moves together, which bytes follow, and what is saved.
 
 Layer: real Megatron-Core in 4 and 8 processes over gloo, through `fake_cuda`.
 """
@@ -27,10 +27,15 @@ pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 PRELOAD = ["tests.engines.megatron.imports"]
 
 UP_AND_DOWN = AlertConfig(
-    action="ladder", gradient_error=0.36, weight_error=0.02, weight_drift=None, calm_ratio=0.9, calm_samples=1
+    action="fallback",
+    gradient_error=0.36,
+    weight_error=0.02,
+    weight_drift=None,
+    calm_ratio=0.9,
+    calm_samples=1,
 )
 """4-bit weights are above the threshold from the first sample on, 8-bit ones are not."""
-LADDER = SDP4BitConfig(
+FALLBACK = SDP4BitConfig(
     # Outliers are what the Hadamard transform is for: without it they spoil their neighbours.
     gradients=GradientConfig(min_numel=0, hadamard=False),
     telemetry=TelemetryConfig(interval=2),
@@ -66,10 +71,10 @@ UP, DOWN = "gradients int8/int4 -> int8", "calm, gradients int8 -> int8/int4"
 WEIGHTS_UP = "weights int4 -> int8"
 
 
-def check_ladder(options: dict[str, Any]) -> list[Alert]:
+def check_fallback(options: dict[str, Any]) -> list[Alert]:
     """One bucket's gradients and all buckets' weights go up; the gradients come back; a resume repeats it."""
     options = {"ddp": {"bucket_size": 10_000}, **options}
-    run = MegatronRun(LADDER, **options)
+    run = MegatronRun(FALLBACK, **options)
     heard: list[Alert] = []
     run.comm.on_alert(heard.append)
     comms = run.comm._state.groups
@@ -101,9 +106,9 @@ def check_ladder(options: dict[str, Any]) -> list[Alert]:
     assert run.comm.explain().count("since step") == len(comms)
     assert {group["weight_bits"] for group in run.comm.group_stats()} == {8}
 
-    again = MegatronRun(LADDER, seed=7, **options)
+    again = MegatronRun(FALLBACK, seed=7, **options)
     load(again, saved)
-    assert again.comm.state_dict()["ladder"].keys() == {f"stage0.{c.group.name}" for c in comms}
+    assert again.comm.state_dict()["fallback"].keys() == {f"stage0.{c.group.name}" for c in comms}
     assert again.comm.explain().count("since step 2") == len(comms) + 1
     for _ in range(2 * MICROBATCHES):
         next(again.data)
@@ -121,14 +126,14 @@ def check_ladder(options: dict[str, Any]) -> list[Alert]:
 
 def check_all() -> dict[str, list[Alert]]:
     return {
-        "data": check_ladder({"overlap": True}),
+        "data": check_fallback({"overlap": True}),
         "pipeline": check_tied_embedding({}),
         "tensor": check_tensor_parallelism({}),
     }
 
 
 def assert_moves(results: list[list[Alert]]) -> None:
-    """The alerts of `check_ladder` on all ranks."""
+    """The alerts of `check_fallback` on all ranks."""
     assert all(alerts == results[0] for alerts in results)
     ups = {move for move in moves(results[0]) if move[0] == 2}
     assert ups == {(2, "gradient_error", UP), (2, "weight_error", WEIGHTS_UP)}
@@ -140,7 +145,7 @@ def assert_moves(results: list[list[Alert]]) -> None:
 
 def check_tied_embedding(options: dict[str, Any]) -> list[Alert]:
     """Outliers on the last stage move the first stage's copy too, and nothing else there."""
-    run = MegatronRun(LADDER, pp=2, topology=1, overlap=True, **options)
+    run = MegatronRun(FALLBACK, pp=2, topology=1, overlap=True, **options)
     last = run.state.is_pipeline_last_stage(ignore_virtual=True)
     (comm,) = (comm for comm in run.comm._state.groups if comm.group.has_tied_embedding)
     (tied,) = comm.group.parameters
@@ -154,10 +159,10 @@ def check_tied_embedding(options: dict[str, Any]) -> list[Alert]:
     stages = run.state.get_pipeline_model_parallel_group()
     assert_equal_in(stages, {"tied": tied.detach().clone()}, at_least=1)
     own: list[Any] = [None, None]
-    dist.all_gather_object(own, (run.comm.state_dict()["ladder"], comm.reduction.bits), group=stages)
+    dist.all_gather_object(own, (run.comm.state_dict()["fallback"], comm.reduction.bits), group=stages)
     assert own[0] == own[1] and own[0][1] == 8
     assert sorted(own[0][0])[:1] == ["stage0.chunk0.bfloat16.0"] and "tied embedding" in own[0][0]
-    resumed = MegatronRun(LADDER, pp=2, topology=1, overlap=True, **options)
+    resumed = MegatronRun(FALLBACK, pp=2, topology=1, overlap=True, **options)
     load(resumed, save(run))
     assert resumed.comm.explain().count("since step 2") == 1 + len(run.comm._state.groups)
     return [raised[comm.group.name]]
@@ -166,7 +171,7 @@ def check_tied_embedding(options: dict[str, Any]) -> list[Alert]:
 def check_tensor_parallelism(options: dict[str, Any]) -> list[Alert]:
     """Outliers on one tensor-parallel rank move both; what both hold in full stays equal throughout."""
     climbing = replace(UP_AND_DOWN, weight_error=1e-6)
-    run = MegatronRun(replace(LADDER, alerts=climbing), tp=2, **options)
+    run = MegatronRun(replace(FALLBACK, alerts=climbing), tp=2, **options)
     exact = run.comm.explain().count("exact (equal under TP)")
     assert exact == len(run.comm._state.groups)
     spoilt = run.state.get_tensor_model_parallel_rank() == 1
@@ -195,8 +200,8 @@ def test_buckets_move_on_all_ranks_that_must_round_alike() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
-def test_ladder_with_and_without_overlap(overlap: bool) -> None:
-    assert_moves(run_ranks(check_ladder, 4, {"overlap": overlap, "overlap_gather": False}))
+def test_fallback_with_and_without_overlap(overlap: bool) -> None:
+    assert_moves(run_ranks(check_fallback, 4, {"overlap": overlap, "overlap_gather": False}))
 
 
 # -- all kinds of parallelism at once -------------------------------------------------------------------
@@ -204,7 +209,7 @@ def test_ladder_with_and_without_overlap(overlap: bool) -> None:
 
 def check_everything() -> list[Alert]:
     options: dict[str, Any] = {"pp": 2, "tp": 2, "topology": 1, "overlap": True, "chunks": 2, "layers": 4}
-    run = MegatronRun(LADDER, **options)
+    run = MegatronRun(FALLBACK, **options)
     (comm,) = (comm for comm in run.comm._state.groups if comm.group.has_tied_embedding)
     spoilt = dist.get_rank() == dist.get_world_size() - 1
     with outliers_in(comm) if spoilt else nullcontext():
@@ -240,7 +245,7 @@ def check_odd_runs() -> None:
 def skipped_steps() -> None:
     """A step that overflows is neither counted nor measured."""
     scale = {"initial_loss_scale": 2.0**24, "hysteresis": 1, "min_loss_scale": 1.0}
-    run = MegatronRun(LADDER, topology=1, transformer={"fp16": True}, optimizer=scale)
+    run = MegatronRun(FALLBACK, topology=1, transformer={"fp16": True}, optimizer=scale)
     taken = 0
     for _ in range(14):
         run.backward()
@@ -265,7 +270,7 @@ def unwatched_buckets() -> None:
         "moe_router_load_balancing_type": "none",
     }
     for options in ({"transformer": moe}, {"fp32_norm": True}):
-        run = MegatronRun(LADDER, topology=1, **options)
+        run = MegatronRun(FALLBACK, topology=1, **options)
         replicas = [comm for comm in run.comm._state.groups if comm.replica is not None]
         unsent: list[bool] = []
         run.comm.on_alert(
@@ -280,19 +285,19 @@ def unwatched_buckets() -> None:
 
 
 def refusals() -> None:
-    run = MegatronRun(replace(LADDER, alerts=None), topology=1)
+    run = MegatronRun(replace(FALLBACK, alerts=None), topology=1)
     with pytest.raises(ValueError, match="there will be no alerts"):
         run.comm.on_alert(print)
-    assert run.comm.alerts() == [] and "ladder" not in run.comm.state_dict()
+    assert run.comm.alerts() == [] and "fallback" not in run.comm.state_dict()
     good = run.comm.state_dict()
     bad: Any
     for bad in ([], {"stage0.chunk0.bfloat16.0": "high"}):
-        with pytest.raises(ValueError, match="ladder should be a dictionary of lists of numbers"):
-            run.comm.load_state_dict({**good, "ladder": bad})
-    warned = MegatronRun(replace(LADDER, alerts=replace(UP_AND_DOWN, action="warn")), topology=1)
-    plain = MegatronRun(replace(LADDER, alerts=None), topology=1).train(3).finish()
+        with pytest.raises(ValueError, match="fallback should be a dictionary of lists of numbers"):
+            run.comm.load_state_dict({**good, "fallback": bad})
+    warned = MegatronRun(replace(FALLBACK, alerts=replace(UP_AND_DOWN, action="warn")), topology=1)
+    plain = MegatronRun(replace(FALLBACK, alerts=None), topology=1).train(3).finish()
     assert warned.train(3).finish() == plain and warned.comm.alerts()
-    assert "since step" not in warned.comm.explain() and "ladder" not in warned.comm.state_dict()
+    assert "since step" not in warned.comm.explain() and "fallback" not in warned.comm.state_dict()
     one, other = (
         SimpleNamespace(optimizer=object(), is_expert=False, has_tied_embedding=False) for _ in range(2)
     )
