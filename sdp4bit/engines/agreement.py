@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,7 @@ class Summary:
     failed: bool
 
 
-def participants(process_group: Any) -> ProcessGroup | None:
+def participants(process_group: object) -> ProcessGroup | None:
     """Return the ranks that attach, as a process group; None for all of the job.
 
     Raises:

@@ -37,6 +37,8 @@ logger = logging.getLogger("sdp4bit")
 _KEPT = 1000
 
 AlertCallback = Callable[[Alert], None]
+Positions = Mapping[str, Any]
+"""Numbers by the name of a group, as tensors or lists: where its traffic stands."""
 
 
 class AlertLog:
@@ -216,11 +218,11 @@ class Alerts:
             return {}
         return {group.fallback.name: group.fallback.state() for group in self._groups}
 
-    def save(self) -> Mapping[str, object]:
+    def save(self) -> Positions:
         """Return what `load` takes; nothing without a fallback."""
         return self.positions()
 
-    def load(self, saved: Mapping[str, Any] | None) -> None:
+    def load(self, saved: Positions | None) -> None:
         """Every group stands where it did; groups that were not saved, as configured. Call on all ranks."""
         for group in self._groups:
             group.fallback.load((saved or {}).get(group.fallback.name))
@@ -231,6 +233,7 @@ class Alerts:
         self._groups, self._rounds, self._logs = [], [], []
 
 
-def saved_positions(state: Mapping[str, Any]) -> Any:
+def saved_positions(state: Mapping[str, Any]) -> Positions | None:
     """Return the positions in a handle's state; None if it has none. Their name was "ladder" until 0.1."""
-    return state.get("fallback", state.get("ladder"))
+    positions: Positions | None = state.get("fallback", state.get("ladder"))
+    return positions

@@ -15,7 +15,14 @@ from sdp4bit.engines.audit import audit_replicas
 from sdp4bit.engines.explain import render
 from sdp4bit.engines.fallback import Alert
 from sdp4bit.engines.group import AnyGroup, GroupStats
-from sdp4bit.engines.measures import NOTHING_MEASURED, SampledMeasures, Squares, stack_squares, total_measures
+from sdp4bit.engines.measures import (
+    NOTHING_MEASURED,
+    Measures,
+    SampledMeasures,
+    Squares,
+    stack_squares,
+    total_measures,
+)
 from sdp4bit.traffic import Traffic
 
 GroupT = TypeVar("GroupT", bound=AnyGroup)
@@ -99,6 +106,8 @@ class ModelCommunication(Generic[GroupT]):
 
 
 StateT = TypeVar("StateT", bound=ModelCommunication[Any])
+StateDict = dict[str, Any]
+"""What checkpoints keep of a model's communication."""
 
 
 class CommHandle(ABC, Generic[StateT]):
@@ -132,11 +141,11 @@ class CommHandle(ABC, Generic[StateT]):
         """Refresh the replicas in full precision; call it on all ranks."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what a bit-exact resume needs."""
 
     @abstractmethod
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; call it on all ranks."""
 
     @abstractmethod
@@ -209,14 +218,14 @@ class CommHandle(ABC, Generic[StateT]):
             for comm in state.groups
         ]
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self) -> Measures:
         """Return what quantization costs now, over whole shards; waits for the device. Call it on all ranks.
 
         Returns:
             "weight_drift", "weight_error": of the weights and replicas as they are. "gradient_error",
             "nonfinite_groups": of the gradients that were sampled last. As in `stats()`.
         """
-        return dict(total_measures(self._state.measure()))
+        return total_measures(self._state.measure())
 
     def alerts(self) -> list[Alert]:
         """Return the alerts so far, oldest first, at most the last thousand.

@@ -7,7 +7,6 @@ else of it: parameters, gradients, optimizer states and state dicts stay what th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,7 @@ from sdp4bit.engines.fsdp2.state import load_state, save_state
 from sdp4bit.engines.fsdp2.steps import FSDPModelCommunication, watch_optimizers
 from sdp4bit.engines.fsdp2.torch_internals import check_torch_version
 from sdp4bit.engines.group import AnyGroup
-from sdp4bit.engines.handle import CommHandle
+from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.quantization.checksum import prepare_checksums
 from sdp4bit.quantization.random import check_numbers
 
@@ -246,7 +245,7 @@ class FSDPCommHandle(CommHandle[FSDPModelCommunication]):
         state.request_resync(only=mismatched)
         return mismatched
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what a bit-exact resume needs: replica shards as DTensors, counters as tensors."""
         self._check_attached()
         if not self._state.groups:
@@ -254,7 +253,7 @@ class FSDPCommHandle(CommHandle[FSDPModelCommunication]):
         fallback = {} if self._alerts is None else self._alerts.save()
         return {**save_state(self._state), **({"fallback": fallback} if fallback else {})}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; call it on all ranks, before or after the model's own state is loaded.
 
         State of another layout, of other weights, or saved by another rank is not used: the replicas are then
@@ -321,7 +320,7 @@ def _further(comms: Sequence[FSDPCommunication], ranks: tuple[int, ...]) -> list
 
 
 def _resync_after_load(state: FSDPModelCommunication) -> Callable[..., None]:
-    def after_load(*_: Any) -> None:
+    def after_load(*_: object) -> None:
         state.reshard()
         state.request_resync(keep_loaded=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -218,7 +218,9 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
         return text + (f", {dense} TP copies in full precision" if dense else "")
 
 
-def reduce_over_copies(values: Tensor, comms: Sequence[FSDPCommunication], *, op: Any) -> None:
+def reduce_over_copies(
+    values: Tensor, comms: Sequence[FSDPCommunication], *, op: dist.ReduceOp.RedOpType
+) -> None:
     """Reduce values in place over the tensor-parallel ranks that hold copies of a part of a group.
 
     For decisions on how replicas are refreshed, when the data-parallel ranks have agreed on theirs: what one

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.errors import naming
@@ -32,7 +32,7 @@ class EditDetector:
     """Compares the main shards with what the replicas were refreshed from, at most once per forward."""
 
     def __init__(self) -> None:
-        self._leader: weakref.ref[Any] | None = None
+        self._leader: weakref.ref[object] | None = None
         self._seen: set[int] = set()
         self._late: list[HostCopy] = []
 
@@ -147,8 +147,8 @@ class StateDictAliases:
     """
 
     def __init__(self) -> None:
-        self._handed_out: list[tuple[ParamSegment, weakref.ref[Any], tuple[int, int, int]]] = []
-        self._kept: list[Any] = []
+        self._handed_out: list[tuple[ParamSegment, weakref.ref[DTensor], tuple[int, int, int]]] = []
+        self._kept: list[DTensor] = []
         """Alive until the next look: a state dict may be gone when its tensors' versions are asked for."""
 
     def watch(self, group: FSDPGroup) -> list[RemovableHandle]:
@@ -156,7 +156,7 @@ class StateDictAliases:
         return [self._watch(segment) for segment in group.segments]
 
     def _watch(self, segment: ParamSegment) -> RemovableHandle:
-        def after_state_dict(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+        def after_state_dict(_: nn.Module, state_dict: dict[str, DTensor], prefix: str, *__: object) -> None:
             value = state_dict.get(prefix + segment.own_name)
             if value is not None and hasattr(value, "_local_tensor"):
                 self._handed_out.append((segment, weakref.ref(value), tensor_version(value)))

@@ -126,7 +126,7 @@ class ReduceScatterHook(_Allocate):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: Any,
+        op: object,
         async_op: bool = False,
     ) -> None:
         """`output_tensor` [n] holds this rank's row of the reduction of `input_tensor` [ranks * n].
@@ -185,7 +185,7 @@ class ReduceScatterHook(_Allocate):
         return parts if longest >= config.min_numel else []
 
     def _reduce_densely(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object
     ) -> None:
         traffic = self._comm.gradient_traffic
         self._comm.count_dense(traffic, output_tensor.nbytes)

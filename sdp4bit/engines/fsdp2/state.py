@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,13 +17,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sdp4bit.engines.fsdp2.communication import FSDPCommunication
 from sdp4bit.engines.fsdp2.steps import FSDPModelCommunication
+from sdp4bit.engines.handle import StateDict
 
 FORMAT_VERSION = 1
 _PARTS = ("layout", "groups", "replica", "fingerprints")
 _FINGERPRINT_SLOTS = 1024
 
 
-def save_state(state: FSDPModelCommunication) -> dict[str, Any]:
+def save_state(state: FSDPModelCommunication) -> StateDict:
     """Return the state: replica rows as DTensors sharded like the parameters, counters as int64 tensors."""
     replica: dict[str, DTensor] = {}
     fingerprints: dict[str, DTensor] = {}
@@ -67,7 +67,7 @@ def _spread(fingerprint: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     )
 
 
-def load_state(state: FSDPModelCommunication, saved: dict[str, Any]) -> None:
+def load_state(state: FSDPModelCommunication, saved: StateDict) -> None:
     """Counters are as saved; replicas are restored at the next forward, when the ranks agree that they fit.
 
     State of another layout (ranks, nodes, parameter groups) cannot be continued bit for bit: the replicas are
@@ -102,7 +102,7 @@ def load_state(state: FSDPModelCommunication, saved: dict[str, Any]) -> None:
         comm.loaded_fingerprint = None if fingerprint is None else fingerprint.to(comm.group.device)
 
 
-def _check(saved: Any) -> None:
+def _check(saved: object) -> None:
     """Raise ValueError unless this is a communication state of a known format."""
     what = "this is not the state of sdp4bit communication"
     if not isinstance(saved, Mapping):
@@ -119,7 +119,7 @@ def _check(saved: Any) -> None:
         raise ValueError(f"{what}: {', '.join(wrong)} should be dictionaries")
 
 
-def _row(comm: FSDPCommunication, replica: dict[str, Any]) -> torch.Tensor | None:
+def _row(comm: FSDPCommunication, replica: Mapping[str, object]) -> torch.Tensor | None:
     """Return the saved row of a group, or None if a part is missing or has another shape."""
     if comm.replica is None:
         return None
@@ -135,7 +135,7 @@ def _row(comm: FSDPCommunication, replica: dict[str, Any]) -> torch.Tensor | Non
     return row
 
 
-def _local(value: Any) -> torch.Tensor | None:
+def _local(value: object) -> torch.Tensor | None:
     if isinstance(value, DTensor):
         return value.to_local().detach()
     return value if isinstance(value, torch.Tensor) else None

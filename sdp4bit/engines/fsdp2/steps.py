@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +47,7 @@ class FSDPModelCommunication(ModelCommunication[FSDPCommunication]):
 
     # -- what changes weights ------------------------------------------------------------------------
 
-    def mark_changed(self, params: Iterable[Any] | None = None) -> bool:
+    def mark_changed(self, params: Iterable[object] | None = None) -> bool:
         """Note an optimizer step over these parameters (None: the user's own); False if none is ours.
 
         Whose parameters they are tells that a step was taken, and no more: what has to be sent must not
@@ -77,7 +76,7 @@ class FSDPModelCommunication(ModelCommunication[FSDPCommunication]):
             comm.note_step(by_hand=by_hand)
         self._reshard_changed()
 
-    def _count_step_alone(self, params: Sequence[Any] | None) -> None:
+    def _count_step_alone(self, params: Sequence[object] | None) -> None:
         """Count steps where FSDP2 gathers nothing, so that no hook sees the next forward.
 
         A second step over the same parameter is the next one: optimizers that share a model's parameters, or
@@ -104,7 +103,7 @@ class FSDPModelCommunication(ModelCommunication[FSDPCommunication]):
             if comm.group.is_unsharded:
                 comm.group.module.reshard()
 
-    def _holds_any(self, params: Sequence[Any]) -> bool:
+    def _holds_any(self, params: Sequence[object]) -> bool:
         """Whether any of these is a parameter of ours.
 
         Optimizers that step in backward ask once for every parameter, so the answer comes from a table.
@@ -114,7 +113,7 @@ class FSDPModelCommunication(ModelCommunication[FSDPCommunication]):
             self._segments = {id(s.sharded): s for comm in self.groups for s in comm.group.segments}
         return any(map(self._is_ours, params))
 
-    def _is_ours(self, param: Any) -> bool:
+    def _is_ours(self, param: object) -> bool:
         segment = self._segments.get(id(param))
         return segment is not None and segment.sharded is param
 
@@ -224,7 +223,7 @@ def watch_optimizers(state: FSDPModelCommunication) -> RemovableHandle:
     """
     reference = weakref.ref(state)
 
-    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         alive = reference()
         if alive is not None and not _only_creates_state(optimizer, alive):
             alive.mark_changed(p for group in optimizer.param_groups for p in group["params"])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch.distributed import ProcessGroup
 from sdp4bit.collectives.errors import naming
 from sdp4bit.collectives.exchange import all_gather_dense
 from sdp4bit.config import AlertConfig
-from sdp4bit.engines.alerts import Alerts, DecisionRound
+from sdp4bit.engines.alerts import Alerts, DecisionRound, Positions
 from sdp4bit.engines.fallback import STATE_NUMEL
 from sdp4bit.engines.measures import SampledMeasures
 from sdp4bit.engines.megatron.buckets import (
@@ -22,12 +21,13 @@ from sdp4bit.engines.megatron.buckets import (
     tensor_parallel_group,
 )
 from sdp4bit.engines.megatron.communication import BucketCommunication
+from sdp4bit.engines.megatron.objects import Chunk
 
 _TIED = "tied embedding"
 """What the saved state calls the bucket of a tied embedding, on all stages that hold it."""
 
 
-def check_watchable(chunks: Sequence[Any], buckets: Sequence[MegatronBucket]) -> None:
+def check_watchable(chunks: Sequence[Chunk], buckets: Sequence[MegatronBucket]) -> None:
     """Raise ValueError unless all ranks can decide on these buckets at the same moment of a step."""
     if len({id(bucket.optimizer) for bucket in buckets if not bucket.is_expert}) > 1:
         raise ValueError(
@@ -59,7 +59,7 @@ class BucketAlerts(Alerts):
 
     def __init__(
         self,
-        chunks: Sequence[Any],
+        chunks: Sequence[Chunk],
         comms: Sequence[BucketCommunication],
         *,
         sampled: SampledMeasures,
@@ -96,13 +96,14 @@ class BucketAlerts(Alerts):
         """Every stage knows what the others save; a stage without steps cannot take part."""
         if self._stages is None or not self._falls_back:
             return
-        keys: list[Any] = [None] * self._stages.size()
+        keys: list[list[str] | None] = [None] * self._stages.size()
         with naming("agreement on alerts", group=self._stages):
             dist.all_gather_object(keys, self._keys_of_stages[0] if takes_steps else None, group=self._stages)
-        if None in keys:
+        told = [each for each in keys if each is not None]
+        if len(told) < len(keys):
             self._stages = None
         else:
-            self._keys_of_stages = keys
+            self._keys_of_stages = told
 
     def at_step_boundary(self, step: int) -> None:
         """All ranks that decide together have taken the same decisions, if the step was measured."""
@@ -130,14 +131,14 @@ class BucketAlerts(Alerts):
             for key, state in zip(own_keys, own_states, strict=False)
         }
 
-    def save(self) -> dict[str, list[float]]:
+    def save(self) -> Positions:
         """Return where the buckets of all stages stood after the last measured step, as of this rank."""
         return dict(self._positions_of_all)
 
-    def load(self, saved: Mapping[str, Any] | None) -> None:
+    def load(self, saved: Positions | None) -> None:
         """Every bucket stands where it did; those that were not saved, as configured. Call on all ranks."""
         saved = saved or {}
-        self._positions_of_all = dict(saved) if self._falls_back else {}
+        self._positions_of_all = {k: list(v) for k, v in saved.items()} if self._falls_back else {}
         states = {name: saved[key] for name, key in self._keys.items() if key in saved}
         super().load({name: torch.tensor(s, dtype=torch.float64) for name, s in states.items()})
 
@@ -148,7 +149,7 @@ class BucketAlerts(Alerts):
 
 
 def _rounds(
-    chunks: Sequence[Any], watched: Sequence[BucketCommunication], tied: Sequence[int]
+    chunks: Sequence[Chunk], watched: Sequence[BucketCommunication], tied: Sequence[int]
 ) -> list[DecisionRound]:
     """Return who decides together on these buckets, in the order that all ranks take."""
     rounds = []
@@ -169,7 +170,7 @@ def _rounds(
     return rounds
 
 
-def _tied_on_all_stages(chunks: Sequence[Any], watched: Sequence[BucketCommunication]) -> list[int]:
+def _tied_on_all_stages(chunks: Sequence[Chunk], watched: Sequence[BucketCommunication]) -> list[int]:
     """Return the places of buckets with a tied embedding; none if some stage does not train its copy.
 
     Collective over the stages that could hold copies, also if they hold none: untied models have such

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,12 @@ from sdp4bit.engines.megatron.alerts import check_watchable
 from sdp4bit.engines.megatron.buckets import REPLICATED_DTYPES, MegatronBucket, find_buckets
 from sdp4bit.engines.megatron.guards import MARK, check_chunks, distributed_optimizers
 from sdp4bit.engines.megatron.handle import MegatronCommHandle
+from sdp4bit.engines.megatron.objects import Chunk, Optimizer
 from sdp4bit.quantization.random import check_numbers
 
 
 def quantize_communication(
-    model_chunks: Sequence[Any],
+    model_chunks: Sequence[Chunk],
     optimizer: Any,
     *,
     config: SDP4BitConfig | str | None = None,
@@ -59,14 +60,14 @@ def quantize_communication(
         )
     within = participants(process_group)
     settings = SDP4BitConfig()
-    chunks: list[Any] = []
-    optimizers: list[Any] = []
+    chunks: list[Chunk] = []
+    optimizers: list[Optimizer] = []
     buckets: list[MegatronBucket] = []
     existing: MegatronCommHandle | None = None
     failure = None
     try:
         settings = as_config(config)
-        chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
+        chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [cast(Chunk, model_chunks)]
         check_chunks(chunks)
         optimizers = distributed_optimizers(optimizer)
         buckets = find_buckets(chunks, optimizers)
@@ -114,7 +115,10 @@ def quantize_communication(
 
 
 def _existing_handle(
-    buckets: Sequence[MegatronBucket], optimizers: Sequence[Any], config: SDP4BitConfig, topology: object
+    buckets: Sequence[MegatronBucket],
+    optimizers: Sequence[Optimizer],
+    config: SDP4BitConfig,
+    topology: object,
 ) -> MegatronCommHandle | None:
     """Return the handle that all of these are attached to, None if none is; else raise ValueError."""
     targets = [*(bucket.bucket_group for bucket in buckets if not bucket.is_expert), *optimizers]
@@ -134,7 +138,7 @@ def _existing_handle(
     return handle
 
 
-def _is_attachable(target: Any) -> bool:
+def _is_attachable(target: object) -> bool:
     group = getattr(target, "intra_distributed_optimizer_instance_group", None)
     return group is not None and bool(group.size() > 1)
 

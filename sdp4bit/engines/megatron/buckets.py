@@ -12,14 +12,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.weight_replica import Range
+from sdp4bit.engines.megatron.objects import (
+    Bucket,
+    BucketGroup,
+    Buffer,
+    Chunk,
+    ModelConfig,
+    Optimizer,
+)
 
 REPLICATED_DTYPES = (torch.bfloat16, torch.float16)
 """Parameters of these types have fp32 main weights, so that a replica and its difference exist."""
@@ -42,12 +50,14 @@ class Piece:
 class MegatronBucket:
     """One bucket of parameters and gradients that are gathered and reduced together."""
 
-    def __init__(self, *, name: str, buffer: Any, bucket: Any, group: Any, is_expert: bool) -> None:
+    def __init__(
+        self, *, name: str, buffer: Buffer, bucket: Bucket, group: BucketGroup, is_expert: bool
+    ) -> None:
         self.name = name
         self.bucket_group = group
         """Megatron's bucket group, which starts this bucket's collectives."""
         self.is_expert = is_expert
-        self.optimizer: Any = None
+        self.optimizer: Optimizer | None = None
         """The distributed optimizer that updates this bucket's weights."""
         self.pieces: list[Piece] = []
         """What this rank's optimizer keeps of its row, in order."""
@@ -57,7 +67,7 @@ class MegatronBucket:
     @property
     def process_group(self) -> ProcessGroup:
         """The ranks that the bucket is divided over."""
-        return cast(ProcessGroup, self.bucket_group.intra_distributed_optimizer_instance_group)
+        return self.bucket_group.intra_distributed_optimizer_instance_group
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -67,12 +77,12 @@ class MegatronBucket:
     @property
     def weights(self) -> Tensor:
         """[ranks * n], the parameters; model parameters are views of it."""
-        return cast(Tensor, self._bucket.param_data)
+        return self._bucket.param_data
 
     @property
     def gradients(self) -> Tensor:
         """[ranks * n], the gradients."""
-        return cast(Tensor, self._bucket.grad_data)
+        return self._bucket.grad_data
 
     @property
     def device(self) -> torch.device:
@@ -82,7 +92,7 @@ class MegatronBucket:
     @property
     def param_dtype(self) -> torch.dtype:
         """Type of the model's parameters."""
-        return cast(torch.dtype, self._buffer.param_dtype)
+        return self._buffer.param_dtype
 
     @property
     def shard_numel(self) -> int:
@@ -90,7 +100,7 @@ class MegatronBucket:
         return self.gradients.numel() // len(self.ranks)
 
     @property
-    def parameters(self) -> list[Any]:
+    def parameters(self) -> list[nn.Parameter]:
         """The model's parameters in the order that Megatron lists them."""
         return list(self._bucket.params_list)
 
@@ -99,11 +109,11 @@ class MegatronBucket:
         """Whether the first and the last pipeline stage hold this bucket's parameter both."""
         return any(getattr(param, "shared_embedding", False) for param in self.parameters)
 
-    def holds(self, bucket: Any) -> bool:
+    def holds(self, bucket: Bucket) -> bool:
         """Whether this is Megatron's record of the bucket."""
         return self._bucket is bucket
 
-    def span(self, param: Any) -> Range:
+    def range_of(self, param: nn.Parameter) -> Range:
         """Return where a parameter lies in the bucket."""
         start, end, _ = self._buffer.param_index_map[param]
         return start - self._bucket.offset, end - self._bucket.offset
@@ -132,7 +142,7 @@ class MegatronBucket:
         return sample
 
 
-def find_buckets(chunks: Sequence[Any], optimizers: Sequence[Any]) -> list[MegatronBucket]:
+def find_buckets(chunks: Sequence[Chunk], optimizers: Sequence[Optimizer]) -> list[MegatronBucket]:
     """Return the buckets of all model chunks, dense ones first, with the optimizers' shards of them.
 
     Raises:
@@ -161,7 +171,7 @@ def find_buckets(chunks: Sequence[Any], optimizers: Sequence[Any]) -> list[Megat
     return buckets
 
 
-def _buckets(chunks: Sequence[Any]) -> Iterator[MegatronBucket]:
+def _buckets(chunks: Sequence[Chunk]) -> Iterator[MegatronBucket]:
     for kind in ("", "expert_parallel_"):
         for number, chunk in enumerate(chunks):
             groups = getattr(chunk, f"{kind}bucket_groups")
@@ -178,7 +188,9 @@ def _buckets(chunks: Sequence[Any]) -> Iterator[MegatronBucket]:
                     )
 
 
-def _pieces(buckets: Sequence[MegatronBucket], optimizer: Any) -> Iterator[tuple[MegatronBucket, Piece]]:
+def _pieces(
+    buckets: Sequence[MegatronBucket], optimizer: Optimizer
+) -> Iterator[tuple[MegatronBucket, Piece]]:
     """Yield this rank's part of every 16-bit parameter."""
     pairs = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
     for params, mains in pairs:
@@ -186,15 +198,15 @@ def _pieces(buckets: Sequence[MegatronBucket], optimizer: Any) -> Iterator[tuple
             buffer, _, index = optimizer.model_param_gbuf_map[param]
             record = optimizer.buffers[buffer].buckets[index]
             bucket = next(bucket for bucket in buckets if bucket.holds(record))
-            span = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
+            found = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
             first = bucket.process_group.rank() * bucket.shard_numel
-            yield bucket, Piece(start=span.start - first, end=span.end - first, main=main)
+            yield bucket, Piece(start=found.start - first, end=found.end - first, main=main)
 
 
-def replicated_ranges(bucket: MegatronBucket, replicated: Sequence[Any]) -> list[list[Range]]:
+def replicated_ranges(bucket: MegatronBucket, replicated: Sequence[nn.Parameter]) -> list[list[Range]]:
     """Return the ranges of every rank's row that hold parameters equal on tensor-parallel ranks."""
     chosen = {id(param) for param in replicated}
-    ranges = sorted(bucket.span(param) for param in bucket.parameters if id(param) in chosen)
+    ranges = sorted(bucket.range_of(param) for param in bucket.parameters if id(param) in chosen)
     numel = bucket.shard_numel
     rows: list[list[Range]] = []
     for rank in range(len(bucket.ranks)):
@@ -204,19 +216,19 @@ def replicated_ranges(bucket: MegatronBucket, replicated: Sequence[Any]) -> list
     return rows
 
 
-def tensor_parallel_group(chunk: Any) -> ProcessGroup | None:
+def tensor_parallel_group(chunk: Chunk) -> ProcessGroup | None:
     """Return the ranks that share this chunk's layers by tensor parallelism; None if there is one."""
     group = cast("ProcessGroup | None", getattr(chunk, "tp_group", None))
     return group if group is not None and group.size() > 1 else None
 
 
-def pipeline_group(chunks: Sequence[Any]) -> ProcessGroup | None:
+def pipeline_group(chunks: Sequence[Chunk]) -> ProcessGroup | None:
     """Return the stages of this rank's pipeline; None if there is one."""
     group = getattr(chunks[0], "pp_group", None)
     return group if isinstance(group, ProcessGroup) and group.size() > 1 else None
 
 
-def embedding_group(chunks: Sequence[Any]) -> ProcessGroup | None:
+def embedding_group(chunks: Sequence[Chunk]) -> ProcessGroup | None:
     """Return the pipeline stages that hold copies of an embedding if it is tied; None if this rank does not.
 
     Megatron's language models keep it beside their layers.
@@ -228,7 +240,7 @@ def embedding_group(chunks: Sequence[Any]) -> ProcessGroup | None:
     return None
 
 
-def replicated_parameters(params: Sequence[Any], group: ProcessGroup) -> list[Any]:
+def replicated_parameters(params: Sequence[nn.Parameter], group: ProcessGroup) -> list[nn.Parameter]:
     """Return the parameters that tensor parallelism holds in full, with equal values, on all ranks.
 
     Collective over the tensor-parallel group. Megatron marks divided parameters; one that it does not mark
@@ -244,7 +256,7 @@ def replicated_parameters(params: Sequence[Any], group: ProcessGroup) -> list[An
     return [param for param, equal in zip(candidates, (low == high).tolist(), strict=True) if equal]
 
 
-def sums_over_tensor_parallel(config: Any, name: str, param: Any) -> bool:
+def sums_over_tensor_parallel(config: ModelConfig, name: str, param: nn.Parameter) -> bool:
     """Whether Megatron adds this replicated parameter's gradients up over tensor-parallel ranks itself."""
     if config.sequence_parallel and getattr(param, "sequence_parallel", False):
         return True

@@ -8,9 +8,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from sdp4bit.engines.megatron.buckets import class_names
+from sdp4bit.engines.megatron.objects import BucketGroup, Chunk, DDPConfig, Optimizer, relied_on
 
 TESTED_VERSIONS = ("0.16.1", "0.19.2")
 
@@ -24,22 +24,6 @@ GROUP_METHODS = {
 """Methods of a bucket group: their one argument, and the module's global through which they communicate."""
 OPTIMIZER_METHODS = ("_copy_main_params_to_model_params", "state_dict", "load_state_dict")
 """Methods of the distributed optimizer that are replaced."""
-
-_GROUP_ATTRIBUTES = (
-    "buckets",
-    "ddp_config",
-    "grad_reduce_handle",
-    "intra_distributed_optimizer_instance_group",
-    "param_gather_dispatched",
-    "param_gather_handle",
-)
-_OPTIMIZER_ATTRIBUTES = (
-    "_get_model_param_range_map",
-    "buffers",
-    "model_float16_groups",
-    "model_param_gbuf_map",
-    "shard_fp32_from_float16_groups",
-)
 
 _REFUSED_DDP = {
     "use_megatron_fsdp": "Megatron-FSDP communicates by itself: use the distributed optimizer, or PyTorch's "
@@ -59,7 +43,7 @@ _REFUSED_OPTIMIZER = {
 }
 
 
-def check_chunks(chunks: Sequence[Any]) -> None:
+def check_chunks(chunks: Sequence[Chunk]) -> None:
     """Raise ValueError unless these are data-parallel model chunks whose communication can be replaced."""
     if not chunks:
         raise ValueError("model_chunks is empty: pass the list of DistributedDataParallel model chunks")
@@ -73,10 +57,10 @@ def check_chunks(chunks: Sequence[Any]) -> None:
         _check_ddp_config(what, chunk.ddp_config)
         _check_graphs(what, chunk.config)
         for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
-            _check_methods(group, GROUP_METHODS, _GROUP_ATTRIBUTES)
+            _check_methods(group, GROUP_METHODS, relied_on(BucketGroup))
 
 
-def _check_ddp_config(what: str, config: Any) -> None:
+def _check_ddp_config(what: str, config: DDPConfig) -> None:
     for name, reason in _REFUSED_DDP.items():
         if getattr(config, name, False):
             raise ValueError(f"{what} uses {name}; {reason}")
@@ -93,7 +77,7 @@ def _check_ddp_config(what: str, config: Any) -> None:
         )
 
 
-def _check_graphs(what: str, config: Any) -> None:
+def _check_graphs(what: str, config: object) -> None:
     scopes = getattr(config, "cuda_graph_scope", None)
     scopes = scopes if isinstance(scopes, list | tuple) else [scopes]
     names = [getattr(scope, "name", scope) for scope in scopes]
@@ -104,7 +88,7 @@ def _check_graphs(what: str, config: Any) -> None:
         )
 
 
-def distributed_optimizers(optimizer: Any) -> list[Any]:
+def distributed_optimizers(optimizer: object) -> list[Optimizer]:
     """Return the distributed optimizers in what `get_megatron_optimizer` returned.
 
     Raises:
@@ -132,13 +116,13 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
                 "the optimizer keeps main weights on the host (HybridDeviceOptimizer): set "
                 "optimizer_cpu_offload=False"
             )
-        _check_methods(part, {OPTIMIZER_METHODS[0]: (None, None)}, _OPTIMIZER_ATTRIBUTES)
+        _check_methods(part, {OPTIMIZER_METHODS[0]: (None, None)}, relied_on(Optimizer))
         result.append(part)
     return result
 
 
 def _check_methods(
-    target: Any, methods: Mapping[str, tuple[str | None, str | None]], attributes: Sequence[str]
+    target: object, methods: Mapping[str, tuple[str | None, str | None]], attributes: Sequence[str]
 ) -> None:
     """Raise ValueError unless the object has the methods, signatures and attributes that are relied on."""
     for name, (argument, collective) in methods.items():
@@ -161,12 +145,12 @@ def _check_methods(
         raise _unsupported(target, f"lacks {', '.join(missing)}")
 
 
-def _reads_global(method: Callable[..., Any], name: str) -> bool:
+def _reads_global(method: Callable[..., object], name: str) -> bool:
     code = getattr(inspect.unwrap(method), "__code__", None)
     return code is not None and name in code.co_names and name in inspect.unwrap(method).__globals__
 
 
-def _unsupported(target: Any, problem: str) -> ValueError:
+def _unsupported(target: object, problem: str) -> ValueError:
     core = sys.modules.get("megatron.core")
     version = getattr(core, "__version__", "unknown")
     return ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -20,7 +19,7 @@ from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.explain import OFF, ONE_RANK, describe_gradients
 from sdp4bit.engines.group import AnyGroup
-from sdp4bit.engines.handle import CommHandle
+from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.megatron.alerts import BucketAlerts
 from sdp4bit.engines.megatron.buckets import REPLICATED_DTYPES, MegatronBucket, replicated_ranges
 from sdp4bit.engines.megatron.communication import (
@@ -29,6 +28,7 @@ from sdp4bit.engines.megatron.communication import (
     MegatronModelCommunication,
     weight_number,
 )
+from sdp4bit.engines.megatron.objects import Chunk, Optimizer
 from sdp4bit.engines.megatron.patches import GroupPatch, OptimizerPatch
 from sdp4bit.engines.megatron.state import checked, load_counters, save_counters
 from sdp4bit.engines.megatron.tensor_parallel import TensorParallelCopies
@@ -44,9 +44,9 @@ class MegatronCommHandle(CommHandle[MegatronModelCommunication]):
 
     def __init__(
         self,
-        chunks: Sequence[Any],
+        chunks: Sequence[Chunk],
         *,
-        optimizers: Sequence[Any],
+        optimizers: Sequence[Optimizer],
         buckets: Sequence[MegatronBucket],
         layouts: dict[tuple[int, ...], NodeLayout],
         config: SDP4BitConfig,
@@ -193,7 +193,7 @@ class MegatronCommHandle(CommHandle[MegatronModelCommunication]):
                 comm.refresh_fully()
         return wrong
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what a bit-exact resume needs beside Megatron's parameters and optimizer state.
 
         The replica is Megatron's parameters themselves; what is added are counters and the precision fallback
@@ -203,7 +203,7 @@ class MegatronCommHandle(CommHandle[MegatronModelCommunication]):
         fallback = {} if self._alerts is None else self._alerts.save()
         return {**save_counters(self._state), **({"fallback": fallback} if fallback else {})}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; call it on all ranks, before or after Megatron's own is loaded.
 
         Raises:

@@ -7,26 +7,30 @@ that they would call for a quantized bucket is taken out, and done by us when th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sdp4bit.collectives.work import CompletedWork, JointWork, SideStream
+from sdp4bit.engines.handle import StateDict
 from sdp4bit.engines.megatron.communication import BucketCommunication, MegatronModelCommunication
 from sdp4bit.engines.megatron.guards import GROUP_METHODS, MARK, OPTIMIZER_METHODS
+from sdp4bit.engines.megatron.objects import BucketGroup, Optimizer, Waitable
 
 STATE_KEY = "sdp4bit"
 """Where the communication state lies in the optimizer's own entry of Megatron's checkpoints."""
 
 _ABSENT = object()
+Method = Callable[..., Any]
+"""A method or function of Megatron-Core's, which has no types."""
 
 
 class Replacement:
     """Methods replaced on one object, not on its class; remove() leaves it as it was."""
 
-    def __init__(self, target: Any, handle: object, methods: dict[str, Callable[..., Any]]) -> None:
+    def __init__(self, target: object, handle: object, methods: Mapping[str, Method]) -> None:
         self.stock = {name: getattr(target, name) for name in methods}
         self._target = target
         self._previous = {name: vars(target).get(name, _ABSENT) for name in (MARK, *methods)}
@@ -42,7 +46,7 @@ class Replacement:
 
 
 @contextmanager
-def _collective(target: Any, method: str, stand_in: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+def _collective(target: object, method: str, stand_in: Method) -> Iterator[Method]:
     """Inside the block, the method's module communicates through the stand-in; yields the stock function."""
     namespace = inspect.unwrap(getattr(type(target), method)).__globals__
     name = GROUP_METHODS[method][1]
@@ -59,7 +63,7 @@ class GroupPatch:
 
     def __init__(
         self,
-        group: Any,
+        group: BucketGroup,
         comms: Sequence[BucketCommunication],
         *,
         state: MegatronModelCommunication,
@@ -75,7 +79,7 @@ class GroupPatch:
 
     def install(self, handle: object) -> None:
         """The bucket group calls this object's methods."""
-        methods: dict[str, Callable[..., Any]] = {
+        methods: dict[str, Method] = {
             "start_grad_sync": self.start_grad_sync,
             "start_param_sync": self.start_param_sync,
         }
@@ -91,7 +95,9 @@ class GroupPatch:
         assert self._replacement is not None
         wanted: list[tuple[BucketCommunication, Tensor, Tensor, object]] = []
 
-        def reduce_scatter(output: Tensor, input: Tensor, op: Any, group: Any, async_op: bool = False) -> Any:
+        def reduce_scatter(
+            output: Tensor, input: Tensor, op: object, group: object, async_op: bool = False
+        ) -> Any:
             comm = self._of(input, "reduces gradients in")
             config = comm.gradient_config
             if config is not None and self._state.steps >= config.start_step:
@@ -122,7 +128,7 @@ class GroupPatch:
         assert self._replacement is not None
         wanted: list[BucketCommunication] = []
 
-        def all_gather(output: Tensor, input: Tensor, group: Any, async_op: bool = False) -> Any:
+        def all_gather(output: Tensor, input: Tensor, group: object, async_op: bool = False) -> Any:
             comm = self._of(output, "gathers parameters into")
             if comm.replica is not None:
                 if comm.is_changed:
@@ -166,7 +172,7 @@ class GroupPatch:
         )
 
 
-def _after(stock: Any, work: CompletedWork) -> JointWork | None:
+def _after(stock: Waitable | JointWork | None, work: CompletedWork) -> JointWork | None:
     """Return the handle of an asynchronous call; Megatron leaves none behind where it expects no wait."""
     if stock is None:
         work.wait()
@@ -179,12 +185,12 @@ class OptimizerPatch:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         comms: Sequence[BucketCommunication],
         *,
         state: MegatronModelCommunication | None,
-        save: Callable[[], dict[str, Any]],
-        load: Callable[[dict[str, Any]], None],
+        save: Callable[[], StateDict],
+        load: Callable[[StateDict], None],
     ) -> None:
         """Prepare; nothing is changed.
 
@@ -202,7 +208,7 @@ class OptimizerPatch:
         self._replacement: Replacement | None = None
         quantized = {id(param) for comm in comms if comm.replica for param in comm.group.parameters}
         pairs = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
-        self._copied: list[tuple[list[Any], list[Any]]] = []
+        self._copied: list[tuple[list[nn.Parameter], list[Tensor]]] = []
         """The parameters that are still copied, group by group, and their main weights."""
         for params, mains in pairs:
             kept = [pair for pair in zip(params, mains, strict=True) if id(pair[0]) not in quantized]
@@ -210,7 +216,7 @@ class OptimizerPatch:
 
     def install(self, handle: object) -> None:
         """The optimizer calls this object's methods."""
-        methods: dict[str, Callable[..., Any]] = {
+        methods: dict[str, Method] = {
             name: getattr(self, name.removeprefix("_")) for name in OPTIMIZER_METHODS
         }
         self._replacement = Replacement(self._optimizer, handle, methods)
@@ -250,14 +256,14 @@ class OptimizerPatch:
         """Continue counting from here."""
         self._steps = steps
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the optimizer's state with the communication's in the entry that every format saves."""
         assert self._replacement is not None
-        state: dict[str, Any] = self._replacement.stock["state_dict"]()
+        state: StateDict = self._replacement.stock["state_dict"]()
         state["optimizer"][STATE_KEY] = self._save()
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load both states; a checkpoint without the communication's leaves it as it is."""
         assert self._replacement is not None
         saved = state_dict["optimizer"].get(STATE_KEY)

@@ -7,9 +7,9 @@ stages, the same on every rank, whichever of them a checkpoint format saves.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from sdp4bit.engines.alerts import saved_positions
+from sdp4bit.engines.handle import StateDict
 from sdp4bit.engines.megatron.communication import MegatronModelCommunication
 
 FORMAT_VERSION = 1
@@ -38,7 +38,7 @@ def load_counters(state: MegatronModelCommunication, counters: Mapping[str, int]
             comm.reductions = counters["reductions"]
 
 
-def checked(state_dict: Any) -> tuple[dict[str, int], dict[str, list[float]]]:
+def checked(state_dict: StateDict) -> tuple[dict[str, int], dict[str, list[float]]]:
     """Return the counters and the positions of a communication state.
 
     Raises:
@@ -64,5 +64,5 @@ def checked(state_dict: Any) -> tuple[dict[str, int], dict[str, list[float]]]:
     return {key: int(state_dict[key]) for key in _COUNTERS}, {k: list(v) for k, v in positions.items()}
 
 
-def _is_numbers(value: Any) -> bool:
+def _is_numbers(value: object) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(number, int | float) for number in value)

@@ -9,7 +9,8 @@ the data-parallel reduction; that is what is used here. For the weights see `Buc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+from torch import nn
 
 from sdp4bit.engines.megatron.buckets import (
     REPLICATED_DTYPES,
@@ -18,6 +19,7 @@ from sdp4bit.engines.megatron.buckets import (
     sums_over_tensor_parallel,
     tensor_parallel_group,
 )
+from sdp4bit.engines.megatron.objects import Chunk
 
 _AVERAGE = "average_gradients_across_tp_domain"
 
@@ -25,7 +27,7 @@ _AVERAGE = "average_gradients_across_tp_domain"
 class TensorParallelCopies:
     """The parameters that several tensor-parallel ranks hold in full."""
 
-    def __init__(self, chunks: Sequence[Any], buckets: Sequence[MegatronBucket]) -> None:
+    def __init__(self, chunks: Sequence[Chunk], buckets: Sequence[MegatronBucket]) -> None:
         """Find them; collective over the tensor-parallel groups, nothing is changed."""
         dense = {
             id(param)
@@ -33,9 +35,9 @@ class TensorParallelCopies:
             if not bucket.is_expert and bucket.param_dtype in REPLICATED_DTYPES and len(bucket.ranks) > 1
             for param in bucket.parameters
         }
-        self.parameters: list[Any] = []
-        self._unaveraged: list[Any] = []
-        self._marked: list[Any] = []
+        self.parameters: list[nn.Parameter] = []
+        self._unaveraged: list[nn.Parameter] = []
+        self._marked: list[nn.Parameter] = []
         for chunk in chunks:
             group = tensor_parallel_group(chunk)
             if group is None:

@@ -7,7 +7,6 @@ how gradients are reduced, what would have been sent.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, WeightCon
 from sdp4bit.engines.alerts import Alerts, saved_positions
 from sdp4bit.engines.explain import OFF, ONE_NODE
 from sdp4bit.engines.group import AnyGroup, GroupCommunication
-from sdp4bit.engines.handle import CommHandle, ModelCommunication
+from sdp4bit.engines.handle import CommHandle, ModelCommunication, StateDict
 from sdp4bit.engines.measures import sample_of
 from sdp4bit.engines.simulated.rows import RowLayout
 from sdp4bit.traffic import Traffic
@@ -312,7 +311,7 @@ class SimulatedCommHandle(CommHandle[ModelCommunication[SimulatedGroupCommunicat
     def _refresh_mismatched(self, wrong: Sequence[AnyGroup], *, config: AuditConfig) -> Sequence[AnyGroup]:
         return wrong
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what a bit-exact resume needs: what the ranks hold of the weights, and counters."""
         state = self._state
         replica: dict[str, Tensor] = {}
@@ -337,7 +336,7 @@ class SimulatedCommHandle(CommHandle[ModelCommunication[SimulatedGroupCommunicat
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state, when the main weights have been loaded."""
         state = self._state
         state.steps, state.step_pending = int(state_dict["steps"]), False

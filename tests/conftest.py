@@ -1,0 +1,93 @@
+"""What kind every test is: `unit`, `gloo` or `ecosystem`, found from what it calls.
+
+A test is `ecosystem` if its module says so (`pytestmark`), `gloo` if it starts processes or threads that
+communicate, itself or through a fixture or a function of the tests, and `unit` otherwise. A unit test that
+starts a process fails: then something is missing in `STARTERS`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+
+from tests import ranks
+
+STARTERS = (
+    ranks.run_ranks,
+    ranks.run_threads,
+    subprocess.run,
+    subprocess.Popen,
+    subprocess.check_output,
+    multiprocessing.get_context,
+)
+KINDS = ("ecosystem", "gloo", "unit")
+
+_running_unit: list[str] = []
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def starts_processes(function: object, seen: set[int]) -> bool:
+    """Return whether a function of the tests calls one of `STARTERS`, or another one that does."""
+    function = getattr(function, "__wrapped__", function)
+    if function in STARTERS:
+        return True
+    if isinstance(function, type):
+        parts = [part for part in vars(function).values() if isinstance(part, FunctionType)]
+        return any(starts_processes(part, seen) for part in parts)
+    if not isinstance(function, FunctionType) or id(function) in seen:
+        return False
+    seen.add(id(function))
+    if not function.__module__.startswith(("tests.", "benchmarks.")):
+        return False
+    names = list(_names(function.__code__))
+    found = [function.__globals__[name] for name in names if name in function.__globals__]
+    # subprocess.run and other attributes of modules.
+    modules = [each for each in found if type(each).__name__ == "module"]
+    found += [vars(module)[name] for module in modules for name in names if name in vars(module)]
+    return any(starts_processes(each, seen) for each in found if callable(each))
+
+
+def kind_of(item: pytest.Item) -> str:
+    """Return which of `KINDS` a collected test is."""
+    marks = {mark.name for mark in item.iter_markers()}
+    if "ecosystem" in marks:
+        return "ecosystem"
+    definitions: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
+    used = [getattr(item, "function", None), *(each[-1].func for each in definitions.values())]
+    return "gloo" if any(starts_processes(function, set()) for function in used) else "unit"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(kind_of(item))
+
+
+def _refuse_processes(event: str, _: object) -> None:
+    if _running_unit and event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"):
+        raise AssertionError(f"{_running_unit[-1]} is marked unit, but starts a process ({event})")
+
+
+sys.addaudithook(_refuse_processes)
+
+
+@pytest.fixture(autouse=True)
+def _only_others_start_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Note that a unit test is running, once the fixtures of wider scope are there."""
+    if request.node.get_closest_marker("unit"):
+        _running_unit.append(request.node.name)
+        yield
+        _running_unit.pop()
+    else:
+        yield
