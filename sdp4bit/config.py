@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 VERSION = "0.1.0"
 """Of the package; all ranks of a job run the same."""
@@ -26,6 +26,21 @@ AlertAction = Literal["warn", "fallback"]
 QUANTIZED_BITS = (4, 8)
 HADAMARD_BLOCK = 32
 """Length of the blocks that the Walsh-Hadamard transform mixes; groups are multiples of it."""
+
+
+_Value = TypeVar("_Value")
+
+
+def _option(default: _Value, *, flag: str, help: str, shown: str = "") -> _Value:
+    """Return a field that launch scripts of the reference implementation set, too.
+
+    Args:
+        flag: its name there, without dashes.
+        help: what `--help` says of it.
+        shown: what `explain()` says of it where it is on, formatted with its value.
+    """
+    metadata = {"flag": flag, "help": help, "shown": shown}
+    return field(default=default, metadata=metadata)
 
 
 def _check_bits(name: str, bits: int | None) -> None:
@@ -66,9 +81,9 @@ def _check_at_least(name: str, value: int, minimum: int) -> None:
 class WeightConfig:
     """Quantized weight differences, qWD (paper section 3.1, algorithm 2)."""
 
-    bits: int | None = 4
+    bits: int | None = _option(4, flag="weight-quantization-bits", help="bits per weight difference")
     """Bits per transmitted value, 4 or 8. None sends the new weights in the model's own dtype."""
-    group_size: int = 2048
+    group_size: int = _option(2048, flag="wq-group-size", help="weight differences that share a scale")
     """Values that share one scale; a multiple of 32."""
     mode: WeightMode = "difference"
     """"difference" sends main shard minus replica; "direct" sends the weights themselves (qW)."""
@@ -97,26 +112,51 @@ class WeightConfig:
 class GradientConfig:
     """Two-level quantized reduce-scatter with Hadamard smoothing, TLq-HS (paper section 3.2, algorithm 3)."""
 
-    intra_bits: int | None = 8
+    intra_bits: int | None = _option(
+        8, flag="gradient-quantization-bits-intra", help="bits per gradient value, intra-node"
+    )
     """Bits inside a node, 4 or 8; None sends fp32."""
-    inter_bits: int | None = 4
+    inter_bits: int | None = _option(
+        4, flag="gradient-quantization-bits-inter", help="bits per gradient value, inter-node"
+    )
     """Bits between nodes, 4 or 8; None sends fp32."""
-    intra_group_size: int = 128
+    intra_group_size: int = _option(
+        128, flag="gq-group-size-intra", help="gradient values that share a scale, intra-node"
+    )
     """Values that share one scale inside a node; a multiple of 32."""
-    inter_group_size: int = 128
+    inter_group_size: int = _option(
+        128, flag="gq-group-size-inter", help="gradient values that share a scale, inter-node"
+    )
     """Values that share one scale between nodes; a multiple of 32, independent of the other."""
-    hadamard: bool = True
+    hadamard: bool = _option(
+        True,
+        flag="hadamard-transform",
+        help="spread outliers of gradients over blocks of 32 values before quantization",
+        shown="Hadamard",
+    )
     """Transform blocks of 32 values before the first quantization and back after the last sum."""
-    random_signs: bool = False
+    random_signs: bool = _option(
+        False,
+        flag="hadamard-random-signs",
+        help="change random signs of the gradients, the same on all ranks, before that transform",
+        shown="random signs",
+    )
     """Change signs of the values before the transform, by 32 random bits per reduction that all ranks share,
     and back after the last sum: no fixed pattern of gradients then adds up in one place."""
     intra_rounding: Rounding = "stochastic"
     """Rounding of the hop inside a node; nearest is as good at 8 bits."""
     inter_rounding: Rounding = "stochastic"
     """Rounding of the hop between nodes; nearest leaves a bias that averaging over steps cannot remove."""
-    pipeline_chunks: int = 1
+    pipeline_chunks: int = _option(
+        1, flag="gradient-alltoall-pipeline", help="slices of a gradient whose two levels overlap"
+    )
     """Slices of a row whose hops overlap: one is inside the node while another crosses it."""
-    start_step: int = 0
+    start_step: int = _option(
+        0,
+        flag="gradients-quantization-start-iteration",
+        help="optimizer steps with gradients in full precision before quantization starts",
+        shown="from step {}",
+    )
     """Optimizer steps that are reduced in full precision before quantization starts."""
     min_numel: int = 1024
     """Rows (one rank's share of one reduction) shorter than this are reduced in full precision."""

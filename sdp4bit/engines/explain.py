@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import GradientConfig, WeightConfig
@@ -73,9 +73,12 @@ def describe_gradients(config: GradientConfig | None, layout: NodeLayout, shard_
         hops.append("intra " + _hop(config.intra_bits, config.intra_group_size))
     if layout.nodes > 1:
         hops.append("inter " + _hop(config.inter_bits, config.inter_group_size))
-    transform = ", Hadamard with random signs" if config.random_signs else ", Hadamard"
-    text = ", ".join(hops) + (transform if config.hadamard else "")
-    return text + (f", from step {config.start_step}" if config.start_step else "")
+    options = [
+        field.metadata["shown"].format(value)
+        for field in fields(config)
+        if field.metadata.get("shown") and (value := getattr(config, field.name))
+    ]
+    return ", ".join([*hops, *options])
 
 
 def with_reason(text: str, reason: str | None) -> str:

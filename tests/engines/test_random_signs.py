@@ -109,5 +109,5 @@ def test_calls_of_the_operators_without_signs_are_the_plain_transform() -> None:
 
 def test_explain_shows_them() -> None:
     layout = NodeLayout(ranks=(0, 1), nodes=2, ranks_per_node=1)
-    assert describe_gradients(SIGNED, layout, 4096) == "inter int4/128, Hadamard with random signs"
+    assert describe_gradients(SIGNED, layout, 4096) == "inter int4/128, Hadamard, random signs"
     assert describe_gradients(GradientConfig(), layout, 4096) == "inter int4/128, Hadamard"
