@@ -8,7 +8,7 @@ from torch import Tensor
 from sdp4bit.config import WeightConfig
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout, message_layout
-from sdp4bit.quantization.random import Stage, derive_keys, pack_stream
+from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
 
 
 class WeightMessages:
@@ -42,19 +42,13 @@ class WeightMessages:
             out: uint8 [nbytes] of the layout.
             call: number of this refresh of the bucket since the start, for the rounding bits.
         """
-        config, layout = self._config, self.layout(row.numel())
-        keys = (0, 0)
-        if config.rounding == "stochastic":
+        rounding = None
+        if self._config.rounding == "stochastic":
             stream = pack_stream(step=call, bucket=self._bucket, stage=Stage.WEIGHT, rank=rank)
-            keys = derive_keys(self._seed, stream)
+            rounding = RoundingKey(*derive_keys(self._seed, stream))
+        replica = held if self.sends_differences else None
         ops.subtract_quantize(
-            row,
-            held if self.sends_differences else None,
-            out,
-            layout.bits,
-            layout.group_size,
-            config.rounding == "stochastic",
-            *keys,
+            row, replica=replica, out=out, layout=self.layout(row.numel()), rounding=rounding
         )
 
     def apply(self, messages: Tensor, rows: Tensor) -> None:
@@ -65,7 +59,7 @@ class WeightMessages:
             rows: [k, n].
         """
         layout = self.layout(rows.shape[1])
-        ops.dequantize_add(messages, rows, layout.bits, layout.group_size, self.sends_differences)
+        ops.dequantize_add(messages, replica=rows, layout=layout, accumulate=self.sends_differences)
 
     def quantized_differences(self, row: Tensor, held: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
         """Return what a quantized refresh has to send and what arrives of it, both in fp32; nothing is sent.
@@ -79,5 +73,5 @@ class WeightMessages:
         message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=row.device)
         received = torch.empty(1, row.numel(), dtype=torch.float32, device=row.device)
         self.quantize(row, held, message[0], call=0, rank=rank)
-        ops.dequantize_add(message, received, layout.bits, layout.group_size, False)
+        ops.dequantize_add(message, replica=received, layout=layout, accumulate=False)
         return row.float() - held.float() if self.sends_differences else row.float(), received[0]

@@ -133,7 +133,7 @@ def quantize_rows(thread, threads, parameters):
         values, is_bf16, outer_stride, inner_stride, replica, replica_is_bf16,
         numel, padded, destinations, parts,
         out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, bits, group_size,
-        hadamard, stochastic, k0, k1, first, row_stride, signs, tile, scratch, scratch_stride,
+        hadamard, signs, stochastic, k0, k1, first, row_stride, tile, scratch, scratch_stride,
     ) = _unpack(parameters, 29)  # fmt: skip
     total, spare, largest, _ = _locate(thread, tile, scratch, scratch_stride)
     shift, replica_shift = 2 - is_bf16, 2 - replica_is_bf16
