@@ -36,7 +36,9 @@ def reduce_integers(nodes: int, per_node: int, chunks: int) -> None:
     world, rank = nodes * per_node, dist.get_rank()
     config = GradientConfig(intra_bits=None, inter_bits=None, random_signs=True, pipeline_chunks=chunks)
     _, reduce_scatter, _ = make(nodes, per_node, config)
-    assert not reduce_scatter._signs(0), "nothing is quantized: there is no transform and no sign to change"
+    assert reduce_scatter._transform(0) is None, (
+        "nothing is quantized: there is no transform and no sign to change"
+    )
     reduce_scatter._hadamard = reduce_scatter._random_signs = True
     for call, numel in enumerate(LENGTHS):
         rows = (torch.arange(world * numel) % 997).float().view(world, numel)
@@ -67,7 +69,7 @@ def compare_with_the_plain_transform() -> None:
     assert not torch.equal(results[2], results[0])
     assert not torch.equal(results[2], results[3])
 
-    drawn = torch.tensor([signed._signs(call) for call in range(50)])
+    drawn = torch.tensor([signed._transform(call).signs for call in range(50)])
     assert len(set(drawn.tolist())) == 50
     assert all(torch.equal(drawn, others) for others in gathered(drawn))
     assert 0 < (signed.requantized(rows) - rows).norm() < 0.15 * rows.norm()
