@@ -15,7 +15,7 @@ INVERSE_FACTOR = 1.0 / BLOCK
 
 
 class Hadamard(NamedTuple):
-    """The transform of an operator, and which signs change before it and back after the second one."""
+    """Transform of an operator, and the signs that change before it and back after the second one."""
 
     signs: int = 0
     """32 bits: element k of each block of 32 changes its sign if bit k is set."""

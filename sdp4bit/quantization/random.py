@@ -32,7 +32,7 @@ MAX_ELEMENTS = 1 << 33
 
 
 class Stage(IntEnum):
-    """What a step draws the bits for: one of its quantizations, or the signs of a transform."""
+    """Purpose of random bits: one of the quantizations of a step, or the signs of a transform."""
 
     INTRA = 0
     INTER = 1
@@ -41,7 +41,7 @@ class Stage(IntEnum):
 
 
 class RoundingKey(NamedTuple):
-    """What the random bits of a stochastic rounding are computed from, besides an element's number."""
+    """Key of a stochastic rounding: what its random bits are computed from besides an element's number."""
 
     k0: int
     k1: int

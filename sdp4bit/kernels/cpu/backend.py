@@ -51,7 +51,7 @@ class _Workspace(threading.local):
 
 
 class _ParallelRegion:
-    """Who may run a kernel on numba's threads: one caller at a time, and nobody in a forked child.
+    """Right to run a kernel on numba's threads: one caller at a time, and nobody in a forked child.
 
     With one caller at a time even numba's simplest threading layer is safe, and ranks that are threads of
     one process do not each occupy every core.

@@ -86,6 +86,7 @@ def _group_blocks(layout: MessageLayout) -> int:
 def _tile(layout: MessageLayout) -> tuple[int, int, int]:
     """Return groups per program, slots per group (a power of two) and programs per row."""
     blocks = _group_blocks(layout)
+    # Triton's tiles are powers of two: a group of 3 blocks occupies 4 slots, of which one is masked.
     slots = min(1 << (blocks - 1).bit_length(), _MAX_SLOTS)
     groups = max(1, _TILE_SLOTS // slots)
     return groups, slots, -(-layout.padded_numel // (BLOCK * blocks * groups))
@@ -113,6 +114,35 @@ def _unrolled(count: int) -> int:
     return count if count <= _MAX_UNROLLED else -1
 
 
+def _quantize(
+    values: Tensor,
+    replica: Tensor | None,
+    out: Tensor,
+    layout: MessageLayout,
+    hadamard: Hadamard | None,
+    rounding: RoundingKey | None,
+    *,
+    rows: int,
+    strides: tuple[int, int],
+    out_stride: int,
+    values_per_thread: int,
+) -> None:
+    """Launch the kernel that quantizes rows; strides of values: between destinations, between parts."""
+    groups, slots, programs = _tile(layout)
+    # Lengths and strides are passed in the largest unit they share: in units of 16 values the compiler knows
+    # them to be multiples of 16, and moves whole vectors.
+    unit = math.gcd(_VALUE_UNIT, layout.numel, *strides)
+    _launch(
+        quantize_kernel, rows * programs, out,
+        values, values if replica is None else replica, out,
+        layout.numel // unit, strides[0] // unit, strides[1] // unit, layout.parts,
+        layout.padded_numel // BLOCK, out_stride, *_rounding_numbers(rounding), _signs(hadamard),
+        UNIT=unit, BITS=layout.bits, GROUP=_group_blocks(layout), GROUPS=groups, SLOTS=slots,
+        HAS_REPLICA=replica is not None, HADAMARD=hadamard is not None, STOCHASTIC=rounding is not None,
+        num_warps=_warps(groups * slots, values_per_thread, out.device),
+    )  # fmt: skip
+
+
 def subtract_quantize(
     main: Tensor, *, replica: Tensor | None, out: Tensor, layout: MessageLayout, rounding: RoundingKey | None
 ) -> None:
@@ -121,34 +151,9 @@ def subtract_quantize(
     Bytes per value: 4 (fp32 main) + 2 (bf16 replica) read, bits / 8 + 2 / group_size written; 6.5 with 4 bits
     and groups of 2048.
     """
-    groups, slots, programs = _tile(layout)
-    unit = math.gcd(_VALUE_UNIT, layout.numel)
-    _launch(
-        quantize_kernel,
-        programs,
-        out,
-        main,
-        main if replica is None else replica,
-        out,
-        layout.numel // unit,
-        0,
-        0,
-        1,
-        layout.padded_numel // BLOCK,
-        0,
-        *_rounding_numbers(rounding),
-        None,
-        UNIT=unit,
-        BITS=layout.bits,
-        GROUP=_group_blocks(layout),
-        GROUPS=groups,
-        SLOTS=slots,
-        HAS_REPLICA=replica is not None,
-        HADAMARD=False,
-        STOCHASTIC=rounding is not None,
-        # No transform has to find a chunk in one thread: more threads keep more loads in flight.
-        num_warps=_warps(groups * slots, 8, out.device),
-    )
+    # No transform has to find a chunk in one thread: more threads keep more loads in flight.
+    place = {"rows": 1, "strides": (0, 0), "out_stride": 0, "values_per_thread": 8}
+    _quantize(main, replica, out, layout, None, rounding, **place)
 
 
 def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, accumulate: bool) -> None:
@@ -162,23 +167,12 @@ def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, 
     unit = math.gcd(_VALUE_UNIT, layout.numel, row_stride)
     blocks = layout.padded_numel // BLOCK
     _launch(
-        dequantize_kernel,
-        rows * -(-blocks // _TILE_SLOTS),
-        replica,
-        messages,
-        replica,
-        layout.numel // unit,
-        blocks,
-        _message_stride(messages),
-        row_stride // unit,
-        UNIT=unit,
-        BITS=layout.bits,
-        GROUP=_group_blocks(layout),
-        ROWS=_TILE_SLOTS,
-        ACCUMULATE=accumulate,
+        dequantize_kernel, rows * -(-blocks // _TILE_SLOTS), replica,
+        messages, replica, layout.numel // unit, blocks, _message_stride(messages), row_stride // unit,
+        UNIT=unit, BITS=layout.bits, GROUP=_group_blocks(layout), ROWS=_TILE_SLOTS, ACCUMULATE=accumulate,
         # 16 bytes of the replica per thread, the widest store: more would be exchanged before it.
         num_warps=_warps(_TILE_SLOTS, 16 // replica.element_size(), replica.device),
-    )
+    )  # fmt: skip
 
 
 def hadamard_quantize(
@@ -194,37 +188,11 @@ def hadamard_quantize(
     Bytes per value: 4 (fp32) or 2 (bf16) read, bits / 8 + 2 / group_size written; 5.02 from fp32 with 8 bits
     and groups of 128. Rows are read where they lie, whatever the strides of `values`.
     """
-    destinations, parts, numel = values.shape
-    groups, slots, programs = _tile(layout)
+    destinations, parts, _ = values.shape
     # The stride of a dimension of size 1 means nothing.
-    destination_stride = values.stride(0) if destinations > 1 else 0
-    part_stride = values.stride(1) if parts > 1 else 0
-    unit = math.gcd(_VALUE_UNIT, numel, destination_stride, part_stride)
-    _launch(
-        quantize_kernel,
-        destinations * parts * programs,
-        out,
-        values,
-        values,
-        out,
-        numel // unit,
-        destination_stride // unit,
-        part_stride // unit,
-        parts,
-        layout.padded_numel // BLOCK,
-        _message_stride(out),
-        *_rounding_numbers(rounding),
-        _signs(hadamard),
-        UNIT=unit,
-        BITS=layout.bits,
-        GROUP=_group_blocks(layout),
-        GROUPS=groups,
-        SLOTS=slots,
-        HAS_REPLICA=False,
-        HADAMARD=hadamard is not None,
-        STOCHASTIC=rounding is not None,
-        num_warps=_warps(groups * slots, 16, out.device),
-    )
+    strides = values.stride(0) if destinations > 1 else 0, values.stride(1) if parts > 1 else 0
+    place = {"rows": destinations * parts, "strides": strides, "out_stride": _message_stride(out)}
+    _quantize(values, None, out, layout, hadamard, rounding, **place, values_per_thread=16)
 
 
 def dequantize_reduce_quantize(
@@ -242,27 +210,13 @@ def dequantize_reduce_quantize(
     """
     groups, slots, programs = _tile(sent)
     _launch(
-        reduce_quantize_kernel,
-        received.parts * programs,
-        out,
-        messages,
-        out,
-        messages.shape[0],
-        received.parts,
-        sent.padded_numel // BLOCK,
-        _message_stride(messages),
-        _message_stride(out),
-        *_rounding_numbers(rounding),
-        COUNT=_unrolled(messages.shape[0]),
-        BITS_IN=received.bits,
-        GROUP_IN=_group_blocks(received),
-        BITS=sent.bits,
-        GROUP=_group_blocks(sent),
-        GROUPS=groups,
-        SLOTS=slots,
-        STOCHASTIC=rounding is not None,
-        num_warps=_warps(groups * slots, 16, out.device),
-    )
+        reduce_quantize_kernel, received.parts * programs, out,
+        messages, out, messages.shape[0], received.parts, sent.padded_numel // BLOCK,
+        _message_stride(messages), _message_stride(out), *_rounding_numbers(rounding),
+        COUNT=_unrolled(messages.shape[0]), BITS_IN=received.bits, GROUP_IN=_group_blocks(received),
+        BITS=sent.bits, GROUP=_group_blocks(sent), GROUPS=groups, SLOTS=slots,
+        STOCHASTIC=rounding is not None, num_warps=_warps(groups * slots, 16, out.device),
+    )  # fmt: skip
 
 
 def dequantize_reduce_hadamard(
@@ -273,25 +227,12 @@ def dequantize_reduce_hadamard(
     Bytes per value: k * (bits / 8 + 2 / group_size) read, 4 (fp32) written; 6.06 for four messages of 4 bits
     with groups of 128.
     """
-    unit = math.gcd(_VALUE_UNIT, layout.numel)
-    blocks = layout.padded_numel // BLOCK
+    unit, blocks = math.gcd(_VALUE_UNIT, layout.numel), layout.padded_numel // BLOCK
     _launch(
-        reduce_hadamard_kernel,
-        -(-blocks // _TILE_SLOTS),
-        out,
-        messages,
-        out,
-        layout.numel // unit,
-        messages.shape[0],
-        blocks,
-        _message_stride(messages),
-        multiplier,
-        _signs(hadamard),
-        UNIT=unit,
-        COUNT=_unrolled(messages.shape[0]),
-        BITS=layout.bits,
-        GROUP=_group_blocks(layout),
-        ROWS=_TILE_SLOTS,
-        HADAMARD=hadamard is not None,
+        reduce_hadamard_kernel, -(-blocks // _TILE_SLOTS), out,
+        messages, out, layout.numel // unit, messages.shape[0], blocks, _message_stride(messages),
+        multiplier, _signs(hadamard),
+        UNIT=unit, COUNT=_unrolled(messages.shape[0]), BITS=layout.bits, GROUP=_group_blocks(layout),
+        ROWS=_TILE_SLOTS, HADAMARD=hadamard is not None,
         num_warps=_warps(_TILE_SLOTS, 16, out.device),
-    )
+    )  # fmt: skip
