@@ -13,12 +13,12 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from itertools import accumulate
 from types import ModuleType
-from typing import Annotated, Any, Literal, ParamSpec, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, get_type_hints
 
 import torch
 from torch import Tensor
@@ -113,60 +113,42 @@ def use_backend(name: BackendName) -> Iterator[None]:
         _forced.pop()
 
 
-# torch.library knows tensors and numbers: a layout, a rounding key and a transform pass as numbers.
-
-
-def _layout_numbers(layout: MessageLayout) -> tuple[int, int, int, int]:
-    return layout.numel, layout.bits, layout.group_size, layout.parts
-
-
-def _layout_of(numel: int, bits: int, group_size: int, parts: int) -> MessageLayout:
-    return message_layout(numel=numel, bits=bits, group_size=group_size, parts=parts)
-
-
-def _key_numbers(rounding: RoundingKey | None) -> tuple[tuple[int, int, int, int] | None]:
-    if rounding is None:
-        return (None,)
-    return ((rounding.k0, rounding.k1, rounding.first, rounding.row_stride),)
-
-
-def _key_of(numbers: Sequence[int] | None) -> RoundingKey | None:
-    return None if numbers is None else RoundingKey(*numbers)
-
-
-def _signs_of(hadamard: Hadamard | None) -> tuple[int | None]:
-    return (None if hadamard is None else hadamard.signs,)
-
-
-def _hadamard_of(signs: int | None) -> Hadamard | None:
-    return None if signs is None else Hadamard(signs)
-
-
 Written = Annotated[Tensor, "written"]
 """A tensor that an operator changes; the only one that it does."""
-# What stands in a schema for an argument of these types. Lengths are symbols while torch.compile traces
-# dynamic shapes.
-_SCHEMAS: dict[Any, str] = {
-    Tensor: "Tensor {0}",
-    Tensor | None: "Tensor? {0}",
-    Written: "Tensor(a!) {0}",
-    bool: "bool {0}",
-    float: "float {0}",
-    MessageLayout: "SymInt {0}_numel, int {0}_bits, int {0}_group_size, SymInt {0}_parts",
-    RoundingKey | None: "int[]? {0}",
-    Hadamard | None: "int? {0}",
-}
-_PACK: dict[Any, Callable[[Any], tuple[Any, ...]]] = {
-    MessageLayout: _layout_numbers,
-    RoundingKey | None: _key_numbers,
-    Hadamard | None: _signs_of,
-}
-_UNPACK: dict[Any, Callable[..., Any]] = {
-    MessageLayout: _layout_of,
-    RoundingKey | None: _key_of,
-    Hadamard | None: _hadamard_of,
-}
 
+
+class _Passing(NamedTuple):
+    """Way of an argument through torch.library, which knows tensors and numbers but no records."""
+
+    schema: str
+    pack: Callable[[Any], tuple[Any, ...]] | None = None
+    unpack: Callable[..., Any] | None = None
+
+
+_PASSING: dict[Any, _Passing] = {
+    Tensor: _Passing("Tensor {0}"),
+    Tensor | None: _Passing("Tensor? {0}"),
+    Written: _Passing("Tensor(a!) {0}"),
+    bool: _Passing("bool {0}"),
+    float: _Passing("float {0}"),
+    # Lengths are symbols while torch.compile traces dynamic shapes.
+    MessageLayout: _Passing(
+        "SymInt {0}_numel, int {0}_bits, int {0}_group_size, SymInt {0}_parts",
+        lambda x: (x.numel, x.bits, x.group_size, x.parts),
+        lambda n, bits, size, parts: message_layout(numel=n, bits=bits, group_size=size, parts=parts),
+    ),
+    # A plain tuple: torch takes longer to read a subclass of it, which the key is.
+    RoundingKey | None: _Passing(
+        "int[]? {0}",
+        lambda x: (None if x is None else (x.k0, x.k1, x.first, x.row_stride),),
+        lambda numbers: None if numbers is None else RoundingKey(*numbers),
+    ),
+    Hadamard | None: _Passing(
+        "int? {0}",
+        lambda x: (None if x is None else x.signs,),
+        lambda signs: None if signs is None else Hadamard(signs),
+    ),
+}
 # Plain definitions cost a few microseconds a call; torch.library.custom_op costs a hundred.
 _library = torch.library.Library("sdp4bit", "DEF")
 _P = ParamSpec("_P")
@@ -180,16 +162,17 @@ def _operator(check: Callable[_P, None]) -> Callable[_P, None]:
     """
     name, hints = check.__name__, get_type_hints(check, include_extras=True)
     del hints["return"]
-    schema = ", ".join(_SCHEMAS[hint].format(parameter) for parameter, hint in hints.items())
+    passing = {parameter: _PASSING[hint] for parameter, hint in hints.items()}
+    schema = ", ".join(way.schema.format(parameter) for parameter, way in passing.items())
     _library.define(f"{name}({schema}) -> ()", tags=[torch.Tag.needs_fixed_stride_order])
     written = next(parameter for parameter, hint in hints.items() if hint is Written)
     tensors = [parameter for parameter, hint in hints.items() if hint in (Tensor, Written)]
-    _, *keywords = [(parameter, _PACK.get(hint)) for parameter, hint in hints.items()]
+    _, *keywords = [(parameter, way.pack) for parameter, way in passing.items()]
     # Where each argument lies among those of the schema, and what makes it of them.
-    ends = list(accumulate(_SCHEMAS[hint].count("{0}") for hint in hints.values()))
+    ends = list(accumulate(way.schema.count("{0}") for way in passing.values()))
     places = [
-        (parameter, slice(start, end), _UNPACK.get(hint))
-        for (parameter, hint), start, end in zip(hints.items(), [0, *ends], ends, strict=False)
+        (parameter, slice(start, end), way.unpack)
+        for (parameter, way), start, end in zip(passing.items(), [0, *ends], ends, strict=False)
     ]
 
     def checked(args: tuple[Any, ...]) -> dict[str, Any]:

@@ -221,17 +221,9 @@ def _load_codes(codes, scales, place, group, is_high, mask, BITS: tl.constexpr):
 
 @triton.jit
 def sum_messages(
-    codes,
-    scales,
-    stride,
-    count,
-    chunk,
-    blocks,
-    mask,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+    codes, scales, stride, count, chunk, blocks, mask,
+    BITS: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     """Return the fp32 sum of chunks over messages, in order, from +0.0.
 
     Every chunk finds its own group, so it does not matter which groups the caller works in. `stride` is the
@@ -292,20 +284,9 @@ def _round(value, reciprocal, offset):
 
 @triton.jit
 def store_codes(
-    codes,
-    low,
-    high,
-    reciprocal,
-    group,
-    slot,
-    blocks,
-    first_block,
-    k0,
-    k1,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
+    codes, low, high, reciprocal, group, slot, blocks, first_block, k0, k1,
+    BITS: tl.constexpr, GROUP: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
     """Write the codes of a tile to a row of a message; `first_block` numbers the row for its random bits."""
     low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
     mask = tl.expand_dims(mask, -1)

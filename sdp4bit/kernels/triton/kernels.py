@@ -45,18 +45,9 @@ _RUNTIME = [
 
 @triton.jit
 def _read_values(
-    row,
-    replica,
-    numel,
-    group,
-    slot,
-    blocks,
-    signs,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_REPLICA: tl.constexpr,
-    HADAMARD: tl.constexpr,
-):
+    row, replica, numel, group, slot, blocks, signs,
+    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_REPLICA: tl.constexpr, HADAMARD: tl.constexpr,
+):  # fmt: skip
     """Return a tile of a row, less the replica or transformed."""
     low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
     if HADAMARD:
@@ -155,19 +146,10 @@ def quantize_kernel(
 
 @triton.jit
 def _read_sums(
-    codes,
-    scales,
-    stride,
-    count,
-    group,
-    slot,
-    blocks,
-    BITS_IN: tl.constexpr,
-    GROUP_IN: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
+    codes, scales, stride, count, group, slot, blocks,
+    BITS_IN: tl.constexpr, GROUP_IN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     COUNT: tl.constexpr,
-):
+):  # fmt: skip
     """Return a tile of the sum of a part over all messages, in the slots of the message that is sent."""
     low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
     low = sum_messages(codes, scales, stride, count, low_chunk, blocks, mask, BITS_IN, GROUP_IN, COUNT)
