@@ -31,10 +31,11 @@ import torch
 from torch import Tensor
 
 from sdp4bit.quantization import ops
+from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import derive_keys
+from sdp4bit.quantization.random import RoundingKey, derive_keys
 
-KEYS = derive_keys(0, 0)
+KEY = RoundingKey(*derive_keys(0, 0))
 RANKS, NODES = 4, 2
 WEIGHT_GROUP, GRADIENT_GROUP = 2048, 128
 CHECKED_ELEMENTS = 1 << 18
@@ -63,9 +64,10 @@ class Case:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def make_messages(values: Tensor, layout: MessageLayout, bits: int) -> Tensor:
+def make_messages(values: Tensor, layout: MessageLayout) -> Tensor:
     messages = torch.empty(values.shape[0], layout.nbytes, dtype=torch.uint8, device=values.device)
-    ops.hadamard_quantize(values, messages, bits, GRADIENT_GROUP, True, True, *KEYS, 0, layout.padded_numel)
+    numbered = KEY._replace(row_stride=layout.padded_numel)
+    ops.hadamard_quantize(values, out=messages, layout=layout, hadamard=Hadamard(), rounding=numbered)
     return messages
 
 
@@ -83,50 +85,52 @@ def make_cases(elements: int, device: str) -> dict[str, Case]:
     weights = MessageLayout(numel=elements, bits=4, group_size=WEIGHT_GROUP)
     replica = (main + 0.01 * draw(elements, 1, device)).bfloat16()
     difference = torch.empty(1, weights.nbytes, dtype=torch.uint8, device=device)
-    ops.subtract_quantize(main, replica, difference[0], 4, WEIGHT_GROUP, False, *KEYS)
+    ops.subtract_quantize(main, replica=replica, out=difference[0], layout=weights, rounding=None)
     updated = replica.clone()[None]
 
     row = elements // (RANKS * NODES)
     intra = MessageLayout(numel=row, bits=8, group_size=GRADIENT_GROUP, parts=NODES)
     gradient = main[: RANKS * NODES * row].view(NODES, RANKS, row).transpose(0, 1)
-    sent = make_messages(gradient, intra, 8)
-    numbering = (*KEYS, 0, intra.padded_numel)
+    sent = make_messages(gradient, intra)
+    numbered = KEY._replace(row_stride=intra.padded_numel)
 
     inter = MessageLayout(numel=row, bits=4, group_size=GRADIENT_GROUP)
     reduced = torch.empty(NODES, inter.nbytes, dtype=torch.uint8, device=device)
-    sizes = (row, 8, GRADIENT_GROUP, 4, GRADIENT_GROUP)
 
-    arrived = make_messages(
-        main.expand(NODES, 1, elements),
-        MessageLayout(numel=elements, bits=4, group_size=GRADIENT_GROUP),
-        4,
-    )
+    whole = MessageLayout(numel=elements, bits=4, group_size=GRADIENT_GROUP)
+    arrived = make_messages(main.expand(NODES, 1, elements), whole)
     result = torch.empty_like(main)
     return {
         COPY: Case(run=lambda: copied.copy_(main), inputs=(main,), output=copied),
         "subtract_quantize": Case(
-            run=lambda: ops.subtract_quantize(main, replica, difference[0], 4, WEIGHT_GROUP, False, *KEYS),
+            run=lambda: ops.subtract_quantize(
+                main, replica=replica, out=difference[0], layout=weights, rounding=None
+            ),
             inputs=(main, replica),
             output=difference,
         ),
         "dequantize_add": Case(
-            run=lambda: ops.dequantize_add(difference, updated, 4, WEIGHT_GROUP, True),
+            run=lambda: ops.dequantize_add(difference, replica=updated, layout=weights, accumulate=True),
             inputs=(difference, updated),
             output=updated,
         ),
         "hadamard_quantize": Case(
-            run=lambda: ops.hadamard_quantize(gradient, sent, 8, GRADIENT_GROUP, True, True, *numbering),
+            run=lambda: ops.hadamard_quantize(
+                gradient, out=sent, layout=intra, hadamard=Hadamard(), rounding=numbered
+            ),
             inputs=(gradient,),
             output=sent,
         ),
         "dequantize_reduce_quantize": Case(
-            run=lambda: ops.dequantize_reduce_quantize(sent, reduced, *sizes, True, *numbering),
+            run=lambda: ops.dequantize_reduce_quantize(
+                sent, received=intra, out=reduced, sent=inter, rounding=numbered
+            ),
             inputs=(sent,),
             output=reduced,
         ),
         "dequantize_reduce_hadamard": Case(
             run=lambda: ops.dequantize_reduce_hadamard(
-                arrived, result, 4, GRADIENT_GROUP, True, 1 / (32 * RANKS * NODES)
+                arrived, out=result, layout=whole, hadamard=Hadamard(), multiplier=1 / (32 * RANKS * NODES)
             ),
             inputs=(arrived,),
             output=result,

@@ -15,9 +15,9 @@ from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.hadamard import INVERSE_FACTOR
+from sdp4bit.quantization.hadamard import INVERSE_FACTOR, Hadamard
 from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MessageLayout, message_layout, round_up
-from sdp4bit.quantization.random import Stage, derive_keys, draw_signs, pack_stream
+from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, draw_signs, pack_stream
 from sdp4bit.traffic import Level, TrafficCounter
 
 
@@ -193,23 +193,25 @@ class QuantizedReduceScatter:
             values: [n], a sample of a gradient, contiguous.
         """
         numel, first, *rest = values.numel(), *self._hops
-        layout = first.layout(numel, parts=1)
+        layout, hadamard = first.layout(numel, parts=1), self._transform(0)
+        key = RoundingKey(*derive_keys(self._seed, 0))
         message = values.new_empty(1, layout.nbytes, dtype=torch.uint8)
-        keys = derive_keys(self._seed, 0)
-        bits, size, hadamard = layout.bits, layout.group_size, self._hadamard
+        rounding = key if first.stochastic else None
         rows = values.view(1, 1, numel)
-        signs = self._signs(0)
-        ops.hadamard_quantize(rows, message, bits, size, hadamard, first.stochastic, *keys, 0, 0, signs)
+        ops.hadamard_quantize(rows, out=message, layout=layout, hadamard=hadamard, rounding=rounding)
         for hop in rest:
-            layout = hop.layout(numel, parts=1)
+            received, layout = layout, hop.layout(numel, parts=1)
             sent = values.new_empty(1, layout.nbytes, dtype=torch.uint8)
+            rounding = key if hop.stochastic else None
             ops.dequantize_reduce_quantize(
-                message, sent, numel, bits, size, layout.bits, layout.group_size, hop.stochastic, *keys, 0, 0
+                message, received=received, out=sent, sent=layout, rounding=rounding
             )
-            message, bits, size = sent, layout.bits, layout.group_size
+            message = sent
         result = torch.empty(numel, dtype=torch.float32, device=values.device)
         factor = INVERSE_FACTOR if hadamard else 1.0
-        ops.dequantize_reduce_hadamard(message, result, bits, size, hadamard, factor, signs)
+        ops.dequantize_reduce_hadamard(
+            message, out=result, layout=layout, hadamard=hadamard, multiplier=factor
+        )
         return result
 
     @property
@@ -243,25 +245,15 @@ class QuantizedReduceScatter:
         A row's random bits are numbered by its values' places in the whole row, so slicing changes nothing.
         """
         first, *rest = self._hops
-        numel, signs = places.stop - places.start, self._signs(call)
-        row_stride = round_up(output.numel(), BLOCK)
+        numel, hadamard = places.stop - places.start, self._transform(call)
+        numbering = {"first": places.start, "row_stride": round_up(output.numel(), BLOCK)}
         part = rows[..., places]  # [nodes, ranks_per_node, numel]
         by_destination = part.transpose(0, 1) if first.level == "intra" else part
 
         layout = first.layout(numel, parts=by_destination.shape[1])
         sent = self._buffer(first, "send", index, layout, rows)
-        ops.hadamard_quantize(
-            by_destination,
-            sent,
-            layout.bits,
-            layout.group_size,
-            self._hadamard,
-            first.stochastic,
-            *self._keys(first, call),
-            places.start,
-            row_stride,
-            signs,
-        )
+        rounding = self._rounding(first, call, **numbering)
+        ops.hadamard_quantize(by_destination, out=sent, layout=layout, hadamard=hadamard, rounding=rounding)
         received, transfer = self._start(first, sent, index, layout)
         yield
         transfer.wait()
@@ -269,18 +261,9 @@ class QuantizedReduceScatter:
         for hop in rest:
             summed = hop.layout(numel, parts=1)
             sent = self._buffer(hop, "send", index, summed, rows)
+            rounding = self._rounding(hop, call, **numbering)
             ops.dequantize_reduce_quantize(
-                received,
-                sent,
-                numel,
-                layout.bits,
-                layout.group_size,
-                summed.bits,
-                summed.group_size,
-                hop.stochastic,
-                *self._keys(hop, call),
-                places.start,
-                row_stride,
+                received, received=layout, out=sent, sent=summed, rounding=rounding
             )
             layout = summed
             received, transfer = self._start(hop, sent, index, layout)
@@ -289,9 +272,9 @@ class QuantizedReduceScatter:
 
         if nonfinite is not None:
             nonfinite += count_nonfinite(received, layout)
-        factor = multiplier * INVERSE_FACTOR if self._hadamard else multiplier
+        factor = multiplier * INVERSE_FACTOR if hadamard else multiplier
         ops.dequantize_reduce_hadamard(
-            received, output[places], layout.bits, layout.group_size, self._hadamard, factor, signs
+            received, out=output[places], layout=layout, hadamard=hadamard, multiplier=factor
         )
 
     def _start(
@@ -312,14 +295,16 @@ class QuantizedReduceScatter:
     def _buffer(self, hop: _Hop, use: Use, index: int, layout: MessageLayout, like: Tensor) -> Tensor:
         return self._exchange.messages(hop.level, use, index, nbytes=layout.nbytes, device=like.device)
 
-    def _keys(self, hop: _Hop, call: int) -> tuple[int, int]:
+    def _rounding(self, hop: _Hop, call: int, *, first: int, row_stride: int) -> RoundingKey | None:
         if not hop.stochastic:
-            return 0, 0
+            return None
         stream = pack_stream(step=call, bucket=self._bucket, stage=hop.stage, rank=self._rank)
-        return derive_keys(self._seed, stream)
+        return RoundingKey(*derive_keys(self._seed, stream), first=first, row_stride=row_stride)
 
-    def _signs(self, call: int) -> int:
-        return draw_signs(self._seed, step=call, bucket=self._bucket) if self._random_signs else 0
+    def _transform(self, call: int) -> Hadamard | None:
+        if not self._hadamard:
+            return None
+        return Hadamard(draw_signs(self._seed, step=call, bucket=self._bucket) if self._random_signs else 0)
 
 
 _DONE = object()

@@ -14,7 +14,7 @@ from sdp4bit.collectives.exchange import PendingExchange, Use
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import NodeLayout, Topology, arrange
-from sdp4bit.collectives.weight_replica import WeightMessages
+from sdp4bit.collectives.weight_replica import QuantizedReplica
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.traffic import Level, TrafficCounter
 
@@ -157,7 +157,7 @@ def _advance(slices: list[Iterator[None]]) -> None:
         next(reduction, None)
 
 
-class SimulatedReplica:
+class SimulatedReplica(QuantizedReplica):
     """What all simulated ranks hold of a parameter group's weights, which is the same on all: kept once."""
 
     def __init__(
@@ -175,27 +175,11 @@ class SimulatedReplica:
         Args:
             traffic: counts what one of the ranks sends; all send the same.
         """
+        super().__init__(config, seed=seed, bucket=bucket, rank=0)
         self._layout = layout
-        self._messages = WeightMessages(config, seed=seed, bucket=bucket)
-        self.config = config
         self._traffic = traffic
         self._scratch = scratch
         self._is_full = config.replica == "full" or layout.ranks_per_node == 1
-
-    def configure(self, config: WeightConfig) -> None:
-        """Do the next refreshes with these settings."""
-        self.config = config
-        self._messages = self._messages.with_config(config)
-
-    @property
-    def bits(self) -> int | None:
-        """Bits of a value in a quantized refresh; None if all refreshes are in full precision."""
-        return self.config.bits
-
-    @property
-    def group_size(self) -> int:
-        """Values that share a scale."""
-        return self.config.group_size
 
     def refresh_fully(self, rows: Tensor, held: Tensor) -> None:
         """What is held equals the given rows of all ranks.
@@ -221,25 +205,16 @@ class SimulatedReplica:
         if self.bits is None:
             self.refresh_fully(rows, held)
             return
-        layout, message = self._layout, self._messages.layout(rows.shape[1])
+        layout, message = self._layout, self.message_layout(rows.shape[1])
         sent = self._scratch.messages("weights", layout.size, message.nbytes, device=rows.device)
         for rank in range(layout.size):
-            self._messages.quantize(rows[rank], held[rank], sent[rank], call=call, rank=rank)
-        self._messages.apply(sent, held)
+            self.quantize(rows[rank], held[rank], sent[rank], call=call, rank=rank)
+        self.apply(sent, held)
         if layout.nodes > 1:
             self._traffic.count_messages(message, level="inter", peers=layout.nodes - 1)
         if self._is_full and layout.ranks_per_node > 1:
             peers = layout.ranks_per_node - 1
             self._traffic.count_messages(message, level="intra", peers=peers, copies=layout.nodes)
-
-    @property
-    def sends_differences(self) -> bool:
-        """Whether a quantized refresh adds to what is held, rather than replacing it."""
-        return self._messages.sends_differences
-
-    def quantized_differences(self, row: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a quantized refresh of rank 0's row has to send and what arrives of it."""
-        return self._messages.quantized_differences(row, held, rank=0)
 
     def count_gather(self, row_bytes: int) -> None:
         """The ranks have gathered the weights from those of their node, if they do not hold all of them."""

@@ -20,7 +20,7 @@ from sdp4bit.collectives.topology import Topology
 from sdp4bit.config import WeightConfig
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout, message_layout
-from sdp4bit.quantization.random import Stage, derive_keys, pack_stream
+from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
 from sdp4bit.traffic import Level, TrafficCounter
 
 Range = tuple[int, int]
@@ -44,63 +44,83 @@ def common_ranges(first: Sequence[Range], second: Sequence[Range]) -> list[Range
     return [(start, end) for start, end in pairs if start < end]
 
 
-class WeightMessages:
-    """The arithmetic before and after the all-gathers of a parameter group's refresh."""
+class QuantizedReplica:
+    """The arithmetic of a replica's refresh: what comes before and after the all-gathers, for any rank.
 
-    def __init__(self, config: WeightConfig, *, seed: int, bucket: int) -> None:
-        self._config = config
+    "difference" sends what has to be added to what is held, "direct" what replaces it.
+    """
+
+    def __init__(self, config: WeightConfig, *, seed: int, bucket: int, rank: int) -> None:
+        """Prepare; nothing is allocated.
+
+        Args:
+            bucket: number of the parameter group, for the rounding bits.
+            rank: numbers the shard whose differences are measured.
+        """
+        self.config = config
+        """The settings of the next refresh."""
         self._seed = seed
         self._bucket = bucket
+        self._rank = rank
 
-    def with_config(self, config: WeightConfig) -> WeightMessages:
-        """Return the same bucket's arithmetic with other settings."""
-        return WeightMessages(config, seed=self._seed, bucket=self._bucket)
+    def configure(self, config: WeightConfig) -> None:
+        """Do the next refreshes with these settings; all ranks change them between the same two.
+
+        Raises:
+            ValueError: the rows would have to be held by other ranks.
+        """
+        if config.replica != self.config.replica:
+            raise ValueError(f"the replica is {self.config.replica!r} and cannot become {config.replica!r}")
+        self.config = config
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of a value in a quantized refresh; None if all refreshes are in full precision."""
+        return self.config.bits
+
+    @property
+    def group_size(self) -> int:
+        """Values that share a scale."""
+        return self.config.group_size
 
     @property
     def sends_differences(self) -> bool:
-        """Whether messages are added to what is held, rather than replacing it."""
-        return self._config.mode == "difference"
+        """Whether a quantized refresh adds to what is held, rather than replacing it."""
+        return self.config.mode == "difference"
 
-    def layout(self, numel: int) -> MessageLayout:
+    def message_layout(self, numel: int) -> MessageLayout:
         """Return the layout of the message that carries a row."""
-        config = self._config
-        return message_layout(numel=numel, bits=config.bits or FULL_PRECISION, group_size=config.group_size)
+        bits = self.config.bits or FULL_PRECISION
+        return message_layout(numel=numel, bits=bits, group_size=self.config.group_size)
 
     def quantize(self, row: Tensor, held: Tensor, out: Tensor, *, call: int, rank: int) -> None:
-        """The message carries what has to be added to, or put in the place of, what is held of a row.
+        """Write the message that carries what has to be added to what is held of a row, or to replace it.
 
         Args:
-            row: [n], the main shard of a rank, in the type that weights are gathered in.
+            row: [n], the main shard of a rank, fp32 or in the type that weights are gathered in.
             held: [n], what the replica holds of it.
             out: uint8 [nbytes] of the layout.
             call: number of this refresh of the bucket since the start, for the rounding bits.
         """
-        config, layout = self._config, self.layout(row.numel())
-        keys = (0, 0)
-        if config.rounding == "stochastic":
+        rounding = None
+        if self.config.rounding == "stochastic":
             stream = pack_stream(step=call, bucket=self._bucket, stage=Stage.WEIGHT, rank=rank)
-            keys = derive_keys(self._seed, stream)
-        ops.subtract_quantize(
-            row,
-            held if self.sends_differences else None,
-            out,
-            layout.bits,
-            layout.group_size,
-            config.rounding == "stochastic",
-            *keys,
-        )
+            rounding = RoundingKey(*derive_keys(self._seed, stream))
+        replica = held if self.sends_differences else None
+        layout = self.message_layout(row.numel())
+        ops.subtract_quantize(row, replica=replica, out=out, layout=layout, rounding=rounding)
 
     def apply(self, messages: Tensor, rows: Tensor) -> None:
-        """Row i of a replica has followed message i, in place.
+        """Let row i of a replica follow message i, in place.
 
         Args:
             messages: uint8 [k, nbytes].
             rows: [k, n].
         """
-        layout = self.layout(rows.shape[1])
-        ops.dequantize_add(messages, rows, layout.bits, layout.group_size, self.sends_differences)
+        layout = self.message_layout(rows.shape[1])
+        ops.dequantize_add(messages, replica=rows, layout=layout, accumulate=self.sends_differences)
 
-    def quantized_differences(self, row: Tensor, held: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
+    def quantized_differences(self, row: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a quantized refresh has to send and what arrives of it, both in fp32; nothing is sent.
 
         Args:
@@ -108,15 +128,15 @@ class WeightMessages:
                 what the refresh of the whole row gives.
             held: [n], what the replica holds there.
         """
-        layout = self.layout(row.numel())
+        layout = self.message_layout(row.numel())
         message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=row.device)
         received = torch.empty(1, row.numel(), dtype=torch.float32, device=row.device)
-        self.quantize(row, held, message[0], call=0, rank=rank)
-        ops.dequantize_add(message, received, layout.bits, layout.group_size, False)
+        self.quantize(row, held, message[0], call=0, rank=self._rank)
+        ops.dequantize_add(message, replica=received, layout=layout, accumulate=False)
         return row.float() - held.float() if self.sends_differences else row.float(), received[0]
 
 
-class WeightReplica:
+class WeightReplica(QuantizedReplica):
     """What the devices hold of a parameter group's weights: bit-identical wherever it is held.
 
     "full" holds the rows of all ranks on every rank. "node" holds, on local rank j, the rows of the ranks
@@ -146,10 +166,8 @@ class WeightReplica:
                 not depend on what the others hold. Together they are the row; () for one message.
             name: of the parameter group, for errors.
         """
+        super().__init__(config, seed=seed, bucket=bucket, rank=rank)
         self._topology = topology
-        self._config = config
-        self._rank = rank
-        self._messages = WeightMessages(config, seed=seed, bucket=bucket)
         self._traffic = traffic
         self._scratch = scratch
         self._parts = parts
@@ -158,43 +176,16 @@ class WeightReplica:
         self.rows: Tensor | None = None
         """[nodes, n], or [nodes, ranks_per_node, n] for "full"; None before the first refresh."""
 
-    @property
-    def config(self) -> WeightConfig:
-        """The settings of the next refresh."""
-        return self._config
-
     def configure(self, config: WeightConfig) -> None:
-        """The next refreshes are done with these settings; all ranks change them between the same two.
-
-        Raises:
-            ValueError: the rows would have to be held by other ranks.
-        """
-        if config.replica != self._config.replica:
-            raise ValueError(f"the replica is {self._config.replica!r} and cannot become {config.replica!r}")
-        if config != self._config:
+        """See QuantizedReplica; a refresh that is under way is waited for."""
+        if config != self.config:
             self.wait()
-            self._config = config
-            self._messages = self._messages.with_config(config)
+        super().configure(config)
 
     @property
     def is_full(self) -> bool:
         """Whether this rank holds every row."""
-        return self._config.replica == "full" or self._topology.ranks_per_node == 1
-
-    @property
-    def bits(self) -> int | None:
-        """Bits of a value in a quantized refresh; None if all refreshes are in full precision."""
-        return self._config.bits
-
-    @property
-    def group_size(self) -> int:
-        """Values that share a scale."""
-        return self._config.group_size
-
-    @property
-    def sends_differences(self) -> bool:
-        """Whether a quantized refresh adds to what is held, rather than replacing it."""
-        return self._messages.sends_differences
+        return self.config.replica == "full" or self._topology.ranks_per_node == 1
 
     @property
     def own_shard(self) -> Tensor:
@@ -274,7 +265,7 @@ class WeightReplica:
         """
         self.wait()
         assert self.rows is not None
-        if self._config.bits is None:
+        if self.config.bits is None:
             self.start_full_refresh(row.to(self.rows.dtype))
             return
         chosen: list[Sequence[Range] | None] = [ranges]
@@ -298,14 +289,14 @@ class WeightReplica:
             row = torch.cat([row[start:end] for start, end in ranges])
             replica = torch.cat([replica[..., start:end] for start, end in ranges], dim=-1)
         topology, device = self._topology, row.device
-        layout = self._messages.layout(row.numel())
+        layout = self.message_layout(row.numel())
         held = replica[topology.node, topology.local_rank] if self.is_full else replica[topology.node]
 
         slot = self._scratch.take_slot()
         name = f"inter receive {slot}"
         messages = self._scratch.messages(name, topology.nodes, layout.nbytes, device=device)
         own = self._scratch.messages(f"send {slot}", 1, layout.nbytes, device=device)[0]
-        self._messages.quantize(row, held, own, call=call, rank=self._rank)
+        self.quantize(row, held, own, call=call, rank=self._rank)
         transfer = PendingExchange([])
         if topology.inter is None:
             messages[0].copy_(own)
@@ -340,10 +331,10 @@ class WeightReplica:
         """Add the differences of this rank's peers between nodes and, to a full replica, of all ranks."""
         topology = self._topology
         if not self.is_full:
-            self._messages.apply(messages, replica)
+            self.apply(messages, replica)
             return
         if topology.intra is None:
-            self._messages.apply(messages, replica[:, 0])
+            self.apply(messages, replica[:, 0])
             return
         gathered = self._scratch.messages(
             "intra receive", topology.ranks_per_node * topology.nodes, layout.nbytes, device=messages.device
@@ -355,11 +346,7 @@ class WeightReplica:
             layout, level="intra", peers=topology.ranks_per_node - 1, copies=topology.nodes
         )
         for local_rank in range(topology.ranks_per_node):
-            self._messages.apply(gathered[local_rank], replica[:, local_rank])
-
-    def quantized_differences(self, row: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a quantized refresh has to send and what arrives of it; see WeightMessages."""
-        return self._messages.quantized_differences(row, held, rank=self._rank)
+            self.apply(gathered[local_rank], replica[:, local_rank])
 
     def gather(self, output: Tensor) -> None:
         """`output` [size * n] holds the rows of all ranks, taken from the ranks of this node.

@@ -16,12 +16,11 @@ from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.collectives.weight_replica import Range
+from sdp4bit.collectives.weight_replica import QuantizedReplica, Range
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.engines.audit import ReplicaCopy
 from sdp4bit.engines.explain import Row, describe_gradients, describe_ranks, describe_weights, with_reason
 from sdp4bit.engines.measures import (
-    DifferenceQuantizer,
     GradientSample,
     Measures,
     Squares,
@@ -61,29 +60,6 @@ class ParameterGroup(Protocol):
         ...
 
 
-class Replica(DifferenceQuantizer, Protocol):
-    """What all ranks hold of a group's weights, and how it is refreshed."""
-
-    @property
-    def config(self) -> WeightConfig:
-        """The settings of the next refresh."""
-        ...
-
-    @property
-    def bits(self) -> int | None:
-        """Bits of a value in a quantized refresh; None if all refreshes are in full precision."""
-        ...
-
-    @property
-    def group_size(self) -> int:
-        """Values that share a scale."""
-        ...
-
-    def configure(self, config: WeightConfig) -> None:
-        """Do the next refreshes with these settings; all ranks change them between the same two."""
-        ...
-
-
 class GroupStats(TypedDict):
     """What is reported of one parameter group on this rank."""
 
@@ -109,7 +85,7 @@ class GroupStats(TypedDict):
 
 
 GroupT = TypeVar("GroupT", bound=ParameterGroup)
-ReplicaT = TypeVar("ReplicaT", bound=Replica)
+ReplicaT = TypeVar("ReplicaT", bound=QuantizedReplica)
 
 
 class GroupCommunication(Generic[GroupT, ReplicaT]):

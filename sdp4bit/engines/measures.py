@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
-from sdp4bit.collectives.weight_replica import Range
+from sdp4bit.collectives.weight_replica import QuantizedReplica, Range
 from sdp4bit.collectives.work import HostCopy
 from sdp4bit.config import TelemetryConfig
 
@@ -133,19 +133,6 @@ def sample_gradient(gradient: Tensor, *, sample_numel: int, unit: int) -> Gradie
     )
 
 
-class DifferenceQuantizer(Protocol):
-    """What quantizes the refreshes of a replica."""
-
-    @property
-    def sends_differences(self) -> bool:
-        """Whether a quantized refresh adds to what is held, rather than replacing it."""
-        ...
-
-    def quantized_differences(self, shard: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a quantized refresh has to send and what arrives of it, both [n] in fp32."""
-        ...
-
-
 def gradient_squares(
     squares: Squares, sample: GradientSample, *, reduction: QuantizedReduceScatter, numel: int
 ) -> Squares:
@@ -163,7 +150,7 @@ def weight_squares(
     main: Tensor,
     held: Tensor,
     *,
-    replica: DifferenceQuantizer,
+    replica: QuantizedReplica,
     exact: bool,
     refreshed: bool,
     numel: int,

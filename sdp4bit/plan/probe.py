@@ -32,9 +32,9 @@ from sdp4bit.pretrain.launch.ranks import Ranks, agree, gather_over_ranks
 from sdp4bit.pretrain.metrics import format_bytes, write_atomically
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.hadamard import INVERSE_FACTOR
+from sdp4bit.quantization.hadamard import INVERSE_FACTOR, Hadamard
 from sdp4bit.quantization.layout import BLOCK, message_layout, round_up
-from sdp4bit.quantization.random import derive_keys
+from sdp4bit.quantization.random import RoundingKey, derive_keys
 
 WARM_UPS = 2
 TINY_BYTES = 16
@@ -171,31 +171,40 @@ def _quantization(values: int, *, grid: RankGrid, device: torch.device) -> tuple
         hops.append((g, n, gradients.intra_bits, gradients.intra_group_size))
     if n > 1:
         hops.append((n, 1, gradients.inter_bits, gradients.inter_group_size))
-    messages = []
-    for size, parts, bits, group_size in hops:
-        # The hop inside a node carries a row for each node, the one between nodes a single row.
-        layout = message_layout(numel=row, bits=bits, group_size=group_size, parts=parts)
-        messages.append(torch.empty(size, layout.nbytes, dtype=torch.uint8, device=device))
-    first_size, first_parts, first_bits, first_group = hops[0]
-    _, _, last_bits, last_group = hops[-1]
+    # The hop inside a node carries a row for each node, the one between nodes a single row.
+    layouts = [
+        message_layout(numel=row, bits=bits, group_size=group_size, parts=parts)
+        for _, parts, bits, group_size in hops
+    ]
+    messages = [
+        torch.empty(size, layout.nbytes, dtype=torch.uint8, device=device)
+        for (size, *_), layout in zip(hops, layouts, strict=True)
+    ]
+    first_size, first_parts, *_ = hops[0]
     gradient = torch.randn(first_size, first_parts, row, device=device)
     result = torch.empty(row, device=device)
     main = torch.randn(row, device=device).bfloat16()
     replica = torch.zeros(n, row, dtype=torch.bfloat16, device=device)
-    layout = message_layout(numel=row, bits=weight_bits, group_size=weight_group)
-    differences = torch.zeros(n, layout.nbytes, dtype=torch.uint8, device=device)
-    keys = derive_keys(0, 0)
+    weight_layout = message_layout(numel=row, bits=weight_bits, group_size=weight_group)
+    differences = torch.zeros(n, weight_layout.nbytes, dtype=torch.uint8, device=device)
+    rounding, hadamard = RoundingKey(*derive_keys(0, 0), row_stride=stride), Hadamard()
 
     def step() -> None:
-        ops.hadamard_quantize(gradient, messages[0], first_bits, first_group, True, True, *keys, 0, stride)
+        ops.hadamard_quantize(
+            gradient, out=messages[0], layout=layouts[0], hadamard=hadamard, rounding=rounding
+        )
         if len(hops) > 1:
+            received, summed = layouts
             ops.dequantize_reduce_quantize(
-                *(messages[0], messages[1], row, first_bits, first_group, last_bits, last_group),
-                *(True, *keys, 0, stride),
+                messages[0], received=received, out=messages[1], sent=summed, rounding=rounding
             )
-        ops.dequantize_reduce_hadamard(messages[-1], result, last_bits, last_group, True, INVERSE_FACTOR)
-        ops.subtract_quantize(main, replica[0], differences[0], weight_bits, weight_group, False, 0, 0)
-        ops.dequantize_add(differences, replica, weight_bits, weight_group, True)
+        ops.dequantize_reduce_hadamard(
+            messages[-1], out=result, layout=layouts[-1], hadamard=hadamard, multiplier=INVERSE_FACTOR
+        )
+        ops.subtract_quantize(
+            main, replica=replica[0], out=differences[0], layout=weight_layout, rounding=None
+        )
+        ops.dequantize_add(differences, replica=replica, layout=weight_layout, accumulate=True)
 
     reduction = gradient_exchange(row, grid=grid, config=gradients)
     return step, reduction.moved_bytes + weight_refresh(row, grid=grid, config=weights).moved_bytes

@@ -5,14 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import BLOCK, MESSAGE_ALIGNMENT, MessageLayout, round_up
-from sdp4bit.quantization.random import MAX_ELEMENTS
+from sdp4bit.quantization.random import MAX_ELEMENTS, RoundingKey
 
 _VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_messages(name: str, messages: Tensor, count: int | None, layout: MessageLayout) -> None:
-    """Messages have the size of their layout, the number that is expected, and aligned rows."""
+def check_layout(name: str, layout: MessageLayout, *, numel: int, parts: int = 1) -> None:
+    """Require that a layout is of rows of this many values, and of this many parts."""
+    if layout.numel != numel or layout.parts != parts:
+        raise ValueError(f"{name} must have numel={numel} and parts={parts} as the tensors do, got {layout}")
+
+
+def check_messages(name: str, messages: Tensor, *, count: int | None, layout: MessageLayout) -> None:
+    """Require the size of the layout, the number of messages that is expected, and aligned rows."""
     if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] != layout.nbytes:
         raise ValueError(
             f"{name} must be uint8 [messages, {layout.nbytes}] for {layout}, "
@@ -22,23 +29,23 @@ def check_messages(name: str, messages: Tensor, count: int | None, layout: Messa
         raise ValueError(f"{name} must hold {count} messages, got {messages.shape[0]}")
     if messages.numel() == 0:
         return
-    offset = messages.storage_offset()
-    if messages.stride(1) != 1 or messages.stride(0) % MESSAGE_ALIGNMENT or offset % MESSAGE_ALIGNMENT:
+    (between, within), offset = messages.stride(), messages.storage_offset()
+    if within != 1 or between % MESSAGE_ALIGNMENT or offset % MESSAGE_ALIGNMENT:
         raise ValueError(
             f"{name} must have rows of contiguous bytes, {MESSAGE_ALIGNMENT}-byte aligned: "
             f"strides {messages.stride()}, offset {offset}"
         )
 
 
-def check_values(name: str, values: Tensor, messages: Tensor) -> None:
-    """Values have a type that is read, and are where the messages are."""
+def check_values(name: str, values: Tensor, *, messages: Tensor) -> None:
+    """Require a type that is read, and the device of the messages."""
     if values.dtype not in _VALUE_DTYPES:
         raise ValueError(f"{name} must be fp32, bf16 or fp16, got {values.dtype}: cast it first")
-    check_device(name, values, messages)
+    check_device(name, values, messages=messages)
 
 
-def check_device(name: str, tensor: Tensor, messages: Tensor) -> None:
-    """A tensor is where the messages are."""
+def check_device(name: str, tensor: Tensor, *, messages: Tensor) -> None:
+    """Require that a tensor is where the messages are."""
     if tensor.device != messages.device:
         raise ValueError(
             f"{name} is on {tensor.device} and the message buffer on {messages.device}: "
@@ -46,8 +53,13 @@ def check_device(name: str, tensor: Tensor, messages: Tensor) -> None:
         )
 
 
-def check_numbering(first: int, row_stride: int, rows: int, numel: int) -> None:
-    """Every value of the rows has a number for its random bits."""
+def check_rounding(rounding: RoundingKey | None, *, rows: int, numel: int) -> None:
+    """Require keys of 32 bits and, for every value of the rows, a number for its random bits."""
+    if rounding is None:
+        return
+    k0, k1, first, row_stride = rounding
+    if not (0 <= k0 < 1 << 32 and 0 <= k1 < 1 << 32):
+        raise ValueError(f"k0={k0} and k1={k1} must be unsigned 32-bit keys, as derive_keys returns them")
     if first < 0 or row_stride < 0 or first % BLOCK or row_stride % BLOCK:
         raise ValueError(
             f"first={first} and row_stride={row_stride} must be multiples of {BLOCK}, at least 0"
@@ -57,15 +69,9 @@ def check_numbering(first: int, row_stride: int, rows: int, numel: int) -> None:
         raise ValueError(f"element {end} is beyond {MAX_ELEMENTS}, the most one key can number")
 
 
-def check_keys(k0: int, k1: int) -> None:
-    """Both keys have 32 bits."""
-    if not (0 <= k0 < 1 << 32 and 0 <= k1 < 1 << 32):
-        raise ValueError(f"k0={k0} and k1={k1} must be unsigned 32-bit keys, as derive_keys returns them")
-
-
-def check_signs(signs: int, hadamard: bool) -> None:
-    """The signs are 32 bits, and there is a transform that they belong to."""
-    if not 0 <= signs < 1 << BLOCK:
-        raise ValueError(f"signs={signs} must be {BLOCK} bits, a number from 0 to {(1 << BLOCK) - 1}")
-    if signs and not hadamard:
-        raise ValueError(f"signs={signs} change before a transform: pass hadamard=True, or 0 for none")
+def check_signs(hadamard: Hadamard | None) -> None:
+    """Require that the signs of a transform are 32 bits."""
+    if hadamard is not None and not 0 <= hadamard.signs < 1 << BLOCK:
+        raise ValueError(
+            f"signs={hadamard.signs} must be {BLOCK} bits, a number from 0 to {(1 << BLOCK) - 1}"
+        )

@@ -31,7 +31,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageLayout:
-    """Where the codes and scales of one message lie.
+    """Layout of one message: where its codes and scales lie.
 
     Raises:
         ValueError: bits not 4, 8 or 32, a group size that is no multiple of 32, or negative counts.
@@ -76,7 +76,7 @@ class MessageLayout:
 
     @cached_property
     def scales_offset(self) -> int:
-        """Where the scales begin, in bytes from the start of the message."""
+        """Offset of the scales, in bytes from the start of the message."""
         return self.parts * self.code_bytes
 
     @cached_property

@@ -4,18 +4,21 @@ Every operator writes into a caller's buffer and returns nothing, so that buffer
 step. Tensors on the CPU are served by numba if it is installed and by the reference otherwise; CUDA tensors
 by Triton. All back ends give the same bytes, so ranks may differ in what they use.
 
-`k0` and `k1` come from :func:`sdp4bit.quantization.random.derive_keys`; they are ignored unless `stochastic`.
-Bits are 4, 8, or 32 for unquantized fp32; group sizes are multiples of 32.
+An operator is written once, here: its signature, from which its schema follows, and the checks of its
+arguments. The back ends have functions of the same names and arguments.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from itertools import accumulate
 from types import ModuleType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, get_type_hints
 
 import torch
 from torch import Tensor
@@ -23,13 +26,15 @@ from torch import Tensor
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.checks import (
     check_device,
-    check_keys,
+    check_layout,
     check_messages,
-    check_numbering,
+    check_rounding,
     check_signs,
     check_values,
 )
-from sdp4bit.quantization.layout import message_layout
+from sdp4bit.quantization.hadamard import Hadamard
+from sdp4bit.quantization.layout import MessageLayout, message_layout
+from sdp4bit.quantization.random import RoundingKey
 
 BackendName = Literal["auto", "reference", "numba", "triton"]
 
@@ -91,7 +96,7 @@ def backend_name(device_type: str) -> str:
 
 @contextmanager
 def use_backend(name: BackendName) -> Iterator[None]:
-    """Inside the block every operator runs on the named back end (for tests and measurements).
+    """Run every operator inside the block on the named back end (for tests and measurements).
 
     Raises:
         ValueError: an unknown name.
@@ -108,275 +113,230 @@ def use_backend(name: BackendName) -> Iterator[None]:
         _forced.pop()
 
 
+Written = Annotated[Tensor, "written"]
+"""A tensor that an operator changes; the only one that it does."""
+
+
+class _Passing(NamedTuple):
+    """Way of an argument through torch.library, which knows tensors and numbers but no records."""
+
+    schema: str
+    pack: Callable[[Any], tuple[Any, ...]] | None = None
+    unpack: Callable[..., Any] | None = None
+
+
+_PASSING: dict[Any, _Passing] = {
+    Tensor: _Passing("Tensor {0}"),
+    Tensor | None: _Passing("Tensor? {0}"),
+    Written: _Passing("Tensor(a!) {0}"),
+    bool: _Passing("bool {0}"),
+    float: _Passing("float {0}"),
+    # Lengths are symbols while torch.compile traces dynamic shapes.
+    MessageLayout: _Passing(
+        "SymInt {0}_numel, int {0}_bits, int {0}_group_size, SymInt {0}_parts",
+        lambda x: (x.numel, x.bits, x.group_size, x.parts),
+        lambda n, bits, size, parts: message_layout(numel=n, bits=bits, group_size=size, parts=parts),
+    ),
+    # A plain tuple: torch takes longer to read a subclass of it, which the key is.
+    RoundingKey | None: _Passing(
+        "int[]? {0}",
+        lambda x: (None if x is None else (x.k0, x.k1, x.first, x.row_stride),),
+        lambda numbers: None if numbers is None else RoundingKey(*numbers),
+    ),
+    Hadamard | None: _Passing(
+        "int? {0}",
+        lambda x: (None if x is None else x.signs,),
+        lambda signs: None if signs is None else Hadamard(signs),
+    ),
+}
 # Plain definitions cost a few microseconds a call; torch.library.custom_op costs a hundred.
 _library = torch.library.Library("sdp4bit", "DEF")
+_P = ParamSpec("_P")
 
 
-def _register(schema: str, check: Callable[..., None]) -> None:
-    """Define an operator for all devices; its tensors are checked alike when traced and when run."""
-    name = schema.partition("(")[0]
-    _library.define(schema + " -> ()", tags=[torch.Tag.needs_fixed_stride_order])
-    arguments = getattr(torch.ops.sdp4bit, name).default._schema.arguments
-    parameters = [argument.name for argument in arguments]
-    written = next(i for i, argument in enumerate(arguments) if argument.is_write)
-    required = [i for i, argument in enumerate(arguments) if str(argument.type) == "Tensor"]
+def _operator(check: Callable[_P, None]) -> Callable[_P, None]:
+    """Register an operator for all devices and return the function that calls it.
 
-    def check_all(*args: Any) -> None:
-        for i in required:
-            if args[i] is None:  # which the dispatcher lets through
-                raise ValueError(f"{name}: {parameters[i]} must be a tensor, got None")
-        check(*args)
+    Its name, arguments and docstring are those of `check`, whose annotations give the schema. `check` raises
+    for what does not fit, alike when the operator is traced and when it runs.
+    """
+    name, hints = check.__name__, get_type_hints(check, include_extras=True)
+    del hints["return"]
+    passing = {parameter: _PASSING[hint] for parameter, hint in hints.items()}
+    schema = ", ".join(way.schema.format(parameter) for parameter, way in passing.items())
+    _library.define(f"{name}({schema}) -> ()", tags=[torch.Tag.needs_fixed_stride_order])
+    written = next(parameter for parameter, hint in hints.items() if hint is Written)
+    tensors = [parameter for parameter, hint in hints.items() if hint in (Tensor, Written)]
+    _, *keywords = [(parameter, way.pack) for parameter, way in passing.items()]
+    # Where each argument lies among those of the schema, and what makes it of them.
+    ends = list(accumulate(way.schema.count("{0}") for way in passing.values()))
+    places = [
+        (parameter, slice(start, end), way.unpack)
+        for (parameter, way), start, end in zip(passing.items(), [0, *ends], ends, strict=False)
+    ]
+
+    def checked(args: tuple[Any, ...]) -> dict[str, Any]:
+        named = {
+            parameter: args[place.start] if unpack is None else unpack(*args[place])
+            for parameter, place, unpack in places
+        }
+        for parameter in tensors:
+            if named[parameter] is None:  # which the dispatcher lets through
+                raise ValueError(f"{name}: {parameter} must be a tensor, got None")
+        check(**named)  # type: ignore[call-arg]
+        return named
+
+    def trace(*args: Any) -> None:
+        checked(args)
 
     def run(*args: Any) -> None:
-        check_all(*args)
-        # The dispatcher leaves out trailing arguments that have their default.
-        getattr(_backend(args[written]), name)(**dict(zip(parameters, args, strict=False)))
+        named = checked(args)
+        getattr(_backend(named[written]), name)(**named)
 
     _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sdp4bit::{name}", check_all)
+    torch.library.register_fake(f"sdp4bit::{name}", trace)
+    registered = getattr(torch.ops.sdp4bit, name).default
+
+    @wraps(check)
+    def call(first: Any, /, **named: Any) -> None:
+        args = [first]
+        try:
+            for parameter, pack in keywords:
+                value = named[parameter]
+                if pack is None:
+                    args.append(value)
+                else:
+                    args.extend(pack(value))
+        except (KeyError, AttributeError):
+            inspect.signature(check).bind(first, **named)  # raises if one is missing
+            raise TypeError(f"{name}: {parameter} must be a {hints[parameter]}, got {value!r}") from None
+        if len(named) != len(keywords):
+            inspect.signature(check).bind(first, **named)
+        registered(*args)
+
+    return call  # type: ignore[return-value]
 
 
-def _check_subtract_quantize(
-    main: Tensor,
-    replica: Tensor | None,
-    out: Tensor,
-    bits: int,
-    group_size: int,
-    stochastic: bool,
-    k0: int,
-    k1: int,
+@_operator
+def subtract_quantize(
+    main: Tensor, *, replica: Tensor | None, out: Written, layout: MessageLayout, rounding: RoundingKey | None
 ) -> None:
+    """Quantize main - replica (paper algorithm 2), or main if there is no replica, into a message.
+
+    Args:
+        main: [n], fp32, bf16 or fp16; contiguous.
+        replica: [n], any of these types, or None; the difference is taken in fp32.
+        out: uint8 [nbytes] of the layout.
+        layout: of n values, one part.
+        rounding: stochastic with this key, or None for nearest; so for all operators.
+
+    Raises:
+        ValueError: shapes, types, devices or numbers that do not fit; so for all operators.
+    """
     if main.dim() != 1 or (replica is not None and replica.shape != main.shape):
         other = None if replica is None else list(replica.shape)
         raise ValueError(f"main and replica must be 1-D of equal length, got {list(main.shape)} and {other}")
     if not main.is_contiguous() or (replica is not None and not replica.is_contiguous()):
         raise ValueError("main and replica must be contiguous")
-    layout = message_layout(numel=main.shape[0], bits=bits, group_size=group_size)
+    check_layout("layout", layout, numel=main.shape[0])
     if out.dim() != 1:
         raise ValueError(f"out must be uint8 [{layout.nbytes}], got {out.dtype} {list(out.shape)}")
-    check_messages("out", out.unsqueeze(0), 1, layout)
-    check_values("main", main, out)
+    check_messages("out", out.unsqueeze(0), count=1, layout=layout)
+    check_values("main", main, messages=out)
     if replica is not None:
-        check_values("replica", replica, out)
-    if stochastic:
-        check_keys(k0, k1)
+        check_values("replica", replica, messages=out)
+    check_rounding(rounding, rows=1, numel=layout.numel)
 
 
-def subtract_quantize(
-    main: Tensor,
-    replica: Tensor | None,
-    out: Tensor,
-    bits: int,
-    group_size: int,
-    stochastic: bool,
-    k0: int,
-    k1: int,
-) -> None:
-    """The message `out` carries main - replica (paper algorithm 2), or main if there is no replica.
+@_operator
+def dequantize_add(messages: Tensor, *, replica: Written, layout: MessageLayout, accumulate: bool) -> None:
+    """Add message i to row i of the replica, or replace the row by it; fp32 sum, rounded to nearest even.
 
     Args:
-        main: [n], fp32, bf16 or fp16.
-        replica: [n], any of these types, or None; the difference is taken in fp32.
-        out: uint8 [nbytes] of MessageLayout(numel=n).
-
-    Raises:
-        ValueError: shapes or types that do not fit; so for all operators.
-    """
-    torch.ops.sdp4bit.subtract_quantize(main, replica, out, bits, group_size, stochastic, k0, k1)
-
-
-def _check_dequantize_add(messages: Tensor, replica: Tensor, bits: int, group_size: int, *_: Any) -> None:
-    if replica.dim() != 2 or (replica.shape[1] > 1 and replica.stride(1) != 1):
-        raise ValueError(f"replica must be 2-D with contiguous rows, got {list(replica.shape)}")
-    layout = message_layout(numel=replica.shape[1], bits=bits, group_size=group_size)
-    check_messages("messages", messages, replica.shape[0], layout)
-    check_values("replica", replica, messages)
-
-
-def dequantize_add(messages: Tensor, replica: Tensor, bits: int, group_size: int, accumulate: bool) -> None:
-    """Row i of the replica has message i added, or is replaced by it; fp32 sum, rounded to nearest even.
-
-    Args:
-        messages: uint8 [k, nbytes] of MessageLayout(numel=n).
+        messages: uint8 [k, nbytes] of the layout.
         replica: [k, n], fp32, bf16 or fp16, changed in place; rows contiguous.
+        layout: of n values, one part.
         accumulate: True adds (differences), False replaces (weights themselves).
     """
-    torch.ops.sdp4bit.dequantize_add(messages, replica, bits, group_size, accumulate)
+    if replica.dim() != 2 or (replica.shape[1] > 1 and replica.stride(1) != 1):
+        raise ValueError(f"replica must be 2-D with contiguous rows, got {list(replica.shape)}")
+    check_layout("layout", layout, numel=replica.shape[1])
+    check_messages("messages", messages, count=replica.shape[0], layout=layout)
+    check_values("replica", replica, messages=messages)
 
 
-def _check_hadamard_quantize(
-    values: Tensor,
-    out: Tensor,
-    bits: int,
-    group_size: int,
-    hadamard: bool,
-    stochastic: bool,
-    k0: int,
-    k1: int,
-    first: int,
-    row_stride: int,
-    signs: int = 0,
-) -> None:
-    if values.dim() != 3 or (values.shape[2] > 1 and values.stride(2) != 1):
-        raise ValueError(f"values must be 3-D with contiguous rows, got {list(values.shape)}")
-    destinations, parts, numel = values.shape
-    layout = message_layout(numel=numel, bits=bits, group_size=group_size, parts=parts)
-    check_messages("out", out, destinations, layout)
-    check_values("values", values, out)
-    check_signs(signs, hadamard)
-    if stochastic:
-        check_keys(k0, k1)
-        check_numbering(first, row_stride, destinations * parts, numel)
-
-
+@_operator
 def hadamard_quantize(
     values: Tensor,
-    out: Tensor,
-    bits: int,
-    group_size: int,
-    hadamard: bool,
-    stochastic: bool,
-    k0: int,
-    k1: int,
-    first: int,
-    row_stride: int,
-    signs: int = 0,
+    *,
+    out: Written,
+    layout: MessageLayout,
+    hadamard: Hadamard | None,
+    rounding: RoundingKey | None,
 ) -> None:
-    """Message i of `out` carries values[i], transformed if `hadamard` (paper algorithm 3, steps 1 and 2).
+    """Quantize values[i], transformed first (paper algorithm 3, steps 1 and 2), into message i.
 
     Args:
         values: [destinations, parts, n], fp32, bf16 or fp16; any strides with contiguous rows, so that a
             transposed view of the gradient is sent without a copy.
-        out: uint8 [destinations, nbytes] of MessageLayout(numel=n, parts=parts).
-        first: number of the first value of a row, for its random bits; a multiple of 32.
-        row_stride: how far apart in numbers consecutive rows begin; a multiple of 32.
-        signs: 32 bits; before the transform, element k of each block of 32 changes its sign if bit k is set.
+        out: uint8 [destinations, nbytes] of the layout.
+        layout: of n values, any number of parts.
+        hadamard: the transform, or None for none.
     """
-    torch.ops.sdp4bit.hadamard_quantize(
-        values, out, bits, group_size, hadamard, stochastic, k0, k1, first, row_stride, signs
-    )
+    if values.dim() != 3 or (values.shape[2] > 1 and values.stride(2) != 1):
+        raise ValueError(f"values must be 3-D with contiguous rows, got {list(values.shape)}")
+    destinations, parts, numel = values.shape
+    check_layout("layout", layout, numel=numel, parts=parts)
+    check_messages("out", out, count=destinations, layout=layout)
+    check_values("values", values, messages=out)
+    check_signs(hadamard)
+    check_rounding(rounding, rows=destinations * parts, numel=numel)
 
 
-def _check_dequantize_reduce_quantize(
-    messages: Tensor,
-    out: Tensor,
-    numel: int,
-    bits_in: int,
-    group_size_in: int,
-    bits_out: int,
-    group_size_out: int,
-    stochastic: bool,
-    k0: int,
-    k1: int,
-    first: int,
-    row_stride: int,
-) -> None:
-    if out.dim() != 2:
-        raise ValueError(f"out must be 2-D, one message per row, got {list(out.shape)}")
-    parts = out.shape[0]
-    received = message_layout(numel=numel, bits=bits_in, group_size=group_size_in, parts=parts)
-    sent = message_layout(numel=numel, bits=bits_out, group_size=group_size_out)
-    check_messages("messages", messages, None, received)
-    check_messages("out", out, parts, sent)
-    check_device("messages", messages, out)
-    if stochastic:
-        check_keys(k0, k1)
-        check_numbering(first, row_stride, parts, numel)
-
-
+@_operator
 def dequantize_reduce_quantize(
     messages: Tensor,
-    out: Tensor,
-    numel: int,
-    bits_in: int,
-    group_size_in: int,
-    bits_out: int,
-    group_size_out: int,
-    stochastic: bool,
-    k0: int,
-    k1: int,
-    first: int,
-    row_stride: int,
+    *,
+    received: MessageLayout,
+    out: Written,
+    sent: MessageLayout,
+    rounding: RoundingKey | None,
 ) -> None:
-    """Message i of `out` carries part i of the sum of all messages (paper algorithm 3, steps 4 and 5).
+    """Sum messages and quantize part i of the sum into message i (paper algorithm 3, steps 4 and 5).
 
     Args:
-        messages: uint8 [k, nbytes] of MessageLayout(numel=numel, parts=parts), one per rank of the node.
-        out: uint8 [parts, nbytes] of MessageLayout(numel=numel), one per node.
-        numel: values in a row.
-        first: number of the first value of a row, for its random bits; a multiple of 32.
-        row_stride: how far apart in numbers consecutive rows begin; a multiple of 32.
+        messages: uint8 [k, nbytes] of the layout `received`, one per rank of the node.
+        received: of n values, any number of parts.
+        out: uint8 [parts, nbytes] of the layout `sent`, one per node.
+        sent: of n values, one part.
     """
-    torch.ops.sdp4bit.dequantize_reduce_quantize(
-        messages,
-        out,
-        numel,
-        bits_in,
-        group_size_in,
-        bits_out,
-        group_size_out,
-        stochastic,
-        k0,
-        k1,
-        first,
-        row_stride,
-    )
+    if out.dim() != 2:
+        raise ValueError(f"out must be 2-D, one message per row, got {list(out.shape)}")
+    check_layout("received", received, numel=sent.numel, parts=out.shape[0])
+    check_layout("sent", sent, numel=received.numel)
+    check_messages("messages", messages, count=None, layout=received)
+    check_messages("out", out, count=received.parts, layout=sent)
+    check_device("messages", messages, messages=out)
+    check_rounding(rounding, rows=received.parts, numel=sent.numel)
 
 
-def _check_dequantize_reduce_hadamard(
-    messages: Tensor, out: Tensor, bits: int, group_size: int, hadamard: bool, _: float, signs: int = 0
+@_operator
+def dequantize_reduce_hadamard(
+    messages: Tensor, *, out: Written, layout: MessageLayout, hadamard: Hadamard | None, multiplier: float
 ) -> None:
+    """Sum messages, transform the sum and multiply it (paper algorithm 3, steps 7 and 8).
+
+    The transform is unnormalized: fold 1/32 into the multiplier, which is applied once, in fp32.
+
+    Args:
+        messages: uint8 [k, nbytes] of the layout.
+        out: [n], fp32, bf16 or fp16; contiguous.
+        layout: of n values, one part.
+        hadamard: that of the values that were sent, or None; its signs change back after the transform.
+    """
     if out.dim() != 1 or not out.is_contiguous():
         raise ValueError(f"out must be 1-D and contiguous, got {list(out.shape)}")
-    layout = message_layout(numel=out.shape[0], bits=bits, group_size=group_size)
-    check_messages("messages", messages, None, layout)
-    check_values("out", out, messages)
-    check_signs(signs, hadamard)
-
-
-def dequantize_reduce_hadamard(
-    messages: Tensor,
-    out: Tensor,
-    bits: int,
-    group_size: int,
-    hadamard: bool,
-    multiplier: float,
-    signs: int = 0,
-) -> None:
-    """`out` holds the sum of all messages, transformed if `hadamard`, times the multiplier.
-
-    Paper algorithm 3, steps 7 and 8. The transform is unnormalized: fold 1/32 into the multiplier, which
-    is applied once, in fp32.
-
-    Args:
-        messages: uint8 [k, nbytes] of MessageLayout(numel=n).
-        out: [n], fp32, bf16 or fp16; contiguous.
-        signs: those of the values that were sent; they change back after the transform.
-    """
-    torch.ops.sdp4bit.dequantize_reduce_hadamard(messages, out, bits, group_size, hadamard, multiplier, signs)
-
-
-_register(
-    "subtract_quantize(Tensor main, Tensor? replica, Tensor(a!) out, int bits, int group_size, "
-    "bool stochastic, int k0, int k1)",
-    _check_subtract_quantize,
-)
-_register(
-    "dequantize_add(Tensor messages, Tensor(a!) replica, int bits, int group_size, bool accumulate)",
-    _check_dequantize_add,
-)
-_register(
-    "hadamard_quantize(Tensor values, Tensor(a!) out, int bits, int group_size, bool hadamard, "
-    "bool stochastic, int k0, int k1, int first, int row_stride, int signs=0)",
-    _check_hadamard_quantize,
-)
-_register(
-    "dequantize_reduce_quantize(Tensor messages, Tensor(a!) out, int numel, int bits_in, int group_size_in, "
-    "int bits_out, int group_size_out, bool stochastic, int k0, int k1, int first, int row_stride)",
-    _check_dequantize_reduce_quantize,
-)
-_register(
-    "dequantize_reduce_hadamard(Tensor messages, Tensor(a!) out, int bits, int group_size, bool hadamard, "
-    "float multiplier, int signs=0)",
-    _check_dequantize_reduce_hadamard,
-)
+    check_layout("layout", layout, numel=out.shape[0])
+    check_messages("messages", messages, count=None, layout=layout)
+    check_values("out", out, messages=messages)
+    check_signs(hadamard)

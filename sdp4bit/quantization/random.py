@@ -8,6 +8,7 @@ the same bits, and every back end computes them where it needs them.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,12 +32,24 @@ MAX_ELEMENTS = 1 << 33
 
 
 class Stage(IntEnum):
-    """What a step draws the bits for: one of its quantizations, or the signs of a transform."""
+    """Purpose of random bits: one of the quantizations of a step, or the signs of a transform."""
 
     INTRA = 0
     INTER = 1
     WEIGHT = 2
     SIGNS = 3
+
+
+class RoundingKey(NamedTuple):
+    """Key of a stochastic rounding: what its random bits are computed from besides an element's number."""
+
+    k0: int
+    k1: int
+    """Unsigned 32-bit keys of the stream, as :func:`derive_keys` returns them."""
+    first: int = 0
+    """Number of the first value of row 0, a multiple of 32."""
+    row_stride: int = 0
+    """How far apart in numbers consecutive rows begin, a multiple of 32."""
 
 
 def pack_stream(*, step: int, bucket: int, stage: Stage, rank: int) -> int:
@@ -105,7 +118,7 @@ def _signed(value: int) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch shifts int32 arithmetically, so the copied sign bits are masked off."""
+    """Shift as if unsigned: torch copies the sign bit of int32, so the copies are masked off."""
     return (x >> bits) & (_MASK32 >> bits)
 
 

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sdp4bit.quantization.hadamard import flip_signs, hadamard32
-from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout, message_layout
-from sdp4bit.quantization.random import random_bits16
+from sdp4bit.quantization.hadamard import Hadamard, flip_signs, hadamard32
+from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout
+from sdp4bit.quantization.random import RoundingKey, random_bits16
 
 _ABS_MASK = 0x7FFFFFFF
 _INFINITY_BITS = 0x7F800000
@@ -69,7 +69,7 @@ def quantize_groups(groups: Tensor, bits: int, random: Tensor | None) -> tuple[T
     return (fixed + (_HALF if random is None else random)) >> 16, scales
 
 
-def _group_spans(layout: MessageLayout) -> Iterator[tuple[int, int, int, int]]:
+def _group_ranges(layout: MessageLayout) -> Iterator[tuple[int, int, int, int]]:
     """Yield (first value, values, first group, group size) of the full groups, then of the tail."""
     full = layout.padded_numel - layout.tail
     if full:
@@ -101,10 +101,10 @@ def _scales_of(messages: Tensor, layout: MessageLayout) -> Tensor:
 
 
 def encode(values: Tensor, out: Tensor, layout: MessageLayout, random: Tensor | None) -> None:
-    """Messages out [m, nbytes] then carry values, fp32 [m, parts, padded_numel].
+    """Write values, fp32 [m, parts, padded_numel], into messages out [m, nbytes].
 
     Args:
-        random: int32 of the shape of values for stochastic rounding, or None.
+        random: int32 [m * parts, padded_numel] for stochastic rounding, or None for nearest.
     """
     out[:, layout.payload_bytes :] = 0
     if not layout.padded_numel:
@@ -114,7 +114,8 @@ def encode(values: Tensor, out: Tensor, layout: MessageLayout, random: Tensor | 
         codes.copy_(values.view(torch.uint8))
         return
     scales = _scales_of(out, layout)
-    for first, count, group, size in _group_spans(layout):
+    random = None if random is None else random.view(values.shape)
+    for first, count, group, size in _group_ranges(layout):
         grouped = values[..., first : first + count].unflatten(-1, (-1, size)).contiguous()
         bits = None if random is None else random[..., first : first + count].unflatten(-1, (-1, size))
         integer, group_scales = quantize_groups(grouped, layout.bits, bits)
@@ -138,7 +139,7 @@ def decode(messages: Tensor, layout: MessageLayout) -> Tensor:
         return codes.contiguous().view(torch.float32)
     scales = _scales_of(messages, layout)
     values = torch.empty(shape, dtype=torch.float32, device=messages.device)
-    for first, count, group, size in _group_spans(layout):
+    for first, count, group, size in _group_ranges(layout):
         start = first * layout.bits // 8
         packed = codes[..., start : start + count * layout.bits // 8].unflatten(-1, (count // size, -1))
         if layout.bits == 8:
@@ -159,110 +160,68 @@ def _reduce(messages: Tensor, layout: MessageLayout) -> Tensor:
 
 
 def _random_rows(
-    rows: int, layout: MessageLayout, row_stride: int, first: int, keys: tuple[int, int], device: torch.device
-) -> Tensor:
-    """Return random bits, int32 [rows, padded_numel]; row i begins at element i * row_stride + first."""
+    rounding: RoundingKey | None, *, rows: int, layout: MessageLayout, device: torch.device
+) -> Tensor | None:
+    """Return the random bits of rows, int32 [rows, padded_numel], or None for rounding to nearest."""
+    if rounding is None:
+        return None
     bits = torch.empty(rows, layout.padded_numel, dtype=torch.int32, device=device)
     for row in range(rows):
-        bits[row] = random_bits16(row * row_stride + first, layout.padded_numel, *keys, device=device)
+        first = row * rounding.row_stride + rounding.first
+        bits[row] = random_bits16(first, layout.padded_numel, rounding.k0, rounding.k1, device=device)
     return bits
 
 
 def subtract_quantize(
-    main: Tensor,
-    replica: Tensor | None,
-    out: Tensor,
-    *,
-    bits: int,
-    group_size: int,
-    stochastic: bool,
-    k0: int,
-    k1: int,
+    main: Tensor, *, replica: Tensor | None, out: Tensor, layout: MessageLayout, rounding: RoundingKey | None
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`."""
-    layout = message_layout(numel=main.numel(), bits=bits, group_size=group_size)
     difference = main.float() if replica is None else main.float() - replica.float()
-    random = None
-    if stochastic:
-        random = _random_rows(1, layout, 0, 0, (k0, k1), main.device).unsqueeze(0)
+    random = _random_rows(rounding, rows=1, layout=layout, device=main.device)
     encode(_pad(difference.view(1, 1, -1), layout), out.unsqueeze(0), layout, random)
 
 
-def dequantize_add(
-    messages: Tensor, replica: Tensor, *, bits: int, group_size: int, accumulate: bool
-) -> None:
+def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, accumulate: bool) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`."""
-    layout = message_layout(numel=replica.shape[1], bits=bits, group_size=group_size)
     received = decode(messages, layout)[:, 0, : layout.numel]
     replica.copy_(replica.float() + received if accumulate else received)
 
 
 def hadamard_quantize(
     values: Tensor,
-    out: Tensor,
     *,
-    bits: int,
-    group_size: int,
-    hadamard: bool,
-    stochastic: bool,
-    k0: int,
-    k1: int,
-    first: int,
-    row_stride: int,
-    signs: int = 0,
+    out: Tensor,
+    layout: MessageLayout,
+    hadamard: Hadamard | None,
+    rounding: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`."""
-    destinations, parts, numel = values.shape
-    layout = message_layout(numel=numel, bits=bits, group_size=group_size, parts=parts)
     padded = _pad(values, layout)
     if hadamard:
-        padded = hadamard32(flip_signs(padded, signs))
-    random = None
-    if stochastic:
-        rows = _random_rows(destinations * parts, layout, row_stride, first, (k0, k1), values.device)
-        random = rows.view(padded.shape)
-    encode(padded, out, layout, random)
+        padded = hadamard32(flip_signs(padded, hadamard.signs))
+    rows = values.shape[0] * layout.parts
+    encode(padded, out, layout, _random_rows(rounding, rows=rows, layout=layout, device=values.device))
 
 
 def dequantize_reduce_quantize(
     messages: Tensor,
-    out: Tensor,
     *,
-    numel: int,
-    bits_in: int,
-    group_size_in: int,
-    bits_out: int,
-    group_size_out: int,
-    stochastic: bool,
-    k0: int,
-    k1: int,
-    first: int,
-    row_stride: int,
+    received: MessageLayout,
+    out: Tensor,
+    sent: MessageLayout,
+    rounding: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
-    parts = out.shape[0]
-    received = message_layout(numel=numel, bits=bits_in, group_size=group_size_in, parts=parts)
-    sent = message_layout(numel=numel, bits=bits_out, group_size=group_size_out)
     total = _reduce(messages, received)
-    random = None
-    if stochastic:
-        random = _random_rows(parts, sent, row_stride, first, (k0, k1), messages.device).unsqueeze(1)
+    random = _random_rows(rounding, rows=received.parts, layout=sent, device=messages.device)
     encode(total.unsqueeze(1), out, sent, random)
 
 
 def dequantize_reduce_hadamard(
-    messages: Tensor,
-    out: Tensor,
-    *,
-    bits: int,
-    group_size: int,
-    hadamard: bool,
-    multiplier: float,
-    signs: int = 0,
+    messages: Tensor, *, out: Tensor, layout: MessageLayout, hadamard: Hadamard | None, multiplier: float
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
-    layout = message_layout(numel=out.numel(), bits=bits, group_size=group_size)
     total = _reduce(messages, layout)[0]
     if hadamard:
-        total = flip_signs(hadamard32(total), signs)
+        total = flip_signs(hadamard32(total), hadamard.signs)
     out.copy_(total[: layout.numel] * torch.tensor(multiplier, dtype=torch.float32))

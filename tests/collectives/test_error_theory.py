@@ -16,9 +16,9 @@ from hypothesis import settings
 from torch import Tensor
 
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.hadamard import INVERSE_FACTOR, hadamard32
+from sdp4bit.quantization.hadamard import INVERSE_FACTOR, Hadamard, hadamard32
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import Stage, derive_keys, draw_signs, pack_stream
+from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, draw_signs, pack_stream
 
 repeatable = settings(deadline=None, derandomize=True)
 GROUP = 128
@@ -52,20 +52,16 @@ class Reduction:
         nodes, ranks = self.nodes, self.ranks_per_node
         world, shard = nodes * ranks, gradients.shape[1] // (nodes * ranks)
         signs = draw_signs(seed, step=step, bucket=0) if self.random_signs else 0
+        hadamard = Hadamard(signs) if self.hadamard else None
         first = MessageLayout(numel=shard, bits=self.intra_bits, group_size=GROUP, parts=nodes)
         sent = torch.empty(world, ranks, first.nbytes, dtype=torch.uint8)
         for rank in range(world):
             ops.hadamard_quantize(
                 gradients[rank].view(nodes, ranks, shard).transpose(0, 1),
-                sent[rank],
-                first.bits,
-                GROUP,
-                self.hadamard,
-                True,
-                *keys(seed, step, Stage.INTRA, rank),
-                0,
-                shard,
-                signs,
+                out=sent[rank],
+                layout=first,
+                hadamard=hadamard,
+                rounding=RoundingKey(*keys(seed, step, Stage.INTRA, rank), row_stride=shard),
             )
         received = torch.empty(world, ranks, first.nbytes, dtype=torch.uint8)
         for rank in range(world):
@@ -81,7 +77,7 @@ class Reduction:
         factor = (INVERSE_FACTOR if self.hadamard else 1.0) / world
         for rank in range(world):
             ops.dequantize_reduce_hadamard(
-                received[rank], result[rank], layout.bits, GROUP, self.hadamard, factor, signs
+                received[rank], out=result[rank], layout=layout, hadamard=hadamard, multiplier=factor
             )
         return result.view(-1)
 
@@ -91,18 +87,13 @@ class Reduction:
         world = len(received)
         sent = torch.empty(world, self.nodes, second.nbytes, dtype=torch.uint8)
         for rank in range(world):
+            key = RoundingKey(*keys(seed, step, Stage.INTER, rank), row_stride=first.numel)
             ops.dequantize_reduce_quantize(
                 received[rank],
-                sent[rank],
-                first.numel,
-                first.bits,
-                GROUP,
-                second.bits,
-                GROUP,
-                self.inter_stochastic,
-                *keys(seed, step, Stage.INTER, rank),
-                0,
-                first.numel,
+                received=first,
+                out=sent[rank],
+                sent=second,
+                rounding=key if self.inter_stochastic else None,
             )
         crossed = torch.empty_like(sent)
         for rank in range(world):

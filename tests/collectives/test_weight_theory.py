@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sdp4bit.quantization import ops, reference
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import Stage
+from sdp4bit.quantization.random import RoundingKey, Stage
 from tests.collectives.test_error_theory import keys, relative_mse, student_t
 
 repeatable = settings(deadline=None, derandomize=True)
@@ -37,10 +37,10 @@ def quantize_once(values: Tensor, bits: int, group_size: int, *, seed: int | Non
     """Return what arrives of values [n]; rounded to nearest, or stochastically with a seed."""
     layout = MessageLayout(numel=values.numel(), bits=bits, group_size=group_size)
     message = torch.empty(layout.nbytes, dtype=torch.uint8)
-    key = (0, 0) if seed is None else keys(seed, 0, Stage.WEIGHT, 0)
-    ops.subtract_quantize(values, None, message, bits, group_size, seed is not None, *key)
+    key = None if seed is None else RoundingKey(*keys(seed, 0, Stage.WEIGHT, 0))
+    ops.subtract_quantize(values, replica=None, out=message, layout=layout, rounding=key)
     received = torch.empty(1, values.numel())
-    ops.dequantize_add(message.unsqueeze(0), received, bits, group_size, False)
+    ops.dequantize_add(message.unsqueeze(0), replica=received, layout=layout, accumulate=False)
     return received[0]
 
 
@@ -133,8 +133,8 @@ def test_quantized_differences_track_the_main_weights_for_200_steps() -> None:
     for update in adam_like_updates(numel, 200, learning_rate=3e-4):
         main = main - update
         before = (main.double() - replica.double()).norm().item()
-        ops.subtract_quantize(main, replica, message, bits, WEIGHT_GROUP, False, 0, 0)
-        ops.dequantize_add(message.unsqueeze(0), replica.unsqueeze(0), bits, WEIGHT_GROUP, True)
+        ops.subtract_quantize(main, replica=replica, out=message, layout=layout, rounding=None)
+        ops.dequantize_add(message[None], replica=replica[None], layout=layout, accumulate=True)
         # One step of the paper's recursion. bf16 rounds by at most 2**-8 of a value, fp32 by 2**-24.
         gap = (main.double() - replica.double()).norm().item()
         cast = 2**-8 * replica.double().norm().item() + 2**-23 * main.double().norm().item()
@@ -161,10 +161,9 @@ def test_residual_is_not_lost_but_sent_later(stochastic: bool) -> None:
     layout = MessageLayout(numel=WEIGHT_GROUP, bits=4, group_size=WEIGHT_GROUP)
     message = torch.empty(layout.nbytes, dtype=torch.uint8)
     for step in range(40):
-        ops.subtract_quantize(
-            main, replica[0], message, 4, WEIGHT_GROUP, stochastic, *keys(0, step, Stage.WEIGHT, 0)
-        )
-        ops.dequantize_add(message.unsqueeze(0), replica, 4, WEIGHT_GROUP, True)
+        key = RoundingKey(*keys(0, step, Stage.WEIGHT, 0)) if stochastic else None
+        ops.subtract_quantize(main, replica=replica[0], out=message, layout=layout, rounding=key)
+        ops.dequantize_add(message.unsqueeze(0), replica=replica, layout=layout, accumulate=True)
     # The largest residual falls to half a level (nearest) or a level (stochastic) of 7 per step.
     assert (replica[0] - main).abs().max().item() <= 2.0**-23 * main.abs().max().item()
 

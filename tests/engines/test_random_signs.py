@@ -13,6 +13,9 @@ from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import GradientConfig, SDP4BitConfig
 from sdp4bit.engines.explain import describe_gradients
 from sdp4bit.quantization import ops
+from sdp4bit.quantization.hadamard import Hadamard
+from sdp4bit.quantization.layout import message_layout
+from sdp4bit.quantization.random import RoundingKey
 from tests.collectives.test_reduce_scatter import make, reduce_special_values, reduce_with_slices
 from tests.engines.fsdp2.test_exactness import train_with
 from tests.ranks import run_ranks
@@ -33,7 +36,9 @@ def reduce_integers(nodes: int, per_node: int, chunks: int) -> None:
     world, rank = nodes * per_node, dist.get_rank()
     config = GradientConfig(intra_bits=None, inter_bits=None, random_signs=True, pipeline_chunks=chunks)
     _, reduce_scatter, _ = make(nodes, per_node, config)
-    assert not reduce_scatter._signs(0), "nothing is quantized: there is no transform and no sign to change"
+    assert reduce_scatter._transform(0) is None, (
+        "nothing is quantized: there is no transform and no sign to change"
+    )
     reduce_scatter._hadamard = reduce_scatter._random_signs = True
     for call, numel in enumerate(LENGTHS):
         rows = (torch.arange(world * numel) % 997).float().view(world, numel)
@@ -64,7 +69,7 @@ def compare_with_the_plain_transform() -> None:
     assert not torch.equal(results[2], results[0])
     assert not torch.equal(results[2], results[3])
 
-    drawn = torch.tensor([signed._signs(call) for call in range(50)])
+    drawn = torch.tensor([signed._transform(call).signs for call in range(50)])
     assert len(set(drawn.tolist())) == 50
     assert all(torch.equal(drawn, others) for others in gathered(drawn))
     assert 0 < (signed.requantized(rows) - rows).norm() < 0.15 * rows.norm()
@@ -99,10 +104,11 @@ def test_training_with_them_is_another_rounding_of_the_same_run() -> None:
 
 def test_calls_of_the_operators_without_signs_are_the_plain_transform() -> None:
     values = torch.randn(2, 1, 100, generator=torch.Generator().manual_seed(0))
+    layout, rounding = message_layout(numel=100, bits=4, group_size=32), RoundingKey(1, 2, row_stride=128)
     with ops.use_backend("reference"):
-        messages = [torch.zeros(2, 64 + 16, dtype=torch.uint8) for _ in range(3)]
-        for message, signs in zip(messages, ((), (0,), (6,)), strict=True):
-            ops.hadamard_quantize(values, message, 4, 32, True, True, 1, 2, 0, 128, *signs)
+        messages = [torch.zeros(2, layout.nbytes, dtype=torch.uint8) for _ in range(3)]
+        for message, hadamard in zip(messages, (Hadamard(), Hadamard(0), Hadamard(6)), strict=True):
+            ops.hadamard_quantize(values, out=message, layout=layout, hadamard=hadamard, rounding=rounding)
     assert torch.equal(messages[0], messages[1])
     assert not torch.equal(messages[0], messages[2])
 

@@ -6,12 +6,15 @@ Outputs are poisoned and lie between guard bytes; values are of many magnitudes,
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
 
+CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POISON = 0xAB
 GUARD = 16
@@ -49,6 +52,41 @@ def bits_of(tensor: Tensor) -> Tensor:
         return tensor
     integers = {4: torch.int32, 2: torch.int16}[tensor.element_size()]
     return tensor.view(integers).masked_fill(tensor.isnan(), -1)
+
+
+def compare(
+    operator: Callable[..., None],
+    first: Tensor,
+    *,
+    backend: str,
+    device: torch.device = CPU,
+    **named: Any,
+) -> None:
+    """The operator leaves all storage of its tensors as the reference does, bit for bit: what it writes, what
+    surrounds that, and its inputs.
+    """
+    arguments = {"first": first, **named}
+    results = []
+    for name, place in (("reference", CPU), (backend, device)):
+        copies = {
+            key: copy_to(value, place) if isinstance(value, Tensor) else value
+            for key, value in arguments.items()
+        }
+        values = copies.copy()
+        with ops.use_backend(name):  # type: ignore[arg-type]
+            operator(values.pop("first"), **values)
+        results.append(copies)
+    written, layout = "out" if "out" in named else "replica", named.get("sent", named.get("layout"))
+    for key, before in arguments.items():
+        if isinstance(before, Tensor):
+            pair = [whole(result[key]).to(CPU) for result in results]
+            if key == written and before.dtype == torch.uint8 and layout.bits == 32:
+                pair = [x.view(torch.float32) for x in pair]  # of which any NaN is as good as another
+            different = bits_of(pair[1]) != bits_of(pair[0])
+            where = different.nonzero()[:8].tolist()
+            assert not different.any(), f"{key}: {int(different.sum())} differ, first at {where}"
+            if key != written:
+                assert torch.equal(bits_of(pair[1]), bits_of(whole(before))), f"{key} is an input"
 
 
 SPECIALS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -20,7 +20,9 @@ import triton
 
 from sdp4bit.kernels.triton import backend as cuda
 from sdp4bit.quantization import ops
+from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.quantization.random import RoundingKey
 
 try:  # None of this is public, so it may move in any release.
     from triton.backends.compiler import GPUTarget
@@ -73,17 +75,20 @@ def messages(count: int, layout: MessageLayout) -> torch.Tensor:
     return torch.zeros(count, layout.nbytes, dtype=torch.uint8)
 
 
+KEY = RoundingKey(0xFFFFFFFF, 3, row_stride=1 << 20)
+
+
 def subtract_quantize(numel=4096, bits=4, group_size=2048, stochastic=False, dtype=torch.float32):
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
     replica = torch.zeros(numel, dtype=torch.bfloat16)
-    out = messages(1, layout)[0]
-    ops.subtract_quantize(replica.to(dtype), replica, out, bits, group_size, stochastic, 1, 2)
+    out, rounding = messages(1, layout)[0], RoundingKey(1, 2) if stochastic else None
+    ops.subtract_quantize(replica.to(dtype), replica=replica, out=out, layout=layout, rounding=rounding)
 
 
 def dequantize_add(numel=4096, bits=4, group_size=2048, accumulate=True, dtype=torch.bfloat16):
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
     replica = torch.zeros(2, numel, dtype=dtype)
-    ops.dequantize_add(messages(2, layout), replica, bits, group_size, accumulate)
+    ops.dequantize_add(messages(2, layout), replica=replica, layout=layout, accumulate=accumulate)
 
 
 def hadamard_quantize(
@@ -91,18 +96,17 @@ def hadamard_quantize(
 ):
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=2)
     values = torch.zeros(2, 4, numel, dtype=dtype).transpose(0, 1)
+    transform, rounding = Hadamard(signs) if hadamard else None, KEY if stochastic else None
     out = messages(4, layout)
-    keys = (0xFFFFFFFF, 3)
-    ops.hadamard_quantize(values, out, bits, group_size, hadamard, stochastic, *keys, 0, 1 << 20, signs)
+    ops.hadamard_quantize(values, out=out, layout=layout, hadamard=transform, rounding=rounding)
 
 
 def dequantize_reduce_quantize(numel=4096, count=8, bits_in=8, group_size_in=128, bits=4, group_size=128):
     received = MessageLayout(numel=numel, bits=bits_in, group_size=group_size_in, parts=2)
     sent = MessageLayout(numel=numel, bits=bits, group_size=group_size)
-    numbering = (0xFFFFFFFF, 3, 0, 1 << 20)
+    out = messages(2, sent)
     ops.dequantize_reduce_quantize(
-        *(messages(count, received), messages(2, sent), numel),
-        *(bits_in, group_size_in, bits, group_size, True, *numbering),
+        messages(count, received), received=received, out=out, sent=sent, rounding=KEY
     )
 
 
@@ -110,8 +114,10 @@ def dequantize_reduce_hadamard(
     numel=4096, count=4, bits=4, group_size=128, hadamard=True, dtype=torch.float32, signs=0
 ):
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
-    out = torch.zeros(numel, dtype=dtype)
-    ops.dequantize_reduce_hadamard(messages(count, layout), out, bits, group_size, hadamard, 1 / 128, signs)
+    out, transform = torch.zeros(numel, dtype=dtype), Hadamard(signs) if hadamard else None
+    ops.dequantize_reduce_hadamard(
+        messages(count, layout), out=out, layout=layout, hadamard=transform, multiplier=1 / 128
+    )
 
 
 DEFAULTS = [
@@ -247,6 +253,6 @@ def test_lengths_beyond_32_bits(compiled):
     numel = (1 << 31) + 1
     layout = MessageLayout(numel=numel, bits=4, group_size=2048)
     main, out = torch.empty(numel, dtype=torch.bfloat16), torch.empty(layout.nbytes, dtype=torch.uint8)
-    ops.subtract_quantize(main, None, out, 4, 2048, False, 1, 2)
-    ops.dequantize_add(out[None], main[None], 4, 2048, True)
+    ops.subtract_quantize(main, replica=None, out=out, layout=layout, rounding=None)
+    ops.dequantize_add(out[None], replica=main[None], layout=layout, accumulate=True)
     assert len(compiled) == 2

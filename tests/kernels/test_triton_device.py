@@ -1,7 +1,7 @@
 """The Triton kernels on a GPU: one launch per operator, no synchronization, CUDA graphs, torch.compile.
 
 All tests need a GPU. Their bytes are compared with the reference here only as a sign of life;
-`test_kernels_cuda.py` compares every variant.
+`test_triton.py` compares every variant.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from sdp4bit.quantization import ops
+from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import derive_keys
+from sdp4bit.quantization.random import RoundingKey, derive_keys
 from tests.kernels.kernel_buffers import POISON, bits_of, make_values
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -27,18 +28,19 @@ pytestmark = [
 ]
 
 DEVICE = torch.device("cuda")
-KEYS = derive_keys(1234, 7)
 NODES, LOCAL_RANKS, NUMEL = 2, 4, 100_000
 """A gradient path on one device: messages of the sizes that 2 nodes of 4 ranks would exchange."""
 INTRA = MessageLayout(numel=NUMEL, bits=8, group_size=128, parts=NODES)
 INTER = MessageLayout(numel=NUMEL, bits=4, group_size=128)
-STRIDE = 32 * (NUMEL // 32 + 1)
+KEY = RoundingKey(*derive_keys(1234, 7), row_stride=INTRA.padded_numel)
 
 
 def gradient_path(gradient: Tensor, intra: Tensor, inter: Tensor, out: Tensor) -> None:
-    ops.hadamard_quantize(gradient.transpose(0, 1), intra, 8, 128, True, True, *KEYS, 0, STRIDE)
-    ops.dequantize_reduce_quantize(intra, inter, NUMEL, 8, 128, 4, 128, True, *KEYS, 0, STRIDE)
-    ops.dequantize_reduce_hadamard(inter, out, 4, 128, True, 1 / 32 / (NODES * LOCAL_RANKS))
+    rows, transform = gradient.transpose(0, 1), Hadamard()
+    ops.hadamard_quantize(rows, out=intra, layout=INTRA, hadamard=transform, rounding=KEY)
+    ops.dequantize_reduce_quantize(intra, received=INTRA, out=inter, sent=INTER, rounding=KEY)
+    multiplier = 1 / 32 / (NODES * LOCAL_RANKS)
+    ops.dequantize_reduce_hadamard(inter, out=out, layout=INTER, hadamard=transform, multiplier=multiplier)
 
 
 def path_buffers(seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -120,16 +122,17 @@ def test_offsets_beyond_32_bits(bits):
     main = torch.zeros(numel, dtype=torch.bfloat16, device=DEVICE)
     main[-alone:] = make_values(alone, seed=6, dtype=torch.bfloat16).to(DEVICE)
     message = torch.full((1, layout.nbytes), POISON, dtype=torch.uint8, device=DEVICE)
-    ops.subtract_quantize(main, None, message[0], bits, 2048, False, 0, 0)
+    ops.subtract_quantize(main, replica=None, out=message[0], layout=layout, rounding=None)
     expected = torch.empty(1, short.nbytes, dtype=torch.uint8)
     with ops.use_backend("reference"):
-        ops.subtract_quantize(main[-alone:].cpu(), None, expected[0], bits, 2048, False, 0, 0)
+        last = main[-alone:].cpu()
+        ops.subtract_quantize(last, replica=None, out=expected[0], layout=short, rounding=None)
     codes = message[0, layout.scales_offset - short.code_bytes : layout.scales_offset]
     scales = message[0, layout.payload_bytes - 2 * short.groups : layout.payload_bytes]
     assert torch.equal(codes.cpu(), expected[0, : short.code_bytes])
     assert torch.equal(scales.cpu(), expected[0, short.scales_offset : short.payload_bytes])
     replica = torch.zeros(1, alone, dtype=torch.bfloat16)
     with ops.use_backend("reference"):
-        ops.dequantize_add(expected, replica, bits, 2048, False)
-    ops.dequantize_add(message, main[None], bits, 2048, False)
+        ops.dequantize_add(expected, replica=replica, layout=short, accumulate=False)
+    ops.dequantize_add(message, replica=main[None], layout=layout, accumulate=False)
     assert_same(main[-alone:], replica[0])

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import derive_keys
+from sdp4bit.quantization.random import RoundingKey, derive_keys
 
 repeatable = settings(deadline=None, derandomize=True)
 NAN, INF = float("nan"), float("inf")
-K0, K1 = derive_keys(11, 22)
+KEY = RoundingKey(*derive_keys(11, 22))
 QMAX = {4: 7, 8: 127}
 
 
@@ -121,18 +121,8 @@ def encoded(rows: Tensor, bits: int, group_size: int, *, stochastic: bool = Fals
     parts, numel = rows.shape
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
     out = torch.full((1, layout.nbytes), 0xAA, dtype=torch.uint8)
-    reference.hadamard_quantize(
-        rows.unsqueeze(0),
-        out,
-        bits=bits,
-        group_size=group_size,
-        hadamard=False,
-        stochastic=stochastic,
-        k0=K0,
-        k1=K1,
-        first=0,
-        row_stride=layout.padded_numel,
-    )
+    rounding = KEY._replace(row_stride=layout.padded_numel) if stochastic else None
+    reference.hadamard_quantize(rows[None], out=out, layout=layout, hadamard=None, rounding=rounding)
     return out[0]
 
 

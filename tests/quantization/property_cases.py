@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
-from tests.kernels.kernel_buffers import DTYPES, make_messages, make_values
+from sdp4bit.quantization.random import RoundingKey
+from tests.kernels.kernel_buffers import (
+    DTYPES,
+    guarded_messages,
+    guarded_values,
+    make_messages,
+    make_values,
+)
 
 FEW = settings(deadline=None, derandomize=True, max_examples=60)
 MANY = settings(
@@ -28,7 +37,9 @@ PROFILES = pytest.mark.parametrize(
 )
 
 
-def hold(profile: settings, strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
+def hold(
+    profile: settings, strategy: st.SearchStrategy[Any], check: Callable[[Any], None], *, name: str = ""
+) -> None:
     """The check passes for as many cases as the profile says; the smallest that does not is shown."""
     passed = 0
 
@@ -38,7 +49,7 @@ def hold(profile: settings, strategy: st.SearchStrategy[Any], check: Callable[[A
         passed += 1
 
     # Repeatable cases are drawn by name.
-    test.__name__ = test.__qualname__ = check.__name__
+    test.__name__ = test.__qualname__ = name or check.__name__
     profile(given(strategy)(test))()
     assert passed >= profile.max_examples
 
@@ -61,7 +72,7 @@ SPECIAL = (
 )
 SPECIAL += (INF, -INF, -3.4028234663852886e38)
 
-lengths = st.sampled_from([0, 1, 2, 31, 32, 33, 63, 64, 65]) | st.integers(0, 300) | st.integers(0, 2500)
+lengths = st.sampled_from([0, 1, 2, 31, 32, 33, 63, 64, 65]) | st.integers(0, 300) | st.integers(0, 6000)
 group_sizes = st.sampled_from([32, 64, 96, 128, 160, 512, 2048, 8192]) | st.integers(1, 40).map(
     lambda blocks: 32 * blocks
 )
@@ -69,14 +80,13 @@ bits = st.sampled_from([4, 8, 32])
 """Those of a configuration; 32 is its None."""
 dtypes = st.sampled_from(DTYPES)
 seeds = st.integers(0, 2**31 - 1)
-keys = st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
 signs = st.sampled_from([0, 1, 1 << 31, (1 << 32) - 1]) | st.integers(0, 2**32 - 1)
-transforms = st.tuples(st.just(False), st.just(0)) | st.tuples(st.just(True), signs)
-"""Whether to transform, and with which signs."""
+transforms = st.none() | signs.map(Hadamard)
+numbers = st.integers(0, 1 << 20).map(lambda block: 32 * block)
+words = st.integers(0, 2**32 - 1)
+roundings = st.none() | st.builds(RoundingKey, words, words, numbers, numbers)
 counts = st.integers(0, 6) | st.sampled_from([16, 17])
 """Messages that are summed."""
-numberings = st.tuples(*[st.integers(0, 1 << 20).map(lambda block: 32 * block)] * 2)
-"""The number of the first value, and of those between rows."""
 special_values = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.sampled_from(SPECIAL)), max_size=5)
 
 
@@ -141,3 +151,66 @@ def received_messages(draw: st.DrawFn, count: int, layout: MessageLayout) -> Ten
         values = draw(tensors((count, layout.parts * layout.padded_numel), dtype=torch.float32))
         messages[:, : layout.scales_offset] = values.view(torch.uint8)
     return messages
+
+
+@st.composite
+def layouts(draw: st.DrawFn, numel: int, *, parts: int = 1) -> MessageLayout:
+    return MessageLayout(numel=numel, bits=draw(bits), group_size=draw(group_sizes), parts=parts)
+
+
+# Calls of the operators: the first argument, and the others by their names.
+
+
+@st.composite
+def _subtract_quantize(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
+    layout = draw(layouts(draw(lengths)))
+    main = draw(laid_out(draw(tensors((layout.numel,)))))
+    replica = draw(st.none() | tensors((layout.numel,)).flatmap(laid_out))
+    out = guarded_messages(1, layout)[0]
+    return main, {"replica": replica, "out": out, "layout": layout, "rounding": draw(roundings)}
+
+
+@st.composite
+def _dequantize_add(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
+    rows, layout = draw(st.integers(0, 4)), draw(layouts(draw(lengths)))
+    replica = draw(laid_out(draw(tensors((rows, layout.numel)))))
+    messages = draw(received_messages(rows, layout))
+    return messages, {"replica": replica, "layout": layout, "accumulate": draw(st.booleans())}
+
+
+@st.composite
+def _hadamard_quantize(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
+    destinations, parts = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    layout = draw(layouts(draw(lengths), parts=parts))
+    values = draw(laid_out(draw(tensors((destinations, parts, layout.numel)))))
+    if destinations and draw(st.integers(0, 9)) == 0:
+        values = values[:1].expand(destinations, -1, -1)
+    named = {"hadamard": draw(transforms), "rounding": draw(roundings)}
+    return values, {"out": guarded_messages(destinations, layout), "layout": layout, **named}
+
+
+@st.composite
+def _dequantize_reduce_quantize(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
+    numel, parts = draw(lengths), draw(st.integers(1, 3))
+    received, sent = draw(layouts(numel, parts=parts)), draw(layouts(numel))
+    messages, out = draw(received_messages(draw(counts), received)), guarded_messages(parts, sent)
+    return messages, {"received": received, "out": out, "sent": sent, "rounding": draw(roundings)}
+
+
+@st.composite
+def _dequantize_reduce_hadamard(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
+    layout = draw(layouts(draw(lengths)))
+    poison = torch.full((layout.numel,), math.nan, dtype=draw(dtypes))
+    out = guarded_values(poison, offset=draw(st.integers(0, 8)))
+    multiplier = draw(st.sampled_from([1.0, 1 / 32, 1 / 96, -0.3, 0.0, 1e30, 1e-44, math.inf]))
+    named = {"layout": layout, "hadamard": draw(transforms), "multiplier": multiplier}
+    return draw(received_messages(draw(counts), layout)), {"out": out, **named}
+
+
+CALLS = {
+    "subtract_quantize": _subtract_quantize,
+    "dequantize_add": _dequantize_add,
+    "hadamard_quantize": _hadamard_quantize,
+    "dequantize_reduce_quantize": _dequantize_reduce_quantize,
+    "dequantize_reduce_hadamard": _dequantize_reduce_hadamard,
+}

@@ -73,7 +73,7 @@ def test_padding_bytes_are_what_raggedness_adds() -> None:
 
 @repeatable
 @given(layouts)
-def test_rows_codes_and_scales_never_overlap_and_fill_the_message(layout: MessageLayout) -> None:
+def test_rows_codes_and_scales_are_aligned_never_overlap_and_fill_the_message(layout: MessageLayout) -> None:
     owner = bytearray(layout.nbytes)
     for part in range(layout.parts):
         first = part * layout.code_bytes
@@ -85,6 +85,8 @@ def test_rows_codes_and_scales_never_overlap_and_fill_the_message(layout: Messag
     assert owner[: layout.payload_bytes] == b"\x01" * layout.payload_bytes
     assert not any(owner[layout.payload_bytes :])
     assert 0 <= layout.nbytes - layout.payload_bytes < MESSAGE_ALIGNMENT
+    assert layout.nbytes % MESSAGE_ALIGNMENT == 0
+    assert layout.code_bytes % 16 == layout.scales_offset % 16 == 0
 
 
 @repeatable
@@ -100,14 +102,6 @@ def test_groups_cover_a_padded_row_exactly(layout: MessageLayout) -> None:
     assert sum(sizes) == layout.padded_numel
     assert all(size % 32 == 0 for size in sizes)
     assert sum(size * layout.bits // 8 for size in sizes) == layout.code_bytes
-
-
-@repeatable
-@given(layouts)
-def test_messages_and_scales_are_aligned(layout: MessageLayout) -> None:
-    assert layout.nbytes % MESSAGE_ALIGNMENT == 0
-    assert layout.code_bytes % 16 == 0
-    assert layout.scales_offset % 16 == 0
 
 
 @repeatable

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdp4bit.quantization import ops, reference
+from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import MAX_ELEMENTS, derive_keys
-from tests.quantization.operator_calls import KEYS, empty_messages, quantized, values_of
+from sdp4bit.quantization.random import MAX_ELEMENTS, RoundingKey, derive_keys
+from tests.quantization.operator_calls import KEY, empty_messages, layout_of, quantized, values_of
 
 
 @pytest.fixture(autouse=True)
@@ -24,117 +27,152 @@ def reference_backend() -> Iterator[None]:
 # Registration
 
 
-def subtract_quantize_arguments() -> Iterator[tuple]:
-    for numel, bits, group_size, dtype, stochastic in [
-        (4096, 4, 2048, torch.bfloat16, False),
-        (100, 8, 96, torch.float32, True),
-        (1, 32, 32, torch.float16, False),
-    ]:
-        out = empty_messages(1, numel, bits, group_size)[0]
-        replica = values_of(numel, dtype=dtype, seed=1)
-        yield values_of(numel), replica, out, bits, group_size, stochastic, *KEYS
-        yield values_of(numel), None, out, bits, group_size, stochastic, *KEYS
+def calls_of(name: str) -> Iterator[dict[str, Any]]:
+    """Calls of an operator: every kind of argument, and None where it may be."""
+    if name == "subtract_quantize":
+        for layout, dtype, rounding in [
+            (layout_of(4096, 4, 2048), torch.bfloat16, None),
+            (layout_of(100, 8, 96), torch.float32, KEY),
+            (layout_of(1, 32, 32), torch.float16, None),
+        ]:
+            for replica in (values_of(layout.numel, dtype=dtype, seed=1), None):
+                out = empty_messages(1, layout)[0]
+                main = values_of(layout.numel)
+                yield {"main": main, "replica": replica, "out": out, "layout": layout, "rounding": rounding}
+    elif name == "dequantize_add":
+        for rows, layout, dtype, accumulate in [
+            (2, layout_of(4096, 4, 2048), torch.bfloat16, True),
+            (3, layout_of(100, 8, 96), torch.float32, False),
+        ]:
+            messages = quantized(values_of(rows, 1, layout.numel), layout)
+            replica = values_of(rows, layout.numel, dtype=dtype, seed=1)
+            yield {"messages": messages, "replica": replica, "layout": layout, "accumulate": accumulate}
+    elif name == "hadamard_quantize":
+        for values, layout, hadamard, rounding in [
+            (values_of(2, 3, 256), layout_of(256, 8, 128, parts=3), Hadamard(), KEY),
+            (values_of(1, 2, 100, dtype=torch.bfloat16), layout_of(100, 4, 96, parts=2), None, None),
+            (values_of(3, 2, 256).transpose(0, 1), layout_of(256, 4, 128, parts=3), Hadamard(6), KEY),
+        ]:
+            out = empty_messages(values.shape[0], layout)
+            numbered = rounding and rounding._replace(first=32, row_stride=512)
+            named = {"layout": layout, "hadamard": hadamard, "rounding": numbered}
+            yield {"values": values, "out": out, **named}
+    elif name == "dequantize_reduce_quantize":
+        for ranks, received, sent, rounding in [
+            (2, layout_of(256, 8, 128, parts=3), layout_of(256, 4, 128), KEY._replace(row_stride=512)),
+            (3, layout_of(100, 4, 32), layout_of(100, 8, 96), None),
+        ]:
+            messages = quantized(values_of(ranks, received.parts, received.numel), received)
+            out = empty_messages(received.parts, sent)
+            named = {"received": received, "out": out, "sent": sent, "rounding": rounding}
+            yield {"messages": messages, **named}
+    else:
+        for ranks, layout, dtype, hadamard in [
+            (2, layout_of(256, 4, 128), torch.float32, Hadamard()),
+            (2, layout_of(256, 4, 128), torch.float32, Hadamard(0xDEADBEEF)),
+            (3, layout_of(100, 8, 96), torch.bfloat16, None),
+        ]:
+            messages = quantized(values_of(ranks, 1, layout.numel), layout)
+            out = torch.zeros(layout.numel, dtype=dtype)
+            named = {"layout": layout, "hadamard": hadamard, "multiplier": 1 / 96}
+            yield {"messages": messages, "out": out, **named}
 
 
-def dequantize_add_arguments() -> Iterator[tuple]:
-    for rows, numel, bits, group_size, dtype, accumulate in [
-        (2, 4096, 4, 2048, torch.bfloat16, True),
-        (3, 100, 8, 96, torch.float32, False),
-    ]:
-        messages = quantized(values_of(rows, 1, numel), bits, group_size)
-        yield messages, values_of(rows, numel, dtype=dtype, seed=1), bits, group_size, accumulate
-
-
-def hadamard_quantize_arguments() -> Iterator[tuple]:
-    for shape, bits, group_size, dtype, hadamard, stochastic in [
-        ((2, 3, 256), 8, 128, torch.float32, True, True),
-        ((1, 2, 100), 4, 96, torch.bfloat16, False, False),
-    ]:
-        out = empty_messages(shape[0], shape[2], bits, group_size, parts=shape[1])
-        values = values_of(*shape, dtype=dtype)
-        yield values, out, bits, group_size, hadamard, stochastic, *KEYS, 32, 512
-    transposed = values_of(3, 2, 256).transpose(0, 1)
-    out = empty_messages(2, 256, 4, 128, parts=3)
-    yield transposed, out, 4, 128, True, True, *KEYS, 0, 256, 0xDEADBEEF
-
-
-def dequantize_reduce_quantize_arguments() -> Iterator[tuple]:
-    for ranks, parts, numel, bits_in, group_in, bits_out, group_out, stochastic in [
-        (2, 3, 256, 8, 128, 4, 128, True),
-        (3, 1, 100, 4, 32, 8, 96, False),
-    ]:
-        messages = quantized(values_of(ranks, parts, numel), bits_in, group_in)
-        out = empty_messages(parts, numel, bits_out, group_out)
-        yield (
-            *(messages, out, numel, bits_in, group_in, bits_out, group_out, stochastic, *KEYS),
-            *(0, 512),
-        )
-
-
-def dequantize_reduce_hadamard_arguments() -> Iterator[tuple]:
-    for ranks, numel, bits, group_size, dtype, hadamard in [
-        (2, 256, 4, 128, torch.float32, True),
-        (3, 100, 8, 96, torch.bfloat16, False),
-    ]:
-        messages = quantized(values_of(ranks, 1, numel), bits, group_size)
-        yield messages, torch.zeros(numel, dtype=dtype), bits, group_size, hadamard, 1 / 96
-        signs = 0xDEADBEEF * hadamard
-        yield messages, torch.zeros(numel, dtype=dtype), bits, group_size, hadamard, 1 / 96, signs
-
-
-ARGUMENTS = {
-    "subtract_quantize": subtract_quantize_arguments,
-    "dequantize_add": dequantize_add_arguments,
-    "hadamard_quantize": hadamard_quantize_arguments,
-    "dequantize_reduce_quantize": dequantize_reduce_quantize_arguments,
-    "dequantize_reduce_hadamard": dequantize_reduce_hadamard_arguments,
+WRITTEN = {
+    "subtract_quantize": "out",
+    "dequantize_add": "replica",
+    "hadamard_quantize": "out",
+    "dequantize_reduce_quantize": "out",
+    "dequantize_reduce_hadamard": "out",
 }
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+def call(name: str, arguments: dict[str, Any]) -> object:
+    (_, first), *named = arguments.items()
+    return getattr(ops, name)(first, **dict(named))
+
+
+class _Recorded(TorchDispatchMode):
+    """The operators and their arguments as numbers, which do not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, args))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 def test_schema_fake_and_dispatch_are_sound(name: str) -> None:
-    for arguments in ARGUMENTS[name]():
-        results = torch.library.opcheck(getattr(torch.ops.sdp4bit, name).default, arguments)
+    for arguments in calls_of(name):
+        with _Recorded() as recorded:
+            call(name, arguments)
+        ((operator, numbers),) = recorded.calls
+        assert operator is getattr(torch.ops.sdp4bit, name).default
+        results = torch.library.opcheck(operator, numbers)
         assert {"test_schema", "test_faketensor", "test_aot_dispatch_dynamic"} <= set(results)
         assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize(
-    ("name", "written"),
-    list(zip(ARGUMENTS, ("out", "replica", "out", "out", "out"), strict=True)),
-)
+@pytest.mark.parametrize(("name", "written"), WRITTEN.items())
 def test_operator_changes_one_argument_and_returns_nothing(name: str, written: str) -> None:
-    op = getattr(ops, name)
-    names = [argument.name for argument in getattr(torch.ops.sdp4bit, name).default._schema.arguments]
-    for arguments in ARGUMENTS[name]():
-        copies = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
-        assert op(*copies) is None
-        given = names[: len(arguments)]  # the last may have a default
-        for argument, after, before in zip(given, copies, arguments, strict=True):
-            if isinstance(before, Tensor):
-                assert torch.equal(after, before) == (argument != written)
+    for before in calls_of(name):
+        after = {key: a.clone() if isinstance(a, Tensor) else a for key, a in before.items()}
+        assert call(name, after) is None
+        for key, value in before.items():
+            if isinstance(value, Tensor):
+                assert torch.equal(after[key], value) == (key != written)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"layout": None}, "layout must be .*MessageLayout"),
+        ({"layout": 4}, "layout must be .*MessageLayout"),
+        ({"rounding": (1, 2)}, "rounding must be .*RoundingKey"),
+        ({"hadamard": True}, "hadamard must be .*Hadamard"),
+        ({"signs": 5}, "signs"),
+    ],
+)
+def test_argument_of_another_kind_is_a_type_error(change: dict[str, Any], named: str) -> None:
+    arguments = next(calls_of("hadamard_quantize"))
+    with pytest.raises(TypeError, match=named):
+        call("hadamard_quantize", arguments | change)
+    del arguments["layout"]
+    with pytest.raises(TypeError, match=r"missing a required .*layout"):
+        call("hadamard_quantize", arguments)
 
 
 def test_whole_round_compiles_into_one_graph_with_the_same_result() -> None:
     numel, ranks, nodes = 320, 2, 3
-    intra_bytes = MessageLayout(numel=numel, bits=8, group_size=128, parts=nodes).nbytes
-    inter_bytes = MessageLayout(numel=numel, bits=4, group_size=96).nbytes
-    weight_bytes = MessageLayout(numel=numel, bits=4, group_size=2048).nbytes
+    intra, inter = layout_of(numel, 8, 128, parts=nodes), layout_of(numel, 4, 96)
+    weights = layout_of(numel, 4, 2048)
+    numbered = KEY._replace(row_stride=numel)
 
     def round_trip(gradient: Tensor, main: Tensor, replica: Tensor) -> tuple[Tensor, Tensor]:
-        sent = torch.empty(ranks, intra_bytes, dtype=torch.uint8)
+        sent = torch.empty(ranks, intra.nbytes, dtype=torch.uint8)
         ops.hadamard_quantize(
             gradient.view(nodes, ranks, numel).transpose(0, 1),
-            sent, 8, 128, True, True, *KEYS, 0, numel,
-        )  # fmt: skip
-        summed = torch.empty(nodes, inter_bytes, dtype=torch.uint8)
-        ops.dequantize_reduce_quantize(sent, summed, numel, 8, 128, 4, 96, True, *KEYS, 0, numel)
+            out=sent,
+            layout=intra,
+            hadamard=Hadamard(),
+            rounding=numbered,
+        )
+        summed = torch.empty(nodes, inter.nbytes, dtype=torch.uint8)
+        ops.dequantize_reduce_quantize(sent, received=intra, out=summed, sent=inter, rounding=numbered)
         reduced = torch.empty(numel)
-        ops.dequantize_reduce_hadamard(summed, reduced, 4, 96, True, 1 / 192)
-        difference = torch.empty(weight_bytes, dtype=torch.uint8)
-        ops.subtract_quantize(main - reduced, replica[0], difference, 4, 2048, False, 0, 0)
+        ops.dequantize_reduce_hadamard(
+            summed, out=reduced, layout=inter, hadamard=Hadamard(), multiplier=1 / 192
+        )
+        difference = torch.empty(weights.nbytes, dtype=torch.uint8)
+        ops.subtract_quantize(
+            main - reduced, replica=replica[0], out=difference, layout=weights, rounding=None
+        )
         updated = replica.clone()
-        ops.dequantize_add(torch.stack([difference, difference]), updated, 4, 2048, True)
+        ops.dequantize_add(
+            torch.stack([difference, difference]), replica=updated, layout=weights, accumulate=True
+        )
         return reduced, updated
 
     arguments = (
@@ -149,12 +187,32 @@ def test_whole_round_compiles_into_one_graph_with_the_same_result() -> None:
     assert expected[0].abs().min() > 0
 
 
+def test_records_and_sizes_that_a_compiled_function_makes() -> None:
+    """A key, a transform and a layout of sizes that are symbols while it is traced."""
+
+    def sum_of(values: Tensor, sent: Tensor, k0: int) -> Tensor:
+        layout = MessageLayout(numel=values.shape[2], bits=4, group_size=64)
+        rounding = RoundingKey(k0, 7, first=32)
+        ops.hadamard_quantize(values, out=sent, layout=layout, hadamard=Hadamard(3), rounding=rounding)
+        total = torch.empty(values.shape[2])
+        ops.dequantize_reduce_hadamard(
+            sent, out=total, layout=layout, hadamard=Hadamard(3), multiplier=1 / 32
+        )
+        return total
+
+    compiled = torch.compile(sum_of, fullgraph=True, backend="aot_eager", dynamic=True)
+    for numel in (100, 320, 77):
+        values, sent = values_of(2, 1, numel), empty_messages(2, layout_of(numel, 4, 64))
+        assert torch.equal(compiled(values, sent, 5), sum_of(values, sent, 5))
+
+
 def test_meta_tensors_are_checked_and_nothing_is_computed() -> None:
-    out = empty_messages(2, 100, 4, 32, device="meta")
-    values = torch.empty(2, 1, 100, device="meta")
-    assert ops.hadamard_quantize(values, out, 4, 32, True, False, 0, 0, 0, 0) is None
-    with pytest.raises(ValueError, match=rf"uint8 \[messages, {out.shape[1]}\]"):
-        ops.hadamard_quantize(values, out[:, :48], 4, 32, True, False, 0, 0, 0, 0)
+    layout, values = layout_of(100), torch.empty(2, 1, 100, device="meta")
+    out = empty_messages(2, layout, device="meta")
+    named = {"layout": layout, "hadamard": Hadamard(), "rounding": None}
+    assert ops.hadamard_quantize(values, out=out, **named) is None
+    with pytest.raises(ValueError, match=rf"uint8 \[messages, {layout.nbytes}\]"):
+        ops.hadamard_quantize(values, out=out[:, :48], **named)
 
 
 # Equalities between calls
@@ -162,47 +220,49 @@ def test_meta_tensors_are_checked_and_nothing_is_computed() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_values_equal_their_fp32_copies(dtype: torch.dtype) -> None:
-    values = values_of(2, 2, 100, dtype=dtype)
-    assert torch.equal(quantized(values, 4, 96), quantized(values.float(), 4, 96))
-    messages = quantized(values_of(2, 1, 100), 4, 96)
+    values, parted, layout = values_of(2, 2, 100, dtype=dtype), layout_of(100, 4, 96, parts=2), layout_of(100)
+    assert torch.equal(quantized(values, parted), quantized(values.float(), parted))
+    messages = quantized(values_of(2, 1, 100), layout)
     narrow, wide = torch.empty(100, dtype=dtype), torch.empty(100)
-    ops.dequantize_reduce_hadamard(messages, narrow, 4, 96, True, 0.1)
-    ops.dequantize_reduce_hadamard(messages, wide, 4, 96, True, 0.1)
+    for out in (narrow, wide):
+        ops.dequantize_reduce_hadamard(messages, out=out, layout=layout, hadamard=Hadamard(), multiplier=0.1)
     assert torch.equal(narrow, wide.to(dtype))
 
 
 def test_transposed_view_equals_its_copy() -> None:
-    values = values_of(3, 2, 100).transpose(0, 1)
-    assert torch.equal(quantized(values, 8, 64), quantized(values.contiguous(), 8, 64))
+    values, layout = values_of(3, 2, 100).transpose(0, 1), layout_of(100, 8, 64, parts=3)
+    assert torch.equal(quantized(values, layout), quantized(values.contiguous(), layout))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_slices_of_a_row_carry_the_codes_and_scales_of_the_whole(bits: int) -> None:
     # What lets a pipelined reduction equal the unpipelined one bit for bit.
     numel, group_size, destinations, parts, ranks = 1000, 96, 2, 3, 2
-    row_stride = 1024
     gradients = [values_of(destinations, parts, numel, seed=seed) for seed in range(ranks)]
 
-    def reduced(spans: list[tuple[int, int]]) -> Tensor:
+    def reduced(ranges: list[tuple[int, int]]) -> Tensor:
         result = torch.empty(parts, numel)
-        for start, end in spans:
-            count = end - start
+        for start, end in ranges:
+            received = layout_of(end - start, bits, group_size, parts=parts)
+            sent = layout_of(end - start, 4, group_size)
+            numbered = {"first": start, "row_stride": 1024}
             messages = []
             for rank, gradient in enumerate(gradients):
-                out = empty_messages(destinations, count, bits, group_size, parts=parts)
-                ops.hadamard_quantize(
-                    gradient[..., start:end], out, bits, group_size, True, True,
-                    *derive_keys(0, rank), start, row_stride,
-                )  # fmt: skip
-                messages.append(out[1])
-            summed = empty_messages(parts, count, 4, group_size)
+                key = RoundingKey(*derive_keys(0, rank), **numbered)
+                slices = gradient[..., start:end]
+                messages.append(quantized(slices, received, hadamard=Hadamard(), rounding=key)[1])
+            summed = empty_messages(parts, sent)
+            key = KEY._replace(**numbered)
             ops.dequantize_reduce_quantize(
-                torch.stack(messages), summed, count, bits, group_size, 4, group_size, True,
-                *KEYS, start, row_stride,
-            )  # fmt: skip
+                torch.stack(messages), received=received, out=summed, sent=sent, rounding=key
+            )
             for part in range(parts):
                 ops.dequantize_reduce_hadamard(
-                    summed[part : part + 1], result[part, start:end], 4, group_size, True, 1 / 64
+                    summed[part : part + 1],
+                    out=result[part, start:end],
+                    layout=sent,
+                    hadamard=Hadamard(),
+                    multiplier=1 / 64,
                 )
         return result
 
@@ -213,61 +273,55 @@ def test_slices_of_a_row_carry_the_codes_and_scales_of_the_whole(bits: int) -> N
 
 def test_random_bits_are_numbered_by_row_and_first() -> None:
     values = values_of(1, 2, 64)
-    out = empty_messages(1, 64, 4, 32, parts=2)
-    ops.hadamard_quantize(values, out, 4, 32, False, True, *KEYS, 96, 160)
+    both = quantized(values, layout_of(64, parts=2), rounding=KEY._replace(first=96, row_stride=160))
     for part, first in ((0, 96), (1, 256)):
-        alone = empty_messages(1, 64, 4, 32)
-        ops.hadamard_quantize(values[:, part : part + 1], alone, 4, 32, False, True, *KEYS, first, 0)
-        assert torch.equal(out[0, 32 * part : 32 * part + 32], alone[0, :32])
+        row, key = values[:, part : part + 1], KEY._replace(first=first)
+        alone = quantized(row, layout_of(64), rounding=key)
+        assert torch.equal(both[0, 32 * part : 32 * part + 32], alone[0, :32])
+        difference = torch.empty_like(alone)
+        ops.subtract_quantize(
+            row.flatten(), replica=None, out=difference[0], layout=layout_of(64), rounding=key
+        )
+        assert torch.equal(difference, alone)
 
 
-def test_keys_decide_stochastic_rounding_and_nothing_else() -> None:
-    values = values_of(1, 1, 256)
-
-    def message(stochastic: bool, keys: tuple[int, int]) -> Tensor:
-        out = empty_messages(1, 256, 4, 128)
-        ops.hadamard_quantize(values, out, 4, 128, True, stochastic, *keys, 0, 0)
-        return out
-
-    assert torch.equal(message(False, (1, 2)), message(False, (3, 4)))
-    assert torch.equal(message(True, (1, 2)), message(True, (1, 2)))
-    for other in ((3, 2), (1, 4)):
-        assert not torch.equal(message(True, (1, 2)), message(True, other))
+def test_keys_decide_the_codes() -> None:
+    values, layout = values_of(1, 1, 256), layout_of(256, 4, 128)
+    message = quantized(values, layout, rounding=RoundingKey(1, 2))
+    assert torch.equal(message, quantized(values, layout, rounding=RoundingKey(1, 2)))
+    for other in (RoundingKey(3, 2), RoundingKey(1, 4), None):
+        assert not torch.equal(message, quantized(values, layout, rounding=other))
 
 
 def test_bytes_outside_the_message_are_untouched_and_padding_is_zero() -> None:
-    buffer = torch.full((3, 64), 0xAA, dtype=torch.uint8)
-    layout = MessageLayout(numel=64, bits=4, group_size=32)
-    ops.hadamard_quantize(values_of(2, 1, 64), buffer[1:, : layout.nbytes], 4, 32, True, False, 0, 0, 0, 0)
+    buffer, layout = torch.full((3, 64), 0xAA, dtype=torch.uint8), layout_of(64)
+    out = buffer[1:, : layout.nbytes]
+    ops.hadamard_quantize(values_of(2, 1, 64), out=out, layout=layout, hadamard=None, rounding=None)
     assert (buffer[0] == 0xAA).all()
     assert (buffer[:, layout.nbytes :] == 0xAA).all()
     assert (buffer[1:, layout.payload_bytes : layout.nbytes] == 0).all()
 
 
 def test_row_strides_beyond_32_bits_number_the_last_element() -> None:
-    out = empty_messages(1, 32, 4, 32, parts=2)
-    values = values_of(1, 2, 32)
-    ops.hadamard_quantize(values, out, 4, 32, True, True, *KEYS, 0, MAX_ELEMENTS - 32)
-    alone = empty_messages(1, 32, 4, 32)
-    ops.hadamard_quantize(values[:, 1:], alone, 4, 32, True, True, *KEYS, MAX_ELEMENTS - 32, 0)
-    assert torch.equal(out[0, 16:32], alone[0, :16])
+    values, last = values_of(1, 2, 32), MAX_ELEMENTS - 32
+    both = quantized(values, layout_of(32, parts=2), rounding=KEY._replace(row_stride=last))
+    alone = quantized(values[:, 1:], layout_of(32), rounding=KEY._replace(first=last))
+    assert torch.equal(both[0, 16:32], alone[0, :16])
 
 
-def test_empty_rows_are_allowed() -> None:
-    assert quantized(values_of(2, 3, 0), 4, 32).shape == (2, 0)
+def test_empty_rows_and_no_rows_are_allowed() -> None:
+    layout, parted = layout_of(0), layout_of(0, 8, parts=3)
+    assert quantized(values_of(2, 3, 0), parted).shape == (2, 0)
     messages = torch.empty(2, 0, dtype=torch.uint8)
-    ops.dequantize_add(messages, torch.empty(2, 0), 4, 32, True)
-    ops.dequantize_reduce_hadamard(messages, torch.empty(0), 4, 32, True, 1.0)
-    ops.dequantize_reduce_quantize(
-        messages, torch.empty(3, 0, dtype=torch.uint8), 0, 8, 32, 4, 32, True, 0, 0, 0, 0
+    ops.dequantize_add(messages, replica=torch.empty(2, 0), layout=layout, accumulate=True)
+    ops.dequantize_reduce_hadamard(
+        messages, out=torch.empty(0), layout=layout, hadamard=Hadamard(), multiplier=1.0
     )
-    ops.subtract_quantize(torch.empty(0), None, messages[0], 4, 32, True, 0, 0)
-
-
-def test_no_rows_are_allowed() -> None:
-    nothing = empty_messages(1, 64, 4, 32)[:0]
-    ops.hadamard_quantize(torch.empty(0, 1, 64), nothing, 4, 32, True, True, *KEYS, 0, 64)
-    ops.dequantize_add(nothing, torch.empty(0, 64), 4, 32, True)
+    out = torch.empty(3, 0, dtype=torch.uint8)
+    ops.dequantize_reduce_quantize(messages, received=parted, out=out, sent=layout, rounding=KEY)
+    ops.subtract_quantize(torch.empty(0), replica=None, out=messages[0], layout=layout, rounding=KEY)
+    nothing = quantized(torch.empty(0, 1, 64), layout_of(64), hadamard=Hadamard(), rounding=KEY)
+    ops.dequantize_add(nothing, replica=torch.empty(0, 64), layout=layout_of(64), accumulate=True)
 
 
 # Back ends
@@ -305,10 +359,9 @@ def test_unknown_backend_lists_the_known_ones() -> None:
 
 def test_operator_runs_on_the_forced_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(reference, "hadamard_quantize", lambda *a, **k: calls.append(k["bits"]))
-    out = empty_messages(1, 64, 4, 32)
-    ops.hadamard_quantize(values_of(1, 1, 64), out, 4, 32, True, False, 0, 0, 0, 0)
-    assert calls == [4]
+    monkeypatch.setattr(reference, "hadamard_quantize", lambda **named: calls.append(named["layout"]))
+    quantized(values_of(1, 1, 64), layout_of(64))
+    assert calls == [layout_of(64)]
 
 
 def test_device_without_fast_kernels_warns_once_and_uses_the_reference(

@@ -14,8 +14,7 @@ from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import random_bits16
 from tests.quantization.oracle import (
     INF,
-    K0,
-    K1,
+    KEY,
     NAN,
     QMAX,
     bits_float,
@@ -214,7 +213,7 @@ def test_message_equals_the_oracle_byte_for_byte(
     padded = -(-numel // 32) * 32
     random = None
     if stochastic:
-        random = [random_bits16(i * padded, padded, K0, K1).tolist() for i in range(parts)]
+        random = [random_bits16(i * padded, padded, KEY.k0, KEY.k1).tolist() for i in range(parts)]
     expected = oracle_message(rows.tolist(), bits, group_size, random)
     message = encoded(rows, bits, group_size, stochastic=stochastic)
     if bits == 32:  # the oracle packs through fp64, which may quieten a NaN
@@ -284,31 +283,14 @@ def test_a_non_finite_value_of_one_rank_survives_the_reduction(
 
     def reduced() -> Tensor:
         messages = torch.stack([encoded(rows, 8, group_in) for rows in ranks])
-        layout = MessageLayout(numel=numel, bits=4, group_size=group_out)
-        out = torch.empty(parts, layout.nbytes, dtype=torch.uint8)
-        reference.dequantize_reduce_quantize(
-            messages,
-            out,
-            numel=numel,
-            bits_in=8,
-            group_size_in=group_in,
-            bits_out=4,
-            group_size_out=group_out,
-            stochastic=False,
-            k0=0,
-            k1=0,
-            first=0,
-            row_stride=numel,
-        )
+        received = MessageLayout(numel=numel, bits=8, group_size=group_in, parts=parts)
+        sent = MessageLayout(numel=numel, bits=4, group_size=group_out)
+        out = torch.empty(parts, sent.nbytes, dtype=torch.uint8)
+        reference.dequantize_reduce_quantize(messages, received=received, out=out, sent=sent, rounding=None)
         result = torch.empty(parts, numel)
         for part in range(parts):
             reference.dequantize_reduce_hadamard(
-                out[part : part + 1],
-                result[part],
-                bits=4,
-                group_size=group_out,
-                hadamard=False,
-                multiplier=0.5,
+                out[part : part + 1], out=result[part], layout=sent, hadamard=None, multiplier=0.5
             )
         return result
 

@@ -8,17 +8,10 @@ import torch
 from torch import Tensor
 
 from sdp4bit.quantization import reference
-from sdp4bit.quantization.hadamard import hadamard32
+from sdp4bit.quantization.hadamard import Hadamard, hadamard32
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import random_bits16
-from tests.quantization.oracle import (
-    K0,
-    K1,
-    encoded,
-    oracle_message,
-    oracle_values,
-    values_of,
-)
+from tests.quantization.oracle import KEY, encoded, oracle_message, oracle_values, values_of
 
 # Sums
 
@@ -30,8 +23,9 @@ def test_sum_starts_from_plus_zero_and_adds_in_rank_order() -> None:
 
     def total(order: list[int]) -> Tensor:
         out = torch.empty(32)
+        layout = MessageLayout(numel=32, bits=32, group_size=32)
         reference.dequantize_reduce_hadamard(
-            messages[order], out, bits=32, group_size=32, hadamard=False, multiplier=1.0
+            messages[order], out=out, layout=layout, hadamard=None, multiplier=1.0
         )
         return out
 
@@ -51,8 +45,9 @@ def test_reduction_equals_the_oracle(bits: int, numel: int) -> None:
         total = total + np.array(row, dtype=np.float32)
     multiplier = 1 / 3
     out = torch.empty(numel)
+    layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
     reference.dequantize_reduce_hadamard(
-        messages, out, bits=bits, group_size=group_size, hadamard=False, multiplier=multiplier
+        messages, out=out, layout=layout, hadamard=None, multiplier=multiplier
     )
     assert torch.equal(out, torch.from_numpy(total * np.float32(multiplier)))
 
@@ -60,27 +55,16 @@ def test_reduction_equals_the_oracle(bits: int, numel: int) -> None:
 def test_requantized_sum_equals_the_oracle_with_other_group_sizes() -> None:
     numel, parts, ranks = 300, 2, 3
     messages = torch.stack([encoded(values_of(parts, numel, seed=seed), 8, 128) for seed in range(ranks)])
-    first, row_stride = 64, 4096
-    out = torch.full((parts, 176), 0xAA, dtype=torch.uint8)
-    reference.dequantize_reduce_quantize(
-        messages,
-        out,
-        numel=numel,
-        bits_in=8,
-        group_size_in=128,
-        bits_out=4,
-        group_size_out=96,
-        stochastic=True,
-        k0=K0,
-        k1=K1,
-        first=first,
-        row_stride=row_stride,
-    )
+    received = MessageLayout(numel=numel, bits=8, group_size=128, parts=parts)
+    sent = MessageLayout(numel=numel, bits=4, group_size=96)
+    out = torch.full((parts, sent.nbytes), 0xAA, dtype=torch.uint8)
+    rounding = KEY._replace(first=64, row_stride=4096)
+    reference.dequantize_reduce_quantize(messages, received=received, out=out, sent=sent, rounding=rounding)
     total = np.zeros((parts, 320), dtype=np.float32)
     for message in messages.tolist():
         total = total + np.array(oracle_values(bytes(message), numel, 8, 128, parts), dtype=np.float32)
     for part in range(parts):
-        random = random_bits16(part * row_stride + first, 320, K0, K1).tolist()
+        random = random_bits16(part * 4096 + 64, 320, KEY.k0, KEY.k1).tolist()
         expected = oracle_message([total[part].tolist()], 4, 96, [random])
         assert bytes(out[part].tolist()) == expected
 
@@ -88,17 +72,15 @@ def test_requantized_sum_equals_the_oracle_with_other_group_sizes() -> None:
 def test_transform_happens_once_before_the_first_and_once_after_the_last_sum() -> None:
     numel = 100
     values = values_of(2, 1, numel, heavy=False)
-    messages = torch.empty(2, 512, dtype=torch.uint8)
-    reference.hadamard_quantize(
-        values, messages, bits=32, group_size=32, hadamard=True, stochastic=False,
-        k0=0, k1=0, first=0, row_stride=128,
-    )  # fmt: skip
+    layout = MessageLayout(numel=numel, bits=32, group_size=32)
+    messages = torch.empty(2, layout.nbytes, dtype=torch.uint8)
+    reference.hadamard_quantize(values, out=messages, layout=layout, hadamard=Hadamard(), rounding=None)
     padded = torch.nn.functional.pad(values, (0, 28))
     mixed = hadamard32(padded)
     assert torch.equal(messages.view(torch.float32).view(2, 1, 128), mixed)
     out = torch.empty(numel)
     reference.dequantize_reduce_hadamard(
-        messages, out, bits=32, group_size=32, hadamard=True, multiplier=1 / 64
+        messages, out=out, layout=layout, hadamard=Hadamard(), multiplier=1 / 64
     )
     assert torch.equal(out, hadamard32(mixed[0, 0] + mixed[1, 0])[:numel] * (1 / 64))
 
@@ -114,24 +96,18 @@ def test_weight_difference_is_taken_and_added_in_fp32(dtype: torch.dtype, group_
     replica = (main + values_of(numel, seed=1, heavy=False) * 1e-2).to(dtype)
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
-    reference.subtract_quantize(
-        main, replica, out, bits=bits, group_size=group_size, stochastic=True, k0=K0, k1=K1
-    )
+    reference.subtract_quantize(main, replica=replica, out=out, layout=layout, rounding=KEY)
     difference = (main.numpy() - replica.float().numpy()).tolist()
-    random = random_bits16(0, layout.padded_numel, K0, K1).tolist()
+    random = random_bits16(0, layout.padded_numel, KEY.k0, KEY.k1).tolist()
     expected = oracle_message([difference], bits, group_size, [random])
     assert bytes(out.tolist()) == expected
 
     received = torch.tensor(oracle_values(expected, numel, bits, group_size, 1)[0][:numel])
     rows = torch.stack([replica, -replica])
-    updated = rows.clone()
-    reference.dequantize_add(
-        torch.stack([out, out]), updated, bits=bits, group_size=group_size, accumulate=True
-    )
+    updated, messages = rows.clone(), torch.stack([out, out])
+    reference.dequantize_add(messages, replica=updated, layout=layout, accumulate=True)
     assert torch.equal(updated, (rows.float() + received).to(dtype))
-    reference.dequantize_add(
-        torch.stack([out, out]), updated, bits=bits, group_size=group_size, accumulate=False
-    )
+    reference.dequantize_add(messages, replica=updated, layout=layout, accumulate=False)
     assert torch.equal(updated, received.to(dtype).expand(2, numel))
 
 
@@ -142,7 +118,8 @@ def test_bf16_sum_is_rounded_to_nearest_even() -> None:
     difference = torch.full((1, 32), 2.0**-8)
     difference[0, 2] = 2.0**-8 + 2.0**-20
     message = encoded(difference, 32, 32).unsqueeze(0)
-    reference.dequantize_add(message, replica, bits=32, group_size=32, accumulate=True)
+    layout = MessageLayout(numel=32, bits=32, group_size=32)
+    reference.dequantize_add(message, replica=replica, layout=layout, accumulate=True)
     assert replica[0, :3].tolist() == [1.0, 1 + 2**-6, 1 + 2**-7]
 
 
@@ -150,9 +127,7 @@ def test_a_zero_difference_leaves_the_replica_alone() -> None:
     main = values_of(4096, heavy=False).to(torch.bfloat16)
     layout = MessageLayout(numel=4096, bits=4, group_size=2048)
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
-    reference.subtract_quantize(
-        main.float(), main, out, bits=4, group_size=2048, stochastic=True, k0=K0, k1=K1
-    )
+    reference.subtract_quantize(main.float(), replica=main, out=out, layout=layout, rounding=KEY)
     replica = main.clone().unsqueeze(0)
-    reference.dequantize_add(out.unsqueeze(0), replica, bits=4, group_size=2048, accumulate=True)
+    reference.dequantize_add(out.unsqueeze(0), replica=replica, layout=layout, accumulate=True)
     assert torch.equal(replica[0], main)

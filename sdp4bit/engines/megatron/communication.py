@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from sdp4bit.quantization.random import BUCKET_BITS
 from sdp4bit.traffic import TrafficCounter
 
 
-class BucketReplica:
+class BucketReplica(WeightReplica):
     """Moves a bucket's parameters, the replica that every rank holds, towards the main weights.
 
     The replica is Megatron's parameter buffer itself. Parameters that tensor parallelism holds in full on
@@ -49,57 +48,35 @@ class BucketReplica:
             exact_ranges: for every rank, the ranges of its row that travel in full precision.
         """
         config = replace(config, replica="full")
-        create = partial(
-            WeightReplica,
+        rank, name = topology.row, bucket.name
+        super().__init__(
             topology,
+            config=config,
             seed=seed,
-            rank=topology.row,
+            rank=rank,
             bucket=number,
             traffic=traffic,
             scratch=scratch,
-            name=bucket.name,
+            name=name,
         )
-        self._bucket = bucket
-        self._topology = topology
-        self._scratch = scratch
-        self._traffic = traffic
-        self._quantized = create(config=config)
-        self._exact = create(config=replace(config, bits=None))
+        self._group = bucket
+        self._exact = WeightReplica(
+            topology,
+            config=replace(config, bits=None),
+            seed=seed,
+            rank=rank,
+            bucket=number,
+            traffic=traffic,
+            scratch=scratch,
+            name=name,
+        )
         self._exact_ranges = exact_ranges
         self._exact_numel = max((sum(b - a for a, b in ranges) for ranges in exact_ranges), default=0)
-
-    @property
-    def config(self) -> WeightConfig:
-        """The settings of the next refresh."""
-        return self._quantized.config
-
-    def configure(self, config: WeightConfig) -> None:
-        """The next refreshes are done with these settings; all ranks change them between the same two."""
-        self._quantized.configure(replace(config, replica="full"))
 
     @property
     def exact_numel(self) -> int:
         """Values per row that travel in full precision beside quantized ones."""
         return 0 if self.config.bits is None else self._exact_numel
-
-    @property
-    def bits(self) -> int | None:
-        """Bits of a value in a quantized refresh; None if all refreshes are in full precision."""
-        return self._quantized.bits
-
-    @property
-    def group_size(self) -> int:
-        """Values that share a scale."""
-        return self._quantized.group_size
-
-    @property
-    def sends_differences(self) -> bool:
-        """Whether a quantized refresh adds to what is held, rather than replacing it."""
-        return self._quantized.sends_differences
-
-    def quantized_differences(self, shard: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a quantized refresh has to send and what arrives of it, both [n] in fp32."""
-        return self._quantized.quantized_differences(shard, held)
 
     @property
     def own_exact_ranges(self) -> Sequence[Range]:
@@ -108,7 +85,7 @@ class BucketReplica:
 
     def sample(self, ranges: Sequence[Range]) -> tuple[Tensor, Tensor]:
         """Return ranges of the main shard, fp32, and of what is held; equal where they are sent exactly."""
-        main, held = self._bucket.sample_main(ranges), sample_of(self.own_shard, ranges)
+        main, held = self._group.sample_main(ranges), sample_of(self.own_shard, ranges)
         at = 0
         for start, end in ranges:
             for first, last in self.own_exact_ranges:
@@ -121,22 +98,22 @@ class BucketReplica:
     @property
     def own_shard(self) -> Tensor:
         """[n], the replica of this rank's own shard."""
-        n, row = self._bucket.shard_numel, self._topology.row
-        return self._bucket.weights[row * n : (row + 1) * n]
+        n, row = self._group.shard_numel, self._topology.row
+        return self._group.weights[row * n : (row + 1) * n]
 
     def main_shard(self) -> Tensor:
         """Return this rank's fp32 main weights [n], in a buffer that the next call overwrites."""
-        nbytes = 4 * self._bucket.shard_numel
-        row = self._scratch.messages("main row", 1, nbytes, device=self._bucket.weights.device)[0]
+        nbytes = 4 * self._group.shard_numel
+        row = self._scratch.messages("main row", 1, nbytes, device=self._group.weights.device)[0]
         values = row.view(torch.float32)
-        self._bucket.read_main(values)
+        self._group.read_main(values)
         return values
 
     def equalize(self) -> None:
         """Set every shard, on all ranks, to what the rank that owns it holds."""
-        self._attach_rows(self._quantized)
-        self._quantized.start_full_refresh(self.own_shard.clone())
-        self._quantized.wait()
+        self._attach_rows()
+        self.start_full_refresh(self.own_shard.clone())
+        self.wait()
 
     def refresh(self, *, call: int) -> None:
         """Move the replica to the main weights, by quantized differences.
@@ -149,18 +126,18 @@ class BucketReplica:
         """
         row = self.main_shard()
         self._traffic.count_plain(self.own_shard.nbytes)
-        self._attach_rows(self._quantized)
+        self._attach_rows()
         exact = self._take_out_exact(row) if self.exact_numel else None
-        self._quantized.start_quantized_refresh(row, call=call)
-        self._quantized.wait()
+        self.start_quantized_refresh(row, call=call)
+        self.wait()
         if exact is not None:
             self._gather_exact(exact)
 
     def refresh_fully(self) -> None:
         """Set the replica to the main weights of all ranks, rounded to the model's type."""
-        self._attach_rows(self._quantized)
-        self._quantized.start_full_refresh(self.main_shard().to(self.own_shard.dtype))
-        self._quantized.wait()
+        self._attach_rows()
+        self.start_full_refresh(self.main_shard().to(self.own_shard.dtype))
+        self.wait()
 
     def _take_out_exact(self, row: Tensor) -> Tensor:
         """Return the exact ranges of the row; there, the row now differs from the replica by nothing."""
@@ -176,14 +153,14 @@ class BucketReplica:
         received = self._exact.rows
         assert received is not None
         for rank, values in enumerate(received.view(-1, self._exact_numel)):
-            first = rank * self._bucket.shard_numel
+            first = rank * self._group.shard_numel
             for (start, end), at in _packed(self._exact_ranges[rank]):
-                self._bucket.weights[first + start : first + end].copy_(values[at : at + end - start])
+                self._group.weights[first + start : first + end].copy_(values[at : at + end - start])
 
-    def _attach_rows(self, replica: WeightReplica) -> None:
+    def _attach_rows(self) -> None:
         # Looked up every time: Megatron may move its buffers.
-        shape = (self._topology.nodes, self._topology.ranks_per_node, self._bucket.shard_numel)
-        replica.rows = self._bucket.weights.view(shape)
+        shape = (self._topology.nodes, self._topology.ranks_per_node, self._group.shard_numel)
+        self.rows = self._group.weights.view(shape)
 
 
 def _packed(ranges: Sequence[Range]) -> list[tuple[Range, int]]:

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from sdp4bit.kernels.cpu import kernels
-from sdp4bit.quantization.layout import message_layout, round_up
+from sdp4bit.quantization.hadamard import Hadamard
+from sdp4bit.quantization.layout import MessageLayout, round_up
+from sdp4bit.quantization.random import RoundingKey
 
 _TILE = 1024
 """Values that are worked on at a time, unless a group is larger."""
@@ -49,7 +51,7 @@ class _Workspace(threading.local):
 
 
 class _ParallelRegion:
-    """Who may run a kernel on numba's threads: one caller at a time, and nobody in a forked child.
+    """Right to run a kernel on numba's threads: one caller at a time, and nobody in a forked child.
 
     With one caller at a time even numba's simplest threading layer is safe, and ranks that are threads of
     one process do not each occupy every core.
@@ -81,7 +83,7 @@ class _ParallelRegion:
         self._lock.release()
 
     def forbid(self) -> None:
-        """A forked child has none of the threads."""
+        """Keep a forked child, which has none of the threads, from using them."""
         self._allowed = False
 
 
@@ -121,14 +123,17 @@ def _run(
     kernel: Callable[..., None],
     *parameters: int,
     work: int,
-    padded: int,
-    group_size: int,
+    layout: MessageLayout,
     terms: int = 0,
 ) -> None:
-    """Run a kernel on as many threads as `work` values deserve; `terms` messages are summed."""
+    """Run a kernel on as many threads as `work` values deserve, in tiles that fit the layout.
+
+    Args:
+        terms: how many messages are summed.
+    """
     if not work:
         return
-    tile, memory = _tile(padded, group_size, terms)
+    tile, memory = _tile(layout.padded_numel, layout.group_size, terms)
     threads = min(work // _VALUES_PER_THREAD, torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     if threads < 2 or not _parallel.enter():
         block = _workspace.fill((*parameters, tile), 1, memory)
@@ -161,19 +166,22 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] < 2 else tensor.contiguous()
 
 
+def _rounding_numbers(rounding: RoundingKey | None) -> tuple[int, ...]:
+    """Return whether to round stochastically, the keys, and how values are numbered."""
+    if rounding is None:
+        return False, 0, 0, 0, 0
+    return True, *rounding
+
+
+def _transform_numbers(hadamard: Hadamard | None) -> tuple[int, int]:
+    """Return whether to transform, and the signs."""
+    return (False, 0) if hadamard is None else (True, hadamard.signs)
+
+
 def subtract_quantize(
-    main: Tensor,
-    replica: Tensor | None,
-    out: Tensor,
-    *,
-    bits: int,
-    group_size: int,
-    stochastic: bool,
-    k0: int,
-    k1: int,
+    main: Tensor, *, replica: Tensor | None, out: Tensor, layout: MessageLayout, rounding: RoundingKey | None
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`."""
-    layout = message_layout(numel=main.shape[0], bits=bits, group_size=group_size)
     main = _readable(main)
     replica = replica if replica is None else _readable(replica)
     _run(
@@ -182,26 +190,23 @@ def subtract_quantize(
         0 if replica is None else replica.data_ptr(), replica is not None and replica.dtype is torch.bfloat16,
         layout.numel, layout.padded_numel, 1, 1,
         out.data_ptr(), 0, layout.code_bytes, layout.scales_offset, layout.payload_bytes, layout.nbytes,
-        layout.groups, bits, group_size, False, stochastic, k0, k1, 0, 0, 0,
-        work=layout.numel, padded=layout.padded_numel, group_size=group_size,
+        layout.groups, layout.bits, layout.group_size, False, 0, *_rounding_numbers(rounding),
+        work=layout.numel, layout=layout,
     )  # fmt: skip
 
 
-def dequantize_add(
-    messages: Tensor, replica: Tensor, *, bits: int, group_size: int, accumulate: bool
-) -> None:
+def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, accumulate: bool) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`."""
-    rows, numel = replica.shape
-    layout = message_layout(numel=numel, bits=bits, group_size=group_size)
+    rows = replica.shape[0]
     target = _readable(replica)
     size = target.element_size()
     # The sum of the one message starts from -0.0, which leaves even a -0.0 as it is.
     _run(
         kernels.dequantize_rows,
-        messages.data_ptr(), messages.stride(0), 1, layout.scales_offset, bits, group_size,
-        rows, numel, layout.padded_numel, target.data_ptr(), target.stride(0) * size, size == 2,
+        messages.data_ptr(), messages.stride(0), 1, layout.scales_offset, layout.bits, layout.group_size,
+        rows, layout.numel, layout.padded_numel, target.data_ptr(), target.stride(0) * size, size == 2,
         accumulate, _NEGATIVE_ZERO_BITS, False, 0, kernels.ONE_BITS,
-        work=rows * numel, padded=layout.padded_numel, group_size=group_size, terms=1,
+        work=rows * layout.numel, layout=layout, terms=1,
     )  # fmt: skip
     if target is not replica:
         replica.copy_(target)
@@ -209,85 +214,59 @@ def dequantize_add(
 
 def hadamard_quantize(
     values: Tensor,
-    out: Tensor,
     *,
-    bits: int,
-    group_size: int,
-    hadamard: bool,
-    stochastic: bool,
-    k0: int,
-    k1: int,
-    first: int,
-    row_stride: int,
-    signs: int = 0,
+    out: Tensor,
+    layout: MessageLayout,
+    hadamard: Hadamard | None,
+    rounding: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`."""
-    destinations, parts, numel = values.shape
-    layout = message_layout(numel=numel, bits=bits, group_size=group_size, parts=parts)
     values = _readable(values)
-    size = values.element_size()
+    destinations, size = values.shape[0], values.element_size()
     outer, inner, _ = values.stride()
     _run(
         kernels.quantize_rows,
         values.data_ptr(), size == 2, outer * size, inner * size, 0, False,
-        numel, layout.padded_numel, destinations, parts,
+        layout.numel, layout.padded_numel, destinations, layout.parts,
         out.data_ptr(), out.stride(0), layout.code_bytes, layout.scales_offset, layout.payload_bytes,
-        layout.nbytes, layout.groups, bits, group_size,
-        hadamard, stochastic, k0, k1, first, row_stride, signs,
-        work=destinations * parts * numel, padded=layout.padded_numel, group_size=group_size,
+        layout.nbytes, layout.groups, layout.bits, layout.group_size,
+        *_transform_numbers(hadamard), *_rounding_numbers(rounding),
+        work=values.numel(), layout=layout,
     )  # fmt: skip
 
 
 def dequantize_reduce_quantize(
     messages: Tensor,
-    out: Tensor,
     *,
-    numel: int,
-    bits_in: int,
-    group_size_in: int,
-    bits_out: int,
-    group_size_out: int,
-    stochastic: bool,
-    k0: int,
-    k1: int,
-    first: int,
-    row_stride: int,
+    received: MessageLayout,
+    out: Tensor,
+    sent: MessageLayout,
+    rounding: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
-    parts, terms = out.shape[0], messages.shape[0]
-    received = message_layout(numel=numel, bits=bits_in, group_size=group_size_in, parts=parts)
-    sent = message_layout(numel=numel, bits=bits_out, group_size=group_size_out)
+    terms, parts = messages.shape[0], received.parts
     _run(
         kernels.reduce_quantize,
         messages.data_ptr(), messages.stride(0), terms, received.code_bytes, received.scales_offset,
-        received.groups, bits_in, group_size_in, parts, sent.padded_numel,
+        received.groups, received.bits, received.group_size, parts, sent.padded_numel,
         out.data_ptr(), out.stride(0), sent.scales_offset, sent.payload_bytes, sent.nbytes,
-        bits_out, group_size_out, stochastic, k0, k1, first, row_stride,
-        work=max(terms, 1) * parts * numel, padded=sent.padded_numel, group_size=group_size_out, terms=terms,
+        sent.bits, sent.group_size, *_rounding_numbers(rounding),
+        work=max(terms, 1) * parts * sent.numel, layout=sent, terms=terms,
     )  # fmt: skip
 
 
 def dequantize_reduce_hadamard(
-    messages: Tensor,
-    out: Tensor,
-    *,
-    bits: int,
-    group_size: int,
-    hadamard: bool,
-    multiplier: float,
-    signs: int = 0,
+    messages: Tensor, *, out: Tensor, layout: MessageLayout, hadamard: Hadamard | None, multiplier: float
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
-    terms, numel = messages.shape[0], out.shape[0]
-    layout = message_layout(numel=numel, bits=bits, group_size=group_size)
+    terms = messages.shape[0]
     target = out if out.dtype in _READ_IN_PLACE else torch.empty_like(out, dtype=torch.float32)
-    multiplier_bits = _float_bits(multiplier)
     _run(
         kernels.dequantize_rows,
-        messages.data_ptr(), messages.stride(0), terms, layout.scales_offset, bits, group_size,
-        1, numel, layout.padded_numel, target.data_ptr(), 0, target.dtype is torch.bfloat16,
-        False, 0, hadamard, signs, multiplier_bits,
-        work=max(terms, 1) * numel, padded=layout.padded_numel, group_size=group_size, terms=terms,
+        messages.data_ptr(), messages.stride(0), terms, layout.scales_offset, layout.bits, layout.group_size,
+        1, layout.numel, layout.padded_numel, target.data_ptr(), 0, target.dtype is torch.bfloat16,
+        False, 0, *_transform_numbers(hadamard), _float_bits(multiplier),
+        work=max(terms, 1) * layout.numel, layout=layout, terms=terms,
     )  # fmt: skip
     if target is not out:
         out.copy_(target)

@@ -40,7 +40,7 @@ _ZERO = np.float32(0)
 
 
 class Parameters(types.Type):
-    """The address of a block of int64 parameters.
+    """Address of a block of int64 parameters.
 
     The name carries a checksum of the sources that kernels inline: numba's cache follows only the file that
     a function stands in and the types of its arguments.
@@ -77,6 +77,7 @@ def _locate(thread, tile, scratch, scratch_stride):
     The values of a tile in fp32; room for their codes or for one block; the largest |x| of each group; and a
     table of one fp32 number per message.
     """
+    # A code takes a byte, a block of fp32 128 bytes: room for either, however short the tile.
     total = scratch + thread * scratch_stride
     spare = total + 4 * tile
     largest = spare + tile + 128
@@ -86,6 +87,8 @@ def _locate(thread, tile, scratch, scratch_stride):
 @inline
 def _share(rows, padded, tile, thread, threads):
     """Return how many tiles a thread does, and the row and the position where they begin."""
+    # Tiles of all rows are numbered through and dealt in equal ranges, so that one long row or many short
+    # ones keep all threads busy. No group crosses tiles: the bytes do not depend on the dealing.
     per_row = (padded + tile - 1) // tile
     begin, end = rows * per_row * thread // threads, rows * per_row * (thread + 1) // threads
     row = begin // per_row
@@ -94,6 +97,7 @@ def _share(rows, padded, tile, thread, threads):
 
 @inline
 def _load_block(source, is_bf16, replica, replica_is_bf16, hadamard, signs, count, spare):
+    """Return up to 32 values, less those of the replica, transformed."""
     block = load_values(source, is_bf16, count, spare)
     if replica:
         block = block - load_values(replica, replica_is_bf16, count, spare)
@@ -106,11 +110,12 @@ def _load_block(source, is_bf16, replica, replica_is_bf16, hadamard, signs, coun
 
 @inline
 def _finish_block(block, target, is_bf16, accumulate, hadamard, signs, multiplier, count, spare):
+    """Transform and scale a block of sums, and write it or add it to its place."""
     if hadamard:
         block = hadamard32(block)
         if signs:
             block = flip_signs(block, signs)
-    if multiplier != ONE_BITS:
+    if multiplier != ONE_BITS:  # which would change nothing
         block = block * splat(float_from_bits(multiplier))
     if accumulate:
         block = block + load_values(target, is_bf16, count, spare)
@@ -119,13 +124,14 @@ def _finish_block(block, target, is_bf16, accumulate, hadamard, signs, multiplie
 
 @inline
 def _clear_padding(out, messages, stride, payload_bytes, nbytes):
+    """Write zeros behind the scales of each message: equal values make equal messages, whatever was there."""
     for message in range(messages):
         for i in range(payload_bytes, nbytes):
             store_u8(out + message * stride + i, 0)
 
 
 def quantize_rows(thread, threads, parameters):
-    """Messages carry the rows of a tensor, minus a replica if there is one, transformed if `hadamard`.
+    """Quantize the rows of a tensor, minus a replica if there is one, transformed if `hadamard`.
 
     Before the transform, element k of each block changes its sign if bit k of `signs` is set.
     """
@@ -133,7 +139,7 @@ def quantize_rows(thread, threads, parameters):
         values, is_bf16, outer_stride, inner_stride, replica, replica_is_bf16,
         numel, padded, destinations, parts,
         out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, bits, group_size,
-        hadamard, stochastic, k0, k1, first, row_stride, signs, tile, scratch, scratch_stride,
+        hadamard, signs, stochastic, k0, k1, first, row_stride, tile, scratch, scratch_stride,
     ) = _unpack(parameters, 29)  # fmt: skip
     total, spare, largest, _ = _locate(thread, tile, scratch, scratch_stride)
     shift, replica_shift = 2 - is_bf16, 2 - replica_is_bf16
@@ -144,6 +150,7 @@ def quantize_rows(thread, threads, parameters):
         source = values + destination * outer_stride + part * inner_stride + (start << shift)
         other = replica + (start << replica_shift) if replica else 0
         count = min(tile, padded - start)
+        # Values in whole blocks; at most one block is left, at the end of a row, which padding fills up.
         whole = min(count, (numel - start) & ~31)
         for group in range((count + group_size - 1) // group_size):
             origin = group * group_size
@@ -163,6 +170,7 @@ def quantize_rows(thread, threads, parameters):
                 peak = record(total + 4 * whole, block, peak)
             store_u32(largest + 4 * group, largest_lane(peak))
         message = out + destination * out_stride
+        # Codes are made after the whole tile is known: an int4 byte joins values half a group apart.
         encode_tile(
             total, count, largest, message + part * code_bytes + (start * bits >> 3),
             message + scales_offset + 2 * (part * groups + start // group_size),
@@ -179,7 +187,7 @@ def quantize_rows(thread, threads, parameters):
 
 
 def reduce_quantize(thread, threads, parameters):
-    """Message i carries row i of the sum of all messages."""
+    """Quantize row i of the sum of all messages into message i."""
     (
         messages, stride, terms, code_bytes_in, scales_offset_in, groups_in, bits_in, group_size_in,
         parts, padded, out, out_stride, scales_offset, payload_bytes, nbytes, bits, group_size,
@@ -215,9 +223,10 @@ def reduce_quantize(thread, threads, parameters):
 
 
 def dequantize_rows(thread, threads, parameters):
-    """Row i of a tensor is the sum of messages i * terms to (i + 1) * terms, transformed if `hadamard`, times
-    a multiplier; plus the row itself if `accumulate`. `initial` holds the bits of what the sums start from,
-    `signs` those of the elements of a block whose sign changes after the transform.
+    """Write the sum of messages i * terms to (i + 1) * terms to row i, or add it if `accumulate`.
+
+    It is transformed if `hadamard`, its signs changed where `signs` has a bit set, and multiplied. `initial`
+    and `multiplier` are the bits of fp32 numbers; sums start from the first.
     """
     (
         messages, stride, terms, scales_offset, bits, group_size, rows, numel, padded,
@@ -237,6 +246,7 @@ def dequantize_rows(thread, threads, parameters):
         target = out + row * out_stride + (start << shift)
         whole = min(count, (numel - start) & ~31)
         for i in range(0, whole, 32):
+            # What is written, and read to accumulate, in the next tile.
             prefetch(target + ((i + count) << shift))
             if shift == 2:
                 prefetch(target + ((i + count) << shift) + 64)
@@ -259,7 +269,7 @@ def dequantize_rows(thread, threads, parameters):
 
 @intrinsic
 def _call(typing_context, kernel, thread, threads, parameters):
-    """Call a kernel at an address."""
+    """Call a kernel at an address: one compiled runner serves all kernels."""
 
     def codegen(context, builder, sig, args):
         function = ir.FunctionType(ir.VoidType(), [INT64] * 3)

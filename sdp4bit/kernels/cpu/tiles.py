@@ -48,8 +48,9 @@ _AHEAD = 512
 """Bytes by which reading int8 codes of several messages runs ahead; int4 codes gain nothing by it."""
 _ZERO = np.float32(0)
 
-# Bits of 2**23 and of 2**19. Put under them, the low and the high nibble of a byte count units of an fp32
-# number: subtracting 2**23 + 8 or 2**19 + 8 leaves the code, exactly, without a conversion.
+# A nibble becomes a float without a shift or a conversion. In an fp32 number from 2**23 on, the lowest bit of
+# the mantissa counts ones: 0x4B000000 | n is the number 2**23 + n. From 2**19 on bit 4 counts ones, so the
+# high nibble is put there as it lies, unshifted. Subtracting 2**23 + 8 or 2**19 + 8 leaves the code exactly.
 _LOW_BASE, _HIGH_BASE = 0x4B000000, 0x49000000
 _LOW_OFFSET, _HIGH_OFFSET = np.float32(2**23 + 8), np.float32(2**19 + 8)
 
@@ -62,6 +63,7 @@ inline = njit(
 def load_values(address, is_bf16, count, spare):
     """Return 32 values as fp32, zeros after the first `count`."""
     if count < 32:
+        # The end of a row: a whole load might cross into memory that is not there, so values come one by one.
         store_f32(spare, splat(_ZERO))
         for i in range(count):
             if is_bf16:
@@ -94,11 +96,13 @@ def store_values(address, is_bf16, count, values, spare):
 
 @inline
 def compute_scale(largest, bits):
-    """Return the bits of the bf16 scale and the fixed-point reciprocal."""
+    """Return the bits of the bf16 scale and the fixed-point reciprocal of a group's largest |x|, as bits."""
     if largest < _TINY:
         return 0, _ZERO
     if largest >= _INFINITY:
         return _NAN_SCALE, _ZERO
+    # Adding 0x10003 and cutting 16 bits off rounds up what is 4 units more: |x / scale| never exceeds the
+    # largest code, not even after the rounding of the two multiplications, and codes need no clamp.
     step = float_from_bits(largest) * (_STEP_4 if bits == 4 else _STEP_8)
     scale = (bits_from_float(step) + 0x10003) & 0xFFFF0000
     return scale >> 16, _FIXED_POINT / float_from_bits(scale)
@@ -107,6 +111,8 @@ def compute_scale(largest, bits):
 @inline
 def fixed_point(values, factor, stochastic, element, k0, k1):
     """Return codes times 65536, ready to be cut off."""
+    # Cut towards zero to 16 fractional bits first: random bits are integers, so the rounding that follows is
+    # integer arithmetic, the same everywhere.
     fixed = to_int(load_f32(values) * factor)
     if stochastic:
         return fixed + random_bits16(element, k0, k1)
@@ -116,6 +122,7 @@ def fixed_point(values, factor, stochastic, element, k0, k1):
 @inline
 def prefetch_block(address, shift):
     """Start reading the 32 values at an address, fp32 or bf16, which may be past the end of a tensor."""
+    # 32 values are one cache line of 64 bytes in bf16, two in fp32.
     prefetch(address)
     if shift == 2:
         prefetch(address + 64)
@@ -144,6 +151,8 @@ def encode_group(
         return
     half = size >> 1
     if size & 32 == 0:
+        # The 8 that makes codes unsigned is added before the cut. Shifted by 12 the high code lies where its
+        # nibble belongs, with four fractional bits below it that the mask removes.
         offset, mask = splat(8 << 16), splat(0xF0)
         for i in range(0, half, 32):
             j = i + half
@@ -169,6 +178,8 @@ def encode_tile(
 ):  # fmt: skip
     """Write codes and scales of `count` values; `largest` points to the bits of each group's largest |x|.
 
+    The table is overwritten with the reciprocals, and groups that are not finite with zeros.
+
     Args:
         upcoming, upcoming_replica: addresses to prefetch from meanwhile, 0 for none.
         shift, replica_shift: 2 if they are fp32, 1 if bf16.
@@ -178,12 +189,14 @@ def encode_tile(
             store_f32(codes + 4 * i, load_f32(values + 4 * i))
         return
     groups = (count + group_size - 1) // group_size
+    # All scales first: the divisions of different groups overlap, where each group would wait for its own.
     for group in range(groups):
         peak = load_scalar_u32(largest + 4 * group)
         scale, reciprocal = compute_scale(peak, bits)
         store_u16(scales + 2 * group, scale)
         store_u32(largest + 4 * group, bits_from_float(reciprocal))
         if peak >= _INFINITY:
+            # The conversion of NaN to an integer is undefined: the codes of such a group are those of zeros.
             first = group * group_size
             for i in range(first, min(first + group_size, count), 32):
                 store_f32(values + 4 * i, splat(_ZERO))
@@ -207,7 +220,12 @@ def record(target, values, peak):
 
 @inline
 def sum_int8(total, codes, count, table, terms, stride, start, peak):
-    """Write start + code * scale + ..., in the order of the terms; `table` points to their fp32 scales."""
+    """Write start + code * scale + ..., in the order of the terms, and return the peaks so far.
+
+    Args:
+        table: address of the terms' fp32 scales.
+    """
+    # Two blocks at a time: one sum has to wait for its addition before the next term, two can take turns.
     paired = count & ~63
     for i in range(0, paired, 64):
         low = high = start
@@ -215,6 +233,7 @@ def sum_int8(total, codes, count, table, terms, stride, start, peak):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
             source = codes + term * stride + i
             prefetch(source + _AHEAD)
+            # The product is exact, 7 bits times 8: only the addition rounds, as in the definition.
             low = low + to_float(load_i8(source)) * scale
             high = high + to_float(load_i8(source + 32)) * scale
         peak = record(total + 4 * i, low, peak)
@@ -230,7 +249,7 @@ def sum_int8(total, codes, count, table, terms, stride, start, peak):
 
 @inline
 def sum_int4(total, codes, half, table, terms, stride, start, peak):
-    """As sum_int8 for a whole group whose halves are multiples of 32."""
+    """Sum as sum_int8 does, a whole group whose halves are multiples of 32."""
     low_mask, low_base, low_offset = splat(0x0F), splat(_LOW_BASE), splat(_LOW_OFFSET)
     high_mask, high_base, high_offset = splat(0xF0), splat(_HIGH_BASE), splat(_HIGH_OFFSET)
     for i in range(0, half, 32):
@@ -247,7 +266,7 @@ def sum_int4(total, codes, half, table, terms, stride, start, peak):
 
 @inline
 def sum_nibbles(total, codes, count, shift, table, terms, stride, start):
-    """As sum_int8 for a part of one half of an int4 group; `count` is a multiple of 16."""
+    """Sum as sum_int8 does, a part of one half of an int4 group; `count` is a multiple of 16."""
     for i in range(0, count, 16):
         value = splat16(start)
         for term in range(terms):
@@ -270,13 +289,14 @@ def sum_messages(
         start: what the sums start from.
     """
     peak = splat(0)
-    if bits == 32:
+    if bits == 32:  # no groups, no scales
         for i in range(0, count, 32):
             value = splat(start)
             for term in range(terms):
                 value = value + load_f32(codes + term * stride + 4 * (first + i))
             peak = record(total + 4 * i, value, peak)
         return peak
+    # The groups received and the groups sent need not fit: the range is cut at the bounds of those received.
     stop = first + count
     origin = group * group_size
     while origin < stop:
@@ -291,6 +311,8 @@ def sum_messages(
         elif end - begin == size and size & 32 == 0:
             peak = sum_int4(target, packed, size >> 1, table, terms, stride, splat(start), peak)
         else:
+            # A part of an int4 group, or one whose halves meet within a block of 32: what lies in the lower
+            # half is in the low nibbles of its bytes, what lies in the upper one in the high nibbles.
             middle = origin + (size >> 1)
             lower = min(end, middle) - begin
             sum_nibbles(target, packed + begin - origin, lower, 0, table, terms, stride, start)

@@ -32,13 +32,9 @@ from sdp4bit.kernels.triton.kernels import (
     reduce_hadamard_kernel,
     reduce_quantize_kernel,
 )
-from sdp4bit.quantization.layout import (
-    BLOCK,
-    FULL_PRECISION,
-    MESSAGE_ALIGNMENT,
-    MessageLayout,
-    message_layout,
-)
+from sdp4bit.quantization.hadamard import Hadamard
+from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MESSAGE_ALIGNMENT, MessageLayout
+from sdp4bit.quantization.random import RoundingKey
 
 _TILE_SLOTS = 64
 """Slots of 32 values per program; not measured. Two warps of NVIDIA with a slot per thread keep 56 to 72
@@ -61,7 +57,7 @@ def _warp_size(device: torch.device) -> int:
 
 
 def _warps(slots: int, values_per_thread: int, device: torch.device) -> int:
-    """Warps that leave each thread this many values of each half of a tile of slots."""
+    """Return the warps that leave each thread this many values of each half of a tile of slots."""
     return max(1, slots * 16 // (values_per_thread * _warp_size(device)))
 
 
@@ -90,13 +86,23 @@ def _group_blocks(layout: MessageLayout) -> int:
 def _tile(layout: MessageLayout) -> tuple[int, int, int]:
     """Return groups per program, slots per group (a power of two) and programs per row."""
     blocks = _group_blocks(layout)
+    # Triton's tiles are powers of two: a group of 3 blocks occupies 4 slots, of which one is masked.
     slots = min(1 << (blocks - 1).bit_length(), _MAX_SLOTS)
     groups = max(1, _TILE_SLOTS // slots)
     return groups, slots, -(-layout.padded_numel // (BLOCK * blocks * groups))
 
 
-def _random_blocks(stochastic: bool, first: int, row_stride: int) -> tuple[int, int]:
-    return (first // BLOCK, row_stride // BLOCK) if stochastic else (0, 0)
+def _rounding_numbers(rounding: RoundingKey | None) -> tuple[int, int, int, int]:
+    """Return both keys, and the numbers of rows in blocks of 32: of the first, and between rows."""
+    if rounding is None:
+        return 0, 0, 0, 0
+    blocks = rounding.first // BLOCK, rounding.row_stride // BLOCK
+    return _signed(rounding.k0), _signed(rounding.k1), *blocks
+
+
+def _signs(hadamard: Hadamard | None) -> int | None:
+    """Return the signs to change, None for none: another kernel, without the work."""
+    return _signed(hadamard.signs) if hadamard is not None and hadamard.signs else None
 
 
 def _message_stride(messages: Tensor) -> int:
@@ -108,239 +114,125 @@ def _unrolled(count: int) -> int:
     return count if count <= _MAX_UNROLLED else -1
 
 
-def subtract_quantize(
-    main: Tensor,
+def _quantize(
+    values: Tensor,
     replica: Tensor | None,
     out: Tensor,
+    layout: MessageLayout,
+    hadamard: Hadamard | None,
+    rounding: RoundingKey | None,
     *,
-    bits: int,
-    group_size: int,
-    stochastic: bool,
-    k0: int,
-    k1: int,
+    rows: int,
+    strides: tuple[int, int],
+    out_stride: int,
+    values_per_thread: int,
+) -> None:
+    """Launch the kernel that quantizes rows; strides of values: between destinations, between parts."""
+    groups, slots, programs = _tile(layout)
+    # Lengths and strides are passed in the largest unit they share: in units of 16 values the compiler knows
+    # them to be multiples of 16, and moves whole vectors.
+    unit = math.gcd(_VALUE_UNIT, layout.numel, *strides)
+    _launch(
+        quantize_kernel, rows * programs, out,
+        values, values if replica is None else replica, out,
+        layout.numel // unit, strides[0] // unit, strides[1] // unit, layout.parts,
+        layout.padded_numel // BLOCK, out_stride, *_rounding_numbers(rounding), _signs(hadamard),
+        UNIT=unit, BITS=layout.bits, GROUP=_group_blocks(layout), GROUPS=groups, SLOTS=slots,
+        HAS_REPLICA=replica is not None, HADAMARD=hadamard is not None, STOCHASTIC=rounding is not None,
+        num_warps=_warps(groups * slots, values_per_thread, out.device),
+    )  # fmt: skip
+
+
+def subtract_quantize(
+    main: Tensor, *, replica: Tensor | None, out: Tensor, layout: MessageLayout, rounding: RoundingKey | None
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`.
 
     Bytes per value: 4 (fp32 main) + 2 (bf16 replica) read, bits / 8 + 2 / group_size written; 6.5 with 4 bits
     and groups of 2048.
-
-    Raises:
-        ValueError: main or replica is not contiguous.
     """
-    for name, tensor in (("main", main), ("replica", replica)):
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got stride {tensor.stride()}")
-    layout = message_layout(numel=main.numel(), bits=bits, group_size=group_size)
-    groups, slots, programs = _tile(layout)
-    unit = math.gcd(_VALUE_UNIT, layout.numel)
-    _launch(
-        quantize_kernel,
-        programs,
-        out,
-        main,
-        main if replica is None else replica,
-        out,
-        layout.numel // unit,
-        0,
-        0,
-        1,
-        layout.padded_numel // BLOCK,
-        0,
-        _signed(k0),
-        _signed(k1),
-        0,
-        0,
-        None,
-        UNIT=unit,
-        BITS=bits,
-        GROUP=_group_blocks(layout),
-        GROUPS=groups,
-        SLOTS=slots,
-        HAS_REPLICA=replica is not None,
-        HADAMARD=False,
-        STOCHASTIC=stochastic,
-        # No transform has to find a chunk in one thread: more threads keep more loads in flight.
-        num_warps=_warps(groups * slots, 8, out.device),
-    )
+    # No transform has to find a chunk in one thread: more threads keep more loads in flight.
+    place = {"rows": 1, "strides": (0, 0), "out_stride": 0, "values_per_thread": 8}
+    _quantize(main, replica, out, layout, None, rounding, **place)
 
 
-def dequantize_add(
-    messages: Tensor, replica: Tensor, *, bits: int, group_size: int, accumulate: bool
-) -> None:
+def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, accumulate: bool) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`.
 
     Bytes per value: bits / 8 + 2 / group_size read, 2 (bf16 replica) written and, to accumulate, 2 read; 4.5
     with 4 bits and groups of 2048.
     """
-    rows, numel = replica.shape
-    layout = message_layout(numel=numel, bits=bits, group_size=group_size)
+    rows = replica.shape[0]
     row_stride = replica.stride(0) if rows > 1 else 0
-    unit = math.gcd(_VALUE_UNIT, numel, row_stride)
+    unit = math.gcd(_VALUE_UNIT, layout.numel, row_stride)
     blocks = layout.padded_numel // BLOCK
     _launch(
-        dequantize_kernel,
-        rows * -(-blocks // _TILE_SLOTS),
-        replica,
-        messages,
-        replica,
-        numel // unit,
-        blocks,
-        _message_stride(messages),
-        row_stride // unit,
-        UNIT=unit,
-        BITS=bits,
-        GROUP=_group_blocks(layout),
-        ROWS=_TILE_SLOTS,
-        ACCUMULATE=accumulate,
+        dequantize_kernel, rows * -(-blocks // _TILE_SLOTS), replica,
+        messages, replica, layout.numel // unit, blocks, _message_stride(messages), row_stride // unit,
+        UNIT=unit, BITS=layout.bits, GROUP=_group_blocks(layout), ROWS=_TILE_SLOTS, ACCUMULATE=accumulate,
         # 16 bytes of the replica per thread, the widest store: more would be exchanged before it.
         num_warps=_warps(_TILE_SLOTS, 16 // replica.element_size(), replica.device),
-    )
+    )  # fmt: skip
 
 
 def hadamard_quantize(
     values: Tensor,
-    out: Tensor,
     *,
-    bits: int,
-    group_size: int,
-    hadamard: bool,
-    stochastic: bool,
-    k0: int,
-    k1: int,
-    first: int,
-    row_stride: int,
-    signs: int = 0,
+    out: Tensor,
+    layout: MessageLayout,
+    hadamard: Hadamard | None,
+    rounding: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`.
 
     Bytes per value: 4 (fp32) or 2 (bf16) read, bits / 8 + 2 / group_size written; 5.02 from fp32 with 8 bits
     and groups of 128. Rows are read where they lie, whatever the strides of `values`.
     """
-    destinations, parts, numel = values.shape
-    layout = message_layout(numel=numel, bits=bits, group_size=group_size, parts=parts)
-    groups, slots, programs = _tile(layout)
+    destinations, parts, _ = values.shape
     # The stride of a dimension of size 1 means nothing.
-    destination_stride = values.stride(0) if destinations > 1 else 0
-    part_stride = values.stride(1) if parts > 1 else 0
-    unit = math.gcd(_VALUE_UNIT, numel, destination_stride, part_stride)
-    first_block, row_blocks = _random_blocks(stochastic, first, row_stride)
-    _launch(
-        quantize_kernel,
-        destinations * parts * programs,
-        out,
-        values,
-        values,
-        out,
-        numel // unit,
-        destination_stride // unit,
-        part_stride // unit,
-        parts,
-        layout.padded_numel // BLOCK,
-        _message_stride(out),
-        _signed(k0),
-        _signed(k1),
-        first_block,
-        row_blocks,
-        _signed(signs) if signs else None,
-        UNIT=unit,
-        BITS=bits,
-        GROUP=_group_blocks(layout),
-        GROUPS=groups,
-        SLOTS=slots,
-        HAS_REPLICA=False,
-        HADAMARD=hadamard,
-        STOCHASTIC=stochastic,
-        num_warps=_warps(groups * slots, 16, out.device),
-    )
+    strides = values.stride(0) if destinations > 1 else 0, values.stride(1) if parts > 1 else 0
+    place = {"rows": destinations * parts, "strides": strides, "out_stride": _message_stride(out)}
+    _quantize(values, None, out, layout, hadamard, rounding, **place, values_per_thread=16)
 
 
 def dequantize_reduce_quantize(
     messages: Tensor,
-    out: Tensor,
     *,
-    numel: int,
-    bits_in: int,
-    group_size_in: int,
-    bits_out: int,
-    group_size_out: int,
-    stochastic: bool,
-    k0: int,
-    k1: int,
-    first: int,
-    row_stride: int,
+    received: MessageLayout,
+    out: Tensor,
+    sent: MessageLayout,
+    rounding: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`.
 
     Bytes per value: k * (bits_in / 8 + 2 / group_size_in) read, bits_out / 8 + 2 / group_size_out written;
     4.58 for four messages of 8 bits into 4 bits with groups of 128.
     """
-    parts = out.shape[0]
-    received = message_layout(numel=numel, bits=bits_in, group_size=group_size_in, parts=parts)
-    sent = message_layout(numel=numel, bits=bits_out, group_size=group_size_out)
     groups, slots, programs = _tile(sent)
-    first_block, row_blocks = _random_blocks(stochastic, first, row_stride)
     _launch(
-        reduce_quantize_kernel,
-        parts * programs,
-        out,
-        messages,
-        out,
-        messages.shape[0],
-        parts,
-        sent.padded_numel // BLOCK,
-        _message_stride(messages),
-        _message_stride(out),
-        _signed(k0),
-        _signed(k1),
-        first_block,
-        row_blocks,
-        COUNT=_unrolled(messages.shape[0]),
-        BITS_IN=bits_in,
-        GROUP_IN=_group_blocks(received),
-        BITS=bits_out,
-        GROUP=_group_blocks(sent),
-        GROUPS=groups,
-        SLOTS=slots,
-        STOCHASTIC=stochastic,
-        num_warps=_warps(groups * slots, 16, out.device),
-    )
+        reduce_quantize_kernel, received.parts * programs, out,
+        messages, out, messages.shape[0], received.parts, sent.padded_numel // BLOCK,
+        _message_stride(messages), _message_stride(out), *_rounding_numbers(rounding),
+        COUNT=_unrolled(messages.shape[0]), BITS_IN=received.bits, GROUP_IN=_group_blocks(received),
+        BITS=sent.bits, GROUP=_group_blocks(sent), GROUPS=groups, SLOTS=slots,
+        STOCHASTIC=rounding is not None, num_warps=_warps(groups * slots, 16, out.device),
+    )  # fmt: skip
 
 
 def dequantize_reduce_hadamard(
-    messages: Tensor,
-    out: Tensor,
-    *,
-    bits: int,
-    group_size: int,
-    hadamard: bool,
-    multiplier: float,
-    signs: int = 0,
+    messages: Tensor, *, out: Tensor, layout: MessageLayout, hadamard: Hadamard | None, multiplier: float
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`.
 
     Bytes per value: k * (bits / 8 + 2 / group_size) read, 4 (fp32) written; 6.06 for four messages of 4 bits
     with groups of 128.
     """
-    layout = message_layout(numel=out.numel(), bits=bits, group_size=group_size)
-    unit = math.gcd(_VALUE_UNIT, layout.numel)
-    blocks = layout.padded_numel // BLOCK
+    unit, blocks = math.gcd(_VALUE_UNIT, layout.numel), layout.padded_numel // BLOCK
     _launch(
-        reduce_hadamard_kernel,
-        -(-blocks // _TILE_SLOTS),
-        out,
-        messages,
-        out,
-        layout.numel // unit,
-        messages.shape[0],
-        blocks,
-        _message_stride(messages),
-        multiplier,
-        _signed(signs) if signs else None,
-        UNIT=unit,
-        COUNT=_unrolled(messages.shape[0]),
-        BITS=bits,
-        GROUP=_group_blocks(layout),
-        ROWS=_TILE_SLOTS,
-        HADAMARD=hadamard,
+        reduce_hadamard_kernel, -(-blocks // _TILE_SLOTS), out,
+        messages, out, layout.numel // unit, messages.shape[0], blocks, _message_stride(messages),
+        multiplier, _signs(hadamard),
+        UNIT=unit, COUNT=_unrolled(messages.shape[0]), BITS=layout.bits, GROUP=_group_blocks(layout),
+        ROWS=_TILE_SLOTS, HADAMARD=hadamard is not None,
         num_warps=_warps(_TILE_SLOTS, 16, out.device),
-    )
+    )  # fmt: skip

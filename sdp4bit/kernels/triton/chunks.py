@@ -45,19 +45,19 @@ HIGH_BIAS = tl.constexpr(2.0**19 + 8)
 
 @triton.jit
 def float_from_bf16(bits):
-    """fp32 of bf16 bits in int16."""
+    """Return fp32 of bf16 bits in int16: bf16 is the upper half of an fp32 number."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def offsets(chunk):
-    """Numbers of the values of chunks, int64 [..., 16]."""
+    """Return the numbers of the values of chunks, int64 [..., 16]."""
     return tl.expand_dims(chunk.to(tl.int64) * CHUNK, -1) + tl.arange(0, CHUNK)
 
 
 @triton.jit
 def _inside(chunk, mask, numel):
-    """Which values of the chunks of a row lie before its end."""
+    """Return which values of the chunks of a row lie before its end."""
     # Compared chunk by chunk: if numel is known to be a multiple of 16, loads stay whole vectors.
     left = tl.expand_dims(numel - chunk.to(tl.int64) * CHUNK, -1)
     return tl.expand_dims(mask, -1) & (tl.arange(0, CHUNK) < left)
@@ -65,7 +65,7 @@ def _inside(chunk, mask, numel):
 
 @triton.jit
 def load_values(row, chunk, mask, numel):
-    """fp32 of chunks of a row of fp32, bf16 or fp16, zero beyond its `numel` values.
+    """Return fp32 of chunks of a row of fp32, bf16 or fp16, zero beyond its `numel` values.
 
     bf16 goes through integers, because the interpreter has no arithmetic for it.
     """
@@ -79,9 +79,11 @@ def load_values(row, chunk, mask, numel):
 
 @triton.jit
 def store_values(row, chunk, value, mask, numel):
-    """Chunks of a row of fp32, bf16 or fp16 hold fp32 values, rounded to nearest even."""
+    """Write fp32 values to chunks of a row of fp32, bf16 or fp16, rounded to nearest even."""
     inside = _inside(chunk, mask, numel)
     if row.dtype.element_ty == tl.bfloat16:
+        # 0x7FFF, and one more if the upper half is odd, carries into it for more than a half, or for a half
+        # whose even neighbour is above. NaN could carry into infinity, or out of the word, and is set apart.
         bits = value.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where((bits & _ABS_MASK) > _INFINITY_BITS, _NAN_SCALE, rounded)
@@ -92,6 +94,9 @@ def store_values(row, chunk, value, mask, numel):
 
 @triton.jit
 def _butterfly(x, STRIDE: tl.constexpr):
+    """Return sums and differences of the values that lie STRIDE apart, each in its place."""
+    # Triton has no slices: the two of a pair become the last dimension, which can be split and joined again.
+    # All of it happens inside a thread, where it renames registers.
     pairs = tl.reshape(x, (x.numel // (2 * STRIDE), 2, STRIDE))
     low, high = tl.split(tl.permute(pairs, (0, 2, 1)))
     mixed = tl.permute(tl.join(low + high, low - high), (0, 2, 1))
@@ -100,7 +105,7 @@ def _butterfly(x, STRIDE: tl.constexpr):
 
 @triton.jit
 def mix16(x):
-    """Strides 1, 2, 4, 8 of the Hadamard transform in each chunk; stride 16 is left to the caller.
+    """Apply strides 1, 2, 4, 8 of the Hadamard transform to each chunk; stride 16 is left to the caller.
 
     Written neither as a product with a matrix nor as a broadcast and a sum: compilers put both on TF32
     tensor cores, which round.
@@ -110,7 +115,7 @@ def mix16(x):
 
 @triton.jit
 def flip_signs(value, chunk, signs, HALF: tl.constexpr):
-    """Values of chunks, of which element k of a block has changed its sign if bit k of `signs` is set.
+    """Change the sign of element k of each block if bit k of `signs` is set.
 
     HALF says that all are first (0) or second (1) chunks of their blocks; -1 leaves it to their numbers.
     """
@@ -118,13 +123,14 @@ def flip_signs(value, chunk, signs, HALF: tl.constexpr):
         half = tl.expand_dims(signs >> ((chunk & 1) * 16), -1)
     else:
         half = signs >> (16 * HALF)
+    # The bit of each lane as the sign bit of an fp32 number; the shift to the left drops the others.
     flip = (half >> tl.arange(0, CHUNK)) << 31
     return (value.to(tl.int32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def load_mixed(row, chunk, mask, numel, signs, HALF: tl.constexpr):
-    """fp32 of chunks of a row as load_values, their signs changed unless `signs` is None, after mix16."""
+    """Return fp32 of chunks of a row, their signs changed unless `signs` is None, after mix16."""
     value = load_values(row, chunk, mask, numel)
     if signs is not None:
         value = flip_signs(value, chunk, signs, HALF)
@@ -133,7 +139,7 @@ def load_mixed(row, chunk, mask, numel, signs, HALF: tl.constexpr):
 
 @triton.jit
 def _hash32(block, k0, k1):
-    """32 random bits, uint32 [..., 16], for lanes 0 to 15 (low half) and 16 to 31 (high half) of blocks."""
+    """Return 32 random bits, uint32 [..., 16]: low halves for lanes 0 to 15 of blocks, high for the rest."""
     x = tl.expand_dims(block.to(tl.uint32) * 16, -1) + tl.arange(0, CHUNK).to(tl.uint32)
     x = x ^ k0.to(tl.uint32, bitcast=True)
     x = x ^ (x >> 16)
@@ -146,7 +152,7 @@ def _hash32(block, k0, k1):
 
 @triton.jit
 def _random16(first_block, chunk, k0, k1):
-    """16 random bits, int32 [..., 16], for chunks of a row that begins at block `first_block`.
+    """Return 16 random bits, int32 [..., 16], for chunks of a row that begins at block `first_block`.
 
     One hash per value: the other chunk that the hash would serve is in another thread.
     """
@@ -157,9 +163,10 @@ def _random16(first_block, chunk, k0, k1):
 
 @triton.jit
 def chunks_of(group, slot, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """The low and the high chunk of slots of groups in a row of `blocks`, and which slots exist."""
-    size = tl.minimum(blocks - group * GROUP, GROUP)
+    """Return the low and the high chunk of slots of groups in a row of `blocks`, and which slots exist."""
+    size = tl.minimum(blocks - group * GROUP, GROUP)  # the last group of a row may be shorter
     if BITS == 4:
+        # A group of `size` blocks has 2 * size chunks: the first half in low nibbles, the rest in high ones.
         low = group * (2 * GROUP) + slot
         return low, low + size, slot < size
     else:
@@ -169,8 +176,8 @@ def chunks_of(group, slot, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def codes_and_scales(message, part, parts, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Where the codes (uint8) and the scales (int16) of one part of a message begin."""
-    row_bytes = blocks.to(tl.int64) * (4 * BITS)
+    """Return where the codes (uint8) and the scales (int16) of one part of a message begin."""
+    row_bytes = blocks.to(tl.int64) * (4 * BITS)  # 32 values of BITS / 8 bytes
     groups = tl.cdiv(blocks, GROUP).to(tl.int64)
     scales = (message + parts * row_bytes).to(tl.pointer_type(tl.int16))
     return message + part * row_bytes, scales + part * groups
@@ -178,7 +185,7 @@ def codes_and_scales(message, part, parts, blocks, BITS: tl.constexpr, GROUP: tl
 
 @triton.jit
 def decode_int4(byte, nibble, exponent, bias):
-    """fp32 of one nibble of bytes: it is put into the mantissa of 2**23 (low) or 2**19 (high, unshifted).
+    """Return fp32 of one nibble of bytes, put into the mantissa of 2**23 (low) or 2**19 (high, unshifted).
 
     To subtract that number and the code's offset of 8 is exact, and one addition does the work of a shift,
     a subtraction and a conversion, which runs at a fraction of an addition's rate.
@@ -189,13 +196,13 @@ def decode_int4(byte, nibble, exponent, bias):
 
 @triton.jit
 def decode_int8(byte):
-    """fp32 of int8 codes read as uint8."""
+    """Return fp32 of int8 codes read as uint8."""
     return byte.to(tl.int8, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _load_codes(codes, scales, place, group, is_high, mask, BITS: tl.constexpr):
-    """fp32 of chunks of a message; `is_high` says which nibble of the bytes at `place` is theirs."""
+    """Return fp32 of chunks of a message; `is_high` says which nibble of the bytes at `place` is theirs."""
     each = tl.expand_dims(mask, -1)
     if BITS == FULL_PRECISION:
         return tl.load(codes.to(tl.pointer_type(tl.float32)) + place, mask=each, other=0.0)
@@ -214,24 +221,16 @@ def _load_codes(codes, scales, place, group, is_high, mask, BITS: tl.constexpr):
 
 @triton.jit
 def sum_messages(
-    codes,
-    scales,
-    stride,
-    count,
-    chunk,
-    blocks,
-    mask,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    COUNT: tl.constexpr,
-):
-    """fp32 sum of chunks over messages, in order, from +0.0.
+    codes, scales, stride, count, chunk, blocks, mask,
+    BITS: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Return the fp32 sum of chunks over messages, in order, from +0.0.
 
     Every chunk finds its own group, so it does not matter which groups the caller works in. `stride` is the
     distance of messages in bytes, even. COUNT unrolls the loop; -1 takes the number of messages from count.
     """
     group = chunk // (2 * GROUP)
-    position = chunk
+    position = chunk  # of the chunk's codes, in units of 16 bytes
     is_high = mask
     if BITS == 4:
         slot = chunk - group * (2 * GROUP)
@@ -253,7 +252,7 @@ def sum_messages(
 
 @triton.jit
 def largest_bits(low, high):
-    """Largest magnitude of each group of a tile, int32 [groups, 1]: as bits, NaN > Inf > finite."""
+    """Return the largest magnitude of each group, int32 [groups, 1]: as bits, NaN > Inf > finite."""
     low = low.to(tl.int32, bitcast=True) & _ABS_MASK
     high = high.to(tl.int32, bitcast=True) & _ABS_MASK
     return tl.max(tl.max(tl.maximum(low, high), 2), 1, keep_dims=True)
@@ -261,11 +260,12 @@ def largest_bits(low, high):
 
 @triton.jit
 def compute_scale(largest, BITS: tl.constexpr):
-    """The scale as bf16 bits in int32, and 65536 / scale, or 0 for a group whose codes are all zero."""
+    """Return the scale as bf16 bits in int32, and 65536 / scale, or 0 where all codes are zero."""
     not_finite = largest >= _INFINITY_BITS
     unused = not_finite | (largest < _TINY_BITS)
     step = largest.to(tl.float32, bitcast=True) * (1.0 / (2 ** (BITS - 1) - 1))
     bits = (step.to(tl.int32, bitcast=True) + _SCALE_ROUND_UP) & _HIGH_HALF
+    # Lanes of groups that need no reciprocal divide by one: what they compute is thrown away.
     divisor = tl.where(unused, _ONE_BITS, bits).to(tl.float32, bitcast=True)
     # The operator / is approximate on a GPU; div_rn is not.
     quotient = tl.div_rn(tl.full(divisor.shape, 65536.0, tl.float32), divisor)
@@ -275,29 +275,19 @@ def compute_scale(largest, BITS: tl.constexpr):
 
 @triton.jit
 def _round(value, reciprocal, offset):
-    """Codes, int32: value * reciprocal, cut to a multiple of 2**-16, plus offset, rounded down."""
+    """Return codes, int32: value * reciprocal, cut to a multiple of 2**-16, plus offset, rounded down."""
     reciprocal = tl.expand_dims(reciprocal, -1)
+    # Values of groups without a reciprocal may be NaN, whose conversion to an integer is undefined.
     fixed = (tl.where(reciprocal > 0.0, value, 0.0) * reciprocal).to(tl.int32)
     return (fixed + offset) >> 16
 
 
 @triton.jit
 def store_codes(
-    codes,
-    low,
-    high,
-    reciprocal,
-    group,
-    slot,
-    blocks,
-    first_block,
-    k0,
-    k1,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
-    """A row of a message holds the codes of a tile; `first_block` numbers the row for its random bits."""
+    codes, low, high, reciprocal, group, slot, blocks, first_block, k0, k1,
+    BITS: tl.constexpr, GROUP: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Write the codes of a tile to a row of a message; `first_block` numbers the row for its random bits."""
     low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
     mask = tl.expand_dims(mask, -1)
     if BITS == FULL_PRECISION:
@@ -306,6 +296,7 @@ def store_codes(
         tl.store(floats + offsets(high_chunk), high, mask=mask)
     elif BITS == 8:
         if STOCHASTIC:
+            # The two chunks of a block are in one thread, and share their hashes.
             mixed = _hash32(first_block + (low_chunk >> 1), k0, k1)
             low_code = _round(low, reciprocal, (mixed & 0xFFFF).to(tl.int32, bitcast=True))
             high_code = _round(high, reciprocal, (mixed >> 16).to(tl.int32, bitcast=True))
@@ -323,13 +314,14 @@ def store_codes(
         else:
             low_code = _round(low, reciprocal, _HALF + _INT4_OFFSET)
             high_code = _round(high, reciprocal, _HALF + _INT4_OFFSET)
+        # The offset of 8 is in the codes already: both are 0 to 15, and fill a byte.
         packed = (low_code | (high_code << 4)).to(tl.uint8)
         tl.store(codes + offsets(group * GROUP + slot), packed, mask=mask)
 
 
 @triton.jit
 def store_scales(scales, bits, group, part, parts, blocks, is_first, GROUP: tl.constexpr):
-    """A message holds the scales of groups and, if `is_first`, the zeros at its end.
+    """Write the scales of groups to a message and, if `is_first`, the zeros at its end.
 
     `scales` are those of the part, one of `parts`. Codes fill whole 16 bytes, so only scales leave a gap.
     """

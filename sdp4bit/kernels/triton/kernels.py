@@ -36,29 +36,28 @@ from sdp4bit.kernels.triton.chunks import (
     sum_messages,
 )
 
+# Arguments that Triton must not make constants of, nor compile variants for: they differ from call to call.
+_RUNTIME = [
+    *("numel", "parts", "blocks", "count", "k0", "k1", "first_block", "row_blocks", "signs"),
+    *("destination_stride", "part_stride", "row_stride", "stride", "out_stride"),
+]
+
 
 @triton.jit
 def _read_values(
-    row,
-    replica,
-    numel,
-    group,
-    slot,
-    blocks,
-    signs,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_REPLICA: tl.constexpr,
-    HADAMARD: tl.constexpr,
-):
-    """A tile of a row, less the replica or transformed."""
+    row, replica, numel, group, slot, blocks, signs,
+    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_REPLICA: tl.constexpr, HADAMARD: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of a row, less the replica or transformed."""
     low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
     if HADAMARD:
+        # Stride 16 joins the two chunks of a block. With 8 bits they are the low and the high one of a slot;
+        # with 4 bits the halves of a group, which may lie in different blocks.
         low = load_mixed(row, low_chunk, mask, numel, signs, -1 if BITS == 4 else 0)
         high = load_mixed(row, high_chunk, mask, numel, signs, -1 if BITS == 4 else 1)
         if BITS == 4:
-            # A half of a group may end inside a block: the other chunk of each block is read again, from
-            # the cache, and transformed again.
+            # The other chunk of each block is read again, from the cache, and transformed again. The first
+            # chunk of a block becomes the sum, the second the difference.
             low_twin = load_mixed(row, low_chunk ^ 1, mask, numel, signs, -1)
             high_twin = load_mixed(row, high_chunk ^ 1, mask, numel, signs, -1)
             low = tl.where(tl.expand_dims(low_chunk & 1, -1) == 0, low + low_twin, low_twin - low)
@@ -76,21 +75,7 @@ def _read_values(
     return low, high
 
 
-@triton.jit(
-    do_not_specialize=[
-        "numel",
-        "destination_stride",
-        "part_stride",
-        "parts",
-        "blocks",
-        "out_stride",
-        "k0",
-        "k1",
-        "first_block",
-        "row_blocks",
-        "signs",
-    ]
-)
+@triton.jit(do_not_specialize=_RUNTIME)
 def quantize_kernel(
     values,
     replica,
@@ -115,7 +100,7 @@ def quantize_kernel(
     HADAMARD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Messages carry rows of values, less the replica or transformed.
+    """Quantize rows of values, less the replica or transformed, into messages.
 
     A program handles GROUPS groups of a row. A group of more than SLOTS blocks is read twice, for its scale
     and for its codes, except for the first SLOTS, which stay in registers.
@@ -134,77 +119,45 @@ def quantize_kernel(
     codes, scales = codes_and_scales(message, part, parts, blocks, BITS, GROUP)
     random = first_block + row * row_blocks
 
+    # The first SLOTS blocks of a group stay in registers between the scale and the codes.
     low, high = _read_values(
         source, replica, length, group, slot, blocks, signs, BITS, GROUP, HAS_REPLICA, HADAMARD
     )
     largest = largest_bits(low, high)
     if SLOTS < GROUP:
         for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
-            more_low, more_high = _read_values(
+            lo, hi = _read_values(
                 source, replica, length, group, slot + i, blocks, signs, BITS, GROUP, HAS_REPLICA, HADAMARD
             )
-            largest = tl.maximum(largest, largest_bits(more_low, more_high))
+            largest = tl.maximum(largest, largest_bits(lo, hi))
     bits, reciprocal = compute_scale(largest, BITS)
     if BITS != FULL_PRECISION:
         store_scales(scales, bits, group, part, parts, blocks, (part == 0) & (tile == 0), GROUP)
     store_codes(codes, low, high, reciprocal, group, slot, blocks, random, k0, k1, BITS, GROUP, STOCHASTIC)
     if SLOTS < GROUP:
         for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
-            more_low, more_high = _read_values(
+            lo, hi = _read_values(
                 source, replica, length, group, slot + i, blocks, signs, BITS, GROUP, HAS_REPLICA, HADAMARD
             )
             store_codes(
-                codes,
-                more_low,
-                more_high,
-                reciprocal,
-                group,
-                slot + i,
-                blocks,
-                random,
-                k0,
-                k1,
-                BITS,
-                GROUP,
-                STOCHASTIC,
+                codes, lo, hi, reciprocal, group, slot + i, blocks, random, k0, k1, BITS, GROUP, STOCHASTIC
             )
 
 
 @triton.jit
 def _read_sums(
-    codes,
-    scales,
-    stride,
-    count,
-    group,
-    slot,
-    blocks,
-    BITS_IN: tl.constexpr,
-    GROUP_IN: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
+    codes, scales, stride, count, group, slot, blocks,
+    BITS_IN: tl.constexpr, GROUP_IN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     COUNT: tl.constexpr,
-):
-    """A tile of the sum of a part over all messages, in the slots of the message that is sent."""
+):  # fmt: skip
+    """Return a tile of the sum of a part over all messages, in the slots of the message that is sent."""
     low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
     low = sum_messages(codes, scales, stride, count, low_chunk, blocks, mask, BITS_IN, GROUP_IN, COUNT)
     high = sum_messages(codes, scales, stride, count, high_chunk, blocks, mask, BITS_IN, GROUP_IN, COUNT)
     return low, high
 
 
-@triton.jit(
-    do_not_specialize=[
-        "count",
-        "parts",
-        "blocks",
-        "stride",
-        "out_stride",
-        "k0",
-        "k1",
-        "first_block",
-        "row_blocks",
-    ]
-)
+@triton.jit(do_not_specialize=_RUNTIME)
 def reduce_quantize_kernel(
     messages,
     out,
@@ -226,7 +179,7 @@ def reduce_quantize_kernel(
     SLOTS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """One message per part carries the sum of that part over all messages.
+    """Quantize the sum of each part over all messages into one message per part.
 
     A program handles GROUPS groups that are sent, whatever the groups received: each chunk finds its own
     codes and scale, so the two group sizes need not fit each other. Long groups are read twice, as above.
@@ -237,20 +190,20 @@ def reduce_quantize_kernel(
     group = tl.expand_dims(tile * GROUPS + tl.arange(0, GROUPS), 1)
     slot = tl.expand_dims(tl.arange(0, SLOTS), 0)
     step = stride.to(tl.int64) * 16
-    sources, source_scales = codes_and_scales(messages, part, parts, blocks, BITS_IN, GROUP_IN)
+    codes_in, scales_in = codes_and_scales(messages, part, parts, blocks, BITS_IN, GROUP_IN)
     message = out + part * (out_stride.to(tl.int64) * 16)
     codes, scales = codes_and_scales(message, 0, 1, blocks, BITS, GROUP)
     random = first_block + part * row_blocks
 
     low, high = _read_sums(
-        sources, source_scales, step, count, group, slot, blocks, BITS_IN, GROUP_IN, BITS, GROUP, COUNT
+        codes_in, scales_in, step, count, group, slot, blocks, BITS_IN, GROUP_IN, BITS, GROUP, COUNT
     )
     largest = largest_bits(low, high)
     if SLOTS < GROUP:
         for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
-            more_low, more_high = _read_sums(
-                sources,
-                source_scales,
+            lo, hi = _read_sums(
+                codes_in,
+                scales_in,
                 step,
                 count,
                 group,
@@ -262,16 +215,16 @@ def reduce_quantize_kernel(
                 GROUP,
                 COUNT,
             )
-            largest = tl.maximum(largest, largest_bits(more_low, more_high))
+            largest = tl.maximum(largest, largest_bits(lo, hi))
     bits, reciprocal = compute_scale(largest, BITS)
     if BITS != FULL_PRECISION:
         store_scales(scales, bits, group, 0, 1, blocks, tile == 0, GROUP)
     store_codes(codes, low, high, reciprocal, group, slot, blocks, random, k0, k1, BITS, GROUP, STOCHASTIC)
     if SLOTS < GROUP:
         for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
-            more_low, more_high = _read_sums(
-                sources,
-                source_scales,
+            lo, hi = _read_sums(
+                codes_in,
+                scales_in,
                 step,
                 count,
                 group,
@@ -284,23 +237,11 @@ def reduce_quantize_kernel(
                 COUNT,
             )
             store_codes(
-                codes,
-                more_low,
-                more_high,
-                reciprocal,
-                group,
-                slot + i,
-                blocks,
-                random,
-                k0,
-                k1,
-                BITS,
-                GROUP,
-                STOCHASTIC,
+                codes, lo, hi, reciprocal, group, slot + i, blocks, random, k0, k1, BITS, GROUP, STOCHASTIC
             )
 
 
-@triton.jit(do_not_specialize=["numel", "blocks", "stride", "row_stride"])
+@triton.jit(do_not_specialize=_RUNTIME)
 def dequantize_kernel(
     messages,
     replica,
@@ -314,7 +255,7 @@ def dequantize_kernel(
     ROWS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Each row of the replica has its message added, or is replaced by it.
+    """Add its message to each row of the replica, or replace the row by it.
 
     A program handles ROWS consecutive slots, whatever the groups: nothing here is summed over a group.
     """
@@ -348,7 +289,7 @@ def dequantize_kernel(
     store_values(values, high_chunk, high, mask, length)
 
 
-@triton.jit(do_not_specialize=["numel", "count", "blocks", "stride", "signs"])
+@triton.jit(do_not_specialize=_RUNTIME)
 def reduce_hadamard_kernel(
     messages,
     out,
@@ -365,7 +306,7 @@ def reduce_hadamard_kernel(
     ROWS: tl.constexpr,
     HADAMARD: tl.constexpr,
 ):
-    """The output holds the sum of all messages, transformed, times the multiplier.
+    """Write the sum of all messages, transformed, times the multiplier.
 
     A program handles ROWS blocks, whatever the groups. Both chunks of a block are in one thread, so that the
     transform needs no exchange; the bytes of an int4 group are read twice, once for each nibble, the second
