@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,30 +18,14 @@ from torch import Tensor
 from sdp4bit.pretrain.data.blend import BlendedSplit, Part, parse_blend
 from sdp4bit.pretrain.data.config import DataConfig
 from sdp4bit.pretrain.data.indexed import IndexedTokens
-from sdp4bit.pretrain.data.mock import MockSplit
 from sdp4bit.pretrain.data.sample_index import IndexedSplit
-from sdp4bit.pretrain.data.samples import Samples, Split
+from sdp4bit.pretrain.data.samples import Dataset, MockSplit, Samples, Split
 from sdp4bit.pretrain.data.token_cache import fill_cache, open_cache
-from sdp4bit.pretrain.data.tokenizer import BytePairTokenizer
 from sdp4bit.pretrain.launch.ranks import Ranks, agree, first_rank_decides
 from sdp4bit.pretrain.model.tensor_parallel import IGNORED_TARGET
 from sdp4bit.pretrain.options import SettingError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dataset:
-    """Tokens to train and validate on."""
-
-    key: str
-    """Equal for equal tokens and splits."""
-    train: Split
-    validation: Split
-    test: Split | None = None
-    tokenizer: BytePairTokenizer | None = None
-    masked_token: int | None = None
-    """Token after which the loss does not count."""
 
 
 def prepare_dataset(config: DataConfig, *, ranks: Ranks) -> Dataset:
@@ -62,7 +45,7 @@ def prepare_dataset(config: DataConfig, *, ranks: Ranks) -> Dataset:
         key = _on_every_node(lambda: check_indexed(config), known=lambda key: False, ranks=ranks)
         return agree(lambda: open_indexed(config, key=key))
     folder = _on_every_node(lambda: fill_cache(config), known=Path.is_dir, ranks=ranks)
-    return agree(lambda: open_text(config, folder=folder))
+    return agree(lambda: open_cache(folder, config=config))
 
 
 def _on_every_node(work: Callable[[], T], *, known: Callable[[T], bool], ranks: Ranks) -> T:
@@ -80,18 +63,6 @@ def _on_every_node(work: Callable[[], T], *, known: Callable[[T], bool], ranks: 
 
     agree(repeat)
     return expected
-
-
-def open_text(config: DataConfig, *, folder: Path) -> Dataset:
-    """Return the dataset of a cache folder."""
-    text = open_cache(folder)
-    return Dataset(
-        key=text.key,
-        train=text.train,
-        validation=text.validation,
-        tokenizer=text.tokenizer,
-        masked_token=text.end_of_text if config.eod_mask_loss else None,
-    )
 
 
 def check_indexed(config: DataConfig) -> str:
