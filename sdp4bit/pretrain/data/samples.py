@@ -1,4 +1,4 @@
-"""What every source of tokens offers: numbered samples of one length, without an end. One source: synthetic."""
+"""What every source of tokens offers: numbered samples of one length, without an end; and synthetic ones."""
 
 from __future__ import annotations
 
