@@ -32,7 +32,7 @@ def prepare_dataset(config: DataConfig, *, ranks: Ranks) -> Dataset:
     """Return the dataset on every rank.
 
     1. Rank 0 tokenizes the text, unless the cache has it, or checks the .bin/.idx files.
-    2. The first rank of every other node does, where the cache is not shared, and compares.
+    2. Local rank 0 of every other node does, where the cache is not shared, and compares.
     3. Everybody opens the files.
 
     Raises:
@@ -49,7 +49,7 @@ def prepare_dataset(config: DataConfig, *, ranks: Ranks) -> Dataset:
 
 
 def _on_every_node(work: Callable[[], T], *, known: Callable[[T], bool], ranks: Ranks) -> T:
-    """Return what rank 0 got; the first rank of every other node got the same, or knows it already."""
+    """Return what rank 0 got; local rank 0 of every other node got the same, or knows it already."""
     expected = first_rank_decides(work)
 
     def repeat() -> None:
@@ -103,7 +103,7 @@ def open_indexed(config: DataConfig, *, key: str) -> Dataset:
     if config.data_path:
         splits = [
             _open_blend(blends["--data-path"], config, shares=shares)
-            for shares in _borders(config.split_shares)
+            for shares in _ranges(config.split_shares)
         ]
     else:
         splits = [
@@ -133,7 +133,7 @@ def _blends(config: DataConfig) -> list[tuple[str, list[Part]]]:
     return [(option, parse_blend(paths, option=option)) for option, paths in options.items() if paths]
 
 
-def _borders(shares: Sequence[float]) -> list[tuple[float, float]]:
+def _ranges(shares: Sequence[float]) -> list[tuple[float, float]]:
     """Return where each share of the documents begins and ends, between 0 and 1."""
     ends = [sum(shares[: index + 1]) for index in range(len(shares))]
     return list(zip([0.0, *ends[:-1]], ends, strict=True))
@@ -183,7 +183,7 @@ class Batches:
         world_size: int,
         device: torch.device,
     ) -> None:
-        """The splits are known to be long enough; SettingError otherwise.
+        """Check that the splits are long enough; SettingError otherwise.
 
         Args:
             rank: place in the data-parallel dimension; ranks that share a model replica have the same. None

@@ -123,9 +123,9 @@ class CorpusSplit:
         """Yield every document, or part of the only one, with whether it is for validation."""
         for index, text in enumerate(corpus.documents()):
             if self.documents == 1:
-                border = round(len(text) * (1 - self.validation_fraction))
-                yield text[:border], False
-                yield text[border:], True
+                boundary = round(len(text) * (1 - self.validation_fraction))
+                yield text[:boundary], False
+                yield text[boundary:], True
             else:
                 yield text, index in self.held_out
 

@@ -10,13 +10,16 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from sdp4bit.pretrain.options import SettingError, require
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 PIECE_BYTES = 1 << 20
 _READ_AT_ONCE = 1 << 20
@@ -56,7 +59,7 @@ class Rows:
     path: str
     first: int
     """Number of the first row, counted from 1."""
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, object]]
 
     def documents(self, keys: Sequence[str]) -> Iterator[list[list[str]]]:
         """Yield the texts of each key of each row; SettingError names the row that has none."""
@@ -139,20 +142,32 @@ def _decompressed(file: BinaryIO, path: Path) -> Iterator[bytes]:
         yield from file
 
 
+class _Frame(Protocol):
+    """What zstandard has of a frame that it decompresses."""
+
+    eof: bool
+    unused_data: bytes
+
+    def decompress(self, data: bytes, /) -> bytes:
+        """Return what the bytes that come next decompress to."""
+        ...
+
+
 class _ZstandardReader(io.RawIOBase):
     """Decompressed bytes; a file that ends within a frame is an error, which zstandard lets pass."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file = file
         self._package = _package("zstandard", path=path)
-        self._frame: Any = None
+        self._frame: _Frame | None = None
         self._compressed = b""
         self._content = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        target = memoryview(buffer)
         while not self._content:
             self._compressed = self._compressed or self._file.read(_READ_AT_ONCE)
             if not self._compressed:
@@ -167,8 +182,8 @@ class _ZstandardReader(io.RawIOBase):
             self._compressed = b""
             if self._frame.eof:
                 self._compressed, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._content))
-        buffer[:count] = self._content[:count]
+        count = min(len(target), len(self._content))
+        target[:count] = self._content[:count]
         self._content = self._content[count:]
         return count
 
@@ -193,20 +208,21 @@ def _table_pieces(path: Path, keys: Sequence[str]) -> Iterator[Piece]:
         raise SettingError(f"{path} cannot be read: {error}") from error
 
 
-def _texts(document: dict[str, Any], key: str, *, where: str) -> list[str]:
+def _texts(document: Mapping[str, object], key: str, *, where: str) -> list[str]:
     if key not in document:
         raise SettingError(
             f'{where}: there is no "{key}", but {", ".join(map(repr, document))}: set --json-keys'
         )
     value = document[key]
-    texts = value if isinstance(value, list) else [value]
-    for text in texts:
+    texts = []
+    for text in value if isinstance(value, list) else [value]:
         if not isinstance(text, str):
             raise SettingError(f'{where}: "{key}" is {type(text).__name__}, not a string')
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise SettingError(f'{where}: "{key}" is no text: {error}') from None
+        texts.append(text)
     return texts
 
 

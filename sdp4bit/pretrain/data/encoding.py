@@ -8,36 +8,23 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from sdp4bit.pretrain.data.document_files import Lines, Piece, Rows
 from sdp4bit.pretrain.data.indexed import token_dtype
-from sdp4bit.pretrain.data.indexed_writer import sequence_length
+from sdp4bit.pretrain.data.indexed_writer import EncodedDocuments, sequence_length
 from sdp4bit.pretrain.data.tokenizer import TokenizerFiles
 from sdp4bit.pretrain.data.word_encoder import DocumentEncoder
 from sdp4bit.pretrain.launch.child_processes import end_with_parent, start_from_one_import
 from sdp4bit.pretrain.options import SettingError
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncodedDocuments:
-    """Documents of one key, as the writer takes them."""
-
-    tokens: bytes
-    lengths: npt.NDArray[np.int32]
-    """Tokens of each sequence."""
-    sequences: npt.NDArray[np.int32]
-    """Sequences of each document."""
-
-
 class PieceEncoder:
     """Encodes the texts of each key; the same in every process."""
 
     def __init__(self, files: TokenizerFiles, *, keys: Sequence[str], append_eod: bool) -> None:
-        """Raises SettingError: the tokenizer cannot be read, or has no token to append."""
+        """Read the tokenizer; SettingError if it cannot be read, or has no token to append."""
         tokenizer = files.load()
         self.dtype = token_dtype(tokenizer.vocabulary_size)
         self._encoder = DocumentEncoder(tokenizer, dtype=self.dtype)

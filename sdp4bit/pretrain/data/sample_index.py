@@ -13,6 +13,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -138,7 +139,7 @@ class IndexedSplit:
 
 
 class IndexedSamples:
-    """Samples of a range of documents; a sample goes on over the ends of documents."""
+    """Samples of a range of documents; a sample reaches over the ends of documents."""
 
     def __init__(self, split: IndexedSplit, *, sequence_length: int, seed: int) -> None:
         self._split = split
@@ -218,16 +219,11 @@ class IndexedSamples:
                 # This opened the file again after the maker had removed it.
                 lock.unlink(missing_ok=True)
                 return
-            working = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-            try:
+            with complete_folder(folder) as working:
                 epoch = self._make(number)
                 for name in _ARRAYS:
                     np.save(working / f"{name}.npy", getattr(epoch, name))
-                working.chmod(0o755)
-                working.rename(folder)
-                lock.unlink()
-            finally:
-                shutil.rmtree(working, ignore_errors=True)
+            lock.unlink()
 
     def _make(self, number: int) -> Epoch:
         split = self._split
@@ -239,6 +235,24 @@ class IndexedSamples:
             epoch=number,
             order=split.order,
         )
+
+
+@contextmanager
+def complete_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write into, which gets its name at the end of the block, complete, or goes."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    working = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        yield working
+        working.chmod(0o755)
+        try:
+            working.rename(folder)
+        except OSError:
+            # Another process was first; its files are the same.
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(working, ignore_errors=True)
 
 
 def _numbers(count: int) -> _Integers:

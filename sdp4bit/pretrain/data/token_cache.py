@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -29,8 +27,14 @@ from sdp4bit.pretrain.data.corpus import (
     split_corpus,
 )
 from sdp4bit.pretrain.data.indexed import IndexedTokens, token_dtype
-from sdp4bit.pretrain.data.indexed_writer import IndexedWriter, sequence_length
-from sdp4bit.pretrain.data.sample_index import IndexedSplit, Order, keep_order, shuffle_samples
+from sdp4bit.pretrain.data.indexed_writer import EncodedDocuments, IndexedWriter, sequence_length
+from sdp4bit.pretrain.data.sample_index import (
+    IndexedSplit,
+    Order,
+    complete_folder,
+    keep_order,
+    shuffle_samples,
+)
 from sdp4bit.pretrain.data.samples import Dataset
 from sdp4bit.pretrain.data.tokenizer import BytePairTokenizer
 from sdp4bit.pretrain.options import SettingError
@@ -62,29 +66,17 @@ def fill_cache(config: DataConfig) -> Path:
     if config.tokenizer is not None:
         settings["tokenizer"] = config.tokenizer.digest()
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
-    cache = config.cache_folder()
-    folder = cache / f"text-{key}"
+    folder = config.cache_folder() / f"text-{key}"
     if folder.is_dir():
         return folder
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        working = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=cache))
+        with complete_folder(folder) as working:
+            _tokenize(corpus, split=split, config=config, folder=working)
+            (working / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
     except OSError as error:
         raise SettingError(
-            f"cannot write the cache folder {cache} ({error}): set --data-cache-path"
+            f"cannot write the cache folder {folder} ({error}): set --data-cache-path"
         ) from error
-    try:
-        _tokenize(corpus, split=split, config=config, folder=working)
-        (working / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
-        working.chmod(0o755)
-        try:
-            working.rename(folder)
-        except OSError:
-            # Another process was first; its files are the same.
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(working, ignore_errors=True)
     return folder
 
 
@@ -127,11 +119,12 @@ def _tokenize(corpus: Corpus, *, split: CorpusSplit, config: DataConfig, folder:
         for documents in _batched(split.read(corpus)):
             encoded = tokenizer.encode_documents([text for text, _ in documents])
             for (_, held_out), tokens in zip(documents, encoded, strict=True):
-                (validation if held_out else train).add_documents(
-                    np.array(tokens, dtype).tobytes(),
+                document = EncodedDocuments(
+                    tokens=np.array(tokens, dtype).tobytes(),
                     lengths=np.array([sequence_length(len(tokens), where="the text")], np.int32),
                     sequences=np.ones(1, np.int32),
                 )
+                (validation if held_out else train).add(document)
         for writer in (train, validation):
             writer.finish()
 

@@ -102,5 +102,5 @@ def kind_of_character(code: int) -> str | None:
 def _ranges(codes: Iterable[int]) -> str:
     """Return ascending code points as the inside of a character class."""
     runs = groupby(enumerate(codes), key=lambda item: item[1] - item[0])
-    borders = ([code for _, code in run] for _, run in runs)
-    return "".join(rf"\u{run[0]:04x}-\u{run[-1]:04x}" for run in borders)
+    boundaries = ([code for _, code in run] for _, run in runs)
+    return "".join(rf"\u{run[0]:04x}-\u{run[-1]:04x}" for run in boundaries)

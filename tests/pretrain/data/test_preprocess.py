@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ from sdp4bit.pretrain.data.tokenizer import BytePairTokenizer, TokenizerFiles
 from sdp4bit.pretrain.data.word_encoder import DocumentEncoder, kind_of_character
 from sdp4bit.pretrain.options import SettingError
 from tests.pretrain.data.indexed_corpora import layout, library_texts, write_vocabulary
+from tests.pretrain.launch.started_ranks import children_of
 from tests.pretrain.tiny_runs import small, train_here
 from tests.ranks import run_ranks
 
@@ -46,7 +47,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def reference(vocabulary: tuple[Path, Path]) -> tokenizers.Tokenizer:
-    """The tokenizer as the library builds it, nothing of ours."""
+    """Return the tokenizer as the library builds it, nothing of ours."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*map(str, vocabulary)))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     return tokenizer
@@ -270,7 +271,7 @@ def test_a_killed_run_leaves_nothing_that_loads_and_no_process(vocabulary, tmp_p
         while not (partial.exists() and partial.stat().st_size):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.01)
-        children = list(children_of(process.pid))
+        children = children_of(process.pid)
         os.kill(process.pid, signal_number)
         process.wait(timeout=30)
     finally:
@@ -285,15 +286,6 @@ def test_a_killed_run_leaves_nothing_that_loads_and_no_process(vocabulary, tmp_p
     assert not any((tmp_path / f"x_text_document.{end}").exists() for end in ("bin", "idx"))
     with pytest.raises(SettingError, match="there is no such file"):
         IndexedTokens(tmp_path / "x_text_document")
-
-
-def children_of(parent: int) -> Iterator[int]:
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
-                yield int(stat.parent.name)
-        except OSError:
-            continue
 
 
 class TestWords:

@@ -169,7 +169,7 @@ class TestCache:
             raise OSError("disk full")
 
         monkeypatch.setattr(token_cache, "_tokenize", fail_late)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(SettingError, match=r"text-.* \(disk full\): set --data-cache-path"):
             fill_cache(config(text_file, tmp_path / "cache"))
         assert list((tmp_path / "cache").iterdir()) == []
 
