@@ -16,7 +16,7 @@ from rich.console import Console
 import sdp4bit
 from sdp4bit.pretrain.checkpoint.checkpointer import Checkpointer, RunIdentity
 from sdp4bit.pretrain.checkpoint.folder import TOKENIZER, Progress
-from sdp4bit.pretrain.checkpoint.start import Start, choose_start
+from sdp4bit.pretrain.checkpoint.load import Start, choose_start
 from sdp4bit.pretrain.checkpoint.state import TrainingState
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.config.same_settings import check_same_settings

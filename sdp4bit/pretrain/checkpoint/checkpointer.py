@@ -57,7 +57,7 @@ class Checkpointer:
         ranks: Ranks,
         attach: Callable[[Path], None] | None = None,
     ) -> None:
-        """All ranks make one, at the same point of the program.
+        """Make one on all ranks, at the same point of the program.
 
         Args:
             attach: writes further files into a checkpoint's folder, such as the tokenizer; called on rank 0.
@@ -86,11 +86,11 @@ class Checkpointer:
             )
 
     def save(self, *, progress: Progress) -> None:
-        """The state of this moment is being saved, or has been with --no-async-save; called on all ranks.
+        """Save the state of this moment, in the background unless --no-async-save; called on all ranks.
 
-        1. A save that is still going on is waited for.
-        2. The state is copied to the memory of the host.
-        3. In the background, all ranks write it, and rank 0 publishes it.
+        1. Wait for a save that is still going on.
+        2. Copy the state to the memory of the host.
+        3. In the background, write it on all ranks, and publish it on rank 0.
 
         Raises:
             CheckpointError: on all ranks: this save, or the one before it, failed.
@@ -119,7 +119,7 @@ class Checkpointer:
         self._pending = BackgroundWork(write)
 
     def poll(self) -> None:
-        """An error of the save in the background is raised, once it has ended on all ranks.
+        """Raise the error of the save in the background, once it has ended on all ranks.
 
         Called on all ranks after every step; one small exchange while a save goes on, none otherwise.
 
@@ -135,7 +135,7 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """No save is going on any more, on any rank; CheckpointError on all ranks if one failed."""
+        """Wait until no save is going on, on any rank; CheckpointError on all ranks if one failed."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -146,7 +146,7 @@ class Checkpointer:
                 raise CheckpointError(message) from error
 
     def close(self) -> None:
-        """Everything that was begun is saved, and nothing is held any more; CheckpointError as by `wait`."""
+        """Wait for the save that was begun, and hold nothing any more; CheckpointError as by `wait`."""
         self.wait()
         if self._stager is not None:
             self._stager.close()
@@ -155,7 +155,7 @@ class Checkpointer:
         self._stager = self._group = None
 
     def abandon(self, error: BaseException | None) -> None:
-        """A save that is going on has had a moment to end; for a rank that fails, perhaps alone."""
+        """Give a save that is going on a moment to end; for a rank that fails, perhaps alone."""
         if self._pending is not None:
             timeout = job_timeout()
             limit = SECONDS_AFTER_A_FAILURE if timeout is None else timeout.total_seconds()
@@ -178,7 +178,7 @@ class Checkpointer:
         checkpoint.read_into(tensors)
         _loadable(checkpoint, lambda: state.apply_common(tensors))
         # Loading weights asks for a refresh of the replicas; their own state, loaded after, says otherwise.
-        own_tensors = state.own_parts(checkpoint.saved, parts=own)
+        own_tensors = state.own_tensors(checkpoint.saved, parts=own) or {}
         checkpoint.read_into(own_tensors)
         _loadable(checkpoint, lambda: state.apply_own(own_tensors, parts=own))
         if "communication" not in own:
@@ -201,7 +201,7 @@ class Checkpointer:
         )
 
     def _check_matches(self, checkpoint: Checkpoint) -> None:
-        """The checkpoint is of this model; what else differs or is missing has been warned of."""
+        """Refuse a checkpoint of another model; warn of what else differs or is missing."""
         record, here = checkpoint.record, asdict(self._identity.shape)
         different = [
             f"{name} {record.shape.get(name)} (now {here[name]})"
@@ -263,7 +263,9 @@ class Checkpointer:
             names = [name for name in names if name != COMMUNICATION]
         missing = [name for name in names if not self._state.has_own(name, saved=checkpoint.saved)]
         _loadable(checkpoint, lambda: _refuse(missing))
-        fitting = {name for name in names if self._state.fits_own(name, saved=checkpoint.saved)}
+        fitting = {
+            name for name in names if self._state.own_tensors(checkpoint.saved, parts=[name]) is not None
+        }
         everywhere = set.intersection(*gather_over_ranks(fitting, what="parts that can be loaded"))
         if left_out := [name for name in names if name not in everywhere]:
             self._warn(

@@ -46,7 +46,7 @@ _BLOCK: tuple[tuple[str, str, Layout], ...] = (
     ("feed_forward.expand", "mlp.c_fc", "transposed"),
     ("feed_forward.projection", "mlp.c_proj", "transposed"),
 )
-_REQUIRED: dict[str, tuple[Any, ...]] = {
+_REQUIRED: dict[str, tuple[object, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "scale_attn_weights": (True,),
@@ -212,7 +212,7 @@ def _shape_of_weight(name: str, *, shape: ModelShape, vocabulary_size: int) -> t
     return inputs_outputs if is_matrix else inputs_outputs[1:]
 
 
-def _settings(shape: ModelShape, *, vocabulary_size: int, end_of_text: int | None) -> dict[str, Any]:
+def _settings(shape: ModelShape, *, vocabulary_size: int, end_of_text: int | None) -> dict[str, object]:
     return {
         **{name: values[0] for name, values in _REQUIRED.items()},
         "architectures": ["GPT2LMHeadModel"],
@@ -233,7 +233,7 @@ def _settings(shape: ModelShape, *, vocabulary_size: int, end_of_text: int | Non
     }
 
 
-def _read_settings(settings: dict[str, Any], *, path: Path) -> tuple[ModelShape, int]:
+def _read_settings(settings: Mapping[str, object], *, path: Path) -> tuple[ModelShape, int]:
     """Return the sizes of the model, and how many tokens it has."""
     for name, values in _REQUIRED.items():
         value = settings.get(name, values[0])
@@ -275,7 +275,7 @@ def _shape_of(record: RunRecord, *, path: Path) -> ModelShape:
 
 
 def _write_tokenizer(folder: Path, tokenizer: Path, *, shape: ModelShape) -> int | None:
-    """The folder has the tokenizer's files; return the number of the end-of-text token, if it has one."""
+    """Write the tokenizer's files; return the number of the end-of-text token, if it has one."""
     content = _read_json(tokenizer)
     shutil.copyfile(tokenizer, folder / TOKENIZER)
     model = content.get("model", {})
@@ -344,13 +344,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def _alone() -> Iterator[dist.ProcessGroup]:
-    """This process is a world of its own inside the block, on the CPU, whatever started it."""
+    """Make this process a world of its own inside the block, on the CPU, whatever started it."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield dist.GroupMember.WORLD  # type: ignore[misc]

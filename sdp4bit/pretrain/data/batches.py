@@ -21,7 +21,7 @@ from sdp4bit.pretrain.data.indexed import IndexedTokens
 from sdp4bit.pretrain.data.sample_index import IndexedSplit
 from sdp4bit.pretrain.data.samples import Dataset, MockSplit, Samples, Split
 from sdp4bit.pretrain.data.token_cache import fill_cache, open_cache
-from sdp4bit.pretrain.launch.ranks import Ranks, agree, first_rank_decides
+from sdp4bit.pretrain.launch.ranks import Ranks, agree, decide_on_rank_0
 from sdp4bit.pretrain.model.tensor_parallel import IGNORED_TARGET
 from sdp4bit.pretrain.options import SettingError
 
@@ -50,7 +50,7 @@ def prepare_dataset(config: DataConfig, *, ranks: Ranks) -> Dataset:
 
 def _on_every_node(work: Callable[[], T], *, known: Callable[[T], bool], ranks: Ranks) -> T:
     """Return what rank 0 got; local rank 0 of every other node got the same, or knows it already."""
-    expected = first_rank_decides(work)
+    expected = decide_on_rank_0(work)
 
     def repeat() -> None:
         if ranks.local_rank == 0 and ranks.rank > 0 and not known(expected):

@@ -21,7 +21,7 @@ pytest.importorskip("matplotlib")
 
 from sdp4bit.pretrain.config.pretrain import OptimizerConfig, PretrainConfig
 from sdp4bit.pretrain.launch.config import ParallelConfig
-from sdp4bit.pretrain.launch.ranks import agree, first_rank_decides
+from sdp4bit.pretrain.launch.ranks import agree, decide_on_rank_0
 from sdp4bit.pretrain.loop import TrainingDivergedError
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.trainer import pretrain
@@ -47,12 +47,12 @@ def errors_of_all_kinds() -> list[str]:
         raise AssertionError("only rank 0 is asked")
 
     assert agree(dist.get_rank) == dist.get_rank()
-    assert first_rank_decides(lambda: f"from {dist.get_rank()}") == "from 0"
+    assert decide_on_rank_0(lambda: f"from {dist.get_rank()}") == "from 0"
     messages = []
     for work in (
         lambda: agree(lambda: fail_on_rank_1(SettingError("change it"))),
         lambda: agree(lambda: fail_on_rank_1(OSError("disk full"))),
-        lambda: first_rank_decides(fail_on_rank_0),
+        lambda: decide_on_rank_0(fail_on_rank_0),
     ):
         try:
             work()

@@ -22,8 +22,8 @@ from benchmarks.soak import Soak, plan, run_soak
 from sdp4bit import ExchangeError
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
 from sdp4bit.pretrain.checkpoint.folder import Progress, RunRecord
+from sdp4bit.pretrain.checkpoint.load import Start, choose_start
 from sdp4bit.pretrain.checkpoint.save import write_checkpoint
-from sdp4bit.pretrain.checkpoint.start import Start, choose_start
 from sdp4bit.pretrain.launch.store import join_store
 from sdp4bit.pretrain.options import SettingError
 from tests.pretrain.checkpoint.saved_runs import SHAPE, one_rank, tensors_of
