@@ -23,10 +23,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
 from sdp4bit.pretrain.checkpoint import save as checkpoint_save
 from sdp4bit.pretrain.checkpoint.checkpointer import Checkpointer
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig

@@ -17,10 +17,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
 from sdp4bit.collectives.errors import ExchangeError
 from sdp4bit.pretrain.checkpoint import folder as checkpoint_folder
 from sdp4bit.pretrain.checkpoint.checkpointer import seconds_for_a_save

@@ -17,10 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
 from sdp4bit.pretrain.checkpoint.files import (
     digest_file,

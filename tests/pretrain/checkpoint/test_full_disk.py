@@ -12,11 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
 import torch.distributed as dist
 
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig

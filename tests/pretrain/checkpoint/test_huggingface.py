@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
 pytest.importorskip("safetensors")
 
 from safetensors.torch import load_file, save_file

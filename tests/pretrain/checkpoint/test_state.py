@@ -14,10 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
 from sdp4bit.pretrain.checkpoint.checkpointer import Checkpointer, RunIdentity
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
 from sdp4bit.pretrain.checkpoint.folder import Progress

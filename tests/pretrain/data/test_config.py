@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-
 from sdp4bit.pretrain.config.pretrain import ModelConfig, PretrainConfig
 from sdp4bit.pretrain.data.config import DataConfig
 from sdp4bit.pretrain.options import SettingError

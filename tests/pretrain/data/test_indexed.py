@@ -10,9 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-
 from sdp4bit.pretrain.data.indexed import IndexedTokens, token_dtype
 from sdp4bit.pretrain.data.indexed_writer import EncodedDocuments, IndexedWriter
 from sdp4bit.pretrain.options import SettingError

@@ -15,14 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("tyro")
-pytest.importorskip("rich")
-pytest.importorskip("tokenizers")
-
-import tokenizers
 
 from sdp4bit.cli import main
 from sdp4bit.pretrain.data import document_files, word_encoder

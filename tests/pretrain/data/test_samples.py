@@ -13,9 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-
 from sdp4bit.pretrain.data import sample_index
 from sdp4bit.pretrain.data.batches import Batches, check_indexed, open_indexed, prepare_dataset
 from sdp4bit.pretrain.data.blend import BlendedSamples, parse_blend

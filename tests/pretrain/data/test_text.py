@@ -10,9 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-
 from sdp4bit.pretrain.data import token_cache
 from sdp4bit.pretrain.data.config import DataConfig
 from sdp4bit.pretrain.data.corpus import END_OF_TEXT, FileCorpus, StandardLibraryCorpus, split_corpus

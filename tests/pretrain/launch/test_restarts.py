@@ -11,11 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
 import torch.distributed as dist
 
 from benchmarks.soak import Soak, plan, run_soak
