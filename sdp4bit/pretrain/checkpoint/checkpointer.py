@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,10 +19,9 @@ from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
 from sdp4bit.pretrain.checkpoint.files import CheckpointError
 from sdp4bit.pretrain.checkpoint.folder import MODEL, OPTIMIZER, Progress, RunRecord
 from sdp4bit.pretrain.checkpoint.load import Checkpoint, open_checkpoint
-from sdp4bit.pretrain.checkpoint.save import BackgroundWork, write_checkpoint
+from sdp4bit.pretrain.checkpoint.save import start_in_background, write_checkpoint
 from sdp4bit.pretrain.checkpoint.state import COMMUNICATION, TrainingState
 from sdp4bit.pretrain.launch.ranks import Ranks, agree, gather_over_ranks
-from sdp4bit.pretrain.model.cards import ModelShape
 from sdp4bit.pretrain.options import SettingError
 
 T = TypeVar("T")
@@ -28,21 +29,6 @@ T = TypeVar("T")
 SECONDS_AFTER_A_FAILURE = 30.0
 """How long a run that fails lets a save in the background go on."""
 _SIZES = ("layers", "hidden", "heads", "vocabulary", "positions")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunIdentity:
-    """What a run trains; compared with the checkpoint that it loads."""
-
-    shape: ModelShape
-    vocabulary_size: int
-    """Tokens that exist, without the rows that pad the embedding."""
-    strategy: str
-    dataset: str | None
-    """Key of the text and tokenizer."""
-    seed: int
-    layout: str | None = None
-    """How the ranks share the model and the data."""
 
 
 class Checkpointer:
@@ -53,13 +39,14 @@ class Checkpointer:
         state: TrainingState,
         *,
         config: CheckpointConfig,
-        identity: RunIdentity,
+        identity: RunRecord,
         ranks: Ranks,
         attach: Callable[[Path], None] | None = None,
     ) -> None:
         """Make one on all ranks, at the same point of the program.
 
         Args:
+            identity: what the run trains, but for its parts and its progress; compared with what is loaded.
             attach: writes further files into a checkpoint's folder, such as the tokenizer; called on rank 0.
         """
         self._state = state
@@ -67,7 +54,7 @@ class Checkpointer:
         self._identity = identity
         self._ranks = ranks
         self._attach = attach
-        self._pending: BackgroundWork | None = None
+        self._pending: Future[None] | None = None
         self._group: dist.ProcessGroup | None = None
         self._stager: DefaultStager | None = None
         if config.save is not None:
@@ -100,7 +87,8 @@ class Checkpointer:
             raise RuntimeError("this run was not asked to save checkpoints")
         self.wait()
         tensors = self._state.to_save()
-        record = self._record(progress)
+        parts = (MODEL, OPTIMIZER, *self._state.own_names)
+        record = replace(self._identity, parts=parts, progress=progress)
 
         def write() -> None:
             write_checkpoint(
@@ -116,7 +104,7 @@ class Checkpointer:
             write()
             return
         tensors = stager.stage(tensors)  # type: ignore[assignment]
-        self._pending = BackgroundWork(write)
+        self._pending = start_in_background(write)
 
     def poll(self) -> None:
         """Raise the error of the save in the background, once it has ended on all ranks.
@@ -128,7 +116,7 @@ class Checkpointer:
         """
         if self._pending is None:
             return
-        done = torch.tensor(int(self._pending.is_done), device=self._ranks.device)
+        done = torch.tensor(int(self._pending.done()), device=self._ranks.device)
         with naming("agreement on whether the checkpoint is written"):
             dist.all_reduce(done, op=dist.ReduceOp.MIN)
         if done.item():
@@ -139,7 +127,7 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        error = pending.join()
+        error = pending.exception()
         own = None if error is None else str(error)
         for message in gather_over_ranks(own, what="outcome of the checkpoint"):
             if message is not None:
@@ -159,7 +147,7 @@ class Checkpointer:
         if self._pending is not None:
             timeout = job_timeout()
             limit = SECONDS_AFTER_A_FAILURE if timeout is None else timeout.total_seconds()
-            self._pending.join(timeout=seconds_for_a_save(error, timeout=limit))
+            wait_for([self._pending], timeout=seconds_for_a_save(error, timeout=limit))
 
     def load(self, folder: Path) -> Progress:
         """Return how far the loaded run had come; the run continues from there.
@@ -185,24 +173,9 @@ class Checkpointer:
             state.start_communication(step=checkpoint.record.progress.step)
         return checkpoint.record.progress
 
-    def _record(self, progress: Progress) -> RunRecord:
-        identity = self._identity
-        return RunRecord(
-            shape=asdict(identity.shape),
-            vocabulary_size=identity.vocabulary_size,
-            world_size=self._ranks.world_size,
-            strategy=identity.strategy,
-            dataset=identity.dataset,
-            seed=identity.seed,
-            layout=identity.layout,
-            job=self._ranks.job,
-            parts=(MODEL, OPTIMIZER, *self._state.own_names),
-            progress=progress,
-        )
-
     def _check_matches(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint of another model; warn of what else differs or is missing."""
-        record, here = checkpoint.record, asdict(self._identity.shape)
+        record, here = checkpoint.record, self._identity.shape
         different = [
             f"{name} {record.shape.get(name)} (now {here[name]})"
             for name in _SIZES

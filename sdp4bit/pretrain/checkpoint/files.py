@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sdp4bit.pretrain.data.indexed_writer import sync_folder
 from sdp4bit.pretrain.options import SettingError
 
 if TYPE_CHECKING:
@@ -136,15 +137,6 @@ def replace_file(path: Path, content: str) -> None:
     write_file(working, content.encode())
     working.replace(path)
     sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Write the names in the folder to the disk, to stay."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def digest_file(path: Path) -> Digest:

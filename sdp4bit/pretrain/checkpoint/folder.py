@@ -29,10 +29,10 @@ from sdp4bit.pretrain.checkpoint.files import (
     digest_file,
     free_bytes,
     replace_file,
-    sync_folder,
     write_file,
     write_manifest,
 )
+from sdp4bit.pretrain.data.indexed_writer import sync_folder
 from sdp4bit.pretrain.options import SettingError
 
 LATEST = "latest"

@@ -105,7 +105,7 @@ class IndexedWriter:
             self._partial_bin.rename(target_bin)
             self._partial_idx.rename(target_idx)
             self._finished = True
-            _flush_names(self._prefix.parent)
+            sync_folder(self._prefix.parent)
         except OSError as error:
             raise SettingError(f"cannot write {target_bin} and {target_idx.name}: {error}") from error
 
@@ -149,8 +149,8 @@ def _flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _flush_names(folder: Path) -> None:
-    """Write the names of the folder's files to the disk."""
+def sync_folder(folder: Path) -> None:
+    """Write the names in the folder to the disk, to stay."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

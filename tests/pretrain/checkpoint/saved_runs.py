@@ -46,7 +46,7 @@ def save_step(
     keep_last: int | None = None,
     attach: Callable[[Path], None] = attach_tokenizer,
 ) -> Path:
-    """Called inside `one_rank`; the checkpoint of the step is there."""
+    """Save the checkpoint of the step; called inside `one_rank`."""
     return write_checkpoint(
         tensors_of(step),
         folder=folder,
@@ -60,7 +60,7 @@ def save_step(
 
 
 def load_step(folder: Path) -> int:
-    """Called inside `one_rank`; return the step that was loaded, every bit of which was as saved."""
+    """Return the step that was loaded, every bit of which was as saved; called inside `one_rank`."""
     checkpoint = open_checkpoint(folder)
     expected = tensors_of(checkpoint.record.progress.step)
     tensors = {name: torch.empty_like(value) for name, value in expected.items()}

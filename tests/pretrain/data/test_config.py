@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from sdp4bit.pretrain.config.pretrain import ModelConfig, PretrainConfig
@@ -17,7 +15,7 @@ def test_the_model_gets_the_vocabulary_of_every_source(tmp_path):
     vocab, merges = write_vocabulary(tmp_path, size=700)
     files = {"vocab_file": vocab, "merge_file": merges}
 
-    def vocabulary(**options: Any) -> int:
+    def vocabulary(**options: object) -> int:
         return PretrainConfig(data=DataConfig(**options)).model_shape.vocabulary
 
     assert vocabulary() == 4096

@@ -187,7 +187,7 @@ class TestInputs:
         [
             (b"{", "not JSON"),
             (b'"text"', "a JSON object is expected, not str"),
-            (b'{"words": "x"}', "there is no \"text\", but 'words': set --json-keys"),
+            (b'{"words": "x"}', "there is no \"text\", but 'words': set --json-keys of"),
             (b'{"text": 3}', '"text" is int, not a string'),
             (b'{"text": ["a", null]}', '"text" is NoneType, not a string'),
             (b'{"text": "\\ud800"}', '"text" is no text: .*surrogates'),

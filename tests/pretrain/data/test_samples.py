@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ VOCABULARY = 1 << 20
 FROZEN_SHUFFLES = "2971fbe3679a616d78eb2112fa2d2666197ce4605a2297c2261b28154fa49ad1"
 
 
-def open_split(prefix: Path, **changes: Any) -> IndexedSplit:
+def open_split(prefix: Path, **changes: object) -> IndexedSplit:
     corpus = IndexedTokens(prefix)
     split = IndexedSplit(
         corpus=corpus,
@@ -49,7 +49,7 @@ def open_split(prefix: Path, **changes: Any) -> IndexedSplit:
     return replace(split, **changes)
 
 
-def dataset(*paths: object, **options: Any) -> Dataset:
+def dataset(*paths: object, **options: object) -> Dataset:
     options.setdefault("vocabulary_size", VOCABULARY)
     config = DataConfig(data_path=tuple(map(str, paths)), **options)
     return open_indexed(config, key=check_indexed(config))
@@ -182,7 +182,7 @@ class _Numbers:
     def __init__(self, source: int, count: int) -> None:
         self.source, self.count = source, count
 
-    def rows(self, numbers: Any) -> np.ndarray:
+    def rows(self, numbers: Iterable[int]) -> np.ndarray:
         return np.array([[self.source, number] for number in numbers])
 
 

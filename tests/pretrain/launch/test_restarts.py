@@ -20,7 +20,6 @@ from sdp4bit.pretrain.checkpoint.folder import Progress, RunRecord
 from sdp4bit.pretrain.checkpoint.load import Start, choose_start
 from sdp4bit.pretrain.checkpoint.save import write_checkpoint
 from sdp4bit.pretrain.launch.store import join_store
-from sdp4bit.pretrain.options import SettingError
 from tests.pretrain.checkpoint.saved_runs import SHAPE, one_rank, tensors_of
 
 
@@ -58,11 +57,6 @@ def test_where_a_run_starts(tmp_path):
         assert start(save=mine, job="a job") == beginning
         # Damaged is not the same as empty: the run must not silently start anew.
         assert start(save=mine, auto_resume=True) == goes_on
-
-
-def test_resuming_needs_a_folder_of_its_own():
-    with pytest.raises(SettingError, match="--auto-resume has no effect without --save"):
-        CheckpointConfig(auto_resume=True)
 
 
 def join(
