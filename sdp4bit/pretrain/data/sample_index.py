@@ -34,7 +34,7 @@ _Integers = npt.NDArray[np.integer]
 
 
 class Order(Protocol):
-    """Puts the documents and the samples of an epoch in order."""
+    """An order of the documents and the samples of an epoch."""
 
     def __call__(self, documents: int, *, samples: int, seed: int, epoch: int) -> tuple[_Integers, _Integers]:
         """Return the numbers of so many documents, then of so many samples, as the epoch reads them."""

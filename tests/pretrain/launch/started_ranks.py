@@ -13,14 +13,14 @@ from pathlib import Path
 from uuid import uuid4
 
 COMMAND = [sys.executable, "-m", "sdp4bit"]
-PRETRAIN = [*COMMAND, "pretrain", "--nproc-per-node", "2"]
+PRETRAIN = [*COMMAND, "pretrain", "--nproc-per-node", "2", "--no-tensorboard"]
 
 
 def options(text: Path, out: Path, *more: str, steps: int = 100_000) -> list[str]:
     """Return the settings of a small run on 2 ranks that stand for 2 nodes; by default, it does not end."""
     return [
         *("--layers", "1", "--hidden", "64", "--heads", "2", "--dropout", "0.1", "--sequence-length", "32"),
-        *("--steps", str(steps), "--eval-interval", "4", "--learning-rate", "5e-3", "--no-tensorboard"),
+        *("--steps", str(steps), "--eval-interval", "4", "--learning-rate", "5e-3"),
         *("--ranks-per-node", "1", "--data-path", str(text), "--vocabulary-size", "512"),
         *("--cache-dir", str(text.parent / "cache"), "--out", str(out), *more),
     ]
@@ -58,11 +58,9 @@ def outcome_of(
     return process.returncode, output
 
 
-def wait_until(
-    condition: Callable[[], object], *, process: subprocess.Popen[str], seconds: float = 120
-) -> None:
+def wait_until(condition: Callable[[], object], *, process: subprocess.Popen[str]) -> None:
     """Return as soon as the condition holds, while the process runs."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 120
     while not condition():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
