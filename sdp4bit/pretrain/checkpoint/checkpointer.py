@@ -32,7 +32,7 @@ _SIZES = ("layers", "hidden", "heads", "vocabulary", "positions")
 
 
 class Checkpointer:
-    """Saves and loads one run."""
+    """The checkpoints of one run: saving and loading."""
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ _ALLOWED: dict[tuple[str, str], object] = {
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Reads metadata of torch.distributed.checkpoint; any other name in the pickle is an error."""
+    """An unpickler of torch.distributed.checkpoint's metadata; any other name is an error."""
 
     def find_class(self, module: str, name: str, /) -> object:
         """Return a class of the format; UnpicklingError for anything else."""
@@ -101,7 +101,7 @@ class HashedFileSystem(FileSystem):
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes one file per rank, and the metadata."""
+    """A writer of one file per rank, and of the metadata."""
 
     def __init__(self, folder: Path, *, expected_bytes: int) -> None:
         # Every file is synchronized once, when it is complete.
@@ -120,14 +120,14 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class TensorSavePlanner(DefaultSavePlanner):
-    """Saves a flat dictionary of tensors, each under its own name."""
+    """The saving of a flat dictionary of tensors, each under its own name."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
 class TensorLoadPlanner(DefaultLoadPlanner):
-    """Loads into a flat dictionary of tensors, and nothing else."""
+    """The loading of a flat dictionary of tensors, and of nothing else."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -138,7 +138,7 @@ class TensorLoadPlanner(DefaultLoadPlanner):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads a folder whose files have been checked against the manifest."""
+    """A reader of a folder whose files have been checked against the manifest."""
 
     def __init__(self, folder: Path, *, digests: Mapping[str, Digest]) -> None:
         """Read and check the metadata; ValueError if it is not sound."""

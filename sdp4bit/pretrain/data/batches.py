@@ -242,16 +242,17 @@ class Batches:
 
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's share of the validation samples, the same ones every time; of all, in turns."""
-        for micro in range(self._eval_micro_batches):
-            for rank in self._ranks:
-                yield self._batch(self._validation, self._share(micro, rank=rank, first_sample=0))
+        yield from self._first(self._eval_micro_batches, self._validation)
 
     def test(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's share of the test samples, the same ones every time; nothing without any."""
         if self._test is not None:
-            for micro in range(self._test_micro_batches):
-                for rank in self._ranks:
-                    yield self._batch(self._test, self._share(micro, rank=rank, first_sample=0))
+            yield from self._first(self._test_micro_batches, self._test)
+
+    def _first(self, count: int, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+        for micro in range(count):
+            for rank in self._ranks:
+                yield self._batch(samples, self._share(micro, rank=rank, first_sample=0))
 
     def _share(self, micro: int, *, rank: int, first_sample: int) -> range:
         start = first_sample + (micro * self._world_size + rank) * self._micro_batch_size

@@ -69,14 +69,6 @@ class TokenizerConfig:
             "--tokenizer-model",
         )
         require(
-            kind != "GPT2BPETokenizer" or self.tokenizer_model is None,
-            "--tokenizer-type GPT2BPETokenizer reads --vocab-file and --merge-file, not --tokenizer-model",
-        )
-        require(
-            kind != "HuggingFaceTokenizer" or self.vocab_file is None,
-            "--tokenizer-type HuggingFaceTokenizer reads --tokenizer-model, not --vocab-file",
-        )
-        require(
             self.eod_token is None or self.tokenizer_files is not None,
             "--eod-token names a token of --vocab-file or --tokenizer-model: give one of them",
         )

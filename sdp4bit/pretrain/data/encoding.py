@@ -21,7 +21,7 @@ from sdp4bit.pretrain.options import SettingError
 
 
 class PieceEncoder:
-    """Encodes the texts of each key; the same in every process."""
+    """An encoder of the texts of each key; the same in every process."""
 
     def __init__(self, files: TokenizerFiles, *, keys: Sequence[str], append_eod: bool) -> None:
         """Read the tokenizer; SettingError if it cannot be read, or has no token to append."""

@@ -129,10 +129,6 @@ class IndexedTokens:
         """Sequences there are: one a document, unless documents were split into sentences."""
         return len(self._lengths)
 
-    def sequence_lengths(self) -> npt.NDArray[np.integer]:
-        """Return the tokens of each sequence."""
-        return self._lengths
-
     def starts(self, documents: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         """Return the first token of each of these documents; for the number past the last, all tokens."""
         sequences = np.asarray(self._boundaries[documents], np.int64)

@@ -74,6 +74,11 @@ class _Totals:
     tokens: int = 0
     bytes_read: int = 0
 
+    def add(self, piece: Piece, keys: list[EncodedDocuments]) -> None:
+        self.documents += len(keys[0].sequences)
+        self.tokens += sum(int(documents.lengths.sum()) for documents in keys)
+        self.bytes_read += piece.bytes_read
+
 
 def preprocess(config: PreprocessConfig, *, console: Console | None = None) -> None:
     """Write the files of every key, complete.
@@ -109,7 +114,7 @@ def preprocess(config: PreprocessConfig, *, console: Console | None = None) -> N
         for piece, keys in encoded:
             for writer, documents in zip(writers, keys, strict=True):
                 writer.add(documents)
-            _add(totals, piece, keys)
+            totals.add(piece, keys)
             report.update(totals)
         if not totals.tokens:
             raise SettingError(
@@ -126,12 +131,6 @@ def preprocess(config: PreprocessConfig, *, console: Console | None = None) -> N
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _add(totals: _Totals, piece: Piece, keys: list[EncodedDocuments]) -> None:
-    totals.documents += len(keys[0].sequences)
-    totals.tokens += sum(int(documents.lengths.sum()) for documents in keys)
-    totals.bytes_read += piece.bytes_read
 
 
 class _Report:

@@ -45,13 +45,18 @@ def save_step(
     *,
     keep_last: int | None = None,
     attach: Callable[[Path], None] = attach_tokenizer,
+    job: str | None = None,
 ) -> Path:
     """Save the checkpoint of the step; called inside `one_rank`."""
     return write_checkpoint(
         tensors_of(step),
         folder=folder,
         record=RunRecord(
-            shape=SHAPE, vocabulary_size=100, world_size=1, progress=Progress(step=step, samples=4 * step)
+            shape=SHAPE,
+            vocabulary_size=100,
+            world_size=1,
+            job=job,
+            progress=Progress(step=step, samples=4 * step),
         ),
         attach=attach,
         keep_last=keep_last,
