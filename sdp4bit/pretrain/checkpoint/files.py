@@ -25,7 +25,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 class CheckpointError(SettingError):
-    """The error of a checkpoint that was not saved; the message holds the path, the bytes and the way out, in one line."""
+    """A checkpoint that was not saved; the message holds the path, the bytes and the way out, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)

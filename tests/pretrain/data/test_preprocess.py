@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +27,13 @@ from sdp4bit.pretrain.data.tokenizer import BytePairTokenizer, TokenizerFiles
 from sdp4bit.pretrain.data.word_encoder import DocumentEncoder, kind_of_character
 from sdp4bit.pretrain.options import SettingError
 from tests.pretrain.data.indexed_corpora import layout, library_texts, write_vocabulary
-from tests.pretrain.launch.started_ranks import children_of
+from tests.pretrain.launch.started_ranks import (
+    COMMAND,
+    children_of,
+    outcome_of,
+    wait_for_the_end_of,
+    wait_until,
+)
 from tests.pretrain.tiny_runs import small, train_here
 from tests.ranks import run_ranks
 
@@ -252,31 +257,19 @@ def test_a_killed_run_leaves_nothing_that_loads_and_no_process(vocabulary, tmp_p
     with (tmp_path / "x.jsonl").open("w") as file:
         for number in range(400):
             file.write(json.dumps({"text": f"{number} {TEXTS[number % 6]} " * 3}) + "\n")
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "sdp4bit", "preprocess", "--input", str(tmp_path / "x.jsonl")),
-            *("--output-prefix", str(tmp_path / "x"), "--workers", "2"),
-            *("--vocab-file", str(vocabulary[0]), "--merge-file", str(vocabulary[1])),
-        ],
-        stderr=subprocess.DEVNULL,
-    )
     partial = tmp_path / "x_text_document.bin.partial"
-    try:
-        deadline = time.monotonic() + 90
-        while not (partial.exists() and partial.stat().st_size):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.01)
+
+    def kill(process: subprocess.Popen[str]) -> None:
+        wait_until(lambda: partial.exists() and partial.stat().st_size, process=process)
         children = children_of(process.pid)
+        assert len(children) >= 2
         os.kill(process.pid, signal_number)
         process.wait(timeout=30)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == code
-    assert len(children) >= 2
-    while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < deadline, "a worker outlives the command"
-        time.sleep(0.05)
+        wait_for_the_end_of(children)
+
+    command = [*COMMAND, "preprocess", "--input", str(tmp_path / "x.jsonl"), "--workers", "2"]
+    files = ["--vocab-file", str(vocabulary[0]), "--merge-file", str(vocabulary[1])]
+    assert outcome_of([*command, *files, "--output-prefix", str(tmp_path / "x")], kill)[0] == code
     assert partial.exists() == (signal_number == signal.SIGKILL)
     assert not any((tmp_path / f"x_text_document.{end}").exists() for end in ("bin", "idx"))
     with pytest.raises(SettingError, match="there is no such file"):

@@ -5,4 +5,3 @@ import pytest
 pytest.importorskip("tyro")
 pytest.importorskip("tokenizers")
 pytest.importorskip("rich")
-pytest.importorskip("matplotlib")

@@ -78,6 +78,14 @@ def wait_for_lines(process: subprocess.Popen[str], out: Path, *, lines: int = 2)
     wait_until(lambda: lines_of_log(out) >= lines, process=process)
 
 
+def wait_for_the_end_of(processes: list[int]) -> None:
+    """Return once none of the processes runs any more."""
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{process}").exists() for process in processes):
+        assert time.monotonic() < deadline, f"{processes} still run"
+        time.sleep(0.05)
+
+
 def ranks_of(launcher: int) -> list[int]:
     """Return the processes that a launcher has started as ranks, in order: its server's children."""
     return [rank for server in children_of(launcher, command=b"forkserver") for rank in children_of(server)]

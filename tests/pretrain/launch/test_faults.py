@@ -29,6 +29,7 @@ from tests.pretrain.launch.started_ranks import (
     outcome_of,
     ranks_of,
     wait_for_lines,
+    wait_for_the_end_of,
 )
 from tests.pretrain.tiny_runs import losses, small, this_rank, write_text
 from tests.ranks import run_ranks
@@ -117,14 +118,6 @@ def test_no_rank_outlives_the_killed_command(text, tmp_path):
         wait_for_the_end_of(ranks)
 
     outcome_of([*PRETRAIN, *options(text, tmp_path)], kill_the_command)
-
-
-def wait_for_the_end_of(processes: list[int]) -> None:
-    """Return once none of the processes runs any more."""
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{process}").exists() for process in processes):
-        assert time.monotonic() < deadline, f"{processes} still run"
-        time.sleep(0.1)
 
 
 @pytest.mark.slow

@@ -140,6 +140,7 @@ def test_a_second_signal_ends_the_ranks_at_once(number, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_compare_demo_and_probe_leave_on_a_signal_to_the_group(tmp_path):
+    pytest.importorskip("matplotlib")
     ranks = ("--nproc-per-node", "2")
 
     def outcome_of_signal(number: signal.Signals, command: list[str], *, out: Path | None) -> tuple[int, str]:
