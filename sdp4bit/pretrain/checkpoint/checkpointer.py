@@ -214,18 +214,16 @@ class Checkpointer:
         """
         record, path, size = checkpoint.record, checkpoint.path, self._ranks.world_size
         names = [name for name in self._state.own_names if name in record.parts]
+        moved = None
         if record.strategy is not None and record.world_size != size:
-            self._warn(
-                f"{path} was saved by {record.world_size} ranks and is loaded by {size}: replicas are "
-                "refreshed in full precision and random numbers start anew; the continuation is not bit-exact"
-            )
-            return []
-        if record.layout not in (None, self._identity.layout):
+            moved = f"{record.world_size} ranks and is loaded by {size}"
+        elif record.layout not in (None, self._identity.layout):
             # Random states would fit, but tensor-parallel ranks must draw the same numbers as their peers.
+            moved = f"ranks as {record.layout} and is loaded by {self._identity.layout}"
+        if moved is not None:
             self._warn(
-                f"{path} was saved by ranks as {record.layout} and is loaded by {self._identity.layout}: "
-                "replicas are refreshed in full precision and random numbers start anew; the continuation is "
-                "not bit-exact"
+                f"{path} was saved by {moved}: replicas are refreshed in full precision and random numbers "
+                "start anew; the continuation is not bit-exact"
             )
             return []
         if record.strategy not in (None, self._identity.strategy):

@@ -242,14 +242,14 @@ class Batches:
 
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's share of the validation samples, the same ones every time; of all, in turns."""
-        yield from self._first(self._eval_micro_batches, self._validation)
+        yield from self._first(self._eval_micro_batches, samples=self._validation)
 
     def test(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's share of the test samples, the same ones every time; nothing without any."""
         if self._test is not None:
-            yield from self._first(self._test_micro_batches, self._test)
+            yield from self._first(self._test_micro_batches, samples=self._test)
 
-    def _first(self, count: int, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+    def _first(self, count: int, *, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
         for micro in range(count):
             for rank in self._ranks:
                 yield self._batch(samples, self._share(micro, rank=rank, first_sample=0))
