@@ -14,7 +14,7 @@ from sdp4bit.compare.finished_run import FinishedRun, RunRecord, environment, ru
 from sdp4bit.compare.run_folders import PlannedFolder, find_finished, merge_finished
 from sdp4bit.compare.tables import Report
 from sdp4bit.pretrain.data.batches import prepare_dataset
-from sdp4bit.pretrain.launch.ranks import Ranks, agree, first_rank_decides
+from sdp4bit.pretrain.launch.ranks import Ranks, agree, decide_on_rank_0
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.trainer import pretrain
 
@@ -38,7 +38,7 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
         )
     console = Console()
     planned = _folders(config, ranks=ranks)
-    finished = first_rank_decides(lambda: find_finished(list(planned.values())))
+    finished = decide_on_rank_0(lambda: find_finished(list(planned.values())))
     if finished and ranks.is_first:
         names = ", ".join(record.run.name for record in finished.values())
         console.print(f"trained before: {names}", highlight=False, markup=False, soft_wrap=True)

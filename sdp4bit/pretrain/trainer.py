@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 
 import sdp4bit
-from sdp4bit.pretrain.checkpoint.checkpointer import Checkpointer, RunIdentity
-from sdp4bit.pretrain.checkpoint.folder import TOKENIZER, Progress
-from sdp4bit.pretrain.checkpoint.start import Start, choose_start
+from sdp4bit.pretrain.checkpoint.checkpointer import Checkpointer
+from sdp4bit.pretrain.checkpoint.folder import TOKENIZER, Progress, RunRecord
+from sdp4bit.pretrain.checkpoint.load import Start, choose_start
 from sdp4bit.pretrain.checkpoint.state import TrainingState
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.config.same_settings import check_same_settings
@@ -142,8 +142,10 @@ def pretrain(
             per_rank=model.per_rank,
         ),
         config=config.checkpoint,
-        identity=RunIdentity(
-            shape=config.model_shape,
+        identity=RunRecord(
+            shape=asdict(config.model_shape),
+            world_size=ranks.world_size,
+            job=ranks.job,
             vocabulary_size=config.resolved_data.vocabulary,
             strategy=config.strategy_name,
             dataset=dataset.key,

@@ -272,7 +272,7 @@ def test_settings_that_do_not_go_with_virtual_ranks_are_refused(text: Path, tmp_
         return str(error.value)
 
     assert "one rank sends nothing" in refusal(virtual_ranks=1, ranks_per_node=1)
-    assert "does not divide the 8 virtual ranks: use one of 1, 2, 4, 8" in refusal(ranks_per_node=3)
+    assert "does not divide the 8 simulated ranks: use one of 1, 2, 4, 8" in refusal(ranks_per_node=3)
     assert "needs --ranks-per-node" in refusal(ranks_per_node=None)
     assert "leave out --nproc-per-node" in refusal(nproc_per_node=2)
     assert "leave out --tensor-model-parallel-size" in refusal(tensor_model_parallel_size=2)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,10 +19,9 @@ from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
 from sdp4bit.pretrain.checkpoint.files import CheckpointError
 from sdp4bit.pretrain.checkpoint.folder import MODEL, OPTIMIZER, Progress, RunRecord
 from sdp4bit.pretrain.checkpoint.load import Checkpoint, open_checkpoint
-from sdp4bit.pretrain.checkpoint.save import BackgroundWork, write_checkpoint
+from sdp4bit.pretrain.checkpoint.save import start_in_background, write_checkpoint
 from sdp4bit.pretrain.checkpoint.state import COMMUNICATION, TrainingState
 from sdp4bit.pretrain.launch.ranks import Ranks, agree, gather_over_ranks
-from sdp4bit.pretrain.model.cards import ModelShape
 from sdp4bit.pretrain.options import SettingError
 
 T = TypeVar("T")
@@ -30,36 +31,22 @@ SECONDS_AFTER_A_FAILURE = 30.0
 _SIZES = ("layers", "hidden", "heads", "vocabulary", "positions")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunIdentity:
-    """What a run trains; compared with the checkpoint that it loads."""
-
-    shape: ModelShape
-    vocabulary_size: int
-    """Tokens that exist, without the rows that pad the embedding."""
-    strategy: str
-    dataset: str | None
-    """Key of the text and tokenizer."""
-    seed: int
-    layout: str | None = None
-    """How the ranks share the model and the data."""
-
-
 class Checkpointer:
-    """Saves and loads one run."""
+    """The checkpoints of one run: saving and loading."""
 
     def __init__(
         self,
         state: TrainingState,
         *,
         config: CheckpointConfig,
-        identity: RunIdentity,
+        identity: RunRecord,
         ranks: Ranks,
         attach: Callable[[Path], None] | None = None,
     ) -> None:
-        """All ranks make one, at the same point of the program.
+        """Make one on all ranks, at the same point of the program.
 
         Args:
+            identity: what the run trains, but for its parts and its progress; compared with what is loaded.
             attach: writes further files into a checkpoint's folder, such as the tokenizer; called on rank 0.
         """
         self._state = state
@@ -67,7 +54,7 @@ class Checkpointer:
         self._identity = identity
         self._ranks = ranks
         self._attach = attach
-        self._pending: BackgroundWork | None = None
+        self._pending: Future[None] | None = None
         self._group: dist.ProcessGroup | None = None
         self._stager: DefaultStager | None = None
         if config.save is not None:
@@ -86,11 +73,11 @@ class Checkpointer:
             )
 
     def save(self, *, progress: Progress) -> None:
-        """The state of this moment is being saved, or has been with --no-async-save; called on all ranks.
+        """Save the state of this moment, in the background unless --no-async-save; called on all ranks.
 
-        1. A save that is still going on is waited for.
-        2. The state is copied to the memory of the host.
-        3. In the background, all ranks write it, and rank 0 publishes it.
+        1. Wait for a save that is still going on.
+        2. Copy the state to the memory of the host.
+        3. In the background, write it on all ranks, and publish it on rank 0.
 
         Raises:
             CheckpointError: on all ranks: this save, or the one before it, failed.
@@ -100,7 +87,8 @@ class Checkpointer:
             raise RuntimeError("this run was not asked to save checkpoints")
         self.wait()
         tensors = self._state.to_save()
-        record = self._record(progress)
+        parts = (MODEL, OPTIMIZER, *self._state.own_names)
+        record = replace(self._identity, parts=parts, progress=progress)
 
         def write() -> None:
             write_checkpoint(
@@ -116,10 +104,10 @@ class Checkpointer:
             write()
             return
         tensors = stager.stage(tensors)  # type: ignore[assignment]
-        self._pending = BackgroundWork(write)
+        self._pending = start_in_background(write)
 
     def poll(self) -> None:
-        """An error of the save in the background is raised, once it has ended on all ranks.
+        """Raise the error of the save in the background, once it has ended on all ranks.
 
         Called on all ranks after every step; one small exchange while a save goes on, none otherwise.
 
@@ -128,25 +116,25 @@ class Checkpointer:
         """
         if self._pending is None:
             return
-        done = torch.tensor(int(self._pending.is_done), device=self._ranks.device)
+        done = torch.tensor(int(self._pending.done()), device=self._ranks.device)
         with naming("agreement on whether the checkpoint is written"):
             dist.all_reduce(done, op=dist.ReduceOp.MIN)
         if done.item():
             self.wait()
 
     def wait(self) -> None:
-        """No save is going on any more, on any rank; CheckpointError on all ranks if one failed."""
+        """Wait until no save is going on, on any rank; CheckpointError on all ranks if one failed."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        error = pending.join()
+        error = pending.exception()
         own = None if error is None else str(error)
         for message in gather_over_ranks(own, what="outcome of the checkpoint"):
             if message is not None:
                 raise CheckpointError(message) from error
 
     def close(self) -> None:
-        """Everything that was begun is saved, and nothing is held any more; CheckpointError as by `wait`."""
+        """Wait for the save that was begun, and hold nothing any more; CheckpointError as by `wait`."""
         self.wait()
         if self._stager is not None:
             self._stager.close()
@@ -155,11 +143,11 @@ class Checkpointer:
         self._stager = self._group = None
 
     def abandon(self, error: BaseException | None) -> None:
-        """A save that is going on has had a moment to end; for a rank that fails, perhaps alone."""
+        """Give a save that is going on a moment to end; for a rank that fails, perhaps alone."""
         if self._pending is not None:
             timeout = job_timeout()
             limit = SECONDS_AFTER_A_FAILURE if timeout is None else timeout.total_seconds()
-            self._pending.join(timeout=seconds_for_a_save(error, timeout=limit))
+            wait_for([self._pending], timeout=seconds_for_a_save(error, timeout=limit))
 
     def load(self, folder: Path) -> Progress:
         """Return how far the loaded run had come; the run continues from there.
@@ -178,31 +166,16 @@ class Checkpointer:
         checkpoint.read_into(tensors)
         _loadable(checkpoint, lambda: state.apply_common(tensors))
         # Loading weights asks for a refresh of the replicas; their own state, loaded after, says otherwise.
-        own_tensors = state.own_parts(checkpoint.saved, parts=own)
+        own_tensors = state.own_tensors(checkpoint.saved, parts=own) or {}
         checkpoint.read_into(own_tensors)
         _loadable(checkpoint, lambda: state.apply_own(own_tensors, parts=own))
         if "communication" not in own:
             state.start_communication(step=checkpoint.record.progress.step)
         return checkpoint.record.progress
 
-    def _record(self, progress: Progress) -> RunRecord:
-        identity = self._identity
-        return RunRecord(
-            shape=asdict(identity.shape),
-            vocabulary_size=identity.vocabulary_size,
-            world_size=self._ranks.world_size,
-            strategy=identity.strategy,
-            dataset=identity.dataset,
-            seed=identity.seed,
-            layout=identity.layout,
-            job=self._ranks.job,
-            parts=(MODEL, OPTIMIZER, *self._state.own_names),
-            progress=progress,
-        )
-
     def _check_matches(self, checkpoint: Checkpoint) -> None:
-        """The checkpoint is of this model; what else differs or is missing has been warned of."""
-        record, here = checkpoint.record, asdict(self._identity.shape)
+        """Refuse a checkpoint of another model; warn of what else differs or is missing."""
+        record, here = checkpoint.record, self._identity.shape
         different = [
             f"{name} {record.shape.get(name)} (now {here[name]})"
             for name in _SIZES
@@ -241,18 +214,16 @@ class Checkpointer:
         """
         record, path, size = checkpoint.record, checkpoint.path, self._ranks.world_size
         names = [name for name in self._state.own_names if name in record.parts]
+        moved = None
         if record.strategy is not None and record.world_size != size:
-            self._warn(
-                f"{path} was saved by {record.world_size} ranks and is loaded by {size}: replicas are "
-                "refreshed in full precision and random numbers start anew; the continuation is not bit-exact"
-            )
-            return []
-        if record.layout not in (None, self._identity.layout):
+            moved = f"{record.world_size} ranks and is loaded by {size}"
+        elif record.layout not in (None, self._identity.layout):
             # Random states would fit, but tensor-parallel ranks must draw the same numbers as their peers.
+            moved = f"ranks as {record.layout} and is loaded by {self._identity.layout}"
+        if moved is not None:
             self._warn(
-                f"{path} was saved by ranks as {record.layout} and is loaded by {self._identity.layout}: "
-                "replicas are refreshed in full precision and random numbers start anew; the continuation is "
-                "not bit-exact"
+                f"{path} was saved by {moved}: replicas are refreshed in full precision and random numbers "
+                "start anew; the continuation is not bit-exact"
             )
             return []
         if record.strategy not in (None, self._identity.strategy):
@@ -263,7 +234,9 @@ class Checkpointer:
             names = [name for name in names if name != COMMUNICATION]
         missing = [name for name in names if not self._state.has_own(name, saved=checkpoint.saved)]
         _loadable(checkpoint, lambda: _refuse(missing))
-        fitting = {name for name in names if self._state.fits_own(name, saved=checkpoint.saved)}
+        fitting = {
+            name for name in names if self._state.own_tensors(checkpoint.saved, parts=[name]) is not None
+        }
         everywhere = set.intersection(*gather_over_ranks(fitting, what="parts that can be loaded"))
         if left_out := [name for name in names if name not in everywhere]:
             self._warn(

@@ -25,7 +25,7 @@ class CheckpointConfig:
     folder of --save, a run begins if there is none yet."""
     auto_resume: bool = False
     """Resume from --save if it holds a checkpoint, else from --load if that is given: the same command line
-    begins a run, and goes on with it after an end of any kind."""
+    begins a run, and resumes it after an end of any kind."""
 
     def __post_init__(self) -> None:
         for name in ("save_interval", "keep_last"):

@@ -11,9 +11,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from sdp4bit.pretrain.data.indexed_writer import sync_folder
 from sdp4bit.pretrain.options import SettingError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -21,7 +25,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 class CheckpointError(SettingError):
-    """A checkpoint was not saved; the message holds the path, the bytes and the way out, in one line."""
+    """A checkpoint that was not saved; the message holds the path, the bytes and the way out, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +50,8 @@ class HashedFile(io.RawIOBase):
         except OSError as error:
             raise self._explained(error) from error
 
-    def write(self, content: Any, /) -> int:
-        """The content follows what has been written."""
+    def write(self, content: ReadableBuffer, /) -> int:
+        """Write the content behind what has been written."""
         size = memoryview(content).nbytes
         try:
             self._file.write(content)
@@ -62,7 +66,7 @@ class HashedFile(io.RawIOBase):
         return self._written
 
     def flush(self) -> None:
-        """The operating system has everything that was written."""
+        """Hand everything that was written to the operating system."""
         try:
             self._file.flush()
         except OSError as error:
@@ -74,7 +78,7 @@ class HashedFile(io.RawIOBase):
         return self._file.fileno()
 
     def close(self) -> None:
-        """The file is complete, and on the disk to stay."""
+        """Complete the file, on the disk to stay."""
         if self.closed:
             return
         try:
@@ -84,7 +88,7 @@ class HashedFile(io.RawIOBase):
             raise self._explained(error) from error
 
     def discard(self) -> None:
-        """The descriptor is given back; what could not be written is lost."""
+        """Give the descriptor back; what could not be written is lost."""
         with suppress(OSError):
             # Closing writes what is left in the buffer; on a full disk that fails again.
             self._file.close()
@@ -128,20 +132,11 @@ def write_file(path: Path, content: bytes) -> Digest:
 
 
 def replace_file(path: Path, content: str) -> None:
-    """The file holds the content; also after a crash a reader sees the old or the new one, never a part."""
+    """Replace the file's content; also after a crash a reader sees the old or the new one, never a part."""
     working = path.with_name(f".{path.name}.partial")
     write_file(working, content.encode())
     working.replace(path)
     sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """The names in the folder are on the disk to stay."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def digest_file(path: Path) -> Digest:
@@ -154,7 +149,7 @@ def digest_file(path: Path) -> Digest:
 
 
 def write_manifest(folder: Path, digests: Mapping[str, Digest]) -> None:
-    """The folder's manifest lists these files; it is written last, so that a folder without is incomplete."""
+    """Write the manifest of these files, as the last one: a folder without it is incomplete."""
     files = {name: asdict(digests[name]) for name in sorted(digests)}
     content = json.dumps({"format": FORMAT_VERSION, "files": files}, indent=1) + "\n"
     write_file(folder / MANIFEST, content.encode())

@@ -29,10 +29,10 @@ from sdp4bit.pretrain.checkpoint.files import (
     digest_file,
     free_bytes,
     replace_file,
-    sync_folder,
     write_file,
     write_manifest,
 )
+from sdp4bit.pretrain.data.indexed_writer import sync_folder
 from sdp4bit.pretrain.options import SettingError
 
 LATEST = "latest"
@@ -106,7 +106,7 @@ def partial_folder(folder: Path, *, step: int) -> Path:
 
 
 def prepare(folder: Path, *, step: int) -> None:
-    """There is an empty folder to write into; what killed runs left half-written is gone."""
+    """Make an empty folder to write into; remove what killed runs left half-written."""
     for leftover in [*folder.glob(".step-*.partial"), *folder.glob(".step-*.removed-*")]:
         shutil.rmtree(leftover, ignore_errors=True)
     partial_folder(folder, step=step).mkdir(parents=True)
@@ -120,12 +120,12 @@ def publish(
     attach: Callable[[Path], None] | None = None,
     keep_last: int | None = None,
 ) -> None:
-    """The partial folder has become the complete checkpoint that `latest` names.
+    """Make the partial folder the complete checkpoint that `latest` names.
 
-    1. The record, the attached files and the manifest are written beside the tensors.
-    2. The folder gets its name.
-    3. `latest` names it.
-    4. Older checkpoints are deleted, if there are more than are to be kept.
+    1. Write the record, the attached files and the manifest beside the tensors.
+    2. Give the folder its name.
+    3. Let `latest` name it.
+    4. Delete older checkpoints, if there are more than are to be kept.
 
     Args:
         digests: the files that are there already.
@@ -159,7 +159,7 @@ def publish(
 
 
 def _keep(folder: Path, *, newest: int, count: int) -> None:
-    """Of the checkpoints up to the newest, as many as counted are left.
+    """Delete all but so many of the checkpoints up to the newest.
 
     Later steps are of another continuation of the run, which is not ours to delete. A link may lead anywhere,
     so it stays.
@@ -170,7 +170,7 @@ def _keep(folder: Path, *, newest: int, count: int) -> None:
 
 
 def _delete(path: Path) -> None:
-    """The checkpoint is gone; no moment leaves a half-deleted one under a name that is loaded."""
+    """Delete a checkpoint; no moment leaves a half-deleted one under a name that is loaded."""
     removed = path.with_name(f".{path.name.lstrip('.')}.removed-{time.time_ns()}")
     path.rename(removed)
     shutil.rmtree(removed, ignore_errors=True)

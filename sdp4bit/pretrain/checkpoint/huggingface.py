@@ -25,12 +25,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from sdp4bit.pretrain.checkpoint.config import ExportConfig, ImportConfig
-from sdp4bit.pretrain.checkpoint.files import sync_folder
 from sdp4bit.pretrain.checkpoint.folder import LATEST, TOKENIZER, RunRecord
 from sdp4bit.pretrain.checkpoint.load import open_checkpoint
 from sdp4bit.pretrain.checkpoint.save import write_checkpoint
 from sdp4bit.pretrain.data.corpus import END_OF_TEXT
+from sdp4bit.pretrain.data.indexed_writer import sync_folder
 from sdp4bit.pretrain.model.cards import VOCABULARY_MULTIPLE, ModelShape
+from sdp4bit.pretrain.model.gpt import GPT
 from sdp4bit.pretrain.options import SettingError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -46,7 +47,7 @@ _BLOCK: tuple[tuple[str, str, Layout], ...] = (
     ("feed_forward.expand", "mlp.c_fc", "transposed"),
     ("feed_forward.projection", "mlp.c_proj", "transposed"),
 )
-_REQUIRED: dict[str, tuple[Any, ...]] = {
+_REQUIRED: dict[str, tuple[object, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "scale_attn_weights": (True,),
@@ -157,14 +158,16 @@ def from_huggingface(
     """
     # The models published first have no prefix.
     left = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    with torch.device("meta"):
+        needed = to_huggingface(GPT(shape).state_dict(), shape=shape, vocabulary_size=vocabulary_size)
     converted: dict[str, Tensor] = {}
     for ours, theirs, layout in _names(shape.layers):
         if theirs not in left:
             raise SettingError(f"{WEIGHTS} has no weight {theirs}")
         tensor = left.pop(theirs).float()
-        expected = _shape_of_weight(theirs, shape=shape, vocabulary_size=vocabulary_size)
-        if tuple(tensor.shape) != expected:
-            raise SettingError(f"{WEIGHTS}: {theirs} has the shape {tuple(tensor.shape)}, not {expected}")
+        found, expected = tuple(tensor.shape), tuple(needed[f"transformer.{theirs}"].shape)
+        if found != expected:
+            raise SettingError(f"{WEIGHTS}: {theirs} has the shape {found}, not {expected}")
         if layout != "plain":
             tensor = tensor.t()
         if layout == "packed":
@@ -195,24 +198,7 @@ def _names(layers: int) -> Iterator[tuple[str, str, Layout]]:
         yield f"final_norm.{kind}", f"ln_f.{kind}", "plain"
 
 
-def _shape_of_weight(name: str, *, shape: ModelShape, vocabulary_size: int) -> tuple[int, ...]:
-    hidden = shape.hidden
-    embeddings = {"wte.weight": (vocabulary_size, hidden), "wpe.weight": (shape.positions, hidden)}
-    if name in embeddings:
-        return embeddings[name]
-    module, _, kind = name.rpartition(".")
-    matrices = {
-        "attn.c_attn": (hidden, 3 * hidden),
-        "attn.c_proj": (hidden, hidden),
-        "mlp.c_fc": (hidden, 4 * hidden),
-        "mlp.c_proj": (4 * hidden, hidden),
-    }
-    inputs_outputs = matrices.get(module.split(".", 2)[-1], (hidden, hidden))
-    is_matrix = kind == "weight" and not module.split(".")[-1].startswith("ln_")
-    return inputs_outputs if is_matrix else inputs_outputs[1:]
-
-
-def _settings(shape: ModelShape, *, vocabulary_size: int, end_of_text: int | None) -> dict[str, Any]:
+def _settings(shape: ModelShape, *, vocabulary_size: int, end_of_text: int | None) -> dict[str, object]:
     return {
         **{name: values[0] for name, values in _REQUIRED.items()},
         "architectures": ["GPT2LMHeadModel"],
@@ -233,7 +219,7 @@ def _settings(shape: ModelShape, *, vocabulary_size: int, end_of_text: int | Non
     }
 
 
-def _read_settings(settings: dict[str, Any], *, path: Path) -> tuple[ModelShape, int]:
+def _read_settings(settings: Mapping[str, object], *, path: Path) -> tuple[ModelShape, int]:
     """Return the sizes of the model, and how many tokens it has."""
     for name, values in _REQUIRED.items():
         value = settings.get(name, values[0])
@@ -275,7 +261,7 @@ def _shape_of(record: RunRecord, *, path: Path) -> ModelShape:
 
 
 def _write_tokenizer(folder: Path, tokenizer: Path, *, shape: ModelShape) -> int | None:
-    """The folder has the tokenizer's files; return the number of the end-of-text token, if it has one."""
+    """Write the tokenizer's files; return the number of the end-of-text token, if it has one."""
     content = _read_json(tokenizer)
     shutil.copyfile(tokenizer, folder / TOKENIZER)
     model = content.get("model", {})
@@ -344,13 +330,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def _alone() -> Iterator[dist.ProcessGroup]:
-    """This process is a world of its own inside the block, on the CPU, whatever started it."""
+    """Make this process a world of its own inside the block, on the CPU, whatever started it."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield dist.GroupMember.WORLD  # type: ignore[misc]

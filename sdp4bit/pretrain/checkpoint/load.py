@@ -1,4 +1,4 @@
-"""Finding a checkpoint that is complete and undamaged, before anything of it is used."""
+"""Where a run starts; finding a checkpoint that is complete and undamaged, before anything of it is used."""
 
 from __future__ import annotations
 
@@ -11,12 +11,53 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
+from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
 from sdp4bit.pretrain.checkpoint.files import Digest, damage, read_manifest
-from sdp4bit.pretrain.checkpoint.folder import RunRecord, find_checkpoints
+from sdp4bit.pretrain.checkpoint.folder import RunRecord, find_checkpoints, holds_checkpoints
 from sdp4bit.pretrain.checkpoint.state import Saved
 from sdp4bit.pretrain.checkpoint.storage import CheckpointReader, TensorLoadPlanner, failure_of
-from sdp4bit.pretrain.launch.ranks import first_rank_decides, gather_over_ranks
+from sdp4bit.pretrain.launch.ranks import decide_on_rank_0, gather_over_ranks
 from sdp4bit.pretrain.options import SettingError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run starts."""
+
+    folder: Path | None = None
+    """Of the checkpoints to load; None to begin."""
+    continues: bool = False
+    """Whether they are the run's own, so that it may find all of its steps done."""
+
+
+def choose_start(config: CheckpointConfig, *, job: str | None) -> Start:
+    """Return where the run starts, the same on all ranks.
+
+    1. From --save, if it holds a checkpoint and it was asked for, by --auto-resume or by a --load of the same
+       folder, or if this job has saved it itself, before torchrun restarted its processes.
+    2. From --load, if that is another folder.
+    3. At the beginning.
+    """
+    return decide_on_rank_0(lambda: _choose(config, job))
+
+
+def _choose(config: CheckpointConfig, job: str | None) -> Start:
+    save, load = config.save, config.load
+    if save is None:
+        return Start(folder=load)
+    same = load is not None and load.resolve() == save.resolve()
+    if holds_checkpoints(save) and (config.auto_resume or same or _was_saved_by(job, save)):
+        return Start(folder=save, continues=True)
+    return Start(folder=None if same else load)
+
+
+def _was_saved_by(job: str | None, folder: Path) -> bool:
+    for path in find_checkpoints(folder) if job is not None else ():
+        try:
+            return RunRecord.read(path).job == job
+        except ValueError:
+            continue  # damaged; loading passes it over as well
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +74,7 @@ class Checkpoint:
         return self.reader.tensors
 
     def read_into(self, tensors: dict[str, Tensor]) -> None:
-        """The tensors hold what the checkpoint has under their names; called on all ranks.
+        """Read what the checkpoint has under the tensors' names into them; called on all ranks.
 
         Raises:
             SettingError: on all ranks, if one could not read its tensors.
@@ -53,7 +94,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         SettingError: on all ranks: there is none.
     """
-    candidates = first_rank_decides(lambda: find_checkpoints(folder))
+    candidates = decide_on_rank_0(lambda: find_checkpoints(folder))
     passed_over: list[str] = []
     for path in candidates:
         found = _checked(path)
@@ -76,7 +117,7 @@ def _checked(path: Path) -> Checkpoint | str:
     2. The ranks compare sizes and checksums, each of its share of the files.
     3. Only then, everybody reads the metadata.
     """
-    digests = first_rank_decides(lambda: _manifest(path))
+    digests = decide_on_rank_0(lambda: _manifest(path))
     if isinstance(digests, str):
         return digests
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
@@ -99,28 +100,16 @@ def _local_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes + _BYTES_AROUND_A_TENSOR for tensor in local)
 
 
-class BackgroundWork:
-    """Work that has been started and goes on beside the caller."""
+def start_in_background(work: Callable[[], T]) -> Future[T]:
+    """Return the outcome of work that goes on in a thread beside the caller."""
+    outcome: Future[T] = Future()
 
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work = work
-        self._error: Exception | None = None
-        # A process that fails does not wait for it: what is half-written then never gets a name.
-        self._thread = threading.Thread(target=self._run, name="sdp4bit-checkpoint", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
-
-    def join(self, *, timeout: float | None = None) -> Exception | None:
-        """Return the error it has ended with, if there was one, after waiting for the end."""
-        self._thread.join(timeout)
-        return self._error
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._work()
-        except Exception as error:  # raised where it is waited for
-            self._error = error
+            outcome.set_result(work())
+        except BaseException as error:  # raised where it is waited for
+            outcome.set_exception(error)
+
+    # A process that fails does not wait for it: what is half-written then never gets a name.
+    threading.Thread(target=run, name="sdp4bit-checkpoint", daemon=True).start()
+    return outcome

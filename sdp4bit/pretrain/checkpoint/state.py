@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +35,15 @@ class RandomState:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return the state of the generators of the CPU and of the device."""
         state = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self._device)
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The generators continue from the state."""
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Continue from the state."""
         torch.set_rng_state(state_dict["cpu"])
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(state_dict["cuda"], self._device)
@@ -136,21 +135,19 @@ class TrainingState:
         prefix = f"rank{self.ranks.rank}.{part}."
         return any(name.startswith(prefix) for name in saved)
 
-    def fits_own(self, part: str, *, saved: Saved) -> bool:
-        """Return whether the checkpoint has this part of this rank in the sizes it has here."""
-        prefix = f"rank{self.ranks.rank}.{part}"
-        return _template(self._own[part].state_dict(), prefix=prefix, saved=saved) is not None
-
-    def own_parts(self, saved: Saved, *, parts: Sequence[str]) -> dict[str, Tensor]:
-        """Return tensors to load these parts of this rank into; they are known to fit."""
+    def own_tensors(self, saved: Saved, *, parts: Sequence[str]) -> dict[str, Tensor] | None:
+        """Return tensors to load these parts of this rank into; None if the checkpoint has other sizes."""
         tensors: dict[str, Tensor] = {}
         for part in parts:
             prefix = f"rank{self.ranks.rank}.{part}"
-            tensors.update(_template(self._own[part].state_dict(), prefix=prefix, saved=saved) or {})
+            found = _template(self._own[part].state_dict(), prefix=prefix, saved=saved)
+            if found is None:
+                return None
+            tensors.update(found)
         return tensors
 
     def apply_common(self, loaded: Mapping[str, Tensor]) -> None:
-        """Models, optimizers and shared parts are as loaded, as far as there is something for them."""
+        """Load models, optimizers and shared parts, as far as there is something for them."""
         for model in self.models:
             model.load_state_dict({name: loaded[f"model.{name}"] for name in model.state_dict()})
         slots = _slots(loaded)
@@ -168,13 +165,13 @@ class TrainingState:
                 stateful.load_state_dict(_nested(stateful.state_dict(), prefix=prefix, loaded=loaded))
 
     def apply_own(self, loaded: Mapping[str, Tensor], *, parts: Sequence[str]) -> None:
-        """These parts of this rank are as loaded; to be called after the weights have been applied."""
+        """Load these parts of this rank; to be called after the weights have been applied."""
         for part in parts:
             stateful, prefix = self._own[part], f"rank{self.ranks.rank}.{part}"
             stateful.load_state_dict(_nested(stateful.state_dict(), prefix=prefix, loaded=loaded))
 
     def start_communication(self, *, step: int) -> None:
-        """Communication goes on at a step, and refreshes its replicas in full precision first."""
+        """Resume communication at a step, with a refresh of its replicas in full precision first."""
         state = self.communication.state_dict()
         state["steps"] = step
         self.communication.load_state_dict(state)
@@ -196,7 +193,7 @@ def _slots(keys: Iterable[str]) -> dict[str, list[str]]:
     return slots
 
 
-def _leaves(state: Mapping[str, Any], *, prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(state: Mapping[str, object], *, prefix: str) -> Iterator[tuple[str, object]]:
     for key, value in state.items():
         name = f"{prefix}.{key}"
         if isinstance(value, Mapping):
@@ -205,10 +202,10 @@ def _leaves(state: Mapping[str, Any], *, prefix: str) -> Iterator[tuple[str, Any
             yield name, value
 
 
-def _flat(state: Mapping[str, Any], *, prefix: str) -> dict[str, Tensor]:
+def _flat(state: Mapping[str, object], *, prefix: str) -> dict[str, Tensor]:
     """Return the tensors of a part, what this rank holds of them, and one tensor of all other values."""
     tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for name, value in _leaves(state, prefix=prefix):
         if isinstance(value, Tensor):
             tensors[name] = _local(value)
@@ -220,7 +217,7 @@ def _flat(state: Mapping[str, Any], *, prefix: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _template(state: Mapping[str, Any], *, prefix: str, saved: Saved) -> dict[str, Tensor] | None:
+def _template(state: Mapping[str, object], *, prefix: str, saved: Saved) -> dict[str, Tensor] | None:
     """Return tensors to load a part into, or None if the checkpoint has it in other sizes, or not at all."""
     tensors: dict[str, Tensor] = {}
     for name, value in _flat(state, prefix=prefix).items():
@@ -236,12 +233,12 @@ def _template(state: Mapping[str, Any], *, prefix: str, saved: Saved) -> dict[st
     return tensors
 
 
-def _nested(state: Mapping[str, Any], *, prefix: str, loaded: Mapping[str, Tensor]) -> dict[str, Any]:
+def _nested(state: Mapping[str, object], *, prefix: str, loaded: Mapping[str, Tensor]) -> dict[str, object]:
     """Return a part's state with the loaded values in place of its own; ValueError if one is missing."""
     content = loaded.get(f"{prefix}.{_VALUES}")
-    values: dict[str, Any] = {**loaded, **({} if content is None else json.loads(bytes(content.tolist())))}
+    values: dict[str, object] = {**loaded, **({} if content is None else json.loads(bytes(content.tolist())))}
 
-    def filled(part: Mapping[str, Any], name: str) -> dict[str, Any]:
+    def filled(part: Mapping[str, object], name: str) -> dict[str, object]:
         return {
             key: filled(value, f"{name}.{key}") if isinstance(value, Mapping) else values[f"{name}.{key}"]
             for key, value in part.items()

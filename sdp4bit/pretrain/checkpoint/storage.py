@@ -14,7 +14,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -49,7 +49,7 @@ _CLASSES = (
     _StorageInfo,
     torch.Size,
 )
-_ALLOWED: dict[tuple[str, str], Any] = {
+_ALLOWED: dict[tuple[str, str], object] = {
     **{(kind.__module__, kind.__name__): kind for kind in _CLASSES},
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     # A function of a table of layouts; the layout of a tensor is pickled as a call of it.
@@ -58,9 +58,9 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Reads metadata of torch.distributed.checkpoint; any other name in the pickle is an error."""
+    """An unpickler of torch.distributed.checkpoint's metadata; any other name is an error."""
 
-    def find_class(self, module: str, name: str, /) -> Any:
+    def find_class(self, module: str, name: str, /) -> object:
         """Return a class of the format; UnpicklingError for anything else."""
         try:
             return _ALLOWED[module, name]
@@ -80,7 +80,7 @@ class HashedFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        """The stream inside the block writes a file; after it, the file is complete and its digest known."""
+        """Yield a stream that writes a file; after the block the file is complete and its digest known."""
         if mode != "wb":
             raise ValueError(f"a checkpoint is written from start to end, not in mode {mode!r}")
         path = Path(path)
@@ -95,13 +95,13 @@ class HashedFileSystem(FileSystem):
         self.digests[path.name] = stream.digest
 
     def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
-        """The file has the new name, also in the manifest."""
+        """Give the file a new name, also in the manifest."""
         super().rename(path, new_path)
         self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes one file per rank, and the metadata."""
+    """A writer of one file per rank, and of the metadata."""
 
     def __init__(self, folder: Path, *, expected_bytes: int) -> None:
         # Every file is synchronized once, when it is complete.
@@ -120,14 +120,14 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class TensorSavePlanner(DefaultSavePlanner):
-    """Saves a flat dictionary of tensors, each under its own name."""
+    """The saving of a flat dictionary of tensors, each under its own name."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
 class TensorLoadPlanner(DefaultLoadPlanner):
-    """Loads into a flat dictionary of tensors, and nothing else."""
+    """The loading of a flat dictionary of tensors, and of nothing else."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -138,14 +138,14 @@ class TensorLoadPlanner(DefaultLoadPlanner):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads a folder whose files have been checked against the manifest."""
+    """A reader of a folder whose files have been checked against the manifest."""
 
     def __init__(self, folder: Path, *, digests: Mapping[str, Digest]) -> None:
-        """The metadata is read and known to be sound; ValueError if it is not."""
+        """Read and check the metadata; ValueError if it is not sound."""
         super().__init__(folder)
         self.metadata = read_metadata(folder, digests=digests)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """Return the metadata that was checked when this reader was made."""
         cast(StorageMeta, self.metadata.storage_meta).load_id = self.load_id
         return self.metadata
@@ -202,7 +202,7 @@ def _is_sound(metadata: Metadata, digests: Mapping[str, Digest]) -> bool:
 
 
 def failure_of(error: BaseException) -> CheckpointError:
-    """Return what to say of an error of torch.distributed.checkpoint: the first rank's cause, in one line."""
+    """Return what to say of an error of torch.distributed.checkpoint: the lowest rank's cause, in a line."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
         rank, (cause, _) = min(failures.items())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,37 +18,21 @@ from torch import Tensor
 from sdp4bit.pretrain.data.blend import BlendedSplit, Part, parse_blend
 from sdp4bit.pretrain.data.config import DataConfig
 from sdp4bit.pretrain.data.indexed import IndexedTokens
-from sdp4bit.pretrain.data.mock import MockSplit
 from sdp4bit.pretrain.data.sample_index import IndexedSplit
-from sdp4bit.pretrain.data.samples import Samples, Split
+from sdp4bit.pretrain.data.samples import Dataset, MockSplit, Samples, Split
 from sdp4bit.pretrain.data.token_cache import fill_cache, open_cache
-from sdp4bit.pretrain.data.tokenizer import BytePairTokenizer
-from sdp4bit.pretrain.launch.ranks import Ranks, agree, first_rank_decides
+from sdp4bit.pretrain.launch.ranks import Ranks, agree, decide_on_rank_0
 from sdp4bit.pretrain.model.tensor_parallel import IGNORED_TARGET
 from sdp4bit.pretrain.options import SettingError
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dataset:
-    """Tokens to train and validate on."""
-
-    key: str
-    """Equal for equal tokens and splits."""
-    train: Split
-    validation: Split
-    test: Split | None = None
-    tokenizer: BytePairTokenizer | None = None
-    masked_token: int | None = None
-    """Token after which the loss does not count."""
-
-
 def prepare_dataset(config: DataConfig, *, ranks: Ranks) -> Dataset:
     """Return the dataset on every rank.
 
     1. Rank 0 tokenizes the text, unless the cache has it, or checks the .bin/.idx files.
-    2. The first rank of every other node does, where the cache is not shared, and compares.
+    2. Local rank 0 of every other node does, where the cache is not shared, and compares.
     3. Everybody opens the files.
 
     Raises:
@@ -62,12 +45,12 @@ def prepare_dataset(config: DataConfig, *, ranks: Ranks) -> Dataset:
         key = _on_every_node(lambda: check_indexed(config), known=lambda key: False, ranks=ranks)
         return agree(lambda: open_indexed(config, key=key))
     folder = _on_every_node(lambda: fill_cache(config), known=Path.is_dir, ranks=ranks)
-    return agree(lambda: open_text(config, folder=folder))
+    return agree(lambda: open_cache(folder, config=config))
 
 
 def _on_every_node(work: Callable[[], T], *, known: Callable[[T], bool], ranks: Ranks) -> T:
-    """Return what rank 0 got; the first rank of every other node got the same, or knows it already."""
-    expected = first_rank_decides(work)
+    """Return what rank 0 got; local rank 0 of every other node got the same, or knows it already."""
+    expected = decide_on_rank_0(work)
 
     def repeat() -> None:
         if ranks.local_rank == 0 and ranks.rank > 0 and not known(expected):
@@ -80,18 +63,6 @@ def _on_every_node(work: Callable[[], T], *, known: Callable[[T], bool], ranks: 
 
     agree(repeat)
     return expected
-
-
-def open_text(config: DataConfig, *, folder: Path) -> Dataset:
-    """Return the dataset of a cache folder."""
-    text = open_cache(folder)
-    return Dataset(
-        key=text.key,
-        train=text.train,
-        validation=text.validation,
-        tokenizer=text.tokenizer,
-        masked_token=text.end_of_text if config.eod_mask_loss else None,
-    )
 
 
 def check_indexed(config: DataConfig) -> str:
@@ -132,7 +103,7 @@ def open_indexed(config: DataConfig, *, key: str) -> Dataset:
     if config.data_path:
         splits = [
             _open_blend(blends["--data-path"], config, shares=shares)
-            for shares in _borders(config.split_shares)
+            for shares in _ranges(config.split_shares)
         ]
     else:
         splits = [
@@ -162,7 +133,7 @@ def _blends(config: DataConfig) -> list[tuple[str, list[Part]]]:
     return [(option, parse_blend(paths, option=option)) for option, paths in options.items() if paths]
 
 
-def _borders(shares: Sequence[float]) -> list[tuple[float, float]]:
+def _ranges(shares: Sequence[float]) -> list[tuple[float, float]]:
     """Return where each share of the documents begins and ends, between 0 and 1."""
     ends = [sum(shares[: index + 1]) for index in range(len(shares))]
     return list(zip([0.0, *ends[:-1]], ends, strict=True))
@@ -212,7 +183,7 @@ class Batches:
         world_size: int,
         device: torch.device,
     ) -> None:
-        """The splits are known to be long enough; SettingError otherwise.
+        """Check that the splits are long enough; SettingError otherwise.
 
         Args:
             rank: place in the data-parallel dimension; ranks that share a model replica have the same. None
@@ -271,16 +242,17 @@ class Batches:
 
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's share of the validation samples, the same ones every time; of all, in turns."""
-        for micro in range(self._eval_micro_batches):
-            for rank in self._ranks:
-                yield self._batch(self._validation, self._share(micro, rank=rank, first_sample=0))
+        yield from self._first(self._eval_micro_batches, samples=self._validation)
 
     def test(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's share of the test samples, the same ones every time; nothing without any."""
         if self._test is not None:
-            for micro in range(self._test_micro_batches):
-                for rank in self._ranks:
-                    yield self._batch(self._test, self._share(micro, rank=rank, first_sample=0))
+            yield from self._first(self._test_micro_batches, samples=self._test)
+
+    def _first(self, count: int, *, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+        for micro in range(count):
+            for rank in self._ranks:
+                yield self._batch(samples, self._share(micro, rank=rank, first_sample=0))
 
     def _share(self, micro: int, *, rank: int, first_sample: int) -> range:
         start = first_sample + (micro * self._world_size + rank) * self._micro_batch_size

@@ -69,14 +69,6 @@ class TokenizerConfig:
             "--tokenizer-model",
         )
         require(
-            kind != "GPT2BPETokenizer" or self.tokenizer_model is None,
-            "--tokenizer-type GPT2BPETokenizer reads --vocab-file and --merge-file, not --tokenizer-model",
-        )
-        require(
-            kind != "HuggingFaceTokenizer" or self.vocab_file is None,
-            "--tokenizer-type HuggingFaceTokenizer reads --tokenizer-model, not --vocab-file",
-        )
-        require(
             self.eod_token is None or self.tokenizer_files is not None,
             "--eod-token names a token of --vocab-file or --tokenizer-model: give one of them",
         )
@@ -122,9 +114,9 @@ class DataConfig(TokenizerConfig):
     eod_mask_loss: bool = False
     """Leave the loss of the token after each end of a document out."""
     reset_position_ids: bool = False
-    """Not supported: positions count through the sample, over the borders of documents."""
+    """Not supported: positions count through the sample, over the ends of documents."""
     reset_attention_mask: bool = False
-    """Not supported: attention reaches over the borders of documents in a sample."""
+    """Not supported: attention reaches over the ends of documents in a sample."""
     cache_dir: CacheFolder = None
     """Where tokenized text and sample orders are kept between runs; $XDG_CACHE_HOME/sdp4bit or
     ~/.cache/sdp4bit otherwise."""
@@ -290,7 +282,7 @@ def _is_number(path: str | Path) -> bool:
 
 
 def _is_indexed(path: str | Path) -> bool:
-    """Whether .bin/.idx files are meant: by their prefix, or by the name of one of them."""
+    """Return whether .bin/.idx files are meant: by their prefix, or by the name of one of them."""
     return Path(path).suffix in (".bin", ".idx") or any(
         Path(f"{path}{suffix}").exists() for suffix in (".idx", ".bin")
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import json
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from sdp4bit.pretrain.data.document_files import read_pieces
 from sdp4bit.pretrain.options import SettingError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -19,16 +19,7 @@ STANDARD_LIBRARY_BYTES = 6_000_000
 """Length of the default corpus: enough for a few million tokens' worth of steps, tokenized in seconds."""
 _LEFT_OUT = frozenset(
     # Installed packages and tests are not everywhere; the rest is tables and grammar, not text.
-    (
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "idle_test",
-        "__pycache__",
-        "encodings",
-        "pydoc_data",
-    )
+    ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"]
 )
 
 
@@ -93,19 +84,9 @@ def _text_documents(path: Path) -> Iterator[str]:
 
 
 def _jsonl_documents(path: Path) -> Iterator[str]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise SettingError(
-                    f'{path}, line {number}: expected a JSON object with a "text" member'
-                ) from error
-            if not isinstance(text, str):
-                raise SettingError(f'{path}, line {number}: "text" is not a string')
-            yield text
+    for piece in read_pieces(path, keys=("text",)):
+        for (sentences,) in piece.documents(("text",)):
+            yield "".join(sentences)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +104,9 @@ class CorpusSplit:
         """Yield every document, or part of the only one, with whether it is for validation."""
         for index, text in enumerate(corpus.documents()):
             if self.documents == 1:
-                border = round(len(text) * (1 - self.validation_fraction))
-                yield text[:border], False
-                yield text[border:], True
+                boundary = round(len(text) * (1 - self.validation_fraction))
+                yield text[:boundary], False
+                yield text[boundary:], True
             else:
                 yield text, index in self.held_out
 

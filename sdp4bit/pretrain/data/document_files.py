@@ -10,67 +10,45 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from sdp4bit.pretrain.options import SettingError, require
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 PIECE_BYTES = 1 << 20
 _READ_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lines:
-    """Some consecutive lines of a file, not parsed yet."""
+class Piece:
+    """Some consecutive documents of a file, as many as one worker encodes at a time."""
 
     path: str
     first: int
-    """Number of the first line, counted from 1."""
-    lines: list[bytes]
+    """Number of the first line or row, counted from 1."""
+    content: Sequence[bytes | Mapping[str, object]]
+    """Lines that are not parsed yet, or rows of a table."""
+    bytes_read: int
+    """How much of the file on the disk it is."""
 
     def documents(self, keys: Sequence[str]) -> Iterator[list[list[str]]]:
-        """Yield the texts of each key of each line; SettingError names the line that has none.
+        """Yield the texts of each key of each document; SettingError names the line or row that has none.
 
         A text may be given as a list of its sentences.
         """
-        for number, line in enumerate(self.lines, start=self.first):
-            if line.isspace() or not line:
-                continue
-            where = f"{self.path}, line {number}"
-            try:
-                document = json.loads(line)
-            except ValueError as error:
-                raise SettingError(f"{where}: not JSON: {error}") from error
-            if not isinstance(document, dict):
-                raise SettingError(f"{where}: a JSON object is expected, not {type(document).__name__}")
+        for number, document in enumerate(self.content, start=self.first):
+            where = f"{self.path}, {'line' if isinstance(document, bytes) else 'row'} {number}"
+            if isinstance(document, bytes):
+                if not document.strip():
+                    continue
+                document = _parsed(document, where=where)
             yield [_texts(document, key, where=where) for key in keys]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Some consecutive rows of a table."""
-
-    path: str
-    first: int
-    """Number of the first row, counted from 1."""
-    rows: list[dict[str, Any]]
-
-    def documents(self, keys: Sequence[str]) -> Iterator[list[list[str]]]:
-        """Yield the texts of each key of each row; SettingError names the row that has none."""
-        for number, row in enumerate(self.rows, start=self.first):
-            yield [_texts(row, key, where=f"{self.path}, row {number}") for key in keys]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What one worker encodes at a time, and how much of the file it is."""
-
-    content: Lines | Rows
-    bytes_read: int
-    """Bytes of the file on disk."""
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
@@ -118,14 +96,10 @@ def _line_pieces(path: Path) -> Iterator[Piece]:
             size += len(line)
             if size >= PIECE_BYTES:
                 position = file.tell()
-                yield Piece(
-                    content=Lines(path=str(path), first=first, lines=lines), bytes_read=position - read
-                )
+                yield Piece(path=str(path), first=first, content=lines, bytes_read=position - read)
                 first, read = first + len(lines), position
                 lines, size = [], 0
-        yield Piece(
-            content=Lines(path=str(path), first=first, lines=lines), bytes_read=path.stat().st_size - read
-        )
+        yield Piece(path=str(path), first=first, content=lines, bytes_read=path.stat().st_size - read)
 
 
 def _decompressed(file: BinaryIO, path: Path) -> Iterator[bytes]:
@@ -139,20 +113,32 @@ def _decompressed(file: BinaryIO, path: Path) -> Iterator[bytes]:
         yield from file
 
 
+class _Frame(Protocol):
+    """What zstandard has of a frame that it decompresses."""
+
+    eof: bool
+    unused_data: bytes
+
+    def decompress(self, data: bytes, /) -> bytes:
+        """Return what the bytes that come next decompress to."""
+        ...
+
+
 class _ZstandardReader(io.RawIOBase):
     """Decompressed bytes; a file that ends within a frame is an error, which zstandard lets pass."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file = file
         self._package = _package("zstandard", path=path)
-        self._frame: Any = None
+        self._frame: _Frame | None = None
         self._compressed = b""
         self._content = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        target = memoryview(buffer)
         while not self._content:
             self._compressed = self._compressed or self._file.read(_READ_AT_ONCE)
             if not self._compressed:
@@ -167,8 +153,8 @@ class _ZstandardReader(io.RawIOBase):
             self._compressed = b""
             if self._frame.eof:
                 self._compressed, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._content))
-        buffer[:count] = self._content[:count]
+        count = min(len(target), len(self._content))
+        target[:count] = self._content[:count]
         self._content = self._content[count:]
         return count
 
@@ -187,26 +173,38 @@ def _table_pieces(path: Path, keys: Sequence[str]) -> Iterator[Piece]:
             for batch in table.iter_batches(batch_size=1024, columns=list(keys)):
                 rows = batch.to_pylist()
                 before, after = ((first - 1 + n) * size // total for n in (0, len(rows)))
-                yield Piece(content=Rows(path=str(path), first=first, rows=rows), bytes_read=after - before)
+                yield Piece(path=str(path), first=first, content=rows, bytes_read=after - before)
                 first += len(rows)
     except arrow.ArrowException as error:
         raise SettingError(f"{path} cannot be read: {error}") from error
 
 
-def _texts(document: dict[str, Any], key: str, *, where: str) -> list[str]:
+def _parsed(line: bytes, *, where: str) -> dict[str, object]:
+    try:
+        document = json.loads(line)
+    except ValueError as error:
+        raise SettingError(f"{where}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise SettingError(f"{where}: a JSON object is expected, not {type(document).__name__}")
+    return document
+
+
+def _texts(document: Mapping[str, object], key: str, *, where: str) -> list[str]:
     if key not in document:
         raise SettingError(
-            f'{where}: there is no "{key}", but {", ".join(map(repr, document))}: set --json-keys'
+            f'{where}: there is no "{key}", but {", ".join(map(repr, document))}: set --json-keys of '
+            "sdp4bit preprocess"
         )
     value = document[key]
-    texts = value if isinstance(value, list) else [value]
-    for text in texts:
+    texts = []
+    for text in value if isinstance(value, list) else [value]:
         if not isinstance(text, str):
             raise SettingError(f'{where}: "{key}" is {type(text).__name__}, not a string')
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise SettingError(f'{where}: "{key}" is no text: {error}') from None
+        texts.append(text)
     return texts
 
 

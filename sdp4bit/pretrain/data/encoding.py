@@ -8,36 +8,23 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from sdp4bit.pretrain.data.document_files import Lines, Piece, Rows
+from sdp4bit.pretrain.data.document_files import Piece
 from sdp4bit.pretrain.data.indexed import token_dtype
-from sdp4bit.pretrain.data.indexed_writer import sequence_length
+from sdp4bit.pretrain.data.indexed_writer import EncodedDocuments, sequence_length
 from sdp4bit.pretrain.data.tokenizer import TokenizerFiles
 from sdp4bit.pretrain.data.word_encoder import DocumentEncoder
 from sdp4bit.pretrain.launch.child_processes import end_with_parent, start_from_one_import
 from sdp4bit.pretrain.options import SettingError
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncodedDocuments:
-    """Documents of one key, as the writer takes them."""
-
-    tokens: bytes
-    lengths: npt.NDArray[np.int32]
-    """Tokens of each sequence."""
-    sequences: npt.NDArray[np.int32]
-    """Sequences of each document."""
-
-
 class PieceEncoder:
-    """Encodes the texts of each key; the same in every process."""
+    """An encoder of the texts of each key; the same in every process."""
 
     def __init__(self, files: TokenizerFiles, *, keys: Sequence[str], append_eod: bool) -> None:
-        """Raises SettingError: the tokenizer cannot be read, or has no token to append."""
+        """Read the tokenizer; SettingError if it cannot be read, or has no token to append."""
         tokenizer = files.load()
         self.dtype = token_dtype(tokenizer.vocabulary_size)
         self._encoder = DocumentEncoder(tokenizer, dtype=self.dtype)
@@ -51,15 +38,15 @@ class PieceEncoder:
                 )
             self._end = np.array([tokenizer.end_of_text], self.dtype).tobytes()
 
-    def encode(self, content: Lines | Rows) -> list[EncodedDocuments]:
+    def encode(self, piece: Piece) -> list[EncodedDocuments]:
         """Return the documents of each key.
 
         As in Megatron: sentences without tokens are left out, a document without any stays as an empty one
         and has no end-of-document token.
         """
-        documents = list(content.documents(self._keys))
+        documents = list(piece.documents(self._keys))
         return [
-            self._encode_texts([texts[index] for texts in documents], where=content.path)
+            self._encode_texts([texts[index] for texts in documents], where=piece.path)
             for index in range(len(self._keys))
         ]
 
@@ -95,7 +82,7 @@ def encode_in_order(
     if workers == 1:
         encoder = PieceEncoder(files, keys=keys, append_eod=append_eod)
         for piece in pieces:
-            yield piece, encoder.encode(piece.content)
+            yield piece, encoder.encode(piece)
         return
     executor = ProcessPoolExecutor(
         workers,
@@ -106,7 +93,7 @@ def encode_in_order(
     pending: deque[tuple[Piece, Future[list[EncodedDocuments]]]] = deque()
     try:
         for piece in pieces:
-            pending.append((piece, executor.submit(_encode_in_worker, piece.content)))
+            pending.append((piece, executor.submit(_encode_in_worker, piece)))
             # Every worker has one piece at hand and one waiting; no more text is held in memory.
             while len(pending) > 2 * workers:
                 piece, future = pending.popleft()
@@ -137,6 +124,6 @@ def _start_worker(files: TokenizerFiles, keys: Sequence[str], append_eod: bool) 
     _encoder = PieceEncoder(files, keys=keys, append_eod=append_eod)
 
 
-def _encode_in_worker(content: Lines | Rows) -> list[EncodedDocuments]:
+def _encode_in_worker(piece: Piece) -> list[EncodedDocuments]:
     assert _encoder is not None
-    return _encoder.encode(content)
+    return _encoder.encode(piece)

@@ -8,7 +8,7 @@ All numbers are little-endian, arrays are not aligned:
                   9  u64       version, 1
                  17  u8        dtype of the tokens
                  18  u64       S, number of sequences
-                 26  u64       D, number of document borders: documents + 1
+                 26  u64       D, number of document boundaries: documents + 1
                  34  S x i32   tokens of each sequence
                      S x i64   byte in PREFIX.bin where each sequence starts
                      D x i64   first sequence of each document, then S
@@ -59,7 +59,7 @@ class IndexedTokens:
     """The documents of one PREFIX.bin and PREFIX.idx, through memory maps."""
 
     def __init__(self, prefix: Path) -> None:
-        """Header and sizes of the files are known to be right.
+        """Map the files, and check the header and their sizes.
 
         Raises:
             SettingError: a file is missing, damaged, cut off, or not of this format; it names file and field.
@@ -85,7 +85,7 @@ class IndexedTokens:
             header = file.read(HEADER.size)
         if len(header) < HEADER.size:
             raise SettingError(f"{path}: header: the file has {size} bytes of its {HEADER.size}")
-        magic, version, code, sequences, borders = HEADER.unpack(header)
+        magic, version, code, sequences, boundaries = HEADER.unpack(header)
         if magic != MAGIC:
             raise SettingError(f"{path}: magic: the file starts with {magic!r} instead of {MAGIC!r}")
         if version != VERSION:
@@ -93,19 +93,20 @@ class IndexedTokens:
         dtype = np.dtype(_CODES.get(code, "V1"))
         if not np.issubdtype(dtype, np.integer):
             raise SettingError(f"{path}: dtype: code {code} is not one of whole numbers (1-5, 8)")
-        if borders < 1:
-            raise SettingError(f"{path}: document count: 0 borders, at least 1 is needed")
-        needed = HEADER.size + sequences * 12 + borders * 8
+        if boundaries < 1:
+            raise SettingError(f"{path}: document count: 0 boundaries, at least 1 is needed")
+        needed = HEADER.size + sequences * 12 + boundaries * 8
         if size not in (needed, needed + sequences):
             raise SettingError(
-                f"{path}: arrays: {sequences} sequences and {borders} document borders take {needed} bytes "
-                f"(or {needed + sequences} with modes), the file has {size}: cut off, or not of this format"
+                f"{path}: arrays: {sequences} sequences and {boundaries} document boundaries take {needed} "
+                f"bytes (or {needed + sequences} with modes), the file has {size}: cut off, or not of this "
+                "format"
             )
         self.dtype: np.dtype[np.integer] = dtype
         start = HEADER.size
         self._lengths = _map(path, "<i4", sequences, offset=start)
         self._pointers = _map(path, "<i8", sequences, offset=start + 4 * sequences)
-        self._borders = _map(path, "<i8", borders, offset=start + 12 * sequences)
+        self._boundaries = _map(path, "<i8", boundaries, offset=start + 12 * sequences)
         self.tokens = 0
         if sequences:
             end = int(self._pointers[-1]) + int(self._lengths[-1]) * dtype.itemsize
@@ -121,20 +122,16 @@ class IndexedTokens:
     @property
     def documents(self) -> int:
         """Documents there are, empty ones included."""
-        return len(self._borders) - 1
+        return len(self._boundaries) - 1
 
     @property
     def sequences(self) -> int:
         """Sequences there are: one a document, unless documents were split into sentences."""
         return len(self._lengths)
 
-    def sequence_lengths(self) -> npt.NDArray[np.integer]:
-        """Return the tokens of each sequence."""
-        return self._lengths
-
     def starts(self, documents: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         """Return the first token of each of these documents; for the number past the last, all tokens."""
-        sequences = np.asarray(self._borders[documents], np.int64)
+        sequences = np.asarray(self._boundaries[documents], np.int64)
         starts = np.full(sequences.shape, self.tokens, np.int64)
         inside = sequences < len(self._pointers)
         starts[inside] = self._pointers[sequences[inside]] // self.dtype.itemsize
@@ -145,11 +142,11 @@ class IndexedTokens:
         return np.diff(self.starts(np.arange(first, last + 1)))
 
     def read(self, start: int, count: int) -> npt.NDArray[np.integer]:
-        """Return a stretch of tokens, without copying."""
+        """Return a range of tokens, without copying."""
         return self._tokens[start : start + count]
 
     def check(self) -> None:
-        """Every number of the index is right; SettingError names the first that is not.
+        """Check every number of the index; SettingError names the first that is wrong.
 
         Reads the whole index, a second or two for 100 million documents.
         """
@@ -168,20 +165,19 @@ class IndexedTokens:
             )
             expected = int(ends[-1])
         previous = 0
-        for start in range(0, len(self._borders), _CHECKED_AT_ONCE):
-            borders = np.asarray(self._borders[start : start + _CHECKED_AT_ONCE])
-            before = np.concatenate(([previous], borders[:-1]))
+        for start in range(0, len(self._boundaries), _CHECKED_AT_ONCE):
+            boundaries = np.asarray(self._boundaries[start : start + _CHECKED_AT_ONCE])
+            before = np.concatenate(([previous], boundaries[:-1]))
             _check(
-                *(path, "document indices", borders, (borders >= before) & (borders <= sequences)),
+                *(path, "document indices", boundaries, (boundaries >= before) & (boundaries <= sequences)),
                 start=start,
                 rule=f"ascending from 0 to {sequences}",
             )
-            previous = int(borders[-1])
-        for position, value in ((0, 0), (len(self._borders) - 1, sequences)):
-            if self._borders[position] != value:
-                raise SettingError(
-                    f"{path}: document indices: number {position} is {self._borders[position]}, not {value}"
-                )
+            previous = int(boundaries[-1])
+        for position, value in ((0, 0), (len(self._boundaries) - 1, sequences)):
+            found = self._boundaries[position]
+            if found != value:
+                raise SettingError(f"{path}: document indices: number {position} is {found}, not {value}")
 
     def fingerprint(self) -> str:
         """Return a hash of both files: of all bytes of small ones, of 64 blocks spread over large ones."""

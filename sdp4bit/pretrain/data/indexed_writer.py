@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -18,14 +19,26 @@ _WRITTEN_AT_ONCE = 1 << 20
 _LONGEST = np.iinfo(np.int32).max
 
 
+@dataclass(frozen=True, kw_only=True)
+class EncodedDocuments:
+    """Some documents, in the dtype of the files they go into."""
+
+    tokens: bytes
+    """Of all sequences, one after another."""
+    lengths: npt.NDArray[np.int32]
+    """Tokens of each sequence."""
+    sequences: npt.NDArray[np.int32]
+    """Sequences of each document; 0 for an empty one."""
+
+
 class IndexedWriter:
-    """Collects documents; PREFIX.bin and PREFIX.idx are there after `finish`, and not before.
+    """A pair of files being written; PREFIX.bin and PREFIX.idx are there after `finish`, and not before.
 
     Until then the tokens are in PREFIX.bin.partial; what a killed writer leaves, the next one overwrites.
     """
 
     def __init__(self, prefix: Path, *, dtype: np.dtype[np.integer], overwrite: bool = False) -> None:
-        """Raises SettingError: the files are there, are being written, or cannot be written."""
+        """Begin the files; SettingError if they are there, are being written, or cannot be written."""
         self._prefix = prefix
         self._dtype = dtype
         self._partial_bin = prefix.with_name(f"{prefix.name}.bin.partial")
@@ -57,41 +70,30 @@ class IndexedWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Nothing is left behind of what was not finished."""
+        """Remove what was not finished."""
         if not self._finished:
             self._partial_idx.unlink(missing_ok=True)
             self._partial_bin.unlink(missing_ok=True)
         self._file.close()
 
-    def add_documents(
-        self,
-        tokens: bytes,
-        *,
-        lengths: npt.NDArray[np.int32],
-        sequences: npt.NDArray[np.int32],
-    ) -> None:
-        """The documents stand behind those before.
-
-        Args:
-            tokens: all their tokens, in the writer's dtype.
-            lengths: tokens of each sequence.
-            sequences: sequences of each document; 0 for an empty one.
-        """
+    def add(self, documents: EncodedDocuments) -> None:
+        """Write the documents behind those before."""
+        lengths, sequences = documents.lengths, documents.sequences
         held = int(lengths.sum(dtype=np.int64)) * self._dtype.itemsize
-        assert held == len(tokens) and int(sequences.sum(dtype=np.int64)) == len(lengths)
+        assert held == len(documents.tokens) and int(sequences.sum(dtype=np.int64)) == len(lengths)
         try:
-            self._file.write(tokens)
+            self._file.write(documents.tokens)
         except OSError as error:
             raise SettingError(f"cannot write {self._partial_bin}: {error}") from error
         self._lengths.append(lengths)
         self._sequences.append(sequences)
 
     def finish(self) -> None:
-        """Both files are on the disk under their names.
+        """Write both files to the disk, under their names.
 
-        1. Tokens and index are written out under temporary names.
-        2. An index that is there goes: from here on there is the new pair or none.
-        3. The tokens get their name, then the index.
+        1. Write tokens and index out under temporary names.
+        2. Remove an index that is there: from here on there is the new pair or none.
+        3. Give the tokens their name, then the index.
         """
         target_bin, target_idx = bin_path(self._prefix), idx_path(self._prefix)
         try:
@@ -103,7 +105,7 @@ class IndexedWriter:
             self._partial_bin.rename(target_bin)
             self._partial_idx.rename(target_idx)
             self._finished = True
-            _flush_folder(self._prefix.parent)
+            sync_folder(self._prefix.parent)
         except OSError as error:
             raise SettingError(f"cannot write {target_bin} and {target_idx.name}: {error}") from error
 
@@ -124,7 +126,7 @@ def sequence_length(tokens: int, *, where: str) -> int:
 
 
 def _write_sums(file: BinaryIO, values: npt.NDArray[np.int32], *, scale: int) -> None:
-    """For each value, the sum of those before it is in the file."""
+    """Write, for each value, the sum of those before it."""
     total = 0
     for start in range(0, len(values), _WRITTEN_AT_ONCE):
         part = values[start : start + _WRITTEN_AT_ONCE].astype(np.int64) * scale
@@ -147,8 +149,8 @@ def _flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _flush_folder(folder: Path) -> None:
-    """The names of the folder's files are on the disk."""
+def sync_folder(folder: Path) -> None:
+    """Write the names in the folder to the disk, to stay."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -15,9 +15,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from sdp4bit.pretrain.data.config import TokenizerConfig
 from sdp4bit.pretrain.data.document_files import Piece, find_files, read_pieces
-from sdp4bit.pretrain.data.encoding import EncodedDocuments, PieceEncoder, encode_in_order
+from sdp4bit.pretrain.data.encoding import PieceEncoder, encode_in_order
 from sdp4bit.pretrain.data.indexed import idx_path
-from sdp4bit.pretrain.data.indexed_writer import IndexedWriter
+from sdp4bit.pretrain.data.indexed_writer import EncodedDocuments, IndexedWriter
 from sdp4bit.pretrain.options import SettingError, require, require_at_least
 
 _Keys = Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--columns"])]
@@ -74,9 +74,14 @@ class _Totals:
     tokens: int = 0
     bytes_read: int = 0
 
+    def add(self, piece: Piece, keys: list[EncodedDocuments]) -> None:
+        self.documents += len(keys[0].sequences)
+        self.tokens += sum(int(documents.lengths.sum()) for documents in keys)
+        self.bytes_read += piece.bytes_read
+
 
 def preprocess(config: PreprocessConfig, *, console: Console | None = None) -> None:
-    """The files of every key are written, complete.
+    """Write the files of every key, complete.
 
     Raises:
         SettingError: an input is missing, damaged or has a line without text, or an output cannot be written;
@@ -108,10 +113,8 @@ def preprocess(config: PreprocessConfig, *, console: Console | None = None) -> N
         )
         for piece, keys in encoded:
             for writer, documents in zip(writers, keys, strict=True):
-                writer.add_documents(
-                    documents.tokens, lengths=documents.lengths, sequences=documents.sequences
-                )
-            _add(totals, piece, keys)
+                writer.add(documents)
+            totals.add(piece, keys)
             report.update(totals)
         if not totals.tokens:
             raise SettingError(
@@ -128,12 +131,6 @@ def preprocess(config: PreprocessConfig, *, console: Console | None = None) -> N
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _add(totals: _Totals, piece: Piece, keys: list[EncodedDocuments]) -> None:
-    totals.documents += len(keys[0].sequences)
-    totals.tokens += sum(int(documents.lengths.sum()) for documents in keys)
-    totals.bytes_read += piece.bytes_read
 
 
 class _Report:
@@ -162,7 +159,7 @@ class _Report:
         self._bar.stop()
 
     def update(self, totals: _Totals) -> None:
-        """What has been done is shown."""
+        """Show what has been done."""
         seconds = time.perf_counter() - self._start
         tokens = f"{totals.tokens:,} tokens, {totals.tokens / seconds:,.0f}/s"
         if self._console.is_terminal:

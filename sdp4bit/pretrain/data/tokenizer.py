@@ -32,7 +32,7 @@ class BytePairTokenizer:
 
     @classmethod
     def train(cls, documents: Iterable[str], *, vocabulary_size: int) -> BytePairTokenizer:
-        """Return a tokenizer of at most `vocabulary_size` tokens: less if the text repeats too little."""
+        """Return a tokenizer of at most `vocabulary_size` tokens: fewer if the text repeats too little."""
         tokenizer = _gpt2_tokenizer(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocabulary_size,
@@ -50,7 +50,7 @@ class BytePairTokenizer:
         return cls(tokenizer, end_of_text=tokenizer.token_to_id(END_OF_TEXT))
 
     def save(self, path: Path) -> None:
-        """The file holds the tokenizer, as JSON."""
+        """Write the tokenizer, as JSON."""
         self._tokenizer.save(str(path))
 
     @property

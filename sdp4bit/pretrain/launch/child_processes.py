@@ -22,7 +22,7 @@ def start_from_one_import(modules: Sequence[str]) -> ForkServerContext:
 
 
 def start_server_without(signals: Collection[signal.Signals]) -> None:
-    """The process that the others are copies of runs, and these signals do nothing to it.
+    """Start the process that the others are copies of, so that these signals do nothing to it.
 
     A signal to a whole process group reaches it too, and its end would look like that of all its copies.
     In these the signals stay blocked, and wait for them, until they unblock them.
@@ -37,7 +37,7 @@ def start_server_without(signals: Collection[signal.Signals]) -> None:
 
 
 def end_with_parent() -> None:
-    """This process ends at once when the one that started it has ended, even if it was killed."""
+    """End this process at once when the one that started it has ended, even if that was killed."""
     threading.Thread(target=_wait_for_parent, name="sdp4bit-parent", daemon=True).start()
 
 

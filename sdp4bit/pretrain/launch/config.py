@@ -56,9 +56,9 @@ class ParallelConfig:
             "--pipeline-model-parallel-size",
         )
         if self.virtual_ranks is not None:
-            self._check_virtual(self.virtual_ranks)
+            self._check_simulated(self.virtual_ranks)
 
-    def _check_virtual(self, ranks: int) -> None:
+    def _check_simulated(self, ranks: int) -> None:
         require(ranks > 1, f"--virtual-ranks {ranks}: one rank sends nothing; give at least 2")
         require(
             self.model_parallel_size == 1,
@@ -74,10 +74,10 @@ class ParallelConfig:
                 f"--virtual-ranks {ranks} needs --ranks-per-node: they have no hosts that would tell which "
                 "of them share a node"
             )
-        self._check_nodes(ranks, what=f"{ranks} virtual ranks")
+        self._check_nodes(ranks, what=f"{ranks} simulated ranks")
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the ranks that read different data, virtual ones if there are any."""
+        """Return the ranks that read different data, simulated ones if there are any."""
         return self.virtual_ranks or world_size // self.model_parallel_size
 
     @property
@@ -91,7 +91,7 @@ class ParallelConfig:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     def check_world(self, world_size: int) -> None:
-        """Nodes and model-parallel ranks are known to divide the world; SettingError otherwise."""
+        """Check that nodes and model-parallel ranks divide the world; SettingError otherwise."""
         if self.virtual_ranks is not None:
             require(
                 world_size == 1,
@@ -115,7 +115,7 @@ class ParallelConfig:
             )
 
     def check_model(self, *, layers: int, heads: int, vocabulary: int, micro_batches: int) -> None:
-        """A model of these sizes can be laid out like this; SettingError otherwise."""
+        """Check that a model of these sizes can be laid out like this; SettingError otherwise."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         for what, size in (("attention heads", heads), ("rows of the vocabulary", vocabulary)):
             require(

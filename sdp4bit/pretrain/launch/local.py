@@ -36,7 +36,7 @@ C_contra = TypeVar("C_contra", contravariant=True)
 
 EXIT_SETTING = 2
 EXIT_FAILED = 1
-_WAIT_FOR_FIRST_RANK = 2.0
+_WAIT_FOR_RANK_0 = 2.0
 _WAIT_FOR_OTHER_FAILURES = 0.3
 
 
@@ -44,7 +44,7 @@ class Program(Protocol[C_contra]):
     """What every rank runs; a function of a module, so that new processes can import it."""
 
     def __call__(self, config: C_contra, *, ranks: Ranks) -> object:
-        """The program has run on this rank."""
+        """Run the program on this rank."""
         ...
 
 
@@ -122,7 +122,7 @@ class _StartedRanks:
 
     @contextmanager
     def receiving_signals(self) -> Iterator[None]:
-        """Inside the block signals wait for `join`, which alone acts on them, once all ranks are there.
+        """Hold signals back inside the block for `join`, which alone acts on them, once all ranks are there.
 
         What a handler does at any moment could disturb what it interrupts, and miss a rank that starts.
         """
@@ -147,7 +147,7 @@ class _StartedRanks:
             os.close(self._signals_in)
 
     def start(self, process: ForkServerProcess) -> None:
-        """The next rank runs."""
+        """Start the next rank."""
         process.start()
         self._processes.append(process)
 
@@ -165,7 +165,7 @@ class _StartedRanks:
         return self._failed()
 
     def kill(self) -> None:
-        """None runs any more."""
+        """End all that still run."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -175,7 +175,7 @@ class _StartedRanks:
         return {rank: process.exitcode for rank, process in enumerate(self._processes) if process.exitcode}
 
     def _receive(self, received: signal.Signals) -> None:
-        """All ranks are asked to leave; another SIGTERM or SIGINT ends them, as does the first if it must."""
+        """Ask all ranks to leave; end them at another SIGTERM or SIGINT, or at the first if it must be."""
         if received != signal.SIGUSR1:
             now = time.monotonic()
             self._first_at = now if self._first_at is None else self._first_at
@@ -208,7 +208,7 @@ def _run_under_torchrun(program: Program[C], config: C, timeout: timedelta, *, l
         rank = int(os.environ["RANK"])
         if rank:
             # Rank 0 says it for all; torchrun then ends this process. It speaks if rank 0 has not failed.
-            time.sleep(_WAIT_FOR_FIRST_RANK)
+            time.sleep(_WAIT_FOR_RANK_0)
         _say(f"{error}" if rank == 0 else f"rank {rank}: {error}")
         return EXIT_SETTING
     return 0
@@ -217,7 +217,7 @@ def _run_under_torchrun(program: Program[C], config: C, timeout: timedelta, *, l
 def _run_started(
     program: Program[C], config: C, timeout: timedelta, folder: Path, environment: Mapping[str, str]
 ) -> None:
-    """Run one rank; a setting error is left in the folder, for the parent to report once."""
+    """Run one rank; leave a setting error in the folder, for the parent to report once."""
     listen()
     end_with_parent()
     os.environ.update(environment)
@@ -232,7 +232,7 @@ def _run_started(
     except ExchangeError as error:
         _say(str(error))
         # Mostly another rank has ended: the launcher, which names the first one that it sees, is to see that.
-        time.sleep(_WAIT_FOR_FIRST_RANK)
+        time.sleep(_WAIT_FOR_RANK_0)
         sys.exit(EXIT_FAILED)
     except Exception:
         traceback.print_exc()

@@ -42,7 +42,7 @@ class Ranks:
 
 @contextmanager
 def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
-    """The default process group exists inside the block: torchrun's ranks, or one process alone.
+    """Open the default process group for the block: torchrun's ranks, or one process alone.
 
     Args:
         timeout: how long a rank waits for the others in an exchange; torch's default when not given.
@@ -116,7 +116,7 @@ def agree(work: Callable[[], T]) -> T:
     return result
 
 
-def first_rank_decides(work: Callable[[], T]) -> T:
+def decide_on_rank_0(work: Callable[[], T]) -> T:
     """Return what `work` returned on rank 0, which alone runs it; its error is raised on all ranks."""
     result = agree(lambda: work() if dist.get_rank() == 0 else None)
     box: list[T | None] = [result]

@@ -19,7 +19,7 @@ _received: signal.Signals | None = None
 
 
 def listen() -> None:
-    """From now on the signals ask this process to leave, instead of ending it.
+    """Let the signals ask this process to leave from now on, instead of ending it.
 
     Those that were blocked until now arrive. A signal that is ignored, as shells without job control have it
     in the background, stays so.
@@ -32,7 +32,7 @@ def listen() -> None:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Inside the block the signals ask to leave; a process that listens already goes on with that.
+    """Let the signals ask to leave inside the block; a process that listens already goes on with that.
 
     Only a process's main thread can listen; in other threads signals do what they did before.
     """

@@ -45,13 +45,18 @@ def save_step(
     *,
     keep_last: int | None = None,
     attach: Callable[[Path], None] = attach_tokenizer,
+    job: str | None = None,
 ) -> Path:
-    """Called inside `one_rank`; the checkpoint of the step is there."""
+    """Save the checkpoint of the step; called inside `one_rank`."""
     return write_checkpoint(
         tensors_of(step),
         folder=folder,
         record=RunRecord(
-            shape=SHAPE, vocabulary_size=100, world_size=1, progress=Progress(step=step, samples=4 * step)
+            shape=SHAPE,
+            vocabulary_size=100,
+            world_size=1,
+            job=job,
+            progress=Progress(step=step, samples=4 * step),
         ),
         attach=attach,
         keep_last=keep_last,
@@ -60,7 +65,7 @@ def save_step(
 
 
 def load_step(folder: Path) -> int:
-    """Called inside `one_rank`; return the step that was loaded, every bit of which was as saved."""
+    """Return the step that was loaded, every bit of which was as saved; called inside `one_rank`."""
     checkpoint = open_checkpoint(folder)
     expected = tensors_of(checkpoint.record.progress.step)
     tensors = {name: torch.empty_like(value) for name, value in expected.items()}

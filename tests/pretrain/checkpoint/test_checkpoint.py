@@ -12,20 +12,16 @@ import pickle
 import resource
 import shutil
 import signal
+import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
 
 from sdp4bit.pretrain.checkpoint import save as checkpoint_save
 from sdp4bit.pretrain.checkpoint.checkpointer import Checkpointer
@@ -49,16 +45,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> PretrainConfig:
-    """Settings of 8 steps on 2 nodes, with dropout."""
+    """Return settings of 8 steps on 2 nodes, with dropout."""
     return small(
         text, tmp_path_factory.mktemp("runs") / "straight", parallel=ParallelConfig(ranks_per_node=1)
     )
 
 
 def but(
-    run: PretrainConfig, name: str, *, save: str = "", load: str = "", **checkpoint: Any
+    run: PretrainConfig, name: str, *, save: str = "", load: str = "", **checkpoint: object
 ) -> PretrainConfig:
-    """The run with a log and checkpoints of its own, all beside those of the straight run."""
+    """Return the run with a log and checkpoints of its own, all beside those of the straight run."""
     base = run.logging.out.parent
     return replace(
         run,
@@ -71,10 +67,10 @@ def but(
 
 @contextmanager
 def held(*, until: threading.Event) -> Iterator[None]:
-    """Saves write nothing before the event."""
+    """Hold saves back before they write anything, until the event."""
     write = checkpoint_save.save_state
 
-    def write_later(*args: Any, **kwargs: Any) -> Any:
+    def write_later(*args: object, **kwargs: object) -> object:
         assert until.wait(60), "the event did not come"
         return write(*args, **kwargs)
 
@@ -85,7 +81,7 @@ def held(*, until: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def after_step(step: int, call: Callable[[Checkpointer], object]) -> Iterator[list[int]]:
-    """The function is called at the end of a step; the list has the steps that were trained."""
+    """Call the function at the end of a step; yield the steps that were trained."""
     poll = Checkpointer.poll
     steps: list[int] = []
 
@@ -101,7 +97,7 @@ def after_step(step: int, call: Callable[[Checkpointer], object]) -> Iterator[li
 
 
 def straight_and_overlapped(run: PretrainConfig) -> None:
-    """The checkpoint of step 4 is written after step 7 was trained, from what the state was after step 4."""
+    """Write the checkpoint of step 4 after step 7 was trained, from what the state was after step 4."""
     train_here(run)
     trained = threading.Event()
     with held(until=trained), after_step(7, lambda _: trained.set()):
@@ -132,15 +128,12 @@ def test_saving_beside_training_changes_nothing_and_resumes_bit_for_bit(run, str
     assert losses(base / "overlapped") == straight
 
 
-# -- faults -------------------------------------------------------------------------------------------
-
-
 def kill_one_in_the_background(run: PretrainConfig) -> None:
-    """Rank 1 is killed in step 7, with a part of the checkpoint of step 6 written."""
+    """Kill rank 1 in step 7, with a part of the checkpoint of step 6 written."""
     write = checkpoint_save.CheckpointWriter.write_data
     begun = threading.Event()
 
-    def write_and_signal(self: Any, plan: Any, planner: Any) -> Any:
+    def write_and_signal(self: object, plan: object, planner: object) -> object:
         result = write(self, plan, planner)
         if "step-00000006" in str(self.path):
             begun.set()
@@ -172,12 +165,20 @@ def test_a_rank_killed_while_a_checkpoint_is_written_costs_the_steps_since_the_l
     ]
 
 
-def full_disk(run: PretrainConfig) -> tuple[str, int]:
-    """On rank 1 the disk is full from step 3 on; return the error, and after how many steps it was raised."""
+def full_disk(run: PretrainConfig, disk: Path | None = None) -> tuple[str, int]:
+    """Return the error of a full disk, and after how many steps it was raised.
+
+    Args:
+        disk: has room for half a checkpoint more, from step 3 on; without one, rank 1 writes no more.
+    """
 
     def fill(checkpointer: Checkpointer) -> None:
         checkpointer.wait()
-        if dist.get_rank() == 1:
+        if disk is not None:
+            if dist.get_rank() == 0:
+                resize(disk, size=sum(f.stat().st_size for f in disk.rglob("*") if f.is_file()) * 3 // 2)
+            dist.barrier()
+        elif dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
 
     with after_step(3, fill) as steps, pytest.raises(CheckpointError) as error:
@@ -225,7 +226,39 @@ def test_a_full_disk_on_one_rank_ends_the_run_on_all_with_path_and_bytes(run, st
     assert "full-saved/step-00000002 is a checkpoint of another model: layers 2 (now 1)" in other_model
 
 
-# -- other worlds, other strategies -------------------------------------------------------------------
+def resize(disk: Path, *, size: int) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={size}", str(disk)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small file system in memory, which only root can make."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "sdp4bit-test", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_that_really_is_full_costs_nothing_that_was_saved(run, straight, disk):
+    saved = disk / "saved"
+    saving = CheckpointConfig(save=saved, save_interval=2, keep_last=1, auto_resume=True)
+    filling = replace(but(run, "filling"), checkpoint=saving)
+    first, second = run_ranks(full_disk, 2, filling, disk, timeout=LIMIT)
+    assert first == second
+    assert first[0].startswith("the checkpoint of step 4 was not saved: rank ")
+    assert "No space left on device after " in first[0] and " bytes are free there" in first[0]
+    # What was half-written is gone, so that there is room for smaller things again.
+    assert sorted(path.name for path in saved.iterdir()) == ["latest", "step-00000002"]
+    resize(disk, size=64 << 20)
+    run_ranks(train_here, 2, filling, timeout=LIMIT)
+    assert losses(filling.logging.out) == straight
+    assert sorted(path.name for path in saved.iterdir()) == ["latest", "step-00000008"]
 
 
 def after_step_4(run: PretrainConfig, *strategies: str, load: str) -> dict[str, list[float]]:
@@ -243,7 +276,7 @@ def after_step_4(run: PretrainConfig, *strategies: str, load: str) -> dict[str, 
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """The list has what this program has warned of, but for sharding over one rank."""
+    """Yield what this program has warned of, but for sharding over one rank."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -268,8 +301,8 @@ def without_own_state(path: Path, *, part: str, in_record: bool) -> Path:
     return copy
 
 
-def resume_otherwise(run: PretrainConfig) -> dict[str, Any]:
-    saved: dict[str, Any] = {}
+def resume_otherwise(run: PretrainConfig) -> dict[str, object]:
+    saved: dict[str, object] = {}
     for strategy in ("sdp4bit", "baseline"):
         name = f"from-{strategy}"
         config = replace(but(run, f"whole-{strategy}", save=name, save_interval=4), strategy=strategy)

@@ -13,13 +13,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
 
 from sdp4bit.collectives.errors import ExchangeError
 from sdp4bit.pretrain.checkpoint import folder as checkpoint_folder
@@ -31,10 +26,10 @@ from tests.pretrain.checkpoint.saved_runs import load_step, names, one_rank, sav
 
 @contextmanager
 def every_operation(call: Callable[[], None]) -> Iterator[None]:
-    """Before each write, synchronization, renaming and deletion inside the block, the function is called."""
+    """Call the function before each write, synchronization, renaming and deletion inside the block."""
 
-    def before(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def before(operation: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*args: object, **kwargs: object) -> object:
             call()
             return operation(*args, **kwargs)
 

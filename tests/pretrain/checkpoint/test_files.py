@@ -12,21 +12,13 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
+from torch.distributed.checkpoint.metadata import Metadata
 
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
-from sdp4bit.pretrain.checkpoint.files import (
-    digest_file,
-    read_manifest,
-    write_manifest,
-)
+from sdp4bit.pretrain.checkpoint.files import digest_file, read_manifest, write_manifest
 from sdp4bit.pretrain.checkpoint.load import open_checkpoint
 from sdp4bit.pretrain.checkpoint.storage import METADATA, MetadataUnpickler
 from sdp4bit.pretrain.options import SettingError
@@ -59,9 +51,6 @@ def test_the_format_is_that_of_torch(tmp_path):
     assert torch.equal(state["model"]["b"], expected["model.b"])
 
 
-# -- keeping and finding ------------------------------------------------------------------------------
-
-
 def test_the_newest_are_kept_and_nothing_of_other_continuations_is_deleted(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     folder = tmp_path / "run"
@@ -84,6 +73,8 @@ def test_the_newest_are_kept_and_nothing_of_other_continuations_is_deleted(tmp_p
 
 
 def test_settings_that_do_nothing_are_refused():
+    with pytest.raises(SettingError, match="--auto-resume has no effect without --save"):
+        CheckpointConfig(auto_resume=True)
     with pytest.raises(SettingError, match="--keep-last 2 has no effect without --save"):
         CheckpointConfig(keep_last=2)
     with pytest.raises(SettingError, match="--keep-last 0 must be at least 1"):
@@ -102,7 +93,7 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped bit": (lambda p: flip_bit(p / "__0_0.distcp"), "__0_0.distcp does not have the checksum"),
     "cut tensors": (lambda p: cut(p / "__0_0.distcp"), r"__0_0.distcp has [\d,]+ bytes instead of"),
     "lost tensors": (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read"),
@@ -152,25 +143,22 @@ def test_latest_leads_and_may_be_missing(tmp_path):
         assert load_step(tmp_path) == 3
 
 
-# -- nothing in a file is executed --------------------------------------------------------------------
-
-
 class Attack:
     """A pickle of this creates a file when it is loaded without care."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return os.mkdir, (str(self.path),)
 
 
 def reseal(path: Path) -> None:
-    """The manifest says of the tampered files what they are now, as an attacker would have it."""
+    """Let the manifest say of the tampered files what they are now, as an attacker would have it."""
     write_manifest(path, {name: digest_file(path / name) for name in names(path) if name != "manifest.json"})
 
 
-def metadata_of(path: Path) -> Any:
+def metadata_of(path: Path) -> Metadata:
     with (path / METADATA).open("rb") as file:
         return MetadataUnpickler(file).load()
 

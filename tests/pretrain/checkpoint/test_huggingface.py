@@ -9,14 +9,11 @@ import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
 pytest.importorskip("safetensors")
 
 from safetensors.torch import load_file, save_file
@@ -46,7 +43,7 @@ SHAPE = ModelShape(layers=3, hidden=48, heads=4, vocabulary=384, positions=40)
 
 
 @pytest.fixture(scope="module")
-def transformers() -> Any:
+def transformers() -> ModuleType:
     os.environ["HF_HUB_OFFLINE"] = "1"
     return pytest.importorskip(
         "transformers", reason="transformers, which is compared with, is not installed"
@@ -54,7 +51,7 @@ def transformers() -> Any:
 
 
 def perturbed(model: torch.nn.Module) -> torch.nn.Module:
-    """Biases and norms are other than 0 and 1, so that none can be lost or exchanged unnoticed."""
+    """Make biases and norms other than 0 and 1, so that none can be lost or exchanged unnoticed."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -75,14 +72,14 @@ def our_logits(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
     return logits[..., :TOKENS]
 
 
-def their_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def their_logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(tokens).logits
     return logits
 
 
-def assert_equal_functions(ours: dict[str, torch.Tensor], theirs: Any) -> None:
-    """Logits agree: in double precision to its rounding, in fp32 to what rounding makes of theirs alone.
+def assert_equal_functions(ours: dict[str, torch.Tensor], theirs: torch.nn.Module) -> None:
+    """Compare logits: in double precision to its rounding, in fp32 to what rounding makes of theirs alone.
 
     The bound for fp32 is four times the distance of their fp32 logits to their own in double precision: both
     models round as often, in another order, so that either is about that far from the exact value.
@@ -98,7 +95,7 @@ def assert_equal_functions(ours: dict[str, torch.Tensor], theirs: Any) -> None:
 
 
 def save_ours(folder: Path, *, text: Path | None = None) -> dict[str, torch.Tensor]:
-    """A checkpoint of a model with weights of no initialization is in the folder; return the weights."""
+    """Save a checkpoint of a model with weights of no initialization; return the weights."""
     model = GPT(SHAPE)
     model.reset_parameters(seed=3)
     weights = {name: value.clone() for name, value in perturbed(model).state_dict().items()}
@@ -191,7 +188,7 @@ def test_both_directions_undo_each_other_to_the_bit():
         assert all(torch.equal(back[name], weights[name]) for name in weights)
 
 
-def write_hf(folder: Path, **settings: Any) -> Path:
+def write_hf(folder: Path, **settings: object) -> Path:
     folder.mkdir()
     save_file(
         to_huggingface(random_weights(), shape=SHAPE, vocabulary_size=TOKENS), folder / "model.safetensors"

@@ -6,21 +6,16 @@ Layer: one rank in this process.
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
-from sdp4bit.pretrain.checkpoint.checkpointer import Checkpointer, RunIdentity
+from sdp4bit.pretrain.checkpoint.checkpointer import Checkpointer
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
-from sdp4bit.pretrain.checkpoint.folder import Progress
+from sdp4bit.pretrain.checkpoint.folder import Progress, RunRecord
 from sdp4bit.pretrain.checkpoint.state import TrainingState
 from sdp4bit.pretrain.config.pretrain import OptimizerConfig
 from sdp4bit.pretrain.model.cards import ModelShape
@@ -36,13 +31,13 @@ SHAPE = ModelShape(layers=2, hidden=16, heads=2, vocabulary=128, positions=8)
 class Numbers:
     """A part of a run with a state of plain values and tensors."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: object) -> None:
         self.values = values
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {"values": self.values, "history": torch.tensor([float(len(self.values))]), "none": {}}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         self.values = state_dict["values"]
 
 
@@ -52,10 +47,10 @@ class NoCommunication:
     def __init__(self) -> None:
         self.steps = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {"steps": self.steps}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         self.steps = state_dict["steps"]
 
 
@@ -96,11 +91,18 @@ def trained(model: GPT, *optimizers: torch.optim.Optimizer, steps: int) -> list[
     return losses
 
 
-def checkpointer(folder: Path, *, parts: dict[str, Any] | None = None, **state: Any) -> Checkpointer:
+def checkpointer(folder: Path, *, parts: dict[str, object] | None = None, **state: object) -> Checkpointer:
     return Checkpointer(
         TrainingState(**{"communication": NoCommunication(), **state}, ranks=this_rank(), **(parts or {})),
         config=CheckpointConfig(save=folder),
-        identity=RunIdentity(shape=SHAPE, vocabulary_size=100, strategy="baseline", dataset="text", seed=1),
+        identity=RunRecord(
+            shape=asdict(SHAPE),
+            vocabulary_size=100,
+            world_size=1,
+            strategy="baseline",
+            dataset="text",
+            seed=1,
+        ),
         ranks=this_rank(),
     )
 

@@ -20,7 +20,7 @@ def library_texts(count: int) -> list[str]:
 
 
 def write_vocabulary(folder: Path, *, size: int = 700) -> tuple[Path, Path]:
-    """vocab.json and merges.txt are in the folder, in GPT-2's form."""
+    """Write vocab.json and merges.txt into the folder, in GPT-2's form."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -39,7 +39,7 @@ def layout(documents: Sequence[Sequence[Sequence[int]]], *, code: int = 8) -> tu
     form = {4: "<i", 8: "<H"}[code]
     item = struct.calcsize(form)
     data = b""
-    lengths, pointers, borders = b"", b"", struct.pack("<q", 0)
+    lengths, pointers, boundaries = b"", b"", struct.pack("<q", 0)
     sequences = 0
     for document in documents:
         for sequence in document:
@@ -48,15 +48,15 @@ def layout(documents: Sequence[Sequence[Sequence[int]]], *, code: int = 8) -> tu
             for token in sequence:
                 data += struct.pack(form, token)
             sequences += 1
-        borders += struct.pack("<q", sequences)
+        boundaries += struct.pack("<q", sequences)
     assert len(data) % item == 0
     header = b"MMIDIDX\0\0" + struct.pack("<Q", 1) + struct.pack("<B", code)
     header += struct.pack("<Q", sequences) + struct.pack("<Q", len(documents) + 1)
-    return data, header + lengths + pointers + borders
+    return data, header + lengths + pointers + boundaries
 
 
 def write_corpus(prefix: Path, documents: Sequence[Sequence[int]], *, code: int = 8) -> Path:
-    """The corpus of documents of one sequence each is at the prefix; [] is an empty document."""
+    """Write documents of one sequence each at the prefix; [] is an empty document."""
     data, index = layout([[document] if len(document) else [] for document in documents], code=code)
     Path(f"{prefix}.bin").write_bytes(data)
     Path(f"{prefix}.idx").write_bytes(index)
@@ -64,7 +64,7 @@ def write_corpus(prefix: Path, documents: Sequence[Sequence[int]], *, code: int 
 
 
 def counting_corpus(prefix: Path, *, documents: int, seed: int = 0, longest: int = 40) -> Path:
-    """A corpus in which every token is there once, so that a sample shows where it comes from."""
+    """Write a corpus in which every token is there once, so that a sample shows where it comes from."""
     lengths = np.random.default_rng(seed).integers(0, longest, documents)
-    borders = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-    return write_corpus(prefix, [range(a, b) for a, b in pairwise(borders)], code=4)
+    boundaries = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+    return write_corpus(prefix, [range(a, b) for a, b in pairwise(boundaries)], code=4)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
 
 from sdp4bit.pretrain.config.pretrain import ModelConfig, PretrainConfig
 from sdp4bit.pretrain.data.config import DataConfig
@@ -20,7 +15,7 @@ def test_the_model_gets_the_vocabulary_of_every_source(tmp_path):
     vocab, merges = write_vocabulary(tmp_path, size=700)
     files = {"vocab_file": vocab, "merge_file": merges}
 
-    def vocabulary(**options: Any) -> int:
+    def vocabulary(**options: object) -> int:
         return PretrainConfig(data=DataConfig(**options)).model_shape.vocabulary
 
     assert vocabulary() == 4096

@@ -10,11 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-
 from sdp4bit.pretrain.data.indexed import IndexedTokens, token_dtype
-from sdp4bit.pretrain.data.indexed_writer import IndexedWriter
+from sdp4bit.pretrain.data.indexed_writer import EncodedDocuments, IndexedWriter
 from sdp4bit.pretrain.options import SettingError
 from tests.pretrain.data.indexed_corpora import layout, write_corpus
 
@@ -22,17 +19,30 @@ DOCUMENTS = [[[5, 6, 7]], [], [[1], [2, 3]], [[9, 8]], []]
 """Documents of one, no and two sequences; the last one empty."""
 
 
-def write(prefix: Path, documents: list[list[list[int]]], *, dtype: np.dtype, at_once: int = 2) -> None:
+SMALL = np.dtype("<u2")
+
+
+def encoded(documents: list[list[list[int]]], *, dtype: np.dtype = SMALL) -> EncodedDocuments:
+    sequences = [sequence for document in documents for sequence in document]
+    return EncodedDocuments(
+        tokens=np.array([token for sequence in sequences for token in sequence], dtype).tobytes(),
+        lengths=np.array([len(sequence) for sequence in sequences], np.int32),
+        sequences=np.array([len(document) for document in documents], np.int32),
+    )
+
+
+def write(prefix: Path, documents: list[list[list[int]]], *, dtype: np.dtype = SMALL) -> None:
     with IndexedWriter(prefix, dtype=dtype) as writer:
-        for start in range(0, len(documents), at_once):
-            part = documents[start : start + at_once]
-            sequences = [sequence for document in part for sequence in document]
-            writer.add_documents(
-                np.array([token for sequence in sequences for token in sequence], dtype).tobytes(),
-                lengths=np.array([len(sequence) for sequence in sequences], np.int32),
-                sequences=np.array([len(document) for document in part], np.int32),
-            )
+        for start in range(0, len(documents), 2):
+            writer.add(encoded(documents[start : start + 2], dtype=dtype))
         writer.finish()
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """The prefix of files that hold the documents."""
+    write(tmp_path / "x", DOCUMENTS)
+    return tmp_path / "x"
 
 
 def random_documents(count: int, *, vocabulary: int, seed: int) -> list[list[list[int]]]:
@@ -82,25 +92,21 @@ def test_the_bytes_are_megatrons(tmp_path):
         assert [read[i].tolist() for i in range(len(read))] == [s for d in documents for s in d]
 
 
-def test_documents_are_read_back(tmp_path):
-    write(tmp_path / "corpus", DOCUMENTS, dtype=np.dtype("<u2"))
-    corpus = IndexedTokens(tmp_path / "corpus")
+def test_documents_are_read_back(corpus):
+    corpus = IndexedTokens(corpus)
     corpus.check()
     assert (corpus.documents, corpus.sequences, corpus.tokens) == (5, 4, 8)
     assert corpus.lengths(0, 5).tolist() == [3, 0, 3, 2, 0]
     starts = corpus.starts(np.arange(6)).tolist()
     read = [corpus.read(a, b - a).tolist() for a, b in pairwise(starts)]
     assert read == [[5, 6, 7], [], [1, 2, 3], [9, 8], []]
-    assert corpus.sequence_lengths().tolist() == [3, 1, 2, 2]
 
 
 class TestWriter:
     def test_nothing_loads_before_the_end_and_nothing_is_left_of_a_failure(self, tmp_path):
-        one = {"lengths": np.array([1], np.int32), "sequences": np.array([1], np.int32)}
-
         def write_and_fail() -> None:
-            with IndexedWriter(tmp_path / "x", dtype=np.dtype("<u2")) as writer:
-                writer.add_documents(b"\1\0", **one)
+            with IndexedWriter(tmp_path / "x", dtype=SMALL) as writer:
+                writer.add(encoded([[[1]]]))
                 assert [path.name for path in tmp_path.iterdir()] == ["x.bin.partial"]
                 raise RuntimeError("stop")
 
@@ -111,21 +117,21 @@ class TestWriter:
     def test_files_are_not_replaced_unless_asked_for(self, tmp_path):
         prefix = write_corpus(tmp_path / "x", [[1, 2]])
         with pytest.raises(SettingError, match=r"x\.bin is there: remove it, give --overwrite"):
-            IndexedWriter(prefix, dtype=np.dtype("<u2"))
-        with IndexedWriter(prefix, dtype=np.dtype("<u2"), overwrite=True) as writer:
+            IndexedWriter(prefix, dtype=SMALL)
+        with IndexedWriter(prefix, dtype=SMALL, overwrite=True) as writer:
             writer.finish()
         assert IndexedTokens(prefix).tokens == 0
 
     def test_what_a_killed_writer_left_is_overwritten(self, tmp_path):
         (tmp_path / "x.bin.partial").write_bytes(b"half a token")
-        write(tmp_path / "x", DOCUMENTS, dtype=np.dtype("<u2"))
+        write(tmp_path / "x", DOCUMENTS)
         assert IndexedTokens(tmp_path / "x").tokens == 8
         assert not list(tmp_path.glob("*.partial"))
 
     def test_two_writers_do_not_mix(self, tmp_path):
-        with IndexedWriter(tmp_path / "x", dtype=np.dtype("<u2")) as writer:
+        with IndexedWriter(tmp_path / "x", dtype=SMALL) as writer:
             with pytest.raises(SettingError, match=r"x\.bin\.partial is being written by another process"):
-                IndexedWriter(tmp_path / "x", dtype=np.dtype("<u2"))
+                IndexedWriter(tmp_path / "x", dtype=SMALL)
             writer.finish()
 
     def test_replacing_is_never_a_mix_of_old_and_new(self, tmp_path, monkeypatch):
@@ -139,22 +145,22 @@ class TestWriter:
 
         prefix = write_corpus(tmp_path / "x", [[1, 2]])
         monkeypatch.setattr(Path, "rename", record)
-        with IndexedWriter(prefix, dtype=np.dtype("<u2"), overwrite=True) as writer:
+        with IndexedWriter(prefix, dtype=SMALL, overwrite=True) as writer:
             writer.finish()
         assert renames == [("x.bin.partial", "x.bin", False), ("x.idx.partial", "x.idx", False)]
 
     def test_an_unwritable_place_is_named(self, tmp_path):
         (tmp_path / "file").write_text("")
         with pytest.raises(SettingError, match=r"cannot write .*file/x\.bin\.partial"):
-            IndexedWriter(tmp_path / "file" / "x", dtype=np.dtype("<u2"))
+            IndexedWriter(tmp_path / "file" / "x", dtype=SMALL)
 
     def test_a_full_disk_is_named(self, tmp_path):
         if not Path("/dev/full").exists():
             pytest.skip("/dev/full is missing")
-        writer = IndexedWriter(tmp_path / "x", dtype=np.dtype("<u2"))
+        writer = IndexedWriter(tmp_path / "x", dtype=SMALL)
         writer._file.close()
         writer._file = Path("/dev/full").open("ab")  # noqa: SIM115
-        writer.add_documents(b"\1\0", lengths=np.ones(1, np.int32), sequences=np.ones(1, np.int32))
+        writer.add(encoded([[[1]]]))
         with pytest.raises(SettingError, match=r"cannot write .*No space left"):
             writer.finish()
         assert not (tmp_path / "x.idx").exists()
@@ -164,7 +170,7 @@ def number(index: bytearray, offset: int, form: str, value: int) -> None:
     struct.pack_into(form, index, offset, value)
 
 
-# Four sequences and six borders: lengths from 34, pointers from 50, borders from 82, end at 130.
+# Four sequences and six boundaries: lengths from 34, pointers from 50, boundaries from 82, end at 130.
 DAMAGE = {
     "magic": (lambda b: b.__setitem__(slice(0, 3), b"XYZ"), r"magic: the file starts with b'XYZDIDX"),
     "version": (lambda b: number(b, 9, "<Q", 7), r"version: 7 instead of 1"),
@@ -177,9 +183,9 @@ DAMAGE = {
     "sequence count": (lambda b: number(b, 18, "<Q", 1 << 60), r"arrays: 1152921504606846976 sequences"),
     "document count": (
         lambda b: number(b, 26, "<Q", 5),
-        r"arrays: 4 sequences and 5 document borders take 122",
+        r"arrays: 4 sequences and 5 document boundaries take 122",
     ),
-    "no borders": (lambda b: number(b, 26, "<Q", 0), r"document count: 0 borders"),
+    "no boundaries": (lambda b: number(b, 26, "<Q", 0), r"document count: 0 boundaries"),
     "cut header": (lambda b: b.__delitem__(slice(20, None)), r"header: the file has 20 bytes of its 34"),
     "cut arrays": (lambda b: b.__delitem__(slice(100, None)), r"take 130 bytes .* the file has 100"),
     "appended": (lambda b: b.extend(b"123"), r"take 130 bytes .* the file has 133"),
@@ -190,18 +196,17 @@ DAMAGE = {
     ),
     "pointer": (lambda b: number(b, 58, "<q", 4), r"sequence pointers: number 1 is 4"),
     "last pointer": (lambda b: number(b, 74, "<q", 4000), r"size: the file has 16 bytes"),
-    "border": (lambda b: number(b, 98, "<q", 9), r"document indices: number 2 is 9; it must be ascending"),
+    "boundary": (lambda b: number(b, 98, "<q", 9), r"document indices: number 2 is 9; it must be ascending"),
     "falling": (lambda b: number(b, 106, "<q", 0), r"document indices: number 3 is 0"),
-    "first border": (lambda b: number(b, 82, "<q", 1), r"document indices: number 0 is 1, not 0"),
-    "last border": (lambda b: number(b, 122, "<q", 5), r"document indices: number 5 is 5"),
+    "first boundary": (lambda b: number(b, 82, "<q", 1), r"document indices: number 0 is 1, not 0"),
+    "last boundary": (lambda b: number(b, 122, "<q", 5), r"document indices: number 5 is 5"),
 }
 
 
 class TestDamage:
     @pytest.mark.parametrize("name", DAMAGE)
-    def test_the_file_and_the_field_are_named(self, tmp_path, name):
+    def test_the_file_and_the_field_are_named(self, corpus, tmp_path, name):
         edit, message = DAMAGE[name]
-        write(tmp_path / "x", DOCUMENTS, dtype=np.dtype("<u2"))
         index = bytearray((tmp_path / "x.idx").read_bytes())
         assert len(index) == 130
         edit(index)
@@ -210,8 +215,7 @@ class TestDamage:
             IndexedTokens(tmp_path / "x").check()
         assert str(tmp_path / "x.") in str(error.value)
 
-    def test_every_flipped_bit_of_an_index_is_found(self, tmp_path):
-        write(tmp_path / "x", DOCUMENTS, dtype=np.dtype("<u2"))
+    def test_every_flipped_bit_of_an_index_is_found(self, corpus, tmp_path):
         index = (tmp_path / "x.idx").read_bytes()
         unnoticed = []
         for bit in range(8 * len(index)):
@@ -223,12 +227,11 @@ class TestDamage:
             except SettingError:
                 continue
             unnoticed.append(bit)
-        # The borders 0, 1, 1, 3, 4, 4 may move where they stay ascending: nothing else says where they are.
+        # The boundaries 0, 1, 1, 3, 4, 4 may move where they stay ascending: nothing else tells them.
         assert unnoticed == [8 * 90, 8 * 98 + 1, 8 * 106, 8 * 106 + 1]
 
     @pytest.mark.parametrize("size", [0, 1, 15, 17, 4096])
-    def test_tokens_that_are_cut_off_or_too_many(self, tmp_path, size):
-        write(tmp_path / "x", DOCUMENTS, dtype=np.dtype("<u2"))
+    def test_tokens_that_are_cut_off_or_too_many(self, corpus, tmp_path, size):
         (tmp_path / "x.bin").write_bytes(bytes(size))
         with pytest.raises(SettingError, match=rf"x\.bin: size: the file has {size} bytes, .* 8 tokens"):
             IndexedTokens(tmp_path / "x")
@@ -249,11 +252,10 @@ class TestDamage:
         with pytest.raises(SettingError, match=r"x\.idx: magic: the file starts with b'To be, or"):
             IndexedTokens(tmp_path / "x")
 
-    def test_modes_of_multimodal_data_are_let_pass(self, tmp_path):
-        write(tmp_path / "x", DOCUMENTS, dtype=np.dtype("<u2"))
+    def test_modes_of_multimodal_data_are_let_pass(self, corpus, tmp_path):
         with (tmp_path / "x.idx").open("ab") as index:
             index.write(bytes(4))
-        IndexedTokens(tmp_path / "x").check()
+        IndexedTokens(corpus).check()
 
 
 def test_a_fingerprint_changes_with_any_byte_of_small_files(tmp_path):

@@ -9,20 +9,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("tyro")
-pytest.importorskip("rich")
-pytest.importorskip("tokenizers")
-
-import tokenizers
 
 from sdp4bit.cli import main
 from sdp4bit.pretrain.data import document_files, word_encoder
@@ -33,6 +27,13 @@ from sdp4bit.pretrain.data.tokenizer import BytePairTokenizer, TokenizerFiles
 from sdp4bit.pretrain.data.word_encoder import DocumentEncoder, kind_of_character
 from sdp4bit.pretrain.options import SettingError
 from tests.pretrain.data.indexed_corpora import layout, library_texts, write_vocabulary
+from tests.pretrain.launch.started_ranks import (
+    COMMAND,
+    children_of,
+    outcome_of,
+    wait_for_the_end_of,
+    wait_until,
+)
 from tests.pretrain.tiny_runs import small, train_here
 from tests.ranks import run_ranks
 
@@ -46,7 +47,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def reference(vocabulary: tuple[Path, Path]) -> tokenizers.Tokenizer:
-    """The tokenizer as the library builds it, nothing of ours."""
+    """Return the tokenizer as the library builds it, nothing of ours."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*map(str, vocabulary)))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     return tokenizer
@@ -191,7 +192,7 @@ class TestInputs:
         [
             (b"{", "not JSON"),
             (b'"text"', "a JSON object is expected, not str"),
-            (b'{"words": "x"}', "there is no \"text\", but 'words': set --json-keys"),
+            (b'{"words": "x"}', "there is no \"text\", but 'words': set --json-keys of"),
             (b'{"text": 3}', '"text" is int, not a string'),
             (b'{"text": ["a", null]}', '"text" is NoneType, not a string'),
             (b'{"text": "\\ud800"}', '"text" is no text: .*surrogates'),
@@ -256,44 +257,23 @@ def test_a_killed_run_leaves_nothing_that_loads_and_no_process(vocabulary, tmp_p
     with (tmp_path / "x.jsonl").open("w") as file:
         for number in range(400):
             file.write(json.dumps({"text": f"{number} {TEXTS[number % 6]} " * 3}) + "\n")
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "sdp4bit", "preprocess", "--input", str(tmp_path / "x.jsonl")),
-            *("--output-prefix", str(tmp_path / "x"), "--workers", "2"),
-            *("--vocab-file", str(vocabulary[0]), "--merge-file", str(vocabulary[1])),
-        ],
-        stderr=subprocess.DEVNULL,
-    )
     partial = tmp_path / "x_text_document.bin.partial"
-    try:
-        deadline = time.monotonic() + 90
-        while not (partial.exists() and partial.stat().st_size):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.01)
-        children = list(children_of(process.pid))
+
+    def kill(process: subprocess.Popen[str]) -> None:
+        wait_until(lambda: partial.exists() and partial.stat().st_size, process=process)
+        children = children_of(process.pid)
+        assert len(children) >= 2
         os.kill(process.pid, signal_number)
         process.wait(timeout=30)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == code
-    assert len(children) >= 2
-    while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < deadline, "a worker outlives the command"
-        time.sleep(0.05)
+        wait_for_the_end_of(children)
+
+    command = [*COMMAND, "preprocess", "--input", str(tmp_path / "x.jsonl"), "--workers", "2"]
+    files = ["--vocab-file", str(vocabulary[0]), "--merge-file", str(vocabulary[1])]
+    assert outcome_of([*command, *files, "--output-prefix", str(tmp_path / "x")], kill)[0] == code
     assert partial.exists() == (signal_number == signal.SIGKILL)
     assert not any((tmp_path / f"x_text_document.{end}").exists() for end in ("bin", "idx"))
     with pytest.raises(SettingError, match="there is no such file"):
         IndexedTokens(tmp_path / "x_text_document")
-
-
-def children_of(parent: int) -> Iterator[int]:
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
-                yield int(stat.parent.name)
-        except OSError:
-            continue
 
 
 class TestWords:

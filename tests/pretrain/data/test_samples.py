@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-
 from sdp4bit.pretrain.data import sample_index
-from sdp4bit.pretrain.data.batches import (
-    Batches,
-    Dataset,
-    check_indexed,
-    open_indexed,
-    prepare_dataset,
-)
+from sdp4bit.pretrain.data.batches import Batches, check_indexed, open_indexed, prepare_dataset
 from sdp4bit.pretrain.data.blend import BlendedSamples, parse_blend
 from sdp4bit.pretrain.data.config import DataConfig
 from sdp4bit.pretrain.data.indexed import IndexedTokens
-from sdp4bit.pretrain.data.mock import MockSplit
-from sdp4bit.pretrain.data.sample_index import IndexedSplit, make_epoch
+from sdp4bit.pretrain.data.sample_index import (
+    IndexedSplit,
+    keep_order,
+    make_epoch,
+    shuffle_all,
+    shuffle_samples,
+)
+from sdp4bit.pretrain.data.samples import Dataset, MockSplit
 from sdp4bit.pretrain.model.tensor_parallel import IGNORED_TARGET
 from sdp4bit.pretrain.options import SettingError
 from tests.pretrain.data.indexed_corpora import counting_corpus, write_corpus
@@ -35,9 +33,10 @@ from tests.pretrain.tiny_runs import this_rank
 from tests.ranks import run_ranks
 
 VOCABULARY = 1 << 20
+FROZEN_SHUFFLES = "2971fbe3679a616d78eb2112fa2d2666197ce4605a2297c2261b28154fa49ad1"
 
 
-def open_split(prefix: Path, **changes: Any) -> IndexedSplit:
+def open_split(prefix: Path, **changes: object) -> IndexedSplit:
     corpus = IndexedTokens(prefix)
     split = IndexedSplit(
         corpus=corpus,
@@ -50,20 +49,20 @@ def open_split(prefix: Path, **changes: Any) -> IndexedSplit:
     return replace(split, **changes)
 
 
-def dataset(*paths: object, **options: Any) -> Dataset:
+def dataset(*paths: object, **options: object) -> Dataset:
     options.setdefault("vocabulary_size", VOCABULARY)
     config = DataConfig(data_path=tuple(map(str, paths)), **options)
     return open_indexed(config, key=check_indexed(config))
 
 
-def batches(data: Dataset, *, rank: int, world_size: int, micro: int, accumulation: int) -> Batches:
+def batches(
+    data: Dataset, *, rank: int, world_size: int, micro: int, accumulation: int, **changes: int
+) -> Batches:
     return Batches(
         data,
-        sequence_length=10,
+        **{"sequence_length": 10, "eval_batches": 2, "seed": 3, **changes},
         micro_batch_size=micro,
         accumulation=accumulation,
-        eval_batches=2,
-        seed=3,
         rank=rank,
         world_size=world_size,
         device=torch.device("cpu"),
@@ -71,13 +70,14 @@ def batches(data: Dataset, *, rank: int, world_size: int, micro: int, accumulati
 
 
 class TestSampleIndex:
-    def test_an_epoch_is_every_document_once_cut_into_samples(self, tmp_path):
+    @pytest.mark.parametrize("order", [shuffle_all, shuffle_samples, keep_order])
+    def test_an_epoch_is_every_document_once_cut_into_samples(self, tmp_path, order):
         """The samples, put back in their order, are the documents in the order of the epoch."""
-        split = open_split(counting_corpus(tmp_path / "x", documents=60))
+        split = open_split(counting_corpus(tmp_path / "x", documents=60), order=order)
         for epoch_number in (0, 1):
             samples = split.samples(sequence_length=7, seed=5)
             lengths = split.corpus.lengths(0, 60)
-            epoch = make_epoch(lengths, first=0, sequence_length=7, seed=5, epoch=epoch_number)
+            epoch = make_epoch(lengths, first=0, sequence_length=7, seed=5, epoch=epoch_number, order=order)
             starts = split.corpus.starts(np.arange(61))
             stream = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in epoch.documents])
             assert sorted(epoch.documents) == list(range(60))
@@ -87,8 +87,9 @@ class TestSampleIndex:
             for row, place in zip(rows, epoch.samples, strict=True):
                 assert row.tolist() == stream[place * 7 : place * 7 + 8].tolist()
 
-    def test_orders_differ_by_seed_and_epoch_and_not_by_what_was_read_before(self, tmp_path):
-        split = open_split(counting_corpus(tmp_path / "x", documents=60))
+    @pytest.mark.parametrize("order", [shuffle_all, shuffle_samples])
+    def test_orders_differ_by_seed_and_epoch_and_not_by_what_was_read_before(self, tmp_path, order):
+        split = open_split(counting_corpus(tmp_path / "x", documents=60), order=order)
         samples = split.samples(sequence_length=7, seed=5)
         count = samples.count
         first, second = samples.rows(range(count)), samples.rows(range(count, 2 * count))
@@ -98,11 +99,26 @@ class TestSampleIndex:
         assert np.array_equal(resumed.rows(range(count + 3, count + 9)), second[3:9])
         assert np.array_equal(resumed.rows(range(count - 2, count + 2)), [*first[-2:], *second[:2]])
 
-    def test_the_order_is_frozen(self):
-        """A run goes on under another NumPy, on another machine: the numbers themselves are pinned."""
-        epoch = make_epoch(np.arange(8), first=10, sequence_length=4, seed=1234, epoch=2)
-        assert epoch.documents.tolist() == FROZEN_DOCUMENTS
-        assert epoch.samples.tolist() == FROZEN_SAMPLES
+    @pytest.mark.parametrize(
+        ("order", "documents", "samples"),
+        [
+            (shuffle_all, [14, 12, 16, 10, 13, 15, 11, 17], [3, 1, 5, 2, 0, 4]),
+            (shuffle_samples, list(range(10, 18)), [3, 4, 0, 2, 5, 1]),
+        ],
+    )
+    def test_the_order_is_frozen(self, order, documents, samples):
+        """A run resumes under another NumPy, on another machine: the numbers themselves are pinned."""
+        epoch = make_epoch(np.arange(8), first=10, sequence_length=4, seed=1234, epoch=2, order=order)
+        assert (epoch.documents.tolist(), epoch.samples.tolist()) == (documents, samples)
+
+    def test_samples_of_text_are_shuffled_as_numpy_2_does_it(self):
+        """The hash is that of `np.random.default_rng([seed, epoch]).permutation(size)` in NumPy 2.4."""
+        digest = hashlib.sha256()
+        for size in (*range(130), 255, 256, 257, 1000, 4097, 65_536, 70_001):
+            for seed, epoch in ((1, 0), (1234, 7), (2**40, 1)):
+                order = shuffle_samples(3, samples=size, seed=seed, epoch=epoch)
+                digest.update(order[1].astype("<i8").tobytes())
+        assert digest.hexdigest() == FROZEN_SHUFFLES
 
     @pytest.mark.filterwarnings("ignore::UserWarning")
     def test_samples_are_megatrons_for_the_same_document_order(self):
@@ -160,17 +176,13 @@ class TestSampleIndex:
             split.samples(sequence_length=4, seed=0).rows([0])
 
 
-FROZEN_DOCUMENTS = [14, 12, 16, 10, 13, 15, 11, 17]
-FROZEN_SAMPLES = [3, 1, 5, 2, 0, 4]
-
-
 class _Numbers:
     """Samples that are their source and number."""
 
     def __init__(self, source: int, count: int) -> None:
         self.source, self.count = source, count
 
-    def rows(self, numbers: Any) -> np.ndarray:
+    def rows(self, numbers: Iterable[int]) -> np.ndarray:
         return np.array([[self.source, number] for number in numbers])
 
 
@@ -299,15 +311,32 @@ class TestBatches:
                 step(1, 8, 1, first) == step(2, 2, 2, first) == step(4, 1, 2, first) == step(8, 1, 1, first)
             )
 
-    def test_validation_is_the_same_for_every_seed_and_time(self, tmp_path):
+    def test_validation_is_the_same_on_any_world_for_every_seed_and_time(self, tmp_path):
         data = dataset(counting_corpus(tmp_path / "a", documents=300), split="5,5")
-        options = {"rank": 0, "world_size": 1, "device": torch.device("cpu"), "eval_batches": 3}
-        sizes = {"sequence_length": 10, "micro_batch_size": 4, "accumulation": 1}
-        read = [
-            [inputs.tolist() for inputs, _ in Batches(data, seed=seed, **options, **sizes).validation()]
-            for seed in (1, 2)
-        ]
-        assert read[0] == read[1] and len(read[0]) == 3
+
+        def read(world_size: int, *, seed: int) -> list[list[int]]:
+            readers = [
+                batches(data, rank=r, world_size=world_size, micro=8 // world_size, accumulation=1, seed=seed)
+                for r in range(world_size)
+            ]
+            rows = [row for reader in readers for inputs, _ in reader.validation() for row in inputs.tolist()]
+            assert rows == [row for reader in readers for x, _ in reader.validation() for row in x.tolist()]
+            return sorted(rows)
+
+        assert len(read(1, seed=1)) == 16
+        assert read(1, seed=1) == read(2, seed=1) == read(4, seed=2)
+
+    def test_validation_takes_what_there_is(self, tmp_path):
+        data = dataset(write_corpus(tmp_path / "a", [range(401)] * 2), split="1,1")
+        reader = batches(data, rank=0, world_size=2, micro=4, accumulation=1, eval_batches=100)
+        assert len(list(reader.validation())) == 40 // 8
+
+    def test_too_little_text_says_what_to_change(self, tmp_path):
+        data = dataset(write_corpus(tmp_path / "a", [range(1003), range(400)]), split="1,1")
+        with pytest.raises(SettingError, match=r"1003 tokens, less than one sequence of 2000"):
+            batches(data, rank=0, world_size=1, micro=1, accumulation=1, sequence_length=2000)
+        with pytest.raises(SettingError, match=r"400 tokens, less than 8 sequences of 100 for 2 ranks"):
+            batches(data, rank=0, world_size=2, micro=4, accumulation=1, sequence_length=100)
 
     def test_the_loss_after_an_end_of_document_does_not_count(self, tmp_path):
         end = 7

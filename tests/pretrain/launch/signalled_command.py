@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -31,11 +30,11 @@ def strike(phase: str) -> None:
         os.killpg(os.getpgid(launched), signal.Signals[name])
 
 
-def watch(owner: Any, name: str, phase: str) -> None:
+def watch(owner: object, name: str, phase: str) -> None:
     function = getattr(owner, name)
 
     @functools.wraps(function)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args: object, **kwargs: object) -> object:
         strike(phase)
         return function(*args, **kwargs)
 

@@ -1,32 +1,37 @@
-"""What ends a run: errors on one rank, a loss that is not finite, a killed rank."""
+"""What ends a run: errors on one rank, a loss that is not finite, a killed rank; and that nothing is lost.
+
+Layer: gloo, 2 processes; the command line.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
-
 from sdp4bit.pretrain.config.pretrain import OptimizerConfig, PretrainConfig
 from sdp4bit.pretrain.launch.config import ParallelConfig
-from sdp4bit.pretrain.launch.ranks import agree, first_rank_decides
+from sdp4bit.pretrain.launch.ranks import agree, decide_on_rank_0
 from sdp4bit.pretrain.loop import TrainingDivergedError
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.trainer import pretrain
-from tests.pretrain.launch.started_ranks import ranks_of
-from tests.pretrain.tiny_runs import small, this_rank, write_text
+from tests.pretrain.launch.started_ranks import (
+    PRETRAIN,
+    lines_of_log,
+    options,
+    outcome_of,
+    ranks_of,
+    wait_for_lines,
+    wait_for_the_end_of,
+)
+from tests.pretrain.tiny_runs import losses, small, this_rank, write_text
 from tests.ranks import run_ranks
 
 
@@ -47,12 +52,12 @@ def errors_of_all_kinds() -> list[str]:
         raise AssertionError("only rank 0 is asked")
 
     assert agree(dist.get_rank) == dist.get_rank()
-    assert first_rank_decides(lambda: f"from {dist.get_rank()}") == "from 0"
+    assert decide_on_rank_0(lambda: f"from {dist.get_rank()}") == "from 0"
     messages = []
     for work in (
         lambda: agree(lambda: fail_on_rank_1(SettingError("change it"))),
         lambda: agree(lambda: fail_on_rank_1(OSError("disk full"))),
-        lambda: first_rank_decides(fail_on_rank_0),
+        lambda: decide_on_rank_0(fail_on_rank_0),
     ):
         try:
             work()
@@ -87,63 +92,57 @@ def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path):
     assert "lower --lr" in messages[0]
 
 
-@pytest.fixture
-def command(text, tmp_path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """The command and its two ranks, which are training."""
-    settings = {
-        "nproc-per-node": 2,
-        "steps": 100000,
-        "strategy": "baseline",
-        "layers": 1,
-        "hidden": 64,
-        "heads": 2,
-        "data-path": text,
-        "vocabulary-size": 512,
-        "cache-dir": text.parent / "cache",
-        "out": tmp_path,
-        "sequence-length": 32,
-    }
-    line = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "sdp4bit", "pretrain", *line, "--no-tensorboard"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + 240
-        log = tmp_path / "metrics.jsonl"
-        while not (log.exists() and log.read_text()):
-            assert time.monotonic() < deadline, "training has not started"
-            assert process.poll() is None, process.stderr.read() if process.stderr else ""
-            time.sleep(0.2)
-        ranks = ranks_of(process.pid)
-        assert len(ranks) == 2
-        yield process, ranks
-    finally:
-        process.kill()
-        process.wait()
+def test_a_killed_rank_ends_the_others(text, tmp_path):
+    ranks: list[int] = []
 
+    def kill_one(process: subprocess.Popen[str]) -> None:
+        wait_for_lines(process, tmp_path, lines=1)
+        ranks.extend(ranks_of(process.pid))
+        os.kill(ranks[1], signal.SIGKILL)
+        process.wait(timeout=60)
+        wait_for_the_end_of(ranks)
 
-def test_a_killed_rank_ends_the_others(command):
-    process, ranks = command
-    os.kill(ranks[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "rank 1 failed (ended by SIGKILL); the other ranks have been stopped" in errors
-    wait_for_the_end_of(ranks)
+    code, output = outcome_of([*PRETRAIN, *options(text, tmp_path)], kill_one)
+    assert code == 1
+    assert "rank 1 failed (ended by SIGKILL); the other ranks have been stopped" in output
+    assert len(ranks) == 2
 
 
 @pytest.mark.slow
-def test_no_rank_outlives_the_killed_command(command):
-    process, ranks = command
-    process.kill()
-    wait_for_the_end_of(ranks)
+def test_no_rank_outlives_the_killed_command(text, tmp_path):
+    def kill_the_command(process: subprocess.Popen[str]) -> None:
+        wait_for_lines(process, tmp_path, lines=1)
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 2
+        process.kill()
+        wait_for_the_end_of(ranks)
+
+    outcome_of([*PRETRAIN, *options(text, tmp_path)], kill_the_command)
 
 
-def wait_for_the_end_of(processes: list[int]) -> None:
-    """None of the processes runs any more."""
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{process}").exists() for process in processes):
-        assert time.monotonic() < deadline, f"{processes} still run"
-        time.sleep(0.1)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_run_killed_again_and_again_while_it_saves_ends_as_if_it_had_not_been(seed, text, tmp_path):
+    """A checkpoint is written after every step; ranks are killed some moments after a few more steps."""
+    chance, steps, kills = random.Random(seed), 80, 6
+    saved, out = tmp_path / "saved", tmp_path / "killed"
+
+    def kill_at_random(process: subprocess.Popen[str]) -> None:
+        # The log is written anew when the run has loaded its checkpoint.
+        wait_for_lines(process, out, lines=lines_of_log(out) + chance.randrange(2, 8))
+        time.sleep(chance.random() * 0.05)
+        os.kill(chance.choice(ranks_of(process.pid)), signal.SIGKILL)
+
+    code, output = outcome_of([*PRETRAIN, *options(text, tmp_path / "undisturbed", steps=steps)])
+    assert code == 0, output
+    saving = ("--save", str(saved), "--save-interval", "1", "--keep-last", "2", "--load", str(saved))
+    run = [*PRETRAIN, *options(text, out, *saving, steps=steps)]
+    for _ in range(kills):
+        assert outcome_of(run, kill_at_random)[0] == 1
+    code, output = outcome_of(run)
+    assert code == 0, output
+    assert losses(out) == losses(tmp_path / "undisturbed")
+    assert sorted(path.name for path in saved.iterdir()) == [
+        *("latest", f"step-{steps - 1:08d}", f"step-{steps:08d}")
+    ]

@@ -11,36 +11,22 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
 import torch.distributed as dist
 
 from benchmarks.soak import Soak, plan, run_soak
 from sdp4bit import ExchangeError
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
-from sdp4bit.pretrain.checkpoint.folder import Progress, RunRecord
-from sdp4bit.pretrain.checkpoint.save import write_checkpoint
-from sdp4bit.pretrain.checkpoint.start import Start, choose_start
+from sdp4bit.pretrain.checkpoint.load import Start, choose_start
 from sdp4bit.pretrain.launch.store import join_store
-from sdp4bit.pretrain.options import SettingError
-from tests.pretrain.checkpoint.saved_runs import SHAPE, one_rank, tensors_of
-
-
-def save(folder: Path, *, job: str | None) -> None:
-    progress = Progress(step=4, samples=16)
-    record = RunRecord(shape=SHAPE, vocabulary_size=100, world_size=1, job=job, progress=progress)
-    write_checkpoint(tensors_of(4), folder=folder, record=record, group=dist.group.WORLD)
+from tests.pretrain.checkpoint.saved_runs import one_rank, save_step
 
 
 def test_where_a_run_starts(tmp_path):
     mine, other, empty = tmp_path / "mine", tmp_path / "other", tmp_path / "empty"
     same_spelled_otherwise = tmp_path / "other" / ".." / "mine"
     with one_rank():
-        save(mine, job="a job")
-        save(other, job=None)
+        save_step(mine, 4, job="a job")
+        save_step(other, 4)
 
         def start(job: str | None = None, **config: Path | bool) -> Start:
             return choose_start(CheckpointConfig(**config), job=job)
@@ -63,11 +49,6 @@ def test_where_a_run_starts(tmp_path):
         assert start(save=mine, job="a job") == beginning
         # Damaged is not the same as empty: the run must not silently start anew.
         assert start(save=mine, auto_resume=True) == goes_on
-
-
-def test_resuming_needs_a_folder_of_its_own():
-    with pytest.raises(SettingError, match="--auto-resume has no effect without --save"):
-        CheckpointConfig(auto_resume=True)
 
 
 def join(

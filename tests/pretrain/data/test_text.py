@@ -1,23 +1,21 @@
-"""Text to batches: split by document, tokenizer, cache, and an order that is the same on any world."""
+"""Text that a run tokenizes at its start: documents, split, tokenizer, cache, order. Layer: no process."""
 
 from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
 
 from sdp4bit.pretrain.data import token_cache
-from sdp4bit.pretrain.data.batches import Batches, Dataset
 from sdp4bit.pretrain.data.config import DataConfig
 from sdp4bit.pretrain.data.corpus import END_OF_TEXT, FileCorpus, StandardLibraryCorpus, split_corpus
-from sdp4bit.pretrain.data.token_cache import SampleOrder, TokenFile, fill_cache, open_cache
+from sdp4bit.pretrain.data.indexed import IndexedTokens
+from sdp4bit.pretrain.data.sample_index import shuffle_samples
+from sdp4bit.pretrain.data.token_cache import fill_cache, open_cache
 from sdp4bit.pretrain.data.tokenizer import BytePairTokenizer
 from sdp4bit.pretrain.options import SettingError
 
@@ -117,19 +115,35 @@ class TestTokenizer:
 
 
 class TestCache:
-    def test_contents(self, text_file, tmp_path):
-        folder = fill_cache(config(text_file, tmp_path / "cache"))
-        dataset = open_cache(folder)
-        counts = json.loads((folder / "tokens.json").read_text())
-        assert (dataset.train.tokens, dataset.validation.tokens) == (counts["train"], counts["validation"])
-        assert counts["dtype"] == "uint16"
+    def test_it_holds_the_documents_of_both_splits_as_bin_and_idx(self, text_file, tmp_path):
+        settings = config(text_file, tmp_path / "cache", eod_mask_loss=True)
+        folder = fill_cache(settings)
+        dataset = open_cache(folder, config=settings)
+        assert dataset.key == folder.name.removeprefix("text-")
         corpus = FileCorpus((text_file,))
-        held_out = [t for t, v in split_corpus(corpus, validation_fraction=0.05).read(corpus) if v]
-        windows = range(dataset.validation.windows(4))
-        rows = dataset.validation.rows(windows, sequence_length=4)
-        assert np.array_equal(rows[:-1, -1], rows[1:, 0])
-        text = dataset.tokenizer.decode(rows[:, :-1].flatten().tolist())
-        assert text and END_OF_TEXT.join(held_out).startswith(text)
+        read = list(split_corpus(corpus, validation_fraction=0.05).read(corpus))
+        for name, split in (("train", dataset.train), ("validation", dataset.validation)):
+            files = IndexedTokens(folder / name)
+            files.check()
+            starts = files.starts(np.arange(files.documents + 1)).tolist()
+            documents = [files.read(start, end - start).tolist() for start, end in pairwise(starts)]
+            expected = [text for text, held_out in read if held_out == (name == "validation")]
+            assert documents == dataset.tokenizer.encode_documents(expected)
+            assert split.tokens == files.tokens == sum(map(len, documents))
+            assert {document[-1] for document in documents} == {dataset.masked_token}
+
+    def test_training_shuffles_samples_and_validation_follows_the_text(self, text_file, tmp_path):
+        settings = config(text_file, tmp_path / "cache")
+        dataset = open_cache(fill_cache(settings), config=settings)
+        for split, seed in ((dataset.train, 3), (dataset.validation, None)):
+            samples = split.samples(sequence_length=7, seed=seed)
+            stream = split.corpus.read(0, split.tokens).tolist()
+            for epoch in (0, 1):
+                order = list(range(samples.count))
+                if seed is not None:
+                    _, order = shuffle_samples(0, samples=samples.count, seed=seed, epoch=epoch)
+                numbers = range(epoch * samples.count, (epoch + 1) * samples.count)
+                assert samples.rows(numbers).tolist() == [stream[7 * n : 7 * n + 8] for n in order]
 
     def test_the_second_time_nothing_is_written(self, text_file, tmp_path, monkeypatch):
         first = fill_cache(config(text_file, tmp_path / "cache"))
@@ -152,7 +166,7 @@ class TestCache:
             raise OSError("disk full")
 
         monkeypatch.setattr(token_cache, "_tokenize", fail_late)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(SettingError, match=r"text-.* \(disk full\): set --data-cache-path"):
             fill_cache(config(text_file, tmp_path / "cache"))
         assert list((tmp_path / "cache").iterdir()) == []
 
@@ -162,7 +176,7 @@ class TestCache:
             folders = list(pool.map(fill_cache, [settings] * 3, timeout=60))
         assert len(set(folders)) == 1
         assert [path.name for path in (tmp_path / "cache").iterdir()] == [folders[0].name]
-        assert open_cache(folders[0]).train.tokens > 0
+        assert open_cache(folders[0], config=settings).train.tokens > 0
 
     def test_an_unwritable_cache_says_so(self, text_file, tmp_path):
         (tmp_path / "file").write_text("")
@@ -173,93 +187,3 @@ class TestCache:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         assert DataConfig().cache_folder() == tmp_path / "sdp4bit"
         assert DataConfig(cache_dir=Path("x")).cache_folder() == Path("x")
-
-
-class TestOrder:
-    def test_every_window_once_per_epoch_in_another_order(self):
-        order = SampleOrder(windows=50, seed=4)
-        epochs = [[order.window(50 * epoch + i) for i in range(50)] for epoch in range(2)]
-        assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(50))
-        assert epochs[0] != epochs[1]
-        assert [SampleOrder(windows=50, seed=4).window(i) for i in range(50)] == epochs[0]
-        assert [SampleOrder(windows=50, seed=5).window(i) for i in range(50)] != epochs[0]
-
-    def test_a_sample_does_not_depend_on_those_before(self):
-        order = SampleOrder(windows=50, seed=4)
-        late = order.window(120)
-        order.window(3)
-        assert order.window(120) == late == SampleOrder(windows=50, seed=4).window(120)
-
-
-@pytest.fixture
-def dataset(tmp_path: Path) -> Dataset:
-    files = []
-    for name, count in (("train", 1003), ("validation", 400)):
-        np.arange(count, dtype=np.uint16).tofile(tmp_path / name)
-        files.append(TokenFile(tmp_path / name, dtype=np.uint16))
-    tokenizer = BytePairTokenizer.train(DOCUMENTS, vocabulary_size=300)
-    return Dataset(key="k", train=files[0], validation=files[1], tokenizer=tokenizer)
-
-
-def batches(
-    dataset: Dataset, *, rank: int, world_size: int, micro: int, accumulation: int, **options
-) -> Batches:
-    settings = {"sequence_length": 10, "eval_batches": 2, "seed": 3, **options}
-    return Batches(
-        dataset,
-        micro_batch_size=micro,
-        accumulation=accumulation,
-        rank=rank,
-        world_size=world_size,
-        device=torch.device("cpu"),
-        **settings,
-    )
-
-
-class TestBatches:
-    def test_a_window_and_its_next_tokens(self, dataset):
-        assert dataset.train.rows([2], sequence_length=10).tolist() == [list(range(20, 31))]
-        assert dataset.train.windows(10) == 100
-        inputs, targets = next(batches(dataset, rank=0, world_size=1, micro=1, accumulation=1).validation())
-        assert (inputs.tolist(), targets.tolist()) == ([list(range(10))], [list(range(1, 11))])
-
-    @pytest.mark.parametrize(
-        ("world_size", "micro", "accumulation"), [(1, 8, 1), (2, 2, 2), (4, 1, 2), (8, 1, 1)]
-    )
-    def test_a_step_reads_the_same_samples_on_any_world(self, dataset, world_size, micro, accumulation):
-        def step(world_size: int, micro: int, accumulation: int, first_sample: int) -> list[list[int]]:
-            rows = []
-            for rank in range(world_size):
-                reader = batches(
-                    dataset, rank=rank, world_size=world_size, micro=micro, accumulation=accumulation
-                )
-                assert reader.global_batch_size == 8
-                for inputs, _ in reader.training(first_sample):
-                    rows += inputs.tolist()
-            return sorted(rows)
-
-        for first_sample in (0, 8, 96):
-            assert step(world_size, micro, accumulation, first_sample) == step(4, 2, 1, first_sample)
-
-    def test_validation_is_the_same_on_any_world_and_every_time(self, dataset):
-        def windows(world_size: int, micro: int) -> list[list[int]]:
-            return sorted(
-                row
-                for rank in range(world_size)
-                for inputs, _ in batches(
-                    dataset, rank=rank, world_size=world_size, micro=micro, accumulation=1
-                ).validation()
-                for row in inputs.tolist()
-            )
-
-        assert windows(1, 8) == windows(2, 4) == windows(4, 2) == windows(4, 2)
-
-    def test_validation_takes_what_there_is(self, dataset):
-        reader = batches(dataset, rank=0, world_size=2, micro=4, accumulation=1, eval_batches=100)
-        assert len(list(reader.validation())) == 39 // 8
-
-    def test_too_little_text_says_what_to_change(self, dataset):
-        with pytest.raises(SettingError, match=r"1003 tokens, less than one sequence of 2000"):
-            batches(dataset, rank=0, world_size=1, micro=1, accumulation=1, sequence_length=2000)
-        with pytest.raises(SettingError, match=r"400 tokens, less than 8 sequences of 100 for 2 ranks"):
-            batches(dataset, rank=0, world_size=2, micro=4, accumulation=1, sequence_length=100)
