@@ -14,7 +14,7 @@ OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 OTHER_INSTALL = $(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constraints.txt torch==$(VERSION)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-torch test-pytorch check format clean
+.PHONY: help install demo test test-unit test-slow test-torch test-pytorch check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ demo: $(STAMP) ## train a small GPT with and without 4-bit communication, into r
 # Files of tests are spread over two workers: many tests start four processes, which is enough for a machine.
 test: $(STAMP) ## run the tests
 	$(BIN)/python $(PYTEST)
+
+test-unit: $(STAMP) ## run the tests that start no process
+	$(BIN)/python $(PYTEST) -m 'unit and not slow'
 
 test-slow: $(STAMP) ## run the tests marked slow
 	$(BIN)/python -m pytest -q -m slow
