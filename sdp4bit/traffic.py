@@ -59,7 +59,7 @@ class Traffic:
         return self.intra_seconds + self.inter_seconds
 
     def add_seconds(self, level: Level, seconds: float) -> None:
-        """A transfer of this level has taken so long."""
+        """Add the time of a transfer of this level."""
         if level == "intra":
             self.intra_seconds += seconds
         else:
@@ -83,13 +83,13 @@ class _EventTimes:
         self._pending: list[tuple[Level, torch.cuda.Event, torch.cuda.Event]] = []
 
     def add(self, level: Level, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """The transfer lies between these events."""
+        """Note a transfer between these events."""
         self._pending.append((level, start, end))
         if len(self._pending) > _MOST_PENDING:
             self.collect()
 
     def collect(self) -> None:
-        """The times of what the device has done are in the step's traffic; nobody waits for the rest."""
+        """Add the times of what the device has done to the step's traffic; nobody waits for the rest."""
         still: list[tuple[Level, torch.cuda.Event, torch.cuda.Event]] = []
         for level, start, end in self._pending:
             if end.query():
@@ -127,7 +127,7 @@ class TrafficCounter:
         return self._last
 
     def end_step(self) -> None:
-        """The unfinished step becomes the last step."""
+        """Let the unfinished step be the last step."""
         self._total = self._total + self._current
         self._last, self._current = self._current, Traffic()
         self._last_events, self._current_events = self._current_events, _EventTimes(self._current)
@@ -157,12 +157,12 @@ class TrafficCounter:
         return self.start_timer("intra" if self._nodes == 1 else "inter", device)
 
     def count_messages(self, layout: MessageLayout, *, level: Level, peers: int, copies: int = 1) -> None:
-        """`copies` messages of this layout have gone to each of `peers` ranks of the level."""
+        """Count `copies` messages of this layout to each of `peers` ranks of the level."""
         self.count_bytes(layout.nbytes * copies, level=level, peers=peers)
         self._current.padding_bytes += layout.padding_bytes * copies * peers
 
     def count_bytes(self, nbytes: int, *, level: Level, peers: int) -> None:
-        """`nbytes` have gone to each of `peers` ranks of the level ("intra" or "inter")."""
+        """Count `nbytes` to each of `peers` ranks of the level ("intra" or "inter")."""
         if level == "intra":
             self._current.intra_bytes += nbytes * peers
         else:
@@ -170,13 +170,13 @@ class TrafficCounter:
         self._current.collectives += 1
 
     def count_plain(self, row_bytes: int, members: Sequence[int] | None = None) -> None:
-        """Plain FSDP2 would have sent a ring of rows of this size here; see count_ring."""
+        """Count what plain FSDP2 would have sent here, a ring of rows of this size; see count_ring."""
         intra, inter = self._ring(row_bytes, members)
         self._current.plain_intra_bytes += intra
         self._current.plain_inter_bytes += inter
 
     def count_ring(self, row_bytes: int, members: Sequence[int] | None = None) -> None:
-        """The communication library has gathered or reduced rows of this size.
+        """Count a collective of the communication library's own, over rows of this size.
 
         Args:
             members: ranks that took part, in order; None for all.

@@ -58,7 +58,7 @@ class PendingExchange:
         return self
 
     def wait(self) -> None:
-        """All transfers have completed; on CUDA, the current stream waits for them.
+        """Wait for all transfers; on CUDA, the current stream does.
 
         Raises:
             ExchangeError: a rank has ended, or has not answered within the timeout of the process group.
@@ -86,7 +86,7 @@ def _is_pairwise(group: ProcessGroup) -> bool:
 def start_all_to_all(
     received: Tensor, sent: Tensor, group: ProcessGroup, *, tag: int = 0, what: str = "all-to-all"
 ) -> PendingExchange:
-    """Row i of `sent` travels to rank i of the group, row i of `received` comes from it.
+    """Start to send row i of `sent` to rank i of the group and to receive row i of `received` from it.
 
     Args:
         received, sent: [group size, row], contiguous rows, same dtype.
@@ -106,14 +106,14 @@ def start_all_to_all(
 
 
 def all_gather_rows(received: Tensor, sent: Tensor, group: ProcessGroup, *, what: str = "all-gather") -> None:
-    """Row i of `received` is what rank i of the group sent; see start_all_gather_rows."""
+    """Receive row i of `received` from rank i of the group; see start_all_gather_rows."""
     start_all_gather_rows(received, sent, group, what=what).wait()
 
 
 def start_all_gather_rows(
     received: Tensor, sent: Tensor, group: ProcessGroup, *, what: str = "all-gather"
 ) -> PendingExchange:
-    """Row i of `received` comes from rank i of the group, which passes it as `sent`.
+    """Start to receive row i of `received` from rank i of the group, which passes it as `sent`.
 
     Gathers that are under way in a group at once are told apart by their order, the same on all ranks.
 
@@ -141,7 +141,7 @@ def start_all_gather_rows(
 def all_gather_blocks(
     received: Tensor, sent: Tensor, group: ProcessGroup, *, what: str = "all-gather"
 ) -> None:
-    """received[k, i] is sent[k] of rank i of the group.
+    """Receive sent[k] of rank i of the group as received[k, i].
 
     Args:
         received: [blocks, group size, n], contiguous.
@@ -174,7 +174,7 @@ def all_gather_dense(
     what: str = "all-gather",
     stop: Callable[[], None] = lambda: None,
 ) -> Any:
-    """`received` [size * n] holds every rank's `sent` [n], by the communication library's own algorithm.
+    """Gather every rank's `sent` [n] to `received` [size * n], by the communication library's own way.
 
     Args:
         stop: is called when the gather has been waited for.
@@ -193,7 +193,7 @@ def all_gather_dense(
 def reduce_scatter_dense(
     received: Tensor, sent: Tensor, group: ProcessGroup, op: Any, *, what: str = "reduce-scatter"
 ) -> None:
-    """`received` [n] holds this rank's row of the reduction of `sent` [size * n], reduced by the library."""
+    """Reduce `sent` [size * n] to this rank's row `received` [n], by the communication library's own way."""
     with naming(what, group=group):
         _reduce_scatter_native(received, sent, op=op, group=group)
 
@@ -215,7 +215,7 @@ class MessageExchange(Protocol):
     def start(
         self, received: Tensor, sent: Tensor, *, level: Level, index: int, what: str
     ) -> PendingExchange:
-        """Row i of `sent` travels to rank i of the level, row i of `received` comes from it.
+        """Start to send row i of `sent` to rank i of the level and to receive row i of `received` from it.
 
         Args:
             what: is exchanged, for errors.

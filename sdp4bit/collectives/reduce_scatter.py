@@ -111,7 +111,7 @@ class QuantizedReduceScatter:
         self._what = f"quantized gradient reduce-scatter of {name or f'group {bucket}'}"
 
     def configure(self, config: GradientConfig) -> None:
-        """The next reductions are done with these settings; all ranks change them between the same two."""
+        """Do the next reductions with these settings; all ranks change them between the same two."""
         self.config = config
         self._hops = _hops(self._topology, config)
         self._pipeline_chunks = config.pipeline_chunks
@@ -128,7 +128,7 @@ class QuantizedReduceScatter:
         multiplier: float = 1.0,
         nonfinite: Tensor | None = None,
     ) -> None:
-        """`output` holds this rank's row of the sum over all ranks, times the multiplier.
+        """Reduce rows over all ranks to this rank's row of the sum, times the multiplier.
 
         Steps, for each of `pipeline_chunks` slices of a row:
         1. Hadamard transform, quantize, one message per rank of the node;  2. all-to-all in the node;

@@ -38,7 +38,7 @@ class Scratch:
         return slot
 
     def free_slot(self, slot: int) -> None:
-        """The slot's buffers may be overwritten."""
+        """Let the slot's buffers be overwritten."""
         self._slots.discard(slot)
 
     @property

@@ -61,7 +61,7 @@ class SimulatedExchange:
     def start(
         self, received: Tensor, sent: Tensor, *, level: Level, index: int, what: str
     ) -> PendingExchange:
-        """The messages are where they belong already, once the peers have written theirs."""
+        """Return at once: messages are where they belong, when the peers have written theirs."""
         return _NoTransfer()
 
 
@@ -111,7 +111,7 @@ class SimulatedReduceScatter:
         self._row: Tensor | None = None
 
     def add(self, rows: Tensor, *, call: int, nonfinite: Tensor | None = None) -> None:
-        """The next rank's rows, one for each rank, are part of the sum.
+        """Add the next rank's rows, one for each rank, to the sum.
 
         Args:
             rows: [ranks, n], fp32; may be overwritten afterwards.
@@ -130,7 +130,7 @@ class SimulatedReduceScatter:
                 _advance(member)
 
     def finish(self, take: Callable[[int, Tensor], None]) -> None:
-        """Every rank's row [n] of the sum has been handed to take(rank, row), which must copy it.
+        """Hand every rank's row [n] of the sum to take(rank, row), which must copy it.
 
         All ranks have handed in their rows, and may do so again afterwards.
         """
@@ -182,7 +182,7 @@ class SimulatedReplica(QuantizedReplica):
         self._is_full = config.replica == "full" or layout.ranks_per_node == 1
 
     def refresh_fully(self, rows: Tensor, held: Tensor) -> None:
-        """What is held equals the given rows of all ranks.
+        """Set what is held to the given rows of all ranks.
 
         Args:
             rows, held: [ranks, n], contiguous, in the type that weights are gathered in.
@@ -197,7 +197,7 @@ class SimulatedReplica(QuantizedReplica):
             self._traffic.count_bytes(row_bytes * layout.nodes, level="intra", peers=peers)
 
     def refresh(self, rows: Tensor, held: Tensor, *, call: int) -> None:
-        """What is held has moved towards the given rows by their quantized differences.
+        """Move what is held towards the given rows by their quantized differences.
 
         Args:
             call: number of this refresh of the bucket since the start, for the rounding bits.
@@ -217,7 +217,7 @@ class SimulatedReplica(QuantizedReplica):
             self._traffic.count_messages(message, level="intra", peers=peers, copies=layout.nodes)
 
     def count_gather(self, row_bytes: int) -> None:
-        """The ranks have gathered the weights from those of their node, if they do not hold all of them."""
+        """Count a gather of the weights from the ranks of the node, if a rank does not hold all of them."""
         layout = self._layout
         if not self._is_full:
             peers = layout.ranks_per_node - 1

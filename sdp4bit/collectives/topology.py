@@ -230,7 +230,7 @@ def _inter_groups(layout: NodeLayout) -> list[list[int]]:
 
 
 def destroy_topology(topology: Topology) -> None:
-    """The process groups of the topology are released; they must not be used again."""
+    """Release the process groups of the topology, which must not be used again."""
     for group in (topology.intra, topology.inter):
         if group is not None:
             dist.destroy_process_group(group)

@@ -201,14 +201,14 @@ class WeightReplica(QuantizedReplica):
         return self._pending is not None
 
     def wait(self) -> None:
-        """The refresh that is under way, if any, has finished; the ranks of a node call it together."""
+        """Finish the refresh that is under way, if any; the ranks of a node call it together."""
         pending, self._pending = self._pending, None
         if pending is not None:
             with torch.no_grad(), torch.inference_mode(False):
                 pending()
 
     def start_full_refresh(self, row: Tensor) -> None:
-        """After wait() the replica equals the given rows of all ranks, sent in full precision.
+        """Start to send rows in full precision; after wait() the replica equals those of all ranks.
 
         Steps: 1. all-gather between nodes;  2. "full": all-gather of the result in the node, in wait().
 
@@ -251,7 +251,7 @@ class WeightReplica(QuantizedReplica):
     def start_quantized_refresh(
         self, row: Tensor, *, call: int, ranges: Sequence[Range] | None = None
     ) -> None:
-        """After wait() the replica has moved towards the given rows by their quantized differences.
+        """Start to send quantized differences; after wait() the replica has moved by those of all ranks.
 
         Every rank, the owner of a row included, applies the same dequantized difference, so all copies stay
         bit-identical and what rounding left out is part of the next difference.
@@ -349,7 +349,7 @@ class WeightReplica(QuantizedReplica):
             self.apply(gathered[local_rank], replica[:, local_rank])
 
     def gather(self, output: Tensor) -> None:
-        """`output` [size * n] holds the rows of all ranks, taken from the ranks of this node.
+        """Gather the rows of all ranks to `output` [size * n], from the ranks of this node.
 
         Only for a replica that is spread over the node; one collective inside the node.
         """

@@ -22,13 +22,13 @@ class CompletedWork(dist._Work):  # type: ignore[misc,name-defined]
             self._event.record()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """The current stream runs after the collective; the host does not block."""
+        """Make the current stream wait for the collective; the host does not block."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         return True
 
     def is_completed(self) -> bool:
-        """Whether the collective has finished."""
+        """Return whether the collective has finished."""
         return self._event is None or bool(self._event.query())
 
 
@@ -56,7 +56,7 @@ class JointWork:
         self._works = works
 
     def wait(self) -> None:
-        """All have completed; on CUDA, the current stream waits for them."""
+        """Wait for all; on CUDA, the current stream does."""
         for work in self._works:
             work.wait()
 
@@ -87,12 +87,12 @@ class DeferredWork(dist._Work):  # type: ignore[misc,name-defined]
         self._finish: Callable[[], None] | None = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """The collective has finished; further calls do nothing."""
+        """Finish the collective; further calls do nothing."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
         return True
 
     def is_completed(self) -> bool:
-        """Whether the collective has finished."""
+        """Return whether the collective has finished."""
         return self._finish is None

@@ -55,13 +55,13 @@ class AlertLog:
         self._callbacks: OrderedDict[int, AlertCallback] = OrderedDict()
 
     def listen(self, callback: AlertCallback) -> RemovableHandle:
-        """The callback is called with every alert, alike on all ranks that share it, until removed."""
+        """Call the callback with every alert, alike on all ranks that share it, until removed."""
         handle = RemovableHandle(self._callbacks)
         self._callbacks[handle.id] = callback
         return handle
 
     def tell(self, alert: Alert, *, log: bool) -> None:
-        """The alert is known.
+        """Make an alert known.
 
         Args:
             log: also write a warning to the log, which one rank of those that share the alert does.
@@ -108,7 +108,7 @@ class _WatchedGroup:
         self.fallback = GroupFallback(group.group.name, precisions, config=config)
 
     def apply(self) -> None:
-        """The group communicates as its precisions say; `explain()` tells why."""
+        """Let the group communicate as its precisions say; `explain()` tells why."""
         self._set_precisions(self.fallback.precision("gradients"), self.fallback.precision("weights"))
         reasons = {kind: self.fallback.reason(kind) for kind in TRAFFIC_KINDS}
         self.group.fallback_reasons = {kind: reason for kind, reason in reasons.items() if reason}
@@ -157,7 +157,7 @@ class Alerts:
         self._logs = [self._is_first(at) for at in range(len(groups))]
 
     def at_step_boundary(self, step: int) -> None:
-        """All ranks of a group have taken the same decisions from this step's measures, if it was measured.
+        """Decide from this step's measures, if it was measured, alike on all ranks of a group.
 
         To be called on all ranks when the measures of a step are available and before any of its new weights
         is sent. Steps: 1. raised groups are measured as if one precision lower;  2. round by round, the
@@ -223,13 +223,13 @@ class Alerts:
         return self.positions()
 
     def load(self, saved: Positions | None) -> None:
-        """Every group stands where it did; groups that were not saved, as configured. Call on all ranks."""
+        """Continue where every group stood; those not saved begin as configured. Call it on all ranks."""
         for group in self._groups:
             group.fallback.load((saved or {}).get(group.fallback.name))
             group.apply()
 
     def detach(self) -> None:
-        """Nothing is watched any more, and no group referred to; the log stays."""
+        """Watch nothing any more, and refer to no group; the log stays."""
         self._groups, self._rounds, self._logs = [], [], []
 
 

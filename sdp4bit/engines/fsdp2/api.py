@@ -57,7 +57,7 @@ def quantize_communication(
     skip: Skip = None,
     process_group: ProcessGroup | None = None,
 ) -> FSDPCommHandle:
-    """The model's FSDP2 communication is quantized from the next forward on.
+    """Quantize the model's FSDP2 communication from the next forward on.
 
     Call it on every rank, once, after the last `fully_shard` and before the first forward. The optimizer may
     be built before or after; steps of any `torch.optim.Optimizer` over the model's parameters are noticed.

@@ -47,7 +47,7 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
         """A checkpoint was loaded and the ranks have not yet agreed whether to use its shards."""
 
     def loaded_shard_fits(self) -> bool:
-        """Whether a row was loaded and this rank saved it when its main shard was bit for bit what it is."""
+        """Return whether this rank saved the loaded shard when its main shard was bit for bit what it is."""
         if self.loaded_shard is None or self.loaded_fingerprint is None:
             return False
         return bool((self.loaded_fingerprint == self.group.fingerprint()).all())
@@ -71,7 +71,7 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
         return frozenset(found)
 
     def note_step(self, *, by_hand: bool) -> None:
-        """An optimizer has stepped somewhere in the model, as all ranks know.
+        """Note that an optimizer has stepped somewhere in the model, as all ranks know.
 
         Whether it holds parameters of this group is not asked: optimizers of other ranks may hold others.
         A group without a gradient since its last refresh is left alone, unless the user says that a step was
@@ -126,7 +126,7 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
         return checksum(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
 
     def note_refresh(self, row: Tensor, *, kind: RefreshKind) -> None:
-        """The replica has been refreshed from this row [n], the main shard in the type that is gathered."""
+        """Note a refresh from this row [n], the main shard in the type that is gathered."""
         self.changed.clear()
         self.is_reduced = False
         before = self.refreshed_from

@@ -181,7 +181,7 @@ class FSDPGroup:
         return self._group.is_unsharded
 
     def leads(self, leader: object) -> bool:
-        """Whether this is a group of the module whose state that is."""
+        """Return whether this is a group of the module whose state that is."""
         return self.module._get_fsdp_state() is leader
 
     @property

@@ -42,7 +42,7 @@ class AllGatherHook(_Allocate):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        """`output_tensor` [ranks * n] holds the weights that all ranks agree on.
+        """Write the weights that all ranks agree on to `output_tensor` [ranks * n].
 
         Args:
             input_tensor: [n], this rank's shard in the model's type; a row of output_tensor.
@@ -129,7 +129,7 @@ class ReduceScatterHook(_Allocate):
         op: object,
         async_op: bool = False,
     ) -> None:
-        """`output_tensor` [n] holds this rank's row of the reduction of `input_tensor` [ranks * n].
+        """Reduce `input_tensor` [ranks * n] to this rank's row, `output_tensor` [n].
 
         Only parameters that got a gradient are in the rows, so n changes from call to call.
         """

@@ -24,7 +24,7 @@ _FULL_REFRESHES_IN_A_ROW = 3
 
 
 def in_backward() -> bool:
-    """Whether autograd is running on this thread."""
+    """Return whether autograd is running on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -120,7 +120,7 @@ class FSDPModelCommunication(ModelCommunication[FSDPCommunication]):
     def request_resync(
         self, *, keep_loaded: bool = False, only: Collection[FSDPCommunication] | None = None
     ) -> None:
-        """All replicas, or only these groups', are refreshed in full precision at their next unshard.
+        """Have all replicas, or only these groups', refreshed in full precision at their next unshard.
 
         Args:
             keep_loaded: rows from a checkpoint stay candidates, so that the order in which a model's and the
@@ -137,7 +137,7 @@ class FSDPModelCommunication(ModelCommunication[FSDPCommunication]):
                 comm.changed.clear()
 
     def before_unshard(self, comm: FSDPCommunication) -> None:
-        """Notice step boundarys and edits of the weights that no optimizer made; called outside backward."""
+        """Notice step boundaries and edits of the weights that no optimizer made; called outside backward."""
         ended, self.step_pending = self.step_pending, False
         if ended:
             self.steps += 1

@@ -106,7 +106,7 @@ class BucketAlerts(Alerts):
             self._keys_of_stages = told
 
     def at_step_boundary(self, step: int) -> None:
-        """All ranks that decide together have taken the same decisions, if the step was measured."""
+        """Decide, if the step was measured, alike on all ranks that decide together."""
         super().at_step_boundary(step)
         if self._falls_back and self._sampled.is_due(step):
             self._positions_of_all = self._gather()
@@ -136,14 +136,14 @@ class BucketAlerts(Alerts):
         return dict(self._positions_of_all)
 
     def load(self, saved: Positions | None) -> None:
-        """Every bucket stands where it did; those that were not saved, as configured. Call on all ranks."""
+        """Continue where every bucket stood; those not saved begin as configured. Call it on all ranks."""
         saved = saved or {}
         self._positions_of_all = {k: list(v) for k, v in saved.items()} if self._falls_back else {}
         states = {name: saved[key] for name, key in self._keys.items() if key in saved}
         super().load({name: torch.tensor(s, dtype=torch.float64) for name, s in states.items()})
 
     def detach(self) -> None:
-        """Nothing is watched any more; the log stays."""
+        """Watch nothing any more; the log stays."""
         super().detach()
         self._keys, self._positions_of_all = {}, {}
 

@@ -33,7 +33,7 @@ def quantize_communication(
     topology: TopologySpec = "auto",
     process_group: ProcessGroup | None = None,
 ) -> MegatronCommHandle:
-    """The data-parallel communication of Megatron-Core is quantized from the next step on.
+    """Quantize the data-parallel communication of Megatron-Core from the next step on.
 
     Call it on every rank, once, after `get_megatron_optimizer` and before the first forward; before or after
     a checkpoint is loaded. The same call again returns the same handle.

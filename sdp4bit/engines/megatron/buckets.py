@@ -110,7 +110,7 @@ class MegatronBucket:
         return any(getattr(param, "shared_embedding", False) for param in self.parameters)
 
     def holds(self, bucket: Bucket) -> bool:
-        """Whether this is Megatron's record of the bucket."""
+        """Return whether this is Megatron's record of the bucket."""
         return self._bucket is bucket
 
     def range_of(self, param: nn.Parameter) -> Range:
@@ -119,7 +119,7 @@ class MegatronBucket:
         return start - self._bucket.offset, end - self._bucket.offset
 
     def read_main(self, row: Tensor) -> None:
-        """`row` [n] holds this rank's main weights; zeros where there is padding."""
+        """Write this rank's main weights to `row` [n]; zeros where there is padding."""
         end = 0
         for piece in self.pieces:
             row[end : piece.start].zero_()
@@ -257,7 +257,7 @@ def replicated_parameters(params: Sequence[nn.Parameter], group: ProcessGroup) -
 
 
 def sums_over_tensor_parallel(config: ModelConfig, name: str, param: nn.Parameter) -> bool:
-    """Whether Megatron adds this replicated parameter's gradients up over tensor-parallel ranks itself."""
+    """Return whether Megatron itself adds a copied parameter's gradients up over tensor-parallel ranks."""
     if config.sequence_parallel and getattr(param, "sequence_parallel", False):
         return True
     is_head_norm = "q_layernorm" in name or "k_layernorm" in name

@@ -37,7 +37,7 @@ class Replacement:
         vars(target).update({MARK: handle, **methods})
 
     def remove(self) -> None:
-        """The object has the methods that it had before."""
+        """Give the object the methods that it had before."""
         for name, previous in self._previous.items():
             if previous is _ABSENT:
                 vars(self._target).pop(name, None)
@@ -78,7 +78,7 @@ class GroupPatch:
         self._replacement: Replacement | None = None
 
     def install(self, handle: object) -> None:
-        """The bucket group calls this object's methods."""
+        """Let the bucket group call this object's methods."""
         methods: dict[str, Method] = {
             "start_grad_sync": self.start_grad_sync,
             "start_param_sync": self.start_param_sync,
@@ -86,12 +86,12 @@ class GroupPatch:
         self._replacement = Replacement(self.group, handle, methods)
 
     def remove(self) -> None:
-        """The bucket group calls its own methods."""
+        """Let the bucket group call its own methods."""
         if self._replacement is not None:
             self._replacement.remove()
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Gradients of quantized buckets are reduced to this rank's row by the two-level exchange."""
+        """Reduce gradients of quantized buckets to this rank's row by the two-level exchange."""
         assert self._replacement is not None
         wanted: list[tuple[BucketCommunication, Tensor, Tensor, object]] = []
 
@@ -120,7 +120,7 @@ class GroupPatch:
             self.group.grad_reduce_handle = _after(self.group.grad_reduce_handle, work)
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Parameters of quantized buckets have moved to the main weights, if these have changed.
+        """Move parameters of quantized buckets to the main weights, if these have changed.
 
         Otherwise nothing is sent: what all ranks hold is what they agreed on after the last step, and forced
         syncs before evaluation or a checkpoint do not change the run.
@@ -149,7 +149,7 @@ class GroupPatch:
             self.group.param_gather_handle = _after(self.group.param_gather_handle, work)
 
     def finish_pending(self) -> None:
-        """No parameter transfer is under way."""
+        """Wait for the parameter transfer that is under way, if any."""
         if self.group.param_gather_handle is not None:
             self.group.param_gather_handle.wait()
             self.group.param_gather_handle = None
@@ -215,19 +215,19 @@ class OptimizerPatch:
             self._copied.append(([param for param, _ in kept], [main for _, main in kept]))
 
     def install(self, handle: object) -> None:
-        """The optimizer calls this object's methods."""
+        """Let the optimizer call this object's methods."""
         methods: dict[str, Method] = {
             name: getattr(self, name.removeprefix("_")) for name in OPTIMIZER_METHODS
         }
         self._replacement = Replacement(self._optimizer, handle, methods)
 
     def remove(self) -> None:
-        """The optimizer calls its own methods."""
+        """Let the optimizer call its own methods."""
         if self._replacement is not None:
             self._replacement.remove()
 
     def copy_main_params_to_model_params(self) -> None:
-        """Only unquantized parameters are copied; of the others, the old values are the replica.
+        """Copy only unquantized parameters; of the others, the old values are the replica.
 
         Megatron calls this after every step that was not skipped.
         """
@@ -246,7 +246,7 @@ class OptimizerPatch:
             self._state.count(self._steps)
 
     def mark_changed(self) -> None:
-        """The next parameter sync sends the differences of all buckets; a step has ended."""
+        """Note the end of a step: the next parameter sync sends the differences of all buckets."""
         for comm in self._comms:
             comm.weight_traffic.end_step()
             comm.gradient_traffic.end_step()

@@ -54,14 +54,14 @@ class TensorParallelCopies:
             ]
 
     def install(self, *, gradients_quantized: bool) -> None:
-        """Megatron averages the gradients of the copies, if quantization makes them differ."""
+        """Let Megatron average the gradients of the copies, if quantization makes them differ."""
         if gradients_quantized:
             for param in self._unaveraged:
                 setattr(param, _AVERAGE, True)
                 self._marked.append(param)
 
     def remove(self) -> None:
-        """Gradients are as before."""
+        """Leave gradients as before."""
         for param in self._marked:
             delattr(param, _AVERAGE)
         self._marked = []

@@ -45,7 +45,7 @@ class RowLayout:
         """Values of a row, padding included."""
 
     def write_rows(self, tensors: Mapping[str, Tensor], rows: Tensor) -> None:
-        """The rows [ranks, n] hold the tensors, in their own type; zeros where chunks are filled up."""
+        """Write the tensors to the rows [ranks, n], in their type; zeros where chunks are filled up."""
         for segment in self.segments:
             tensor, (whole, part) = tensors[segment.name], _split(segment)
             place = rows[:, segment.start : segment.end]
@@ -57,7 +57,7 @@ class RowLayout:
                 place[whole, : last.numel()].copy_(last)
 
     def read_rows(self, rows: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """The tensors hold what the rows [ranks, n] say, in their own type."""
+        """Read the tensors from the rows [ranks, n], in their own type."""
         for segment in self.segments:
             tensor, (whole, part) = tensors[segment.name], _split(segment)
             place = rows[:, segment.start : segment.end]
@@ -67,7 +67,7 @@ class RowLayout:
                 last.copy_(place[whole, : last.numel()].view(last.shape))
 
     def read_row(self, row: Tensor, *, rank: int, tensors: Mapping[str, Tensor]) -> None:
-        """The parts of the tensors that a rank holds are what its row [n] says."""
+        """Read the parts of the tensors that a rank holds from its row [n]."""
         for segment in self.segments:
             chunk = segment.chunk(tensors[segment.name], rank)
             if chunk.numel():
