@@ -222,7 +222,9 @@ def wrong_arguments(draw: st.DrawFn) -> tuple[str, str, Callable[[Any], Any]]:
         return name, wrong, lambda layout: dataclasses.replace(layout, **{field: number})
     if isinstance(value, RoundingKey | Hadamard):
         wrong_fields = wrong_roundings if isinstance(value, RoundingKey) else {"signs": wrong_signs}
-        field = draw(st.sampled_from(sorted(wrong_fields)))
+        # A single row has no next one, whose number could be wrong.
+        fields = wrong_fields.keys() - ({"row_stride"} if name == "subtract_quantize" else set())
+        field = draw(st.sampled_from(sorted(fields)))
         number = draw(junk.filter(lambda x: x is not None) | wrong_fields[field])
         return name, wrong, lambda record: record._replace(**{field: number})
     changes = [*shape_changes, "dtype", "value"]
