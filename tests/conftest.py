@@ -1,13 +1,14 @@
 """What kind every test is: `unit`, `gloo` or `ecosystem`, found from what it calls.
 
-A test is `ecosystem` if its module says so (`pytestmark`), `gloo` if it starts processes or threads that
-communicate, itself or through a fixture or a function of the tests, and `unit` otherwise. A unit test that
-starts a process fails: then something is missing in `STARTERS`.
+A test is `ecosystem` where `ECOSYSTEM` says so, `gloo` if it starts processes or threads that communicate,
+itself or through a fixture or a function of the tests, and `unit` otherwise. A unit test that starts a process
+fails: then something is missing in `STARTERS`.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,14 @@ import pytest
 
 from tests import ranks
 
+ECOSYSTEM = (
+    "tests/engines/megatron/",
+    "tests/kernels/",
+    "tests/pretrain/checkpoint/test_huggingface.py",
+    "tests/report/test_page.py",
+)
+"""Where tests need another package's programs or compilers: Megatron-Core, numba and Triton, transformers, a
+browser."""
 STARTERS = (
     ranks.run_ranks,
     ranks.run_threads,
@@ -25,8 +34,8 @@ STARTERS = (
     subprocess.Popen,
     subprocess.check_output,
     multiprocessing.get_context,
+    os.fork,
 )
-KINDS = ("ecosystem", "gloo", "unit")
 
 _running_unit: list[str] = []
 
@@ -60,9 +69,8 @@ def starts_processes(function: object, seen: set[int]) -> bool:
 
 
 def kind_of(item: pytest.Item) -> str:
-    """Return which of `KINDS` a collected test is."""
-    marks = {mark.name for mark in item.iter_markers()}
-    if "ecosystem" in marks:
+    """Return whether a collected test is `ecosystem`, `gloo` or `unit`."""
+    if item.nodeid.startswith(ECOSYSTEM):
         return "ecosystem"
     definitions: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
     used = [getattr(item, "function", None), *(each[-1].func for each in definitions.values())]
