@@ -15,7 +15,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("rich")
 
 from sdp4bit import AlertConfig, AuditConfig
-from sdp4bit.cli import main, parse
+from sdp4bit.cli import COMMANDS, main
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.config.reliability import ReliabilityConfig
 from tests.pretrain.tiny_runs import read_log, small, train_here, write_text
@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 
 
 def parsed(*arguments: str) -> PretrainConfig:
-    config = parse(["pretrain", *arguments])
+    config = COMMANDS["pretrain"].parse(arguments)
     assert isinstance(config, PretrainConfig)
     return config
 

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("tyro")
 
 from sdp4bit import SDP4BitConfig
-from sdp4bit.cli import main, parse
+from sdp4bit.cli import COMMANDS, main
 from sdp4bit.pretrain.config.communication import STRATEGIES, CommunicationConfig
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.config.training import TrainingConfig
@@ -28,7 +28,7 @@ PAPER_FLAGS = [
 
 
 def pretrain_config(*arguments: str) -> PretrainConfig:
-    config = parse(["pretrain", *arguments])
+    config = COMMANDS["pretrain"].parse(arguments)
     assert isinstance(config, PretrainConfig)
     return config
 
