@@ -24,6 +24,7 @@ OPTIONAL = [
     "megatron",
     "numba",
     "rich",
+    "scipy",
     "tensorboard",
     "tokenizers",
     "triton",

@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 from rich.console import Console
 
 from sdp4bit.compare.finished_run import FinishedRun
-from sdp4bit.compare.outcomes import confidence_interval, outcomes, t_quantile
+from sdp4bit.compare.outcomes import confidence_interval, outcomes
 from sdp4bit.compare.tables import Report
 from sdp4bit.pretrain.metrics import StepMetrics
 from sdp4bit.pretrain.trainer import TrainingResult
@@ -30,17 +30,10 @@ def report(runs: list[FinishedRun], baseline: str | None = "baseline") -> Report
     return Report(runs=runs, baseline=baseline, planned=len(runs))
 
 
-def test_quantiles_of_student_s_t():
-    """Source: NIST/SEMATECH e-Handbook of Statistical Methods, table 1.3.6.7.2, upper 0.975."""
-    table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 10: 2.228, 30: 2.042, 100: 1.984}
-    assert {degrees: round(t_quantile(degrees), 3) for degrees in table} == table
-    assert t_quantile(2, confidence=0.9) == pytest.approx(2.919986)
-    assert t_quantile(1000) == pytest.approx(1.962, abs=5e-4)
-
-
 def test_an_interval_by_hand():
     assert confidence_interval([0.1, 0.2, 0.3]) == pytest.approx((0.2 - HALF, 0.2 + HALF))
     assert confidence_interval([0.5]) is None
+    assert confidence_interval([0.5, 0.5]) == (0.5, 0.5)
 
 
 def test_the_differences_are_paired_by_seed():
