@@ -96,7 +96,7 @@ def write_atomically(path: Path, content: str) -> None:
 
 
 class MetricsWriter:
-    """Writes and shows the metrics of a run; made on rank 0 only."""
+    """Writes and shows the metrics of a run."""
 
     def __init__(
         self,
