@@ -54,17 +54,17 @@ def print_outcome(results: Sequence[TrainingResult], *, console: Console) -> Non
         table.add_row(name, f"{before:.4f}", f"{after:.4f}", f"{100 * (after / before - 1):+.2f} %")
     for name, sent, sent_quantized in (
         (
-            "sent inside nodes per step",
+            "intra-node bytes per step",
             baseline.intra_bytes_per_step,
             quantized.intra_bytes_per_step,
         ),
         (
-            "sent between nodes per step",
+            "inter-node bytes per step",
             baseline.inter_bytes_per_step,
             quantized.inter_bytes_per_step,
         ),
     ):
-        ratio = f"{sent / sent_quantized:.2f} x less" if sent_quantized else "-"
+        ratio = f"{sent / sent_quantized:.2f}x fewer" if sent_quantized else "-"
         table.add_row(name, format_bytes(sent), format_bytes(sent_quantized), ratio)
     table.add_row("seconds of training", f"{baseline.seconds:.0f}", f"{quantized.seconds:.0f}", "")
     console.print(table)

@@ -13,7 +13,7 @@ import torch
 
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.metrics import write_atomically
-from sdp4bit.pretrain.options import SettingError
+from sdp4bit.pretrain.options import SettingError, with_current_names
 from sdp4bit.pretrain.trainer import TrainingResult
 
 RESULT = "result.json"
@@ -33,9 +33,9 @@ class FinishedRun:
     train_loss: float
     """Mean training loss of the last 20 steps."""
     intra_bytes_per_step: int
-    """Bytes that all ranks sent inside nodes in a step; the median."""
+    """Intra-node bytes that all ranks sent in a step; the median."""
     inter_bytes_per_step: int
-    """Bytes that all ranks sent between nodes in a step; the median."""
+    """Inter-node bytes that all ranks sent in a step; the median."""
     seconds: float
     """Duration of all steps."""
     test_loss: float | None = None
@@ -83,7 +83,7 @@ def run_settings(config: PretrainConfig, *, dataset: str, world_size: int) -> di
     for name in ("precision", "bf16", "fp16"):
         del training[name]
     training |= {
-        "weights": config.training.weights,
+        "param_dtype": config.training.param_dtype,
         "sequence_length": config.sequence_length,
         "micro_batch_size": config.micro_batch_size,
     }
@@ -137,6 +137,7 @@ class RunRecord:
             run["losses"] = tuple(map(_number, run["losses"]))
             run["validation"] = tuple((step, _number(loss)) for step, loss in run["validation"])
             run["train_loss"] = _number(run["train_loss"])
+            content["settings"] = with_current_names(content["settings"])
             return cls(run=FinishedRun(**run), **content)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SettingError(

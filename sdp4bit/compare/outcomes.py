@@ -14,7 +14,7 @@ from sdp4bit.compare.finished_run import FinishedRun
 
 CONFIDENCE = 0.95
 
-Verdict = Literal["cannot be told from the baseline", "higher", "lower"]
+Verdict = Literal["not significantly different", "higher", "lower"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class PairedDifference:
             return None
         low, high = interval
         if low <= 0 <= high:
-            return "cannot be told from the baseline"
+            return "not significantly different"
         return "higher" if low > 0 else "lower"
 
 

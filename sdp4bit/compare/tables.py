@@ -115,7 +115,7 @@ class Report:
 
     def cost_table(self) -> list[tuple[str, ...]]:
         """Return titles and rows; bytes are per step, summed over all ranks."""
-        titles = ("strategy", "training loss", "sent in nodes", "sent between nodes", "seconds")
+        titles = ("strategy", "training loss", "intra-node bytes", "inter-node bytes", "seconds")
         rows = [
             (
                 outcome.strategy,

@@ -106,8 +106,8 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
         f"{config.size().name}: {config.size().parameters / 1e9:.3f} billion parameters, "
         f"{plan.parameters / 1e9:.3f} in a data-parallel group",
         f"{cluster.name}: {cluster.nodes} nodes of {cluster.devices_per_node} devices, "
-        f"{_rate(between)} between nodes (per node and direction), "
-        f"{_rate(cluster.intra_bandwidth * cluster.efficiency)} inside (per device), "
+        f"{_rate(between)} inter-node (per node and direction), "
+        f"{_rate(cluster.intra_bandwidth * cluster.efficiency)} intra-node (per device), "
         f"{cluster.device_flops / 1e12:.4g} TFLOP/s per device",
         f"tensor {layout.tensor_parallel} x pipeline {layout.pipeline_parallel} x data {plan.grid.size} "
         f"({plan.grid.nodes} nodes x {plan.grid.ranks_per_node}), micro batch {layout.micro_batch_size}, "
@@ -122,7 +122,7 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
     ]
     per_parameter = plan.quantized.inter_bytes_per_node / (plan.parameters * layout.tensor_parallel)
     lines.append(
-        f"between nodes: {per_parameter:.3f} bytes per parameter, node and step; "
+        f"inter-node: {per_parameter:.3f} bytes per parameter, node and step; "
         f"rows are {plan.padding:.3f} x the parameters"
     )
     if plan.padding > NOTABLE_PADDING:
@@ -145,10 +145,10 @@ def _table(costs: Sequence[StepCost], strategy: str) -> list[str]:
 
     rows = [
         ("per step", ["fp32 gradients", "bf16 gradients", strategy]),
-        ("sent between nodes, per node", sent("inter_bytes_per_node")),
-        ("sent between nodes, per rank", sent("inter_bytes")),
-        ("sent inside the node, per node", sent("intra_bytes_per_node")),
-        ("sent inside the node, per rank", sent("intra_bytes")),
+        ("inter-node bytes, per node", sent("inter_bytes_per_node")),
+        ("inter-node bytes, per rank", sent("inter_bytes")),
+        ("intra-node bytes, per node", sent("intra_bytes_per_node")),
+        ("intra-node bytes, per rank", sent("intra_bytes")),
         ("collectives", [f"{cost.collectives}" for cost in costs]),
         ("computation", milliseconds("compute_seconds")),
         ("communication", milliseconds("communication_seconds")),

@@ -177,7 +177,7 @@ class LayoutConfig:
     """How a step is laid out over the devices."""
 
     tensor_parallel: Annotated[int, option("tensor-model-parallel-size", "tp")] = 1
-    """Tensor-parallel ranks, inside a node."""
+    """Tensor-parallel ranks, intra-node."""
     pipeline_parallel: Annotated[int, option("pipeline-model-parallel-size", "pp")] = 1
     """Pipeline stages, over nodes."""
     micro_batch_size: int | None = None

@@ -2,8 +2,8 @@
 
 Source: SDP4Bit (arXiv 2410.15526), section 5 and tables 2, 4 and 8. The speed runs use micro batch 1, no
 accumulation, no overlap. The reference implementation sends fp32 scales and gathers weight differences by one
-ring over all ranks, so this is what is counted here. The hop inside the node hides behind the one between
-nodes (table 4: an 8-bit hop costs what a 4-bit hop costs) and is left out.
+ring over all ranks, so this is what is counted here. The intra-node hop hides behind the inter-node
+one (table 4: an 8-bit hop costs what a 4-bit hop costs) and is left out.
 """
 
 from __future__ import annotations

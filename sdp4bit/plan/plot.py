@@ -37,7 +37,7 @@ def draw_sweeps(config: PlanConfig, *, cluster: Cluster, path: Path) -> None:
         over_accumulation = [config.plan_on(cluster, accumulation=a, overlap=overlap) for a in ACCUMULATIONS]
         _draw(right, np.array(ACCUMULATIONS), over_accumulation, style=style, name=name)
     left.axvline(here / 1e9, color="0.6", linewidth=1)
-    left.set_xlabel("GB/s between nodes, per node and direction")
+    left.set_xlabel("inter-node GB/s, per node and direction")
     right.axvline(config.layout.accumulation, color="0.6", linewidth=1)
     right.set_xlabel("micro batches per step")
     left.set_xscale("log")

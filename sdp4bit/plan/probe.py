@@ -60,8 +60,8 @@ class Link:
 def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
     """Return what was measured, the same on every rank, after rank 0 has written and shown it.
 
-    Steps: 1. find the nodes;  2. all-to-all inside all nodes at once;  3. all-to-all between nodes, all ranks
-    at once;  4. the operators of a step on all ranks at once.
+    Steps: 1. find the nodes;  2. intra-node all-to-all, all nodes at once;  3. inter-node all-to-all, all
+    ranks at once;  4. the operators of a step on all ranks at once.
 
     Raises:
         SettingError: ranks that do not fill the nodes, or a file that cannot be written; on all ranks.
@@ -173,7 +173,7 @@ def _quantization(values: int, *, grid: RankGrid, device: torch.device) -> tuple
         hops.append((n, 1, gradients.inter_bits, gradients.inter_group_size))
     messages = []
     for size, parts, bits, group_size in hops:
-        # The hop inside a node carries a row for each node, the one between nodes a single row.
+        # The intra-node hop carries a row for each node, the inter-node hop a single row.
         layout = message_layout(numel=row, bits=bits, group_size=group_size, parts=parts)
         messages.append(torch.empty(size, layout.nbytes, dtype=torch.uint8, device=device))
     first_size, first_parts, first_bits, first_group = hops[0]
@@ -212,7 +212,7 @@ def _report(config: ProbeConfig, result: dict[str, Any]) -> None:
         raise SettingError(f"cannot write --out {config.out}: {error}") from error
     measured = result["measured"]
     lines = [f"{result['name']}: {result['nodes']} nodes of {result['devices_per_node']} ranks"]
-    for level, what in (("intra", "inside a node, per rank"), ("inter", "between nodes, per node")):
+    for level, what in (("intra", "intra-node, per rank"), ("inter", "inter-node, per node")):
         bandwidth = result[f"{level}_bandwidth"]
         if bandwidth is None:
             lines.append(f"{what}: one rank, not measured")

@@ -25,8 +25,8 @@ class ProbeConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.parallel.virtual_ranks is None,
-            "--virtual-ranks has no network to measure: leave it out of probe",
+            self.parallel.simulated_ranks is None,
+            "--simulated-ranks has no network to measure: leave it out of probe",
         )
         require(self.megabytes > 0, f"--megabytes {self.megabytes} must be positive")
         require_at_least("--rounds", self.rounds, 1)

@@ -20,8 +20,8 @@ from sdp4bit.pretrain.metrics import CommunicationMetrics, StepMetrics, Validati
 from sdp4bit.pretrain.step.loss_scale import LossScale
 from sdp4bit.pretrain.step.optimizer import learning_rate_at, set_learning_rate
 from sdp4bit.pretrain.step.parallelize import ShardedModel
-from sdp4bit.pretrain.step.simulated_model import VirtualModel
-from sdp4bit.pretrain.step.simulated_step import VirtualTrainingStep
+from sdp4bit.pretrain.step.simulated_model import SimulatedModel
+from sdp4bit.pretrain.step.simulated_step import SimulatedTrainingStep
 from sdp4bit.pretrain.step.training_step import Batch, TrainingStep
 from sdp4bit.pretrain.timers import Timers
 
@@ -59,7 +59,7 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self.timers = Timers(level=self.config.logging.timing_log_level, device=self.ranks.device)
         self._communication = self.model.communication
-        step: Any = VirtualTrainingStep if isinstance(self.model, VirtualModel) else TrainingStep
+        step: Any = SimulatedTrainingStep if isinstance(self.model, SimulatedModel) else TrainingStep
         self._step_of_model: TrainingStep = step(
             self.model,
             optimizer=self.optimizer,

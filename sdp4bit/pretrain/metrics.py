@@ -42,7 +42,7 @@ class StepMetrics:
     intra_bytes: int
     inter_bytes: int
     compression_ratio: float
-    """Bytes that plain FSDP2 would have sent between nodes, over those sent; rank 0's, like the next two."""
+    """Bytes that plain FSDP2 would have sent inter-node, over those sent; rank 0's, like the next two."""
     weight_drift: float | None
     """|main weights - replica| / |main weights| when last measured; None where weights are not quantized."""
     gradient_error: float | None
@@ -210,9 +210,9 @@ class MetricsWriter:
             f"grad norm {last.grad_norm:.3f}",
             f"{1000 * seconds:.1f} ms",
             f"{tokens / seconds:,.0f} tokens/s",
-            f"{format_bytes(statistics.fmean(step.intra_bytes for step in steps))} in nodes",
-            f"{format_bytes(statistics.fmean(step.inter_bytes for step in steps))} between",
-            f"{last.compression_ratio:.2f} x less",
+            f"{format_bytes(statistics.fmean(step.intra_bytes for step in steps))} intra-node",
+            f"{format_bytes(statistics.fmean(step.inter_bytes for step in steps))} inter-node",
+            f"{last.compression_ratio:.2f}x fewer",
         ]
         if self._config.log_throughput:
             parts.insert(7, f"{operations / seconds:.3g} TFLOP/s per device")

@@ -30,7 +30,7 @@ from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.step.loss_scale import LossScale
 from sdp4bit.pretrain.step.optimizer import build_optimizer
 from sdp4bit.pretrain.step.parallelize import build_model, lay_out
-from sdp4bit.pretrain.step.simulated_model import build_virtual_model
+from sdp4bit.pretrain.step.simulated_model import build_simulated_model
 from sdp4bit.pretrain.stopping import StopRequests
 
 FINAL_STEPS = 20
@@ -64,12 +64,12 @@ class TrainingResult:
 
     @property
     def intra_bytes_per_step(self) -> int:
-        """Bytes that all ranks sent inside nodes in a step; the median, as the first step differs."""
+        """Intra-node bytes that all ranks sent in a step; the median, as the first step differs."""
         return round(statistics.median(step.intra_bytes for step in self.steps))
 
     @property
     def inter_bytes_per_step(self) -> int:
-        """Bytes that all ranks sent between nodes in a step; the median, as the first step differs."""
+        """Inter-node bytes that all ranks sent in a step; the median, as the first step differs."""
         return round(statistics.median(step.inter_bytes for step in self.steps))
 
     @property
@@ -146,7 +146,7 @@ def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
     """
     dataset = prepare_dataset(config.resolved_data, ranks=ranks)
     layout = lay_out(config, ranks=ranks)
-    is_virtual = config.parallel.virtual_ranks is not None
+    is_simulated = config.parallel.simulated_ranks is not None
     data_parallel_size = config.parallel.data_parallel_size(ranks.world_size)
     batches = Batches(
         dataset,
@@ -155,16 +155,16 @@ def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
         accumulation=config.micro_batches(data_parallel_size),
         eval_batches=config.training.eval_batches,
         seed=config.seed,
-        rank=None if is_virtual else layout.data.get_local_rank(),
+        rank=None if is_simulated else layout.data.get_local_rank(),
         world_size=data_parallel_size,
         device=ranks.device,
     )
     torch.manual_seed(config.seed + layout.random_stream)
-    model = (build_virtual_model if is_virtual else build_model)(config, layout=layout)
+    model = (build_simulated_model if is_simulated else build_model)(config, layout=layout)
     optimizer = build_optimizer(
         model.parameters(), config=config.optimizer, learning_rate=config.learning_rate
     )
-    loss_scale = LossScale(config.training) if config.training.weights == "fp16" else None
+    loss_scale = LossScale(config.training) if config.training.param_dtype == "fp16" else None
     tokenizer = dataset.tokenizer
     checkpointer = Checkpointer(
         TrainingState(
@@ -289,11 +289,11 @@ def describe_run(run: Run) -> str:
     config, model, batches = run.config, run.loop.model, run.loop.batches
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in GPT(config.model_shape).parameters())
-    arithmetic = str(model.chunks[0].arithmetic).removeprefix("torch.")
+    compute_dtype = str(model.chunks[0].compute_dtype).removeprefix("torch.")
     return (
         f"{parameters / 1e6:,.1f} million parameters on {model.describe_ranks()}, "
         f"{batches.global_batch_size} sequences of {config.sequence_length} tokens a step, "
-        f"{config.training.weights} weights, {arithmetic} arithmetic"
+        f"param dtype {config.training.param_dtype}, compute dtype {compute_dtype}"
     )
 
 

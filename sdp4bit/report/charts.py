@@ -112,22 +112,22 @@ def traffic_plots(runs: Sequence[Run]) -> list[Plot]:
         _train_plot(
             runs,
             key="inter_bytes",
-            title="Sent between nodes",
-            about="Bytes that all ranks together sent between nodes in each step.",
+            title="Inter-node bytes",
+            about="Bytes that all ranks together sent inter-node in each step.",
             unit="bytes",
         ),
         _train_plot(
             runs,
             key="intra_bytes",
-            title="Sent in nodes",
-            about="Bytes that all ranks together sent inside nodes in each step.",
+            title="Intra-node bytes",
+            about="Bytes that all ranks together sent intra-node in each step.",
             unit="bytes",
         ),
         _train_plot(
             runs,
             key="compression_ratio",
             title="Compression ratio",
-            about="Bytes that plain FSDP2 would have sent between nodes, over those sent; rank 0's.",
+            about="Bytes that plain FSDP2 would have sent inter-node, over those sent; rank 0's.",
         ),
     ]
 

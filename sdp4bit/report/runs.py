@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sdp4bit.pretrain.options import SettingError
+from sdp4bit.pretrain.options import SettingError, with_current_names
 
 METRICS = "metrics.jsonl"
 SETTINGS = "config.json"
@@ -172,7 +172,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read_settings(run: Run, path: Path) -> None:
     if path.is_file():
-        run.settings = _read_object(path)
+        run.settings = with_current_names(_read_object(path))
     else:
         run.notes.append(f"{SETTINGS} is missing, so what was trained is not known")
 

@@ -53,18 +53,18 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
         rows.append(Row(name="Test loss", cells=[_at_step(_last(run.test)) for run in runs]))
     rows += [
         Row(
-            name="Sent between nodes",
+            name="Inter-node bytes",
             about="per step, median, all ranks",
             cells=[_bytes(median(run, "inter_bytes")) for run in runs],
         ),
         Row(
-            name="Sent in nodes",
+            name="Intra-node bytes",
             about="per step, median, all ranks",
             cells=[_bytes(median(run, "intra_bytes")) for run in runs],
         ),
         Row(
             name="Compression ratio",
-            about="median; between nodes, against plain FSDP2",
+            about="median; inter-node, against plain FSDP2",
             cells=[_text(median(run, "compression_ratio"), ".2f") for run in runs],
         ),
         Row(
@@ -206,8 +206,8 @@ def _quantization(run: Run) -> str:
     if isinstance(gradients, dict):
         transform = ", Hadamard" if gradients.get("hadamard") else ""
         parts.append(
-            f"gradients {gradients.get('intra_bits')} bits in nodes, {gradients.get('inter_bits')} between"
-            + transform
+            f"gradients {gradients.get('intra_bits')} bits intra-node, {gradients.get('inter_bits')} "
+            f"inter-node{transform}"
         )
     return "; ".join(parts) or "none"
 

@@ -55,10 +55,10 @@ def test_the_differences_are_paired_by_seed():
 @pytest.mark.parametrize(
     ("losses", "verdict"),
     [
-        ((4.1, 4.2, 5.3), "cannot be told from the baseline"),
+        ((4.1, 4.2, 5.3), "not significantly different"),
         ((4.19, 4.2, 5.21), "higher"),
         ((3.8, 3.81, 4.79), "lower"),
-        ((4.0, 4.0, 5.0), "cannot be told from the baseline"),
+        ((4.0, 4.0, 5.0), "not significantly different"),
         ((4.5,), None),
     ],
 )
@@ -79,7 +79,7 @@ def test_summary_json():
     assert member["val_loss_mean"] == pytest.approx(13.6 / 3)
     assert member["difference_to_baseline_by_seed"] == pytest.approx({"1": 0.1, "2": 0.2, "3": 0.3})
     assert member["difference_to_baseline_interval"] == pytest.approx([0.2 - HALF, 0.2 + HALF])
-    assert member["verdict"] == "cannot be told from the baseline"
+    assert member["verdict"] == "not significantly different"
     nothing = summary["strategies"]["baseline"]
     assert nothing.keys() == member.keys()
     assert all(nothing[name] is None for name in nothing if "difference" in name or name == "verdict")
@@ -102,9 +102,9 @@ def test_markdown():
         "| strategy | seeds | validation loss | difference to baseline | 95% interval | verdict |\n"
         "| --- | --- | --- | --- | --- | --- |\n"
         "| baseline | 3 | 4.3333 ± 0.5774 | - | - | - |\n"
-        "| tlq | 3 | 4.5333 ± 0.6658 | +0.2000 (+4.50 %) | -0.0484 to +0.4484 | cannot be told from the "
-        "baseline |\n\n"
-        "| strategy | training loss | sent in nodes | sent between nodes | seconds |\n"
+        "| tlq | 3 | 4.5333 ± 0.6658 | +0.2000 (+4.50 %) | -0.0484 to +0.4484 | not significantly "
+        "different |\n\n"
+        "| strategy | training loss | intra-node bytes | inter-node bytes | seconds |\n"
         "| --- | --- | --- | --- | --- |\n"
         "| baseline | 4.3333 | 2 kB/step | 1 kB/step | 1.5 |\n"
         "| tlq | 4.5333 | 2 kB/step | 250 B/step | 1.5 |\n"

@@ -79,10 +79,10 @@ def test_a_plan_as_text_has_bytes_times_memory_and_a_verdict(capsys: Capture) ->
     text = shown(capsys, "--cluster", "h800", "--preset", "18B", "--tp", "8", "--engine", "megatron")
     for part in (
         "18B: 18.450 billion parameters",
-        "h800: 16 nodes of 8 devices, 55.3 GB/s between nodes",
+        "h800: 16 nodes of 8 devices, 55.3 GB/s inter-node",
         "tensor 8 x pipeline 1 x data 16 (16 nodes x 1)",
         "baselines: fp32 or bf16 reduce-scatter of gradients, bf16 all-gather of weights",
-        "sent between nodes, per node 104 GB 69.5 GB 17.7 GB",
+        "inter-node bytes, per node 104 GB 69.5 GB 17.7 GB",
         "memory per rank, no activations",
         "verdict: enable: 3.87 times as fast as with fp32 gradients, 2.69 times",
     ):

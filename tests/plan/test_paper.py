@@ -74,7 +74,7 @@ def test_figure_8_falls_into_the_ranges_of_the_text(found: Reproduction) -> None
 
 
 def test_the_clusters_of_the_paper_plan_its_own_rows_closely(found: Reproduction) -> None:
-    """The general planner, with bf16 scales and the hop inside nodes, is near its fit to the reference."""
+    """The general planner, with bf16 scales and the intra-node hop, is near its fit to the reference."""
     for p in found.rows:
         row = p.row
         groups = gpt_groups(

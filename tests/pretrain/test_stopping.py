@@ -179,7 +179,7 @@ def test_a_line_has_the_means_since_the_last_one(tmp_path):
     assert [line.split(" | ")[0] for line in lines[:3]] == [f"qwd: step {s}/4" for s in (1, 3, 4)]
     assert lines[1].split(" | ")[1:] == [
         "samples 24", "loss 2.5000", "lr 1.000e-03", "grad norm 0.500", "500.0 ms", "1,000 tokens/s",
-        "2 TFLOP/s per device", "2.5 kB in nodes", "500 B between", "5.90 x less",
+        "2 TFLOP/s per device", "2.5 kB intra-node", "500 B inter-node", "5.90x fewer",
     ]  # fmt: skip
     assert lines[3] == "qwd: milliseconds per step, least and most of the ranks: optimizer 1.0-2.5"
 

@@ -15,7 +15,7 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 DEFAULT_STRATEGY: Strategy = "sdp4bit"
 
 REFERENCE_INTRA_GROUP = 512
-"""The reference parser's default inside a node; its scripts, the paper and our strategies use 128."""
+"""The reference parser's intra-node default; its scripts, the paper and our strategies use 128."""
 
 _WEIGHTS = {
     "weight_bits": "bits",
@@ -57,24 +57,24 @@ class CommunicationConfig:
     quantized_gradients: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Reduce gradients by two quantized all-to-alls; instead of --strategy."""
     inter_bits: Annotated[Literal[4, 8] | None, option("gradient-quantization-bits-inter")] = None
-    """Bits of a gradient between nodes; 4 when not given."""
+    """Bits of an inter-node gradient; 4 when not given."""
     inter_group_size: Annotated[int | None, option("gq-group-size-inter")] = None
-    """Gradients that share a scale between nodes; 128 when not given."""
+    """Inter-node gradients that share a scale; 128 when not given."""
     intra_bits: Annotated[Literal[4, 8] | None, option("gradient-quantization-bits-intra")] = None
-    """Bits of a gradient inside a node; 8 when not given."""
+    """Bits of an intra-node gradient; 8 when not given."""
     intra_group_size: Annotated[int | None, option("gq-group-size-intra")] = None
-    """Gradients that share a scale inside a node; not given: 512 with --quantized-gradients, as in the
+    """Intra-node gradients that share a scale; not given: 512 with --quantized-gradients, as in the
     reference implementation; 128 with a strategy, as in the paper."""
     hadamard_transform: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Smooth gradients by a Hadamard transform before they are quantized; part of tlq-hs and sdp4bit."""
     hadamard_random_signs: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Change random signs of the gradients, the same on all ranks, before that transform."""
     intra_rounding: Annotated[Rounding | None, option("gradient-rounding-intra")] = None
-    """Rounding of gradients inside a node; stochastic when not given."""
+    """Rounding of intra-node gradients; stochastic when not given."""
     inter_rounding: Annotated[Rounding | None, option("gradient-rounding-inter")] = None
-    """Rounding of gradients between nodes; stochastic when not given."""
+    """Rounding of inter-node gradients; stochastic when not given."""
     pipeline_chunks: Annotated[int | None, option("gradient-alltoall-pipeline", "pipeline-chunks")] = None
-    """Slices whose hops inside and between nodes overlap; 1 when not given."""
+    """Slices whose intra-node and inter-node hops overlap; 1 when not given."""
     start_step: Annotated[int | None, option("gradients-quantization-start-iteration")] = None
     """Steps whose gradients are reduced in full precision before quantization starts; 0 when not given."""
     min_numel: Annotated[int | None, option("gradient-min-numel")] = None

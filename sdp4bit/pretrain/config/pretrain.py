@@ -188,14 +188,14 @@ class PretrainConfig:
         require(self.dry_run or not self.json, "--json has no effect without --dry-run")
         require(self.dry_run or self.world_size is None, "--world-size has no effect without --dry-run")
         require(
-            not (self.dry_run and self.parallel.virtual_ranks),
-            f"--dry-run reckons with real ranks: give --world-size {self.parallel.virtual_ranks} instead of "
-            "--virtual-ranks",
+            not (self.dry_run and self.parallel.simulated_ranks),
+            f"--dry-run reckons with real ranks: give --world-size {self.parallel.simulated_ranks} instead "
+            "of --simulated-ranks",
         )
         require(
-            self.reliability.alerts == "off" or not self.parallel.virtual_ranks,
+            self.reliability.alerts == "off" or not self.parallel.simulated_ranks,
             f"--alerts {self.reliability.alerts} needs real ranks, which decide together: leave it out with "
-            "--virtual-ranks",
+            "--simulated-ranks",
         )
         if not self.dry_run:
             rate, lowest = self.learning_rate, self.optimizer.min_lr

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import sdp4bit
 from sdp4bit.collectives.errors import job_timeout, set_timeout
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
-from sdp4bit.pretrain.config.training import Arithmetic, Precision
+from sdp4bit.pretrain.config.training import ComputeDtype, Precision
 from sdp4bit.pretrain.launch.ranks import Ranks
 from sdp4bit.pretrain.model.gpt import GPT, Block
 from sdp4bit.pretrain.model.tensor_parallel import BLOCK_STYLES, VocabularyParallel
@@ -38,14 +38,16 @@ def dtype_of(precision: Precision) -> torch.dtype:
     return _DTYPES[precision]
 
 
-def arithmetic_dtype(arithmetic: Arithmetic, *, weights: torch.dtype, device: torch.device) -> torch.dtype:
+def resolve_compute_dtype(
+    chosen: ComputeDtype, *, param_dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
     """Return the dtype of the activations."""
-    if arithmetic != "auto":
-        return _DTYPES[arithmetic]
-    feature = _CPU_FEATURES.get(weights)
+    if chosen != "auto":
+        return _DTYPES[chosen]
+    feature = _CPU_FEATURES.get(param_dtype)
     if device.type == "cpu" and feature and not _cpu_has(feature):
         return torch.float32
-    return weights
+    return param_dtype
 
 
 def _cpu_has(feature: str) -> bool:
@@ -210,18 +212,22 @@ def _stages_here(config: PretrainConfig, *, layout: RankLayout) -> list[int]:
 
 def _shard_chunk(config: PretrainConfig, *, layers: range, layout: RankLayout) -> GPT:
     training, device = config.training, layout.ranks.device
-    weights = dtype_of(training.weights)
+    param_dtype = dtype_of(training.param_dtype)
     with torch.device("meta"):
         model = GPT(
             config.model_shape,
             layers=layers,
-            arithmetic=arithmetic_dtype(training.arithmetic, weights=weights, device=device),
+            compute_dtype=resolve_compute_dtype(
+                training.compute_dtype, param_dtype=param_dtype, device=device
+            ),
             recompute=config.parallel.recompute_granularity,
         )
     if layout.tensor.size() > 1:
         _split_tensors(model, layout.tensor)
-    # Inputs are not cast: activations keep the dtype of the arithmetic, which may differ from the weights'.
-    policy = MixedPrecisionPolicy(param_dtype=weights, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Inputs are not cast: activations keep the compute dtype, which may differ from the param dtype.
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     options: dict[str, Any] = {"mesh": layout.data, "mp_policy": policy}
     apart = layout.tensor.size() > 1
     for block in model.blocks.values():

@@ -38,7 +38,7 @@ class Pipeline:
             chunk = model.chunks[model.stages.index(number)]
             batch = (micro_batch_size, sequence_length)
             tokens = torch.empty(batch, dtype=torch.int64, device="meta")
-            stream = torch.empty(*batch, chunk.shape.hidden, dtype=chunk.arithmetic, device="meta")
+            stream = torch.empty(*batch, chunk.shape.hidden, dtype=chunk.compute_dtype, device="meta")
             loss = torch.empty(1, device="meta")
             # Shapes are given: finding them out would take a forward of every stage, with communication.
             made: Any = PipelineStage(

@@ -1,4 +1,4 @@
-"""The optimizer step of virtual ranks: their forwards and backwards one after another, one exchange."""
+"""The optimizer step of simulated ranks: their forwards and backwards one after another, one exchange."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from sdp4bit.pretrain.step.gradients import Gradients
-from sdp4bit.pretrain.step.simulated_model import VirtualModel
+from sdp4bit.pretrain.step.simulated_model import SimulatedModel
 from sdp4bit.pretrain.step.training_step import Batch, TrainingStep
 
 
-class VirtualGradients(Gradients):
-    """The reduced gradients of all virtual ranks."""
+class SimulatedGradients(Gradients):
+    """The reduced gradients of all simulated ranks."""
 
-    def __init__(self, model: VirtualModel) -> None:
+    def __init__(self, model: SimulatedModel) -> None:
         super().__init__(model)
         self._ranks = model.data_parallel_size
 
     def _squared_norms(self) -> list[Tensor]:
-        """Return each virtual rank's, of the chunks that it holds."""
+        """Return each simulated rank's, of the chunks that it holds."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         squares = []
         for rank in range(self._ranks):
@@ -37,19 +37,19 @@ def _chunk(tensor: Tensor, *, rank: int, ranks: int) -> Tensor:
     return tensor[min(rank * size, tensor.shape[0]) :][:size]
 
 
-class VirtualTrainingStep(TrainingStep):
-    """Turns the micro batches of all virtual ranks, rank by rank, into an optimizer step."""
+class SimulatedTrainingStep(TrainingStep):
+    """Turns the micro batches of all simulated ranks, rank by rank, into an optimizer step."""
 
-    def __init__(self, model: VirtualModel, *, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    def __init__(self, model: SimulatedModel, *, optimizer: torch.optim.Optimizer, **options: Any) -> None:
         super().__init__(model, optimizer=optimizer, **options)
-        self._virtual = model
-        self._gradients = VirtualGradients(model)
+        self._simulated = model
+        self._gradients = SimulatedGradients(model)
         self._evaluated = 0
         optimizer.register_step_post_hook(lambda *_: model.communication.mark_step())
 
     def _forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
         """Return the sum of all ranks' losses; the weighted gradients are reduced."""
-        model, ranks = self._virtual, self._virtual.data_parallel_size
+        model, ranks = self._simulated, self._simulated.data_parallel_size
         micro_batches = len(batches) // ranks
         total = torch.zeros_like(weight, dtype=torch.float64)
         for rank in range(ranks):
@@ -57,9 +57,9 @@ class VirtualTrainingStep(TrainingStep):
             with model.random.of_rank(rank):
                 loss_sum, gradients = self._of_rank(own, weight, is_first=rank == 0)
             total += loss_sum
-            with self._timers("virtual-exchange", level=2):
+            with self._timers("simulated-exchange", level=2):
                 model.communication.add_gradients(gradients, rank=rank)
-        with self._timers("virtual-exchange", level=2):
+        with self._timers("simulated-exchange", level=2):
             model.communication.reduce_gradients()
         return total
 
@@ -67,11 +67,11 @@ class VirtualTrainingStep(TrainingStep):
         self, batches: Sequence[Batch], weight: Tensor, *, is_first: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the sum of one rank's losses, and its weighted gradients as FSDP2 would reduce them."""
-        model, communication = self._virtual.compute, self._virtual.communication
+        model, communication = self._simulated.compute, self._simulated.communication
         loss_sum, gradients = torch.zeros_like(weight), dict[str, Tensor]()
         for tokens, targets in batches:
             if is_first:
-                with self._timers("virtual-exchange", level=2):
+                with self._timers("simulated-exchange", level=2):
                     communication.before_forward()
             loss = model(tokens, targets).sum()
             if is_first:
@@ -89,13 +89,13 @@ class VirtualTrainingStep(TrainingStep):
     def _evaluate(self, batches: list[Batch]) -> Tensor:
         """Return the loss of a batch; the ranks take turns."""
         ((tokens, targets),) = batches
-        is_first = self._evaluated % self._virtual.data_parallel_size == 0
+        is_first = self._evaluated % self._simulated.data_parallel_size == 0
         self._evaluated += 1
         if is_first:
-            self._virtual.communication.before_forward()
-        loss: Tensor = self._virtual.compute(tokens, targets)
+            self._simulated.communication.before_forward()
+        loss: Tensor = self._simulated.compute(tokens, targets)
         if is_first:
-            self._virtual.communication.after_forward()
+            self._simulated.communication.after_forward()
         return loss.sum()
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of one optimizer step, and of a validation, in any layout."""
+"""What one optimizer step, and a validation, computes, in any layout."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from sdp4bit.pretrain.config.pretrain import ModelConfig
 from sdp4bit.pretrain.model import gpt as model_module
 from sdp4bit.pretrain.model.cards import ModelShape
 from sdp4bit.pretrain.model.gpt import GPT
-from sdp4bit.pretrain.step.parallelize import arithmetic_dtype
+from sdp4bit.pretrain.step.parallelize import resolve_compute_dtype
 
 SMALL = ModelShape(layers=2, hidden=32, heads=4, vocabulary=128, positions=16)
 
@@ -133,14 +133,14 @@ def test_recomputation_changes_nothing(granularity):
     assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_again, strict=True))
 
 
-@pytest.mark.parametrize("arithmetic", [torch.float32, torch.bfloat16])
-def test_bf16_weights_work_in_either_arithmetic(arithmetic):
-    gpt, batch = small_gpt(arithmetic=arithmetic).to(torch.bfloat16), tokens()
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+def test_bf16_weights_work_in_either_compute_dtype(compute_dtype):
+    gpt, batch = small_gpt(compute_dtype=compute_dtype).to(torch.bfloat16), tokens()
     seen = []
     gpt.final_norm.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
     loss = gpt(batch, batch.roll(-1, dims=1))
     loss.backward()
-    assert seen == [arithmetic]
+    assert seen == [compute_dtype]
     assert loss.dtype == torch.float32
     assert all(p.grad.dtype == torch.bfloat16 for p in gpt.parameters())
 
@@ -154,21 +154,21 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(gpt(batch, batch), gpt(batch, batch))
 
 
-def test_arithmetic_follows_the_weights_unless_the_cpu_is_slow_at_it():
+def test_the_compute_dtype_follows_the_weights_unless_the_cpu_is_slow_at_it():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert arithmetic_dtype("auto", weights=torch.bfloat16, device=cuda) == torch.bfloat16
-    assert arithmetic_dtype("auto", weights=torch.float32, device=cpu) == torch.float32
-    assert arithmetic_dtype("bf16", weights=torch.bfloat16, device=cpu) == torch.bfloat16
-    assert arithmetic_dtype("fp32", weights=torch.bfloat16, device=cuda) == torch.float32
+    assert resolve_compute_dtype("auto", param_dtype=torch.bfloat16, device=cuda) == torch.bfloat16
+    assert resolve_compute_dtype("auto", param_dtype=torch.float32, device=cpu) == torch.float32
+    assert resolve_compute_dtype("bf16", param_dtype=torch.bfloat16, device=cpu) == torch.bfloat16
+    assert resolve_compute_dtype("fp32", param_dtype=torch.bfloat16, device=cuda) == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_the_cpu_is_fast_at_is_known_on_every_torch(dtype, monkeypatch):
     cpu = torch.device("cpu")
-    found = arithmetic_dtype("auto", weights=dtype, device=cpu)
+    found = resolve_compute_dtype("auto", param_dtype=dtype, device=cpu)
     feature = {torch.bfloat16: "avx512_bf16", torch.float16: "amx_fp16"}[dtype]
     has_feature = getattr(torch.cpu, f"_is_{feature}_supported")()
     # torch 2.9 has no get_capabilities, which newer ones ask in the function that it has.
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     monkeypatch.setattr(torch.cpu, f"_is_{feature}_supported", lambda: has_feature)
-    assert arithmetic_dtype("auto", weights=dtype, device=cpu) == found
+    assert resolve_compute_dtype("auto", param_dtype=dtype, device=cpu) == found

@@ -71,7 +71,7 @@ class Job:
         self.optimizer = build_optimizer(
             self.model.parameters(), config=config.optimizer, learning_rate=config.learning_rate
         )
-        self.scale = LossScale(config.training) if config.training.weights == "fp16" else None
+        self.scale = LossScale(config.training) if config.training.param_dtype == "fp16" else None
         self.step = TrainingStep(
             self.model,
             optimizer=self.optimizer,
