@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,9 +19,10 @@ from sdp4bit.pretrain.metrics import CommunicationMetrics, StepMetrics, Validati
 from sdp4bit.pretrain.step.loss_scale import LossScale
 from sdp4bit.pretrain.step.optimizer import learning_rate_at, set_learning_rate
 from sdp4bit.pretrain.step.parallelize import ShardedModel
+from sdp4bit.pretrain.step.pipeline import Batch
 from sdp4bit.pretrain.step.simulated_model import SimulatedModel
 from sdp4bit.pretrain.step.simulated_step import SimulatedTrainingStep
-from sdp4bit.pretrain.step.training_step import Batch, TrainingStep
+from sdp4bit.pretrain.step.training_step import TrainingStep
 from sdp4bit.pretrain.timers import Timers
 
 
@@ -59,8 +59,8 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self.timers = Timers(level=self.config.logging.timing_log_level, device=self.ranks.device)
         self._communication = self.model.communication
-        step: Any = SimulatedTrainingStep if isinstance(self.model, SimulatedModel) else TrainingStep
-        self._step_of_model: TrainingStep = step(
+        step = SimulatedTrainingStep if isinstance(self.model, SimulatedModel) else TrainingStep
+        self._step_of_model = step(
             self.model,
             optimizer=self.optimizer,
             loss_scale=self.loss_scale,

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -23,6 +23,9 @@ from rich.progress import (
 
 from sdp4bit.pretrain.config.pretrain import LoggingConfig
 from sdp4bit.pretrain.options import SettingError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +77,7 @@ class CommunicationMetrics:
     """What quantization cost in a measured step, per parameter group; rank 0's values."""
 
     step: int
-    groups: list[dict[str, Any]]
+    groups: list[dict[str, object]]
     """As `group_stats()` of the communication gives them."""
 
 
@@ -118,7 +121,7 @@ class MetricsWriter:
         self._steps = steps
         self._description = description
         self._console = console or Console()
-        self._lines: Any = None
+        self._lines: TextIO | None = None
         if config.jsonl:
             self._lines = _continued_jsonl(config, first_step=first_step, validation_due=validation_due)
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
@@ -152,7 +155,7 @@ class MetricsWriter:
 
     def log_step(self, metrics: StepMetrics) -> None:
         """The step is in all outputs; plain lines only every log interval, with the means since the last."""
-        self._write("train", asdict(metrics))
+        self._write("train", metrics)
         self._since_line.append(metrics)
         if self._progress is not None and self._task is not None:
             numbers = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
@@ -189,7 +192,7 @@ class MetricsWriter:
         self, metrics: ValidationMetrics, *, event: Literal["validation", "test"] = "validation"
     ) -> None:
         """The validation, or the test after the last step, is in all outputs."""
-        self._write(event, asdict(metrics))
+        self._write(event, metrics)
         self.say(f"step {metrics.step}/{self._steps}  {event} loss {metrics.loss:.4f}")
 
     def say(self, message: str) -> None:
@@ -218,18 +221,18 @@ class MetricsWriter:
             parts.insert(7, f"{operations / seconds:.3g} TFLOP/s per device")
         return " | ".join(parts)
 
-    def _write(self, event: str, values: Mapping[str, Any]) -> None:
-        values = _finite(values)
+    def _write(self, event: str, metrics: StepMetrics | ValidationMetrics) -> None:
+        values = _finite(asdict(metrics))
         self._write_line(event, values)
         numbers = {name: value for name, value in values.items() if name != "step"}
-        self._write_scalars(event, numbers, step=values["step"])
+        self._write_scalars(event, numbers, step=metrics.step)
 
-    def _write_line(self, event: str, values: Mapping[str, Any]) -> None:
+    def _write_line(self, event: str, values: Mapping[str, object]) -> None:
         if self._lines is not None:
             self._lines.write(json.dumps({"event": event, **values}) + "\n")
             self._lines.flush()
 
-    def _write_scalars(self, event: str, values: Mapping[str, Any], *, step: int) -> None:
+    def _write_scalars(self, event: str, values: Mapping[str, object], *, step: int) -> None:
         if self._tensorboard is not None:
             for name, value in values.items():
                 if value is not None:
@@ -240,7 +243,7 @@ class MetricsWriter:
             self._wandb.log({f"{event}/{name}": v for name, v in values.items()}, step=self._last_step)
 
 
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+def _finite(values: Mapping[str, object]) -> dict[str, object]:
     """Return the values with None for numbers that are not finite: JSON has no NaN."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -248,7 +251,7 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _continued_jsonl(config: LoggingConfig, *, first_step: int, validation_due: bool) -> Any:
+def _continued_jsonl(config: LoggingConfig, *, first_step: int, validation_due: bool) -> TextIO:
     path = config.out / "metrics.jsonl"
     kept = ""
     if first_step and path.is_file():
@@ -265,7 +268,7 @@ def _continued_jsonl(config: LoggingConfig, *, first_step: int, validation_due: 
     return path.open("a", encoding="utf-8")
 
 
-def _tensorboard_writer(config: LoggingConfig, *, first_step: int) -> Any:
+def _tensorboard_writer(config: LoggingConfig, *, first_step: int) -> SummaryWriter | None:
     if not config.tensorboard:
         return None
     from torch.utils.tensorboard import SummaryWriter
@@ -274,7 +277,7 @@ def _tensorboard_writer(config: LoggingConfig, *, first_step: int) -> Any:
     return SummaryWriter(str(folder), purge_step=first_step + 1)
 
 
-def _wandb_run(config: LoggingConfig) -> Any:
+def _wandb_run(config: LoggingConfig) -> Any:  # wandb has no types here
     if config.wandb_project is None:
         return None
     try:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial, wraps
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from typing import TypeVar, cast, get_args, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo, UnsupportedTypeAnnotationError
@@ -32,7 +32,7 @@ def require_at_least(name: str, value: float | None, minimum: float) -> None:
     require(value is None or value >= minimum, f"{name} {value} must be at least {minimum}")
 
 
-def option(name: str, *aliases: str) -> Any:
+def option(name: str, *aliases: str) -> object:
     """Return the annotation of a field whose option has another name than the field, and further names."""
     return tyro.conf.arg(name=name, aliases=[f"--{alias}" for alias in aliases])
 

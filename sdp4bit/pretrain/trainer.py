@@ -116,7 +116,9 @@ def pretrain(
             for line in (describe_run(run), *config.reference.explain(), *_describe_start(run)):
                 writer.say(line)
         if ranks.is_first and config.reliability.alerts != "off":
-            run.loop.model.communication.on_alert(partial(_report_alert, writer))
+            handle = run.loop.model.communication
+            assert isinstance(handle, sdp4bit.CommHandle)  # simulated ranks have no alerts
+            handle.on_alert(partial(_report_alert, writer))
         train(run, writer=writer, keep_diverged=keep_diverged)
         for line in _describe_end(run):
             writer.say(line)

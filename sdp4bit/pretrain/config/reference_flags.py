@@ -7,7 +7,7 @@ option of another group is an error.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import FlagCreatePairsOff as Switch
@@ -15,7 +15,7 @@ from tyro.conf import FlagCreatePairsOff as Switch
 from sdp4bit.pretrain.options import options_of
 
 
-def _because(reason: str) -> Any:
+def _because(reason: str) -> object:
     return tyro.conf.arg(help=reason)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sdp4bit.pretrain.config.training import TrainingConfig
 
 GROWTH = 2.0
@@ -46,7 +44,7 @@ class LossScale:
             self._overflows_left = self._config.hysteresis
             self.value *= GROWTH
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         """Return what a bit-exact resume needs: plain numbers."""
         return {
             "value": self.value,
@@ -55,7 +53,7 @@ class LossScale:
             "overflows_left": self._overflows_left,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """The scale continues; a scale that is given as an option stays what it is."""
         if self._config.loss_scale is None:
             self.value = float(state_dict["value"])

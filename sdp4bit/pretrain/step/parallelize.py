@@ -6,8 +6,10 @@ FSDP2 shards every stage over its data ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -26,8 +28,30 @@ from sdp4bit.pretrain.model.gpt import GPT, Block
 from sdp4bit.pretrain.model.tensor_parallel import BLOCK_STYLES, VocabularyParallel
 from sdp4bit.pretrain.options import SettingError
 
-Communication = Any
-"""The handle of sdp4bit.quantize_communication."""
+
+class Communication(Protocol):
+    """What a run asks of its communication: CommHandle, or what stands for it where ranks are simulated."""
+
+    def stats(self) -> dict[str, Any]:
+        """Return what was sent since the start, and the last measures."""
+        ...
+
+    def group_stats(self) -> list[dict[str, Any]]:
+        """Return the same per parameter group."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a bit-exact resume needs."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state."""
+        ...
+
+    def remove(self) -> None:
+        """Undo what was attached to the model."""
+        ...
+
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _CPU_FEATURES = {torch.bfloat16: "avx512_bf16", torch.float16: "amx_fp16"}
@@ -51,7 +75,7 @@ def resolve_compute_dtype(
 
 
 def _cpu_has(feature: str) -> bool:
-    capabilities: Any = getattr(torch.cpu, "get_capabilities", None)
+    capabilities: Callable[[], dict[str, bool]] | None = getattr(torch.cpu, "get_capabilities", None)
     if capabilities is None:  # torch 2.9
         return bool(getattr(torch.cpu, f"_is_{feature}_supported")())
     return bool(capabilities().get(feature, False))
@@ -228,22 +252,22 @@ def _shard_chunk(config: PretrainConfig, *, layers: range, layout: RankLayout) -
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    options: dict[str, Any] = {"mesh": layout.data, "mp_policy": policy}
+    shard = partial(fully_shard, mesh=layout.data, mp_policy=policy)
     apart = layout.tensor.size() > 1
     for block in model.blocks.values():
         assert isinstance(block, Block)
         if apart:
             # Parameters that tensor-parallel ranks have alike stay so: quantized without those they split.
-            fully_shard([block.attention_norm, block.feed_forward_norm], **options)
+            shard([block.attention_norm, block.feed_forward_norm])
         if training.compile:
             block.compile()
-        fully_shard(block, **options, reshard_after_forward=training.reshard_after_forward)
+        shard(block, reshard_after_forward=training.reshard_after_forward)
     if apart or layout.pipeline.size() > 1:
         # The token embedding is alone in its group on the first and the last stage, so that both round alike.
         ends: list[nn.Module] = [m for m in (model.position_embedding, model.final_norm) if m is not None]
         if ends:
-            fully_shard(ends, **options)
-    fully_shard(model, **options)
+            shard(ends)
+    shard(model)
     return model
 
 
@@ -266,7 +290,7 @@ def _named_roots(chunks: list[GPT], numbers: list[int], *, stages: int) -> nn.Mo
     return nn.ModuleDict({f"stage{numbers[index]}": chunks[index] for index in order})
 
 
-def quantize(model: nn.Module, *, config: PretrainConfig) -> Communication:
+def quantize(model: nn.Module, *, config: PretrainConfig) -> sdp4bit.CommHandle:
     """Return the handle of the model's communication, quantized as the configured strategy says."""
     ranks_per_node = config.parallel.ranks_per_node
     try:

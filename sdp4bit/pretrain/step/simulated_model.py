@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from sdp4bit.collectives.simulated import virtual_layout
@@ -40,11 +40,11 @@ class SimulatedRandom:
         yield
         self._states[rank] = self._generators.state_dict()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return the states of all ranks, stacked."""
         return {name: torch.stack([state[name] for state in self._states]) for name in self._states[0]}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """The ranks' random numbers continue from these states."""
         self._states = [
             {name: stacked[rank].clone() for name, stacked in state_dict.items()}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.step.gradients import Gradients
+from sdp4bit.pretrain.step.loss_scale import LossScale
+from sdp4bit.pretrain.step.parallelize import ShardedModel
+from sdp4bit.pretrain.step.pipeline import Batch
 from sdp4bit.pretrain.step.simulated_model import SimulatedModel
-from sdp4bit.pretrain.step.training_step import Batch, TrainingStep
+from sdp4bit.pretrain.step.training_step import TrainingStep
+from sdp4bit.pretrain.timers import Timers
 
 
 class SimulatedGradients(Gradients):
@@ -40,8 +44,17 @@ def _chunk(tensor: Tensor, *, rank: int, ranks: int) -> Tensor:
 class SimulatedTrainingStep(TrainingStep):
     """Turns the micro batches of all simulated ranks, rank by rank, into an optimizer step."""
 
-    def __init__(self, model: SimulatedModel, *, optimizer: torch.optim.Optimizer, **options: Any) -> None:
-        super().__init__(model, optimizer=optimizer, **options)
+    def __init__(
+        self,
+        model: ShardedModel,
+        *,
+        optimizer: torch.optim.Optimizer,
+        loss_scale: LossScale | None,
+        config: PretrainConfig,
+        timers: Timers,
+    ) -> None:
+        assert isinstance(model, SimulatedModel)
+        super().__init__(model, optimizer=optimizer, loss_scale=loss_scale, config=config, timers=timers)
         self._simulated = model
         self._gradients = SimulatedGradients(model)
         self._evaluated = 0

@@ -19,11 +19,8 @@ from sdp4bit.pretrain.model.tensor_parallel import IGNORED_TARGET
 from sdp4bit.pretrain.step.gradients import Gradients
 from sdp4bit.pretrain.step.loss_scale import LossScale
 from sdp4bit.pretrain.step.parallelize import ShardedModel
-from sdp4bit.pretrain.step.pipeline import Pipeline
+from sdp4bit.pretrain.step.pipeline import Batch, Pipeline
 from sdp4bit.pretrain.timers import Timers
-
-Batch = tuple[Tensor, Tensor]
-"""Tokens and targets, [micro batch, length]."""
 
 
 @dataclass(frozen=True, kw_only=True)

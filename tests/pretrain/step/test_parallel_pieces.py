@@ -152,7 +152,7 @@ def test_loss_scale_resumes():
             "3 micro batches .* not a multiple of --pipeline-model-parallel-size 2",
         ),
         ({"num_layers_per_virtual_pipeline_stage": 1}, {}, "without --pipeline-model-parallel-size"),
-        ({}, {"loss_scale": 8.0}, "--loss-scale 8.0 has no effect with --precision bf16"),
+        ({}, {"loss_scale": 8.0}, "--loss-scale 8.0 has no effect with --param-dtype bf16"),
         ({}, {"precision": "bf16", "compute_dtype": "fp16"}, "--compute-dtype fp16 needs --param-dtype fp16"),
         ({}, {"initial_loss_scale": 0.5}, "is below --min-loss-scale 1.0"),
     ],
