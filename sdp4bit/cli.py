@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sdp4bit.compare.config import CompareConfig, DemoConfig
-    from sdp4bit.plan.config import PlanConfig
-    from sdp4bit.plan.probe_config import ProbeConfig
+    from sdp4bit.plan.config import PlanConfig, ProbeConfig
     from sdp4bit.pretrain.checkpoint.config import ExportConfig, ImportConfig
     from sdp4bit.pretrain.config.pretrain import PretrainConfig
     from sdp4bit.pretrain.data.preprocess import PreprocessConfig
@@ -155,7 +154,7 @@ def _plan(config: PlanConfig) -> int:
     return run_plan(config)
 
 
-@_command("probe", settings="sdp4bit.plan.probe_config:ProbeConfig", reads_file=True)
+@_command("probe", settings="sdp4bit.plan.config:ProbeConfig", reads_file=True)
 def _probe(config: ProbeConfig) -> int:
     """Measure the intra-node and inter-node bandwidth and the speed of quantization, for `sdp4bit plan
     --probe`. Starts --nproc-per-node processes on this machine; under torchrun, torchrun starts them."""

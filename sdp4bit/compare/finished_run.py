@@ -121,10 +121,10 @@ class RunRecord:
     def write(self, folder: Path) -> None:
         """The folder holds result.json."""
         content = asdict(self)
-        content["run"]["losses"] = [_finite(loss) for loss in self.run.losses]
-        content["run"]["validation"] = [[step, _finite(loss)] for step, loss in self.run.validation]
-        content["run"]["train_loss"] = _finite(self.run.train_loss)
-        content["run"]["test_loss"] = _finite(self.run.test_loss)
+        content["run"]["losses"] = [finite(loss) for loss in self.run.losses]
+        content["run"]["validation"] = [[step, finite(loss)] for step, loss in self.run.validation]
+        content["run"]["train_loss"] = finite(self.run.train_loss)
+        content["run"]["test_loss"] = finite(self.run.test_loss)
         write_atomically(folder / RESULT, json.dumps(content, allow_nan=False) + "\n")
 
     @classmethod
@@ -167,8 +167,8 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-def _finite(value: float | None) -> float | None:
-    """JSON has no NaN: a loss that is not a number any more is null."""
+def finite(value: float | None) -> float | None:
+    """Return the loss, or None for one that is not a number any more: JSON has no NaN."""
     return value if value is None or math.isfinite(value) else None
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from sdp4bit.compare.config import DEFAULT_BASELINE
-from sdp4bit.compare.finished_run import FinishedRun
+from sdp4bit.compare.finished_run import FinishedRun, finite
 from sdp4bit.compare.outcomes import CONFIDENCE, StrategyOutcome, outcomes
 from sdp4bit.pretrain.metrics import format_bytes, write_atomically
 
@@ -181,10 +181,10 @@ def _run_member(run: FinishedRun) -> dict[str, Any]:
     return {
         "strategy": run.strategy,
         "seed": run.seed,
-        "train_loss": _finite(run.train_loss),
-        "val_loss": _finite(run.validation_loss),
-        "test_loss": _finite(run.test_loss),
-        "first_loss": _finite(run.losses[0]) if run.losses else None,
+        "train_loss": finite(run.train_loss),
+        "val_loss": finite(run.validation_loss),
+        "test_loss": finite(run.test_loss),
+        "first_loss": finite(run.losses[0]) if run.losses else None,
         "diverged_at": run.diverged_at,
         "intra_bytes_per_step": run.intra_bytes_per_step,
         "inter_bytes_per_step": run.inter_bytes_per_step,
@@ -217,7 +217,3 @@ def _difference_cells(outcome: StrategyOutcome) -> tuple[str, str, str]:
 
 def _same(one: float, other: float) -> bool:
     return one == other or (math.isnan(one) and math.isnan(other))
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is None or math.isfinite(value) else None

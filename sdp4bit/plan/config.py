@@ -1,4 +1,4 @@
-"""Settings of the plan command, and what the planner needs of them."""
+"""Settings of the commands plan and probe, and what the planner needs of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sdp4bit.plan.model import GPTSize, ShardedGroup, flat_buffer, gpt_groups
 from sdp4bit.plan.paper import ClusterName, Reproduction, reproduce
 from sdp4bit.plan.step import Cluster, ParallelLayout, Plan, plan_step
 from sdp4bit.pretrain.config.communication import DEFAULT_STRATEGY, CommunicationConfig, Strategy
+from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.model.cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelShape
 from sdp4bit.pretrain.options import SettingError, option, option_flags, require, require_at_least
 
@@ -304,6 +305,30 @@ class PlanConfig:
         except ValueError as error:
             raise SettingError(str(error)) from error
         return flat_buffer(groups) if self.layout.engine == "megatron" else groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeConfig:
+    """What the probe sends and computes, and where it writes what it finds."""
+
+    out: Path = Path("runs/probe.json")
+    """JSON file for `sdp4bit plan --probe`."""
+    megabytes: float = 16.0
+    """MB (1e6 bytes) that each rank sends in one exchange, over all peers of the level together."""
+    rounds: int = 5
+    """Timed exchanges of each level, after two that warm up; the median counts."""
+    quantized_values: int = 4 * 1024**2
+    """Values of the tensor that the quantization kernels are timed on."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            self.parallel.simulated_ranks is None,
+            "--simulated-ranks has no network to measure: leave it out of probe",
+        )
+        require(self.megabytes > 0, f"--megabytes {self.megabytes} must be positive")
+        require_at_least("--rounds", self.rounds, 1)
+        require_at_least("--quantized-values", self.quantized_values, 4096)
 
 
 @cache

@@ -25,8 +25,7 @@ from sdp4bit.collectives.topology import (
     node_labels,
 )
 from sdp4bit.config import GradientConfig, WeightConfig
-from sdp4bit.plan.config import PROBE_FORMAT
-from sdp4bit.plan.probe_config import ProbeConfig
+from sdp4bit.plan.config import PROBE_FORMAT, ProbeConfig
 from sdp4bit.plan.traffic import RankGrid, gradient_exchange, weight_refresh
 from sdp4bit.pretrain.launch.ranks import Ranks, agree, gather_over_ranks
 from sdp4bit.pretrain.metrics import format_bytes, write_atomically

@@ -16,8 +16,7 @@ from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.data.batches import Batches
 from sdp4bit.pretrain.launch.ranks import Ranks, sum_over_ranks
 from sdp4bit.pretrain.metrics import CommunicationMetrics, StepMetrics, ValidationMetrics
-from sdp4bit.pretrain.step.loss_scale import LossScale
-from sdp4bit.pretrain.step.optimizer import learning_rate_at, set_learning_rate
+from sdp4bit.pretrain.step.optimizer import LossScale, learning_rate_at, set_learning_rate
 from sdp4bit.pretrain.step.parallelize import ShardedModel
 from sdp4bit.pretrain.step.pipeline import Batch
 from sdp4bit.pretrain.step.simulated_model import SimulatedModel

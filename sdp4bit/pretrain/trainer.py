@@ -27,8 +27,7 @@ from sdp4bit.pretrain.loop import TrainingDivergedError, TrainingLoop
 from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics, write_atomically
 from sdp4bit.pretrain.model.gpt import GPT
 from sdp4bit.pretrain.options import SettingError
-from sdp4bit.pretrain.step.loss_scale import LossScale
-from sdp4bit.pretrain.step.optimizer import build_optimizer
+from sdp4bit.pretrain.step.optimizer import LossScale, build_optimizer
 from sdp4bit.pretrain.step.parallelize import build_model, lay_out
 from sdp4bit.pretrain.step.simulated_model import build_simulated_model
 from sdp4bit.pretrain.stopping import StopRequests

@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tyro")
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
-
 from sdp4bit.cli import main
 from sdp4bit.compare.finished_run import RESULT, FinishedRun, RunRecord, first_difference, run_settings
 from sdp4bit.compare.run_folders import PlannedFolder, find_finished

@@ -6,11 +6,6 @@ import json
 import math
 
 import pytest
-
-pytest.importorskip("tyro")
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
-
 from rich.console import Console
 
 from sdp4bit.compare.finished_run import FinishedRun

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tyro")
-
 from sdp4bit.compare.config import CompareConfig
 from sdp4bit.compare.variants import parse_variant, parse_variants
 from sdp4bit.pretrain.config.communication import CommunicationConfig

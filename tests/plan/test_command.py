@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tyro")
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
-pytest.importorskip("tokenizers")
-
 from sdp4bit.cli import main
 from sdp4bit.plan.config import PROBE_FORMAT
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-
-pytest.importorskip("tyro")
-pytest.importorskip("rich")
-
 import torch.distributed as dist
 
 from sdp4bit.cli import main

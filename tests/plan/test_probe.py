@@ -13,16 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("tyro")
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
-pytest.importorskip("tokenizers")
-
 from sdp4bit.cli import main
 from sdp4bit.collectives import exchange
 from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.plan.config import ProbeConfig
 from sdp4bit.plan.probe import WARM_UPS, Link, probe
-from sdp4bit.plan.probe_config import ProbeConfig
 from sdp4bit.plan.traffic import RankGrid, gradient_exchange, weight_refresh
 from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.launch.ranks import Ranks

@@ -16,9 +16,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-
 from tests.pretrain.data.indexed_corpora import library_texts, write_vocabulary
 from tests.pretrain.launch.started_ranks import ranks_of
 from tests.pretrain.tiny_runs import command_line, losses

@@ -10,15 +10,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
 from sdp4bit import AlertConfig, AuditConfig
 from sdp4bit.cli import COMMANDS, main
+from sdp4bit.pretrain.config.communication import ReliabilityConfig
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
-from sdp4bit.pretrain.config.reliability import ReliabilityConfig
-from tests.pretrain.tiny_runs import read_log, small, train_here, write_text
+from tests.pretrain.tiny_runs import read_log, small, train_here
 from tests.ranks import run_ranks
 
 
@@ -60,8 +56,8 @@ def test_contradictions_are_one_line(
     assert message in error and error.count("\n") == 1
 
 
-def test_alerts_are_in_the_metrics(tmp_path: Path) -> None:
-    config = small(write_text(tmp_path / "text.txt"), tmp_path / "out")
+def test_alerts_are_in_the_metrics(text: Path, tmp_path: Path) -> None:
+    config = small(text, tmp_path / "out")
     config = replace(
         config,
         training=replace(config.training, steps=4),

@@ -12,11 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
-
 from sdp4bit.compare import demo as demo_module
 from sdp4bit.compare.config import DEMO_PROCESSES, CompareConfig, DemoConfig
 from sdp4bit.compare.finished_run import FinishedRun
@@ -26,13 +21,8 @@ from sdp4bit.pretrain.config.pretrain import ModelConfig, OptimizerConfig, Pretr
 from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.trainer import pretrain
-from tests.pretrain.tiny_runs import command_line, losses, read_log, small, this_rank, train_here, write_text
+from tests.pretrain.tiny_runs import command_line, losses, read_log, small, this_rank, train_here
 from tests.ranks import run_ranks
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def test_the_command_line_trains_on_four_processes(text, tmp_path):

@@ -13,18 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
-
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from sdp4bit.engines.fsdp2.groups import find_groups
 from sdp4bit.engines.simulated.rows import RowLayout
-from sdp4bit.plan.probe_config import ProbeConfig
+from sdp4bit.plan.config import ProbeConfig
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
 from sdp4bit.pretrain.checkpoint.load import open_checkpoint
 from sdp4bit.pretrain.config.communication import CommunicationConfig
@@ -35,18 +29,13 @@ from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.step.parallelize import RankLayout, shard_chunks
 from sdp4bit.pretrain.step.simulated_model import parameter_groups
 from tests.pretrain.checkpoint.saved_runs import one_rank
-from tests.pretrain.tiny_runs import command_line, losses, read_log, small, this_rank, train_here, write_text
+from tests.pretrain.tiny_runs import command_line, losses, read_log, small, this_rank, train_here
 from tests.ranks import run_ranks
 
 MEASURED = (
     *("step", "samples", "loss", "lr", "grad_norm", "intra_bytes", "inter_bytes", "compression_ratio"),
     *("weight_drift", "gradient_error", "loss_scale", "skipped"),
 )
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def simulated(config: PretrainConfig, *, ranks: int) -> PretrainConfig:

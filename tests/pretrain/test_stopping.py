@@ -12,21 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("tyro")
-
 import torch
 from rich.console import Console
 
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
 from sdp4bit.pretrain.config.pretrain import LoggingConfig
 from sdp4bit.pretrain.config.training import TrainingConfig
+from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.launch.signals import SIGNALS, listening
 from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.stopping import StopRequests
 from sdp4bit.pretrain.timers import Timers
-from tests.pretrain.tiny_runs import losses, read_log, small, train_here, write_text
+from tests.pretrain.tiny_runs import losses, read_log, small, train_here
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -73,11 +71,8 @@ def reasons_of_this_rank() -> list[str | None]:
     return reasons(torch.distributed.get_rank())
 
 
-def test_a_run_left_at_an_interval_resumes_to_the_same_losses(tmp_path):
-    text = write_text(tmp_path / "text.txt")
-    whole = small(
-        text, tmp_path / "whole", parallel=replace(small(text, tmp_path).parallel, ranks_per_node=1)
-    )
+def test_a_run_left_at_an_interval_resumes_to_the_same_losses(text, tmp_path):
+    whole = small(text, tmp_path / "whole", parallel=ParallelConfig(ranks_per_node=1))
     folder = CheckpointConfig(save=tmp_path / "checkpoints")
     left = replace(
         whole,
@@ -100,8 +95,7 @@ def test_a_run_left_at_an_interval_resumes_to_the_same_losses(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_the_command_saves_and_leaves(number, tmp_path):
-    text = write_text(tmp_path / "text.txt")
+def test_a_signal_to_the_command_saves_and_leaves(number, text, tmp_path):
     command = (
         "pretrain --nproc-per-node 2 --ranks-per-node 1 --num-layers 1 --hidden-size 64 --seq-length 16 "
         f"--num-attention-heads 2 --vocabulary-size 512 --micro-batch-size 1 --train-iters 100000 "

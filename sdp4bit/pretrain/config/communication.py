@@ -1,4 +1,4 @@
-"""What is quantized: the paper's strategies by name, and the reference implementation's flags."""
+"""What is quantized, by the paper's names and the reference implementation's flags, and what is watched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from sdp4bit.config import GradientConfig, ReplicaPlacement, Rounding, SDP4BitConfig, WeightConfig
+from sdp4bit.config import (
+    AlertConfig,
+    AuditConfig,
+    GradientConfig,
+    MismatchAction,
+    ReplicaPlacement,
+    Rounding,
+    SDP4BitConfig,
+    WeightConfig,
+)
 from sdp4bit.pretrain.options import SettingError, option, option_flags
 
 Strategy = Literal["baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit"]
@@ -163,3 +172,58 @@ class CommunicationConfig:
         if given and not used:
             flags = option_flags(type(self))
             raise SettingError(f"{flags[given[0]][0]} has no effect {otherwise}")
+
+
+_THRESHOLDS = {
+    "alert_gradient_error": "gradient_error",
+    "alert_weight_error": "weight_error",
+    "alert_weight_drift": "weight_drift",
+    "alert_calm_samples": "calm_samples",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReliabilityConfig:
+    """Comparing the copies of the weights, and alerts on what quantization costs."""
+
+    audit_interval: int = 100
+    """Steps from one comparison of the weights' copies to the next; 0 compares nothing."""
+    audit_on_mismatch: MismatchAction = "error"
+    """What happens if copies differ: end with an error, or warn and refresh them in full precision."""
+    alerts: Literal["off", "warn", "ladder"] = "off"
+    """What happens if quantization costs too much: a warning, or also a step up from 4 to 8 to 16 bits."""
+    alert_gradient_error: float | None = None
+    """Highest relative error of quantized gradients; 0.3 when not given."""
+    alert_weight_error: float | None = None
+    """Highest relative error of quantized weight differences; 0.6 when not given."""
+    alert_weight_drift: float | None = None
+    """Highest relative distance from the main weights to what devices hold; 0.05 when not given."""
+    alert_calm_samples: int | None = None
+    """Measured steps that must be calm before a group steps back down; 5 when not given."""
+
+    def __post_init__(self) -> None:
+        self.applied_to(SDP4BitConfig())
+        given = [name for name in _THRESHOLDS if getattr(self, name) is not None]
+        if given and self.alerts == "off":
+            raise SettingError(
+                f"--{given[0].replace('_', '-')} has no effect without --alerts warn or ladder"
+            )
+        if self.audit_interval == 0 and self.audit_on_mismatch != "error":
+            raise SettingError("--audit-on-mismatch has no effect with --audit-interval 0")
+        if self.alert_calm_samples is not None and self.alerts != "ladder":
+            raise SettingError("--alert-calm-samples has no effect without --alerts ladder")
+
+    def applied_to(self, config: SDP4BitConfig) -> SDP4BitConfig:
+        """Return the library's settings with these.
+
+        Raises:
+            SettingError: a value that cannot work, or alerts without telemetry.
+        """
+        thresholds = {theirs: getattr(self, ours) for ours, theirs in _THRESHOLDS.items()}
+        given = {name: value for name, value in thresholds.items() if value is not None}
+        try:
+            audit = AuditConfig(interval=self.audit_interval or 1, on_mismatch=self.audit_on_mismatch)
+            alerts = None if self.alerts == "off" else AlertConfig(action=self.alerts, **given)
+            return replace(config, audit=audit if self.audit_interval else None, alerts=alerts)
+        except ValueError as error:
+            raise SettingError(str(error)) from error

@@ -11,9 +11,14 @@ from typing import Annotated, Literal
 
 from sdp4bit.config import SDP4BitConfig, TelemetryConfig
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
-from sdp4bit.pretrain.config.communication import DEFAULT_STRATEGY, STRATEGIES, CommunicationConfig, Strategy
+from sdp4bit.pretrain.config.communication import (
+    DEFAULT_STRATEGY,
+    STRATEGIES,
+    CommunicationConfig,
+    ReliabilityConfig,
+    Strategy,
+)
 from sdp4bit.pretrain.config.reference_flags import ReferenceConfig
-from sdp4bit.pretrain.config.reliability import ReliabilityConfig
 from sdp4bit.pretrain.config.training import TrainingConfig
 from sdp4bit.pretrain.data.config import DataConfig
 from sdp4bit.pretrain.launch.config import ParallelConfig

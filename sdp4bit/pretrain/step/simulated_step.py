@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.step.gradients import Gradients
-from sdp4bit.pretrain.step.loss_scale import LossScale
+from sdp4bit.pretrain.step.optimizer import LossScale
 from sdp4bit.pretrain.step.parallelize import ShardedModel
 from sdp4bit.pretrain.step.pipeline import Batch
 from sdp4bit.pretrain.step.simulated_model import SimulatedModel

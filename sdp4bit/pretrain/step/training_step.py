@@ -17,7 +17,7 @@ from sdp4bit.collectives.errors import naming
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.model.tensor_parallel import IGNORED_TARGET
 from sdp4bit.pretrain.step.gradients import Gradients
-from sdp4bit.pretrain.step.loss_scale import LossScale
+from sdp4bit.pretrain.step.optimizer import LossScale
 from sdp4bit.pretrain.step.parallelize import ShardedModel
 from sdp4bit.pretrain.step.pipeline import Batch, Pipeline
 from sdp4bit.pretrain.timers import Timers

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("tyro")
-
 from sdp4bit import SDP4BitConfig
 from sdp4bit.cli import COMMANDS, main
 from sdp4bit.pretrain.config.communication import STRATEGIES, CommunicationConfig

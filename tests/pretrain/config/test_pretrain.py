@@ -9,8 +9,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("tyro")
-
 from sdp4bit import PRESETS
 from sdp4bit.cli import main
 from sdp4bit.compare.config import CompareConfig, DemoConfig

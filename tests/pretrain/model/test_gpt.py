@@ -7,8 +7,6 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("tyro")
-
 from sdp4bit.pretrain.config.pretrain import ModelConfig
 from sdp4bit.pretrain.model import gpt as model_module
 from sdp4bit.pretrain.model.cards import ModelShape

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from sdp4bit.pretrain.config.pretrain import ModelConfig, PretrainConfig
 from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.model.gpt import GPT
-from sdp4bit.pretrain.step.loss_scale import LossScale
-from sdp4bit.pretrain.step.optimizer import build_optimizer
+from sdp4bit.pretrain.step.optimizer import LossScale, build_optimizer
 from sdp4bit.pretrain.step.parallelize import build_model, lay_out
 from sdp4bit.pretrain.step.training_step import StepOutcome, TrainingStep
 from sdp4bit.pretrain.timers import Timers

@@ -13,10 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
 from sdp4bit.pretrain.config.pretrain import ModelConfig, PretrainConfig
 from sdp4bit.pretrain.config.training import TrainingConfig
 from sdp4bit.pretrain.launch.config import ParallelConfig
@@ -24,17 +20,11 @@ from sdp4bit.pretrain.model.cards import ModelShape
 from sdp4bit.pretrain.model.gpt import GPT
 from sdp4bit.pretrain.model.tensor_parallel import random_numbers_of_rank, summed_cross_entropy
 from sdp4bit.pretrain.options import SettingError
-from sdp4bit.pretrain.step.loss_scale import LossScale
+from sdp4bit.pretrain.step.optimizer import LossScale
 from tests.pretrain.step.parallel_runs import Job, laid_out, random_batches
-from tests.pretrain.tiny_runs import write_text
 from tests.ranks import run_ranks
 
 SHAPE = ModelShape(layers=4, hidden=32, heads=4, vocabulary=128, positions=16, dropout=0.2)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def tokens() -> torch.Tensor:

@@ -11,11 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -29,13 +24,7 @@ from tests.pretrain.step.parallel_runs import (
     reference_step,
     whole_model,
 )
-from tests.pretrain.tiny_runs import write_text
 from tests.ranks import run_ranks
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def check_weights_and_masks(text: Path, folder: Path) -> None:

@@ -1,0 +1,31 @@
+"""What the tests of the programs share: the packages that they need, and a text to train on."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+PACKAGES = ("tyro", "rich", "matplotlib", "tokenizers", "scipy", "yaml")
+MISSING = [name for name in PACKAGES if find_spec(name) is None]
+collect_ignore_glob = (
+    [
+        *("compare/*", "report/*", "pretrain/test_*.py", "pretrain/config/*", "pretrain/model/*"),
+        *("pretrain/step/*", "plan/test_command.py", "plan/test_dry_run.py", "plan/test_probe.py"),
+    ]
+    if MISSING
+    else []
+)
+
+
+def pytest_report_header() -> str:
+    return f"left out, as {', '.join(MISSING)} is missing: tests of the programs" if MISSING else ""
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of a few documents; runs keep its tokens in a folder beside it."""
+    from tests.pretrain.tiny_runs import write_text
+
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
