@@ -18,7 +18,7 @@ from sdp4bit.plan.step import Cluster, ParallelLayout, Plan, plan_step
 from sdp4bit.pretrain.config.communication import DEFAULT_STRATEGY, CommunicationConfig, Strategy
 from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.model.cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelShape
-from sdp4bit.pretrain.options import SettingError, option, option_flags, require, require_at_least
+from sdp4bit.pretrain.options import SettingError, option, require, require_at_least, require_positive
 
 Engine = Literal["fsdp2", "megatron"]
 DEFAULT_CLUSTER: ClusterName = "a100"
@@ -41,9 +41,7 @@ class PlanModelConfig:
     """Tokens per sequence; the card's when not given."""
 
     def __post_init__(self) -> None:
-        for name, flags in option_flags(PlanModelConfig).items():
-            if name != "model_card":
-                require_at_least(flags[0], getattr(self, name), 1)
+        require_at_least(1, self, "layers", "hidden", "vocabulary", "sequence_length")
 
     def size(self, *, tensor_parallel: int = 1) -> GPTSize:
         """Return the sizes; the vocabulary is padded to 128 rows on each tensor-parallel rank."""
@@ -100,13 +98,11 @@ class ClusterConfig:
             f"--cluster {self.cluster} and --probe {self.probe} both name a cluster: give one of the two",
         )
         require(0 < self.efficiency <= 1, f"--efficiency {self.efficiency} must be above 0 and at most 1")
-        for name in ("nodes", "devices_per_node"):
-            require_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
-        require_at_least("--latency-us", self.latency_us, 0)
-        for name in ("inter_bandwidth", "intra_bandwidth", "device_tflops", "quantization_bandwidth"):
-            value = getattr(self, name)
-            flag = f"--{name.replace('_', '-')}"
-            require(value is None or value > 0, f"{flag} {value} must be positive")
+        require_at_least(1, self, "nodes", "devices_per_node")
+        require_at_least(0, self, "latency_us")
+        require_positive(
+            self, "inter_bandwidth", "intra_bandwidth", "device_tflops", "quantization_bandwidth"
+        )
 
     def resolve(self, *, model: str) -> Cluster:
         """Return the cluster; SettingError if something is missing.
@@ -196,9 +192,7 @@ class LayoutConfig:
     """FSDP2 shards each parameter along the dimension that pads least (shard_placement_fn)."""
 
     def __post_init__(self) -> None:
-        for name, flags in option_flags(LayoutConfig).items():
-            if name in ("tensor_parallel", "pipeline_parallel", "micro_batch_size", "accumulation"):
-                require_at_least(flags[0], getattr(self, name), 1)
+        require_at_least(1, self, "tensor_parallel", "pipeline_parallel", "micro_batch_size", "accumulation")
         require(0 <= self.overlap <= 1, f"--overlap {self.overlap} must be between 0 and 1")
         for given, flag in (
             (not self.reshard_after_forward, "--no-reshard-after-forward"),
@@ -326,9 +320,9 @@ class ProbeConfig:
             self.parallel.simulated_ranks is None,
             "--simulated-ranks has no network to measure: leave it out of probe",
         )
-        require(self.megabytes > 0, f"--megabytes {self.megabytes} must be positive")
-        require_at_least("--rounds", self.rounds, 1)
-        require_at_least("--quantized-values", self.quantized_values, 4096)
+        require_positive(self, "megabytes")
+        require_at_least(1, self, "rounds")
+        require_at_least(4096, self, "quantized_values")
 
 
 @cache

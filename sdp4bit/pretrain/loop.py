@@ -58,9 +58,10 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self.timers = Timers(level=self.config.logging.timing_log_level, device=self.ranks.device)
         self._communication = self.model.communication
-        step = SimulatedTrainingStep if isinstance(self.model, SimulatedModel) else TrainingStep
+        simulates = isinstance(self.model, SimulatedModel)
+        step: type[TrainingStep] = SimulatedTrainingStep if simulates else TrainingStep
         self._step_of_model = step(
-            self.model,
+            model=self.model,
             optimizer=self.optimizer,
             loss_scale=self.loss_scale,
             config=self.config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial, wraps
+from functools import wraps
 from typing import TypeVar, cast, get_args, get_type_hints
 
 import tyro
@@ -27,9 +27,21 @@ def require(condition: bool, message: str) -> None:
         raise SettingError(message)
 
 
-def require_at_least(name: str, value: float | None, minimum: float) -> None:
-    """Raise SettingError if there is a value and it is below the minimum."""
-    require(value is None or value >= minimum, f"{name} {value} must be at least {minimum}")
+def require_at_least(minimum: float, settings: object, *names: str) -> None:
+    """Raise SettingError if one of these fields has a value and it is below the minimum."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value < minimum:
+            flag = option_flags(type(settings))[name][0]
+            raise SettingError(f"{flag} {value} must be at least {minimum}")
+
+
+def require_positive(settings: object, *names: str) -> None:
+    """Raise SettingError if one of these fields has a value and it is not positive."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not value > 0:
+            raise SettingError(f"{option_flags(type(settings))[name][0]} {value} must be positive")
 
 
 def option(name: str, *aliases: str) -> object:
@@ -108,14 +120,10 @@ def with_current_names(settings: Mapping[str, object]) -> dict[str, object]:
     return current
 
 
-def _value_of_renamed(settings: object, *, old: str, warn: Callable[[str], str]) -> object:
-    return getattr(settings, warn(old))
-
-
 def renamed_fields(names: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
     """Return a decorator of settings classes: earlier names of fields are taken and shown, deprecated."""
 
-    def warn(old: str) -> str:
+    def current(old: str) -> str:
         warnings.warn(f"{old} is now {names[old]}", DeprecationWarning, stacklevel=3)
         return names[old]
 
@@ -124,11 +132,11 @@ def renamed_fields(names: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
 
         @wraps(construct)
         def accept(self: T, **given: object) -> None:
-            construct(self, **{warn(name) if name in names else name: given[name] for name in given})
+            construct(self, **{current(name) if name in names else name: given[name] for name in given})
 
         settings.__init__ = accept  # type: ignore[assignment]
         for old in names:
-            setattr(settings, old, property(partial(_value_of_renamed, old=old, warn=warn)))
+            setattr(settings, old, property(lambda self, old=old: getattr(self, current(old))))  # type: ignore[misc]
         return settings
 
     return decorate

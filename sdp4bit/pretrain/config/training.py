@@ -7,23 +7,17 @@ from typing import Annotated, Literal
 
 import tyro
 
-from sdp4bit.pretrain.options import RENAMED, option, option_flags, renamed_fields, require, require_at_least
+from sdp4bit.pretrain.options import (
+    RENAMED,
+    option,
+    renamed_fields,
+    require,
+    require_at_least,
+    require_positive,
+)
 
 Precision = Literal["bf16", "fp16", "fp32"]
 ComputeDtype = Literal["auto", "bf16", "fp16", "fp32"]
-
-_COUNTS = (
-    "steps",
-    "micro_batch_size",
-    "global_batch_size",
-    "accumulation",
-    "sequence_length",
-    "eval_interval",
-    "eval_batches",
-    "loss_scale_window",
-    "hysteresis",
-    "exit_interval",
-)
 
 
 @renamed_fields(RENAMED["training"])
@@ -75,10 +69,11 @@ class TrainingConfig:
     """Save and leave after the first step that ends later than this many minutes after the start."""
 
     def __post_init__(self) -> None:
-        flags = option_flags(TrainingConfig)
-        for name in _COUNTS:
-            require_at_least(flags[name][0], getattr(self, name), 1)
-        require_at_least("--exit-duration-in-mins", self.exit_duration_in_mins, 0)
+        require_at_least(1, self, "steps", "micro_batch_size", "global_batch_size", "accumulation")
+        require_at_least(1, self, "sequence_length", "eval_interval", "eval_batches", "exit_interval")
+        require_at_least(1, self, "loss_scale_window", "hysteresis")
+        require_at_least(0, self, "exit_duration_in_mins")
+        require_positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale")
         require(
             self.accumulation is None or self.global_batch_size is None,
             f"--accumulation {self.accumulation} and --global-batch-size {self.global_batch_size} both say "
@@ -107,10 +102,6 @@ class TrainingConfig:
         )
 
     def _check_loss_scale(self) -> None:
-        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
-            value = getattr(self, name)
-            flag = f"--{name.replace('_', '-')}"
-            require(value is None or value > 0, f"{flag} {value} must be positive")
         require(
             self.loss_scale is None or self.param_dtype == "fp16",
             f"--loss-scale {self.loss_scale} has no effect with --param-dtype {self.param_dtype}: leave it "

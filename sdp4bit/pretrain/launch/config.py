@@ -7,7 +7,15 @@ from datetime import timedelta
 from typing import Annotated
 
 from sdp4bit.pretrain.model.cards import Recompute
-from sdp4bit.pretrain.options import RENAMED, SettingError, option, renamed_fields, require, require_at_least
+from sdp4bit.pretrain.options import (
+    RENAMED,
+    SettingError,
+    option,
+    renamed_fields,
+    require,
+    require_at_least,
+    require_positive,
+)
 
 
 @renamed_fields(RENAMED["parallel"])
@@ -38,19 +46,10 @@ class ParallelConfig:
     (selective), or whole blocks (full)."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "nproc_per_node",
-            "ranks_per_node",
-            "simulated_ranks",
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "num_layers_per_virtual_pipeline_stage",
-        ):
-            require_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
-        require(
-            self.distributed_timeout_minutes > 0,
-            f"--distributed-timeout-minutes {self.distributed_timeout_minutes:g} must be positive",
-        )
+        require_at_least(1, self, "nproc_per_node", "ranks_per_node", "simulated_ranks")
+        require_at_least(1, self, "tensor_model_parallel_size", "pipeline_model_parallel_size")
+        require_at_least(1, self, "num_layers_per_virtual_pipeline_stage")
+        require_positive(self, "distributed_timeout_minutes")
         per_stage = self.num_layers_per_virtual_pipeline_stage
         require(
             per_stage is None or self.pipeline_model_parallel_size > 1,

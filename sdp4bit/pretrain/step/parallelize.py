@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,37 +21,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import sdp4bit
 from sdp4bit.collectives.errors import job_timeout, set_timeout
+from sdp4bit.engines.simulated.communication import VirtualCommunication
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.config.training import ComputeDtype, Precision
 from sdp4bit.pretrain.launch.ranks import Ranks
 from sdp4bit.pretrain.model.gpt import GPT, Block
 from sdp4bit.pretrain.model.tensor_parallel import BLOCK_STYLES, VocabularyParallel
 from sdp4bit.pretrain.options import SettingError
-
-
-class Communication(Protocol):
-    """What a run asks of its communication: CommHandle, or what stands for it where ranks are simulated."""
-
-    def stats(self) -> dict[str, Any]:
-        """Return what was sent since the start, and the last measures."""
-        ...
-
-    def group_stats(self) -> list[dict[str, Any]]:
-        """Return the same per parameter group."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a bit-exact resume needs."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state."""
-        ...
-
-    def remove(self) -> None:
-        """Undo what was attached to the model."""
-        ...
-
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _CPU_FEATURES = {torch.bfloat16: "avx512_bf16", torch.float16: "amx_fp16"}
@@ -136,7 +112,7 @@ class ShardedModel:
     stages: list[int]
     """Numbers of the chunks in the pipeline."""
     layout: RankLayout
-    communication: Communication
+    communication: sdp4bit.CommHandle | VirtualCommunication
 
     @property
     def data_parallel_size(self) -> int:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.step.gradients import Gradients
-from sdp4bit.pretrain.step.optimizer import LossScale
-from sdp4bit.pretrain.step.parallelize import ShardedModel
 from sdp4bit.pretrain.step.pipeline import Batch
 from sdp4bit.pretrain.step.simulated_model import SimulatedModel
 from sdp4bit.pretrain.step.training_step import TrainingStep
-from sdp4bit.pretrain.timers import Timers
 
 
 class SimulatedGradients(Gradients):
@@ -41,28 +38,21 @@ def _chunk(tensor: Tensor, *, rank: int, ranks: int) -> Tensor:
     return tensor[min(rank * size, tensor.shape[0]) :][:size]
 
 
+@dataclass(kw_only=True)
 class SimulatedTrainingStep(TrainingStep):
     """Turns the micro batches of all simulated ranks, rank by rank, into an optimizer step."""
 
-    def __init__(
-        self,
-        model: ShardedModel,
-        *,
-        optimizer: torch.optim.Optimizer,
-        loss_scale: LossScale | None,
-        config: PretrainConfig,
-        timers: Timers,
-    ) -> None:
-        assert isinstance(model, SimulatedModel)
-        super().__init__(model, optimizer=optimizer, loss_scale=loss_scale, config=config, timers=timers)
-        self._simulated = model
-        self._gradients = SimulatedGradients(model)
+    model: SimulatedModel
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._gradients = SimulatedGradients(self.model)
         self._evaluated = 0
-        optimizer.register_step_post_hook(lambda *_: model.communication.mark_step())
+        self.optimizer.register_step_post_hook(lambda *_: self.model.communication.mark_step())
 
     def _forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
         """Return the sum of all ranks' losses; the weighted gradients are reduced."""
-        model, ranks = self._simulated, self._simulated.data_parallel_size
+        model, ranks = self.model, self.model.data_parallel_size
         micro_batches = len(batches) // ranks
         total = torch.zeros_like(weight, dtype=torch.float64)
         for rank in range(ranks):
@@ -70,9 +60,9 @@ class SimulatedTrainingStep(TrainingStep):
             with model.random.of_rank(rank):
                 loss_sum, gradients = self._of_rank(own, weight, is_first=rank == 0)
             total += loss_sum
-            with self._timers("simulated-exchange", level=2):
+            with self.timers("simulated-exchange", level=2):
                 model.communication.add_gradients(gradients, rank=rank)
-        with self._timers("simulated-exchange", level=2):
+        with self.timers("simulated-exchange", level=2):
             model.communication.reduce_gradients()
         return total
 
@@ -80,11 +70,11 @@ class SimulatedTrainingStep(TrainingStep):
         self, batches: Sequence[Batch], weight: Tensor, *, is_first: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the sum of one rank's losses, and its weighted gradients as FSDP2 would reduce them."""
-        model, communication = self._simulated.compute, self._simulated.communication
+        model, communication = self.model.compute, self.model.communication
         loss_sum, gradients = torch.zeros_like(weight), dict[str, Tensor]()
         for tokens, targets in batches:
             if is_first:
-                with self._timers("simulated-exchange", level=2):
+                with self.timers("simulated-exchange", level=2):
                     communication.before_forward()
             loss = model(tokens, targets).sum()
             if is_first:
@@ -102,13 +92,13 @@ class SimulatedTrainingStep(TrainingStep):
     def _evaluate(self, batches: list[Batch]) -> Tensor:
         """Return the loss of a batch; the ranks take turns."""
         ((tokens, targets),) = batches
-        is_first = self._evaluated % self._simulated.data_parallel_size == 0
+        is_first = self._evaluated % self.model.data_parallel_size == 0
         self._evaluated += 1
         if is_first:
-            self._simulated.communication.before_forward()
-        loss: Tensor = self._simulated.compute(tokens, targets)
+            self.model.communication.before_forward()
+        loss: Tensor = self.model.compute(tokens, targets)
         if is_first:
-            self._simulated.communication.after_forward()
+            self.model.communication.after_forward()
         return loss.sum()
 
 

@@ -48,16 +48,6 @@ def test_parameter_counts_are_the_papers(card, vocabulary_multiple, billions):
     assert round((count - 2 * gpt.shape.hidden) / 1e9, 4) == billions
 
 
-@pytest.mark.parametrize(("card", "millions"), [("tiny", 4.3), ("125M", 125.3), ("350M", 355.9)])
-def test_small_parameter_counts(card, millions):
-    shape = ModelConfig(model_card=card).shape(
-        vocabulary=4096 if card == "tiny" else 50257, sequence_length=128 if card == "tiny" else 2048
-    )
-    with torch.device("meta"):
-        count = sum(p.numel() for p in GPT(shape).parameters())
-    assert count / 1e6 == pytest.approx(millions, rel=0.02)
-
-
 def test_initial_weights_depend_on_the_seed_alone():
     first, again, other = small_gpt(), small_gpt(), small_gpt(seed=2)
     for name, parameter in first.state_dict().items():

@@ -72,7 +72,7 @@ class Job:
         )
         self.scale = LossScale(config.training) if config.training.param_dtype == "fp16" else None
         self.step = TrainingStep(
-            self.model,
+            model=self.model,
             optimizer=self.optimizer,
             loss_scale=self.scale,
             config=config,
