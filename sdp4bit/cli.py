@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sdp4bit.report.command import ReportConfig
 
 EXIT_SETTING = 2
-_PACKAGES = ("tyro", "rich", "tokenizers", "numpy", "matplotlib", "safetensors", "scipy")
+_PACKAGES = ("tyro", "rich", "tokenizers", "numpy", "matplotlib", "safetensors", "scipy", "jinja2")
 _ABOUT = "4-bit communication for sharded data parallel training."
 
 

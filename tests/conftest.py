@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("tyro", "rich", "matplotlib", "tokenizers", "scipy", "yaml")
+PACKAGES = ("tyro", "rich", "matplotlib", "tokenizers", "scipy", "jinja2", "yaml")
 MISSING = [name for name in PACKAGES if find_spec(name) is None]
 collect_ignore_glob = (
     [
@@ -25,7 +25,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of a few documents; runs keep its tokens in a folder beside it."""
+    """Return a file of a few documents; runs keep its tokens in a folder beside it."""
     from tests.pretrain.tiny_runs import write_text
 
     return write_text(tmp_path_factory.mktemp("text") / "text.txt")
