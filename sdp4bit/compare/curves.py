@@ -33,7 +33,7 @@ class _Strategy:
 
 
 def draw_curves(runs: Sequence[FinishedRun], *, baseline: str | None, path: Path) -> None:
-    """The PNG file shows the losses of every strategy; with a baseline, also the differences to it.
+    """Draw the losses of every strategy into a PNG file; with a baseline, also the differences to it.
 
     Lines are training losses, smoothed, and points validation losses; both are means over the seeds. Bands
     reach from the least to the most of the seeds. A run that diverged is a thin line of its own, with a cross
@@ -170,7 +170,7 @@ def _draw_outcomes(
 
 
 def _limit(axes: Any, runs: Sequence[FinishedRun]) -> None:
-    """The vertical axis fits what comes after the first steep part, of the runs that did not diverge."""
+    """Fit the vertical axis to what comes after the first steep part, of runs that did not diverge."""
     fitting = [run for run in runs if run.diverged_at is None] or list(runs)
     shown = [loss for run in fitting for loss in _later(smoothed(run.losses))]
     shown += [loss for run in fitting for _, loss in run.validation]

@@ -17,7 +17,7 @@ from sdp4bit.pretrain.trainer import TrainingResult, pretrain
 
 
 def demo(config: DemoConfig, *, ranks: Ranks) -> None:
-    """Both runs are done; the folder holds the summary and the curves, and the table is on the console.
+    """Train both runs, write the summary and the curves, and print the table.
 
     A signal ends the demo after the step, with the logs alone.
     """
@@ -44,7 +44,7 @@ def _write_report(out: Path, results: Sequence[TrainingResult], console: Console
 
 
 def print_outcome(results: Sequence[TrainingResult], *, console: Console) -> None:
-    """The two runs stand side by side on the console, with the ratio of what they sent."""
+    """Print the two runs side by side, with the ratio of what they sent."""
     baseline, quantized = results
     table = Table("", "plain FSDP2", "sdp4bit", "difference", title="Bytes are sums over all ranks")
     for name, before, after in (

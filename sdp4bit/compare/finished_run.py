@@ -119,7 +119,7 @@ class RunRecord:
     run: FinishedRun
 
     def write(self, folder: Path) -> None:
-        """The folder holds result.json."""
+        """Write result.json into the folder."""
         content = asdict(self)
         content["run"]["losses"] = [finite(loss) for loss in self.run.losses]
         content["run"]["validation"] = [[step, finite(loss)] for step, loss in self.run.validation]

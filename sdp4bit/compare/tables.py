@@ -35,7 +35,7 @@ class Report:
         return outcomes(self.runs, baseline=self.baseline)
 
     def write(self, out: Path) -> None:
-        """The folder holds summary.json, table.md and curves.png."""
+        """Write summary.json, table.md and curves.png."""
         from sdp4bit.compare.curves import draw_curves  # matplotlib takes a second that only rank 0 spends
 
         write_atomically(out / "summary.json", json.dumps(self.summary(), indent=2, allow_nan=False) + "\n")
@@ -76,7 +76,7 @@ class Report:
                 yield f"{run.name} diverged at step {run.diverged_at}; no mean contains it."
 
     def _unequal_starts(self) -> Iterator[str]:
-        """The first loss is of the initial weights, in full precision with every strategy."""
+        """Yield what is wrong where first losses differ, of initial weights, in full precision always."""
         for seed in dict.fromkeys(run.seed for run in self.runs):
             first, *others = [run for run in self.runs if run.seed == seed and run.losses]
             other = next((run for run in others if not _same(run.losses[0], first.losses[0])), None)
@@ -129,7 +129,7 @@ class Report:
         return [titles, *rows]
 
     def print(self, console: Console) -> None:
-        """The tables and their notes stand on the console."""
+        """Print the tables and their notes."""
         for titles, *rows in (self.loss_table(), self.cost_table()):
             table = Table(*(Column(title, overflow="fold") for title in titles))
             for row in rows:

@@ -269,7 +269,7 @@ def reproduction_text(found: Reproduction) -> str:
 
 
 def draw_sweeps(config: PlanConfig, *, cluster: Cluster, path: Path) -> None:
-    """The PNG file shows the speed-up over both baselines, as planned and with all hidden that can be."""
+    """Draw the speed-up over both baselines into a PNG file, as planned and with all hidden that can be."""
     from matplotlib.figure import Figure  # takes a second
 
     tensor_parallel = config.layout.tensor_parallel

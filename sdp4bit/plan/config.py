@@ -56,14 +56,8 @@ class PlanModelConfig:
             positions=length,
         )
         is_card = (self.layers, self.hidden) == (None, None)
-        return GPTSize(
-            name=self.model_card if is_card else f"{shape.layers} x {shape.hidden}",
-            layers=shape.layers,
-            hidden=shape.hidden,
-            vocabulary=shape.vocabulary,
-            positions=length,
-            flops_per_sequence=shape.flops_per_sample(length),
-        )
+        name = self.model_card if is_card else f"{shape.layers} x {shape.hidden}"
+        return GPTSize.of(shape, name=name, sequence_length=length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,10 +238,6 @@ class PlanConfig:
         if self.communication.names_parts:
             return "custom"
         return self.strategy or DEFAULT_STRATEGY
-
-    def plan(self) -> Plan:
-        """Return the plan; SettingError if the model or its layout does not fit the cluster."""
-        return self.plan_on(self.resolved_cluster())
 
     def resolved_cluster(self) -> Cluster:
         """Return the cluster; SettingError if something is missing."""

@@ -172,7 +172,7 @@ def weight_gather(row_numel: int, *, grid: RankGrid, config: WeightConfig | None
 
 
 def is_full(config: WeightConfig, *, grid: RankGrid) -> bool:
-    """Whether every rank holds every row of the replica."""
+    """Return whether every rank holds every row of the replica."""
     return config.replica == "full" or grid.ranks_per_node == 1
 
 

@@ -31,7 +31,7 @@ class TrainingDivergedError(RuntimeError):
 
 @contextmanager
 def _naming_the_time(when: str) -> Iterator[None]:
-    """Inside the block, errors of the communication say when they happened."""
+    """Let errors of the communication inside the block say when they happened."""
     start = time.monotonic()
     try:
         yield

@@ -91,7 +91,7 @@ def format_bytes(count: float) -> str:
 
 
 def write_atomically(path: Path, content: str) -> None:
-    """The file holds the content; a reader sees the old or the new file, never a part."""
+    """Write a file; a reader sees the old or the new content, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     working = path.with_name(f".{path.name}.{os.getpid()}")
     working.write_text(content, encoding="utf-8")
@@ -111,7 +111,7 @@ class MetricsWriter:
         validation_due: bool = False,
         console: Console | None = None,
     ) -> None:
-        """Files of an earlier part of the run are continued: what they say of later steps is taken away.
+        """Open the outputs; files of an earlier part of the run lose what they say of later steps.
 
         Args:
             first_step: steps that have been done.
@@ -143,7 +143,7 @@ class MetricsWriter:
             self._progress.start()
 
     def close(self) -> None:
-        """All files are complete and the progress bar is gone."""
+        """Complete all files and remove the progress bar."""
         if self._progress is not None:
             self._progress.stop()
         if self._lines is not None:
@@ -154,7 +154,7 @@ class MetricsWriter:
             self._wandb.finish()
 
     def log_step(self, metrics: StepMetrics) -> None:
-        """The step is in all outputs; plain lines only every log interval, with the means since the last."""
+        """Write a step to all outputs; print a line every log interval, with the means since the last."""
         self._write("train", metrics)
         self._since_line.append(metrics)
         if self._progress is not None and self._task is not None:
@@ -166,7 +166,7 @@ class MetricsWriter:
             self._since_line.clear()
 
     def log_communication(self, metrics: CommunicationMetrics) -> None:
-        """The measures of all parameter groups are in all outputs, but not on the console."""
+        """Write the measures of all parameter groups to all outputs but the console."""
         groups = [_finite(group) for group in metrics.groups]
         self._write_line("communication", {"step": metrics.step, "groups": groups})
         for group in groups:
@@ -174,14 +174,14 @@ class MetricsWriter:
             self._write_scalars("communication", numbers, step=metrics.step)
 
     def log_alert(self, step: int, group: str, message: str, **numbers: float | None) -> None:
-        """The alert is in all outputs and stands on the console; the numbers say what it is about."""
+        """Write an alert to all outputs and print it; the numbers say what it is about."""
         finite = _finite(numbers)
         self._write_line("alert", {"step": step, "group": group, "message": message, **finite})
         self._write_scalars("alert", {f"{group}/{name}": v for name, v in finite.items()}, step=step)
         self.say(f"step {step}/{self._steps}  alert  {group}: {message}")
 
     def log_timings(self, milliseconds: Mapping[str, tuple[float, float]]) -> None:
-        """A line says where the time went: per part the least and the most of all ranks."""
+        """Print where the time went: per part the least and the most of all ranks."""
         if milliseconds:
             parts = ", ".join(
                 f"{name} {least:.1f}-{most:.1f}" for name, (least, most) in milliseconds.items()
@@ -191,12 +191,12 @@ class MetricsWriter:
     def log_validation(
         self, metrics: ValidationMetrics, *, event: Literal["validation", "test"] = "validation"
     ) -> None:
-        """The validation, or the test after the last step, is in all outputs."""
+        """Write a validation, or the test after the last step, to all outputs, and print it."""
         self._write(event, metrics)
         self.say(f"step {metrics.step}/{self._steps}  {event} loss {metrics.loss:.4f}")
 
     def say(self, message: str) -> None:
-        """A line stands on the console, above the progress bar if there is one."""
+        """Print a line, above the progress bar if there is one."""
         self._console.print(f"{self._description}: {message}", highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, last: StepMetrics) -> str:

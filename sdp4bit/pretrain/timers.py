@@ -27,7 +27,7 @@ class Timers:
 
     @contextmanager
     def __call__(self, name: str, *, level: int) -> Iterator[None]:
-        """The duration of the block is added to that of its name."""
+        """Add the duration of the block to that of its name."""
         if level > self._level:
             yield
             return
@@ -38,7 +38,7 @@ class Timers:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def count_step(self) -> None:
-        """The timed parts belong to one step more."""
+        """Count one step more, to which the timed parts belong."""
         self._steps += 1
 
     def summarize(self) -> dict[str, tuple[float, float]]:

@@ -233,7 +233,7 @@ def _add(run: Run, event: dict[str, Any], where: str) -> None:
 
 
 def _forget_after(run: Run, step: int) -> None:
-    """What the run says of later steps is gone; what it says of this one is about to be said again."""
+    """Forget what the run says of later steps, and of this one, which is about to be said again."""
     per_step: tuple[dict[int, Any], ...] = (run.train, run.validation, run.test, run.groups)
     for entries in per_step:
         for later in [s for s in entries if s > step]:

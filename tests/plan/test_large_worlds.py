@@ -254,7 +254,7 @@ class Even(Blocks):
 
 
 def cost_per_parameter(model: Blocks, *, grid: RankGrid, least_padding: bool) -> float:
-    """Bytes that a node sends per parameter, over the share of the values that others own."""
+    """Return the bytes that a node sends per parameter, over the share of the values that others own."""
     config = replace(DEFAULT, gradients=GradientConfig(min_numel=0))
     measured = measure(model, grid=grid, config=config, least_padding=least_padding)
     measured.assert_equal()

@@ -43,7 +43,7 @@ def loading(run: PretrainConfig, path: Path) -> PretrainConfig:
 
 
 def tampered(folder: Path, name: str, tamper: Callable[[Path], None]) -> Path:
-    """A copy of the run's checkpoint is there, changed, with a manifest that fits."""
+    """Return a changed copy of the run's checkpoint, with a manifest that fits."""
     path = folder / name / "step-00000002"
     if dist.get_rank() == 0:
         shutil.copytree(folder / "saved" / "step-00000002", path)

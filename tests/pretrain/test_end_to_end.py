@@ -40,7 +40,7 @@ def make_corpus(folder: Path) -> list[str]:
 
 
 def kill_a_rank(arguments: list[str], *, log: Path, step: int) -> None:
-    """A run has ended because one of its ranks got SIGKILL, some time after the step."""
+    """Run a command and kill one of its ranks some time after the step."""
     with subprocess.Popen(
         [sys.executable, "-m", "sdp4bit", *arguments],
         stdout=subprocess.DEVNULL,

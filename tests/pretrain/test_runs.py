@@ -144,7 +144,7 @@ def compare_here(config: CompareConfig) -> list[FinishedRun]:
 
 
 def compare_in_parts(config: CompareConfig) -> tuple[list[str], str]:
-    """One seed, then two of which one is there, then other settings in the same folder."""
+    """Train one seed, then two of which one is there, then with other settings in the same folder."""
     compare_here(replace(config, seeds="1"))
     compare_here(config)
     names = [run.name for run in compare_here(config)]

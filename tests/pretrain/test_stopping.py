@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def reasons(rank: int) -> list[str | None]:
-    """Only rank 1 has a limit or gets a signal; every rank has to learn of it."""
+    """Return what each rank learns of a limit or a signal that only rank 1 has."""
     limited = TrainingConfig(exit_interval=2) if rank == 1 else TrainingConfig()
     stops = StopRequests(limited, device=CPU)
     found = [stops.after_step(step) for step in (1, 2, 3)]

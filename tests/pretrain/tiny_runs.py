@@ -37,7 +37,7 @@ SOURCES = (
 
 
 def write_text(path: Path) -> Path:
-    """A file of a few documents is at the path, which is returned."""
+    """Write a file of a few documents, and return its path."""
     library = Path(json.__file__).parent.parent
     path.write_text(
         END_OF_TEXT.join((library / f"{name}.py").read_text("utf-8") for name in SOURCES), "utf-8"

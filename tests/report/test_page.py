@@ -51,7 +51,7 @@ document.body.append(place);
 
 
 def browse(page, tmp_path, *, script=None, width=1200):
-    """The page as it is after its script and, in a copy without the policy against it, another one."""
+    """Return the page after its script and, in a copy without the policy against it, another one."""
     if script is not None:
         text, policies = re.subn(r"<meta http-equiv[^>]*>", "", page.read_text())
         assert policies == 1

@@ -201,7 +201,7 @@ class PretrainConfig:
         _ = self.model_shape, self.quantization
 
     def check_layout(self, world_size: int) -> None:
-        """The ranks, the model and the batch are known to fit together; SettingError otherwise."""
+        """Raise SettingError unless the ranks, the model and the batch fit together."""
         self.parallel.check_world(world_size)
         shape = self.model_shape
         self.parallel.check_model(

@@ -1,4 +1,4 @@
-"""All ranks run with the same settings and versions, or all raise the same error."""
+"""Whether all ranks run with the same settings and versions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHOWN = 5
 
 
 def check_same_settings(config: PretrainConfig) -> None:
-    """All ranks are known to have the same versions and the same settings; called on every rank.
+    """Check that all ranks have the same versions and the same settings; called on every rank.
 
     Raises:
         SettingError: the same on all ranks, with what differs and where.

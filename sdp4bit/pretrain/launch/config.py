@@ -92,7 +92,7 @@ class ParallelConfig:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     def check_world(self, world_size: int) -> None:
-        """Nodes and model-parallel ranks are known to divide the world; SettingError otherwise."""
+        """Raise SettingError unless nodes and model-parallel ranks divide the world."""
         if self.simulated_ranks is not None:
             require(
                 world_size == 1,
@@ -116,7 +116,7 @@ class ParallelConfig:
             )
 
     def check_model(self, *, layers: int, heads: int, vocabulary: int, micro_batches: int) -> None:
-        """A model of these sizes can be laid out like this; SettingError otherwise."""
+        """Raise SettingError unless a model of these sizes can be laid out like this."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         for what, size in (("attention heads", heads), ("rows of the vocabulary", vocabulary)):
             require(

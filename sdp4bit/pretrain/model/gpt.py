@@ -216,7 +216,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int) -> None:
-        """Every parameter has its initial value, the same bits however the model is laid out over ranks.
+        """Give every parameter its initial value, the same bits however the model is laid out over ranks.
 
         GPT-2's scheme: normal with deviation 0.02, divided by sqrt(2 * layers) for the projections that end
         in the residual stream; biases 0, norms 1.
@@ -264,7 +264,7 @@ def _held(parameter: Tensor) -> tuple[range, range]:
 def _fill_normal(
     local: Tensor, *, rows: range, columns: range, shape: tuple[int, ...], std: float, key: str
 ) -> None:
-    """These rows and columns of a normal matrix of the given shape are in `local`.
+    """Fill `local` with these rows and columns of a normal matrix of the given shape.
 
     Rows come in blocks with a generator of their own, so that a rank computes only blocks it has a part of.
     """

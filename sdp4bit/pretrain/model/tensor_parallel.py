@@ -179,7 +179,7 @@ def summed_cross_entropy(
 
 @contextmanager
 def random_numbers_of_rank(tensor_rank: int, *, device: torch.device) -> Iterator[None]:
-    """Inside, each tensor-parallel rank draws other numbers; outside, all draw the same again.
+    """Let each tensor-parallel rank draw other numbers inside; outside, all draw the same again.
 
     The numbers follow from the generator of the CPU, so recomputation and resumed runs repeat them.
     """

@@ -39,7 +39,7 @@ class Gradients:
         ]
 
     def add_tied(self) -> None:
-        """The first and the last stage both hold the sum of their gradients of the token embedding.
+        """Sum the gradients of the token embedding that the first and the last stage hold.
 
         One exchange in full precision between the two; adding two numbers gives both the same bits.
         """
@@ -73,7 +73,7 @@ class Gradients:
         return squares
 
     def clip(self, norm: Tensor, *, largest: float, divisor: float = 1.0) -> None:
-        """The gradients are divided by the divisor, and their norm is at most the largest one (0: any).
+        """Divide the gradients by the divisor, and scale them to at most the largest norm (0: any).
 
         Args:
             norm: of the gradients after the division.
@@ -89,5 +89,5 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _is_split(parameter: nn.Parameter) -> bool:
-    """Whether tensor-parallel ranks hold different parts."""
+    """Return whether tensor-parallel ranks hold different parts."""
     return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())

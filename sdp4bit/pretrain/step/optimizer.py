@@ -61,7 +61,7 @@ def learning_rate_at(step: int, *, config: OptimizerConfig, peak: float, steps: 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """The next step of the optimizer uses this rate."""
+    """Set the rate of the next step of the optimizer."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
@@ -84,7 +84,7 @@ class LossScale:
         self._overflows_left = config.hysteresis
 
     def update(self, *, overflow: bool) -> None:
-        """The scale is that of the next step.
+        """Adapt the scale for the next step.
 
         As in Megatron, overflows count towards the hysteresis until the scale grows: once it is used up, each
         further one halves the scale.
@@ -114,7 +114,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """The scale continues; a scale that is given as an option stays what it is."""
+        """Continue from a state; a scale that is given as an option stays what it is."""
         if self._config.loss_scale is None:
             self.value = float(state_dict["value"])
         self.skipped = int(state_dict["skipped"])

@@ -125,12 +125,12 @@ class ShardedModel:
         return {}
 
     def train(self, mode: bool = True) -> None:
-        """Dropout acts, or not."""
+        """Switch dropout on or off."""
         for chunk in self.chunks:
             chunk.train(mode)
 
     def reshard(self) -> None:
-        """Gathered weights are freed; a root keeps them after a forward that no backward follows."""
+        """Free gathered weights, which a root keeps after a forward that no backward follows."""
         for chunk in self.chunks:
             cast(FSDPModule, chunk).reshard()
 
@@ -248,7 +248,7 @@ def _shard_chunk(config: PretrainConfig, *, layers: range, layout: RankLayout) -
 
 
 def _split_tensors(model: GPT, mesh: DeviceMesh) -> None:
-    """The matrices of a model without memory are split over the ranks of the mesh."""
+    """Split the matrices of a model without memory over the ranks of the mesh."""
     if model.token_embedding is not None:
         parallelize_module(model, mesh, {"token_embedding": VocabularyParallel()})
     for block in model.blocks.values():

@@ -35,7 +35,7 @@ class SimulatedRandom:
 
     @contextmanager
     def of_rank(self, rank: int) -> Iterator[None]:
-        """Random numbers inside the block are the rank's next ones."""
+        """Draw the rank's next random numbers inside the block."""
         self._generators.load_state_dict(self._states[rank])
         yield
         self._states[rank] = self._generators.state_dict()
@@ -45,7 +45,7 @@ class SimulatedRandom:
         return {name: torch.stack([state[name] for state in self._states]) for name in self._states[0]}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """The ranks' random numbers continue from these states."""
+        """Continue the ranks' random numbers from these states."""
         self._states = [
             {name: stacked[rank].clone() for name, stacked in state_dict.items()}
             for rank in range(len(self._states))
@@ -67,11 +67,11 @@ class SimulatedModel(ShardedModel):
         return self.communication.layout.size
 
     def train(self, mode: bool = True) -> None:
-        """Dropout acts, or not."""
+        """Switch dropout on or off."""
         self.compute.train(mode)
 
     def reshard(self) -> None:
-        """What the ranks' roots have gathered counts as freed."""
+        """Count what the ranks' roots have gathered as freed."""
         self.communication.reshard()
 
     def describe_layout(self) -> str:

@@ -103,7 +103,7 @@ class SimulatedTrainingStep(TrainingStep):
 
 
 def _accumulate(model: torch.nn.Module, gradients: dict[str, Tensor]) -> None:
-    """The gradients of a micro batch are added in fp32 and gone from the model."""
+    """Add the gradients of a micro batch in fp32, and take them from the model."""
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue

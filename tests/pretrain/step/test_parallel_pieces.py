@@ -168,7 +168,7 @@ def test_worlds_that_the_layout_does_not_fill_are_refused():
 
 
 def check_split_loss() -> None:
-    """The loss over a split vocabulary, its gradient, and targets that do not count."""
+    """Check the loss over a split vocabulary, its gradient, and targets that do not count."""
     rank, group = dist.get_rank(), dist.group.WORLD
     generator = torch.Generator().manual_seed(5)
     logits = (50 * torch.randn(40, 12, generator=generator)).requires_grad_()
@@ -198,7 +198,7 @@ def check_random_numbers() -> None:
 
 
 def check_dropout(text: Path) -> None:
-    """Tensor-parallel ranks see one residual stream; data ranks and stages drop differently."""
+    """Check that tensor-parallel ranks see one residual stream; data ranks and stages drop differently."""
     results: dict[str, Any] = {}
     for name, options in {
         "none": {"tensor_model_parallel_size": 2},

@@ -23,7 +23,7 @@ SHORT = {"steps": 4, "eval_interval": 4, "eval_batches": 1}
 
 
 def saving(text: Path, folder: Path, **options: Any) -> PretrainConfig:
-    """A run of 4 steps with dropout and quantized communication, saved after each second."""
+    """Return a run of 4 steps with dropout and quantized communication, saved after each second."""
     settings = {"dropout": 0.2, "strategy": "sdp4bit", "ranks_per_node": 1, "precision": "bf16"}
     config = laid_out(text, **{**settings, **SHORT, **options})
     return replace(config, checkpoint=CheckpointConfig(save=folder, save_interval=SAVED_AT))
