@@ -22,7 +22,7 @@ from sdp4bit.plan.paper import (
     Reproduction,
 )
 from sdp4bit.plan.step import Cluster, Plan, StepCost, at_bandwidth
-from sdp4bit.pretrain.metrics import format_bytes
+from sdp4bit.pretrain.metrics import format_bytes, save_figure
 
 NOTABLE_PADDING = 1.05
 BANDWIDTHS = 49
@@ -303,10 +303,7 @@ def draw_sweeps(config: PlanConfig, *, cluster: Cluster, path: Path) -> None:
     right.legend(frameon=False, fontsize=9)
     nodes = f"{cluster.nodes} nodes of {cluster.devices_per_node} devices"
     figure.suptitle(f"{config.strategy_name}, {config.size().name} on {cluster.name}, {nodes} (a model)")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    working = path.with_name(f".{path.name}")
-    figure.savefig(working, format="png", dpi=100)
-    working.replace(path)
+    save_figure(figure, path, dpi=100)
 
 
 def _draw(axes: Any, positions: Any, plans: list[Plan], *, style: str, name: str) -> None:

@@ -6,11 +6,12 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+import numpy as np
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -24,7 +25,11 @@ from rich.progress import (
 from sdp4bit.pretrain.config.pretrain import LoggingConfig
 from sdp4bit.pretrain.options import SettingError
 
+WINDOW_SHARE = 20
+"""Smoothed values are means over the values divided by this."""
+
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from torch.utils.tensorboard import SummaryWriter
 
 
@@ -95,6 +100,31 @@ def write_atomically(path: Path, content: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     working = path.with_name(f".{path.name}.{os.getpid()}")
     working.write_text(content, encoding="utf-8")
+    working.replace(path)
+
+
+def smoothed(numbers: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Return the mean over a twentieth of the values around each, narrower at the ends.
+
+    Values that are not finite are left out, and NaN in the result.
+    """
+    values = np.asarray(numbers, dtype=np.float64)
+    half = max(1, len(values) // (2 * WINDOW_SHARE))
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    first = np.maximum(np.arange(len(values)) - half, 0)
+    last = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    count = counts[last] - counts[first]
+    means = (sums[last] - sums[first]) / np.maximum(count, 1)
+    return np.where(finite & (count > 0), means, math.nan)
+
+
+def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:
+    """Write a picture as PNG; a reader sees the old or the new file, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    working = path.with_name(f".{path.name}")
+    figure.savefig(working, format="png", dpi=dpi)
     working.replace(path)
 
 

@@ -14,7 +14,8 @@ import jinja2
 from markupsafe import Markup
 
 import sdp4bit
-from sdp4bit.report.charts import PLOTS, WINDOW_SHARE, Plot, short
+from sdp4bit.pretrain.metrics import WINDOW_SHARE
+from sdp4bit.report.charts import PLOTS, Plot, short
 from sdp4bit.report.runs import Alert, Run
 from sdp4bit.report.summary import fact_rows, seed_rows, setting_rows, summary_rows
 

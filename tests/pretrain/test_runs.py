@@ -9,6 +9,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from sdp4bit.compare.config import DEMO_PROCESSES, CompareConfig, DemoConfig
 from sdp4bit.compare.finished_run import FinishedRun
 from sdp4bit.compare.run import compare
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
+from sdp4bit.pretrain.config.communication import ReliabilityConfig
 from sdp4bit.pretrain.config.pretrain import ModelConfig, OptimizerConfig, PretrainConfig
 from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.options import SettingError
@@ -57,6 +59,22 @@ def test_the_command_line_trains_on_four_processes(text, tmp_path):
     assert "sdp4bit: step 8/8  validation loss" in done.stdout
     assert json.loads((tmp_path / "config.json").read_text())["strategy"] == "sdp4bit"
     assert any((tmp_path / "tensorboard").iterdir())
+
+
+def test_alerts_are_in_the_metrics(text, tmp_path):
+    config = small(text, tmp_path / "out")
+    config = replace(
+        config,
+        training=replace(config.training, steps=4),
+        logging=replace(config.logging, telemetry_interval=2),
+        reliability=ReliabilityConfig(audit_interval=2, alerts="ladder", alert_gradient_error=0.004),
+    )
+    run_ranks(train_here, 2, config)
+    alerts = [line for line in read_log(tmp_path / "out") if line["event"] == "alert"]
+    moved = [line for line in alerts if "gradients int8 -> full precision" in line["message"]]
+    assert moved and moved[0]["step"] == 2  # one node of 2 ranks: there is no hop of 4 bits
+    for line in moved:
+        assert line["message"].startswith("gradient error ") and line["value"] > line["threshold"]
 
 
 @pytest.mark.slow
@@ -139,6 +157,19 @@ def test_the_same_training_on_any_number_of_ranks(text, tmp_path):
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
 
 
+def comparison(text: Path, folder: Path, *, steps: int, **changes: Any) -> CompareConfig:
+    """Return a comparison of runs of one layer on nodes of one rank."""
+    base = small(text, folder)
+    settings: dict[str, Any] = {"data": base.data, "optimizer": base.optimizer, **changes}
+    return CompareConfig(
+        out=folder / "out",
+        model=ModelConfig(layers=1, hidden=64, heads=2),
+        training=replace(base.training, steps=steps, accumulation=1),
+        parallel=ParallelConfig(ranks_per_node=1),
+        **settings,
+    )
+
+
 def compare_here(config: CompareConfig) -> list[FinishedRun]:
     return compare(config, ranks=this_rank())
 
@@ -154,18 +185,8 @@ def compare_in_parts(config: CompareConfig) -> tuple[list[str], str]:
 
 
 def test_compare_writes_summary_table_and_curves(text, tmp_path):
-    base = small(text, tmp_path)
     variant = "sdp4bit:wq-group-size=64"
-    config = CompareConfig(
-        strategies=f"baseline,qw,{variant}",
-        seeds="1,2",
-        out=tmp_path / "out",
-        model=ModelConfig(layers=1, hidden=64, heads=2),
-        data=base.data,
-        training=replace(base.training, steps=3, accumulation=1),
-        optimizer=base.optimizer,
-        parallel=ParallelConfig(ranks_per_node=1),
-    )
+    config = comparison(text, tmp_path, steps=3, strategies=f"baseline,qw,{variant}", seeds="1,2")
     answers = run_ranks(compare_in_parts, 2, config, timeout=250)
     names = [f"{strategy}, seed {seed}" for seed in (1, 2) for strategy in ("baseline", "qw", variant)]
     assert answers[0] == answers[1]
@@ -195,16 +216,8 @@ def test_compare_writes_summary_table_and_curves(text, tmp_path):
 
 
 def test_runs_that_diverge_do_not_end_a_comparison(text, tmp_path):
-    base = small(text, tmp_path)
-    config = CompareConfig(
-        strategies="baseline,qwd",
-        out=tmp_path / "out",
-        model=ModelConfig(layers=1, hidden=64, heads=2),
-        data=base.data,
-        training=replace(base.training, steps=4, accumulation=1),
-        optimizer=OptimizerConfig(learning_rate=1e30, clip_grad=0),
-        parallel=ParallelConfig(ranks_per_node=1),
-    )
+    wild = OptimizerConfig(learning_rate=1e30, clip_grad=0)
+    config = comparison(text, tmp_path, steps=4, strategies="baseline,qwd", optimizer=wild)
     runs, others = run_ranks(compare_here, 2, config, timeout=250)
     assert [run.strategy for run in runs] == ["baseline", "qwd"]
     assert [run.diverged_at for run in runs] == [run.diverged_at for run in others] != [None, None]

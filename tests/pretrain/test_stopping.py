@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -24,7 +23,7 @@ from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.stopping import StopRequests
 from sdp4bit.pretrain.timers import Timers
-from tests.pretrain.tiny_runs import losses, read_log, small, train_here
+from tests.pretrain.tiny_runs import command_after, losses, read_log, small, train_here
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -103,21 +102,9 @@ def test_a_signal_to_the_command_saves_and_leaves(number, text, tmp_path):
         f"--out {tmp_path / 'run'} --save {tmp_path / 'checkpoints'}"
     )
     log = tmp_path / "run" / "metrics.jsonl"
-    with subprocess.Popen(
-        [sys.executable, "-m", "sdp4bit", *command.split()],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
-        deadline = time.monotonic() + 120
-        while not (log.is_file() and log.read_text().count("\n") > 2):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
+    with command_after(3, *command.split(), log=log) as process:
         process.send_signal(number)
-        try:
-            output, _ = process.communicate(timeout=90)
-        finally:
-            process.kill()
+        output, _ = process.communicate(timeout=90)
     assert process.returncode == 0
     assert f"because of {number.name}; saved in" in output
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sdp4bit import SDP4BitConfig
+from sdp4bit import AlertConfig, AuditConfig, SDP4BitConfig
 from sdp4bit.cli import COMMANDS, main
 from sdp4bit.pretrain.config.communication import STRATEGIES, CommunicationConfig
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
@@ -76,6 +76,18 @@ def test_a_strategy_with_details_changed():
     assert (config.weights, config.gradients) == (None, expected)
 
 
+def test_options_of_reliability_become_the_library_s_settings():
+    nothing = pretrain_config().quantization
+    assert nothing.audit == AuditConfig() and nothing.alerts is None
+    assert pretrain_config("--audit-interval", "0").quantization.audit is None
+    given = pretrain_config(
+        *("--audit-interval", "7", "--audit-on-mismatch", "resync", "--alerts", "ladder"),
+        *("--alert-gradient-error", "0.5", "--alert-calm-samples", "3"),
+    ).quantization
+    assert given.audit == AuditConfig(interval=7, on_mismatch="resync")
+    assert given.alerts == AlertConfig(action="ladder", gradient_error=0.5, calm_samples=3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -91,6 +103,13 @@ def test_a_strategy_with_details_changed():
         (["--max-position-embeddings", "64"], "--max-position-embeddings 64 is less than the 128 tokens"),
         (["--lr", "1e-3", "--min-lr", "1e-2"], "--min-lr 0.01 is above the peak of 0.001"),
         (["--wandb-exp-name", "x"], "--wandb-exp-name has no effect without --wandb-project"),
+        (["--audit-interval", "-1"], "audit.interval=-1 must be an integer of at least 1"),
+        (["--audit-interval", "0", "--audit-on-mismatch", "resync"], "--audit-on-mismatch has no effect"),
+        (["--alert-weight-drift", "0.1"], "--alert-weight-drift has no effect without --alerts warn"),
+        (["--alerts", "warn", "--alert-calm-samples", "2"], "has no effect without --alerts ladder"),
+        (["--alerts", "warn", "--alert-weight-error", "0"], "alerts.weight_error=0.0 must be a positive"),
+        (["--alerts", "warn", "--telemetry-interval", "0"], "alerts look at what telemetry measures"),
+        (["--alerts", "warn", "--strategy", "baseline"], "alerts have nothing to watch"),
     ],
 )
 def test_contradictions_are_one_line_and_exit_code_2(arguments, message, capsys):
