@@ -152,7 +152,7 @@ def _markdown_table(table: Sequence[Sequence[str]]) -> str:
 
 def _strategy_member(outcome: StrategyOutcome) -> dict[str, Any]:
     difference = outcome.difference
-    member: dict[str, Any] = {
+    return {
         "seeds": list(outcome.seeds),
         "diverged": {str(seed): step for seed, step in outcome.diverged.items()},
         "val_loss_mean": outcome.validation_loss,
@@ -161,20 +161,14 @@ def _strategy_member(outcome: StrategyOutcome) -> dict[str, Any]:
         "intra_bytes_per_step": outcome.intra_bytes_per_step,
         "inter_bytes_per_step": outcome.inter_bytes_per_step,
         "seconds_mean": outcome.seconds,
+        "difference_to_baseline": difference and difference.mean,
+        "difference_to_baseline_interval": difference and difference.interval,
+        "difference_to_baseline_by_seed": difference and difference.by_seed,
+        "difference_to_baseline_percent": difference and difference.mean_percent,
+        "difference_to_baseline_percent_interval": difference and difference.percent_interval,
+        "difference_to_baseline_percent_by_seed": difference and difference.percent_by_seed,
+        "verdict": difference and difference.verdict,
     }
-    for unit in ("", "_percent"):
-        for what in ("", "_interval", "_by_seed"):
-            member[f"difference_to_baseline{unit}{what}"] = None
-    if difference is not None:
-        member |= {
-            "difference_to_baseline": difference.mean,
-            "difference_to_baseline_interval": difference.interval,
-            "difference_to_baseline_by_seed": difference.by_seed,
-            "difference_to_baseline_percent": difference.mean_percent,
-            "difference_to_baseline_percent_interval": difference.percent_interval,
-            "difference_to_baseline_percent_by_seed": difference.percent_by_seed,
-        }
-    return member | {"verdict": None if difference is None else difference.verdict}
 
 
 def _run_member(run: FinishedRun) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def test_a_sweep_is_drawn(capsys: Capture, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--tp", "3"), "cannot be divided by 3"),
-        (("--tp", "2", "--pp", "48"), "2.7B"),
+        (("--preset", "2.7B", "--pp", "5"), "layers of 2.7B, 32, cannot be divided by 5"),
         (("--overlap", "1.5"), "--overlap 1.5 must be between 0 and 1"),
         (("--efficiency", "0"), "--efficiency 0.0 must be above 0"),
         (("--nodes", "0"), "--nodes 0 must be at least 1"),
@@ -173,8 +173,6 @@ def test_a_sweep_is_drawn(capsys: Capture, tmp_path: Path) -> None:
 def test_wrong_settings_are_refused_in_one_line(
     capsys: Capture, arguments: tuple[str, ...], message: str
 ) -> None:
-    if message == "2.7B":
-        arguments, message = ("--preset", message, "--pp", "5"), "layers of 2.7B, 32, cannot be divided by 5"
     assert message in refusal(capsys, *arguments)
 
 

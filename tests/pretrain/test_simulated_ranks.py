@@ -55,6 +55,16 @@ def measured(out: Path) -> list[dict[str, Any]]:
     return [{name: line[name] for name in MEASURED if name in line} for line in read_log(out)]
 
 
+def assert_repeated_alone(configs: list[PretrainConfig], *, ranks: int) -> list[PretrainConfig]:
+    """Train real ranks, then the same in one process, whose configs are returned; all measures are equal."""
+    run_ranks(train_here, ranks, *configs)
+    alone = [simulated(config, ranks=ranks) for config in configs]
+    run_ranks(train_here, 1, *alone)
+    for real, one in zip(configs, alone, strict=True):
+        assert measured(one.logging.out) == measured(real.logging.out)
+    return alone
+
+
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a checkpoint; parameters and what the optimizer keeps of them are whole."""
     with one_rank():
@@ -97,13 +107,8 @@ def four_ranks(text: Path, folder: Path) -> list[PretrainConfig]:
 def test_runs_of_four_ranks_are_repeated_bit_for_bit(text: Path, tmp_path: Path) -> None:
     """With accumulation and dropout: losses, norms, bytes; main weights, optimizer states and replicas."""
     configs = four_ranks(text, tmp_path)
-    run_ranks(train_here, 4, *configs)
-    alone = [simulated(config, ranks=4) for config in configs]
-    run_ranks(train_here, 1, *alone)
-    for real, one in zip(configs, alone, strict=True):
-        expected = measured(real.logging.out)
-        assert len(expected) == 8
-        assert measured(one.logging.out) == expected
+    alone = assert_repeated_alone(configs, ranks=4)
+    assert all(len(measured(config.logging.out)) == 8 for config in configs)
     real_save, simulated_save = configs[0].checkpoint.save, alone[0].checkpoint.save
     assert real_save is not None and simulated_save is not None
     for step in ("step-00000003", "step-00000006"):
@@ -139,12 +144,7 @@ def test_runs_of_two_ranks_with_full_precision_sums_are_repeated_bit_for_bit(
     text: Path, tmp_path: Path
 ) -> None:
     """Plain FSDP2; weights alone; fp16 with steps that are skipped, and quantization that starts later."""
-    configs = two_ranks(text, tmp_path)
-    run_ranks(train_here, 2, *configs)
-    alone = [simulated(config, ranks=2) for config in configs]
-    run_ranks(train_here, 1, *alone)
-    for real, one in zip(configs, alone, strict=True):
-        assert measured(one.logging.out) == measured(real.logging.out)
+    assert_repeated_alone(two_ranks(text, tmp_path), ranks=2)
 
 
 def rows_of_fsdp(config: PretrainConfig) -> list[tuple[str, int, list[tuple[str, int, int]]]]:

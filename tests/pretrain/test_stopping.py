@@ -29,8 +29,9 @@ from tests.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
-def reasons(rank: int) -> list[str | None]:
+def reasons() -> list[str | None]:
     """Return what each rank learns of a limit or a signal that only rank 1 has."""
+    rank = torch.distributed.get_rank()
     limited = TrainingConfig(exit_interval=2) if rank == 1 else TrainingConfig()
     stops = StopRequests(limited, device=CPU)
     found = [stops.after_step(step) for step in (1, 2, 3)]
@@ -58,16 +59,12 @@ def reasons(rank: int) -> list[str | None]:
 
 
 def test_one_rank_s_reason_to_leave_is_every_rank_s():
-    outcomes = run_ranks(reasons_of_this_rank, 2, timeout=60)
+    outcomes = run_ranks(reasons, 2, timeout=60)
     assert [found[0] for found in outcomes] == [None, None]
     assert all(found[1] is not None and found[1].startswith("--exit-interval") for found in outcomes)
     assert [found[2] for found in outcomes] == [None, None]
     assert all(found[3].startswith("--exit-duration-in-mins") for found in outcomes)
     assert [found[4:] for found in outcomes] == [[None, "SIGUSR1", "SIGUSR1", None]] * 2
-
-
-def reasons_of_this_rank() -> list[str | None]:
-    return reasons(torch.distributed.get_rank())
 
 
 def test_a_run_left_at_an_interval_resumes_to_the_same_losses(text, tmp_path):

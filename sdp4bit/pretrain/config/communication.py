@@ -33,15 +33,11 @@ _WEIGHTS = {
     "replica": "replica",
 }
 _GRADIENTS = {
-    "inter_bits": "inter_bits",
-    "inter_group_size": "inter_group_size",
-    "intra_bits": "intra_bits",
-    "intra_group_size": "intra_group_size",
-    "intra_rounding": "intra_rounding",
-    "inter_rounding": "inter_rounding",
-    "pipeline_chunks": "pipeline_chunks",
-    "start_step": "start_step",
-    "min_numel": "min_numel",
+    name: name
+    for name in (
+        *("inter_bits", "inter_group_size", "intra_bits", "intra_group_size"),
+        *("intra_rounding", "inter_rounding", "pipeline_chunks", "start_step", "min_numel"),
+    )
 }
 _GRADIENT_SWITCHES = {"hadamard_transform": "hadamard", "hadamard_random_signs": "random_signs"}
 """Of the gradients too, but False where the others are None when not given."""

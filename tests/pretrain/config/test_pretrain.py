@@ -57,7 +57,10 @@ def test_vocabulary_is_padded_to_a_multiple_of_128():
         (lambda: DataConfig(validation_fraction=0.0), "--validation-fraction 0.0"),
         (lambda: TrainingConfig(steps=0), "--train-iters 0 must be at least 1"),
         (lambda: TrainingConfig(micro_batch_size=0), "--micro-batch-size 0"),
-        (lambda: TrainingConfig(precision="fp32", compute_dtype="bf16"), "--compute-dtype bf16 needs"),
+        (
+            lambda: TrainingConfig(precision="fp32", compute_dtype="bf16"),
+            "--compute-dtype bf16 needs --param-dtype",
+        ),
         (lambda: OptimizerConfig(learning_rate=0.0), "--lr 0.0 must be positive"),
         (lambda: OptimizerConfig(warmup_fraction=1.5), "--lr-warmup-fraction 1.5"),
         (lambda: OptimizerConfig(beta2=1.0), "--adam-beta2 1.0"),
