@@ -26,7 +26,7 @@ from sdp4bit.pretrain.metrics import format_bytes, save_figure
 
 NOTABLE_PADDING = 1.05
 BANDWIDTHS = 49
-SPAN = 16
+RANGE = 16
 """The bandwidths drawn reach from a part of the cluster's to as many times it."""
 ACCUMULATIONS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -275,7 +275,7 @@ def draw_sweeps(config: PlanConfig, *, cluster: Cluster, path: Path) -> None:
     tensor_parallel = config.layout.tensor_parallel
     here = cluster.inter_bandwidth_per_rank(tensor_parallel=tensor_parallel) * cluster.devices_per_node
     here /= cluster.efficiency
-    bandwidths = np.geomspace(here / SPAN, here * SPAN, BANDWIDTHS)
+    bandwidths = np.geomspace(here / RANGE, here * RANGE, BANDWIDTHS)
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     curves = {"as planned": (config.layout.overlap, "-"), "all hidden that can be": (1.0, "--")}

@@ -196,7 +196,7 @@ def group_plots(runs: Sequence[Run]) -> list[Plot]:
 
 
 def decimated(steps: np.ndarray, values: np.ndarray, *, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most about as many points: of every stretch its least, its largest and its first NaN.
+    """Return at most about as many points: of every range its least, its largest and its first NaN.
 
     The first and the last point stay, so no extreme and no gap of the whole curve is lost.
     """

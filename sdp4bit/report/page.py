@@ -89,15 +89,15 @@ def line_styles(runs: Sequence[Run]) -> list[tuple[int, int]]:
 
 
 def alert_marks(runs: Sequence[Run]) -> list[dict[str, object]]:
-    """Return where the plots mark alerts: one mark per step, or per stretch of steps if there are many."""
+    """Return where the plots mark alerts: one mark per step, or per range of steps if there are many."""
     marks = []
     last = max((alert.step for run in runs for alert in run.alerts), default=0)
     width = max(1, -(-last * len(runs) // ALERT_MARKS))
     for index, run in enumerate(runs):
-        stretches: dict[int, list[Alert]] = {}
+        ranges: dict[int, list[Alert]] = {}
         for alert in run.alerts:
-            stretches.setdefault(alert.step // width, []).append(alert)
-        for alerts in stretches.values():
+            ranges.setdefault(alert.step // width, []).append(alert)
+        for alerts in ranges.values():
             more = f" (and {len(alerts) - 1} more)" if len(alerts) > 1 else ""
             text = _alert_text(alerts[0]) + more
             marks.append({"run": index, "step": alerts[0].step, "text": text})
