@@ -30,7 +30,7 @@ from sdp4bit.collectives.exchange import start_all_to_all
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.pretrain.model.cards import ModelShape
 from sdp4bit.pretrain.model.gpt import GPT, Block
-from sdp4bit.pretrain.step.parallelize import arithmetic_dtype
+from sdp4bit.pretrain.step.parallelize import resolve_compute_dtype
 
 FULL_WEIGHTS = WeightConfig(bits=None)
 FULL_GRADIENTS = GradientConfig(intra_bits=None, inter_bits=None, hadamard=False)
@@ -158,14 +158,14 @@ class Bf16ReduceScatter:
         self.inter_bytes += row_bytes * (self._cluster.ranks - self._cluster.ranks_per_node)
 
 
-def arithmetic() -> torch.dtype:
+def compute_dtype() -> torch.dtype:
     """Return the type of activations that this machine multiplies fast."""
-    return arithmetic_dtype("auto", weights=torch.bfloat16, device=torch.device("cpu"))
+    return resolve_compute_dtype("auto", param_dtype=torch.bfloat16, device=torch.device("cpu"))
 
 
 def build_model(workload: Workload) -> GPT:
     """Return the model with its initial weights, the same on all ranks."""
-    model = GPT(workload.shape, arithmetic=arithmetic())
+    model = GPT(workload.shape, compute_dtype=compute_dtype())
     model.reset_parameters(seed=workload.seed)
     return model
 

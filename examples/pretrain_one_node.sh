@@ -3,7 +3,7 @@
 #
 #   examples/pretrain_one_node.sh --data-path corpus.jsonl
 #
-# On one machine all traffic stays inside the node, where gradients are 8 bits. --ranks-per-node lets groups of ranks
+# On one machine all traffic is intra-node, where gradients are 8 bits. --ranks-per-node lets groups of ranks
 # stand for nodes.
 set -euo pipefail
 

@@ -8,8 +8,9 @@ between nodes. One line after `fully_shard`::
 
 from __future__ import annotations
 
-from sdp4bit import megatron
-from sdp4bit.collectives.errors import ExchangeError
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from sdp4bit.config import (
     PRESETS,
     VERSION,
@@ -20,10 +21,14 @@ from sdp4bit.config import (
     TelemetryConfig,
     WeightConfig,
 )
-from sdp4bit.engines.audit import ReplicaMismatchError
-from sdp4bit.engines.fallback import Alert
-from sdp4bit.engines.fsdp2.api import quantize_communication
-from sdp4bit.engines.handle import CommHandle
+
+if TYPE_CHECKING:
+    from sdp4bit import megatron
+    from sdp4bit.collectives.errors import ExchangeError
+    from sdp4bit.engines.audit import ReplicaMismatchError
+    from sdp4bit.engines.fallback import Alert
+    from sdp4bit.engines.fsdp2.api import quantize_communication
+    from sdp4bit.engines.handle import CommHandle
 
 __version__ = VERSION
 
@@ -43,3 +48,28 @@ __all__ = [
     "megatron",
     "quantize_communication",
 ]
+
+_IMPORTED_WHEN_USED = {
+    "Alert": "sdp4bit.engines.fallback",
+    "CommHandle": "sdp4bit.engines.handle",
+    "ExchangeError": "sdp4bit.collectives.errors",
+    "ReplicaMismatchError": "sdp4bit.engines.audit",
+    "quantize_communication": "sdp4bit.engines.fsdp2.api",
+}
+"""Names whose modules import torch, which takes seconds: help, settings and plans do without."""
+
+if not TYPE_CHECKING:  # a type checker knows the names from above, and that there are no others
+
+    def __getattr__(name: str) -> object:
+        """Return a public name, imported when it is first used."""
+        if name == "megatron":
+            return import_module("sdp4bit.megatron")
+        if name not in _IMPORTED_WHEN_USED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found = getattr(import_module(_IMPORTED_WHEN_USED[name]), name)
+        return found
+
+
+def __dir__() -> list[str]:
+    """Return the public names, imported or not."""
+    return sorted({*globals(), *__all__})

@@ -1,15 +1,177 @@
-"""The `sdp4bit` command: preprocess, pretrain, compare, demo, export, import, plan, probe, report."""
+"""The `sdp4bit` command: one registry of what it can do."""
 
 from __future__ import annotations
 
+import pkgutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sdp4bit.compare.config import CompareConfig, DemoConfig
+    from sdp4bit.plan.config import PlanConfig, ProbeConfig
+    from sdp4bit.pretrain.checkpoint.config import ExportConfig, ImportConfig
+    from sdp4bit.pretrain.config.pretrain import PretrainConfig
+    from sdp4bit.pretrain.data.preprocess import PreprocessConfig
+    from sdp4bit.report.command import ReportConfig
 
 EXIT_SETTING = 2
-_PACKAGES = ("tyro", "rich", "tokenizers", "numpy", "matplotlib", "safetensors")
+_PACKAGES = ("tyro", "rich", "tokenizers", "numpy", "matplotlib", "safetensors", "scipy", "jinja2")
+_ABOUT = "4-bit communication for sharded data parallel training."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One of the commands."""
+
+    name: str
+    settings: str
+    """Its settings class as module:class, imported when the command is chosen."""
+    reads_file: bool
+    """Whether its options may stand in a file, given by --config-file."""
+    run: Callable[[Any], int]
+    """Does what the settings say and returns the exit code."""
+
+    @property
+    def description(self) -> str:
+        """What `--help` says of it."""
+        return " ".join((self.run.__doc__ or "").split())
+
+    def parse(self, options: Sequence[str]) -> Any:
+        """Return the settings; prints help or an error and exits instead where tyro does.
+
+        Raises:
+            SettingError: options that contradict each other.
+        """
+        import tyro
+
+        from sdp4bit.pretrain.config.file import expand_config_file
+
+        settings = pkgutil.resolve_name(self.settings)
+        return tyro.cli(
+            settings,
+            prog=f"sdp4bit {self.name}",
+            description=self.description,
+            args=expand_config_file(options, settings=settings) if self.reads_file else options,
+            # Options have the names of their fields alone; a test keeps those unique.
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def _command(
+    name: str, *, settings: str, reads_file: bool = False
+) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
+    """Return a decorator that registers a function; its docstring is the command's description."""
+
+    def register(run: Callable[[Any], int]) -> Callable[[Any], int]:
+        COMMANDS[name] = Command(name=name, settings=settings, reads_file=reads_file, run=run)
+        return run
+
+    return register
+
+
+@_command("pretrain", settings="sdp4bit.pretrain.config.pretrain:PretrainConfig", reads_file=True)
+def _pretrain(config: PretrainConfig) -> int:
+    """Pretrain a GPT with FSDP2 and quantized communication. Starts --nproc-per-node processes on this
+    machine; under torchrun, torchrun starts them. Options may also stand in a file, with --config-file
+    NAME.yaml or NAME.toml; those on the command line win."""
+    if config.dry_run:
+        from sdp4bit.plan.dry_run import print_dry_run
+
+        print_dry_run(config)
+        return 0
+    from sdp4bit.pretrain.launch.local import run_on_ranks
+    from sdp4bit.pretrain.trainer import pretrain
+
+    return run_on_ranks(pretrain, config=config, parallel=config.parallel)
+
+
+@_command("compare", settings="sdp4bit.compare.config:CompareConfig", reads_file=True)
+def _compare(config: CompareConfig) -> int:
+    """Train the same model with several strategies and seeds, one after another, and compare their losses.
+    Stopped or killed, the same command goes on with the runs that are left."""
+    from sdp4bit.compare.run import compare, merge_comparisons
+    from sdp4bit.pretrain.launch.local import run_on_ranks
+
+    if config.merge:
+        merge_comparisons(config)
+        return 0
+    return run_on_ranks(compare, config=config, parallel=config.parallel)
+
+
+@_command("demo", settings="sdp4bit.compare.config:DemoConfig", reads_file=True)
+def _demo(config: DemoConfig) -> int:
+    """Train a small GPT on 4 processes of this machine that stand for 2 nodes of 2 ranks: first with plain
+    FSDP2, then with 4-bit communication."""
+    from sdp4bit.compare.demo import demo
+    from sdp4bit.pretrain.launch.local import run_on_ranks
+
+    return run_on_ranks(demo, config=config, parallel=config.comparison().parallel)
+
+
+@_command("export", settings="sdp4bit.pretrain.checkpoint.config:ExportConfig")
+def _export(config: ExportConfig) -> int:
+    """Write the model and tokenizer of a checkpoint as a Hugging Face GPT-2 model: config.json,
+    model.safetensors and the tokenizer's files. One process, no GPU."""
+    from sdp4bit.pretrain.checkpoint.huggingface import export_model
+
+    print(f"sdp4bit: written {export_model(config)}")
+    return 0
+
+
+@_command("import", settings="sdp4bit.pretrain.checkpoint.config:ImportConfig")
+def _import(config: ImportConfig) -> int:
+    """Write a Hugging Face GPT-2 model as a checkpoint, which `sdp4bit pretrain --load` continues from at
+    step 0 with a new optimizer. One process, no GPU."""
+    from sdp4bit.pretrain.checkpoint.huggingface import import_model
+
+    print(f"sdp4bit: written {import_model(config)}")
+    return 0
+
+
+@_command("preprocess", settings="sdp4bit.pretrain.data.preprocess:PreprocessConfig")
+def _preprocess(config: PreprocessConfig) -> int:
+    """Turn documents (.jsonl, also .gz or .zst, and .parquet) into Megatron's .bin/.idx files, which pretrain
+    and compare read with --data-path."""
+    from sdp4bit.pretrain.data.preprocess import preprocess
+
+    preprocess(config)
+    return 0
+
+
+@_command("plan", settings="sdp4bit.plan.config:PlanConfig", reads_file=True)
+def _plan(config: PlanConfig) -> int:
+    """Say what quantized communication would gain on a cluster: bytes, step time, memory, a verdict. Nothing
+    is trained; the clusters are the paper's, described by options, or measured by `sdp4bit probe`."""
+    from sdp4bit.plan.command import run_plan
+
+    return run_plan(config)
+
+
+@_command("probe", settings="sdp4bit.plan.config:ProbeConfig", reads_file=True)
+def _probe(config: ProbeConfig) -> int:
+    """Measure the intra-node and inter-node bandwidth and the speed of quantization, for `sdp4bit plan
+    --probe`. Starts --nproc-per-node processes on this machine; under torchrun, torchrun starts them."""
+    from sdp4bit.plan.probe import probe
+    from sdp4bit.pretrain.launch.local import run_on_ranks
+
+    return run_on_ranks(probe, config=config, parallel=config.parallel, leaves_early=False)
+
+
+@_command("report", settings="sdp4bit.report.command:ReportConfig")
+def _report(config: ReportConfig) -> int:
+    """Show training runs on one HTML page: losses, bytes, times, quantization errors, alerts. Reads the files
+    that pretrain, compare and demo write into --out, also while they run."""
+    from sdp4bit.report.command import write_report
+
+    print(f"sdp4bit: written {write_report(config)}")
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,143 +181,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _wrong_setting(f"this command needs {', '.join(missing)}: pip install sdp4bit[pretrain]")
     from sdp4bit.pretrain.options import SettingError
 
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        return _run(parse(arguments))
+        if not arguments or arguments[0] not in COMMANDS:
+            return _show_commands(arguments)
+        command = COMMANDS[arguments[0]]
+        return command.run(command.parse(arguments[1:]))
     except SettingError as error:
         return _wrong_setting(str(error))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
 
-def parse(arguments: Sequence[str] | None) -> Any:
-    """Return the settings of the chosen command; their class says which it is."""
+def _show_commands(arguments: Sequence[str]) -> int:
+    """Print help, or what is wrong with the arguments, and exit; settings of no command are imported."""
     import tyro
 
-    from sdp4bit.compare.config import CompareConfig, DemoConfig
-    from sdp4bit.plan.config import PlanConfig
-    from sdp4bit.plan.probe_config import ProbeConfig
-    from sdp4bit.pretrain.checkpoint.config import ExportConfig, ImportConfig
-    from sdp4bit.pretrain.config.file import expand_config_file
-    from sdp4bit.pretrain.config.pretrain import PretrainConfig
-    from sdp4bit.pretrain.data.preprocess import PreprocessConfig
-    from sdp4bit.report.command import ReportConfig
+    def named(command: Command) -> Callable[[], int]:
+        def stand_in() -> int:
+            return EXIT_SETTING
 
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    classes = {"pretrain": PretrainConfig, "compare": CompareConfig, "demo": DemoConfig}
-    classes |= {"plan": PlanConfig, "probe": ProbeConfig}
-    if arguments and arguments[0] in classes:
-        arguments[1:] = expand_config_file(arguments[1:], settings=classes[arguments[0]])
-    commands: Any = (
-        Annotated[PretrainConfig, tyro.conf.subcommand("pretrain", description=_PRETRAIN)]
-        | Annotated[CompareConfig, tyro.conf.subcommand("compare", description=_COMPARE)]
-        | Annotated[DemoConfig, tyro.conf.subcommand("demo", description=_DEMO)]
-        | Annotated[ExportConfig, tyro.conf.subcommand("export", description=_EXPORT)]
-        | Annotated[ImportConfig, tyro.conf.subcommand("import", description=_IMPORT)]
-        | Annotated[PreprocessConfig, tyro.conf.subcommand("preprocess", description=_PREPROCESS)]
-        | Annotated[PlanConfig, tyro.conf.subcommand("plan", description=_PLAN)]
-        | Annotated[ProbeConfig, tyro.conf.subcommand("probe", description=_PROBE)]
-        | Annotated[ReportConfig, tyro.conf.subcommand("report", description=_REPORT)]
-    )
-    return tyro.cli(
-        commands,
-        prog="sdp4bit",
-        description="4-bit communication for sharded data parallel training.",
-        args=arguments,
-        # Options have the names of their fields alone; a test keeps those unique.
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+        stand_in.__doc__ = command.description
+        return stand_in
 
-
-_PRETRAIN = (
-    "Pretrain a GPT with FSDP2 and quantized communication. Starts --nproc-per-node processes on this "
-    "machine; under torchrun, torchrun starts them. Options may also stand in a file, with --config-file "
-    "NAME.yaml or NAME.toml; those on the command line win."
-)
-_COMPARE = (
-    "Train the same model with several strategies and seeds, one after another, and compare their losses. "
-    "Stopped or killed, the same command goes on with the runs that are left."
-)
-_PREPROCESS = (
-    "Turn documents (.jsonl, also .gz or .zst, and .parquet) into Megatron's .bin/.idx files, which pretrain "
-    "and compare read with --data-path."
-)
-_DEMO = (
-    "Train a small GPT on 4 processes of this machine that stand for 2 nodes of 2 ranks: first with plain "
-    "FSDP2, then with 4-bit communication."
-)
-_EXPORT = (
-    "Write the model and tokenizer of a checkpoint as a Hugging Face GPT-2 model: config.json, "
-    "model.safetensors and the tokenizer's files. One process, no GPU."
-)
-_IMPORT = (
-    "Write a Hugging Face GPT-2 model as a checkpoint, which `sdp4bit pretrain --load` continues from at "
-    "step 0 with a new optimizer. One process, no GPU."
-)
-_PLAN = (
-    "Say what quantized communication would gain on a cluster: bytes, step time, memory, a verdict. Nothing "
-    "is trained; the clusters are the paper's, described by options, or measured by `sdp4bit probe`."
-)
-_PROBE = (
-    "Measure the bandwidth inside and between nodes and the speed of quantization, for `sdp4bit plan "
-    "--probe`. Starts --nproc-per-node processes on this machine; under torchrun, torchrun starts them."
-)
-_REPORT = (
-    "Show training runs on one HTML page: losses, bytes, times, quantization errors, alerts. Reads the files "
-    "that pretrain, compare and demo write into --out, also while they run."
-)
-
-
-def _run(config: Any) -> int:
-    from sdp4bit.compare.config import CompareConfig, DemoConfig
-    from sdp4bit.plan.config import PlanConfig
-    from sdp4bit.plan.probe_config import ProbeConfig
-    from sdp4bit.pretrain.checkpoint.config import ExportConfig, ImportConfig
-    from sdp4bit.pretrain.data.preprocess import PreprocessConfig
-    from sdp4bit.pretrain.launch.local import run_on_ranks
-    from sdp4bit.report.command import ReportConfig, write_report
-
-    if isinstance(config, ReportConfig):
-        print(f"sdp4bit: written {write_report(config)}")
-        return 0
-    if isinstance(config, PlanConfig):
-        from sdp4bit.plan.command import run_plan
-
-        return run_plan(config)
-    if isinstance(config, ProbeConfig):
-        from sdp4bit.plan.probe import probe
-
-        return run_on_ranks(probe, config=config, parallel=config.parallel, leaves_early=False)
-
-    if isinstance(config, PreprocessConfig):
-        from sdp4bit.pretrain.data.preprocess import preprocess
-
-        preprocess(config)
-        return 0
-    if isinstance(config, DemoConfig):
-        from sdp4bit.compare.demo import demo
-
-        return run_on_ranks(demo, config=config, parallel=config.comparison().parallel)
-    if isinstance(config, CompareConfig):
-        from sdp4bit.compare.run import compare, merge_comparisons
-
-        if config.merge:
-            merge_comparisons(config)
-            return 0
-        return run_on_ranks(compare, config=config, parallel=config.parallel)
-    if isinstance(config, ExportConfig | ImportConfig):
-        from sdp4bit.pretrain.checkpoint.huggingface import export_model, import_model
-
-        written = export_model(config) if isinstance(config, ExportConfig) else import_model(config)
-        print(f"sdp4bit: written {written}")
-        return 0
-    if config.dry_run:
-        from sdp4bit.plan.dry_run import print_dry_run
-
-        print_dry_run(config)
-        return 0
-    from sdp4bit.pretrain.trainer import pretrain
-
-    return run_on_ranks(pretrain, config=config, parallel=config.parallel)
+    commands = {name: named(command) for name, command in COMMANDS.items()}
+    return tyro.extras.subcommand_cli_from_dict(commands, prog="sdp4bit", description=_ABOUT, args=arguments)
 
 
 def _wrong_setting(message: str) -> int:

@@ -1,4 +1,4 @@
-"""What kind every test is: `unit`, `gloo` or `ecosystem`, found from what it calls.
+"""What tests share, and what kind every test is: `unit`, `gloo` or `ecosystem`, found from what it calls.
 
 A test is `ecosystem` where `ECOSYSTEM` says so, `gloo` if it starts processes or threads that communicate,
 itself or through a fixture or a function of the tests, and `unit` otherwise. A unit test that starts a process
@@ -12,6 +12,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -99,3 +101,24 @@ def _only_others_start_processes(request: pytest.FixtureRequest) -> Iterator[Non
         _running_unit.pop()
     else:
         yield
+
+
+PACKAGES = ("tyro", "rich", "matplotlib", "tokenizers", "scipy", "jinja2", "yaml")
+MISSING = [name for name in PACKAGES if find_spec(name) is None]
+NEEDING = (
+    *("compare/*", "report/*", "plan/test_[cdp]*.py"),
+    *("pretrain/test_*.py", "pretrain/config/*", "pretrain/model/*", "pretrain/step/*"),
+)
+collect_ignore_glob = [*NEEDING] if MISSING else []
+
+
+def pytest_report_header() -> str:
+    return f"left out, as {', '.join(MISSING)} is missing: tests of the programs" if MISSING else ""
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file of a few documents; runs keep its tokens in a folder beside it."""
+    from tests.pretrain.tiny_runs import write_text
+
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")

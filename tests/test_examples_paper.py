@@ -12,7 +12,7 @@ from tests import ROOT
 
 pytest.importorskip("tyro")
 
-from sdp4bit.cli import parse
+from sdp4bit.cli import COMMANDS
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from tests.pretrain.data.indexed_corpora import write_corpus, write_vocabulary
 
@@ -52,7 +52,7 @@ def run_script(tmp_path):
         )
         arguments = done.stdout.splitlines()
         start = arguments.index("pretrain")
-        config = parse(arguments[start:])
+        config = COMMANDS["pretrain"].parse(arguments[start + 1 :])
         assert isinstance(config, PretrainConfig)
         return arguments[:start], config
 

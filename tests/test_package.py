@@ -24,6 +24,7 @@ OPTIONAL = [
     "megatron",
     "numba",
     "rich",
+    "scipy",
     "tensorboard",
     "tokenizers",
     "triton",
@@ -33,7 +34,19 @@ OPTIONAL = [
 IMPORT_AND_REPORT = """
 import json, sys
 import sdp4bit, torch
+for name in sdp4bit.__all__: getattr(sdp4bit, name)
 print(json.dumps({"modules": list(sys.modules), "cuda": torch.cuda.is_initialized()}))
+"""
+
+HELP_OF_EVERYTHING = """
+import sys
+from sdp4bit.cli import COMMANDS, main
+for arguments in [], *([name] for name in COMMANDS):
+    try:
+        main([*arguments, "--help"])
+    except SystemExit as error:
+        assert error.code == 0
+assert "torch" not in sys.modules
 """
 
 BLOCK_OPTIONAL = f"""
@@ -52,7 +65,7 @@ def python(code: str, *, cwd: Path = ROOT) -> str:
 
 @pytest.fixture(scope="module")
 def after_import() -> dict[str, Any]:
-    """State of a fresh process after `import sdp4bit`."""
+    """State of a fresh process after `import sdp4bit` and the use of every name."""
     return json.loads(python(IMPORT_AND_REPORT))
 
 
@@ -67,6 +80,26 @@ def test_import_does_not_initialise_cuda(after_import: dict[str, Any]) -> None:
 
 def test_import_works_without_optional_packages() -> None:
     python(BLOCK_OPTIONAL + "import sdp4bit\nfor name in sdp4bit.__all__: getattr(sdp4bit, name)")
+
+
+def test_no_help_imports_torch() -> None:
+    pytest.importorskip("tyro")
+    python(HELP_OF_EVERYTHING)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [([], "Missing subcommand"), (["pretrian"], "pretrian")])
+def test_without_a_known_command_the_known_ones_are_listed(arguments: list[str], message: str) -> None:
+    pytest.importorskip("tyro")
+    command = [sys.executable, "-m", "sdp4bit", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr and "pretrain, compare, demo" in done.stderr
+
+
+def test_an_unknown_name_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'quantise'"):
+        sdp4bit.quantise  # noqa: B018
+    assert set(sdp4bit.__all__) <= set(dir(sdp4bit))
 
 
 def test_all_is_a_literal_list_in_order() -> None:

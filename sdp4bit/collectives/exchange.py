@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sdp4bit.collectives.errors import exchange_error, naming
+from sdp4bit.collectives.errors import comm_error_context, exchange_error
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.work import DeferredWork
@@ -98,7 +98,7 @@ def start_all_to_all(
         return PendingExchange([work], what=what, group=group)
     rank, size = group.rank(), group.size()
     peers = [(rank + i) % size for i in range(1, size)]
-    with naming(what, group=group):
+    with comm_error_context(what, group=group):
         works = [dist.irecv(received[p], group=group, group_src=p, tag=tag) for p in peers]
         works += [dist.isend(sent[p], group=group, group_dst=p, tag=tag) for p in peers]
     received[rank].copy_(sent[rank])
@@ -124,14 +124,14 @@ def start_all_gather_rows(
     """
     if not _is_pairwise(group):
         flat = received if received.is_contiguous() else torch.empty_like(received).contiguous()
-        with naming(what, group=group):
+        with comm_error_context(what, group=group):
             _all_gather_native(flat.view(-1), sent.view(-1), group=group)
         if flat is not received:
             received.copy_(flat)
         return PendingExchange([])
     rank, size = group.rank(), group.size()
     peers = [(rank + i) % size for i in range(1, size)]
-    with naming(what, group=group):
+    with comm_error_context(what, group=group):
         works = [dist.irecv(received[p], group=group, group_src=p) for p in peers]
         works += [dist.isend(sent, group=group, group_dst=p) for p in peers]
     received[rank].copy_(sent)
@@ -150,14 +150,14 @@ def all_gather_blocks(
     """
     if not _is_pairwise(group):
         gathered = received.new_empty(group.size(), *sent.shape)
-        with naming(what, group=group):
+        with comm_error_context(what, group=group):
             _all_gather_native(gathered.view(-1), sent.view(-1), group=group)
         received.copy_(gathered.transpose(0, 1))
         return
     rank, size = group.rank(), group.size()
     peers = [(rank + i) % size for i in range(1, size)]
     blocks = range(sent.shape[0])
-    with naming(what, group=group):
+    with comm_error_context(what, group=group):
         works = [dist.irecv(received[k, p], group=group, group_src=p, tag=k) for p in peers for k in blocks]
         works += [dist.isend(sent[k], group=group, group_dst=p, tag=k) for p in peers for k in blocks]
     received[:, rank].copy_(sent)
@@ -182,7 +182,7 @@ def all_gather_dense(
     Returns:
         A work handle, or None if the call is synchronous.
     """
-    with naming(what, group=group):
+    with comm_error_context(what, group=group):
         work = _all_gather_native(received, sent, group=group, async_op=async_op)
     if work is not None:
         return DeferredWork(PendingExchange([work], what=what, group=group).timed_by(stop).wait)
@@ -194,7 +194,7 @@ def reduce_scatter_dense(
     received: Tensor, sent: Tensor, group: ProcessGroup, op: Any, *, what: str = "reduce-scatter"
 ) -> None:
     """Reduce `sent` [size * n] to this rank's row `received` [n], by the communication library's own way."""
-    with naming(what, group=group):
+    with comm_error_context(what, group=group):
         _reduce_scatter_native(received, sent, op=op, group=group)
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 
-from sdp4bit.collectives.errors import naming
+from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.config import TESTED_TORCH
 
 _ARGUMENTS = {
@@ -134,7 +134,7 @@ def _agreed_number(group: ProcessGroup | None) -> int:
     on_host = "cpu:" in dist.get_backend_config(group)
     device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
     number = torch.tensor([secrets.randbits(63)], device=device)
-    with naming("agreement on names of process groups", group=group):
+    with comm_error_context("agreement on names of process groups", group=group):
         dist.broadcast(number, src=dist.get_process_group_ranks(group)[0], group=group)
         return int(number.item())
 

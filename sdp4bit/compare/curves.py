@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D
 
 from sdp4bit.compare.finished_run import FinishedRun
 from sdp4bit.compare.outcomes import outcomes
+from sdp4bit.pretrain.metrics import save_figure, smoothed
 
 _COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 """Can be told apart with any kind of colour vision (Okabe and Ito 2008; without their yellow, too light)."""
@@ -33,7 +34,7 @@ class _Strategy:
 
 
 def draw_curves(runs: Sequence[FinishedRun], *, baseline: str | None, path: Path) -> None:
-    """The PNG file shows the losses of every strategy; with a baseline, also the differences to it.
+    """Draw the losses of every strategy into a PNG file; with a baseline, also the differences to it.
 
     Lines are training losses, smoothed, and points validation losses; both are means over the seeds. Bands
     reach from the least to the most of the seeds. A run that diverged is a thin line of its own, with a cross
@@ -66,10 +67,7 @@ def draw_curves(runs: Sequence[FinishedRun], *, baseline: str | None, path: Path
         over_steps = figure.add_subplot(grid[1, 0], sharex=losses)
         _draw_differences(over_steps, others, reference)
         _draw_outcomes(figure.add_subplot(grid[1, 1]), runs, others, baseline=baseline)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    working = path.with_name(f".{path.name}")
-    figure.savefig(working, format="png", dpi=110)
-    working.replace(path)
+    save_figure(figure, path, dpi=110)
 
 
 def _strategies(runs: Sequence[FinishedRun]) -> list[_Strategy]:
@@ -170,7 +168,7 @@ def _draw_outcomes(
 
 
 def _limit(axes: Any, runs: Sequence[FinishedRun]) -> None:
-    """The vertical axis fits what comes after the first steep part, of the runs that did not diverge."""
+    """Fit the vertical axis to what comes after the first steep part, of runs that did not diverge."""
     fitting = [run for run in runs if run.diverged_at is None] or list(runs)
     shown = [loss for run in fitting for loss in _later(smoothed(run.losses))]
     shown += [loss for run in fitting for _, loss in run.validation]
@@ -204,10 +202,3 @@ def _steps(curve: np.ndarray) -> np.ndarray:
 
 def _later(curve: np.ndarray) -> np.ndarray:
     return curve[len(curve) // _SKIPPED :]
-
-
-def smoothed(losses: Sequence[float]) -> np.ndarray:
-    """Return the mean over a window around every value: a twentieth of all, narrower at the ends."""
-    values = np.asarray(losses, dtype=np.float64)
-    half = max(1, len(values) // 40)
-    return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])

@@ -17,7 +17,7 @@ from sdp4bit.pretrain.trainer import TrainingResult, pretrain
 
 
 def demo(config: DemoConfig, *, ranks: Ranks) -> None:
-    """Both runs are done; the folder holds the summary and the curves, and the table is on the console.
+    """Train both runs, write the summary and the curves, and print the table.
 
     A signal ends the demo after the step, with the logs alone.
     """
@@ -44,7 +44,7 @@ def _write_report(out: Path, results: Sequence[TrainingResult], console: Console
 
 
 def print_outcome(results: Sequence[TrainingResult], *, console: Console) -> None:
-    """The two runs stand side by side on the console, with the ratio of what they sent."""
+    """Print the two runs side by side, with the ratio of what they sent."""
     baseline, quantized = results
     table = Table("", "plain FSDP2", "sdp4bit", "difference", title="Bytes are sums over all ranks")
     for name, before, after in (
@@ -54,17 +54,17 @@ def print_outcome(results: Sequence[TrainingResult], *, console: Console) -> Non
         table.add_row(name, f"{before:.4f}", f"{after:.4f}", f"{100 * (after / before - 1):+.2f} %")
     for name, sent, sent_quantized in (
         (
-            "sent inside nodes per step",
+            "intra-node bytes per step",
             baseline.intra_bytes_per_step,
             quantized.intra_bytes_per_step,
         ),
         (
-            "sent between nodes per step",
+            "inter-node bytes per step",
             baseline.inter_bytes_per_step,
             quantized.inter_bytes_per_step,
         ),
     ):
-        ratio = f"{sent / sent_quantized:.2f} x less" if sent_quantized else "-"
+        ratio = f"{sent / sent_quantized:.2f}x fewer" if sent_quantized else "-"
         table.add_row(name, format_bytes(sent), format_bytes(sent_quantized), ratio)
     table.add_row("seconds of training", f"{baseline.seconds:.0f}", f"{quantized.seconds:.0f}", "")
     console.print(table)

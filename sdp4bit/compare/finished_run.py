@@ -13,7 +13,7 @@ import torch
 
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.metrics import write_atomically
-from sdp4bit.pretrain.options import SettingError
+from sdp4bit.pretrain.options import SettingError, with_current_names
 from sdp4bit.pretrain.trainer import TrainingResult
 
 RESULT = "result.json"
@@ -33,9 +33,9 @@ class FinishedRun:
     train_loss: float
     """Mean training loss of the last 20 steps."""
     intra_bytes_per_step: int
-    """Bytes that all ranks sent inside nodes in a step; the median."""
+    """Intra-node bytes that all ranks sent in a step; the median."""
     inter_bytes_per_step: int
-    """Bytes that all ranks sent between nodes in a step; the median."""
+    """Inter-node bytes that all ranks sent in a step; the median."""
     seconds: float
     """Duration of all steps."""
     test_loss: float | None = None
@@ -83,7 +83,7 @@ def run_settings(config: PretrainConfig, *, dataset: str, world_size: int) -> di
     for name in ("precision", "bf16", "fp16"):
         del training[name]
     training |= {
-        "weights": config.training.weights,
+        "param_dtype": config.training.param_dtype,
         "sequence_length": config.sequence_length,
         "micro_batch_size": config.micro_batch_size,
     }
@@ -119,12 +119,12 @@ class RunRecord:
     run: FinishedRun
 
     def write(self, folder: Path) -> None:
-        """The folder holds result.json."""
+        """Write result.json into the folder."""
         content = asdict(self)
-        content["run"]["losses"] = [_finite(loss) for loss in self.run.losses]
-        content["run"]["validation"] = [[step, _finite(loss)] for step, loss in self.run.validation]
-        content["run"]["train_loss"] = _finite(self.run.train_loss)
-        content["run"]["test_loss"] = _finite(self.run.test_loss)
+        content["run"]["losses"] = [finite(loss) for loss in self.run.losses]
+        content["run"]["validation"] = [[step, finite(loss)] for step, loss in self.run.validation]
+        content["run"]["train_loss"] = finite(self.run.train_loss)
+        content["run"]["test_loss"] = finite(self.run.test_loss)
         write_atomically(folder / RESULT, json.dumps(content, allow_nan=False) + "\n")
 
     @classmethod
@@ -137,6 +137,7 @@ class RunRecord:
             run["losses"] = tuple(map(_number, run["losses"]))
             run["validation"] = tuple((step, _number(loss)) for step, loss in run["validation"])
             run["train_loss"] = _number(run["train_loss"])
+            content["settings"] = with_current_names(content["settings"])
             return cls(run=FinishedRun(**run), **content)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SettingError(
@@ -166,8 +167,8 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-def _finite(value: float | None) -> float | None:
-    """JSON has no NaN: a loss that is not a number any more is null."""
+def finite(value: float | None) -> float | None:
+    """Return the loss, or None for one that is not a number any more: JSON has no NaN."""
     return value if value is None or math.isfinite(value) else None
 
 

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from scipy.special import stdtrit
+
 from sdp4bit.compare.finished_run import FinishedRun
 
 CONFIDENCE = 0.95
 
-Verdict = Literal["cannot be told from the baseline", "higher", "lower"]
+Verdict = Literal["not significantly different", "higher", "lower"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class PairedDifference:
             return None
         low, high = interval
         if low <= 0 <= high:
-            return "cannot be told from the baseline"
+            return "not significantly different"
         return "higher" if low > 0 else "lower"
 
 
@@ -119,34 +121,6 @@ def confidence_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the interval that holds the mean with 95 % confidence, by Student's t; None for one value."""
     if len(values) < 2:
         return None
-    mean = statistics.fmean(values)
-    half = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+    half = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)) * error
     return mean - half, mean + half
-
-
-def t_quantile(degrees: int, *, confidence: float = CONFIDENCE) -> float:
-    """Return t such that a t-distributed number lies between -t and t with this probability.
-
-    Args:
-        degrees: degrees of freedom, at least 1.
-    """
-    low, high = 0.0, math.pi / 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        if _probability_within(middle, degrees) < confidence:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(degrees) * math.tan(low)
-
-
-def _probability_within(angle: float, degrees: int) -> float:
-    """Return P(|T| < sqrt(degrees) tan(angle)): Abramowitz and Stegun, 26.7.3 (odd) and 26.7.4 (even)."""
-    odd = degrees % 2
-    cosine = math.cos(angle)
-    total, term = 0.0, cosine if odd else 1.0
-    for i in range(odd, degrees - 1, 2):
-        total += term
-        term *= cosine * cosine * (i + 1) / (i + 2)
-    within = math.sin(angle) * total
-    return 2 / math.pi * (angle + within) if odd else within

@@ -30,11 +30,11 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
     Raises:
         SettingError: on all ranks, before anything is trained: a folder has a result of other settings.
     """
-    if ranks.world_size == 1 and config.parallel.virtual_ranks is None:
+    if ranks.world_size == 1 and config.parallel.simulated_ranks is None:
         raise SettingError(
             "one rank sends nothing, so all strategies are the same: start several, for example "
-            "--nproc-per-node 4 --ranks-per-node 2, or let this one stand for several with --virtual-ranks 4 "
-            "--ranks-per-node 2"
+            "--nproc-per-node 4 --ranks-per-node 2, or let this one stand for several with "
+            "--simulated-ranks 4 --ranks-per-node 2"
         )
     console = Console()
     planned = _folders(config, ranks=ranks)

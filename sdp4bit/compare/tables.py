@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from sdp4bit.compare.config import DEFAULT_BASELINE
-from sdp4bit.compare.finished_run import FinishedRun
+from sdp4bit.compare.finished_run import FinishedRun, finite
 from sdp4bit.compare.outcomes import CONFIDENCE, StrategyOutcome, outcomes
 from sdp4bit.pretrain.metrics import format_bytes, write_atomically
 
@@ -35,7 +35,7 @@ class Report:
         return outcomes(self.runs, baseline=self.baseline)
 
     def write(self, out: Path) -> None:
-        """The folder holds summary.json, table.md and curves.png."""
+        """Write summary.json, table.md and curves.png."""
         from sdp4bit.compare.curves import draw_curves  # matplotlib takes a second that only rank 0 spends
 
         write_atomically(out / "summary.json", json.dumps(self.summary(), indent=2, allow_nan=False) + "\n")
@@ -76,7 +76,7 @@ class Report:
                 yield f"{run.name} diverged at step {run.diverged_at}; no mean contains it."
 
     def _unequal_starts(self) -> Iterator[str]:
-        """The first loss is of the initial weights, in full precision with every strategy."""
+        """Yield what is wrong where first losses differ, of initial weights, in full precision always."""
         for seed in dict.fromkeys(run.seed for run in self.runs):
             first, *others = [run for run in self.runs if run.seed == seed and run.losses]
             other = next((run for run in others if not _same(run.losses[0], first.losses[0])), None)
@@ -115,7 +115,7 @@ class Report:
 
     def cost_table(self) -> list[tuple[str, ...]]:
         """Return titles and rows; bytes are per step, summed over all ranks."""
-        titles = ("strategy", "training loss", "sent in nodes", "sent between nodes", "seconds")
+        titles = ("strategy", "training loss", "intra-node bytes", "inter-node bytes", "seconds")
         rows = [
             (
                 outcome.strategy,
@@ -129,7 +129,7 @@ class Report:
         return [titles, *rows]
 
     def print(self, console: Console) -> None:
-        """The tables and their notes stand on the console."""
+        """Print the tables and their notes."""
         for titles, *rows in (self.loss_table(), self.cost_table()):
             table = Table(*(Column(title, overflow="fold") for title in titles))
             for row in rows:
@@ -152,7 +152,7 @@ def _markdown_table(table: Sequence[Sequence[str]]) -> str:
 
 def _strategy_member(outcome: StrategyOutcome) -> dict[str, Any]:
     difference = outcome.difference
-    member: dict[str, Any] = {
+    return {
         "seeds": list(outcome.seeds),
         "diverged": {str(seed): step for seed, step in outcome.diverged.items()},
         "val_loss_mean": outcome.validation_loss,
@@ -161,30 +161,24 @@ def _strategy_member(outcome: StrategyOutcome) -> dict[str, Any]:
         "intra_bytes_per_step": outcome.intra_bytes_per_step,
         "inter_bytes_per_step": outcome.inter_bytes_per_step,
         "seconds_mean": outcome.seconds,
+        "difference_to_baseline": difference and difference.mean,
+        "difference_to_baseline_interval": difference and difference.interval,
+        "difference_to_baseline_by_seed": difference and difference.by_seed,
+        "difference_to_baseline_percent": difference and difference.mean_percent,
+        "difference_to_baseline_percent_interval": difference and difference.percent_interval,
+        "difference_to_baseline_percent_by_seed": difference and difference.percent_by_seed,
+        "verdict": difference and difference.verdict,
     }
-    for unit in ("", "_percent"):
-        for what in ("", "_interval", "_by_seed"):
-            member[f"difference_to_baseline{unit}{what}"] = None
-    if difference is not None:
-        member |= {
-            "difference_to_baseline": difference.mean,
-            "difference_to_baseline_interval": difference.interval,
-            "difference_to_baseline_by_seed": difference.by_seed,
-            "difference_to_baseline_percent": difference.mean_percent,
-            "difference_to_baseline_percent_interval": difference.percent_interval,
-            "difference_to_baseline_percent_by_seed": difference.percent_by_seed,
-        }
-    return member | {"verdict": None if difference is None else difference.verdict}
 
 
 def _run_member(run: FinishedRun) -> dict[str, Any]:
     return {
         "strategy": run.strategy,
         "seed": run.seed,
-        "train_loss": _finite(run.train_loss),
-        "val_loss": _finite(run.validation_loss),
-        "test_loss": _finite(run.test_loss),
-        "first_loss": _finite(run.losses[0]) if run.losses else None,
+        "train_loss": finite(run.train_loss),
+        "val_loss": finite(run.validation_loss),
+        "test_loss": finite(run.test_loss),
+        "first_loss": finite(run.losses[0]) if run.losses else None,
         "diverged_at": run.diverged_at,
         "intra_bytes_per_step": run.intra_bytes_per_step,
         "inter_bytes_per_step": run.inter_bytes_per_step,
@@ -217,7 +211,3 @@ def _difference_cells(outcome: StrategyOutcome) -> tuple[str, str, str]:
 
 def _same(one: float, other: float) -> bool:
     return one == other or (math.isnan(one) and math.isnan(other))
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is None or math.isfinite(value) else None

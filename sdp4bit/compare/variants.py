@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import types
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
-
-import tyro
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.pretrain.config.communication import STRATEGIES, CommunicationConfig, Strategy
-from sdp4bit.pretrain.options import SettingError, option_flags
-
-_SWITCHES = {"true": True, "false": False}
+from sdp4bit.pretrain.options import SettingError, option_flags, options_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,17 +105,15 @@ def _strategy(name: str) -> Strategy:
     raise SettingError(f"{name!r} is unknown: use any of {', '.join(STRATEGIES)}")
 
 
-def _label(strategy: str, given: dict[str, Any]) -> str:
+def _label(strategy: str, given: Mapping[str, object]) -> str:
     parts = [strategy]
-    for field in fields(CommunicationConfig):
-        if field.name in given:
-            value = given[field.name]
-            if not isinstance(value, bool):
-                parts.append(f"{_name(field.name)}={value}")
-            elif field.default is False or field.default is True:
-                parts.append(_name(field.name) if value else f"no-{_name(field.name)}")
+    for name, option in options_of(CommunicationConfig).items():
+        if name in given:
+            value, flag = given[name], option.flags[0].removeprefix("--")
+            if option.is_switch:
+                parts.append(flag if value else f"no-{flag}")
             else:
-                parts.append(f"{_name(field.name)}={str(value).lower()}")
+                parts.append(f"{flag}={value}")
     return ":".join(parts)
 
 
@@ -128,7 +121,7 @@ def _name(field: str) -> str:
     return option_flags(CommunicationConfig)[field][0].removeprefix("--")
 
 
-def _parse_option(option: str, *, item: str) -> tuple[str, Any]:
+def _parse_option(option: str, *, item: str) -> tuple[str, object]:
     """Return the field of the communication settings that is meant, and its value."""
     name, equals, text = (part.strip() for part in option.partition("="))
     name = name.removeprefix("--").replace("_", "-")
@@ -152,52 +145,19 @@ def _parse_option(option: str, *, item: str) -> tuple[str, Any]:
         return field, switched
     if not text:
         raise SettingError(f"{item}: {name} needs a value: write {name}=VALUE")
-    return field, _value(text, hint=_hint(field), where=f"{item}: {name}={text}")
+    try:
+        return field, options_of(CommunicationConfig)[field].parse(text)
+    except SettingError as error:
+        raise SettingError(f"{item}: {name}={error}") from None
 
 
 def _names() -> dict[str, tuple[str, bool | None]]:
     """Return what an option may be called, with its field and, for a switch, what the name alone means."""
     names: dict[str, tuple[str, bool | None]] = {}
-    defaults = {field.name: field.default for field in fields(CommunicationConfig)}
-    hints = get_type_hints(CommunicationConfig, include_extras=True)
-    for field, flags in option_flags(CommunicationConfig).items():
-        is_switch = isinstance(defaults[field], bool)
+    for field, option in options_of(CommunicationConfig).items():
         # The field's own name is what config.json calls it.
-        for name in (*(flag.removeprefix("--") for flag in flags), field.replace("_", "-")):
-            names[name] = (field, True if is_switch else None)
-            marks = getattr(hints[field], "__metadata__", ())
-            if is_switch and tyro.conf.FlagCreatePairsOff not in marks:
+        for name in (*(flag.removeprefix("--") for flag in option.flags), field.replace("_", "-")):
+            names[name] = (field, True if option.is_switch else None)
+            if option.has_opposite:
                 names[f"no-{name}"] = (field, False)
     return names
-
-
-def _hint(field: str) -> Any:
-    return get_type_hints(CommunicationConfig)[field]
-
-
-def _value(text: str, *, hint: Any, where: str) -> Any:
-    """Return the text as a value of the type; None is no value, as an option left out means it."""
-    kinds = [kind for kind in _alternatives(hint) if kind is not types.NoneType]
-    for kind in kinds:
-        if get_origin(kind) is Literal:
-            for choice in get_args(kind):
-                if str(choice) == text:
-                    return choice
-        elif kind is bool and text.lower() in _SWITCHES:
-            return _SWITCHES[text.lower()]
-        elif kind is not bool:
-            try:
-                return kind(text)
-            except ValueError:
-                continue
-    raise SettingError(f"{where} is not possible: give {' or '.join(map(_describe, kinds))}")
-
-
-def _alternatives(hint: Any) -> Sequence[Any]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _describe(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return " or ".join(map(str, get_args(kind)))
-    return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a value")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from sdp4bit.collectives.errors import naming, ranks_in_words
+from sdp4bit.collectives.errors import comm_error_context, ranks_in_words
 from sdp4bit.collectives.topology import (
     MeshRows,
     NodeLayout,
@@ -158,7 +158,7 @@ def _gather(mine: Sent, within: ProcessGroup | None, *, what: str) -> dict[int, 
     """Return what each rank passes."""
     ranks = dist.get_process_group_ranks(within or dist.group.WORLD)
     gathered = [mine] * len(ranks)
-    with naming(f"agreement on {what}", group=within):
+    with comm_error_context(f"agreement on {what}", group=within):
         dist.all_gather_object(gathered, mine, group=within)
     return dict(zip(ranks, gathered, strict=True))
 

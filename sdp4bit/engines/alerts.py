@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from sdp4bit.collectives.errors import naming
+from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
 from sdp4bit.engines.fallback import (
     TRAFFIC_KINDS,
@@ -195,7 +195,7 @@ class Alerts:
             part = values[members]
             if each.as_one:
                 part = part.amax(dim=0, keepdim=True)
-            with naming("agreement on alerts", group=each.process_group):
+            with comm_error_context("agreement on alerts", group=each.process_group):
                 dist.all_reduce(part, op=dist.ReduceOp.MAX, group=each.process_group)
             if each.traffic is not None:
                 # As a ring does it: twice around, a part of the values at a time.

@@ -105,15 +105,16 @@ class ModelCommunication(Generic[GroupT]):
         self.groups, self.step_listeners = [], []
 
 
-StateT = TypeVar("StateT", bound=ModelCommunication[Any])
 StateDict = dict[str, Any]
 """What checkpoints keep of a model's communication."""
 
 
-class CommHandle(ABC, Generic[StateT]):
+class CommHandle(ABC):
     """Quantized communication of a model, and what is known of it."""
 
-    def __init__(self, state: StateT, *, config: SDP4BitConfig, note: str = "") -> None:
+    _state: ModelCommunication[Any]
+
+    def __init__(self, state: ModelCommunication[Any], *, config: SDP4BitConfig, note: str = "") -> None:
         """Take over an attached model.
 
         Args:

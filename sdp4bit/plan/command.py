@@ -1,4 +1,4 @@
-"""The plan command: a plan, or the paper's tables, as text or JSON."""
+"""The plan command: a plan, or the paper's tables, as text or JSON, and sweeps as a picture."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from sdp4bit.plan.config import PlanConfig, reproduction
@@ -19,10 +21,14 @@ from sdp4bit.plan.paper import (
     TABLE_4_QUANTIZED_MS,
     Reproduction,
 )
-from sdp4bit.plan.step import Cluster, Plan, StepCost
-from sdp4bit.pretrain.metrics import format_bytes
+from sdp4bit.plan.step import Cluster, Plan, StepCost, at_bandwidth
+from sdp4bit.pretrain.metrics import format_bytes, save_figure
 
 NOTABLE_PADDING = 1.05
+BANDWIDTHS = 49
+RANGE = 16
+"""The bandwidths drawn reach from a part of the cluster's to as many times it."""
+ACCUMULATIONS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def run_plan(config: PlanConfig) -> int:
@@ -38,8 +44,6 @@ def run_plan(config: PlanConfig) -> int:
     else:
         _print(plan_text(config, cluster, plan, hidden))
     if config.sweep is not None:
-        from sdp4bit.plan.plot import draw_sweeps  # matplotlib takes a second
-
         draw_sweeps(config, cluster=cluster, path=config.sweep)
         if not config.json:
             _print(f"Sweep: {config.sweep}")
@@ -106,8 +110,8 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
         f"{config.size().name}: {config.size().parameters / 1e9:.3f} billion parameters, "
         f"{plan.parameters / 1e9:.3f} in a data-parallel group",
         f"{cluster.name}: {cluster.nodes} nodes of {cluster.devices_per_node} devices, "
-        f"{_rate(between)} between nodes (per node and direction), "
-        f"{_rate(cluster.intra_bandwidth * cluster.efficiency)} inside (per device), "
+        f"{_rate(between)} inter-node (per node and direction), "
+        f"{_rate(cluster.intra_bandwidth * cluster.efficiency)} intra-node (per device), "
         f"{cluster.device_flops / 1e12:.4g} TFLOP/s per device",
         f"tensor {layout.tensor_parallel} x pipeline {layout.pipeline_parallel} x data {plan.grid.size} "
         f"({plan.grid.nodes} nodes x {plan.grid.ranks_per_node}), micro batch {layout.micro_batch_size}, "
@@ -122,7 +126,7 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
     ]
     per_parameter = plan.quantized.inter_bytes_per_node / (plan.parameters * layout.tensor_parallel)
     lines.append(
-        f"between nodes: {per_parameter:.3f} bytes per parameter, node and step; "
+        f"inter-node: {per_parameter:.3f} bytes per parameter, node and step; "
         f"rows are {plan.padding:.3f} x the parameters"
     )
     if plan.padding > NOTABLE_PADDING:
@@ -145,10 +149,10 @@ def _table(costs: Sequence[StepCost], strategy: str) -> list[str]:
 
     rows = [
         ("per step", ["fp32 gradients", "bf16 gradients", strategy]),
-        ("sent between nodes, per node", sent("inter_bytes_per_node")),
-        ("sent between nodes, per rank", sent("inter_bytes")),
-        ("sent inside the node, per node", sent("intra_bytes_per_node")),
-        ("sent inside the node, per rank", sent("intra_bytes")),
+        ("inter-node bytes, per node", sent("inter_bytes_per_node")),
+        ("inter-node bytes, per rank", sent("inter_bytes")),
+        ("intra-node bytes, per node", sent("intra_bytes_per_node")),
+        ("intra-node bytes, per rank", sent("intra_bytes")),
         ("collectives", [f"{cost.collectives}" for cost in costs]),
         ("computation", milliseconds("compute_seconds")),
         ("communication", milliseconds("communication_seconds")),
@@ -262,3 +266,49 @@ def reproduction_text(found: Reproduction) -> str:
         ]
     )
     return "\n".join(lines)
+
+
+def draw_sweeps(config: PlanConfig, *, cluster: Cluster, path: Path) -> None:
+    """Draw the speed-up over both baselines into a PNG file, as planned and with all hidden that can be."""
+    from matplotlib.figure import Figure  # takes a second
+
+    tensor_parallel = config.layout.tensor_parallel
+    here = cluster.inter_bandwidth_per_rank(tensor_parallel=tensor_parallel) * cluster.devices_per_node
+    here /= cluster.efficiency
+    bandwidths = np.geomspace(here / RANGE, here * RANGE, BANDWIDTHS)
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    curves = {"as planned": (config.layout.overlap, "-"), "all hidden that can be": (1.0, "--")}
+    for name, (overlap, style) in curves.items():
+        if name != "as planned" and overlap == config.layout.overlap:
+            continue
+        over_bandwidth = [
+            config.plan_on(at_bandwidth(cluster, inter_bandwidth=float(b)), overlap=overlap)
+            for b in bandwidths
+        ]
+        _draw(left, bandwidths / 1e9, over_bandwidth, style=style, name=name)
+        over_accumulation = [config.plan_on(cluster, accumulation=a, overlap=overlap) for a in ACCUMULATIONS]
+        _draw(right, np.array(ACCUMULATIONS), over_accumulation, style=style, name=name)
+    left.axvline(here / 1e9, color="0.6", linewidth=1)
+    left.set_xlabel("inter-node GB/s, per node and direction")
+    right.axvline(config.layout.accumulation, color="0.6", linewidth=1)
+    right.set_xlabel("micro batches per step")
+    left.set_xscale("log")
+    right.set_xscale("log", base=2)
+    right.set_xticks(ACCUMULATIONS, [str(a) for a in ACCUMULATIONS])
+    left.set_ylabel("speed-up of a step")
+    for axes in (left, right):
+        axes.axhline(1.0, color="0.3", linewidth=1)
+        axes.grid(alpha=0.3)
+    right.legend(frameon=False, fontsize=9)
+    nodes = f"{cluster.nodes} nodes of {cluster.devices_per_node} devices"
+    figure.suptitle(f"{config.strategy_name}, {config.size().name} on {cluster.name}, {nodes} (a model)")
+    save_figure(figure, path, dpi=100)
+
+
+def _draw(axes: Any, positions: Any, plans: list[Plan], *, style: str, name: str) -> None:
+    for colour, baseline, speedups in (
+        ("tab:blue", "fp32 gradients", [plan.speedup for plan in plans]),
+        ("tab:orange", "bf16 gradients", [plan.speedup_over_bf16 for plan in plans]),
+    ):
+        axes.plot(positions, speedups, color=colour, linestyle=style, label=f"over {baseline}, {name}")

@@ -1,4 +1,4 @@
-"""Settings of the plan command, and what the planner needs of them."""
+"""Settings of the commands plan and probe, and what the planner needs of them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from sdp4bit.plan.model import GPTSize, ShardedGroup, flat_buffer, gpt_groups
 from sdp4bit.plan.paper import ClusterName, Reproduction, reproduce
 from sdp4bit.plan.step import Cluster, ParallelLayout, Plan, plan_step
 from sdp4bit.pretrain.config.communication import DEFAULT_STRATEGY, CommunicationConfig, Strategy
+from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.model.cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelShape
-from sdp4bit.pretrain.options import SettingError, option, option_flags, require, require_at_least
+from sdp4bit.pretrain.options import SettingError, option, require, require_at_least, require_positive
 
 Engine = Literal["fsdp2", "megatron"]
 DEFAULT_CLUSTER: ClusterName = "a100"
@@ -40,9 +41,7 @@ class PlanModelConfig:
     """Tokens per sequence; the card's when not given."""
 
     def __post_init__(self) -> None:
-        for name, flags in option_flags(PlanModelConfig).items():
-            if name != "model_card":
-                require_at_least(flags[0], getattr(self, name), 1)
+        require_at_least(1, self, "layers", "hidden", "vocabulary", "sequence_length")
 
     def size(self, *, tensor_parallel: int = 1) -> GPTSize:
         """Return the sizes; the vocabulary is padded to 128 rows on each tensor-parallel rank."""
@@ -57,14 +56,8 @@ class PlanModelConfig:
             positions=length,
         )
         is_card = (self.layers, self.hidden) == (None, None)
-        return GPTSize(
-            name=self.model_card if is_card else f"{shape.layers} x {shape.hidden}",
-            layers=shape.layers,
-            hidden=shape.hidden,
-            vocabulary=shape.vocabulary,
-            positions=length,
-            flops_per_sequence=shape.flops_per_sample(length),
-        )
+        name = self.model_card if is_card else f"{shape.layers} x {shape.hidden}"
+        return GPTSize.of(shape, name=name, sequence_length=length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +92,11 @@ class ClusterConfig:
             f"--cluster {self.cluster} and --probe {self.probe} both name a cluster: give one of the two",
         )
         require(0 < self.efficiency <= 1, f"--efficiency {self.efficiency} must be above 0 and at most 1")
-        for name in ("nodes", "devices_per_node"):
-            require_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
-        require_at_least("--latency-us", self.latency_us, 0)
-        for name in ("inter_bandwidth", "intra_bandwidth", "device_tflops", "quantization_bandwidth"):
-            value = getattr(self, name)
-            flag = f"--{name.replace('_', '-')}"
-            require(value is None or value > 0, f"{flag} {value} must be positive")
+        require_at_least(1, self, "nodes", "devices_per_node")
+        require_at_least(0, self, "latency_us")
+        require_positive(
+            self, "inter_bandwidth", "intra_bandwidth", "device_tflops", "quantization_bandwidth"
+        )
 
     def resolve(self, *, model: str) -> Cluster:
         """Return the cluster; SettingError if something is missing.
@@ -177,7 +168,7 @@ class LayoutConfig:
     """How a step is laid out over the devices."""
 
     tensor_parallel: Annotated[int, option("tensor-model-parallel-size", "tp")] = 1
-    """Tensor-parallel ranks, inside a node."""
+    """Tensor-parallel ranks, intra-node."""
     pipeline_parallel: Annotated[int, option("pipeline-model-parallel-size", "pp")] = 1
     """Pipeline stages, over nodes."""
     micro_batch_size: int | None = None
@@ -195,9 +186,7 @@ class LayoutConfig:
     """FSDP2 shards each parameter along the dimension that pads least (shard_placement_fn)."""
 
     def __post_init__(self) -> None:
-        for name, flags in option_flags(LayoutConfig).items():
-            if name in ("tensor_parallel", "pipeline_parallel", "micro_batch_size", "accumulation"):
-                require_at_least(flags[0], getattr(self, name), 1)
+        require_at_least(1, self, "tensor_parallel", "pipeline_parallel", "micro_batch_size", "accumulation")
         require(0 <= self.overlap <= 1, f"--overlap {self.overlap} must be between 0 and 1")
         for given, flag in (
             (not self.reshard_after_forward, "--no-reshard-after-forward"),
@@ -250,10 +239,6 @@ class PlanConfig:
             return "custom"
         return self.strategy or DEFAULT_STRATEGY
 
-    def plan(self) -> Plan:
-        """Return the plan; SettingError if the model or its layout does not fit the cluster."""
-        return self.plan_on(self.resolved_cluster())
-
     def resolved_cluster(self) -> Cluster:
         """Return the cluster; SettingError if something is missing."""
         return self.cluster.resolve(model=self.size().name)
@@ -304,6 +289,30 @@ class PlanConfig:
         except ValueError as error:
             raise SettingError(str(error)) from error
         return flat_buffer(groups) if self.layout.engine == "megatron" else groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeConfig:
+    """What the probe sends and computes, and where it writes what it finds."""
+
+    out: Path = Path("runs/probe.json")
+    """JSON file for `sdp4bit plan --probe`."""
+    megabytes: float = 16.0
+    """MB (1e6 bytes) that each rank sends in one exchange, over all peers of the level together."""
+    rounds: int = 5
+    """Timed exchanges of each level, after two that warm up; the median counts."""
+    quantized_values: int = 4 * 1024**2
+    """Values of the tensor that the quantization kernels are timed on."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            self.parallel.simulated_ranks is None,
+            "--simulated-ranks has no network to measure: leave it out of probe",
+        )
+        require_positive(self, "megabytes")
+        require_at_least(1, self, "rounds")
+        require_at_least(4096, self, "quantized_values")
 
 
 @cache

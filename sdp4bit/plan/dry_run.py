@@ -58,7 +58,7 @@ def dry_run(config: PretrainConfig) -> dict[str, Any]:
 
 
 def print_dry_run(config: PretrainConfig) -> None:
-    """The findings stand on the console, as a table or as one JSON object."""
+    """Print the findings, as a table or as one JSON object."""
     found = dry_run(config)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if config.json:
@@ -75,16 +75,8 @@ def print_dry_run(config: PretrainConfig) -> None:
 
 def _bytes_by_use(config: PretrainConfig, *, world_size: int) -> dict[str, int]:
     shape, parallel = config.model_shape, config.parallel
-    size = GPTSize(
-        name=config.model.model_card,
-        layers=shape.layers,
-        hidden=shape.hidden,
-        vocabulary=shape.vocabulary,
-        positions=shape.positions,
-        flops_per_sequence=shape.flops_per_sample(config.sequence_length),
-    )
     groups = gpt_groups(
-        size,
+        GPTSize.of(shape, name=config.model.model_card, sequence_length=config.sequence_length),
         tensor_parallel=parallel.tensor_model_parallel_size,
         pipeline_parallel=parallel.pipeline_model_parallel_size,
         freed_after_forward=config.training.reshard_after_forward,
@@ -105,7 +97,7 @@ def _bytes_by_use(config: PretrainConfig, *, world_size: int) -> dict[str, int]:
 
 @contextmanager
 def _pretended_group(world_size: int) -> Iterator[None]:
-    """Inside the block this process is rank 0 of a world whose other ranks do not exist."""
+    """Make this process rank 0 of a world whose other ranks do not exist, inside the block."""
     # A private part of PyTorch, used by its own tools to trace large jobs; nothing is ever sent through it.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sdp4bit.pretrain.model.cards import ModelShape
 from sdp4bit.quantization.layout import round_up
 
 Shape = tuple[int, ...]
@@ -26,6 +27,18 @@ class GPTSize:
     positions: int
     flops_per_sequence: float
     """Floating-point operations of forward and backward over one sequence, by the whole model."""
+
+    @classmethod
+    def of(cls, shape: ModelShape, *, name: str, sequence_length: int) -> GPTSize:
+        """Return the sizes of a model that is trained on sequences of this length."""
+        return cls(
+            name=name,
+            layers=shape.layers,
+            hidden=shape.hidden,
+            vocabulary=shape.vocabulary,
+            positions=shape.positions,
+            flops_per_sequence=shape.flops_per_sample(sequence_length),
+        )
 
     @property
     def parameters(self) -> int:

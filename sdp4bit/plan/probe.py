@@ -25,8 +25,7 @@ from sdp4bit.collectives.topology import (
     node_labels,
 )
 from sdp4bit.config import GradientConfig, WeightConfig
-from sdp4bit.plan.config import PROBE_FORMAT
-from sdp4bit.plan.probe_config import ProbeConfig
+from sdp4bit.plan.config import PROBE_FORMAT, ProbeConfig
 from sdp4bit.plan.traffic import RankGrid, gradient_exchange, weight_refresh
 from sdp4bit.pretrain.launch.ranks import Ranks, agree, gather_over_ranks
 from sdp4bit.pretrain.metrics import format_bytes, write_atomically
@@ -60,8 +59,8 @@ class Link:
 def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
     """Return what was measured, the same on every rank, after rank 0 has written and shown it.
 
-    Steps: 1. find the nodes;  2. all-to-all inside all nodes at once;  3. all-to-all between nodes, all ranks
-    at once;  4. the operators of a step on all ranks at once.
+    Steps: 1. find the nodes;  2. intra-node all-to-all, all nodes at once;  3. inter-node all-to-all, all
+    ranks at once;  4. the operators of a step on all ranks at once.
 
     Raises:
         SettingError: ranks that do not fill the nodes, or a file that cannot be written; on all ranks.
@@ -221,7 +220,7 @@ def _report(config: ProbeConfig, result: dict[str, Any]) -> None:
         raise SettingError(f"cannot write --out {config.out}: {error}") from error
     measured = result["measured"]
     lines = [f"{result['name']}: {result['nodes']} nodes of {result['devices_per_node']} ranks"]
-    for level, what in (("intra", "inside a node, per rank"), ("inter", "between nodes, per node")):
+    for level, what in (("intra", "intra-node, per rank"), ("inter", "inter-node, per node")):
         bandwidth = result[f"{level}_bandwidth"]
         if bandwidth is None:
             lines.append(f"{what}: one rank, not measured")

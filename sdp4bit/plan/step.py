@@ -75,7 +75,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """How a step is laid out over the devices: tensor parallelism in nodes, pipeline stages over nodes."""
+    """How a step is laid out over the devices: tensor parallelism intra-node, pipeline stages inter-node."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -310,8 +310,8 @@ class _StepModel:
         per_rank = self.cluster.inter_bandwidth_per_rank(tensor_parallel=self.layout.tensor_parallel)
         total = 0.0
         for exchange in exchanges:
-            inside = exchange.intra_bytes / (self.cluster.intra_bandwidth * self.cluster.efficiency)
-            total += exchange_seconds(exchange, inside=inside, between=exchange.inter_bytes / per_rank)
+            intra = exchange.intra_bytes / (self.cluster.intra_bandwidth * self.cluster.efficiency)
+            total += exchange_seconds(exchange, intra=intra, inter=exchange.inter_bytes / per_rank)
             total += exchange.collectives * self.cluster.latency
         return total
 
@@ -325,12 +325,12 @@ class _StepModel:
         return hidden + behind_forward + min(self.overlap * gathers, left)
 
 
-def exchange_seconds(exchange: Exchange, *, inside: float, between: float) -> float:
+def exchange_seconds(exchange: Exchange, *, intra: float, inter: float) -> float:
     """Return how long an exchange takes whose levels would take these seconds alone.
 
     A ring keeps both levels busy at once. Of two hops cut into chunks, the shorter one shows only once.
     """
-    longer, shorter = max(inside, between), min(inside, between)
+    longer, shorter = max(intra, inter), min(intra, inter)
     return longer if exchange.chunks is None else longer + shorter / exchange.chunks
 
 

@@ -103,8 +103,8 @@ def gradient_exchange(
     units = [config.intra_group_size] * (g > 1) + [config.inter_group_size] * (n > 1)
     intra = inter = padding = 0.0
     moved = REDUCED_BYTES * (grid.size + 1.0) * row_numel
-    spans = slice_lengths(row_numel, chunks=config.pipeline_chunks, unit=math.lcm(*units))
-    for numel in spans:
+    slices = slice_lengths(row_numel, chunks=config.pipeline_chunks, unit=math.lcm(*units))
+    for numel in slices:
         # With one level only, its messages carry a row to every rank.
         if g > 1:
             layout = message_layout(numel=numel, bits=intra_bits, group_size=config.intra_group_size, parts=n)
@@ -122,8 +122,8 @@ def gradient_exchange(
         intra_bytes=intra,
         inter_bytes=inter,
         padding_bytes=padding,
-        collectives=len(spans) * (2 if two_levels else 1),
-        chunks=max(1, len(spans)),
+        collectives=len(slices) * (2 if two_levels else 1),
+        chunks=max(1, len(slices)),
         moved_bytes=moved,
     )
 
@@ -172,7 +172,7 @@ def weight_gather(row_numel: int, *, grid: RankGrid, config: WeightConfig | None
 
 
 def is_full(config: WeightConfig, *, grid: RankGrid) -> bool:
-    """Whether every rank holds every row of the replica."""
+    """Return whether every rank holds every row of the replica."""
     return config.replica == "full" or grid.ranks_per_node == 1
 
 

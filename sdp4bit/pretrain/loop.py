@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -17,12 +16,12 @@ from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.data.batches import Batches
 from sdp4bit.pretrain.launch.ranks import Ranks, sum_over_ranks
 from sdp4bit.pretrain.metrics import CommunicationMetrics, StepMetrics, ValidationMetrics
-from sdp4bit.pretrain.step.loss_scale import LossScale
-from sdp4bit.pretrain.step.optimizer import learning_rate_at, set_learning_rate
+from sdp4bit.pretrain.step.optimizer import LossScale, learning_rate_at, set_learning_rate
 from sdp4bit.pretrain.step.parallelize import ShardedModel
-from sdp4bit.pretrain.step.simulated_model import VirtualModel
-from sdp4bit.pretrain.step.simulated_step import VirtualTrainingStep
-from sdp4bit.pretrain.step.training_step import Batch, TrainingStep
+from sdp4bit.pretrain.step.pipeline import Batch
+from sdp4bit.pretrain.step.simulated_model import SimulatedModel
+from sdp4bit.pretrain.step.simulated_step import SimulatedTrainingStep
+from sdp4bit.pretrain.step.training_step import TrainingStep
 from sdp4bit.pretrain.timers import Timers
 
 
@@ -32,7 +31,7 @@ class TrainingDivergedError(RuntimeError):
 
 @contextmanager
 def _naming_the_time(when: str) -> Iterator[None]:
-    """Inside the block, errors of the communication say when they happened."""
+    """Let errors of the communication inside the block say when they happened."""
     start = time.monotonic()
     try:
         yield
@@ -59,9 +58,10 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self.timers = Timers(level=self.config.logging.timing_log_level, device=self.ranks.device)
         self._communication = self.model.communication
-        step: Any = VirtualTrainingStep if isinstance(self.model, VirtualModel) else TrainingStep
-        self._step_of_model: TrainingStep = step(
-            self.model,
+        simulates = isinstance(self.model, SimulatedModel)
+        step: type[TrainingStep] = SimulatedTrainingStep if simulates else TrainingStep
+        self._step_of_model = step(
+            model=self.model,
             optimizer=self.optimizer,
             loss_scale=self.loss_scale,
             config=self.config,

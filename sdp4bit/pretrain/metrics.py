@@ -6,11 +6,12 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+import numpy as np
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -23,6 +24,13 @@ from rich.progress import (
 
 from sdp4bit.pretrain.config.pretrain import LoggingConfig
 from sdp4bit.pretrain.options import SettingError
+
+WINDOW_SHARE = 20
+"""Smoothed values are means over the values divided by this."""
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +50,7 @@ class StepMetrics:
     intra_bytes: int
     inter_bytes: int
     compression_ratio: float
-    """Bytes that plain FSDP2 would have sent between nodes, over those sent; rank 0's, like the next two."""
+    """Bytes that plain FSDP2 would have sent inter-node, over those sent; rank 0's, like the next two."""
     weight_drift: float | None
     """|main weights - replica| / |main weights| when last measured; None where weights are not quantized."""
     gradient_error: float | None
@@ -74,7 +82,7 @@ class CommunicationMetrics:
     """What quantization cost in a measured step, per parameter group; rank 0's values."""
 
     step: int
-    groups: list[dict[str, Any]]
+    groups: Sequence[Mapping[str, object]]
     """As `group_stats()` of the communication gives them."""
 
 
@@ -88,15 +96,40 @@ def format_bytes(count: float) -> str:
 
 
 def write_atomically(path: Path, content: str) -> None:
-    """The file holds the content; a reader sees the old or the new file, never a part."""
+    """Write a file; a reader sees the old or the new content, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     working = path.with_name(f".{path.name}.{os.getpid()}")
     working.write_text(content, encoding="utf-8")
     working.replace(path)
 
 
+def smoothed(numbers: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Return the mean over a twentieth of the values around each, narrower at the ends.
+
+    Values that are not finite are left out, and NaN in the result.
+    """
+    values = np.asarray(numbers, dtype=np.float64)
+    half = max(1, len(values) // (2 * WINDOW_SHARE))
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    first = np.maximum(np.arange(len(values)) - half, 0)
+    last = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    count = counts[last] - counts[first]
+    means = (sums[last] - sums[first]) / np.maximum(count, 1)
+    return np.where(finite & (count > 0), means, math.nan)
+
+
+def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:
+    """Write a picture as PNG; a reader sees the old or the new file, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    working = path.with_name(f".{path.name}")
+    figure.savefig(working, format="png", dpi=dpi)
+    working.replace(path)
+
+
 class MetricsWriter:
-    """Writes and shows the metrics of a run; made on rank 0 only."""
+    """Writes and shows the metrics of a run."""
 
     def __init__(
         self,
@@ -108,7 +141,7 @@ class MetricsWriter:
         validation_due: bool = False,
         console: Console | None = None,
     ) -> None:
-        """Files of an earlier part of the run are continued: what they say of later steps is taken away.
+        """Open the outputs; files of an earlier part of the run lose what they say of later steps.
 
         Args:
             first_step: steps that have been done.
@@ -118,7 +151,7 @@ class MetricsWriter:
         self._steps = steps
         self._description = description
         self._console = console or Console()
-        self._lines: Any = None
+        self._lines: TextIO | None = None
         if config.jsonl:
             self._lines = _continued_jsonl(config, first_step=first_step, validation_due=validation_due)
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
@@ -140,7 +173,7 @@ class MetricsWriter:
             self._progress.start()
 
     def close(self) -> None:
-        """All files are complete and the progress bar is gone."""
+        """Complete all files and remove the progress bar."""
         if self._progress is not None:
             self._progress.stop()
         if self._lines is not None:
@@ -151,8 +184,8 @@ class MetricsWriter:
             self._wandb.finish()
 
     def log_step(self, metrics: StepMetrics) -> None:
-        """The step is in all outputs; plain lines only every log interval, with the means since the last."""
-        self._write("train", asdict(metrics))
+        """Write a step to all outputs; print a line every log interval, with the means since the last."""
+        self._write("train", metrics)
         self._since_line.append(metrics)
         if self._progress is not None and self._task is not None:
             numbers = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
@@ -163,7 +196,7 @@ class MetricsWriter:
             self._since_line.clear()
 
     def log_communication(self, metrics: CommunicationMetrics) -> None:
-        """The measures of all parameter groups are in all outputs, but not on the console."""
+        """Write the measures of all parameter groups to all outputs but the console."""
         groups = [_finite(group) for group in metrics.groups]
         self._write_line("communication", {"step": metrics.step, "groups": groups})
         for group in groups:
@@ -171,14 +204,14 @@ class MetricsWriter:
             self._write_scalars("communication", numbers, step=metrics.step)
 
     def log_alert(self, step: int, group: str, message: str, **numbers: float | None) -> None:
-        """The alert is in all outputs and stands on the console; the numbers say what it is about."""
+        """Write an alert to all outputs and print it; the numbers say what it is about."""
         finite = _finite(numbers)
         self._write_line("alert", {"step": step, "group": group, "message": message, **finite})
         self._write_scalars("alert", {f"{group}/{name}": v for name, v in finite.items()}, step=step)
         self.say(f"step {step}/{self._steps}  alert  {group}: {message}")
 
     def log_timings(self, milliseconds: Mapping[str, tuple[float, float]]) -> None:
-        """A line says where the time went: per part the least and the most of all ranks."""
+        """Print where the time went: per part the least and the most of all ranks."""
         if milliseconds:
             parts = ", ".join(
                 f"{name} {least:.1f}-{most:.1f}" for name, (least, most) in milliseconds.items()
@@ -188,12 +221,12 @@ class MetricsWriter:
     def log_validation(
         self, metrics: ValidationMetrics, *, event: Literal["validation", "test"] = "validation"
     ) -> None:
-        """The validation, or the test after the last step, is in all outputs."""
-        self._write(event, asdict(metrics))
+        """Write a validation, or the test after the last step, to all outputs, and print it."""
+        self._write(event, metrics)
         self.say(f"step {metrics.step}/{self._steps}  {event} loss {metrics.loss:.4f}")
 
     def say(self, message: str) -> None:
-        """A line stands on the console, above the progress bar if there is one."""
+        """Print a line, above the progress bar if there is one."""
         self._console.print(f"{self._description}: {message}", highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, last: StepMetrics) -> str:
@@ -210,26 +243,26 @@ class MetricsWriter:
             f"grad norm {last.grad_norm:.3f}",
             f"{1000 * seconds:.1f} ms",
             f"{tokens / seconds:,.0f} tokens/s",
-            f"{format_bytes(statistics.fmean(step.intra_bytes for step in steps))} in nodes",
-            f"{format_bytes(statistics.fmean(step.inter_bytes for step in steps))} between",
-            f"{last.compression_ratio:.2f} x less",
+            f"{format_bytes(statistics.fmean(step.intra_bytes for step in steps))} intra-node",
+            f"{format_bytes(statistics.fmean(step.inter_bytes for step in steps))} inter-node",
+            f"{last.compression_ratio:.2f}x fewer",
         ]
         if self._config.log_throughput:
             parts.insert(7, f"{operations / seconds:.3g} TFLOP/s per device")
         return " | ".join(parts)
 
-    def _write(self, event: str, values: Mapping[str, Any]) -> None:
-        values = _finite(values)
+    def _write(self, event: str, metrics: StepMetrics | ValidationMetrics) -> None:
+        values = _finite(asdict(metrics))
         self._write_line(event, values)
         numbers = {name: value for name, value in values.items() if name != "step"}
-        self._write_scalars(event, numbers, step=values["step"])
+        self._write_scalars(event, numbers, step=metrics.step)
 
-    def _write_line(self, event: str, values: Mapping[str, Any]) -> None:
+    def _write_line(self, event: str, values: Mapping[str, object]) -> None:
         if self._lines is not None:
             self._lines.write(json.dumps({"event": event, **values}) + "\n")
             self._lines.flush()
 
-    def _write_scalars(self, event: str, values: Mapping[str, Any], *, step: int) -> None:
+    def _write_scalars(self, event: str, values: Mapping[str, object], *, step: int) -> None:
         if self._tensorboard is not None:
             for name, value in values.items():
                 if value is not None:
@@ -240,7 +273,7 @@ class MetricsWriter:
             self._wandb.log({f"{event}/{name}": v for name, v in values.items()}, step=self._last_step)
 
 
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+def _finite(values: Mapping[str, object]) -> dict[str, object]:
     """Return the values with None for numbers that are not finite: JSON has no NaN."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -248,7 +281,7 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _continued_jsonl(config: LoggingConfig, *, first_step: int, validation_due: bool) -> Any:
+def _continued_jsonl(config: LoggingConfig, *, first_step: int, validation_due: bool) -> TextIO:
     path = config.out / "metrics.jsonl"
     kept = ""
     if first_step and path.is_file():
@@ -265,7 +298,7 @@ def _continued_jsonl(config: LoggingConfig, *, first_step: int, validation_due: 
     return path.open("a", encoding="utf-8")
 
 
-def _tensorboard_writer(config: LoggingConfig, *, first_step: int) -> Any:
+def _tensorboard_writer(config: LoggingConfig, *, first_step: int) -> SummaryWriter | None:
     if not config.tensorboard:
         return None
     from torch.utils.tensorboard import SummaryWriter
@@ -274,7 +307,7 @@ def _tensorboard_writer(config: LoggingConfig, *, first_step: int) -> Any:
     return SummaryWriter(str(folder), purge_step=first_step + 1)
 
 
-def _wandb_run(config: LoggingConfig) -> Any:
+def _wandb_run(config: LoggingConfig) -> Any:  # wandb has no types here
     if config.wandb_project is None:
         return None
     try:

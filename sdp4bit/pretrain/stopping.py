@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from sdp4bit.collectives.errors import naming
+from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.pretrain.config.training import TrainingConfig
 from sdp4bit.pretrain.launch.signals import SIGNALS, received
 
@@ -32,7 +32,7 @@ class StopRequests:
 
     def _agree(self, mine: int, *, when: str) -> str | None:
         found = torch.tensor(mine, device=self._device)
-        with naming(f"agreement on whether to leave {when}"):
+        with comm_error_context(f"agreement on whether to leave {when}"):
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         code = int(found.item())
         if code == _INTERVAL:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from sdp4bit.collectives.errors import naming
+from sdp4bit.collectives.errors import comm_error_context
 
 
 class Timers:
@@ -27,7 +27,7 @@ class Timers:
 
     @contextmanager
     def __call__(self, name: str, *, level: int) -> Iterator[None]:
-        """The duration of the block is added to that of its name."""
+        """Add the duration of the block to that of its name."""
         if level > self._level:
             yield
             return
@@ -38,7 +38,7 @@ class Timers:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def count_step(self) -> None:
-        """The timed parts belong to one step more."""
+        """Count one step more, to which the timed parts belong."""
         self._steps += 1
 
     def summarize(self) -> dict[str, tuple[float, float]]:
@@ -50,7 +50,7 @@ class Timers:
             return {}
         mine = [1000 * seconds / max(1, self._steps) for seconds in self._seconds.values()]
         bounds = torch.tensor([[-value for value in mine], mine], dtype=torch.float64, device=self._device)
-        with naming("bounds of the timings"):
+        with comm_error_context("bounds of the timings"):
             dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
         least, most = (-bounds[0]).tolist(), bounds[1].tolist()
         names = list(self._seconds)

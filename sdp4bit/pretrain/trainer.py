@@ -6,7 +6,7 @@ import json
 import platform
 import statistics
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
@@ -18,7 +18,7 @@ from sdp4bit.pretrain.checkpoint.checkpointer import Checkpointer
 from sdp4bit.pretrain.checkpoint.folder import TOKENIZER, Progress, RunRecord
 from sdp4bit.pretrain.checkpoint.load import Start, choose_start
 from sdp4bit.pretrain.checkpoint.state import TrainingState
-from sdp4bit.pretrain.config.pretrain import PretrainConfig
+from sdp4bit.pretrain.config.pretrain import LoggingConfig, PretrainConfig
 from sdp4bit.pretrain.config.same_settings import check_same_settings
 from sdp4bit.pretrain.data.batches import Batches, prepare_dataset
 from sdp4bit.pretrain.launch.ranks import Ranks, agree
@@ -27,10 +27,9 @@ from sdp4bit.pretrain.loop import TrainingDivergedError, TrainingLoop
 from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics, write_atomically
 from sdp4bit.pretrain.model.gpt import GPT
 from sdp4bit.pretrain.options import SettingError
-from sdp4bit.pretrain.step.loss_scale import LossScale
-from sdp4bit.pretrain.step.optimizer import build_optimizer
-from sdp4bit.pretrain.step.parallelize import ShardedModel, build_model, lay_out
-from sdp4bit.pretrain.step.simulated_model import build_virtual_model
+from sdp4bit.pretrain.step.optimizer import LossScale, build_optimizer
+from sdp4bit.pretrain.step.parallelize import build_model, lay_out
+from sdp4bit.pretrain.step.simulated_model import build_simulated_model
 from sdp4bit.pretrain.stopping import StopRequests
 
 FINAL_STEPS = 20
@@ -64,12 +63,12 @@ class TrainingResult:
 
     @property
     def intra_bytes_per_step(self) -> int:
-        """Bytes that all ranks sent inside nodes in a step; the median, as the first step differs."""
+        """Intra-node bytes that all ranks sent in a step; the median, as the first step differs."""
         return round(statistics.median(step.intra_bytes for step in self.steps))
 
     @property
     def inter_bytes_per_step(self) -> int:
-        """Bytes that all ranks sent between nodes in a step; the median, as the first step differs."""
+        """Inter-node bytes that all ranks sent in a step; the median, as the first step differs."""
         return round(statistics.median(step.inter_bytes for step in self.steps))
 
     @property
@@ -108,12 +107,45 @@ def pretrain(
         TrainingDivergedError: on all ranks, if the loss stops being finite, unless such runs are kept.
     """
     check_same_settings(config)
-    label = label or config.strategy_name
     config.check_layout(ranks.world_size)
+    run = build_run(config, ranks=ranks, label=label or config.strategy_name)
+    writer = agree(lambda: _open_writer(run, console=console))
+    with listening(), _abandoned_after_a_failure(run.checkpointer), closing(writer):
+        if ranks.is_first:
+            for line in (describe_run(run), *config.reference.explain(), *_describe_start(run)):
+                writer.say(line)
+        if ranks.is_first and config.reliability.alerts != "off":
+            run.loop.model.communication.on_alert(partial(_report_alert, writer))
+        train(run, writer=writer, keep_diverged=keep_diverged)
+        for line in _describe_end(run):
+            writer.say(line)
+    run.loop.model.communication.remove()
+    return run.result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The parts of a run, at the step that it begins with."""
+
+    config: PretrainConfig
+    loop: TrainingLoop
+    checkpointer: Checkpointer
+    start: Start
+    first_step: int
+    """Steps that have been done before."""
+    result: TrainingResult
+    """What has been measured, so far."""
+
+
+def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
+    """Build data, model, optimizer and checkpointer, and load the checkpoint that the run resumes from.
+
+    Raises:
+        SettingError: on all ranks, if the parts do not fit together, or nothing is left to train.
+    """
     dataset = prepare_dataset(config.resolved_data, ranks=ranks)
-    tokenizer = dataset.tokenizer
     layout = lay_out(config, ranks=ranks)
-    is_virtual = config.parallel.virtual_ranks is not None
+    is_simulated = config.parallel.simulated_ranks is not None
     data_parallel_size = config.parallel.data_parallel_size(ranks.world_size)
     batches = Batches(
         dataset,
@@ -122,16 +154,17 @@ def pretrain(
         accumulation=config.micro_batches(data_parallel_size),
         eval_batches=config.training.eval_batches,
         seed=config.seed,
-        rank=None if is_virtual else layout.data.get_local_rank(),
+        rank=None if is_simulated else layout.data.get_local_rank(),
         world_size=data_parallel_size,
         device=ranks.device,
     )
     torch.manual_seed(config.seed + layout.random_stream)
-    model = (build_virtual_model if is_virtual else build_model)(config, layout=layout)
+    model = (build_simulated_model if is_simulated else build_model)(config, layout=layout)
     optimizer = build_optimizer(
         model.parameters(), config=config.optimizer, learning_rate=config.learning_rate
     )
-    loss_scale = LossScale(config.training) if config.training.weights == "fp16" else None
+    loss_scale = LossScale(config.training) if config.training.param_dtype == "fp16" else None
+    tokenizer = dataset.tokenizer
     checkpointer = Checkpointer(
         TrainingState(
             models=model.chunks,
@@ -170,59 +203,45 @@ def pretrain(
         progress=progress,
         ranks=ranks,
     )
-    result = TrainingResult(strategy=label, seed=config.seed)
-    writer = agree(lambda: _open_writer(config, progress, ranks, console, label) if ranks.is_first else None)
-    stops = StopRequests(config.training, device=ranks.device)
-    with ExitStack() as stack:
-        stack.enter_context(listening())
-        stack.push(lambda kind, error, _: checkpointer.abandon(error) if kind is not None else None)
-        if writer is not None:
-            stack.callback(writer.close)
-            writer.say(describe_run(config, model=model, batches=batches))
-            for line in [*config.reference.explain(), *_describe_start(config, start, progress)]:
-                writer.say(line)
-            if config.reliability.alerts != "off":
-                model.communication.on_alert(partial(_report_alert, writer))
-        result.stopped = stops.before_first_step()
-        if progress.validation_due and not result.stopped:
-            _log_validation(loop, result, writer)
-        steps = () if result.stopped else _measured_steps(loop, result, keep_diverged=keep_diverged)
-        for metrics in steps:
-            if writer is not None:
-                writer.log_step(metrics)
-                _report_communication(loop, writer)
-            is_last = metrics.step == config.training.steps
-            result.stopped = None if is_last else stops.after_step(metrics.step)
-            if metrics.step % config.logging.log_interval == 0:
-                timings = loop.timers.summarize()
-                if writer is not None:
-                    writer.log_timings(timings)
-            evaluates = is_last or metrics.step % config.training.eval_interval == 0
-            if evaluates and not result.stopped:
-                _log_validation(loop, result, writer)
-            if is_last and batches.has_test:
-                test = loop.validate(test=True)
-                result.test_loss = test.loss
-                if writer is not None:
-                    writer.log_validation(test, event="test")
-            checkpointer.poll()
-            if config.checkpoint.is_due(metrics.step, is_last=is_last or bool(result.stopped)):
-                left_out = evaluates and bool(result.stopped)
-                checkpointer.save(progress=replace(loop.progress, validation_due=left_out))
-            if result.stopped:
-                break
-        checkpointer.close()
-        if result.diverged_at is not None and writer is not None:
-            writer.say(
-                f"ended at step {result.diverged_at}, as the loss or its gradient is not finite any more"
-            )
-        if result.stopped and writer is not None:
-            folder, step = config.checkpoint.save, loop.progress.step
-            kept = "not saved, as --save was not given" if folder is None else f"saved in {folder}"
-            kept = kept if result.steps else "nothing was trained"
-            writer.say(f"left after step {step} because of {result.stopped}; {kept}")
-    model.communication.remove()
-    return result
+    return Run(
+        config=config,
+        loop=loop,
+        checkpointer=checkpointer,
+        start=start,
+        first_step=progress.step,
+        result=TrainingResult(strategy=label, seed=config.seed),
+    )
+
+
+def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
+    """Do the remaining steps; after each of them report, validate, save and stop, where that is due."""
+    config, loop, result, checkpointer = run.config, run.loop, run.result, run.checkpointer
+    stops = StopRequests(config.training, device=loop.ranks.device)
+    result.stopped = stops.before_first_step()
+    if loop.progress.validation_due and not result.stopped:
+        _validate(run, writer)
+    steps = () if result.stopped else _measured_steps(loop, result, keep_diverged=keep_diverged)
+    for metrics in steps:
+        writer.log_step(metrics)
+        _report_communication(loop, writer)
+        is_last = metrics.step == config.training.steps
+        result.stopped = None if is_last else stops.after_step(metrics.step)
+        if metrics.step % config.logging.log_interval == 0:
+            writer.log_timings(loop.timers.summarize())
+        evaluates = is_last or metrics.step % config.training.eval_interval == 0
+        if evaluates and not result.stopped:
+            _validate(run, writer)
+        if is_last and loop.batches.has_test:
+            test = loop.validate(test=True)
+            result.test_loss = test.loss
+            writer.log_validation(test, event="test")
+        checkpointer.poll()
+        if config.checkpoint.is_due(metrics.step, is_last=is_last or bool(result.stopped)):
+            left_out = evaluates and bool(result.stopped)
+            checkpointer.save(progress=replace(loop.progress, validation_due=left_out))
+        if result.stopped:
+            break
+    checkpointer.close()
 
 
 def _measured_steps(
@@ -239,70 +258,95 @@ def _measured_steps(
         result.diverged_at = result.steps[-1].step
 
 
-def _report_alert(writer: MetricsWriter, alert: sdp4bit.Alert) -> None:
-    writer.log_alert(alert.step, alert.group, alert.message, value=alert.value, threshold=alert.threshold)
+def _validate(run: Run, writer: MetricsWriter) -> None:
+    validation = run.loop.validate()
+    run.result.validation.append((validation.step, validation.loss))
+    writer.log_validation(validation)
+    _report_communication(run.loop, writer)
 
 
 def _report_communication(loop: TrainingLoop, writer: MetricsWriter) -> None:
-    measured = loop.communication()
+    measured = loop.communication() if loop.ranks.is_first else None
     if measured is not None:
         writer.log_communication(measured)
 
 
-def describe_run(config: PretrainConfig, *, model: ShardedModel, batches: Batches) -> str:
+def _report_alert(writer: MetricsWriter, alert: sdp4bit.Alert) -> None:
+    writer.log_alert(alert.step, alert.group, alert.message, value=alert.value, threshold=alert.threshold)
+
+
+@contextmanager
+def _abandoned_after_a_failure(checkpointer: Checkpointer) -> Iterator[None]:
+    """Give up saves in the background if the block raises."""
+    try:
+        yield
+    except BaseException as error:
+        checkpointer.abandon(error)
+        raise
+
+
+def describe_run(run: Run) -> str:
     """Return one line that says what is about to be trained."""
+    config, model, batches = run.config, run.loop.model, run.loop.batches
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in GPT(config.model_shape).parameters())
-    training = config.training
-    arithmetic = str(model.chunks[0].arithmetic).removeprefix("torch.")
+    compute_dtype = str(model.chunks[0].compute_dtype).removeprefix("torch.")
     return (
         f"{parameters / 1e6:,.1f} million parameters on {model.describe_ranks()}, "
         f"{batches.global_batch_size} sequences of {config.sequence_length} tokens a step, "
-        f"{training.weights} weights, {arithmetic} arithmetic"
+        f"param dtype {config.training.param_dtype}, compute dtype {compute_dtype}"
     )
 
 
-def _log_validation(loop: TrainingLoop, result: TrainingResult, writer: MetricsWriter | None) -> None:
-    validation = loop.validate()
-    result.validation.append((validation.step, validation.loss))
-    if writer is not None:
-        writer.log_validation(validation)
-        _report_communication(loop, writer)
-
-
-def _describe_start(config: PretrainConfig, start: Start, progress: Progress) -> list[str]:
-    """Return a line about the checkpoint that the run goes on from, or about that there is none yet."""
-    if start.folder is not None:
-        line = f"goes on after step {progress.step} of {start.folder}"
-        is_done = progress.step >= config.training.steps
+def _describe_start(run: Run) -> list[str]:
+    """Return a line about the checkpoint that the run resumes from, or about that there is none yet."""
+    folder = run.config.checkpoint
+    if run.start.folder is not None:
+        line = f"resumed from step {run.first_step} of {run.start.folder}"
+        is_done = run.first_step >= run.config.training.steps
         return [f"{line}: nothing is left to do" if is_done else line]
-    folder = config.checkpoint
     if folder.auto_resume or folder.load is not None:
         return [f"no checkpoint in {folder.save} yet: begins at step 1"]
     return []
 
 
-def _open_writer(
-    config: PretrainConfig, progress: Progress, ranks: Ranks, console: Console | None, label: str
-) -> MetricsWriter:
-    out = config.logging.out
+def _describe_end(run: Run) -> list[str]:
+    """Return a line about why the run ends before its last step, if it does."""
+    result, folder = run.result, run.config.checkpoint.save
+    if result.diverged_at is not None:
+        return [f"ended at step {result.diverged_at}, as the loss or its gradient is not finite any more"]
+    if result.stopped is None:
+        return []
+    kept = "not saved, as --save was not given" if folder is None else f"saved in {folder}"
+    kept = kept if result.steps else "nothing was trained"
+    return [f"left after step {run.loop.progress.step} because of {result.stopped}; {kept}"]
+
+
+def _open_writer(run: Run, *, console: Console | None) -> MetricsWriter:
+    """Return what writes and shows metrics on rank 0, and does nothing on the others."""
+    config, ranks, progress = run.config, run.loop.ranks, run.loop.progress
+    logging, out = config.logging, config.logging.out
+    if not ranks.is_first:
+        logging = LoggingConfig(jsonl=False, tensorboard=False)
+        console = Console(quiet=True, force_terminal=False)
     try:
-        settings = {
-            **asdict(config),
-            "strategy": config.strategy_name,
-            "label": label,
-            "quantization": asdict(config.quantization),
-            "ranks": ranks.world_size,
-            "versions": {
-                "sdp4bit": sdp4bit.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-        }
-        write_atomically(out / "config.json", json.dumps(settings, indent=2, default=str) + "\n")
+        if ranks.is_first:
+            settings = {
+                **asdict(config),
+                "strategy": config.strategy_name,
+                "label": run.result.strategy,
+                "quantization": asdict(config.quantization),
+                "ranks": ranks.world_size,
+                "versions": {
+                    "sdp4bit": sdp4bit.__version__,
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
+            }
+            write_atomically(out / "config.json", json.dumps(settings, indent=2, default=str) + "\n")
         return MetricsWriter(
-            config.logging,
-            description=label,
+            logging,
+            description=run.result.strategy,
             steps=config.training.steps,
             first_step=progress.step,
             validation_due=progress.validation_due,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from sdp4bit.pretrain.metrics import smoothed
 from sdp4bit.report.runs import Run
 
 POINTS = 6_000
@@ -19,8 +20,6 @@ CELLS = 60_000
 """Cells of all heat maps together, from which the number of columns follows."""
 COLUMNS = (12, 160)
 """Fewest and most columns of a heat map."""
-WINDOW_SHARE = 20
-"""Smoothed values are means over the steps divided by this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,22 +111,22 @@ def traffic_plots(runs: Sequence[Run]) -> list[Plot]:
         _train_plot(
             runs,
             key="inter_bytes",
-            title="Sent between nodes",
-            about="Bytes that all ranks together sent between nodes in each step.",
+            title="Inter-node bytes",
+            about="Bytes that all ranks together sent inter-node in each step.",
             unit="bytes",
         ),
         _train_plot(
             runs,
             key="intra_bytes",
-            title="Sent in nodes",
-            about="Bytes that all ranks together sent inside nodes in each step.",
+            title="Intra-node bytes",
+            about="Bytes that all ranks together sent intra-node in each step.",
             unit="bytes",
         ),
         _train_plot(
             runs,
             key="compression_ratio",
             title="Compression ratio",
-            about="Bytes that plain FSDP2 would have sent between nodes, over those sent; rank 0's.",
+            about="Bytes that plain FSDP2 would have sent inter-node, over those sent; rank 0's.",
         ),
     ]
 
@@ -196,21 +195,8 @@ def group_plots(runs: Sequence[Run]) -> list[Plot]:
     ]
 
 
-def smoothed(values: np.ndarray) -> np.ndarray:
-    """Return the mean over a twentieth of the values around each, narrower at the ends; NaN is left out."""
-    half = max(1, len(values) // (2 * WINDOW_SHARE))
-    finite = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(finite)])
-    first = np.maximum(np.arange(len(values)) - half, 0)
-    last = np.minimum(np.arange(len(values)) + half + 1, len(values))
-    count = counts[last] - counts[first]
-    means = (sums[last] - sums[first]) / np.maximum(count, 1)
-    return np.where(finite & (count > 0), means, math.nan)
-
-
 def decimated(steps: np.ndarray, values: np.ndarray, *, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most about as many points: of every stretch its least, its largest and its first NaN.
+    """Return at most about as many points: of every range its least, its largest and its first NaN.
 
     The first and the last point stay, so no extreme and no gap of the whole curve is lost.
     """

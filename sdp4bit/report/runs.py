@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sdp4bit.pretrain.options import SettingError
+from sdp4bit.pretrain.options import SettingError, with_current_names
 
 METRICS = "metrics.jsonl"
 SETTINGS = "config.json"
@@ -172,7 +172,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read_settings(run: Run, path: Path) -> None:
     if path.is_file():
-        run.settings = _read_object(path)
+        run.settings = with_current_names(_read_object(path))
     else:
         run.notes.append(f"{SETTINGS} is missing, so what was trained is not known")
 
@@ -233,7 +233,7 @@ def _add(run: Run, event: dict[str, Any], where: str) -> None:
 
 
 def _forget_after(run: Run, step: int) -> None:
-    """What the run says of later steps is gone; what it says of this one is about to be said again."""
+    """Forget what the run says of later steps, and of this one, which is about to be said again."""
     per_step: tuple[dict[int, Any], ...] = (run.train, run.validation, run.test, run.groups)
     for entries in per_step:
         for later in [s for s in entries if s > step]:

@@ -6,8 +6,9 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,38 +53,13 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
     if any(run.test for run in runs):
         rows.append(Row(name="Test loss", cells=[_at_step(_last(run.test)) for run in runs]))
     rows += [
-        Row(
-            name="Sent between nodes",
-            about="per step, median, all ranks",
-            cells=[_bytes(median(run, "inter_bytes")) for run in runs],
-        ),
-        Row(
-            name="Sent in nodes",
-            about="per step, median, all ranks",
-            cells=[_bytes(median(run, "intra_bytes")) for run in runs],
-        ),
-        Row(
-            name="Compression ratio",
-            about="median; between nodes, against plain FSDP2",
-            cells=[_text(median(run, "compression_ratio"), ".2f") for run in runs],
-        ),
-        Row(
-            name="Step time",
-            about="median",
-            cells=[_seconds(median(run, "step_seconds")) for run in runs],
-        ),
-        Row(
-            name="Tokens per second",
-            about="median, all ranks",
-            cells=[_text(median(run, "tokens_per_second"), ",.0f") for run in runs],
-        ),
-        Row(name="Alerts", cells=[str(len(run.alerts)) for run in runs]),
-        Row(
-            name="Restarts",
-            about="seen in the file",
-            cells=[str(len(run.restarts)) for run in runs],
-        ),
+        Row(name=name, about=about, cells=[show(median(run, key)) for run in runs])
+        for name, about, key, show in _MEDIANS
     ]
+    rows.append(Row(name="Alerts", cells=[str(len(run.alerts)) for run in runs]))
+    rows.append(
+        Row(name="Restarts", about="seen in the file", cells=[str(len(run.restarts)) for run in runs])
+    )
     not_finite = [_not_finite(run) for run in runs]
     if any(not_finite):
         rows.append(Row(name="Steps whose loss is not a number", cells=[str(count) for count in not_finite]))
@@ -206,8 +182,8 @@ def _quantization(run: Run) -> str:
     if isinstance(gradients, dict):
         transform = ", Hadamard" if gradients.get("hadamard") else ""
         parts.append(
-            f"gradients {gradients.get('intra_bits')} bits in nodes, {gradients.get('inter_bits')} between"
-            + transform
+            f"gradients {gradients.get('intra_bits')} bits intra-node, {gradients.get('inter_bits')} "
+            f"inter-node{transform}"
         )
     return "; ".join(parts) or "none"
 
@@ -299,3 +275,15 @@ def _spread(values: Iterable[float], form: str, *, unit: str = "") -> str:
         return NONE
     mean = format(statistics.fmean(found), form)
     return f"{mean} ± {statistics.stdev(found):{form.lstrip('+')}}{unit}" if len(found) > 1 else mean + unit
+
+
+_MEDIANS: tuple[tuple[str, str, str, Callable[[float | None], str]], ...] = (
+    ("Inter-node bytes", "per step, median, all ranks", "inter_bytes", _bytes),
+    ("Intra-node bytes", "per step, median, all ranks", "intra_bytes", _bytes),
+    (
+        *("Compression ratio", "median; inter-node, against plain FSDP2", "compression_ratio"),
+        partial(_text, form=".2f"),
+    ),
+    ("Step time", "median", "step_seconds", _seconds),
+    ("Tokens per second", "median, all ranks", "tokens_per_second", partial(_text, form=",.0f")),
+)

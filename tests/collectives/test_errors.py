@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 import sdp4bit
 from sdp4bit.collectives.errors import (
+    comm_error_context,
     exchange_error,
     is_communication_failure,
     job_timeout,
-    naming,
     set_timeout,
 )
 from tests import toy
@@ -93,7 +93,7 @@ def _train(preset: str, hangs: bool) -> None:
 
 
 def failing(error: Exception) -> Any:
-    with naming("sum of something"):
+    with comm_error_context("sum of something"):
         raise error
 
 

@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tyro")
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
-
 from sdp4bit.cli import main
 from sdp4bit.compare.finished_run import RESULT, FinishedRun, RunRecord, first_difference, run_settings
 from sdp4bit.compare.run_folders import PlannedFolder, find_finished
@@ -69,6 +65,14 @@ def test_a_result_of_other_settings_is_refused_with_the_first_difference(tmp_pat
     assert len(find_finished([plan(tmp_path, run, settings=unchanged)])) == 1
 
 
+def test_a_result_with_earlier_names_of_settings_is_found(tmp_path):
+    run = finished("qw", 1, 4.0)
+    earlier = {"training": {"weights": "bf16", "arithmetic": "auto"}, "parallel": {"virtual_ranks": 8}}
+    record(run, settings=earlier).write(tmp_path)
+    now = {"training": {"param_dtype": "bf16", "compute_dtype": "auto"}, "parallel": {"simulated_ranks": 8}}
+    assert find_finished([plan(tmp_path, run, settings=now)])[tmp_path].settings == now
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"run": {}}'])
 def test_a_damaged_result_is_named(tmp_path, content):
     (tmp_path / RESULT).write_text(content)
@@ -89,7 +93,7 @@ def test_settings_are_equal_where_runs_are():
     assert difference(parallel=ParallelConfig(nproc_per_node=4)) is None
     assert difference(training=TrainingConfig(precision="bf16", sequence_length=128)) is None
     assert difference(data=DataConfig(mock_data=True, cache_dir=Path("elsewhere"))) is None
-    assert difference(training=TrainingConfig(fp16=True)) == "training.weights"
+    assert difference(training=TrainingConfig(fp16=True)) == "training.param_dtype"
     assert difference(optimizer=OptimizerConfig(learning_rate=1.0)) == "optimizer.learning_rate"
     assert difference(parallel=ParallelConfig(ranks_per_node=2)) == "parallel.ranks_per_node"
     assert first_difference(

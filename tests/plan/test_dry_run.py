@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-
-pytest.importorskip("tyro")
-pytest.importorskip("rich")
-
 import torch.distributed as dist
 
 from sdp4bit.cli import main
@@ -22,7 +18,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
 
 
 def parameters_of(card: str) -> int:
-    """12 L h^2 + 13 L h + V h + s h, and the 2 h of the last norm, which the paper leaves out."""
+    """Return 12 L h^2 + 13 L h + V h + s h, and the 2 h of the last norm, which the paper leaves out."""
     sizes = MODEL_CARDS[card]
     h, padded = sizes.hidden, -(-sizes.vocabulary // 128) * 128
     return sizes.layers * (12 * h**2 + 13 * h) + (padded + sizes.sequence_length + 2) * h

@@ -6,7 +6,6 @@ would have, so calls and bytes can be counted: by torch's dispatcher and by the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -255,7 +254,7 @@ class Even(Blocks):
 
 
 def cost_per_parameter(model: Blocks, *, grid: RankGrid, least_padding: bool) -> float:
-    """Bytes that a node sends per parameter, over the share of the values that others own."""
+    """Return the bytes that a node sends per parameter, over the share of the values that others own."""
     config = replace(DEFAULT, gradients=GradientConfig(min_numel=0))
     measured = measure(model, grid=grid, config=config, least_padding=least_padding)
     measured.assert_equal()
@@ -283,10 +282,3 @@ def test_cost_per_parameter_stays_flat_as_the_world_grows_unless_rows_are_padded
     assert cost[large, True] == pytest.approx(cost[small, True], abs=alignment)
     # The half with few rows is sent as if it had large / small times as many.
     assert cost[large, False] == pytest.approx((1 + large / small) / 2 * cost[small, False], abs=alignment)
-
-
-def test_padding_is_what_the_rows_hold_beyond_the_parameters() -> None:
-    group = ShardedGroup(name="block", shapes=((1024, 4096),))
-    for ranks, least_padding, expected in ((1024, False, 1), (4096, False, 4), (4096, True, 1)):
-        row = group.row_numel(ranks=ranks, least_padding=least_padding)
-        assert row * ranks == expected * math.prod(group.shapes[0])

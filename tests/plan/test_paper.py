@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 
 from sdp4bit import GradientConfig, SDP4BitConfig
-from sdp4bit.plan.model import GPTSize, flat_buffer, gpt_groups
-from sdp4bit.plan.paper import FIGURE_8, TABLE_2, TABLE_4_QUANTIZED_MS, Reproduction, reproduce
+from sdp4bit.plan.config import PlanModelConfig, reproduction
+from sdp4bit.plan.model import flat_buffer, gpt_groups
+from sdp4bit.plan.paper import FIGURE_8, TABLE_2, TABLE_4_QUANTIZED_MS, Reproduction
 from sdp4bit.plan.step import ParallelLayout, plan_step
-from sdp4bit.pretrain.model.cards import MODEL_CARDS, ModelShape
-
-
-def size_of(model: str, tensor_parallel: int) -> GPTSize:
-    card = next(card for name, card in MODEL_CARDS.items() if name == model)
-    vocabulary = math.ceil(card.vocabulary / (128 * tensor_parallel)) * 128 * tensor_parallel
-    shape = ModelShape(
-        layers=card.layers, hidden=card.hidden, heads=card.heads, vocabulary=vocabulary, positions=2048
-    )
-    return GPTSize(
-        name=model,
-        layers=card.layers,
-        hidden=card.hidden,
-        vocabulary=vocabulary,
-        positions=2048,
-        flops_per_sequence=shape.flops_per_sample(2048),
-    )
+from sdp4bit.pretrain.model.cards import MODEL_CARDS
 
 
 @pytest.fixture(scope="module")
 def found() -> Reproduction:
-    return reproduce(size_of)
+    return reproduction()
 
 
 def test_every_speedup_of_table_2_is_predicted_within_5_percent(found: Reproduction) -> None:
@@ -74,18 +58,20 @@ def test_figure_8_falls_into_the_ranges_of_the_text(found: Reproduction) -> None
 
 
 def test_the_clusters_of_the_paper_plan_its_own_rows_closely(found: Reproduction) -> None:
-    """The general planner, with bf16 scales and the hop inside nodes, is near its fit to the reference."""
+    """The general planner, with bf16 scales and the intra-node hop, is near its fit to the reference."""
     for p in found.rows:
         row = p.row
+        card = next(name for name in MODEL_CARDS if name == row.model)
+        size = PlanModelConfig(model_card=card).size(tensor_parallel=row.tensor_parallel)
         groups = gpt_groups(
-            size_of(row.model, row.tensor_parallel),
+            size,
             tensor_parallel=row.tensor_parallel,
             pipeline_parallel=row.pipeline_parallel,
         )
         cluster = replace(found.cluster(row.cluster, model=row.model), quantization_bandwidth=None)
         plan = plan_step(
             flat_buffer(groups),
-            flops_per_sequence=size_of(row.model, row.tensor_parallel).flops_per_sequence,
+            flops_per_sequence=size.flops_per_sequence,
             cluster=cluster,
             layout=ParallelLayout(
                 tensor_parallel=row.tensor_parallel, pipeline_parallel=row.pipeline_parallel

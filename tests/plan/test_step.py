@@ -56,7 +56,7 @@ CLUSTER = Cluster(
 
 @pytest.mark.parametrize(("n", "g"), [(16, 8), (8, 1), (1, 8), (3, 2)])
 def test_bytes_are_those_of_the_method(n: int, g: int) -> None:
-    """Per parameter 1 + 2 / 128 inside, 1 / 2 + 2 / 128 and 1 / 2 + 2 / 2048 between nodes."""
+    """Per parameter 1 + 2 / 128 intra-node, 1 / 2 + 2 / 128 and 1 / 2 + 2 / 2048 inter-node."""
     grid, row = RankGrid(nodes=n, ranks_per_node=g), 2**16
     total = row * grid.size
     gradients = gradient_exchange(row, grid=grid, config=GradientConfig())
@@ -174,7 +174,7 @@ def test_a_step_is_computation_and_bytes_over_bandwidth() -> None:
 
 def test_hops_follow_each_other_and_chunks_hide_the_shorter_one() -> None:
     def seconds(chunks: int | None) -> float:
-        return exchange_seconds(Exchange(chunks=chunks), inside=2.0, between=6.0)
+        return exchange_seconds(Exchange(chunks=chunks), intra=2.0, inter=6.0)
 
     assert [seconds(chunks) for chunks in (None, 1, 2, 4)] == [6.0, 8.0, 7.0, 6.5]
 

@@ -15,11 +15,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
 import torch.distributed as dist
 
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
@@ -31,7 +26,7 @@ from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.trainer import pretrain
 from tests.pretrain.checkpoint.test_files import Attack, metadata_of, reseal
 from tests.pretrain.data.indexed_corpora import write_corpus, write_vocabulary
-from tests.pretrain.tiny_runs import small, this_rank, write_text
+from tests.pretrain.tiny_runs import small, this_rank
 from tests.ranks import run_ranks
 
 Case = Callable[[PretrainConfig, Path], PretrainConfig]
@@ -48,7 +43,7 @@ def loading(run: PretrainConfig, path: Path) -> PretrainConfig:
 
 
 def tampered(folder: Path, name: str, tamper: Callable[[Path], None]) -> Path:
-    """A copy of the run's checkpoint is there, changed, with a manifest that fits."""
+    """Return a changed copy of the run's checkpoint, with a manifest that fits."""
     path = folder / name / "step-00000002"
     if dist.get_rank() == 0:
         shutil.copytree(folder / "saved" / "step-00000002", path)
@@ -154,10 +149,8 @@ def errors_of(run: PretrainConfig, folder: Path) -> dict[str, str]:
     return messages
 
 
-def test_what_cannot_work_is_one_error_on_every_rank(tmp_path: Path) -> None:
-    run = small(
-        write_text(tmp_path / "text.txt"), tmp_path / "run", parallel=ParallelConfig(ranks_per_node=1)
-    )
+def test_what_cannot_work_is_one_error_on_every_rank(text: Path, tmp_path: Path) -> None:
+    run = small(text, tmp_path / "run", parallel=ParallelConfig(ranks_per_node=1))
     run = replace(run, training=replace(run.training, steps=2))
     first, second = run_ranks(errors_of, 2, run, tmp_path, timeout=120)
     assert first == second

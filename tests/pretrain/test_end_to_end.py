@@ -9,19 +9,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-
 from tests.pretrain.data.indexed_corpora import library_texts, write_vocabulary
 from tests.pretrain.launch.started_ranks import ranks_of
-from tests.pretrain.tiny_runs import command_line, losses
+from tests.pretrain.tiny_runs import command_after, command_line, losses
 
 STEPS = 16
 SAVE_INTERVAL = 4
@@ -43,24 +37,10 @@ def make_corpus(folder: Path) -> list[str]:
 
 
 def kill_a_rank(arguments: list[str], *, log: Path, step: int) -> None:
-    """A run has ended because one of its ranks got SIGKILL, some time after the step."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "sdp4bit", *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
-        deadline = time.monotonic() + 240
-        while not (log.is_file() and log.read_text().count('"train"') >= step):
-            assert process.poll() is None, process.stderr.read() if process.stderr else ""
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+    """Run a command and kill one of its ranks some time after the step."""
+    with command_after(step, *arguments, log=log) as process:
         os.kill(random.choice(ranks_of(process.pid)), signal.SIGKILL)
-        try:
-            _, error = process.communicate(timeout=120)
-        finally:
-            process.kill()
+        _, error = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "ended by SIGKILL" in error
 

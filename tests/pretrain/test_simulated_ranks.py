@@ -1,4 +1,4 @@
-"""Virtual ranks: one process trains as processes over gloo do, bit for bit, and says the same of their bytes.
+"""Simulated ranks: one process trains as processes over gloo do, bit for bit, and counts the same bytes.
 
 Real runs of 4 processes stand for 2 nodes of 2, those of 2 for 2 nodes of 1. Sums in full precision have the
 same bits only for 2 ranks: gloo adds those of more in an order of its own.
@@ -13,18 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
-
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from sdp4bit.engines.fsdp2.groups import find_groups
 from sdp4bit.engines.simulated.rows import RowLayout
-from sdp4bit.plan.probe_config import ProbeConfig
+from sdp4bit.plan.config import ProbeConfig
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
 from sdp4bit.pretrain.checkpoint.load import open_checkpoint
 from sdp4bit.pretrain.config.communication import CommunicationConfig
@@ -35,7 +29,7 @@ from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.step.parallelize import RankLayout, shard_chunks
 from sdp4bit.pretrain.step.simulated_model import parameter_groups
 from tests.pretrain.checkpoint.saved_runs import one_rank
-from tests.pretrain.tiny_runs import command_line, losses, read_log, small, this_rank, train_here, write_text
+from tests.pretrain.tiny_runs import command_line, losses, read_log, small, this_rank, train_here
 from tests.ranks import run_ranks
 
 MEASURED = (
@@ -44,26 +38,31 @@ MEASURED = (
 )
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
-
-
-def virtual(config: PretrainConfig, *, ranks: int) -> PretrainConfig:
+def simulated(config: PretrainConfig, *, ranks: int) -> PretrainConfig:
     """Return the same run in one process, in a folder beside."""
-    out = config.logging.out.with_name(config.logging.out.name + "-virtual")
+    out = config.logging.out.with_name(config.logging.out.name + "-simulated")
     saved = config.checkpoint.save
     return replace(
         config,
-        parallel=replace(config.parallel, virtual_ranks=ranks),
+        parallel=replace(config.parallel, simulated_ranks=ranks),
         logging=replace(config.logging, out=out),
-        checkpoint=replace(config.checkpoint, save=saved and saved.with_name(saved.name + "-virtual")),
+        checkpoint=replace(config.checkpoint, save=saved and saved.with_name(saved.name + "-simulated")),
     )
 
 
 def measured(out: Path) -> list[dict[str, Any]]:
     """Return all that a run has logged, apart from times."""
     return [{name: line[name] for name in MEASURED if name in line} for line in read_log(out)]
+
+
+def assert_repeated_alone(configs: list[PretrainConfig], *, ranks: int) -> list[PretrainConfig]:
+    """Train real ranks, then the same in one process, whose configs are returned; all measures are equal."""
+    run_ranks(train_here, ranks, *configs)
+    alone = [simulated(config, ranks=ranks) for config in configs]
+    run_ranks(train_here, 1, *alone)
+    for real, one in zip(configs, alone, strict=True):
+        assert measured(one.logging.out) == measured(real.logging.out)
+    return alone
 
 
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -108,17 +107,12 @@ def four_ranks(text: Path, folder: Path) -> list[PretrainConfig]:
 def test_runs_of_four_ranks_are_repeated_bit_for_bit(text: Path, tmp_path: Path) -> None:
     """With accumulation and dropout: losses, norms, bytes; main weights, optimizer states and replicas."""
     configs = four_ranks(text, tmp_path)
-    run_ranks(train_here, 4, *configs)
-    alone = [virtual(config, ranks=4) for config in configs]
-    run_ranks(train_here, 1, *alone)
-    for real, one in zip(configs, alone, strict=True):
-        expected = measured(real.logging.out)
-        assert len(expected) == 8
-        assert measured(one.logging.out) == expected
-    real_save, virtual_save = configs[0].checkpoint.save, alone[0].checkpoint.save
-    assert real_save is not None and virtual_save is not None
+    alone = assert_repeated_alone(configs, ranks=4)
+    assert all(len(measured(config.logging.out)) == 8 for config in configs)
+    real_save, simulated_save = configs[0].checkpoint.save, alone[0].checkpoint.save
+    assert real_save is not None and simulated_save is not None
     for step in ("step-00000003", "step-00000006"):
-        ranks, here = saved_tensors(real_save / step), saved_tensors(virtual_save / step)
+        ranks, here = saved_tensors(real_save / step), saved_tensors(simulated_save / step)
         common = [name for name in here if name.startswith(("model.", "optimizer."))]
         assert len(common) == 28 * 4
         assert all(torch.equal(here[name], ranks[name]) for name in common)
@@ -150,12 +144,7 @@ def test_runs_of_two_ranks_with_full_precision_sums_are_repeated_bit_for_bit(
     text: Path, tmp_path: Path
 ) -> None:
     """Plain FSDP2; weights alone; fp16 with steps that are skipped, and quantization that starts later."""
-    configs = two_ranks(text, tmp_path)
-    run_ranks(train_here, 2, *configs)
-    alone = [virtual(config, ranks=2) for config in configs]
-    run_ranks(train_here, 1, *alone)
-    for real, one in zip(configs, alone, strict=True):
-        assert measured(one.logging.out) == measured(real.logging.out)
+    assert_repeated_alone(two_ranks(text, tmp_path), ranks=2)
 
 
 def rows_of_fsdp(config: PretrainConfig) -> list[tuple[str, int, list[tuple[str, int, int]]]]:
@@ -199,7 +188,7 @@ def test_rows_hold_the_chunks_of_every_rank() -> None:
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(text: Path, tmp_path: Path) -> None:
-    parallel = ParallelConfig(virtual_ranks=4, ranks_per_node=2)
+    parallel = ParallelConfig(simulated_ranks=4, ranks_per_node=2)
     straight = small(text, tmp_path / "straight", parallel=parallel)
     saving = small(
         text,
@@ -224,17 +213,17 @@ def resume_elsewhere(config: PretrainConfig, message: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_real_run_continues_a_virtual_one_and_the_other_way_round(text: Path, tmp_path: Path) -> None:
+def test_a_real_run_continues_a_simulated_one_and_the_other_way_round(text: Path, tmp_path: Path) -> None:
     """The same weights and optimizer states, so nearly the same losses; replicas are refreshed."""
     real = small(text, tmp_path, checkpoint=CheckpointConfig(save=tmp_path / "real", save_interval=4))
-    alone = ParallelConfig(virtual_ranks=2, ranks_per_node=2)
-    saved_virtually = CheckpointConfig(save=tmp_path / "virtual", save_interval=4)
-    (results,) = run_ranks(train_here, 1, replace(real, parallel=alone, checkpoint=saved_virtually))
+    alone = ParallelConfig(simulated_ranks=2, ranks_per_node=2)
+    saved_alone = CheckpointConfig(save=tmp_path / "simulated", save_interval=4)
+    (results,) = run_ranks(train_here, 1, replace(real, parallel=alone, checkpoint=saved_alone))
     expected = results[0].steps[4].loss
     run_ranks(train_here, 2, real)
     moves = (
-        ("virtual", 2, real.parallel, 2, "saved by 1 ranks"),
-        ("virtual", 1, replace(alone, virtual_ranks=4), 1, "saved by ranks as 2 virtual ranks"),
+        ("simulated", 2, real.parallel, 2, "saved by 1 ranks"),
+        ("simulated", 1, replace(alone, simulated_ranks=4), 1, "saved by ranks as 2 virtual ranks"),
         ("real", 1, alone, 2, "saved by 2 ranks"),
     )
     for source, processes, parallel, accumulation, message in moves:
@@ -252,32 +241,32 @@ def test_a_real_run_continues_a_virtual_one_and_the_other_way_round(text: Path, 
 @pytest.mark.slow
 def test_compare_takes_one_process_for_many_ranks(text: Path, tmp_path: Path) -> None:
     done = command_line(
-        *("compare", "--strategies", "baseline,sdp4bit", "--virtual-ranks", "8", "--ranks-per-node", "4"),
+        *("compare", "--strategies", "baseline,sdp4bit", "--simulated-ranks", "8", "--ranks-per-node", "4"),
         *("--layers", "1", "--hidden", "64", "--heads", "2", "--lr", "5e-3", "--seq-length", "32"),
         *("--data-path", str(text), "--vocab-size", "512", "--cache-dir", str(text.parent / "cache")),
         *("--steps", "3", "--micro-batch-size", "1", "--out", str(tmp_path)),
     )
     assert done.returncode == 0, done.stderr
-    assert "on 8 virtual ranks (2 x 4) in one process" in done.stdout
+    assert "on 8 simulated ranks (2 x 4) in one process" in done.stdout
     strategies = json.loads((tmp_path / "summary.json").read_text())["strategies"]
     assert strategies["sdp4bit"]["difference_to_baseline_percent"] != 0
     sent = {name: outcome["inter_bytes_per_step"] for name, outcome in strategies.items()}
     assert 0 < sent["sdp4bit"] < sent["baseline"] / 4
 
 
-def test_settings_that_do_not_go_with_virtual_ranks_are_refused(text: Path, tmp_path: Path) -> None:
+def test_settings_that_do_not_go_with_simulated_ranks_are_refused(text: Path, tmp_path: Path) -> None:
     def refusal(**settings: Any) -> str:
         with pytest.raises(SettingError) as error:
-            ParallelConfig(**{"virtual_ranks": 8, "ranks_per_node": 4, **settings})
+            ParallelConfig(**{"simulated_ranks": 8, "ranks_per_node": 4, **settings})
         return str(error.value)
 
-    assert "one rank sends nothing" in refusal(virtual_ranks=1, ranks_per_node=1)
+    assert "one rank sends nothing" in refusal(simulated_ranks=1, ranks_per_node=1)
     assert "does not divide the 8 simulated ranks: use one of 1, 2, 4, 8" in refusal(ranks_per_node=3)
     assert "needs --ranks-per-node" in refusal(ranks_per_node=None)
     assert "leave out --nproc-per-node" in refusal(nproc_per_node=2)
     assert "leave out --tensor-model-parallel-size" in refusal(tensor_model_parallel_size=2)
     assert "leave out --tensor-model-parallel-size" in refusal(pipeline_model_parallel_size=2)
-    parallel = ParallelConfig(virtual_ranks=8, ranks_per_node=4)
+    parallel = ParallelConfig(simulated_ranks=8, ranks_per_node=4)
     with pytest.raises(SettingError, match="but 2 have been started"):
         small(text, tmp_path, parallel=parallel).check_layout(2)
     with pytest.raises(SettingError, match="give --world-size 8 instead"):

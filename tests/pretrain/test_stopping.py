@@ -5,35 +5,33 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("tyro")
-
 import torch
 from rich.console import Console
 
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
 from sdp4bit.pretrain.config.pretrain import LoggingConfig
 from sdp4bit.pretrain.config.training import TrainingConfig
+from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.launch.signals import SIGNALS, listening
 from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.stopping import StopRequests
 from sdp4bit.pretrain.timers import Timers
-from tests.pretrain.tiny_runs import losses, read_log, small, train_here, write_text
+from tests.pretrain.tiny_runs import command_after, losses, read_log, small, train_here
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
 
-def reasons(rank: int) -> list[str | None]:
-    """Only rank 1 has a limit or gets a signal; every rank has to learn of it."""
+def reasons() -> list[str | None]:
+    """Return what each rank learns of a limit or a signal that only rank 1 has."""
+    rank = torch.distributed.get_rank()
     limited = TrainingConfig(exit_interval=2) if rank == 1 else TrainingConfig()
     stops = StopRequests(limited, device=CPU)
     found = [stops.after_step(step) for step in (1, 2, 3)]
@@ -61,7 +59,7 @@ def reasons(rank: int) -> list[str | None]:
 
 
 def test_one_rank_s_reason_to_leave_is_every_rank_s():
-    outcomes = run_ranks(reasons_of_this_rank, 2, timeout=60)
+    outcomes = run_ranks(reasons, 2, timeout=60)
     assert [found[0] for found in outcomes] == [None, None]
     assert all(found[1] is not None and found[1].startswith("--exit-interval") for found in outcomes)
     assert [found[2] for found in outcomes] == [None, None]
@@ -69,15 +67,8 @@ def test_one_rank_s_reason_to_leave_is_every_rank_s():
     assert [found[4:] for found in outcomes] == [[None, "SIGUSR1", "SIGUSR1", None]] * 2
 
 
-def reasons_of_this_rank() -> list[str | None]:
-    return reasons(torch.distributed.get_rank())
-
-
-def test_a_run_left_at_an_interval_resumes_to_the_same_losses(tmp_path):
-    text = write_text(tmp_path / "text.txt")
-    whole = small(
-        text, tmp_path / "whole", parallel=replace(small(text, tmp_path).parallel, ranks_per_node=1)
-    )
+def test_a_run_left_at_an_interval_resumes_to_the_same_losses(text, tmp_path):
+    whole = small(text, tmp_path / "whole", parallel=ParallelConfig(ranks_per_node=1))
     folder = CheckpointConfig(save=tmp_path / "checkpoints")
     left = replace(
         whole,
@@ -100,8 +91,7 @@ def test_a_run_left_at_an_interval_resumes_to_the_same_losses(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_the_command_saves_and_leaves(number, tmp_path):
-    text = write_text(tmp_path / "text.txt")
+def test_a_signal_to_the_command_saves_and_leaves(number, text, tmp_path):
     command = (
         "pretrain --nproc-per-node 2 --ranks-per-node 1 --num-layers 1 --hidden-size 64 --seq-length 16 "
         f"--num-attention-heads 2 --vocabulary-size 512 --micro-batch-size 1 --train-iters 100000 "
@@ -109,21 +99,9 @@ def test_a_signal_to_the_command_saves_and_leaves(number, tmp_path):
         f"--out {tmp_path / 'run'} --save {tmp_path / 'checkpoints'}"
     )
     log = tmp_path / "run" / "metrics.jsonl"
-    with subprocess.Popen(
-        [sys.executable, "-m", "sdp4bit", *command.split()],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
-        deadline = time.monotonic() + 120
-        while not (log.is_file() and log.read_text().count("\n") > 2):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
+    with command_after(3, *command.split(), log=log) as process:
         process.send_signal(number)
-        try:
-            output, _ = process.communicate(timeout=90)
-        finally:
-            process.kill()
+        output, _ = process.communicate(timeout=90)
     assert process.returncode == 0
     assert f"because of {number.name}; saved in" in output
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
@@ -179,7 +157,7 @@ def test_a_line_has_the_means_since_the_last_one(tmp_path):
     assert [line.split(" | ")[0] for line in lines[:3]] == [f"qwd: step {s}/4" for s in (1, 3, 4)]
     assert lines[1].split(" | ")[1:] == [
         "samples 24", "loss 2.5000", "lr 1.000e-03", "grad norm 0.500", "500.0 ms", "1,000 tokens/s",
-        "2 TFLOP/s per device", "2.5 kB in nodes", "500 B between", "5.90 x less",
+        "2 TFLOP/s per device", "2.5 kB intra-node", "500 B inter-node", "5.90x fewer",
     ]  # fmt: skip
     assert lines[3] == "qwd: milliseconds per step, least and most of the ranks: optimizer 1.0-2.5"
 

@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +40,7 @@ SOURCES = (
 
 
 def write_text(path: Path) -> Path:
-    """A file of a few documents is at the path, which is returned."""
+    """Write a file of a few documents, and return its path."""
     library = Path(json.__file__).parent.parent
     path.write_text(
         END_OF_TEXT.join((library / f"{name}.py").read_text("utf-8") for name in SOURCES), "utf-8"
@@ -86,6 +89,26 @@ def command_line(*arguments: str, timeout: float = 240) -> subprocess.CompletedP
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+@contextmanager
+def command_after(steps: int, *arguments: str, log: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a command whose run writes this log, and enter once so many steps are done; killed at the end."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "sdp4bit", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        try:
+            deadline = time.monotonic() + 240
+            while not (log.is_file() and log.read_text().count('"train"') >= steps):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.02)
+            yield process
+        finally:
+            process.kill()
 
 
 def read_log(out: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sdp4bit.report.command import ReportConfig, write_report
-from tests.pretrain.tiny_runs import small, train_here, write_text
+from tests.pretrain.tiny_runs import small, train_here
 from tests.ranks import run_ranks
 from tests.report.written_runs import (
     alert_event,
@@ -51,7 +51,7 @@ document.body.append(place);
 
 
 def browse(page, tmp_path, *, script=None, width=1200):
-    """The page as it is after its script and, in a copy without the policy against it, another one."""
+    """Return the page after its script and, in a copy without the policy against it, another one."""
     if script is not None:
         text, policies = re.subn(r"<meta http-equiv[^>]*>", "", page.read_text())
         assert policies == 1
@@ -223,8 +223,7 @@ def test_odd_numbers_are_drawn_as_well(tmp_path):
     assert re.search(r"odd: \d+ EB", found["bytes"])
 
 
-def test_a_real_run_is_shown_as_it_was_and_needs_no_policy_lifted(tmp_path):
-    text = write_text(tmp_path / "text.txt")
+def test_a_real_run_is_shown_as_it_was_and_needs_no_policy_lifted(text, tmp_path):
     out = tmp_path / "run"
     results = run_ranks(train_here, 2, small(text, out))
     page = write_report(ReportConfig(runs=(out,), out=tmp_path / "report.html"))

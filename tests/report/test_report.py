@@ -61,7 +61,7 @@ def test_the_summary_has_the_numbers_of_the_files(tmp_path):
     assert table["Validation loss"] == ["4.5000 at step 30", "4.4000 at step 10"]
     assert table["Best validation"] == ["4.0000 at step 10", "4.4000 at step 10"]
     assert table["Difference to a"] == ["first run", "+0.4000 (+10.00 %) at step 10"]
-    assert table["Sent between nodes"] == ["2 MB", "250 kB"]
+    assert table["Inter-node bytes"] == ["2 MB", "250 kB"]
     assert table["Compression ratio"] == ["8.00", "8.00"]
     assert table["Step time"] == ["250 ms", "250 ms"]
     assert table["Tokens per second"] == ["2,000", "2,000"]

@@ -80,7 +80,7 @@ def settings(strategy: str = "sdp4bit", *, seed: int = 1, steps: int = 100) -> d
 def write_run(
     folder: Path, events: Iterable[dict[str, Any]], *, config: dict[str, Any] | None = None, end: str = "\n"
 ) -> Path:
-    """A run's folder holds these events; `end` stands behind the last one."""
+    """Write these events into a run's folder; `end` stands behind the last one."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("\n".join(json.dumps(event) for event in events) + end)
     (folder / "config.json").write_text(json.dumps(settings() if config is None else config))
@@ -88,40 +88,25 @@ def write_run(
 
 
 def long_events(steps: int, *, seed: int, layers: int = 24, every: int = 20) -> list[dict[str, Any]]:
-    """A noisy run of many steps with every kind of event; some losses are null."""
+    """Return a noisy run of many steps with every kind of event; some losses are null."""
     rng = np.random.default_rng(seed)
     names = ["embedding", *(f"layers.{index}" for index in range(layers)), "norm"]
+    decimal = ("lr", "grad_norm", "gradient_error", "weight_drift", "step_seconds", "exchange_seconds")
     events = []
     for step in range(1, steps + 1):
-        loss = 3 + 5 * math.exp(-step / steps * 6) + 0.05 * rng.standard_normal() + 0.01 * seed
-        error = 0.12 + 0.02 * rng.random() + 0.02 * step / steps
-        seconds = 0.2 + 0.05 * rng.random()
-        events.append(
-            train_event(
-                step,
-                loss=None if step % 4001 == 4000 else loss,
-                lr=1e-3 * (1 + math.cos(math.pi * step / steps)) / 2,
-                grad_norm=1 + rng.gamma(1.0),
-                gradient_error=error,
-                weight_drift=0.01 + 0.001 * rng.random(),
-                step_seconds=seconds,
-                exchange_seconds=0.2 * seconds,
-                inter_bytes=250_000 if step > 1 else 900_000,
-            )
-        )
+        loss = 3 + 5 * math.exp(-step / steps * 6) + 0.05 * rng.standard_normal()
+        event = train_event(step, inter_bytes=250_000 if step > 1 else 900_000)
+        event |= {name: event[name] * (0.5 + rng.random()) for name in decimal}
+        events.append({**event, "loss": None if step % 4001 == 4000 else loss})
         if step % every == 0:
-            event = communication_event(step, names)
-            for index, group in enumerate(event["groups"]):
-                group["gradient_error"] = error * (1 + index / len(names)) + 0.01 * rng.random()
-                group["weight_drift"] = 0.01 * (1 + 0.5 * math.sin(index)) * (1 + step / steps)
-                group["weight_error"] = 0.05 + 0.02 * rng.random()
+            events.append(communication_event(step, names))
+            for group in events[-1]["groups"]:
+                errors = ("gradient_error", "weight_error", "weight_drift")
+                group |= {name: group[name] * (0.5 + rng.random()) for name in errors}
                 group["nonfinite_groups"] = int(rng.random() > 0.998)
-            events.append(event)
         if step % max(1, steps // 20) == 0:
             events.append(validation_event(step, loss + 0.05))
         if step % max(1, steps // 5) == 0:
-            name = names[step % len(names)]
-            events.append(
-                alert_event(step, "gradient error above the limit", group=name, error=error, limit=0.13)
-            )
+            message = "gradient error above the limit"
+            events.append(alert_event(step, message, group=names[step % len(names)], error=0.15, limit=0.13))
     return events

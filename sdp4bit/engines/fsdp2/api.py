@@ -134,11 +134,13 @@ def quantize_communication(
     )
 
 
-class FSDPCommHandle(CommHandle[FSDPModelCommunication]):
+class FSDPCommHandle(CommHandle):
     """Quantized communication of an FSDP2 model; a Stateful for torch.distributed.checkpoint.
 
     Made by :func:`quantize_communication`.
     """
+
+    _state: FSDPModelCommunication
 
     def __init__(
         self,

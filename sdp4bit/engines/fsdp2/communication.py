@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sdp4bit.collectives.errors import naming
+from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.collectives.weight_replica import Range, WeightReplica, merge_ranges
 from sdp4bit.engines.audit import ReplicaCopy
@@ -233,6 +233,6 @@ def reduce_over_copies(
     for group in dict.fromkeys(group for comm in comms for group in comm.group.copied_over):
         chosen = [index for index, comm in enumerate(comms) if group in comm.group.copied_over]
         part = values[chosen]
-        with naming("agreement of tensor-parallel ranks", group=group):
+        with comm_error_context("agreement of tensor-parallel ranks", group=group):
             dist.all_reduce(part, op=op, group=group)
         values[chosen] = part

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from sdp4bit.collectives.errors import naming
+from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.work import HostCopy
 from sdp4bit.engines.fsdp2.communication import FSDPCommunication, reduce_over_copies
 from sdp4bit.engines.fsdp2.groups import FSDPGroup, ParamSegment, tensor_version
@@ -108,7 +108,7 @@ def _may_wait(comm: FSDPCommunication) -> bool:
 def _agree(comms: Sequence[FSDPCommunication], flags: Tensor) -> list[FSDPCommunication]:
     """Return the groups, all of the same ranks, whose flag is set on any rank; one small reduction."""
     group = comms[0].group.process_group
-    with naming("agreement on edited weights", group=group):
+    with comm_error_context("agreement on edited weights", group=group):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     # An edit of what tensor parallelism splits may be seen on one of its ranks only.
     reduce_over_copies(flags, comms, op=dist.ReduceOp.MAX)
@@ -119,7 +119,7 @@ def _choose_refresh(comms: Sequence[FSDPCommunication]) -> None:
     """The next refresh of edited groups sends a difference if it is small, else full precision."""
     group = comms[0].group.process_group
     squares = torch.stack([_edit_squares(comm) for comm in comms])
-    with naming("agreement on the size of edits", group=group):
+    with comm_error_context("agreement on the size of edits", group=group):
         dist.all_reduce(squares, group=group)
     edit, size = squares.unbind(1)
     is_large = torch.where(edit <= SMALL_EDIT**2 * size, 0, 1).to(torch.int32)  # 1 for NaN, too

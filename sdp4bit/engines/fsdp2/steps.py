@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from sdp4bit.collectives.errors import naming
+from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.config import TelemetryConfig
 from sdp4bit.engines.fsdp2.communication import FSDPCommunication, reduce_over_copies
 from sdp4bit.engines.fsdp2.edits import SMALL_EDIT, EditDetector, StateDictAliases
@@ -193,7 +193,7 @@ class FSDPModelCommunication(ModelCommunication[FSDPCommunication]):
             peer.load_undecided = False
         fits = all(peer.loaded_shard_fits() for peer in peers)
         verdict = torch.tensor([int(fits)], device=comm.group.device)
-        with naming("agreement on loaded replicas", group=comm.group.process_group):
+        with comm_error_context("agreement on loaded replicas", group=comm.group.process_group):
             dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=comm.group.process_group)
         verdicts = verdict.repeat(len(peers))
         reduce_over_copies(verdicts, peers, op=dist.ReduceOp.MIN)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sdp4bit.collectives.errors import naming
+from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.exchange import all_gather_dense
 from sdp4bit.config import AlertConfig
 from sdp4bit.engines.alerts import Alerts, DecisionRound, Positions
@@ -97,7 +97,7 @@ class BucketAlerts(Alerts):
         if self._stages is None or not self._falls_back:
             return
         keys: list[list[str] | None] = [None] * self._stages.size()
-        with naming("agreement on alerts", group=self._stages):
+        with comm_error_context("agreement on alerts", group=self._stages):
             dist.all_gather_object(keys, self._keys_of_stages[0] if takes_steps else None, group=self._stages)
         told = [each for each in keys if each is not None]
         if len(told) < len(keys):
@@ -182,6 +182,6 @@ def _tied_on_all_stages(chunks: Sequence[Chunk], watched: Sequence[BucketCommuni
         return []
     device = next(chunks[0].parameters()).device
     everywhere = torch.tensor([int(bool(tied))], device=device)
-    with naming("agreement on tied embeddings", group=group):
+    with comm_error_context("agreement on tied embeddings", group=group):
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=group)
     return tied if everywhere.item() else []

@@ -34,13 +34,15 @@ from sdp4bit.engines.megatron.state import checked, load_counters, save_counters
 from sdp4bit.engines.megatron.tensor_parallel import TensorParallelCopies
 
 
-class MegatronCommHandle(CommHandle[MegatronModelCommunication]):
+class MegatronCommHandle(CommHandle):
     """Quantized communication of a Megatron-Core model.
 
     Made by :func:`sdp4bit.megatron.quantize_communication`. Its state travels in the optimizer's part of
     Megatron's own checkpoints; `state_dict` and `load_state_dict` are for programs that save otherwise.
     A step ends when the optimizer has updated the main weights. Expert buckets do not count in `stats()`.
     """
+
+    _state: MegatronModelCommunication
 
     def __init__(
         self,

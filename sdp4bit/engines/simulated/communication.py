@@ -87,12 +87,14 @@ class SimulatedGroupCommunication(GroupCommunication[SimulatedGroup, SimulatedRe
         )
 
 
-class SimulatedCommHandle(CommHandle[ModelCommunication[SimulatedGroupCommunication]]):
+class SimulatedCommHandle(CommHandle):
     """Communication of simulated ranks: the engine, and the handle that all engines have.
 
     `stats()` tells the bytes of all ranks together; what quantization costs is measured on rank 0, and alerts
     are decided on that. There is one copy of each replica, so an audit finds nothing.
     """
+
+    _state: ModelCommunication[SimulatedGroupCommunication]
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from sdp4bit.collectives.errors import ExchangeError, job_timeout, naming
+from sdp4bit.collectives.errors import ExchangeError, comm_error_context, job_timeout
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
 from sdp4bit.pretrain.checkpoint.files import CheckpointError
 from sdp4bit.pretrain.checkpoint.folder import MODEL, OPTIMIZER, Progress, RunRecord
@@ -117,7 +117,7 @@ class Checkpointer:
         if self._pending is None:
             return
         done = torch.tensor(int(self._pending.done()), device=self._ranks.device)
-        with naming("agreement on whether the checkpoint is written"):
+        with comm_error_context("agreement on whether the checkpoint is written"):
             dist.all_reduce(done, op=dist.ReduceOp.MIN)
         if done.item():
             self.wait()

@@ -28,8 +28,7 @@ class CheckpointConfig:
     begins a run, and resumes it after an end of any kind."""
 
     def __post_init__(self) -> None:
-        for name in ("save_interval", "keep_last"):
-            require_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
+        require_at_least(1, self, "save_interval", "keep_last")
         require(
             self.keep_last is None or self.save is not None,
             f"--keep-last {self.keep_last} has no effect without --save",

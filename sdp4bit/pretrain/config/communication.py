@@ -1,4 +1,4 @@
-"""What is quantized: the paper's strategies by name, and the reference implementation's flags."""
+"""What is quantized, by the paper's names and the reference implementation's flags, and what is watched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from sdp4bit.config import GradientConfig, ReplicaPlacement, Rounding, SDP4BitConfig, WeightConfig
+from sdp4bit.config import (
+    AlertAction,
+    AlertConfig,
+    AuditConfig,
+    GradientConfig,
+    MismatchAction,
+    ReplicaPlacement,
+    Rounding,
+    SDP4BitConfig,
+    WeightConfig,
+)
 from sdp4bit.pretrain.options import SettingError, option, option_flags
 
 Strategy = Literal["baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit"]
@@ -15,7 +25,7 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 DEFAULT_STRATEGY: Strategy = "sdp4bit"
 
 REFERENCE_INTRA_GROUP = 512
-"""The reference parser's default inside a node; its scripts, the paper and our strategies use 128."""
+"""The reference parser's intra-node default; its scripts, the paper and our strategies use 128."""
 
 _WEIGHTS = {
     "weight_bits": "bits",
@@ -24,15 +34,11 @@ _WEIGHTS = {
     "replica": "replica",
 }
 _GRADIENTS = {
-    "inter_bits": "inter_bits",
-    "inter_group_size": "inter_group_size",
-    "intra_bits": "intra_bits",
-    "intra_group_size": "intra_group_size",
-    "intra_rounding": "intra_rounding",
-    "inter_rounding": "inter_rounding",
-    "pipeline_chunks": "pipeline_chunks",
-    "start_step": "start_step",
-    "min_numel": "min_numel",
+    name: name
+    for name in (
+        *("inter_bits", "inter_group_size", "intra_bits", "intra_group_size"),
+        *("intra_rounding", "inter_rounding", "pipeline_chunks", "start_step", "min_numel"),
+    )
 }
 _GRADIENT_SWITCHES = {"hadamard_transform": "hadamard", "hadamard_random_signs": "random_signs"}
 """Of the gradients too, but False where the others are None when not given."""
@@ -57,24 +63,24 @@ class CommunicationConfig:
     quantized_gradients: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Reduce gradients by two quantized all-to-alls; instead of --strategy."""
     inter_bits: Annotated[Literal[4, 8] | None, option("gradient-quantization-bits-inter")] = None
-    """Bits of a gradient between nodes; 4 when not given."""
+    """Bits of an inter-node gradient; 4 when not given."""
     inter_group_size: Annotated[int | None, option("gq-group-size-inter")] = None
-    """Gradients that share a scale between nodes; 128 when not given."""
+    """Inter-node gradients that share a scale; 128 when not given."""
     intra_bits: Annotated[Literal[4, 8] | None, option("gradient-quantization-bits-intra")] = None
-    """Bits of a gradient inside a node; 8 when not given."""
+    """Bits of an intra-node gradient; 8 when not given."""
     intra_group_size: Annotated[int | None, option("gq-group-size-intra")] = None
-    """Gradients that share a scale inside a node; not given: 512 with --quantized-gradients, as in the
+    """Intra-node gradients that share a scale; not given: 512 with --quantized-gradients, as in the
     reference implementation; 128 with a strategy, as in the paper."""
     hadamard_transform: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Smooth gradients by a Hadamard transform before they are quantized; part of tlq-hs and sdp4bit."""
     hadamard_random_signs: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Change random signs of the gradients, the same on all ranks, before that transform."""
     intra_rounding: Annotated[Rounding | None, option("gradient-rounding-intra")] = None
-    """Rounding of gradients inside a node; stochastic when not given."""
+    """Rounding of intra-node gradients; stochastic when not given."""
     inter_rounding: Annotated[Rounding | None, option("gradient-rounding-inter")] = None
-    """Rounding of gradients between nodes; stochastic when not given."""
+    """Rounding of inter-node gradients; stochastic when not given."""
     pipeline_chunks: Annotated[int | None, option("gradient-alltoall-pipeline", "pipeline-chunks")] = None
-    """Slices whose hops inside and between nodes overlap; 1 when not given."""
+    """Slices whose intra-node and inter-node hops overlap; 1 when not given."""
     start_step: Annotated[int | None, option("gradients-quantization-start-iteration")] = None
     """Steps whose gradients are reduced in full precision before quantization starts; 0 when not given."""
     min_numel: Annotated[int | None, option("gradient-min-numel")] = None
@@ -163,3 +169,60 @@ class CommunicationConfig:
         if given and not used:
             flags = option_flags(type(self))
             raise SettingError(f"{flags[given[0]][0]} has no effect {otherwise}")
+
+
+_THRESHOLDS = {
+    "alert_gradient_error": "gradient_error",
+    "alert_weight_error": "weight_error",
+    "alert_weight_drift": "weight_drift",
+    "alert_calm_samples": "calm_samples",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReliabilityConfig:
+    """Comparing the copies of the weights, and alerts on what quantization costs."""
+
+    audit_interval: int = 100
+    """Steps from one comparison of the weights' copies to the next; 0 compares nothing."""
+    audit_on_mismatch: MismatchAction = "error"
+    """What happens if copies differ: end with an error, or warn and refresh them in full precision."""
+    alerts: Literal["off", "warn", "fallback", "ladder"] = "off"
+    """What happens if quantization costs too much: a warning, or also a step up from 4 to 8 to 16 bits
+    (fallback; ladder is its earlier name). Simulated ranks decide on rank 0's measures."""
+    alert_gradient_error: float | None = None
+    """Highest relative error of quantized gradients; 0.3 when not given."""
+    alert_weight_error: float | None = None
+    """Highest relative error of quantized weight differences; 0.6 when not given."""
+    alert_weight_drift: float | None = None
+    """Highest relative distance from the main weights to what devices hold; 0.05 when not given."""
+    alert_calm_samples: int | None = None
+    """Measured steps that must be calm before a group steps back down; 5 when not given."""
+
+    def __post_init__(self) -> None:
+        self.applied_to(SDP4BitConfig())
+        given = [name for name in _THRESHOLDS if getattr(self, name) is not None]
+        if given and self.alerts == "off":
+            raise SettingError(
+                f"--{given[0].replace('_', '-')} has no effect without --alerts warn or fallback"
+            )
+        if self.audit_interval == 0 and self.audit_on_mismatch != "error":
+            raise SettingError("--audit-on-mismatch has no effect with --audit-interval 0")
+        if self.alert_calm_samples is not None and self.alerts not in ("fallback", "ladder"):
+            raise SettingError("--alert-calm-samples has no effect without --alerts fallback")
+
+    def applied_to(self, config: SDP4BitConfig) -> SDP4BitConfig:
+        """Return the library's settings with these.
+
+        Raises:
+            SettingError: a value that cannot work, or alerts without telemetry.
+        """
+        thresholds = {theirs: getattr(self, ours) for ours, theirs in _THRESHOLDS.items()}
+        given = {name: value for name, value in thresholds.items() if value is not None}
+        try:
+            audit = AuditConfig(interval=self.audit_interval or 1, on_mismatch=self.audit_on_mismatch)
+            action: AlertAction = "warn" if self.alerts == "warn" else "fallback"
+            alerts = None if self.alerts == "off" else AlertConfig(action=action, **given)
+            return replace(config, audit=audit if self.audit_interval else None, alerts=alerts)
+        except ValueError as error:
+            raise SettingError(str(error)) from error

@@ -5,13 +5,10 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
 
-import tyro
-
-from sdp4bit.pretrain.options import SettingError, option_flags, require
+from sdp4bit.pretrain.options import Option, SettingError, options_of, require
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,7 +45,7 @@ def expand_config_file(arguments: Sequence[str], *, settings: type) -> list[str]
 
 def read_arguments(path: Path, *, settings: type) -> list[str]:
     """Return the content of a file as arguments of a command."""
-    known = _switches(settings)
+    known = _all_options(settings)
     arguments: list[str] = []
     for key, value in _flatten(_parse(path), path=path):
         flag = f"--{key.replace('_', '-')}"
@@ -56,18 +53,18 @@ def read_arguments(path: Path, *, settings: type) -> list[str]:
             near = difflib.get_close_matches(flag, known, n=1)
             hint = f"; did you mean {near[0].removeprefix('--')}?" if near else ""
             raise SettingError(f"{path}: {key} is not an option of this command{hint}")
-        arguments += _as_arguments(flag, value, has_opposite=known[flag], path=path)
+        arguments += _as_arguments(known[flag], flag, value, path=path)
     return arguments
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _parse(path: Path) -> dict[str, object]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"{OPTION} {path} cannot be read: {error}") from error
     try:
         if path.suffix == ".toml":
-            table: dict[str, Any] = tomllib.loads(text)
+            table: dict[str, object] = tomllib.loads(text)
             return table
         if path.suffix in (".yaml", ".yml"):
             import yaml
@@ -85,8 +82,8 @@ def _parse(path: Path) -> dict[str, Any]:
     raise SettingError(f"{OPTION} {path}: the name must end in .yaml, .yml or .toml")
 
 
-def _flatten(content: dict[str, Any], *, path: Path) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+def _flatten(content: dict[str, object], *, path: Path) -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
     for key, value in content.items():
         if isinstance(value, dict):
             found += _flatten(value, path=path)
@@ -98,45 +95,27 @@ def _flatten(content: dict[str, Any], *, path: Path) -> list[tuple[str, Any]]:
     return found
 
 
-def _as_arguments(flag: str, value: Any, *, has_opposite: bool | None, path: Path) -> list[str]:
-    """Return a key and its value as arguments.
-
-    Args:
-        has_opposite: None for an option with a value; else whether a switch has a --no- form.
-    """
+def _as_arguments(option: Option, flag: str, value: object, *, path: Path) -> list[str]:
+    """Return a key, given as one of the option's flags, and its value as arguments."""
     if value is None:
         return []
-    if has_opposite is None:
+    if not option.is_switch:
         values = value if isinstance(value, list) else [value]
-        return [flag, *(_text(part) for part in values)]
+        return [flag, *map(str, values)]
     name = flag.removeprefix("--")
     require(isinstance(value, bool), f"{path}: {name} must be true or false, not {value!r}")
     if value:
         return [flag]
-    return [f"--no-{name}"] if has_opposite else []
+    return [f"--no-{name}"] if option.has_opposite else []
 
 
-def _text(value: Any) -> str:
-    return str(value) if not isinstance(value, bool) else str(value).capitalize()
-
-
-def _switches(settings: type) -> dict[str, bool | None]:
-    """Return all options of a settings class and the classes in it; see `has_opposite` above."""
-    hints = get_type_hints(settings, include_extras=True)
-    flags = option_flags(settings)
-    found: dict[str, bool | None] = {}
+def _all_options(settings: type) -> dict[str, Option]:
+    """Return the options of a settings class and of the classes in it, by each of their flags."""
+    found: dict[str, Option] = {}
+    options = options_of(settings)
     for field in fields(settings):
-        inner = _inner_settings(field)
-        if inner is not None:
-            found.update(_switches(inner))
-            continue
-        marks = getattr(hints[field.name], "__metadata__", ())
-        is_switch = isinstance(field.default, bool)
-        alone = tyro.conf.FlagCreatePairsOff in marks
-        found.update(dict.fromkeys(flags[field.name], not alone if is_switch else None))
+        if isinstance(field.default_factory, type) and is_dataclass(field.default_factory):
+            found |= _all_options(field.default_factory)
+        else:
+            found |= dict.fromkeys(options[field.name].flags, options[field.name])
     return found
-
-
-def _inner_settings(field: Field[Any]) -> type | None:
-    factory = field.default_factory
-    return factory if factory is not MISSING and is_dataclass(factory) and isinstance(factory, type) else None

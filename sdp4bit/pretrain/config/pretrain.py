@@ -11,14 +11,19 @@ from typing import Annotated, Literal
 
 from sdp4bit.config import SDP4BitConfig, TelemetryConfig
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
-from sdp4bit.pretrain.config.communication import DEFAULT_STRATEGY, STRATEGIES, CommunicationConfig, Strategy
+from sdp4bit.pretrain.config.communication import (
+    DEFAULT_STRATEGY,
+    STRATEGIES,
+    CommunicationConfig,
+    ReliabilityConfig,
+    Strategy,
+)
 from sdp4bit.pretrain.config.reference_flags import ReferenceConfig
-from sdp4bit.pretrain.config.reliability import ReliabilityConfig
 from sdp4bit.pretrain.config.training import TrainingConfig
 from sdp4bit.pretrain.data.config import DataConfig
 from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.model.cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelCard, ModelShape
-from sdp4bit.pretrain.options import SettingError, option, option_flags, require, require_at_least
+from sdp4bit.pretrain.options import SettingError, option, require, require_at_least, require_positive
 
 DecayStyle = Literal["cosine", "linear", "constant"]
 
@@ -41,9 +46,7 @@ class ModelConfig:
     """Dropout of the embedding, the attention weights and both branches of a block."""
 
     def __post_init__(self) -> None:
-        flags = option_flags(ModelConfig)
-        for name in ("layers", "hidden", "heads", "positions"):
-            require_at_least(flags[name][0], getattr(self, name), 1)
+        require_at_least(1, self, "layers", "hidden", "heads", "positions")
         require(0 <= self.dropout < 1, f"--dropout {self.dropout} must be at least 0 and below 1")
         shape = self.shape(vocabulary=1, sequence_length=1)
         require(
@@ -103,11 +106,9 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 does not clip."""
 
     def __post_init__(self) -> None:
-        require(
-            self.learning_rate is None or self.learning_rate > 0,
-            f"--lr {self.learning_rate} must be positive",
-        )
-        require_at_least("--min-lr", self.min_lr, 0)
+        require_positive(self, "learning_rate", "eps")
+        require_at_least(0, self, "min_lr", "weight_decay", "clip_grad", "warmup_steps")
+        require_at_least(1, self, "decay_steps")
         require(
             0 <= self.warmup_fraction <= 1,
             f"--lr-warmup-fraction {self.warmup_fraction} must be between 0 and 1",
@@ -115,11 +116,6 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             require(0 <= value < 1, f"--adam-{name} {value} must be at least 0 and below 1")
-        require(self.eps > 0, f"--adam-eps {self.eps} must be positive")
-        require_at_least("--weight-decay", self.weight_decay, 0)
-        require_at_least("--clip-grad", self.clip_grad, 0)
-        require_at_least("--lr-decay-iters", self.decay_steps, 1)
-        require_at_least("--lr-warmup-iters", self.warmup_steps, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +144,8 @@ class LoggingConfig:
     """Steps from one measurement of what quantization costs to the next; 0 measures nothing."""
 
     def __post_init__(self) -> None:
-        require_at_least("--log-interval", self.log_interval, 1)
-        require_at_least("--telemetry-interval", self.telemetry_interval, 0)
+        require_at_least(1, self, "log_interval")
+        require_at_least(0, self, "telemetry_interval")
         require(
             self.wandb_exp_name is None or self.wandb_project is not None,
             "--wandb-exp-name has no effect without --wandb-project",
@@ -183,19 +179,14 @@ class PretrainConfig:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
     def __post_init__(self) -> None:
-        require_at_least("--seed", self.seed, 0)
-        require_at_least("--world-size", self.world_size, 1)
+        require_at_least(0, self, "seed")
+        require_at_least(1, self, "world_size")
         require(self.dry_run or not self.json, "--json has no effect without --dry-run")
         require(self.dry_run or self.world_size is None, "--world-size has no effect without --dry-run")
         require(
-            not (self.dry_run and self.parallel.virtual_ranks),
-            f"--dry-run reckons with real ranks: give --world-size {self.parallel.virtual_ranks} instead of "
-            "--virtual-ranks",
-        )
-        require(
-            self.reliability.alerts == "off" or not self.parallel.virtual_ranks,
-            f"--alerts {self.reliability.alerts} needs real ranks, which decide together: leave it out with "
-            "--virtual-ranks",
+            not (self.dry_run and self.parallel.simulated_ranks),
+            f"--dry-run reckons with real ranks: give --world-size {self.parallel.simulated_ranks} instead "
+            "of --simulated-ranks",
         )
         if not self.dry_run:
             rate, lowest = self.learning_rate, self.optimizer.min_lr
@@ -205,7 +196,7 @@ class PretrainConfig:
         _ = self.model_shape, self.quantization
 
     def check_layout(self, world_size: int) -> None:
-        """The ranks, the model and the batch are known to fit together; SettingError otherwise."""
+        """Raise SettingError unless the ranks, the model and the batch fit together."""
         self.parallel.check_world(world_size)
         shape = self.model_shape
         self.parallel.check_model(

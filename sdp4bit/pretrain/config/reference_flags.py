@@ -7,15 +7,15 @@ option of another group is an error.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import FlagCreatePairsOff as Switch
 
-from sdp4bit.pretrain.options import option_flags
+from sdp4bit.pretrain.options import options_of
 
 
-def _because(reason: str) -> Any:
+def _because(reason: str) -> object:
     return tyro.conf.arg(help=reason)
 
 
@@ -68,11 +68,6 @@ class ReferenceConfig:
 
     def explain(self) -> list[str]:
         """Return a line for each flag that was given."""
-        flags = option_flags(type(self))
-        hints = get_type_hints(type(self), include_extras=True)
-        lines = []
-        for field in fields(self):
-            if getattr(self, field.name) != field.default:
-                reason = next(mark.help for mark in hints[field.name].__metadata__ if hasattr(mark, "help"))
-                lines.append(f"{flags[field.name][0]} changes nothing here. {reason}")
-        return lines
+        given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        options = options_of(type(self))
+        return [f"{options[name].flags[0]} changes nothing here. {options[name].help}" for name in given]

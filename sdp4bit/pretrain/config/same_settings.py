@@ -1,11 +1,11 @@
-"""All ranks run with the same settings and versions, or all raise the same error."""
+"""Whether all ranks run with the same settings and versions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,9 @@ from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.launch.ranks import gather_over_ranks
 from sdp4bit.pretrain.options import SettingError, option_flags
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 # Of the machine, not of the run; what is read from other paths is compared where it is opened.
 _MAY_DIFFER = {"--nproc-per-node", "--out", "--data-cache-path", "--tensorboard-dir"}
 _MUST_BE_ONE_FOLDER = {"--save", "--load"}
@@ -22,7 +25,7 @@ _SHOWN = 5
 
 
 def check_same_settings(config: PretrainConfig) -> None:
-    """All ranks are known to have the same versions and the same settings; called on every rank.
+    """Check that all ranks have the same versions and the same settings; called on every rank.
 
     Raises:
         SettingError: the same on all ranks, with what differs and where.
@@ -44,12 +47,12 @@ def check_same_settings(config: PretrainConfig) -> None:
         )
 
 
-def _settings(settings: Any) -> Iterator[tuple[str, str]]:
+def _settings(settings: DataclassInstance) -> Iterator[tuple[str, str]]:
     """Yield the options of a settings class and of those in it, with their values."""
     flags = option_flags(type(settings))
     for field in fields(settings):
         value, name = getattr(settings, field.name), flags[field.name][0]
-        if is_dataclass(value):
+        if is_dataclass(value) and not isinstance(value, type):
             yield from _settings(value)
         elif name in _MUST_BE_ONE_FOLDER or not (name in _MAY_DIFFER or _is_place(name, value)):
             yield name, str(value)

@@ -7,25 +7,20 @@ from typing import Annotated, Literal
 
 import tyro
 
-from sdp4bit.pretrain.options import option, option_flags, require, require_at_least
-
-Precision = Literal["bf16", "fp16", "fp32"]
-Arithmetic = Literal["auto", "bf16", "fp16", "fp32"]
-
-_COUNTS = (
-    "steps",
-    "micro_batch_size",
-    "global_batch_size",
-    "accumulation",
-    "sequence_length",
-    "eval_interval",
-    "eval_batches",
-    "loss_scale_window",
-    "hysteresis",
-    "exit_interval",
+from sdp4bit.pretrain.options import (
+    RENAMED,
+    option,
+    renamed_fields,
+    require,
+    require_at_least,
+    require_positive,
 )
 
+Precision = Literal["bf16", "fp16", "fp32"]
+ComputeDtype = Literal["auto", "bf16", "fp16", "fp32"]
 
+
+@renamed_fields(RENAMED["training"])
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Length and size of the training run, and its precision."""
@@ -44,16 +39,16 @@ class TrainingConfig:
     """Steps between validations; the last step is always followed by one."""
     eval_batches: Annotated[int, option("eval-iters", "eval-batches")] = 4
     """Global batches per validation, always the same ones."""
-    precision: Precision | None = None
-    """dtype in which FSDP2 gathers the weights, bf16 when not given; gradients are reduced in fp32, masters
-    are fp32 always."""
+    precision: Annotated[Precision | None, option("param-dtype", "precision")] = None
+    """dtype in which FSDP2 gathers the weights, bf16 when not given; gradients are reduced in fp32, main
+    weights are fp32 always."""
     bf16: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """The same as --precision bf16."""
+    """The same as --param-dtype bf16."""
     fp16: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """The same as --precision fp16: the loss is scaled, as the options below say."""
-    arithmetic: Arithmetic = "auto"
-    """dtype of the activations. auto: that of the weights, except on CPUs without instructions for it, where
-    weights are multiplied in fp32, several times faster."""
+    """The same as --param-dtype fp16: the loss is scaled, as the options below say."""
+    compute_dtype: Annotated[ComputeDtype, option("compute-dtype", "arithmetic")] = "auto"
+    """dtype of the activations. auto: that of the gathered weights, except on CPUs without instructions for
+    it, where weights are multiplied in fp32, several times faster."""
     loss_scale: float | None = None
     """fp16: multiply the loss by this always; found and adapted while training when not given."""
     initial_loss_scale: float = 2.0**32
@@ -74,10 +69,11 @@ class TrainingConfig:
     """Save and leave after the first step that ends later than this many minutes after the start."""
 
     def __post_init__(self) -> None:
-        flags = option_flags(TrainingConfig)
-        for name in _COUNTS:
-            require_at_least(flags[name][0], getattr(self, name), 1)
-        require_at_least("--exit-duration-in-mins", self.exit_duration_in_mins, 0)
+        require_at_least(1, self, "steps", "micro_batch_size", "global_batch_size", "accumulation")
+        require_at_least(1, self, "sequence_length", "eval_interval", "eval_batches", "exit_interval")
+        require_at_least(1, self, "loss_scale_window", "hysteresis")
+        require_at_least(0, self, "exit_duration_in_mins")
+        require_positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale")
         require(
             self.accumulation is None or self.global_batch_size is None,
             f"--accumulation {self.accumulation} and --global-batch-size {self.global_batch_size} both say "
@@ -87,8 +83,8 @@ class TrainingConfig:
         self._check_loss_scale()
 
     @property
-    def weights(self) -> Precision:
-        """The precision that the three options about it agree on."""
+    def param_dtype(self) -> Precision:
+        """dtype of the gathered weights, on which the three options about it agree."""
         if self.precision is not None:
             return self.precision
         return "fp16" if self.fp16 else "bf16"
@@ -97,23 +93,19 @@ class TrainingConfig:
         given = {self.precision, "bf16" if self.bf16 else None, "fp16" if self.fp16 else None} - {None}
         require(
             len(given) < 2,
-            f"the precision is given as {' and '.join(map(str, sorted(given, key=str)))}: choose one",
+            f"--param-dtype is given as {' and '.join(map(str, sorted(given, key=str)))}: choose one",
         )
         require(
-            self.arithmetic in ("auto", "fp32", self.weights),
-            f"--arithmetic {self.arithmetic} needs --precision {self.arithmetic}: {self.weights} weights "
-            f"are multiplied in {self.weights} or fp32",
+            self.compute_dtype in ("auto", "fp32", self.param_dtype),
+            f"--compute-dtype {self.compute_dtype} needs --param-dtype {self.compute_dtype}: "
+            f"{self.param_dtype} weights are multiplied in {self.param_dtype} or fp32",
         )
 
     def _check_loss_scale(self) -> None:
-        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
-            value = getattr(self, name)
-            flag = f"--{name.replace('_', '-')}"
-            require(value is None or value > 0, f"{flag} {value} must be positive")
         require(
-            self.loss_scale is None or self.weights == "fp16",
-            f"--loss-scale {self.loss_scale} has no effect with --precision {self.weights}: leave it out, "
-            "or use --fp16",
+            self.loss_scale is None or self.param_dtype == "fp16",
+            f"--loss-scale {self.loss_scale} has no effect with --param-dtype {self.param_dtype}: leave it "
+            "out, or use --fp16",
         )
         require(
             self.initial_loss_scale >= self.min_loss_scale,

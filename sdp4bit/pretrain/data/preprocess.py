@@ -60,8 +60,7 @@ class PreprocessConfig(TokenizerConfig):
             bool(self.json_keys) and len(set(self.json_keys)) == len(self.json_keys),
             f"--json-keys {' '.join(self.json_keys)}: give at least one, each one once",
         )
-        require_at_least("--workers", self.workers, 1)
-        require_at_least("--log-interval", self.log_interval, 1)
+        require_at_least(1, self, "workers", "log_interval")
 
     def prefix(self, key: str) -> Path:
         """Return the prefix of the files of a key."""

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Annotated
 
 from sdp4bit.pretrain.model.cards import Recompute
-from sdp4bit.pretrain.options import SettingError, require, require_at_least
+from sdp4bit.pretrain.options import (
+    RENAMED,
+    SettingError,
+    option,
+    renamed_fields,
+    require,
+    require_at_least,
+    require_positive,
+)
 
 
+@renamed_fields(RENAMED["parallel"])
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Processes, nodes and parallelism."""
@@ -18,7 +28,7 @@ class ParallelConfig:
     option of the same name decides."""
     ranks_per_node: int | None = None
     """Consecutive ranks of the job that count as one node; found by host name when not given."""
-    virtual_ranks: int | None = None
+    simulated_ranks: Annotated[int | None, option("simulated-ranks", "virtual-ranks")] = None
     """Train in one process as this many data-parallel ranks would, with what their communication does to
     weights and gradients; --ranks-per-node of them count as one node."""
     tensor_model_parallel_size: int = 1
@@ -36,49 +46,40 @@ class ParallelConfig:
     (selective), or whole blocks (full)."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "nproc_per_node",
-            "ranks_per_node",
-            "virtual_ranks",
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "num_layers_per_virtual_pipeline_stage",
-        ):
-            require_at_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
-        require(
-            self.distributed_timeout_minutes > 0,
-            f"--distributed-timeout-minutes {self.distributed_timeout_minutes:g} must be positive",
-        )
+        require_at_least(1, self, "nproc_per_node", "ranks_per_node", "simulated_ranks")
+        require_at_least(1, self, "tensor_model_parallel_size", "pipeline_model_parallel_size")
+        require_at_least(1, self, "num_layers_per_virtual_pipeline_stage")
+        require_positive(self, "distributed_timeout_minutes")
         per_stage = self.num_layers_per_virtual_pipeline_stage
         require(
             per_stage is None or self.pipeline_model_parallel_size > 1,
             f"--num-layers-per-virtual-pipeline-stage {per_stage} has no effect without "
             "--pipeline-model-parallel-size",
         )
-        if self.virtual_ranks is not None:
-            self._check_simulated(self.virtual_ranks)
+        if self.simulated_ranks is not None:
+            self._check_simulated(self.simulated_ranks)
 
     def _check_simulated(self, ranks: int) -> None:
-        require(ranks > 1, f"--virtual-ranks {ranks}: one rank sends nothing; give at least 2")
+        require(ranks > 1, f"--simulated-ranks {ranks}: one rank sends nothing; give at least 2")
         require(
             self.model_parallel_size == 1,
-            f"--virtual-ranks {ranks} are data-parallel ranks: leave out --tensor-model-parallel-size and "
+            f"--simulated-ranks {ranks} are data-parallel ranks: leave out --tensor-model-parallel-size and "
             "--pipeline-model-parallel-size",
         )
         require(
             self.nproc_per_node in (None, 1),
-            f"--virtual-ranks {ranks} are all in one process: leave out --nproc-per-node",
+            f"--simulated-ranks {ranks} are all in one process: leave out --nproc-per-node",
         )
         if self.ranks_per_node is None:
             raise SettingError(
-                f"--virtual-ranks {ranks} needs --ranks-per-node: they have no hosts that would tell which "
+                f"--simulated-ranks {ranks} needs --ranks-per-node: they have no hosts that would tell which "
                 "of them share a node"
             )
         self._check_nodes(ranks, what=f"{ranks} simulated ranks")
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the ranks that read different data, simulated ones if there are any."""
-        return self.virtual_ranks or world_size // self.model_parallel_size
+        return self.simulated_ranks or world_size // self.model_parallel_size
 
     @property
     def timeout(self) -> timedelta:
@@ -91,12 +92,12 @@ class ParallelConfig:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     def check_world(self, world_size: int) -> None:
-        """Check that nodes and model-parallel ranks divide the world; SettingError otherwise."""
-        if self.virtual_ranks is not None:
+        """Raise SettingError unless nodes and model-parallel ranks divide the world."""
+        if self.simulated_ranks is not None:
             require(
                 world_size == 1,
-                f"--virtual-ranks {self.virtual_ranks} are all in one process, but {world_size} have been "
-                "started: start one",
+                f"--simulated-ranks {self.simulated_ranks} are all in one process, but {world_size} have "
+                "been started: start one",
             )
             return
         self._check_nodes(world_size, what=f"{world_size} ranks")
@@ -115,7 +116,7 @@ class ParallelConfig:
             )
 
     def check_model(self, *, layers: int, heads: int, vocabulary: int, micro_batches: int) -> None:
-        """Check that a model of these sizes can be laid out like this; SettingError otherwise."""
+        """Raise SettingError unless a model of these sizes can be laid out like this."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         for what, size in (("attention heads", heads), ("rows of the vocabulary", vocabulary)):
             require(

@@ -68,7 +68,7 @@ def run_on_ranks(
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _run_under_torchrun(program, config, parallel.timeout, leaves_early=leaves_early)
-    size = 1 if parallel.virtual_ranks else parallel.nproc_per_node or torch.cuda.device_count() or 1
+    size = 1 if parallel.simulated_ranks else parallel.nproc_per_node or torch.cuda.device_count() or 1
     parallel.check_world(size)
     ranks = _StartedRanks(leaves_early=leaves_early)
     with tempfile.TemporaryDirectory(prefix="sdp4bit-") as name, ranks.receiving_signals():

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from sdp4bit.collectives.errors import naming
+from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.pretrain.launch.store import join_store
 from sdp4bit.pretrain.options import SettingError
 
@@ -120,7 +120,7 @@ def decide_on_rank_0(work: Callable[[], T]) -> T:
     """Return what `work` returned on rank 0, which alone runs it; its error is raised on all ranks."""
     result = agree(lambda: work() if dist.get_rank() == 0 else None)
     box: list[T | None] = [result]
-    with naming("broadcast from rank 0"):
+    with comm_error_context("broadcast from rank 0"):
         dist.broadcast_object_list(box, src=0)
     return box[0]  # type: ignore[return-value]
 
@@ -133,7 +133,7 @@ def gather_over_ranks(value: T, *, what: str, group: dist.ProcessGroup | None = 
         group: among whom; all when not given.
     """
     values = [value] * dist.get_world_size(group)
-    with naming(what, group=group):
+    with comm_error_context(what, group=group):
         dist.all_gather_object(values, value, group=group)
     return values
 
@@ -141,7 +141,7 @@ def gather_over_ranks(value: T, *, what: str, group: dist.ProcessGroup | None = 
 def sum_over_ranks(values: list[float], *, device: torch.device) -> list[float]:
     """Return the sums of each value over all ranks, added in double precision."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    with naming("sum over all ranks"):
+    with comm_error_context("sum over all ranks"):
         dist.all_reduce(tensor)
     summed: list[float] = tensor.tolist()
     return summed

@@ -146,7 +146,7 @@ class Block(nn.Module):
         return self._residual(x)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """The arithmetic of the block is compiled; recomputation stays around it."""
+        """Compile what the block computes; recomputation stays around it."""
         self._residual = torch.compile(self._residual, *args, **kwargs)  # type: ignore[method-assign]
 
     def _residual(self, x: Tensor) -> Tensor:
@@ -168,13 +168,13 @@ class GPT(nn.Module):
         shape: ModelShape,
         *,
         layers: range | None = None,
-        arithmetic: torch.dtype = torch.float32,
+        compute_dtype: torch.dtype = torch.float32,
         recompute: Recompute = "none",
     ) -> None:
         super().__init__()
         layers = range(shape.layers) if layers is None else layers
         self.shape = shape
-        self.arithmetic = arithmetic
+        self.compute_dtype = compute_dtype
         self.is_first = layers.start == 0
         self.is_last = layers.stop == shape.layers
         self.token_embedding: Embedding | None = None
@@ -195,7 +195,7 @@ class GPT(nn.Module):
         """
         if self.token_embedding is not None and self.position_embedding is not None:
             positions = torch.arange(x.shape[1], device=x.device)
-            x = (self.token_embedding(x) + self.position_embedding(positions)).to(self.arithmetic)
+            x = (self.token_embedding(x) + self.position_embedding(positions)).to(self.compute_dtype)
             x = F.dropout(x, self.shape.dropout, self.training)
         for block in self.blocks.values():
             x = block(x)
@@ -216,7 +216,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int) -> None:
-        """Every parameter has its initial value, the same bits however the model is laid out over ranks.
+        """Give every parameter its initial value, the same bits however the model is laid out over ranks.
 
         GPT-2's scheme: normal with deviation 0.02, divided by sqrt(2 * layers) for the projections that end
         in the residual stream; biases 0, norms 1.
@@ -264,7 +264,7 @@ def _held(parameter: Tensor) -> tuple[range, range]:
 def _fill_normal(
     local: Tensor, *, rows: range, columns: range, shape: tuple[int, ...], std: float, key: str
 ) -> None:
-    """These rows and columns of a normal matrix of the given shape are in `local`.
+    """Fill `local` with these rows and columns of a normal matrix of the given shape.
 
     Rows come in blocks with a generator of their own, so that a rank computes only blocks it has a part of.
     """

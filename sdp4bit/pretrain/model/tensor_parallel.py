@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -81,16 +81,25 @@ def padded_bias(bias: Tensor, *, width: int) -> Tensor:
     return F.pad(part, (start, width - start - part.shape[0]))
 
 
+class _Context(Protocol):
+    """What autograd keeps from forward to backward."""
+
+    group: dist.ProcessGroup
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class _Enter(torch.autograd.Function):
     """The input is whole on all ranks; each has a part of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor, None]:
         return _summed(gradients[0], ctx.group), None
 
 
@@ -98,11 +107,11 @@ class _Leave(torch.autograd.Function):
     """The output is the sum of what the ranks have; each gets the whole gradient."""
 
     @staticmethod
-    def forward(_: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(_: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return _summed(x, group)
 
     @staticmethod
-    def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(_: object, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
 
 
@@ -128,7 +137,9 @@ class _SplitCrossEntropy(torch.autograd.Function):
     """Sum of the cross entropies where each rank has the logits of a part of the vocabulary."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: _Context, logits: Tensor, targets: Tensor, start: int, group: dist.ProcessGroup
+    ) -> Tensor:
         largest = logits.max(dim=-1).values
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         logits = logits - largest[:, None]
@@ -144,7 +155,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return torch.where(counted, sums[0].log() - sums[1], 0.0).sum()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, column, here, counted = ctx.saved_tensors
         result = probabilities.scatter_add(1, column, -here.to(probabilities.dtype)[:, None])
         return result * (counted * gradients[0])[:, None], None, None, None
@@ -168,7 +179,7 @@ def summed_cross_entropy(
 
 @contextmanager
 def random_numbers_of_rank(tensor_rank: int, *, device: torch.device) -> Iterator[None]:
-    """Inside, each tensor-parallel rank draws other numbers; outside, all draw the same again.
+    """Let each tensor-parallel rank draw other numbers inside; outside, all draw the same again.
 
     The numbers follow from the generator of the CPU, so recomputation and resumed runs repeat them.
     """

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sdp4bit.collectives.errors import naming
+from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.pretrain.model.tensor_parallel import local_part
 from sdp4bit.pretrain.step.parallelize import ShardedModel
 
@@ -39,7 +39,7 @@ class Gradients:
         ]
 
     def add_tied(self) -> None:
-        """The first and the last stage both hold the sum of their gradients of the token embedding.
+        """Sum the gradients of the token embedding that the first and the last stage hold.
 
         One exchange in full precision between the two; adding two numbers gives both the same bits.
         """
@@ -51,7 +51,7 @@ class Gradients:
             dist.P2POp(operation, tensor, group=self._pipeline, group_peer=self._tied_peer)
             for operation, tensor in ((dist.isend, own.clone()), (dist.irecv, other))
         ]
-        with naming("gradient of the tied embedding", group=self._pipeline):
+        with comm_error_context("gradient of the tied embedding", group=self._pipeline):
             for work in dist.batch_isend_irecv(exchange):
                 work.wait()
         own.add_(other)
@@ -68,12 +68,12 @@ class Gradients:
         own = torch.nn.utils.get_total_norm([_gradient(p) for p in self._counted if p.grad is not None])
         square = own.to(self._device).double().square()
         squares = [torch.empty_like(square) for _ in range(dist.get_world_size())]
-        with naming("gradient norm"):
+        with comm_error_context("gradient norm"):
             dist.all_gather(squares, square)
         return squares
 
     def clip(self, norm: Tensor, *, largest: float, divisor: float = 1.0) -> None:
-        """The gradients are divided by the divisor, and their norm is at most the largest one (0: any).
+        """Divide the gradients by the divisor, and scale them to at most the largest norm (0: any).
 
         Args:
             norm: of the gradients after the division.
@@ -89,5 +89,5 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _is_split(parameter: nn.Parameter) -> bool:
-    """Whether tensor-parallel ranks hold different parts."""
+    """Return whether tensor-parallel ranks hold different parts."""
     return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())

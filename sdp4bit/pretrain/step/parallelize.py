@@ -6,8 +6,10 @@ FSDP2 shards every stage over its data ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,14 +22,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 import sdp4bit
 from sdp4bit.collectives.errors import job_timeout, set_timeout
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
-from sdp4bit.pretrain.config.training import Arithmetic, Precision
+from sdp4bit.pretrain.config.training import ComputeDtype, Precision
 from sdp4bit.pretrain.launch.ranks import Ranks
 from sdp4bit.pretrain.model.gpt import GPT, Block
 from sdp4bit.pretrain.model.tensor_parallel import BLOCK_STYLES, VocabularyParallel
 from sdp4bit.pretrain.options import SettingError
-
-Communication = Any
-"""The handle of sdp4bit.quantize_communication."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _CPU_FEATURES = {torch.bfloat16: "avx512_bf16", torch.float16: "amx_fp16"}
@@ -38,18 +37,20 @@ def dtype_of(precision: Precision) -> torch.dtype:
     return _DTYPES[precision]
 
 
-def arithmetic_dtype(arithmetic: Arithmetic, *, weights: torch.dtype, device: torch.device) -> torch.dtype:
+def resolve_compute_dtype(
+    chosen: ComputeDtype, *, param_dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
     """Return the dtype of the activations."""
-    if arithmetic != "auto":
-        return _DTYPES[arithmetic]
-    feature = _CPU_FEATURES.get(weights)
+    if chosen != "auto":
+        return _DTYPES[chosen]
+    feature = _CPU_FEATURES.get(param_dtype)
     if device.type == "cpu" and feature and not _cpu_has(feature):
         return torch.float32
-    return weights
+    return param_dtype
 
 
 def _cpu_has(feature: str) -> bool:
-    capabilities: Any = getattr(torch.cpu, "get_capabilities", None)
+    capabilities: Callable[[], dict[str, bool]] | None = getattr(torch.cpu, "get_capabilities", None)
     if capabilities is None:  # torch 2.9
         return bool(getattr(torch.cpu, f"_is_{feature}_supported")())
     return bool(capabilities().get(feature, False))
@@ -110,7 +111,7 @@ class ShardedModel:
     stages: list[int]
     """Numbers of the chunks in the pipeline."""
     layout: RankLayout
-    communication: Communication
+    communication: sdp4bit.CommHandle
 
     @property
     def data_parallel_size(self) -> int:
@@ -123,12 +124,12 @@ class ShardedModel:
         return {}
 
     def train(self, mode: bool = True) -> None:
-        """Dropout acts, or not."""
+        """Switch dropout on or off."""
         for chunk in self.chunks:
             chunk.train(mode)
 
     def reshard(self) -> None:
-        """Gathered weights are freed; a root keeps them after a forward that no backward follows."""
+        """Free gathered weights, which a root keeps after a forward that no backward follows."""
         for chunk in self.chunks:
             cast(FSDPModule, chunk).reshard()
 
@@ -210,39 +211,43 @@ def _stages_here(config: PretrainConfig, *, layout: RankLayout) -> list[int]:
 
 def _shard_chunk(config: PretrainConfig, *, layers: range, layout: RankLayout) -> GPT:
     training, device = config.training, layout.ranks.device
-    weights = dtype_of(training.weights)
+    param_dtype = dtype_of(training.param_dtype)
     with torch.device("meta"):
         model = GPT(
             config.model_shape,
             layers=layers,
-            arithmetic=arithmetic_dtype(training.arithmetic, weights=weights, device=device),
+            compute_dtype=resolve_compute_dtype(
+                training.compute_dtype, param_dtype=param_dtype, device=device
+            ),
             recompute=config.parallel.recompute_granularity,
         )
     if layout.tensor.size() > 1:
         _split_tensors(model, layout.tensor)
-    # Inputs are not cast: activations keep the dtype of the arithmetic, which may differ from the weights'.
-    policy = MixedPrecisionPolicy(param_dtype=weights, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    options: dict[str, Any] = {"mesh": layout.data, "mp_policy": policy}
+    # Inputs are not cast: activations keep the compute dtype, which may differ from the param dtype.
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    shard = partial(fully_shard, mesh=layout.data, mp_policy=policy)
     apart = layout.tensor.size() > 1
     for block in model.blocks.values():
         assert isinstance(block, Block)
         if apart:
             # Parameters that tensor-parallel ranks have alike stay so: quantized without those they split.
-            fully_shard([block.attention_norm, block.feed_forward_norm], **options)
+            shard([block.attention_norm, block.feed_forward_norm])
         if training.compile:
             block.compile()
-        fully_shard(block, **options, reshard_after_forward=training.reshard_after_forward)
+        shard(block, reshard_after_forward=training.reshard_after_forward)
     if apart or layout.pipeline.size() > 1:
         # The token embedding is alone in its group on the first and the last stage, so that both round alike.
         ends: list[nn.Module] = [m for m in (model.position_embedding, model.final_norm) if m is not None]
         if ends:
-            fully_shard(ends, **options)
-    fully_shard(model, **options)
+            shard(ends)
+    shard(model)
     return model
 
 
 def _split_tensors(model: GPT, mesh: DeviceMesh) -> None:
-    """The matrices of a model without memory are split over the ranks of the mesh."""
+    """Split the matrices of a model without memory over the ranks of the mesh."""
     if model.token_embedding is not None:
         parallelize_module(model, mesh, {"token_embedding": VocabularyParallel()})
     for block in model.blocks.values():
@@ -260,7 +265,7 @@ def _named_roots(chunks: list[GPT], numbers: list[int], *, stages: int) -> nn.Mo
     return nn.ModuleDict({f"stage{numbers[index]}": chunks[index] for index in order})
 
 
-def quantize(model: nn.Module, *, config: PretrainConfig) -> Communication:
+def quantize(model: nn.Module, *, config: PretrainConfig) -> sdp4bit.CommHandle:
     """Return the handle of the model's communication, quantized as the configured strategy says."""
     ranks_per_node = config.parallel.ranks_per_node
     try:

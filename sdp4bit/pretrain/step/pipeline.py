@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +14,9 @@ from torch.distributed.pipelining import (
 )
 
 from sdp4bit.pretrain.step.parallelize import ShardedModel
+
+Batch = tuple[Tensor, Tensor]
+"""Tokens and targets, [micro batch, length]."""
 
 
 class Pipeline:
@@ -34,14 +36,14 @@ class Pipeline:
         self._loss_sum = torch.zeros((), device=device)
         self._weight = torch.zeros((), device=device)
 
-        def stage(number: int) -> Any:
+        def stage(number: int) -> PipelineStage:
             chunk = model.chunks[model.stages.index(number)]
             batch = (micro_batch_size, sequence_length)
             tokens = torch.empty(batch, dtype=torch.int64, device="meta")
-            stream = torch.empty(*batch, chunk.shape.hidden, dtype=chunk.arithmetic, device="meta")
+            stream = torch.empty(*batch, chunk.shape.hidden, dtype=chunk.compute_dtype, device="meta")
             loss = torch.empty(1, device="meta")
             # Shapes are given: finding them out would take a forward of every stage, with communication.
-            made: Any = PipelineStage(
+            made = PipelineStage(
                 chunk,
                 number,
                 stages,
@@ -53,22 +55,23 @@ class Pipeline:
             if device.type == "cpu" and torch.__version__ < "2.13":
                 # Older releases open connections with an int64 that the neighbour receives as fp32, which
                 # gloo refuses. It needs no opening.
-                made._get_init_p2p_neighbors_ops = list
+                made._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
             return made
 
         # The loss is a sum over tokens with a weight of its own; torch would divide the gradient by the
         # number of micro batches, and with it whatever earlier steps have accumulated.
-        options: dict[str, Any] = {"loss_fn": self._weigh, "scale_grads": False}
         local = [stage(number) for number in model.stages]
+        self._schedule: ScheduleInterleaved1F1B | ScheduleGPipe | Schedule1F1B
         if len(local) > 1:
-            self._schedule: Any = ScheduleInterleaved1F1B(list(local), micro_batches, **options)
-        elif micro_batches < stages:
-            # Every stage then does all forwards first, which torch knows under this name only.
-            self._schedule = ScheduleGPipe(local[0], micro_batches, **options)
+            self._schedule = ScheduleInterleaved1F1B(
+                list(local), micro_batches, loss_fn=self._weigh, scale_grads=False
+            )
         else:
-            self._schedule = Schedule1F1B(local[0], micro_batches, **options)
+            # With few micro batches every stage does all forwards first, which torch calls GPipe.
+            schedule = ScheduleGPipe if micro_batches < stages else Schedule1F1B
+            self._schedule = schedule(local[0], micro_batches, loss_fn=self._weigh, scale_grads=False)
 
-    def train(self, batches: Sequence[tuple[Tensor, Tensor]], *, weight: Tensor) -> Tensor:
+    def train(self, batches: Sequence[Batch], *, weight: Tensor) -> Tensor:
         """Return the sum of the losses, on the last stage; gradients of it times the weight are reduced.
 
         Args:
@@ -77,11 +80,11 @@ class Pipeline:
         return self._run(self._schedule.step, batches, weight)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """Return the sum of the losses, on the last stage."""
         return self._run(self._schedule.eval, batches, torch.ones_like(self._weight))
 
-    def _run(self, run: Any, batches: Sequence[tuple[Tensor, Tensor]], weight: Tensor) -> Tensor:
+    def _run(self, run: Callable[..., object], batches: Sequence[Batch], weight: Tensor) -> Tensor:
         self._loss_sum, self._weight = torch.zeros_like(self._loss_sum), weight
         tokens = torch.cat([batch for batch, _ in batches])
         targets = torch.cat([batch for _, batch in batches])

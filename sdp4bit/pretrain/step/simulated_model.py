@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from sdp4bit.collectives.simulated import simulated_layout
@@ -20,11 +20,11 @@ from sdp4bit.pretrain.checkpoint.state import RandomState
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.model.gpt import GPT, Block
 from sdp4bit.pretrain.options import SettingError
-from sdp4bit.pretrain.step.parallelize import RankLayout, ShardedModel, arithmetic_dtype, dtype_of
+from sdp4bit.pretrain.step.parallelize import RankLayout, ShardedModel, dtype_of, resolve_compute_dtype
 
 
-class VirtualRandom:
-    """A state of the random generators for every virtual rank, as that rank would have it; a Stateful."""
+class SimulatedRandom:
+    """A state of the random generators for every simulated rank, as that rank would have it; a Stateful."""
 
     def __init__(self, ranks: int, *, seed: int, device: torch.device) -> None:
         self._generators = RandomState(device)
@@ -35,17 +35,17 @@ class VirtualRandom:
 
     @contextmanager
     def of_rank(self, rank: int) -> Iterator[None]:
-        """Random numbers inside the block are the rank's next ones."""
+        """Draw the rank's next random numbers inside the block."""
         self._generators.load_state_dict(self._states[rank])
         yield
         self._states[rank] = self._generators.state_dict()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return the states of all ranks, stacked."""
         return {name: torch.stack([state[name] for state in self._states]) for name in self._states[0]}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The ranks' random numbers continue from these states."""
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Continue the ranks' random numbers from these states."""
         self._states = [
             {name: stacked[rank].clone() for name, stacked in state_dict.items()}
             for rank in range(len(self._states))
@@ -53,35 +53,41 @@ class VirtualRandom:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VirtualModel(ShardedModel):
-    """The model of a run of virtual ranks; `chunks` holds its main weights, whole."""
+class SimulatedModel(ShardedModel):
+    """The model of a run of simulated ranks; `chunks` holds its main weights, whole."""
 
     compute: GPT
     """The weights that all ranks hold, in the type they are gathered in."""
     communication: SimulatedCommHandle
-    random: VirtualRandom
+    random: SimulatedRandom
 
     @property
     def data_parallel_size(self) -> int:
-        """Virtual ranks."""
+        """Simulated ranks."""
         return self.communication.layout.size
 
     def train(self, mode: bool = True) -> None:
-        """Dropout acts, or not."""
+        """Switch dropout on or off."""
         self.compute.train(mode)
 
     def reshard(self) -> None:
-        """What the ranks' roots have gathered counts as freed."""
+        """Count what the ranks' roots have gathered as freed."""
         self.communication.reshard()
 
     def describe_layout(self) -> str:
-        """Return how many virtual ranks there are, nodes x ranks per node."""
-        layout = self.communication.layout
-        return f"{layout.size} virtual ranks ({layout.nodes} x {layout.ranks_per_node})"
+        """Return how many simulated ranks there are, nodes x ranks per node, as checkpoints name it."""
+        # Checkpoints hold this text, those of earlier releases as well, and resuming compares it.
+        return f"{self.data_parallel_size} virtual ranks {self._nodes}"
 
     def describe_ranks(self) -> str:
-        """Return where the ranks are."""
-        return f"{self.describe_layout()} in one process ({self.layout.ranks.device.type})"
+        """Return how many ranks there are, and where."""
+        device = self.layout.ranks.device.type
+        return f"{self.data_parallel_size} simulated ranks {self._nodes} in one process ({device})"
+
+    @property
+    def _nodes(self) -> str:
+        layout = self.communication.layout
+        return f"({layout.nodes} x {layout.ranks_per_node})"
 
     @property
     def per_rank(self) -> dict[str, Stateful]:
@@ -102,24 +108,26 @@ def parameter_groups(model: GPT) -> Iterator[tuple[str, list[str]]]:
         yield block, [name for name in names if name.startswith(f"{block}.")]
 
 
-def build_virtual_model(config: PretrainConfig, *, layout: RankLayout) -> VirtualModel:
+def build_simulated_model(config: PretrainConfig, *, layout: RankLayout) -> SimulatedModel:
     """Return the model with its initial weights: those of a real run on any number of ranks.
 
     Raises:
-        SettingError: these settings are not for virtual ranks.
+        SettingError: these settings are not for simulated ranks.
     """
     parallel, training, device = config.parallel, config.training, layout.ranks.device
-    ranks, ranks_per_node = parallel.virtual_ranks, parallel.ranks_per_node
+    ranks, ranks_per_node = parallel.simulated_ranks, parallel.ranks_per_node
     if ranks is None or ranks_per_node is None:
-        raise SettingError("--virtual-ranks and --ranks-per-node say how many virtual ranks there are")
-    weights = dtype_of(training.weights)
+        raise SettingError("--simulated-ranks and --ranks-per-node say how many simulated ranks there are")
+    param_dtype = dtype_of(training.param_dtype)
     quantization = config.quantization
 
     def build() -> GPT:
         with torch.device("meta"):
             model = GPT(
                 config.model_shape,
-                arithmetic=arithmetic_dtype(training.arithmetic, weights=weights, device=device),
+                compute_dtype=resolve_compute_dtype(
+                    training.compute_dtype, param_dtype=param_dtype, device=device
+                ),
                 recompute=parallel.recompute_granularity,
             )
         return model.to_empty(device=device)
@@ -127,13 +135,13 @@ def build_virtual_model(config: PretrainConfig, *, layout: RankLayout) -> Virtua
     main = build()
     main.reset_parameters(seed=config.seed)
     # Only quantization or rounding to another type can make what ranks hold differ from the main weights.
-    is_shared = weights == torch.float32 and quantization.weights is None
-    compute = main if is_shared else build().to(weights)
+    is_shared = param_dtype == torch.float32 and quantization.weights is None
+    compute = main if is_shared else build().to(param_dtype)
     if training.compile:
         for block in compute.blocks.values():
             assert isinstance(block, Block)
             block.compile()
-    return VirtualModel(
+    return SimulatedModel(
         chunks=[main],
         stages=[0],
         layout=layout,
@@ -146,5 +154,5 @@ def build_virtual_model(config: PretrainConfig, *, layout: RankLayout) -> Virtua
             config=quantization,
             reshard=training.reshard_after_forward,
         ),
-        random=VirtualRandom(ranks, seed=config.seed, device=device),
+        random=SimulatedRandom(ranks, seed=config.seed, device=device),
     )

@@ -1,27 +1,28 @@
-"""The optimizer step of virtual ranks: their forwards and backwards one after another, one exchange."""
+"""The optimizer step of simulated ranks: their forwards and backwards one after another, one exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sdp4bit.pretrain.step.gradients import Gradients
-from sdp4bit.pretrain.step.simulated_model import VirtualModel
-from sdp4bit.pretrain.step.training_step import Batch, TrainingStep
+from sdp4bit.pretrain.step.pipeline import Batch
+from sdp4bit.pretrain.step.simulated_model import SimulatedModel
+from sdp4bit.pretrain.step.training_step import TrainingStep
 
 
-class VirtualGradients(Gradients):
-    """The reduced gradients of all virtual ranks."""
+class SimulatedGradients(Gradients):
+    """The reduced gradients of all simulated ranks."""
 
-    def __init__(self, model: VirtualModel) -> None:
+    def __init__(self, model: SimulatedModel) -> None:
         super().__init__(model)
         self._ranks = model.data_parallel_size
 
     def _squared_norms(self) -> list[Tensor]:
-        """Return each virtual rank's, of the chunks that it holds."""
+        """Return each simulated rank's, of the chunks that it holds."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         squares = []
         for rank in range(self._ranks):
@@ -37,19 +38,21 @@ def _chunk(tensor: Tensor, *, rank: int, ranks: int) -> Tensor:
     return tensor[min(rank * size, tensor.shape[0]) :][:size]
 
 
-class VirtualTrainingStep(TrainingStep):
-    """Turns the micro batches of all virtual ranks, rank by rank, into an optimizer step."""
+@dataclass(kw_only=True)
+class SimulatedTrainingStep(TrainingStep):
+    """Turns the micro batches of all simulated ranks, rank by rank, into an optimizer step."""
 
-    def __init__(self, model: VirtualModel, *, optimizer: torch.optim.Optimizer, **options: Any) -> None:
-        super().__init__(model, optimizer=optimizer, **options)
-        self._virtual = model
-        self._gradients = VirtualGradients(model)
+    model: SimulatedModel
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._gradients = SimulatedGradients(self.model)
         self._evaluated = 0
-        optimizer.register_step_post_hook(lambda *_: model.communication.mark_step())
+        self.optimizer.register_step_post_hook(lambda *_: self.model.communication.mark_step())
 
     def _forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
         """Return the sum of all ranks' losses; the weighted gradients are reduced."""
-        model, ranks = self._virtual, self._virtual.data_parallel_size
+        model, ranks = self.model, self.model.data_parallel_size
         micro_batches = len(batches) // ranks
         total = torch.zeros_like(weight, dtype=torch.float64)
         for rank in range(ranks):
@@ -57,9 +60,9 @@ class VirtualTrainingStep(TrainingStep):
             with model.random.of_rank(rank):
                 loss_sum, gradients = self._of_rank(own, weight, is_first=rank == 0)
             total += loss_sum
-            with self._timers("virtual-exchange", level=2):
+            with self.timers("simulated-exchange", level=2):
                 model.communication.add_gradients(gradients, rank=rank)
-        with self._timers("virtual-exchange", level=2):
+        with self.timers("simulated-exchange", level=2):
             model.communication.reduce_gradients()
         return total
 
@@ -67,11 +70,11 @@ class VirtualTrainingStep(TrainingStep):
         self, batches: Sequence[Batch], weight: Tensor, *, is_first: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the sum of one rank's losses, and its weighted gradients as FSDP2 would reduce them."""
-        model, communication = self._virtual.compute, self._virtual.communication
+        model, communication = self.model.compute, self.model.communication
         loss_sum, gradients = torch.zeros_like(weight), dict[str, Tensor]()
         for tokens, targets in batches:
             if is_first:
-                with self._timers("virtual-exchange", level=2):
+                with self.timers("simulated-exchange", level=2):
                     communication.before_forward()
             loss = model(tokens, targets).sum()
             if is_first:
@@ -89,18 +92,18 @@ class VirtualTrainingStep(TrainingStep):
     def _evaluate(self, batches: list[Batch]) -> Tensor:
         """Return the loss of a batch; the ranks take turns."""
         ((tokens, targets),) = batches
-        is_first = self._evaluated % self._virtual.data_parallel_size == 0
+        is_first = self._evaluated % self.model.data_parallel_size == 0
         self._evaluated += 1
         if is_first:
-            self._virtual.communication.before_forward()
-        loss: Tensor = self._virtual.compute(tokens, targets)
+            self.model.communication.before_forward()
+        loss: Tensor = self.model.compute(tokens, targets)
         if is_first:
-            self._virtual.communication.after_forward()
+            self.model.communication.after_forward()
         return loss.sum()
 
 
 def _accumulate(model: torch.nn.Module, gradients: dict[str, Tensor]) -> None:
-    """The gradients of a micro batch are added in fp32 and gone from the model."""
+    """Add the gradients of a micro batch in fp32, and take them from the model."""
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue

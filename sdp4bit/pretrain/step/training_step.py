@@ -1,4 +1,4 @@
-"""The arithmetic of one optimizer step, and of a validation, in any layout."""
+"""What one optimizer step, and a validation, computes, in any layout."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from sdp4bit.collectives.errors import naming
+from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.model.tensor_parallel import IGNORED_TARGET
 from sdp4bit.pretrain.step.gradients import Gradients
-from sdp4bit.pretrain.step.loss_scale import LossScale
+from sdp4bit.pretrain.step.optimizer import LossScale
 from sdp4bit.pretrain.step.parallelize import ShardedModel
-from sdp4bit.pretrain.step.pipeline import Pipeline
+from sdp4bit.pretrain.step.pipeline import Batch, Pipeline
 from sdp4bit.pretrain.timers import Timers
-
-Batch = tuple[Tensor, Tensor]
-"""Tokens and targets, [micro batch, length]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,33 +39,27 @@ class StepOutcome:
     """Whether the gradient was not finite and the weights have been left as they were, with fp16."""
 
 
+@dataclass(kw_only=True)
 class TrainingStep:
     """Turns micro batches into an optimizer step: forward, backward, reduction, clipping, update."""
 
-    def __init__(
-        self,
-        model: ShardedModel,
-        *,
-        optimizer: torch.optim.Optimizer,
-        loss_scale: LossScale | None,
-        config: PretrainConfig,
-        timers: Timers,
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._loss_scale = loss_scale
-        self._clip_grad = config.optimizer.clip_grad
-        self._accumulation = config.micro_batches(model.data_parallel_size)
-        self._timers = timers
-        self._gradients = Gradients(model)
+    model: ShardedModel
+    optimizer: torch.optim.Optimizer
+    loss_scale: LossScale | None
+    config: PretrainConfig
+    timers: Timers
+
+    def __post_init__(self) -> None:
+        self._accumulation = self.config.micro_batches(self.model.data_parallel_size)
+        self._gradients = Gradients(self.model)
         self._pipeline: Pipeline | None = None
-        if model.layout.pipeline.size() > 1:
+        if self.model.layout.pipeline.size() > 1:
             self._pipeline = Pipeline(
-                model,
+                self.model,
                 micro_batches=self._accumulation,
-                micro_batch_size=config.micro_batch_size,
-                sequence_length=config.sequence_length,
-                stages=len(config.parallel.stages(config.model_shape.layers)),
+                micro_batch_size=self.config.micro_batch_size,
+                sequence_length=self.config.sequence_length,
+                stages=len(self.config.parallel.stages(self.config.model_shape.layers)),
             )
 
     def run(self, batches: Iterable[Batch]) -> StepOutcome:
@@ -76,34 +67,34 @@ class TrainingStep:
 
         The gradient is that of the mean over all tokens of the global batch whose target is not -100.
         """
-        layout, batches = self._model.layout, list(batches)
+        layout, batches = self.model.layout, list(batches)
         tokens = self._count(batches)
         data = layout.data.get_group()
-        with naming("sum of the number of tokens", group=data):
+        with comm_error_context("sum of the number of tokens", group=data):
             dist.all_reduce(tokens, group=data)
-        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         # FSDP2 averages over the data ranks; the weight makes a sum of it. In fp64, as scale may be large.
-        weight = (self._model.data_parallel_size * scale / tokens.clamp(min=1)).float()
+        weight = (self.model.data_parallel_size * scale / tokens.clamp(min=1)).float()
 
-        self._model.train()
-        with self._timers("forward-backward", level=1):
+        self.model.train()
+        with self.timers("forward-backward", level=1):
             loss_sum = self._forward_backward(batches, weight)
-        with self._timers("clip-grad-norm", level=2):
+        with self.timers("clip-grad-norm", level=2):
             self._gradients.add_tied()
             norm = self._gradients.norm() / scale
-        skipped = self._loss_scale is not None and not math.isfinite(norm.item())
-        with self._timers("optimizer", level=1):
+        skipped = self.loss_scale is not None and not math.isfinite(norm.item())
+        with self.timers("optimizer", level=1):
             if not skipped:
-                self._gradients.clip(norm, largest=self._clip_grad, divisor=scale)
-                self._optimizer.step()
-            self._optimizer.zero_grad()
-        if self._loss_scale is not None:
-            self._loss_scale.update(overflow=skipped)
+                self._gradients.clip(norm, largest=self.config.optimizer.clip_grad, divisor=scale)
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflow=skipped)
         return StepOutcome(
             loss_sum=loss_sum.item() if layout.reports_loss else 0.0,
             tokens=max(1.0, tokens.item()),
             grad_norm=norm.item(),
-            loss_scale=None if self._loss_scale is None else scale,
+            loss_scale=None if self.loss_scale is None else scale,
             skipped=skipped,
         )
 
@@ -111,7 +102,7 @@ class TrainingStep:
         """Return the sum of this rank's losses; the weighted gradients are reduced."""
         if self._pipeline is not None:
             return self._pipeline.train(batches, weight=weight)
-        (model,) = self._model.chunks
+        (model,) = self.model.chunks
         loss_sum = torch.zeros_like(weight)
         for micro, (tokens, targets) in enumerate(batches):
             # Gradients of earlier micro batches stay on this rank and are reduced with the last one's.
@@ -124,21 +115,21 @@ class TrainingStep:
     @torch.no_grad()
     def validate(self, batches: Iterable[Batch]) -> tuple[float, float]:
         """Return the sum of the losses and their number; both 0 where another rank reports them."""
-        self._model.train(False)
-        loss_sum = tokens = torch.zeros((), dtype=torch.float64, device=self._model.layout.ranks.device)
+        self.model.train(False)
+        loss_sum = tokens = torch.zeros((), dtype=torch.float64, device=self.model.layout.ranks.device)
         remaining = iter(batches)
         while group := list(islice(remaining, self._accumulation if self._pipeline else 1)):
             tokens = tokens + self._count(group)
             loss_sum = loss_sum + self._evaluate(group)
-        self._model.reshard()
-        if not self._model.layout.reports_loss:
+        self.model.reshard()
+        if not self.model.layout.reports_loss:
             return 0.0, 0.0
         return loss_sum.item(), tokens.item()
 
     def _evaluate(self, batches: list[Batch]) -> Tensor:
         if self._pipeline is None:
             ((tokens, targets),) = batches
-            loss: Tensor = self._model.chunks[0](tokens, targets)
+            loss: Tensor = self.model.chunks[0](tokens, targets)
             return loss.sum()
         # The schedule takes its number of micro batches; what is missing at the end has no loss.
         tokens, targets = batches[-1]

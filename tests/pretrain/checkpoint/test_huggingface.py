@@ -60,7 +60,7 @@ def perturbed(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def our_model(weights: dict[str, torch.Tensor], *, dtype: torch.dtype = torch.float32) -> GPT:
-    model = GPT(SHAPE, arithmetic=dtype).to(dtype)
+    model = GPT(SHAPE, compute_dtype=dtype).to(dtype)
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()})
     return model.eval()
 

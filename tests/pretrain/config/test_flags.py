@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("tyro")
-
-from sdp4bit import SDP4BitConfig
-from sdp4bit.cli import main, parse
+from sdp4bit import AlertConfig, AuditConfig, SDP4BitConfig
+from sdp4bit.cli import COMMANDS, main
 from sdp4bit.pretrain.config.communication import STRATEGIES, CommunicationConfig
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.config.training import TrainingConfig
-from sdp4bit.pretrain.model.cards import MODEL_CARDS
+from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.options import SettingError
 
 PAPER_FLAGS = [
@@ -28,7 +26,7 @@ PAPER_FLAGS = [
 
 
 def pretrain_config(*arguments: str) -> PretrainConfig:
-    config = parse(["pretrain", *arguments])
+    config = COMMANDS["pretrain"].parse(arguments)
     assert isinstance(config, PretrainConfig)
     return config
 
@@ -78,6 +76,18 @@ def test_a_strategy_with_details_changed():
     assert (config.weights, config.gradients) == (None, expected)
 
 
+def test_options_of_reliability_become_the_library_s_settings():
+    nothing = pretrain_config().quantization
+    assert nothing.audit == AuditConfig() and nothing.alerts is None
+    assert pretrain_config("--audit-interval", "0").quantization.audit is None
+    given = pretrain_config(
+        *("--audit-interval", "7", "--audit-on-mismatch", "resync", "--alerts", "fallback"),
+        *("--alert-gradient-error", "0.5", "--alert-calm-samples", "3"),
+    ).quantization
+    assert given.audit == AuditConfig(interval=7, on_mismatch="resync")
+    assert given.alerts == AlertConfig(action="fallback", gradient_error=0.5, calm_samples=3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -93,6 +103,13 @@ def test_a_strategy_with_details_changed():
         (["--max-position-embeddings", "64"], "--max-position-embeddings 64 is less than the 128 tokens"),
         (["--lr", "1e-3", "--min-lr", "1e-2"], "--min-lr 0.01 is above the peak of 0.001"),
         (["--wandb-exp-name", "x"], "--wandb-exp-name has no effect without --wandb-project"),
+        (["--audit-interval", "-1"], "audit.interval=-1 must be an integer of at least 1"),
+        (["--audit-interval", "0", "--audit-on-mismatch", "resync"], "--audit-on-mismatch has no effect"),
+        (["--alert-weight-drift", "0.1"], "--alert-weight-drift has no effect without --alerts warn"),
+        (["--alerts", "warn", "--alert-calm-samples", "2"], "has no effect without --alerts fallback"),
+        (["--alerts", "warn", "--alert-weight-error", "0"], "alerts.weight_error=0.0 must be a positive"),
+        (["--alerts", "warn", "--telemetry-interval", "0"], "alerts look at what telemetry measures"),
+        (["--alerts", "warn", "--strategy", "baseline"], "alerts have nothing to watch"),
     ],
 )
 def test_contradictions_are_one_line_and_exit_code_2(arguments, message, capsys):
@@ -180,16 +197,30 @@ def test_a_missing_file_is_an_error(tmp_path, capsys):
     assert "no.yaml cannot be read" in capsys.readouterr().err
 
 
-def test_operations_of_a_sample_give_the_paper_s_count():
-    # Table 2's FLOPs per device of the 1.3B model: 18.58e12 for one sample of 2048 tokens.
-    card = MODEL_CARDS["1.3B"]
-    config = pretrain_config("--preset", "1.3B")
-    shape = config.model.shape(vocabulary=card.vocabulary, sequence_length=2048)
-    assert shape.flops_per_sample(2048) == pytest.approx(18.58e12, rel=1e-3)
-
-
 def test_communication_settings_restricted_to_a_strategy():
     settings = CommunicationConfig(weight_group_size=64, inter_group_size=256, hadamard_transform=True)
     assert settings.restricted_to("qwd") == CommunicationConfig(weight_group_size=64)
     assert settings.restricted_to("tlq") == CommunicationConfig(inter_group_size=256, hadamard_transform=True)
     assert settings.restricted_to("sdp4bit") == settings
+
+
+def test_earlier_names_of_options_are_understood(tmp_path):
+    ranks = ["--ranks-per-node", "4"]
+    expected = pretrain_config(
+        "--param-dtype", "bf16", "--compute-dtype", "fp32", "--simulated-ranks", "8", *ranks
+    )
+    earlier = ("--precision", "bf16", "--arithmetic", "fp32", "--virtual-ranks", "8")
+    assert pretrain_config(*earlier, *ranks) == expected
+    path = tmp_path / "run.yaml"
+    path.write_text("arithmetic: fp32\nprecision: bf16\nvirtual_ranks: 8\nranks_per_node: 4\n")
+    assert pretrain_config("--config-file", str(path)) == expected
+
+
+def test_earlier_names_of_fields_are_deprecated():
+    with pytest.warns(DeprecationWarning, match="virtual_ranks is now simulated_ranks"):
+        parallel = ParallelConfig(virtual_ranks=8, ranks_per_node=4)
+    assert parallel == ParallelConfig(simulated_ranks=8, ranks_per_node=4)
+    with pytest.warns(DeprecationWarning, match="arithmetic is now compute_dtype"):
+        assert TrainingConfig(arithmetic="fp32").compute_dtype == "fp32"
+    with pytest.warns(DeprecationWarning, match="weights is now param_dtype"):
+        assert TrainingConfig().weights == "bf16"

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from sdp4bit.pretrain.config.pretrain import ModelConfig, PretrainConfig
 from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.model.gpt import GPT
-from sdp4bit.pretrain.step.loss_scale import LossScale
-from sdp4bit.pretrain.step.optimizer import build_optimizer
+from sdp4bit.pretrain.step.optimizer import LossScale, build_optimizer
 from sdp4bit.pretrain.step.parallelize import build_model, lay_out
 from sdp4bit.pretrain.step.training_step import StepOutcome, TrainingStep
 from sdp4bit.pretrain.timers import Timers
@@ -71,9 +70,9 @@ class Job:
         self.optimizer = build_optimizer(
             self.model.parameters(), config=config.optimizer, learning_rate=config.learning_rate
         )
-        self.scale = LossScale(config.training) if config.training.weights == "fp16" else None
+        self.scale = LossScale(config.training) if config.training.param_dtype == "fp16" else None
         self.step = TrainingStep(
-            self.model,
+            model=self.model,
             optimizer=self.optimizer,
             loss_scale=self.scale,
             config=config,

@@ -7,8 +7,6 @@ import itertools
 import pytest
 import torch
 
-pytest.importorskip("tyro")
-
 from sdp4bit.pretrain.config.pretrain import OptimizerConfig
 from sdp4bit.pretrain.model.cards import ModelShape
 from sdp4bit.pretrain.model.gpt import GPT

@@ -5,18 +5,13 @@ Layer: 4 real processes over gloo, started once; they stand for 2 nodes of 2 ran
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from tests.pretrain.step.parallel_runs import LAYOUTS, ROUNDING, laid_out
-from tests.pretrain.tiny_runs import train_here, write_text
+from tests.pretrain.tiny_runs import train_here
 from tests.ranks import run_ranks
 
 GRADIENT_ERROR = 0.15
@@ -25,11 +20,6 @@ GRADIENT_ERROR = 0.15
 An update that is off by this share of its length changes what the loss decreases by in a step by at most this
 share, to first order. So two such runs end within it, times the decrease.
 """
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def curve(config: PretrainConfig) -> dict[str, Any]:

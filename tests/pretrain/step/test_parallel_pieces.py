@@ -13,10 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
 from sdp4bit.pretrain.config.pretrain import ModelConfig, PretrainConfig
 from sdp4bit.pretrain.config.training import TrainingConfig
 from sdp4bit.pretrain.launch.config import ParallelConfig
@@ -24,17 +20,11 @@ from sdp4bit.pretrain.model.cards import ModelShape
 from sdp4bit.pretrain.model.gpt import GPT
 from sdp4bit.pretrain.model.tensor_parallel import random_numbers_of_rank, summed_cross_entropy
 from sdp4bit.pretrain.options import SettingError
-from sdp4bit.pretrain.step.loss_scale import LossScale
+from sdp4bit.pretrain.step.optimizer import LossScale
 from tests.pretrain.step.parallel_runs import Job, laid_out, random_batches
-from tests.pretrain.tiny_runs import write_text
 from tests.ranks import run_ranks
 
 SHAPE = ModelShape(layers=4, hidden=32, heads=4, vocabulary=128, positions=16, dropout=0.2)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def tokens() -> torch.Tensor:
@@ -152,8 +142,7 @@ def test_loss_scale_resumes():
             "3 micro batches .* not a multiple of --pipeline-model-parallel-size 2",
         ),
         ({"num_layers_per_virtual_pipeline_stage": 1}, {}, "without --pipeline-model-parallel-size"),
-        ({}, {"loss_scale": 8.0}, "--loss-scale 8.0 has no effect with --precision bf16"),
-        ({}, {"precision": "bf16", "arithmetic": "fp16"}, "--arithmetic fp16 needs --precision fp16"),
+        ({}, {"loss_scale": 8.0}, "--loss-scale 8.0 has no effect with --param-dtype bf16"),
         ({}, {"initial_loss_scale": 0.5}, "is below --min-loss-scale 1.0"),
     ],
 )
@@ -178,7 +167,7 @@ def test_worlds_that_the_layout_does_not_fill_are_refused():
 
 
 def check_split_loss() -> None:
-    """The loss over a split vocabulary, its gradient, and targets that do not count."""
+    """Check the loss over a split vocabulary, its gradient, and targets that do not count."""
     rank, group = dist.get_rank(), dist.group.WORLD
     generator = torch.Generator().manual_seed(5)
     logits = (50 * torch.randn(40, 12, generator=generator)).requires_grad_()
@@ -208,7 +197,7 @@ def check_random_numbers() -> None:
 
 
 def check_dropout(text: Path) -> None:
-    """Tensor-parallel ranks see one residual stream; data ranks and stages drop differently."""
+    """Check that tensor-parallel ranks see one residual stream; data ranks and stages drop differently."""
     results: dict[str, Any] = {}
     for name, options in {
         "none": {"tensor_model_parallel_size": 2},
@@ -253,17 +242,8 @@ def test_split_loss_and_dropout_on_two_ranks(text):
 
 
 def check_overflow(text: Path) -> None:
-    config = laid_out(
-        text,
-        data=2,
-        layers=2,
-        precision="fp16",
-        strategy="sdp4bit",
-        ranks_per_node=1,
-        initial_loss_scale=2.0**34,
-        hysteresis=1,
-        loss_scale_window=4,
-    )
+    fp16 = {"precision": "fp16", "initial_loss_scale": 2.0**34, "hysteresis": 1, "loss_scale_window": 4}
+    config = laid_out(text, data=2, layers=2, strategy="sdp4bit", ranks_per_node=1, **fp16)
     job = Job(config)
     assert job.scale is not None
     groups = job.comm._state.groups

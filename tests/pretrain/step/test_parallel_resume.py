@@ -12,27 +12,18 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from tests.pretrain.step.parallel_runs import LAYOUTS, ROUNDING, laid_out
-from tests.pretrain.tiny_runs import train_here, write_text
+from tests.pretrain.tiny_runs import train_here
 from tests.ranks import run_ranks
 
 SAVED_AT = 2
 SHORT = {"steps": 4, "eval_interval": 4, "eval_batches": 1}
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
-
-
 def saving(text: Path, folder: Path, **options: Any) -> PretrainConfig:
-    """A run of 4 steps with dropout and quantized communication, saved after each second."""
+    """Return a run of 4 steps with dropout and quantized communication, saved after each second."""
     settings = {"dropout": 0.2, "strategy": "sdp4bit", "ranks_per_node": 1, "precision": "bf16"}
     config = laid_out(text, **{**settings, **SHORT, **options})
     return replace(config, checkpoint=CheckpointConfig(save=folder, save_interval=SAVED_AT))

@@ -11,11 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")
-
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -29,13 +24,7 @@ from tests.pretrain.step.parallel_runs import (
     reference_step,
     whole_model,
 )
-from tests.pretrain.tiny_runs import write_text
 from tests.ranks import run_ranks
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def check_weights_and_masks(text: Path, folder: Path) -> None:
@@ -54,7 +43,7 @@ def check_weights_and_masks(text: Path, folder: Path) -> None:
 
 
 def check_load_into_another_layout(job: Job, folder: Path) -> None:
-    """Weights of any layout are loaded by their names into plain data parallelism."""
+    """Load the weights of any layout by their names into plain data parallelism."""
     trained = job.parameters()
     state = {name: value for chunk in job.model.chunks for name, value in get_model_state_dict(chunk).items()}
     save(state, checkpoint_id=folder)
@@ -76,7 +65,7 @@ def test_weights_and_masked_means_do_not_depend_on_the_layout(text, tmp_path):
 
 
 def check_equal_parameters_stay_equal(text: Path) -> None:
-    """Quantization does not take apart what two ranks hold alike."""
+    """Check that quantization does not take apart what two ranks hold alike."""
     for name in ("TP2 x DP2", "PP2 x DP2"):
         options = {**LAYOUTS[name], "precision": "bf16", "strategy": "sdp4bit"}
         # Tensor ranks share a node, which the data ranks, neighbours under PP, must not: on one node weights
