@@ -1,8 +1,8 @@
 """What tests share, and what kind every test is: `unit`, `gloo` or `ecosystem`, found from what it calls.
 
 A test is `ecosystem` where `ECOSYSTEM` says so, `gloo` if it starts processes or threads that communicate,
-itself or through a fixture or a function of the tests, and `unit` otherwise. A unit test that starts a process
-fails: then something is missing in `STARTERS`.
+itself or through a fixture or a function of the tests, and `unit` otherwise. A unit test that starts a
+process fails: then something is missing in `STARTERS`.
 """
 
 from __future__ import annotations

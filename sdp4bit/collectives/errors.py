@@ -35,7 +35,7 @@ class ExchangeError(RuntimeError):
         self.seconds = seconds
 
 
-class naming:
+class comm_error_context:
     """Inside the block, an error of the communication library becomes one that names the exchange."""
 
     __slots__ = ("_group", "_start", "_what")
