@@ -7,7 +7,7 @@ is here once: what quantizes it, the reasons where nothing does, counters, measu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypedDict, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ class ParameterGroup(Protocol):
         ...
 
 
-class GroupStats(TypedDict):
+class GroupStats(Measures):
     """What is reported of one parameter group on this rank."""
 
     name: str
@@ -70,10 +70,6 @@ class GroupStats(TypedDict):
     """Bytes sent to other nodes in the last step."""
     compression_ratio: float
     """Bytes of the engine without sdp4bit over those sent, between nodes."""
-    gradient_error: float | None
-    weight_error: float | None
-    weight_drift: float | None
-    nonfinite_groups: int
     exchange_seconds: float
     """From the start of each transfer of the last step to the end of the wait for it, summed."""
     intra_seconds: float
@@ -242,10 +238,7 @@ class GroupCommunication(Generic[GroupT, ReplicaT]):
             "intra_bytes": round(traffic.intra_bytes),
             "inter_bytes": round(traffic.inter_bytes),
             "compression_ratio": traffic.compression_ratio,
-            "gradient_error": measures["gradient_error"],
-            "weight_error": measures["weight_error"],
-            "weight_drift": measures["weight_drift"],
-            "nonfinite_groups": measures["nonfinite_groups"],
+            **measures,
             "exchange_seconds": traffic.exchange_seconds,
             "intra_seconds": traffic.intra_seconds,
             "inter_seconds": traffic.inter_seconds,

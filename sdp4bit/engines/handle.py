@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -28,7 +28,7 @@ from sdp4bit.traffic import Traffic
 GroupT = TypeVar("GroupT", bound=AnyGroup)
 
 
-class Stats(TypedDict):
+class Stats(Measures):
     """What is reported of an attached model on this rank; see `CommHandle.stats`."""
 
     steps: int
@@ -38,10 +38,6 @@ class Stats(TypedDict):
     exchange_seconds: float
     full_refreshes: int
     sampled_step: int | None
-    gradient_error: float | None
-    weight_error: float | None
-    weight_drift: float | None
-    nonfinite_groups: int
 
 
 class ModelCommunication(Generic[GroupT]):
@@ -193,10 +189,7 @@ class CommHandle(ABC):
             "exchange_seconds": last.exchange_seconds,
             "full_refreshes": sum(comm.full_refreshes for comm in state.groups),
             "sampled_step": step,
-            "gradient_error": measures["gradient_error"],
-            "weight_error": measures["weight_error"],
-            "weight_drift": measures["weight_drift"],
-            "nonfinite_groups": measures["nonfinite_groups"],
+            **measures,
         }
 
     def _reported(self, traffic: Traffic) -> dict[str, int]:
