@@ -23,7 +23,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("rich")
 
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
-from sdp4bit.engines.fsdp2.api import CommHandle
+from sdp4bit.engines.fsdp2.api import FSDPCommHandle
 from sdp4bit.pretrain.config.communication import CommunicationConfig
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.quantization import ops
@@ -50,13 +50,13 @@ class Bits:
 def recorded() -> Iterator[dict[str, Bits]]:
     """Every reduced gradient, and the weights and replicas at the end, of the run meanwhile."""
     bits = {name: Bits() for name in ("gradients", "weights", "own rows", "replicas")}
-    reduce, remove = QuantizedReduceScatter.__call__, CommHandle.remove
+    reduce, remove = QuantizedReduceScatter.__call__, FSDPCommHandle.remove
 
     def reduce_and_record(self: QuantizedReduceScatter, output: Tensor, *args: Any, **kwargs: Any) -> None:
         reduce(self, output, *args, **kwargs)
         bits["gradients"].add(output)
 
-    def record_and_remove(self: CommHandle) -> None:
+    def record_and_remove(self: FSDPCommHandle) -> None:
         for comm in self._state.groups:
             for parameter in comm.group._group.fsdp_params:
                 bits["weights"].add(parameter.sharded_param.to_local())
@@ -68,7 +68,7 @@ def recorded() -> Iterator[dict[str, Bits]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(QuantizedReduceScatter, "__call__", reduce_and_record)
-        patch.setattr(CommHandle, "remove", record_and_remove)
+        patch.setattr(FSDPCommHandle, "remove", record_and_remove)
         yield bits
 
 
