@@ -114,6 +114,7 @@ class GroupCommunication(Generic[GroupT, ReplicaT]):
         """Quantized refreshes so far, which number the rounding bits."""
         self.full_refreshes = 0
         """Refreshes in full precision, the first left out: after loads, and after edits of the weights."""
+        self._was_refreshed = False
         self.resync_wanted = False
         """The next refresh is in full precision."""
         self.reductions = 0
@@ -152,6 +153,11 @@ class GroupCommunication(Generic[GroupT, ReplicaT]):
             self.reduction.configure(gradients)
         if self.replica is not None and weights is not None:
             self.replica.configure(weights)
+
+    def count_full_refresh(self) -> None:
+        """Count a refresh in full precision; the first is not among those that are reported."""
+        self.full_refreshes += self._was_refreshed
+        self._was_refreshed = True
 
     # -- gradients -------------------------------------------------------------------------------------
 

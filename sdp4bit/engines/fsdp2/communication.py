@@ -131,7 +131,8 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
         self.is_reduced = False
         before = self.refreshed_from
         self.full_in_a_row = self.full_in_a_row + 1 if kind == "full" and before is not None else 0
-        self.full_refreshes += self.full_in_a_row > 0
+        if kind == "full":
+            self.count_full_refresh()
         with torch.inference_mode(False):
             if kind == "trained part" and before is not None:
                 # An edit of the frozen part has not been sent, and must still be found.

@@ -240,7 +240,7 @@ class BucketCommunication(GroupCommunication[MegatronBucket, BucketReplica]):
         assert self.replica is not None
         self.is_changed = False
         self.replica.refresh_fully()
-        self.full_refreshes += 1
+        self.count_full_refresh()
 
 
 class MegatronModelCommunication(ModelCommunication[BucketCommunication]):

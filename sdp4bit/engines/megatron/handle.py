@@ -95,6 +95,7 @@ class MegatronCommHandle(CommHandle):
             if comm.replica is not None:
                 # Ranks may start from different random weights; Megatron's first gather would level them.
                 comm.replica.equalize()
+                comm.count_full_refresh()
         self._patches: list[GroupPatch | OptimizerPatch] = [*self._groups, *self._optimizers]
         for patch in self._patches:
             patch.install(self)

@@ -228,6 +228,7 @@ class SimulatedCommHandle(CommHandle):
         layout.write_rows(self._main, rows)
         if comm.resync_wanted:
             comm.replica.refresh_fully(held if comm.was_loaded else rows, held)
+            comm.count_full_refresh()
             comm.is_changed = comm.is_changed and comm.was_loaded
             comm.resync_wanted = comm.was_loaded = False
         if comm.is_changed:
