@@ -58,7 +58,8 @@ def checked(state_dict: StateDict) -> tuple[dict[str, int], dict[str, list[float
     wrong = [key for key in _COUNTERS if not isinstance(state_dict[key], int) or state_dict[key] < 0]
     if wrong:
         raise ValueError(f"{what}: {', '.join(wrong)} should be counts")
-    positions = saved_positions(state_dict) or {}
+    positions = saved_positions(state_dict)
+    positions = {} if positions is None else positions
     if not isinstance(positions, Mapping) or not all(map(_is_numbers, positions.values())):
         raise ValueError(f"{what}: fallback should be a dictionary of lists of numbers")
     return {key: int(state_dict[key]) for key in _COUNTERS}, {k: list(v) for k, v in positions.items()}
