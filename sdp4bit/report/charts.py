@@ -38,10 +38,6 @@ class Plot:
     missing: list[str] = field(default_factory=list)
     """One sentence for each run that is not drawn, saying why."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Return what the page's script draws."""
-        return {"key": self.key, "unit": self.unit, "curves": self.curves, "maps": self.maps}
-
 
 def loss_plots(runs: Sequence[Run]) -> list[Plot]:
     """Return training loss, validation loss, and both less those of the first run."""

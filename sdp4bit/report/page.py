@@ -4,56 +4,56 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib import resources
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
+from plotly.offline import get_plotlyjs
 
 import sdp4bit
 from sdp4bit.pretrain.metrics import WINDOW_SHARE
 from sdp4bit.report.charts import PLOTS, Plot, short
+from sdp4bit.report.figures import DASHES, figures, line_styles
 from sdp4bit.report.runs import Alert, Run
 from sdp4bit.report.summary import fact_rows, seed_rows, setting_rows, summary_rows
 
 ALERTS_SHOWN = 200
 """Lines of the table of alerts; further ones are counted below it."""
-ALERT_MARKS = 400
-"""Marks of alerts in the plots; more are merged with their neighbours."""
-COLOURS = 8
-DASHES = 4
-"""Colours and line styles in the style sheet."""
 
 
 def render_page(runs: Sequence[Run], *, now: datetime) -> str:
     """Return the HTML page about the runs; the first is what the others are compared with."""
-    style, script = _asset("page.css"), _script()
+    style, scripts = _asset("page.css"), (get_plotlyjs(), _asset("page.js"))
     sections = {title: make(runs) for title, make in PLOTS.items()}
-    styles = line_styles(runs)
-    data = {
-        "runs": [
-            {"name": run.name, "colour": colour, "dash": dash}
-            for run, (colour, dash) in zip(runs, styles, strict=True)
-        ],
-        "plots": [plot.as_json() for plots in sections.values() for plot in plots],
-        "alerts": alert_marks(runs),
-    }
+    drawn: list[dict[str, Any]] = []
+    numbers: dict[str, list[int]] = {}
+    for plot in itertools.chain.from_iterable(sections.values()):
+        made = [figure.to_plotly_json() for figure in figures(plot, runs)]
+        numbers[plot.key] = list(range(len(drawn), len(drawn) + len(made)))
+        drawn += made
     facts, settings = fact_rows(runs), setting_rows(runs)
     alerts = sorted(
         ((alert.step, run.name, alert) for run in runs for alert in run.alerts), key=lambda a: a[:2]
     )
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = template.from_string(_asset("page.html.j2")).render(
-        # Nothing is fetched, and no script runs but this one, whatever the names in the files are.
-        policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'",
+        # Nothing is fetched, and no script runs but these two, whatever the names in the files are.
+        # Plotly styles its elements as it draws and paints heat maps as images that it makes itself.
+        policy=f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; "
+        "style-src 'unsafe-inline'; img-src data:; base-uri 'none'",
         style=Markup(style),
-        script=Markup(script),
-        data=_embedded(data),
+        scripts=[Markup(script) for script in scripts],
+        data=_embedded(drawn),
+        numbers=numbers,
         runs=runs,
-        styles=styles,
+        styles=line_styles(runs),
+        dashes=DASHES,
         strategies=list(dict.fromkeys(run.strategy or "unknown strategy" for run in runs)),
         made=f"{now:%Y-%m-%d %H:%M %Z}",
         version=sdp4bit.__version__,
@@ -78,40 +78,8 @@ def render_page(runs: Sequence[Run], *, now: datetime) -> str:
     return page.encode("utf-8", errors="replace").decode("utf-8")
 
 
-def line_styles(runs: Sequence[Run]) -> list[tuple[int, int]]:
-    """Return colour and dash of each run: by strategy and seed if they tell the runs apart, else by place."""
-    kinds = [(run.strategy, run.setting("seed")) for run in runs]
-    strategies = list(dict.fromkeys(strategy for strategy, _ in kinds))
-    seeds = list(dict.fromkeys(seed for _, seed in kinds))
-    if len(set(kinds)) == len(runs) and len(strategies) <= COLOURS and 1 < len(seeds) <= DASHES:
-        return [(strategies.index(strategy), seeds.index(seed)) for strategy, seed in kinds]
-    return [(place % COLOURS, place // COLOURS % DASHES) for place in range(len(runs))]
-
-
-def alert_marks(runs: Sequence[Run]) -> list[dict[str, object]]:
-    """Return where the plots mark alerts: one mark per step, or per range of steps if there are many."""
-    marks = []
-    last = max((alert.step for run in runs for alert in run.alerts), default=0)
-    width = max(1, -(-last * len(runs) // ALERT_MARKS))
-    for index, run in enumerate(runs):
-        ranges: dict[int, list[Alert]] = {}
-        for alert in run.alerts:
-            ranges.setdefault(alert.step // width, []).append(alert)
-        for alerts in ranges.values():
-            more = f" (and {len(alerts) - 1} more)" if len(alerts) > 1 else ""
-            text = _alert_text(alerts[0]) + more
-            marks.append({"run": index, "step": alerts[0].step, "text": text})
-    return marks
-
-
 def _asset(name: str) -> str:
     return resources.files("sdp4bit.report").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
-
-
-def _script() -> str:
-    """Return the page's script: its parts in one block, so that their names are not the window's."""
-    parts = [_asset(f"{name}.js") for name in ("elements", "numbers", "curves", "maps", "start")]
-    return "\n".join(['"use strict";', "{", *parts, "}"])
 
 
 def _hash(content: str) -> str:
@@ -119,7 +87,7 @@ def _hash(content: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def _embedded(data: Mapping[str, object]) -> Markup:
+def _embedded(data: Sequence[Mapping[str, Any]]) -> Markup:
     """Return JSON in which no text can end the element around it."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
@@ -152,7 +120,3 @@ def _number_list(alert: Alert) -> str:
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}" if short(value) != int(value) else f"{value:.0f}"
-
-
-def _alert_text(alert: Alert) -> str:
-    return alert.message if alert.group is None else f"{alert.group}: {alert.message}"

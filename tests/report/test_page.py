@@ -11,6 +11,7 @@ from html import unescape
 
 import pytest
 import torch
+from plotly.offline import get_plotlyjs
 
 from sdp4bit.report.command import ReportConfig, write_report
 from tests.pretrain.tiny_runs import small, train_here
@@ -33,20 +34,31 @@ EXAMINE = """
 const found = {violations: []};
 document.addEventListener("securitypolicyviolation", (e) => found.violations.push(e.blockedURI));
 const figure = (key) => document.getElementById("plot-" + key);
-const all = (key, selector) => [...figure(key).querySelectorAll(selector)];
-const lines = (key, kind) => all(key, "path." + kind).map((path) => path.getAttribute("d"));
-const hover = (target, x, y) => {
-  const box = target.getBoundingClientRect();
-  const place = {clientX: box.left + x * box.width, clientY: box.top + y * box.height, bubbles: true};
-  target.dispatchEvent(new PointerEvent("pointermove", place));
+const plot = (key) => figure(key).querySelector("[data-figure]");
+const lines = (key) => figure(key).querySelectorAll(".scatterlayer .js-line").length;
+const texts = (key, of) => [...figure(key).querySelectorAll(of + " text")].map((text) =>
+  [...text.querySelectorAll("tspan.line")].map((line) => line.textContent).join("|") || text.textContent);
+// Plotly draws what it reads out at most every 50 ms.
+const soon = () => new Promise((done) => setTimeout(done, 200));
+const hover = async (key, place) => {
+  Plotly.Fx.hover(plot(key), place, ["xy"]);
+  await soon();
+  return texts(key, ".hoverlayer").join("; ");
 };
-const tip = (key) => [...figure(key).querySelectorAll(".tip:not([hidden])")].map((t) => t.innerText).join();
+const press = async (key, name) => {
+  plot(key).dispatchEvent(new KeyboardEvent("keydown", {key: name, bubbles: true}));
+  await soon();
+  return texts(key, ".hoverlayer").join("; ");
+};
+const examine = async () => {
 %s
 found.resources = performance.getEntriesByType("resource").map((entry) => entry.name);
 const place = document.createElement("pre");
 place.id = "found";
 place.textContent = JSON.stringify(found);
 document.body.append(place);
+};
+examine();
 """
 
 
@@ -61,7 +73,7 @@ def browse(page, tmp_path, *, script=None, width=1200):
         [
             str(BROWSER),
             *("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"),
-            *(f"--window-size={width},900", "--virtual-time-budget=2000"),
+            *(f"--window-size={width},900", "--virtual-time-budget=10000"),
             f"--user-data-dir={tmp_path / 'profile'}",
             page.as_uri(),
         ],
@@ -102,59 +114,54 @@ def test_values_are_read_and_runs_switched_off(tmp_path):
         tmp_path,
         """
         found.figures = [...document.querySelectorAll("figure")].map((f) => f.id);
-        found.raw = lines("loss", "raw").length;
-        found.breaks = lines("loss", "raw").map((d) => d.split("M").length - 1);
-        found.faults = figure("loss").querySelectorAll(".broken").length;
-        found.alerts = figure("loss").querySelectorAll(".alert-mark").length;
-        found.maps = figure("group_gradient_error").querySelectorAll("canvas").length;
         found.noMaps = figure("group_nonfinite_groups").innerText;
-        hover(figure("inter_bytes").querySelector(".area"), 0.999, 0.5);
-        found.bytes = tip("inter_bytes");
-        hover(figure("validation").querySelector(".area"), 0.999, 0.5);
-        found.validation = tip("validation");
-        hover(figure("difference").querySelector(".area"), 0.001, 0.5);
-        found.difference = tip("difference");
-        hover(figure("group_gradient_error").querySelector(".heat canvas"), 0.9, 0.01);
-        found.cell = tip("group_gradient_error");
-        const area = figure("lr").querySelector(".area");
-        const press = (key) => area.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
-        ["ArrowRight", "ArrowRight"].forEach(press);
-        found.keyed = tip("lr");
-        press("Escape");
-        found.escaped = tip("lr");
+        found.bytes = await hover("inter_bytes", {xval: 100});
+        found.validation = await hover("validation", {xval: 99});
+        found.difference = await hover("difference", {xval: 1});
+        found.fault = await hover("loss", {xval: 60});
+        found.alert = await hover("loss", {xval: 50});
+        found.cell = await hover("group_gradient_error", {xval: 1, yval: 0});
+        plot("lr").focus();
+        for (const key of ["ArrowRight", "ArrowRight"]) found.keyed = await press("lr", key);
+        found.aloud = document.getElementById("read").textContent;
+        found.escaped = await press("lr", "Escape");
+        found.lines = [lines("loss")];
         const [first, second] = document.querySelectorAll("nav button");
         first.click();
         found.pressed = first.getAttribute("aria-pressed");
-        found.rawAfter = lines("loss", "raw").length;
+        found.lines.push(lines("loss"));
         second.click();
         found.allOff = figure("loss").innerText + figure("group_weight_drift").innerText;
         first.click();
         second.click();
-        found.rawAgain = lines("loss", "raw").length;
-        all("loss", ".tools button").forEach((button) => button.click());
-        found.tools = all("loss", ".tools button").map((button) => button.getAttribute("aria-pressed"));
+        found.lines.push(lines("loss"));
+        found.allOn = document.querySelectorAll(".off:not([hidden]), [data-figure][hidden]").length;
+        found.switches = texts("lr", ".updatemenu-button");
+        figure("lr").querySelector(".updatemenu-button").dispatchEvent(new MouseEvent("click"));
+        await soon();
+        found.axis = plot("lr").layout.yaxis.type;
         found.wide = document.documentElement.scrollWidth > window.innerWidth;
         """,
     )
     assert len(found["figures"]) == 17 and "plot-difference" in found["figures"]
-    assert (found["raw"], found["rawAfter"], found["rawAgain"]) == (2, 1, 2)
-    assert (found["breaks"], found["faults"], found["alerts"]) == ([1, 2], 1, 1)
-    assert found["maps"] == 2  # the scale and the map
+    assert found["lines"] == [6, 4, 6]  # the gap in the second run makes two lines of one
     assert "4bit: none in 2 reports of 5 groups" in found["noMaps"]
-    assert found["bytes"].split("\n") == ["step 100", "plain: 2 MB", "4bit: 250 kB"]
-    assert found["validation"].split("\n") == ["step 100", "4bit: 4.0000"]
-    assert re.fullmatch(r"step 1\n4bit: −2\.9\d{3}, smoothed [−+]\d\.\d{4}", found["difference"])
-    assert found["cell"].split("\n") == ["embedding", "step 40: 0.4"]
-    assert found["keyed"].split("\n") == ["step 3", "plain: 0.001", "4bit: 0.001"]
+    assert found["bytes"] == "step 100; plain : 2MB; 4bit : 250kB"
+    assert found["validation"] == "step 100; 4bit : 4.0000"
+    assert re.fullmatch(r"step 1; 4bit : [-−]2\.9\d{3}; 4bit, smoothed : [-−+]\d\.\d{4}", found["difference"])
+    assert "; 4bit : not finite" in found["fault"]
+    assert "; 4bit : norm: a warning" in found["alert"]
+    assert found["cell"] == "embedding|step 40: 0.4"
+    assert found["keyed"] == found["aloud"] == "step 3; plain : 0.001; 4bit : 0.001"
     assert found["escaped"] == ""
     assert found["pressed"] == "false"
-    assert found["allOff"].count("All runs of this plot are switched off.") == 2
-    assert found["tools"] == ["true", "true"]
+    assert found["allOff"].count("All runs of this plot are switched off.") == 2 and found["allOn"] == 0
+    assert (found["switches"], found["axis"]) == (["log scale"], "log")
     assert not found["wide"]
 
 
 def test_text_of_the_files_is_shown_and_never_run(tmp_path):
-    attack = "</script><script>document.title='run'</script><img src=x onerror=\"document.title='run'\">"
+    attack = "</script><script>document.title='run'</script><img src=x onerror=\"document.title='run'\"><a href='https://x'>%{x}"
     config = settings(attack) | {attack: attack, "versions": {"torch": attack}}
     events = [
         *(train_event(step) for step in range(1, 4)),
@@ -164,11 +171,14 @@ def test_text_of_the_files_is_shown_and_never_run(tmp_path):
     ]
     run = write_run(tmp_path / attack.replace("/", "_"), events, config=config)
     page = write_report(ReportConfig(runs=(run,), out=tmp_path / "report.html"))
-    assert page.read_text().count("<script") == 2
+    assert page.read_text().replace(get_plotlyjs(), "").count("<script") == 3
     found = examine(
         page,
         tmp_path,
         """
+        found.hover = await hover("group_gradient_error", {xval: 0, yval: 0});
+        found.hover += await hover("loss", {xval: 3});
+        found.links = document.links.length;
         found.title = document.title;
         found.scripts = document.scripts.length;
         found.images = document.images.length;
@@ -177,8 +187,9 @@ def test_text_of_the_files_is_shown_and_never_run(tmp_path):
         """,
         width=500,
     )
-    assert (found["scripts"], found["images"]) == (3, 0)
-    assert found["wide"] <= 0
+    assert (found["scripts"], found["images"]) == (4, 0)
+    assert found["wide"] <= 0 and found["links"] == 0
+    assert found["hover"].count(attack) >= 3
     assert found["title"].startswith("Training report") and attack in found["alert"]
 
 
@@ -208,19 +219,22 @@ def test_odd_numbers_are_drawn_as_well(tmp_path):
         page,
         tmp_path,
         """
-        const buttons = [...document.querySelectorAll(".tools button")];
-        buttons.forEach((button) => button.click());
-        buttons.forEach((button) => button.click());
-        document.querySelectorAll(".area").forEach((area) => hover(area, 0.4, 0.5));
-        found.marks = [...document.querySelectorAll("path, line, circle, text")];
+        for (let times = 0; times < 2; times += 1) {
+          for (const button of document.querySelectorAll(".updatemenu-button")) {
+            button.dispatchEvent(new MouseEvent("click"));
+            await soon();
+          }
+        }
+        found.marks = [...document.querySelectorAll("figure path, figure text, figure use")];
         found.marks = found.marks.flatMap((mark) => [...mark.attributes].map((name) => name.value));
         found.marks = found.marks.filter((value) => /NaN|Infinity/.test(value));
-        found.drawn = document.querySelectorAll(".curves").length;
-        found.bytes = tip("inter_bytes");
+        found.drawn = document.querySelectorAll("[tabindex] .plot-container").length;
+        found.alerts = figure("loss").querySelectorAll(".overplot .scatterlayer .point").length;
+        found.bytes = await hover("inter_bytes", {xval: 13});
         """,
     )
-    assert found["marks"] == [] and found["drawn"] == 11
-    assert re.search(r"odd: \d+ EB", found["bytes"])
+    assert found["marks"] == [] and found["drawn"] == 11 and found["alerts"] > 0
+    assert re.search(r"odd : \d+EB", found["bytes"])
 
 
 def test_a_real_run_is_shown_as_it_was_and_needs_no_policy_lifted(text, tmp_path):
@@ -232,4 +246,4 @@ def test_a_real_run_is_shown_as_it_was_and_needs_no_policy_lifted(text, tmp_path
     assert f"{results[0][0].train_loss:.4f}" in dumped
     assert "weight differences 4 bits" in dumped and "8 / 8" in dumped
     assert "2, 2 per node" in dumped and f"torch {torch.__version__}" in dumped
-    assert len(re.findall(r'<path class="raw c0 d0" d="M[^"]{50,}', dumped)) >= 4
+    assert len(re.findall(r'<path class="js-line" d="M[^"]{50,}', dumped)) >= 4
