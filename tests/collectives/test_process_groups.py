@@ -26,7 +26,7 @@ from benchmarks import attach as attach_benchmark
 from sdp4bit.collectives.process_groups import create_process_groups, unknown_creation
 from sdp4bit.collectives.topology import NodeLayout, arrange, create_topologies, destroy_topology
 from tests.plan.test_large_worlds import fake_world
-from tests.ranks import run_ranks, run_threads
+from tests.ranks import on_ranks, run_ranks, run_threads
 
 
 @contextmanager
@@ -186,7 +186,8 @@ def test_layouts_that_overlap_or_do_not_concern_a_rank() -> None:
         assert all(total == expected for _, total in rounds)
 
 
-def share_a_job_with_other_groups() -> None:
+@on_ranks(4, timeout=90)
+def test_other_groups_of_the_job_do_not_get_in_the_way() -> None:
     """Groups of all ranks, of some, meshes and further models, before and after, do not get in the way."""
     rank = dist.get_rank()
     if (
@@ -207,11 +208,8 @@ def share_a_job_with_other_groups() -> None:
         handle.remove()
 
 
-def test_other_groups_of_the_job_do_not_get_in_the_way() -> None:
-    run_ranks(share_a_job_with_other_groups, 4, timeout=90)
-
-
-def attach_after_groups_of_some_ranks() -> None:
+@on_ranks(4, timeout=90)
+def test_attaching_works_after_groups_that_only_some_ranks_make() -> None:
     """Ranks that are in different numbers of groups, and that torch 2.14 counts differently, attach twice."""
     for _ in range(2):
         pair = dist.new_group([0, 1], use_local_synchronization=True) if dist.get_rank() < 2 else None
@@ -220,10 +218,6 @@ def attach_after_groups_of_some_ranks() -> None:
         model(torch.ones(1, 64)).sum().backward()
         handle.remove()
         assert pair is None or sums([pair]) == [3]
-
-
-def test_attaching_works_after_groups_that_only_some_ranks_make() -> None:
-    run_ranks(attach_after_groups_of_some_ranks, 4, timeout=90)
 
 
 def attach_and_make_groups() -> list[float]:

@@ -13,7 +13,7 @@ from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology, arrange, create_topologies
 from sdp4bit.config import GradientConfig
 from sdp4bit.traffic import TrafficCounter
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 EXACT = GradientConfig(intra_bits=None, inter_bits=None)
 LAYOUTS = [(2, 2), (3, 2), (2, 3), (4, 2), (4, 1), (1, 4), (1, 1)]
@@ -106,11 +106,8 @@ def test_values_that_are_not_finite_come_out_not_finite() -> None:
     run_ranks(reduce_special_values, 4, GradientConfig(hadamard=False))
 
 
-def reject_wrong_sizes() -> None:
+@on_ranks(2)
+def test_an_input_of_the_wrong_size_is_an_error() -> None:
     _, reduce_scatter, _ = make(2, 1, GradientConfig())
     with pytest.raises(ValueError, match="2 x 10 values, got 30"):
         reduce_scatter(torch.empty(10), torch.empty(30), call=0)
-
-
-def test_an_input_of_the_wrong_size_is_an_error() -> None:
-    run_ranks(reject_wrong_sizes, 2)

@@ -23,7 +23,7 @@ from sdp4bit.collectives.topology import (
     mesh_rows,
     node_labels,
 )
-from tests.ranks import run_ranks, run_threads
+from tests.ranks import on_ranks, run_ranks, run_threads
 
 HOSTS = ["a", "a", "b", "b"]
 MESH = ((0, 1), (2, 3))
@@ -159,7 +159,8 @@ def test_the_groups_of_a_rank_do_not_grow_with_the_nodes() -> None:
         assert result == [[[2 * node, 2 * node + 1], [local, local + 2, local + 4]]]
 
 
-def read_meshes() -> None:
+@on_ranks(4, timeout=30)
+def test_a_mesh_is_read_row_by_row() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inter", "intra"))
     assert mesh_rows(mesh) == MESH
     for wrong in (mesh["intra"], init_device_mesh("cpu", (2, 2, 1))):
@@ -168,10 +169,6 @@ def read_meshes() -> None:
         ):
             mesh_rows(wrong)
     assert host_name() == socket.gethostname()
-
-
-def test_a_mesh_is_read_row_by_row() -> None:
-    run_ranks(read_meshes, 4, timeout=30)
 
 
 # -- exchanges ----------------------------------------------------------------------------------------

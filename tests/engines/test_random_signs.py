@@ -15,7 +15,7 @@ from sdp4bit.engines.explain import describe_gradients
 from sdp4bit.quantization import ops
 from tests.collectives.test_reduce_scatter import make, reduce_special_values, reduce_with_slices
 from tests.engines.fsdp2.test_exactness import train_with
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 SIGNED = GradientConfig(random_signs=True)
 NEAREST = replace(SIGNED, intra_rounding="nearest", inter_rounding="nearest")
@@ -48,7 +48,8 @@ def test_an_unquantized_reduction_is_the_plain_one(nodes: int, per_node: int) ->
     run_ranks(reduce_integers, nodes * per_node, nodes, per_node, 3)
 
 
-def compare_with_the_plain_transform() -> None:
+@on_ranks(4)
+def test_signs_are_those_of_the_call_on_every_rank() -> None:
     """Other signs give another rounding of the same sum, every call other ones, and the ranks the same."""
     _, plain, _ = make(2, 2, replace(NEAREST, random_signs=False))
     _, signed, _ = make(2, 2, NEAREST)
@@ -69,10 +70,6 @@ def compare_with_the_plain_transform() -> None:
     assert all(torch.equal(drawn, others) for others in gathered(drawn))
     assert 0 < (signed.requantized(rows) - rows).norm() < 0.15 * rows.norm()
     assert not signed.requantized(torch.full((1000,), float("nan"))).isfinite().any()
-
-
-def test_signs_are_those_of_the_call_on_every_rank() -> None:
-    run_ranks(compare_with_the_plain_transform, 4)
 
 
 def test_neither_slices_nor_back_ends_change_a_bit() -> None:

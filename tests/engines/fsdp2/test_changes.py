@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from sdp4bit import quantize_communication
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
 from tests import toy
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 LIMIT = 150.0
 
@@ -46,16 +46,13 @@ def train_compiled(backend: str | None) -> list[float]:
     return losses
 
 
-def compiled_like_eager() -> None:
+@on_ranks(2, timeout=180)
+def test_steps_of_a_compiled_optimizer_are_noticed() -> None:
     expected = train_compiled(None)
     assert expected[-1] < expected[0]
     for backend in ("eager", "aot_eager"):
         torch.compiler.reset()
         assert train_compiled(backend) == expected
-
-
-def test_steps_of_a_compiled_optimizer_are_noticed() -> None:
-    run_ranks(compiled_like_eager, 2, timeout=180)
 
 
 # -- removal ------------------------------------------------------------------------------------------
@@ -79,13 +76,10 @@ def outputs_after_removal(reshard: bool) -> None:
         assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
 
 
-def remove_both() -> None:
+@on_ranks(4, timeout=LIMIT)
+def test_outputs_after_removal_are_those_of_plain_fsdp2() -> None:
     outputs_after_removal(True)
     outputs_after_removal(False)
-
-
-def test_outputs_after_removal_are_those_of_plain_fsdp2() -> None:
-    run_ranks(remove_both, 4, timeout=LIMIT)
 
 
 # -- settings of FSDP2 -------------------------------------------------------------------------------

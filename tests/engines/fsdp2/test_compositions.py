@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.toy import (
     QUANTIZED,
     Run,
@@ -54,14 +54,11 @@ def without_blocks(config: SDP4BitConfig | None) -> list[float]:
     return run.finish()
 
 
-def check_iterations() -> None:
+@on_ranks(2)
+def test_accumulated_gradients_are_reduced_once_and_blocks_may_be_skipped() -> None:
     assert_close_to_plain(accumulate, 1)
     assert_close_to_plain(accumulate, 2)
     assert_close_to_plain(without_blocks)
-
-
-def test_accumulated_gradients_are_reduced_once_and_blocks_may_be_skipped() -> None:
-    run_ranks(check_iterations, 2)
 
 
 def evaluating(
@@ -80,12 +77,9 @@ def evaluating(
     return run.finish()
 
 
-def check_evaluations() -> None:
-    assert_variants_equal(evaluating, (), ((2, 0, 3),), ((0, 1, 0), (1, 0, 2)))
-
-
+@on_ranks(4)
 def test_evaluations_do_not_change_training() -> None:
-    run_ranks(check_evaluations, 4)
+    assert_variants_equal(evaluating, (), ((2, 0, 3),), ((0, 1, 0), (1, 0, 2)))
 
 
 FULL = replace(QUANTIZED, weights=WeightConfig(replica="full"))
@@ -100,14 +94,11 @@ def resharding(
     return Run(model, config).train(2).finish()
 
 
-def check_resharding() -> None:
+@on_ranks(4)
+def test_resharding_does_not_change_the_result() -> None:
     assert_variants_equal(resharding, (), (False, True), (False, False), (True, False))
     assert resharding(FULL, False, False) == resharding(FULL) == resharding(QUANTIZED)
     assert resharding(None, False, False) != resharding(None)  # FSDP2 itself misses its optimizer's steps
-
-
-def test_resharding_does_not_change_the_result() -> None:
-    run_ranks(check_resharding, 4)
 
 
 def gathering(config: SDP4BitConfig | None, ahead: bool) -> list[float]:
@@ -127,14 +118,11 @@ def gathering(config: SDP4BitConfig | None, ahead: bool) -> list[float]:
     return run.finish()
 
 
-def check_gathering() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_gathering_ahead_does_not_change_the_result() -> None:
     assert_variants_equal(gathering, (False,), (True,))
     assert gathering(FULL, True) == gathering(FULL, False)
-
-
-@pytest.mark.slow
-def test_gathering_ahead_does_not_change_the_result() -> None:
-    run_ranks(check_gathering, 4)
 
 
 class Noisy(nn.Module):
@@ -161,12 +149,9 @@ def dropping(config: SDP4BitConfig | None, recompute: str = "") -> list[float]:
     return Run(model, config).train(2).finish()
 
 
-def check_checkpointing() -> None:
-    assert_variants_equal(dropping, (), ("inside",), ("outside",))
-
-
+@on_ranks(4)
 def test_activation_checkpointing_with_dropout_does_not_change_the_result() -> None:
-    run_ranks(check_checkpointing, 4)
+    assert_variants_equal(dropping, (), ("inside",), ("outside",))
 
 
 def compiled(config: SDP4BitConfig | None) -> list[float]:
@@ -174,12 +159,9 @@ def compiled(config: SDP4BitConfig | None) -> list[float]:
     return Run(model, config, topology=1).train(2).finish()
 
 
-def check_compilation() -> None:
-    assert_close_to_plain(compiled)
-
-
+@on_ranks(2)
 def test_compiled_blocks_train_as_with_plain_fsdp2() -> None:
-    run_ranks(check_compilation, 2)
+    assert_close_to_plain(compiled)
 
 
 def optimizing(
@@ -206,12 +188,9 @@ def optimizing(
     return losses
 
 
-def check_optimizer_in_backward() -> None:
-    assert_variants_equal(optimizing, (), (True,), (True, False))
-
-
+@on_ranks(2)
 def test_optimizers_in_backward_equal_one_after_it() -> None:
-    run_ranks(check_optimizer_in_backward, 2)
+    assert_variants_equal(optimizing, (), (True,), (True, False))
 
 
 def clipping(config: SDP4BitConfig | None, foreach: bool) -> list[float]:
@@ -219,16 +198,14 @@ def clipping(config: SDP4BitConfig | None, foreach: bool) -> list[float]:
     return run.train(2).finish()
 
 
-def check_optimizers() -> None:
+@on_ranks(2)
+def test_clipping_and_every_kind_of_adamw_train_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(clipping, False)
     assert_close_to_plain(clipping, True)
 
 
-def test_clipping_and_every_kind_of_adamw_train_as_with_plain_fsdp2() -> None:
-    run_ranks(check_optimizers, 2)
-
-
-def check_start_step() -> None:
+@on_ranks(4)
+def test_gradients_are_dense_before_the_start_step() -> None:
     config = SDP4BitConfig(weights=None, gradients=GradientConfig(start_step=2, min_numel=0))
     plain, run = Run(build(), None).train(3), Run(build(), config)
     run.train(2)
@@ -241,11 +218,8 @@ def check_start_step() -> None:
     assert run.comm.stats()["last_step"]["inter_bytes"] < dense["inter_bytes"]
 
 
-def test_gradients_are_dense_before_the_start_step() -> None:
-    run_ranks(check_start_step, 4)
-
-
-def check_min_numel() -> None:
+@on_ranks(4)
+def test_rows_below_the_minimum_are_reduced_densely_and_counted() -> None:
     run = Run(build(), SDP4BitConfig(weights=None, gradients=GradientConfig(min_numel=1024))).train(1)
     small = 0
     for line, group in zip(run.comm.explain().splitlines()[2:], run.comm._state.groups, strict=False):
@@ -256,7 +230,3 @@ def check_min_numel() -> None:
             # A ring of fp32 rows over 4 ranks: every second neighbour is on the other node.
             assert (sent.intra_bytes, sent.inter_bytes, sent.collectives) == (6 * rows, 6 * rows, 1)
     assert 0 < small < 4
-
-
-def test_rows_below_the_minimum_are_reduced_densely_and_counted() -> None:
-    run_ranks(check_min_numel, 4)

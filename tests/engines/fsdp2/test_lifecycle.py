@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 import sdp4bit
 from sdp4bit import SDP4BitConfig
 from sdp4bit.engines.fsdp2.groups import find_groups
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.toy import LOSSLESS, QUANTIZED, Run, ToyGPT, adamw, assert_close_to_plain, build, shard
 
 
@@ -46,13 +46,10 @@ def converting(config: SDP4BitConfig | None) -> list[float]:
     return run.train(2).finish()
 
 
-def check_materialization() -> None:
+@on_ranks(2)
+def test_models_may_be_attached_without_storage_and_converted_later() -> None:
     assert_close_to_plain(materializing)
     assert_close_to_plain(converting)
-
-
-def test_models_may_be_attached_without_storage_and_converted_later() -> None:
-    run_ranks(check_materialization, 2)
 
 
 def gradients_divided_by(factor: float | None) -> list[torch.Tensor]:
@@ -64,13 +61,10 @@ def gradients_divided_by(factor: float | None) -> list[torch.Tensor]:
     return [parameter.grad.to_local() for parameter in run.model.parameters()]
 
 
-def check_divide_factor() -> None:
+@on_ranks(4)
+def test_a_divide_factor_set_later_divides_quantized_gradients() -> None:
     for usual, divided in zip(gradients_divided_by(None), gradients_divided_by(2.0), strict=True):
         assert torch.equal(usual * 2, divided)
-
-
-def test_a_divide_factor_set_later_divides_quantized_gradients() -> None:
-    run_ranks(check_divide_factor, 4)
 
 
 def hooks_of(model: nn.Module) -> list[Any]:
@@ -86,7 +80,8 @@ def hooks_of(model: nn.Module) -> list[Any]:
     ]
 
 
-def check_removal() -> None:
+@on_ranks(4)
+def test_a_handle_can_be_removed_and_its_model_attached_again() -> None:
     plain = Run(build(), None).train(4)
     run = Run(build(), None)
     hooks = hooks_of(run.model)
@@ -108,11 +103,8 @@ def check_removal() -> None:
     assert (comm.stats()["steps"], again.stats()["steps"]) == (2, 1)
 
 
-def test_a_handle_can_be_removed_and_its_model_attached_again() -> None:
-    run_ranks(check_removal, 4)
-
-
-def check_steps_alone() -> None:
+@on_ranks(1)
+def test_steps_are_counted_where_nothing_is_sent() -> None:
     run = Run(build(), QUANTIZED, topology=1)
     parameters = list(run.model.parameters())
     halves = [parameters[::2], parameters[1::2]]
@@ -135,11 +127,8 @@ def check_steps_alone() -> None:
     assert run.comm.stats()["steps"] == 7
 
 
-def test_steps_are_counted_where_nothing_is_sent() -> None:
-    run_ranks(check_steps_alone, 1)
-
-
-def check_collection() -> None:
+@on_ranks(2)
+def test_a_dropped_model_is_collected_with_its_handle_or_without_it_after_removal() -> None:
     other, removed, dropped = (Run(build(), QUANTIZED, topology=1).train(1) for _ in range(3))
     handle = removed.comm
     handle.remove()
@@ -150,11 +139,8 @@ def check_collection() -> None:
     other.train(1)  # its optimizer's hooks meet what is left of the dropped model
 
 
-def test_a_dropped_model_is_collected_with_its_handle_or_without_it_after_removal() -> None:
-    run_ranks(check_collection, 2)
-
-
-def check_random_state() -> None:
+@on_ranks(4)
+def test_the_global_random_state_is_not_touched() -> None:
     model = build()
     state, python_state = torch.get_rng_state(), random.getstate()
     run = Run(model, QUANTIZED).train(2)
@@ -169,11 +155,8 @@ def check_random_state() -> None:
     assert random.getstate() == python_state
 
 
-def test_the_global_random_state_is_not_touched() -> None:
-    run_ranks(check_random_state, 4)
-
-
-def check_reports() -> None:
+@on_ranks(4)
+def test_reports_add_up() -> None:
     run = Run(build(), None)
     comm = sdp4bit.quantize_communication(run.model, topology=2, skip=["norm"])
     nothing = {"intra_bytes": 0, "inter_bytes": 0, "padding_bytes": 0, "collectives": 0}
@@ -217,7 +200,3 @@ def check_reports() -> None:
     rows = comm._state.groups[3].group.shard_numel
     # Two bf16 gathers and one fp32 reduction over the ring, half of it between nodes.
     assert [int(cell.replace(",", "")) for cell in norm.split()[-2:]] == [3 * rows * 4] * 2
-
-
-def test_reports_add_up() -> None:
-    run_ranks(check_reports, 4)

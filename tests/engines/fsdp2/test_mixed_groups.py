@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_map_only
 
 from sdp4bit import SDP4BitConfig
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.toy import QUANTIZED, VOCABULARY, Run, assert_close_to_plain, build, data_mesh
 
 WIDTH = 24
@@ -185,10 +185,7 @@ def resharding(config: SDP4BitConfig | None, topology: int) -> list[float]:
     return losses
 
 
-def check_resharding() -> None:
+@on_ranks(4)
+def test_an_int_reshard_after_forward_trains_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(resharding, 2)
     assert_close_to_plain(resharding, 1)
-
-
-def test_an_int_reshard_after_forward_trains_as_with_plain_fsdp2() -> None:
-    run_ranks(check_resharding, 4)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from sdp4bit import SDP4BitConfig
 from sdp4bit.quantization.layout import MessageLayout
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.toy import (
     LOSSLESS,
     POLICY,
@@ -31,7 +31,8 @@ from tests.toy import (
 )
 
 
-def check_inference_only() -> None:
+@on_ranks(4)
+def test_models_that_never_train_serve_what_was_loaded_and_edited() -> None:
     """A model that is loaded, never trained and edited between generations."""
     expected = Run(build(), None).evaluate()
     for mode in (torch.no_grad, torch.inference_mode):
@@ -45,10 +46,6 @@ def check_inference_only() -> None:
         with mode():
             model.head.weight.mul_(0.5)
         assert run.evaluate(mode) != expected
-
-
-def test_models_that_never_train_serve_what_was_loaded_and_edited() -> None:
-    run_ranks(check_inference_only, 4)
 
 
 def adapt(model: Any) -> Any:
@@ -98,7 +95,8 @@ def expected_bytes(run: Run, gathers: dict[str, int]) -> list[tuple[float, float
     return result
 
 
-def check_frozen() -> None:
+@on_ranks(4)
+def test_frozen_parameters_are_not_sent_until_they_train() -> None:
     assert_close_to_plain(adapting)
     run = Run(adapt(build()), QUANTIZED).train(3)
     run.evaluate()
@@ -114,10 +112,6 @@ def check_frozen() -> None:
     run.train(3)  # the first refresh after that sends the whole row
     run.evaluate()
     assert sent_by(run) == expected_bytes(run, gathers)
-
-
-def test_frozen_parameters_are_not_sent_until_they_train() -> None:
-    run_ranks(check_frozen, 4)
 
 
 class Experts(nn.Module):
@@ -182,12 +176,9 @@ def visiting(config: SDP4BitConfig | None) -> list[float]:
     return run.finish()
 
 
-def check_zoo() -> None:
-    assert_close_to_plain(visiting)
-
-
+@on_ranks(4)
 def test_groups_of_every_kind_train_as_with_plain_fsdp2() -> None:
-    run_ranks(check_zoo, 4)
+    assert_close_to_plain(visiting)
 
 
 class Container:
@@ -268,10 +259,7 @@ def descending(config: SDP4BitConfig | None, by_hand: bool) -> list[float]:
     return losses
 
 
-def check_optimizers() -> None:
+@on_ranks(2)
+def test_optimizers_may_come_late_change_be_wrapped_or_written_by_hand() -> None:
     assert_variants_equal(bringing, ("usual",), ("wrapped",), ("two",), ("late",), ("swapped",))
     assert_variants_equal(descending, (False,), (True,))
-
-
-def test_optimizers_may_come_late_change_be_wrapped_or_written_by_hand() -> None:
-    run_ranks(check_optimizers, 2)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sdp4bit import AuditConfig, ReplicaMismatchError
 from tests.engines.megatron.runs import QUANTIZED, MegatronRun
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
@@ -48,7 +48,9 @@ def test_a_flipped_bit_is_an_error_that_names_bucket_and_rank_on_all_ranks() -> 
     assert f"group {name}: the replica of rank 3 differs from that of ranks 0, 1, 2 (checksums" in message
 
 
-def check_resync() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_audits_change_nothing_and_a_resync_heals() -> None:
     audit = AuditConfig(interval=2, on_mismatch="resync")
     quiet = MegatronRun(QUANTIZED).train(4).finish()
     run = MegatronRun(dataclasses.replace(QUANTIZED, audit=audit)).train(4)
@@ -59,8 +61,3 @@ def check_resync() -> None:
         run.train(1)
     run.finish()
     assert run.comm.audit()
-
-
-@pytest.mark.slow
-def test_audits_change_nothing_and_a_resync_heals() -> None:
-    run_ranks(check_resync, 4)

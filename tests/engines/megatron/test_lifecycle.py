@@ -13,7 +13,7 @@ import torch
 
 from sdp4bit import SDP4BitConfig
 from tests.engines.megatron.runs import LOSSLESS, MICROBATCHES, QUANTIZED, STOCHASTIC, MegatronRun, load, save
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
@@ -35,11 +35,6 @@ BOTH = pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark
 
 
 # -- skipped steps and forced syncs ---------------------------------------------------------------------
-
-
-def check_steps(overlap: bool) -> None:
-    skipped_steps(overlap)
-    forced_syncs(overlap)
 
 
 def skipped_steps(overlap: bool) -> None:
@@ -90,8 +85,10 @@ def forced_syncs(overlap: bool) -> None:
 
 
 @BOTH
+@on_ranks(2)
 def test_skipped_steps_and_forced_syncs(overlap: bool) -> None:
-    run_ranks(check_steps, 2, overlap)
+    skipped_steps(overlap)
+    forced_syncs(overlap)
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------
@@ -110,29 +107,6 @@ def resumed(
     for _ in range(2 * MICROBATCHES):
         next(run.data)
     return run.train(steps)
-
-
-def check_resume(overlap: bool) -> None:
-    whole = MegatronRun(STOCHASTIC, topology=1, overlap=overlap).train(2)
-    if overlap:  # as Megatron does before it saves
-        for chunk in whole.chunks:
-            chunk.disable_forward_pre_hook()
-            chunk.enable_forward_pre_hook()
-    saved = save(whole)
-    losses = whole.train(2).finish()[2:]
-    for attach_first in (True, False):
-        run = resumed(saved, overlap=overlap, attach_first=attach_first)
-        assert run.finish() == losses
-        assert all(map(torch.equal, run.weights(), whole.weights()))
-        assert run.comm.state_dict() == whole.comm.state_dict()
-    # Without the counters the rounding bits are those of the first steps.
-    other = resumed(saved, overlap=overlap, attach_first=True, communication=False)
-    assert other.finish() != losses
-    if overlap:
-        unsent_step()
-    sharded_formats(whole)
-    wrong_states(whole.comm)
-    stock_checkpoint()
 
 
 def sharded_formats(run: MegatronRun) -> None:
@@ -184,5 +158,25 @@ def wrong_states(comm: Any) -> None:
 
 
 @BOTH
+@on_ranks(2)
 def test_resume_is_bit_exact(overlap: bool) -> None:
-    run_ranks(check_resume, 2, overlap)
+    whole = MegatronRun(STOCHASTIC, topology=1, overlap=overlap).train(2)
+    if overlap:  # as Megatron does before it saves
+        for chunk in whole.chunks:
+            chunk.disable_forward_pre_hook()
+            chunk.enable_forward_pre_hook()
+    saved = save(whole)
+    losses = whole.train(2).finish()[2:]
+    for attach_first in (True, False):
+        run = resumed(saved, overlap=overlap, attach_first=attach_first)
+        assert run.finish() == losses
+        assert all(map(torch.equal, run.weights(), whole.weights()))
+        assert run.comm.state_dict() == whole.comm.state_dict()
+    # Without the counters the rounding bits are those of the first steps.
+    other = resumed(saved, overlap=overlap, attach_first=True, communication=False)
+    assert other.finish() != losses
+    if overlap:
+        unsent_step()
+    sharded_formats(whole)
+    wrong_states(whole.comm)
+    stock_checkpoint()
