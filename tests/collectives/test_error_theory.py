@@ -1,7 +1,7 @@
 """What the paper proves or shows about the error: its size, its mean, and what becomes of it over steps.
 
-Seeds are fixed, so each bound is met or missed for good. The whole two-level reduction runs in one process
-through the operators; tests of the collectives show that processes compute the same.
+Seeds are fixed, so each bound is met or missed for good. The whole two-level reduction runs over simulated
+ranks; test_simulated.py shows that processes compute the same.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor
 
+from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.simulated import SimulatedReduceScatter, simulated_layout
+from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.hadamard import INVERSE_FACTOR, hadamard32
-from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import Stage, derive_keys, draw_signs, pack_stream
+from sdp4bit.quantization.hadamard import hadamard32
+from sdp4bit.traffic import TrafficCounter
 
-repeatable = settings(deadline=None, derandomize=True)
 GROUP = 128
-WEIGHT_GROUP = 2048
-QMAX = {4: 7, 8: 127}
 
 
 @pytest.fixture(autouse=True)
@@ -32,87 +31,34 @@ def reference_backend() -> Iterator[None]:
         yield
 
 
-# The method in one process
-
-
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """A gradient reduction over nodes x ranks_per_node ranks; one hop if inter_bits is None."""
+    """A gradient reduction over nodes x ranks_per_node simulated ranks."""
 
     nodes: int
     ranks_per_node: int
-    intra_bits: int
-    inter_bits: int | None
-    hadamard: bool
-    random_signs: bool = False
-    inter_stochastic: bool = True
+    config: GradientConfig
 
     def __call__(self, gradients: Tensor, *, seed: int, step: int = 0) -> Tensor:
         """Return the mean of gradients [ranks, n], n = ranks x shard, as the shards concatenated."""
-        nodes, ranks = self.nodes, self.ranks_per_node
-        world, shard = nodes * ranks, gradients.shape[1] // (nodes * ranks)
-        signs = draw_signs(seed, step=step, bucket=0) if self.random_signs else 0
-        first = MessageLayout(numel=shard, bits=self.intra_bits, group_size=GROUP, parts=nodes)
-        sent = torch.empty(world, ranks, first.nbytes, dtype=torch.uint8)
-        for rank in range(world):
-            ops.hadamard_quantize(
-                gradients[rank].view(nodes, ranks, shard).transpose(0, 1),
-                sent[rank],
-                first.bits,
-                GROUP,
-                self.hadamard,
-                True,
-                *keys(seed, step, Stage.INTRA, rank),
-                0,
-                shard,
-                signs,
-            )
-        received = torch.empty(world, ranks, first.nbytes, dtype=torch.uint8)
-        for rank in range(world):
-            node, local_rank = divmod(rank, ranks)
-            received[rank] = sent[node * ranks : (node + 1) * ranks, local_rank]
-        layout = first
-        if self.inter_bits is None:
-            assert nodes == 1
-        else:
-            layout = MessageLayout(numel=shard, bits=self.inter_bits, group_size=GROUP)
-            received = self._cross_nodes(received, first, layout, seed, step)
-        result = torch.empty(world, shard)
-        factor = (INVERSE_FACTOR if self.hadamard else 1.0) / world
-        for rank in range(world):
-            ops.dequantize_reduce_hadamard(
-                received[rank], result[rank], layout.bits, GROUP, self.hadamard, factor, signs
-            )
-        return result.view(-1)
+        world = self.nodes * self.ranks_per_node
+        reduce_scatter = SimulatedReduceScatter(
+            simulated_layout(world, ranks_per_node=self.ranks_per_node),
+            config=self.config,
+            seed=seed,
+            bucket=0,
+            traffic=TrafficCounter(nodes=self.nodes, ranks_per_node=self.ranks_per_node),
+            scratch=Scratch(),
+        )
+        for gradient in gradients.clone():
+            reduce_scatter.add(gradient.view(world, -1), call=step)
+        mean = torch.empty(world, gradients.shape[1] // world)
+        reduce_scatter.finish(lambda rank, shard: mean[rank].copy_(shard / world))
+        return mean.view(-1)
 
-    def _cross_nodes(
-        self, received: Tensor, first: MessageLayout, second: MessageLayout, seed: int, step: int
-    ) -> Tensor:
-        world = len(received)
-        sent = torch.empty(world, self.nodes, second.nbytes, dtype=torch.uint8)
-        for rank in range(world):
-            ops.dequantize_reduce_quantize(
-                received[rank],
-                sent[rank],
-                first.numel,
-                first.bits,
-                GROUP,
-                second.bits,
-                GROUP,
-                self.inter_stochastic,
-                *keys(seed, step, Stage.INTER, rank),
-                0,
-                first.numel,
-            )
-        crossed = torch.empty_like(sent)
-        for rank in range(world):
-            node, local_rank = divmod(rank, self.ranks_per_node)
-            crossed[rank] = sent[local_rank :: self.ranks_per_node, node]
-        return crossed
-
-
-def keys(seed: int, step: int, stage: Stage, rank: int) -> tuple[int, int]:
-    return derive_keys(seed, pack_stream(step=step, bucket=0, stage=stage, rank=rank))
+    def with_config(self, **settings: Any) -> Reduction:
+        """Return the reduction with other settings."""
+        return replace(self, config=replace(self.config, **settings))
 
 
 def student_t(*shape: int, seed: int) -> Tensor:
@@ -128,10 +74,10 @@ def relative_mse(approximation: Tensor, exact: Tensor) -> float:
     return (error.square().sum() / exact.double().square().sum()).item()
 
 
-CLUSTER = Reduction(nodes=4, ranks_per_node=8, intra_bits=8, inter_bits=4, hadamard=True)
+CLUSTER = Reduction(nodes=4, ranks_per_node=8, config=GradientConfig())
 STRATEGIES = {
-    "ulq": replace(CLUSTER, intra_bits=4, hadamard=False),
-    "tlq": replace(CLUSTER, hadamard=False),
+    "ulq": CLUSTER.with_config(intra_bits=4, hadamard=False),
+    "tlq": CLUSTER.with_config(hadamard=False),
     "tlq-hs": CLUSTER,
 }
 
@@ -163,10 +109,10 @@ def test_identity_codes_give_the_exact_mean_in_every_place() -> None:
     # Without quantization and transform, integers are summed exactly: each shard is where it belongs.
     world, shard = 6, 64
     gradients = torch.arange(world * world * shard).float().view(world, -1) % 1013
-    plain = Reduction(nodes=2, ranks_per_node=3, intra_bits=32, inter_bits=32, hadamard=False)
-    total = gradients.sum(0)
-    expected = total * torch.tensor(1 / world, dtype=torch.float32)
-    assert torch.equal(plain(gradients, seed=0), expected)
+    plain = Reduction(
+        nodes=2, ranks_per_node=3, config=GradientConfig(intra_bits=None, inter_bits=None, hadamard=False)
+    )
+    assert torch.equal(plain(gradients, seed=0), gradients.sum(0) / world)
 
 
 @pytest.mark.parametrize("data", ["independent", "common"])
@@ -208,7 +154,7 @@ def test_transform_makes_heavy_tails_cost_what_gaussian_values_cost(error_table:
 
 def test_8_bits_at_both_hops_err_a_hundredth_of_tlq(error_table: ErrorTable) -> None:
     gradients = student_t(32, 32 * 512, seed=0)
-    eight = replace(CLUSTER, inter_bits=8, hadamard=False)
+    eight = CLUSTER.with_config(inter_bits=8, hadamard=False)
     error = relative_mse(eight(gradients, seed=0), gradients.double().mean(0))
     assert error < 0.01 * error_table["independent"]["tlq"]
 
@@ -228,7 +174,7 @@ def z_scores(reduction: Reduction, gradients: Tensor) -> Tensor:
     exact = gradients.double().mean(0)
     results = [reduction(gradients, seed=17, step=step).double() for step in range(REPEATS)]
     errors = torch.stack(results) - exact
-    if not reduction.hadamard:
+    if not reduction.config.hadamard:
         # A value near a level moves rarely, too rarely for a normal mean; sums of 32 values do not.
         errors = hadamard32(errors)
     return errors.mean(0) / (errors.std(0) / math.sqrt(REPEATS)).clamp_min(1e-30)
@@ -240,14 +186,15 @@ def is_unbiased(z: Tensor) -> bool:
     return z.abs().max().item() < LARGEST_Z and abs(mean_square - 1) < MEAN_SQUARE_MARGIN
 
 
-SMALL = Reduction(nodes=2, ranks_per_node=2, intra_bits=8, inter_bits=4, hadamard=True)
+SMALL = Reduction(nodes=2, ranks_per_node=2, config=GradientConfig())
+ONE_NODE = replace(SMALL, nodes=1, ranks_per_node=4)
 UNBIASED = {
-    "int8 alone": replace(SMALL, nodes=1, ranks_per_node=4, inter_bits=None),
-    "int4 alone": replace(SMALL, nodes=1, ranks_per_node=4, intra_bits=4, inter_bits=None),
+    "int8 alone": ONE_NODE,
+    "int4 alone": ONE_NODE.with_config(intra_bits=4),
     "tlq-hs": SMALL,
-    "tlq-hs with random signs": replace(SMALL, random_signs=True),
-    "tlq": replace(SMALL, hadamard=False),
-    "ulq": replace(SMALL, intra_bits=4, hadamard=False),
+    "tlq-hs with random signs": SMALL.with_config(random_signs=True),
+    "tlq": SMALL.with_config(hadamard=False),
+    "ulq": SMALL.with_config(intra_bits=4, hadamard=False),
 }
 
 
@@ -257,7 +204,7 @@ def test_stochastic_rounding_leaves_the_mean_gradient_unbiased(name: str) -> Non
 
 
 def test_nearest_rounding_between_nodes_is_biased() -> None:
-    nearest = replace(SMALL, inter_stochastic=False)
+    nearest = SMALL.with_config(inter_rounding="nearest")
     z = z_scores(nearest, student_t(4, 1024, seed=5))
     assert not is_unbiased(z)
     assert z.square().mean().item() > 100
@@ -276,7 +223,7 @@ def test_stochastic_error_averages_out_over_steps_and_nearest_error_does_not() -
     single, averaged = errors(SMALL)
     # 1 / steps in expectation; 1024 values estimate it to about sqrt(2 * 2 / 1024) = 6 %, five times that.
     assert averaged == pytest.approx(single / steps, rel=0.31)
-    single_nearest, averaged_nearest = errors(replace(SMALL, inter_stochastic=False))
+    single_nearest, averaged_nearest = errors(SMALL.with_config(inter_rounding="nearest"))
     assert single_nearest < single
     assert averaged_nearest > 10 * averaged
 
@@ -297,4 +244,4 @@ def test_random_signs_bound_what_a_fixed_pattern_costs_its_group() -> None:
 
     # The pattern makes one value of 32 times its size. With random signs the largest of its 32 values has
     # sqrt(2 * 32 * log(64)) = 16 times that size, about: half the scale, a quarter of the mean square.
-    assert error(replace(SMALL, random_signs=True)) < 0.5 * error(SMALL)
+    assert error(SMALL.with_config(random_signs=True)) < 0.5 * error(SMALL)

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from sdp4bit.quantization import ops, reference
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import Stage
-from tests.collectives.test_error_theory import keys, relative_mse, student_t
+from sdp4bit.quantization.random import Stage, derive_keys, pack_stream
+from tests.collectives.test_error_theory import relative_mse, student_t
 
 repeatable = settings(deadline=None, derandomize=True)
-GROUP = 128
 WEIGHT_GROUP = 2048
 QMAX = {4: 7, 8: 127}
 
@@ -33,11 +32,15 @@ def reference_backend() -> Iterator[None]:
 # Contraction, paper definition 4.2: |C(v) - v|**2 <= (1 - delta) |v|**2
 
 
+def keys(seed: int, *, step: int) -> tuple[int, int]:
+    return derive_keys(seed, pack_stream(step=step, bucket=0, stage=Stage.WEIGHT, rank=0))
+
+
 def quantize_once(values: Tensor, bits: int, group_size: int, *, seed: int | None = None) -> Tensor:
     """Return what arrives of values [n]; rounded to nearest, or stochastically with a seed."""
     layout = MessageLayout(numel=values.numel(), bits=bits, group_size=group_size)
     message = torch.empty(layout.nbytes, dtype=torch.uint8)
-    key = (0, 0) if seed is None else keys(seed, 0, Stage.WEIGHT, 0)
+    key = (0, 0) if seed is None else keys(seed, step=0)
     ops.subtract_quantize(values, None, message, bits, group_size, seed is not None, *key)
     received = torch.empty(1, values.numel())
     ops.dequantize_add(message.unsqueeze(0), received, bits, group_size, False)
@@ -161,9 +164,7 @@ def test_residual_is_not_lost_but_sent_later(stochastic: bool) -> None:
     layout = MessageLayout(numel=WEIGHT_GROUP, bits=4, group_size=WEIGHT_GROUP)
     message = torch.empty(layout.nbytes, dtype=torch.uint8)
     for step in range(40):
-        ops.subtract_quantize(
-            main, replica[0], message, 4, WEIGHT_GROUP, stochastic, *keys(0, step, Stage.WEIGHT, 0)
-        )
+        ops.subtract_quantize(main, replica[0], message, 4, WEIGHT_GROUP, stochastic, *keys(0, step=step))
         ops.dequantize_add(message.unsqueeze(0), replica, 4, WEIGHT_GROUP, True)
     # The largest residual falls to half a level (nearest) or a level (stochastic) of 7 per step.
     assert (replica[0] - main).abs().max().item() <= 2.0**-23 * main.abs().max().item()
