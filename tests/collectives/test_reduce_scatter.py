@@ -1,4 +1,4 @@
-"""Two-level reduce-scatter: shard map, exactness with the identity, pipelining. Layer: gloo."""
+"""Two-level reduce-scatter: shard map, exactness with the identity, pipelining, random signs. Layer: gloo."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology, arrange, create_topologies
 from sdp4bit.config import GradientConfig
+from sdp4bit.quantization import ops
 from sdp4bit.traffic import TrafficCounter
 from tests.ranks import on_ranks, run_ranks
 
 EXACT = GradientConfig(intra_bits=None, inter_bits=None)
+SIGNED = GradientConfig(random_signs=True)
 LAYOUTS = [(2, 2), (3, 2), (2, 3), (4, 2), (4, 1), (1, 4), (1, 1)]
 
 
@@ -32,12 +35,18 @@ def make(
     return topology, reduce_scatter, traffic
 
 
-def reduce_integers(nodes: int, per_node: int, lengths: list[int], chunks: int) -> None:
-    """Each rank ends with the sum of the rows meant for it, in the order of a plain reduce-scatter."""
+def reduce_integers(nodes: int, per_node: int, chunks: int, signed: bool = False) -> None:
+    """Each rank ends with the sum of the rows meant for it, in the order of a plain reduce-scatter.
+
+    Args:
+        signed: transform the fp32 values, with random signs.
+    """
     world, rank = nodes * per_node, dist.get_rank()
-    config = replace(EXACT, pipeline_chunks=chunks)
+    config = replace(EXACT, pipeline_chunks=chunks, random_signs=signed)
     _, reduce_scatter, _ = make(nodes, per_node, config)
-    for call, numel in enumerate(lengths):
+    assert not reduce_scatter._signs(0), "nothing is quantized: there is no transform and no sign to change"
+    reduce_scatter._hadamard = reduce_scatter._random_signs = signed
+    for call, numel in enumerate((0, 1, 31, 128, 777, 1000)):
         # Small integers, so that sums are exact in fp32 in any order.
         rows = (torch.arange(world * numel) % 997).float().view(world, numel)
         inputs = [rows * (r + 1) + r for r in range(world)]
@@ -49,7 +58,12 @@ def reduce_integers(nodes: int, per_node: int, lengths: list[int], chunks: int) 
 @pytest.mark.parametrize(("nodes", "per_node"), LAYOUTS)
 def test_every_rank_gets_its_row_exactly(nodes: int, per_node: int) -> None:
     for chunks in (1, 3):
-        run_ranks(reduce_integers, nodes * per_node, nodes, per_node, [0, 1, 31, 128, 1000], chunks)
+        run_ranks(reduce_integers, nodes * per_node, nodes, per_node, chunks)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2), (2, 1), (1, 2)])
+def test_an_unquantized_reduction_with_random_signs_is_the_plain_one(nodes: int, per_node: int) -> None:
+    run_ranks(reduce_integers, nodes * per_node, nodes, per_node, 3, True)
 
 
 def reduce_floats(nodes: int, per_node: int) -> None:
@@ -102,8 +116,9 @@ def reduce_special_values(config: GradientConfig) -> None:
         assert torch.equal(output.isnan(), expected)
 
 
-def test_values_that_are_not_finite_come_out_not_finite() -> None:
-    run_ranks(reduce_special_values, 4, GradientConfig(hadamard=False))
+@pytest.mark.parametrize("config", [GradientConfig(hadamard=False), SIGNED])
+def test_values_that_are_not_finite_come_out_not_finite(config: GradientConfig) -> None:
+    run_ranks(reduce_special_values, 4, config)
 
 
 @on_ranks(2)
@@ -111,3 +126,55 @@ def test_an_input_of_the_wrong_size_is_an_error() -> None:
     _, reduce_scatter, _ = make(2, 1, GradientConfig())
     with pytest.raises(ValueError, match="2 x 10 values, got 30"):
         reduce_scatter(torch.empty(10), torch.empty(30), call=0)
+
+
+# -- random signs -------------------------------------------------------------------------------------
+
+
+def gathered(tensor: Tensor) -> list[Tensor]:
+    results = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(results, tensor)
+    return results
+
+
+@on_ranks(4)
+def test_signs_are_those_of_the_call_on_every_rank() -> None:
+    """Other signs give another rounding of the same sum, every call other ones, and the ranks the same."""
+    nearest = replace(SIGNED, intra_rounding="nearest", inter_rounding="nearest")
+    _, plain, _ = make(2, 2, replace(nearest, random_signs=False))
+    _, signed, _ = make(2, 2, nearest)
+    rows = torch.randn(4 * 1000, generator=torch.Generator().manual_seed(dist.get_rank()))
+    exact = sum(gathered(rows)).view(4, 1000)[dist.get_rank()]
+    results = []
+    for reduce_scatter, call in ((plain, 0), (plain, 1), (signed, 0), (signed, 1), (signed, 0)):
+        results.append(torch.empty(1000))
+        reduce_scatter(results[-1], rows, call=call)
+        assert (results[-1] - exact).norm() < 0.15 * exact.norm()
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[2], results[4])
+    assert not torch.equal(results[2], results[0])
+    assert not torch.equal(results[2], results[3])
+
+    drawn = torch.tensor([signed._signs(call) for call in range(50)])
+    assert len(set(drawn.tolist())) == 50
+    assert all(torch.equal(drawn, others) for others in gathered(drawn))
+    assert 0 < (signed.requantized(rows) - rows).norm() < 0.15 * rows.norm()
+    assert not signed.requantized(torch.full((1000,), float("nan"))).isfinite().any()
+
+
+def test_neither_slices_nor_back_ends_change_a_bit_with_random_signs() -> None:
+    pytest.importorskip("numba", reason="compares with numba")
+    config = replace(SIGNED, intra_group_size=96, inter_group_size=256)
+    expected = run_ranks(reduce_with_slices, 4, config)
+    actual = run_ranks(reduce_with_slices, 4, config, backend="numba")
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_calls_of_the_operators_without_signs_are_the_plain_transform() -> None:
+    values = torch.randn(2, 1, 100, generator=torch.Generator().manual_seed(0))
+    with ops.use_backend("reference"):
+        messages = [torch.zeros(2, 64 + 16, dtype=torch.uint8) for _ in range(3)]
+        for message, signs in zip(messages, ((), (0,), (6,)), strict=True):
+            ops.hadamard_quantize(values, message, 4, 32, True, True, 1, 2, 0, 128, *signs)
+    assert torch.equal(messages[0], messages[1])
+    assert not torch.equal(messages[0], messages[2])

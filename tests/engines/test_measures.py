@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.collectives.reduce_scatter import count_nonfinite
+from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.engines.explain import describe_gradients
 from sdp4bit.engines.measures import SampledMeasures, Squares, sample_ranges, total_measures
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.layout import message_layout
@@ -263,3 +265,10 @@ def test_communication_and_alerts_are_in_all_outputs(tmp_path: Path, monkeypatch
         },
     ]
     assert scalars == [("communication/layers.0/inter_bytes", 5, 4), ("alert/layers.0/weight_drift", 0.5, 5)]
+
+
+def test_explain_shows_random_signs() -> None:
+    layout = NodeLayout(ranks=(0, 1), nodes=2, ranks_per_node=1)
+    plain, signed = GradientConfig(), GradientConfig(random_signs=True)
+    assert describe_gradients(signed, layout, 4096) == "inter int4/128, Hadamard with random signs"
+    assert describe_gradients(plain, layout, 4096) == "inter int4/128, Hadamard"
