@@ -1,16 +1,19 @@
 """FSDP2 integration: how edits of the weights are found, agreed on and sent, and what steps may change.
 
-Layer: real processes over gloo, 2 or 4 ranks, in as few starts as possible. That the usual ways to edit
-weights equal plain FSDP2 is the matter of test_fsdp_followed_edits.py.
+Layer: real processes over gloo, 2 or 4 ranks, in as few starts as possible. Each of the ways in which users
+edit weights (`weight_edits.py`) is tried with plain FSDP2, with replicas in full precision (equal bit for
+bit) and with the default method. docs/fsdp2.md lists the ways; a test keeps the list up to date.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +21,10 @@ from torch.distributed.fsdp import fully_shard
 
 from sdp4bit import SDP4BitConfig, WeightConfig, quantize_communication
 from sdp4bit.quantization.layout import MessageLayout
-from tests.ranks import on_ranks
+from tests import ROOT
+from tests.engines.fsdp2 import weight_edits
+from tests.engines.fsdp2.edited_runs import WAYS, faults_of
+from tests.ranks import on_ranks, run_ranks
 from tests.toy import (
     LOSSLESS,
     POLICY,
@@ -31,6 +37,8 @@ from tests.toy import (
     data_mesh,
     loss_of,
 )
+
+PRELOAD = [weight_edits.__name__]  # which registers the ways
 
 
 def fresh_groups(run: Run) -> set[str]:
@@ -352,3 +360,40 @@ def resuming(replica: str) -> None:
 def test_frozen_parts_resume_bit_for_bit() -> None:
     for replica in ("node", "full"):
         resuming(replica)
+
+
+# -- the ways that users know -------------------------------------------------------------------------
+
+
+def find_faults(names: list[str], topology: int) -> dict[str, list[str]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {name: faults_of(name, topology) for name in names}
+
+
+def merged(ranks: list[dict[str, list[str]]]) -> dict[str, list[str]]:
+    return {
+        name: [f"rank {rank}: {fault}" for rank, faults in enumerate(ranks) for fault in faults[name]]
+        for name in ranks[0]
+    }
+
+
+@pytest.fixture(scope="module")
+def faults() -> dict[str, list[str]]:
+    return merged(run_ranks(find_faults, 2, list(WAYS), 1, timeout=280))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_edits_are_followed_as_by_plain_fsdp2(faults: dict[str, list[str]], name: str) -> None:
+    assert not faults[name], "\n".join(faults[name])
+
+
+def test_nodes_of_two_ranks_follow_too() -> None:
+    name = "averages_copied_in_and_out"
+    assert merged(run_ranks(find_faults, 4, [name], 2)) == {name: []}
+
+
+def test_the_documentation_lists_exactly_these_ways() -> None:
+    page = (ROOT / "docs" / "fsdp2.md").read_text()
+    section = page.partition("\n## What we follow\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(WAYS)
