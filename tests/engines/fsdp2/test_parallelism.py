@@ -1,6 +1,6 @@
 """FSDP2 integration, other parallelism: tensor parallelism, hybrid sharding, pipelines.
 
-Layer: 4 real processes over gloo. Results are held against plain FSDP2's as in test_fsdp_compositions.
+Layer: 4 real processes over gloo. Results are held against plain FSDP2's as in test_compositions.py.
 """
 
 from __future__ import annotations
