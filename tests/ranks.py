@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
+import inspect
 import multiprocessing
 import os
 import pickle  # by value: a tensor of a process that has ended cannot be shared
@@ -75,6 +77,24 @@ def run_ranks(
                 process.join()
 
 
+def on_ranks(
+    world_size: int, *, timeout: float = 240.0
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of what every one of so many ranks does, with the same arguments; see `run_ranks`."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def test(*args: Any, **kwargs: Any) -> None:
+            run_ranks(test, world_size, *signature.bind(*args, **kwargs).args, timeout=timeout)
+
+        test.in_rank = function  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
 _preloaded: list[str] = []
 """What the server of this process has imported, beside `_PRELOADED`."""
 
@@ -134,7 +154,7 @@ def _run_rank(
             timeout=timedelta(seconds=timeout),
         )
         with ops.use_backend(backend):
-            result = function(*args)
+            result = getattr(function, "in_rank", function)(*args)
         dist.barrier()
         dist.destroy_process_group()
         sender.send_bytes(pickle.dumps((True, result)))

@@ -1,4 +1,7 @@
-"""Two-level reduce-scatter: shard map, exactness with the identity, pipelining. Layer: gloo."""
+"""Two-level reduce-scatter, between processes and over simulated ranks, which refresh weights alike too.
+
+The shard map, exactness with the identity, slices, random signs. Layer: gloo.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +10,57 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.simulated import SimulatedReduceScatter, SimulatedReplica, simulated_layout
 from sdp4bit.collectives.topology import Topology, arrange, create_topologies
-from sdp4bit.config import GradientConfig
-from sdp4bit.traffic import TrafficCounter
-from tests.ranks import run_ranks
+from sdp4bit.collectives.weight_replica import WeightReplica
+from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.quantization import ops
+from sdp4bit.quantization.hadamard import Hadamard
+from sdp4bit.quantization.layout import message_layout
+from sdp4bit.quantization.random import RoundingKey
+from sdp4bit.traffic import Traffic, TrafficCounter
+from tests.ranks import on_ranks, run_ranks
 
 EXACT = GradientConfig(intra_bits=None, inter_bits=None)
+SIGNED = GradientConfig(random_signs=True)
 LAYOUTS = [(2, 2), (3, 2), (2, 3), (4, 2), (4, 1), (1, 4), (1, 1)]
 
 
 def make(
-    nodes: int, per_node: int, config: GradientConfig
+    nodes: int, per_node: int, config: GradientConfig, *, bucket: int = 3
 ) -> tuple[Topology, QuantizedReduceScatter, TrafficCounter]:
     world = nodes * per_node
     layout = arrange(range(world), [rank // per_node for rank in range(world)])
     topology = create_topologies([layout])[layout.ranks]
     traffic = TrafficCounter(nodes=nodes, ranks_per_node=per_node)
     reduce_scatter = QuantizedReduceScatter(
-        topology, config=config, seed=7, rank=dist.get_rank(), bucket=3, traffic=traffic, scratch=Scratch()
+        topology,
+        config=config,
+        seed=7,
+        rank=dist.get_rank(),
+        bucket=bucket,
+        traffic=traffic,
+        scratch=Scratch(),
     )
     return topology, reduce_scatter, traffic
 
 
-def reduce_integers(nodes: int, per_node: int, lengths: list[int], chunks: int) -> None:
-    """Each rank ends with the sum of the rows meant for it, in the order of a plain reduce-scatter."""
+def reduce_integers(nodes: int, per_node: int, chunks: int, signed: bool = False) -> None:
+    """Each rank ends with the sum of the rows meant for it, in the order of a plain reduce-scatter.
+
+    Args:
+        signed: transform the fp32 values, with random signs.
+    """
     world, rank = nodes * per_node, dist.get_rank()
-    config = replace(EXACT, pipeline_chunks=chunks)
+    config = replace(EXACT, pipeline_chunks=chunks, random_signs=signed)
     _, reduce_scatter, _ = make(nodes, per_node, config)
-    for call, numel in enumerate(lengths):
+    assert reduce_scatter._transform(0) is None, "nothing is quantized: there is no transform"
+    reduce_scatter._hadamard = reduce_scatter._random_signs = signed
+    for call, numel in enumerate((0, 1, 31, 128, 777, 1000)):
         # Small integers, so that sums are exact in fp32 in any order.
         rows = (torch.arange(world * numel) % 997).float().view(world, numel)
         inputs = [rows * (r + 1) + r for r in range(world)]
@@ -49,7 +72,12 @@ def reduce_integers(nodes: int, per_node: int, lengths: list[int], chunks: int) 
 @pytest.mark.parametrize(("nodes", "per_node"), LAYOUTS)
 def test_every_rank_gets_its_row_exactly(nodes: int, per_node: int) -> None:
     for chunks in (1, 3):
-        run_ranks(reduce_integers, nodes * per_node, nodes, per_node, [0, 1, 31, 128, 1000], chunks)
+        run_ranks(reduce_integers, nodes * per_node, nodes, per_node, chunks)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2), (2, 1), (1, 2)])
+def test_an_unquantized_reduction_with_random_signs_is_the_plain_one(nodes: int, per_node: int) -> None:
+    run_ranks(reduce_integers, nodes * per_node, nodes, per_node, 3, True)
 
 
 def reduce_floats(nodes: int, per_node: int) -> None:
@@ -102,15 +130,205 @@ def reduce_special_values(config: GradientConfig) -> None:
         assert torch.equal(output.isnan(), expected)
 
 
-def test_values_that_are_not_finite_come_out_not_finite() -> None:
-    run_ranks(reduce_special_values, 4, GradientConfig(hadamard=False))
+@pytest.mark.parametrize("config", [GradientConfig(hadamard=False), SIGNED])
+def test_values_that_are_not_finite_come_out_not_finite(config: GradientConfig) -> None:
+    run_ranks(reduce_special_values, 4, config)
 
 
-def reject_wrong_sizes() -> None:
+@on_ranks(2)
+def test_an_input_of_the_wrong_size_is_an_error() -> None:
     _, reduce_scatter, _ = make(2, 1, GradientConfig())
     with pytest.raises(ValueError, match="2 x 10 values, got 30"):
         reduce_scatter(torch.empty(10), torch.empty(30), call=0)
 
 
-def test_an_input_of_the_wrong_size_is_an_error() -> None:
-    run_ranks(reject_wrong_sizes, 2)
+# -- random signs -------------------------------------------------------------------------------------
+
+
+def gathered(tensor: Tensor) -> list[Tensor]:
+    results = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(results, tensor)
+    return results
+
+
+@on_ranks(4)
+def test_signs_are_those_of_the_call_on_every_rank() -> None:
+    """Other signs give another rounding of the same sum, every call other ones, and the ranks the same."""
+    nearest = replace(SIGNED, intra_rounding="nearest", inter_rounding="nearest")
+    _, plain, _ = make(2, 2, replace(nearest, random_signs=False))
+    _, signed, _ = make(2, 2, nearest)
+    rows = torch.randn(4 * 1000, generator=torch.Generator().manual_seed(dist.get_rank()))
+    exact = sum(gathered(rows)).view(4, 1000)[dist.get_rank()]
+    results = []
+    for reduce_scatter, call in ((plain, 0), (plain, 1), (signed, 0), (signed, 1), (signed, 0)):
+        results.append(torch.empty(1000))
+        reduce_scatter(results[-1], rows, call=call)
+        assert (results[-1] - exact).norm() < 0.15 * exact.norm()
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[2], results[4])
+    assert not torch.equal(results[2], results[0])
+    assert not torch.equal(results[2], results[3])
+
+    drawn = torch.tensor([signed._transform(call).signs for call in range(50)])
+    assert len(set(drawn.tolist())) == 50
+    assert all(torch.equal(drawn, others) for others in gathered(drawn))
+    assert 0 < (signed.requantized(rows) - rows).norm() < 0.15 * rows.norm()
+    assert not signed.requantized(torch.full((1000,), float("nan"))).isfinite().any()
+
+
+def test_neither_slices_nor_back_ends_change_a_bit_with_random_signs() -> None:
+    pytest.importorskip("numba", reason="compares with numba")
+    config = replace(SIGNED, intra_group_size=96, inter_group_size=256)
+    expected = run_ranks(reduce_with_slices, 4, config)
+    actual = run_ranks(reduce_with_slices, 4, config, backend="numba")
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_calls_of_the_operators_without_signs_are_the_plain_transform() -> None:
+    values = torch.randn(2, 1, 100, generator=torch.Generator().manual_seed(0))
+    layout, rounding = message_layout(numel=100, bits=4, group_size=32), RoundingKey(1, 2, row_stride=128)
+    with ops.use_backend("reference"):
+        messages = [torch.zeros(2, layout.nbytes, dtype=torch.uint8) for _ in range(3)]
+        for message, hadamard in zip(messages, (Hadamard(), Hadamard(0), Hadamard(6)), strict=True):
+            ops.hadamard_quantize(values, out=message, layout=layout, hadamard=hadamard, rounding=rounding)
+    assert torch.equal(messages[0], messages[1])
+    assert not torch.equal(messages[0], messages[2])
+
+
+# -- simulated ranks ----------------------------------------------------------------------------------
+
+
+LENGTHS = [0, 1, 31, 777, 3001]
+NODES = [
+    (2, 2),
+    pytest.param(4, 1, marks=pytest.mark.slow),
+    pytest.param(1, 4, marks=pytest.mark.slow),
+]
+GRADIENTS = [
+    GradientConfig(),
+    GradientConfig(intra_bits=4, inter_bits=8, hadamard=False, pipeline_chunks=3),
+    GradientConfig(intra_bits=None, intra_group_size=96, inter_group_size=256, inter_rounding="nearest"),
+    GradientConfig(inter_bits=None, pipeline_chunks=2, intra_rounding="nearest"),
+    GradientConfig(intra_bits=None, inter_bits=None),
+]
+WEIGHTS = [
+    WeightConfig(),
+    WeightConfig(replica="full", rounding="stochastic", group_size=96),
+    WeightConfig(mode="direct", bits=8),
+    WeightConfig(bits=None, replica="full"),
+]
+
+
+def counted(nodes: int) -> TrafficCounter:
+    return TrafficCounter(nodes=nodes, ranks_per_node=4 // nodes)
+
+
+def gradients_of(rank: int, call: int, numel: int) -> torch.Tensor:
+    return torch.randn(4, numel, generator=torch.Generator().manual_seed(100 * call + rank))
+
+
+def weights_of(rank: int, call: int, numel: int) -> torch.Tensor:
+    step = torch.randn(numel, generator=torch.Generator().manual_seed(100 * call + rank))
+    return (1e-2 * call * step + rank).bfloat16()
+
+
+def reduce_between_processes(nodes: int) -> list[tuple[list[torch.Tensor], Traffic]]:
+    rank, results = dist.get_rank(), []
+    for bucket, config in enumerate(GRADIENTS):
+        _, reduce_scatter, traffic = make(nodes, 4 // nodes, config, bucket=bucket)
+        rows = []
+        for call, numel in enumerate(LENGTHS):
+            rows.append(torch.empty(numel))
+            reduce_scatter(rows[-1], gradients_of(rank, call, numel).view(-1), call=call)
+        results.append((rows, traffic.total))
+    return results
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), NODES)
+def test_reduced_rows_and_bytes_are_those_of_processes(nodes: int, per_node: int) -> None:
+    expected = run_ranks(reduce_between_processes, 4, nodes)
+    scratch = Scratch()
+    for bucket, config in enumerate(GRADIENTS):
+        traffic = counted(nodes)
+        reduce_scatter = SimulatedReduceScatter(
+            simulated_layout(4, ranks_per_node=per_node),
+            config=config,
+            seed=7,
+            bucket=bucket,
+            traffic=traffic,
+            scratch=scratch,
+        )
+        for call, numel in enumerate(LENGTHS):
+            handed_in = torch.empty(4, numel)
+            for rank in range(4):
+                handed_in.copy_(gradients_of(rank, call, numel))
+                reduce_scatter.add(handed_in, call=call)
+            rows: dict[int, torch.Tensor] = {}
+            reduce_scatter.finish(lambda rank, row, rows=rows: rows.__setitem__(rank, row.clone()))
+            for rank, row in rows.items():
+                assert torch.equal(row, expected[rank][bucket][0][call]), (config, numel, rank)
+        assert all(traffic.total == of_rank[bucket][1] for of_rank in expected), config
+
+
+def refresh_between_processes(nodes: int) -> list[tuple[list[torch.Tensor], Traffic]]:
+    layout = simulated_layout(4, ranks_per_node=4 // nodes)
+    topology, rank = create_topologies([layout])[layout.ranks], dist.get_rank()
+    results = []
+    for bucket, config in enumerate(WEIGHTS):
+        traffic, held = counted(nodes), []
+        replica = WeightReplica(
+            topology, config=config, seed=7, rank=rank, bucket=bucket, traffic=traffic, scratch=Scratch()
+        )
+        for numel in LENGTHS[1:]:
+            replica.start_full_refresh(weights_of(rank, 0, numel))
+            for call in (1, 2):
+                replica.start_quantized_refresh(weights_of(rank, call, numel), call=call)
+            held.append(replica.own_shard.clone())
+        if not replica.is_full:
+            replica.gather(torch.empty(4 * LENGTHS[-1], dtype=torch.bfloat16))
+        results.append((held, traffic.total))
+    return results
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), NODES)
+def test_replicas_and_bytes_are_those_of_processes(nodes: int, per_node: int) -> None:
+    expected = run_ranks(refresh_between_processes, 4, nodes)
+    for bucket, config in enumerate(WEIGHTS):
+        traffic = counted(nodes)
+        replica = SimulatedReplica(
+            simulated_layout(4, ranks_per_node=per_node),
+            config=config,
+            seed=7,
+            bucket=bucket,
+            traffic=traffic,
+            scratch=Scratch(),
+        )
+        for index, numel in enumerate(LENGTHS[1:]):
+            rows = [torch.stack([weights_of(rank, call, numel) for rank in range(4)]) for call in range(3)]
+            held = torch.empty_like(rows[0])
+            replica.refresh_fully(rows[0], held)
+            for call in (1, 2):
+                replica.refresh(rows[call], held, call=call)
+            assert all(torch.equal(held[rank], expected[rank][bucket][0][index]) for rank in range(4)), config
+        replica.count_gather(held[0].nbytes)
+        assert all(traffic.total == of_rank[bucket][1] for of_rank in expected), config
+
+
+def test_sums_of_full_precision_messages_are_within_the_bound_of_fp32() -> None:
+    """The identity for a quantizer: the exact sum, within (ranks - 1) * 2**-24 * sum |x|."""
+    config = replace(GradientConfig(), intra_bits=None, inter_bits=None)
+    reduce_scatter = SimulatedReduceScatter(
+        simulated_layout(6, ranks_per_node=2),
+        config=config,
+        seed=0,
+        bucket=0,
+        traffic=TrafficCounter(nodes=3, ranks_per_node=2),
+        scratch=Scratch(),
+    )
+    inputs = torch.randn(6, 6, 321, generator=torch.Generator().manual_seed(0))
+    for rows in inputs:
+        reduce_scatter.add(rows.clone(), call=0)
+    reduced = torch.empty(6, 321)
+    reduce_scatter.finish(lambda rank, row: reduced[rank].copy_(row))
+    bound = 5 * 2**-24 * inputs.double().abs().sum(0)
+    assert ((reduced - inputs.double().sum(0)).abs() <= bound).all()

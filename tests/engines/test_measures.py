@@ -19,10 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.collectives.reduce_scatter import count_nonfinite
+from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.engines.explain import describe_gradients
 from sdp4bit.engines.measures import SampledMeasures, Squares, sample_ranges, total_measures
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.layout import message_layout
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.toy import QUANTIZED, Run, build, loss_of
 
 WHOLE_ROWS = TelemetryConfig(interval=2, sample_numel=1 << 20)
@@ -77,7 +79,8 @@ def test_totals_weigh_groups_by_their_squares_and_leave_out_what_is_not_finite()
     assert on_device[2].isnan().all()
 
 
-def check_prediction() -> None:
+@on_ranks(4)
+def test_what_is_measured_before_a_refresh_is_what_it_does() -> None:
     """The drift and the error measured before a refresh are those that it leaves and makes."""
     run = Run(build(), replace(QUANTIZED, telemetry=WHOLE_ROWS))
     run.train(3)
@@ -105,10 +108,6 @@ def check_prediction() -> None:
         assert (group["weight_bits"], group["gradient_bits"], group["nonfinite_groups"]) == (4, 4, 0)
         assert 0 < group["weight_drift"] < group["weight_error"] < 0.5
         assert group["compression_ratio"] > 2
-
-
-def test_what_is_measured_before_a_refresh_is_what_it_does() -> None:
-    run_ranks(check_prediction, 4)
 
 
 def check_listeners() -> list[Any]:
@@ -167,7 +166,8 @@ def losses_and_reads(telemetry: TelemetryConfig | None) -> tuple[list[torch.Tens
     return losses, count, run
 
 
-def check_no_reads() -> None:
+@on_ranks(2)
+def test_measured_steps_read_nothing_from_the_device_and_give_the_same_losses() -> None:
     plain, _, _ = losses_and_reads(None)
     measured, count, run = losses_and_reads(TelemetryConfig(interval=1))
     assert run.comm.stats()["sampled_step"] == 3
@@ -176,10 +176,6 @@ def check_no_reads() -> None:
     with count:
         run.comm.measure()
     assert count.reads  # it counts what it should
-
-
-def test_measured_steps_read_nothing_from_the_device_and_give_the_same_losses() -> None:
-    run_ranks(check_no_reads, 2)
 
 
 def check_nonfinite() -> tuple[list[int], list[int], dict[str, Any]]:
@@ -206,7 +202,8 @@ def test_groups_that_are_not_finite_are_counted_where_they_arrive() -> None:
         assert (stats["gradient_error"] is None) == (rank == 3)
 
 
-def check_switched_off() -> None:
+@on_ranks(4)
+def test_what_is_not_quantized_has_no_error_and_nothing_is_measured_where_it_is_switched_off() -> None:
     config = replace(SDP4BitConfig.preset("tlq-hs"), telemetry=None)
     run = Run(build(), config, topology=4).train(2)
     run.evaluate()
@@ -229,10 +226,6 @@ def check_switched_off() -> None:
         assert (group["weight_error"], group["gradient_error"]) == (None, None)
         assert 0 < group["weight_drift"] < 2**-8  # what rounding to bf16 leaves
         assert group["inter_seconds"] == 0 < group["intra_seconds"]
-
-
-def test_what_is_not_quantized_has_no_error_and_nothing_is_measured_where_it_is_switched_off() -> None:
-    run_ranks(check_switched_off, 4)
 
 
 def test_communication_and_alerts_are_in_all_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,3 +265,10 @@ def test_communication_and_alerts_are_in_all_outputs(tmp_path: Path, monkeypatch
         },
     ]
     assert scalars == [("communication/layers.0/inter_bytes", 5, 4), ("alert/layers.0/weight_drift", 0.5, 5)]
+
+
+def test_explain_shows_random_signs() -> None:
+    layout = NodeLayout(ranks=(0, 1), nodes=2, ranks_per_node=1)
+    plain, signed = GradientConfig(), GradientConfig(random_signs=True)
+    assert describe_gradients(signed, layout, 4096) == "inter int4/128, Hadamard, random signs"
+    assert describe_gradients(plain, layout, 4096) == "inter int4/128, Hadamard"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit import Alert, AlertConfig, GradientConfig, SDP4BitConfig, TelemetryConfig
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.toy import QUANTIZED, Run, build, loss_of
 
 PLAIN = replace(
@@ -182,11 +182,8 @@ def test_the_fallback_brings_the_loss_back_and_a_warning_changes_nothing() -> No
     assert with_fallback < 0.8 * without, (with_fallback, without)
 
 
+@on_ranks(2)
 def test_a_callback_without_alerts_is_refused() -> None:
-    run_ranks(check_refusal, 2)
-
-
-def check_refusal() -> None:
     run = Run(build(), QUANTIZED, topology=1)
     with pytest.raises(ValueError, match="there will be no alerts"):
         run.comm.on_alert(print)

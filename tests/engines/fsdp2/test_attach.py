@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from sdp4bit import AlertConfig, GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
 from sdp4bit.quantization import random
 from tests import toy
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 LIMIT = 120.0
 ALERTS = SDP4BitConfig(gradients=toy.QUANTIZED.gradients, alerts=AlertConfig())
@@ -193,7 +193,8 @@ def test_ranks_without_roots_take_part_in_agreeing_only() -> None:
     assert run_ranks(attach_alone, 2, timeout=LIMIT) == losses[:2]
 
 
-def attach_model_that_reaches_outside() -> None:
+@on_ranks(4, timeout=LIMIT)
+def test_a_process_group_must_hold_all_ranks_of_the_model() -> None:
     part = dist.new_group([0, 1, 2])
     model = toy.build()
     if dist.get_rank() < 3:
@@ -203,10 +204,6 @@ def attach_model_that_reaches_outside() -> None:
         with pytest.raises(ValueError, match=outside):
             quantize_communication(model, process_group=part)
     quantize_communication(model, topology=2, process_group=dist.new_group(range(4))).remove()
-
-
-def test_a_process_group_must_hold_all_ranks_of_the_model() -> None:
-    run_ranks(attach_model_that_reaches_outside, 4, timeout=LIMIT)
 
 
 # -- host names ---------------------------------------------------------------------------------------
@@ -250,11 +247,12 @@ def test_host_names_that_torchrun_contradicts_are_warned_of() -> None:
     assert with_group == together
 
 
-def some_of_a_node() -> list[str]:
+@on_ranks(4, timeout=LIMIT)
+def test_a_part_of_the_ranks_of_a_node_is_no_contradiction() -> None:
     """Of four ranks on a node, two hold the model: fewer than torchrun started is no contradiction."""
     trainers = dist.new_group([0, 1])
     if dist.get_rank() > 1:
-        return []
+        return
     mesh = DeviceMesh.from_group(trainers, "cpu", mesh_dim_names=("dp",))
     found = []
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
@@ -264,17 +262,14 @@ def some_of_a_node() -> list[str]:
             quantize_communication(toy.build(mesh=mesh), process_group=trainers).remove()
             found.append(sum("LOCAL_WORLD_SIZE" in str(warning.message) for warning in caught))
     assert found == [0, 1]
-    return found
-
-
-def test_a_part_of_the_ranks_of_a_node_is_no_contradiction() -> None:
-    run_ranks(some_of_a_node, 4, timeout=LIMIT)
 
 
 # -- very many groups ---------------------------------------------------------------------------------
 
 
-def attach_to_very_many_groups() -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout=240)
+def test_more_than_4096_groups_have_random_bits() -> None:
     count = (1 << 12) + 3
     layers = [fully_shard(nn.Linear(2, 2, bias=False)) for _ in range(count)]
     config = SDP4BitConfig(
@@ -292,12 +287,8 @@ def attach_to_very_many_groups() -> None:
     assert last["weight_bits"] == last["gradient_bits"] == 4 and last["inter_bytes"] > 0
 
 
-@pytest.mark.slow
-def test_more_than_4096_groups_have_random_bits() -> None:
-    run_ranks(attach_to_very_many_groups, 2, timeout=240)
-
-
-def too_many_ranks() -> None:
+@on_ranks(4, timeout=LIMIT)
+def test_what_random_bits_cannot_tell_apart_is_refused() -> None:
     model = toy.build()
     for limit, message in (
         ("MAX_RANKS", "4 data-parallel ranks are"),
@@ -308,7 +299,3 @@ def too_many_ranks() -> None:
             pytest.raises(ValueError, match=rf"{message} more than the 3 .*\[ranks 0, 1, 2, 3\]"),
         ):
             quantize_communication(model, topology=2)
-
-
-def test_what_random_bits_cannot_tell_apart_is_refused() -> None:
-    run_ranks(too_many_ranks, 4, timeout=LIMIT)

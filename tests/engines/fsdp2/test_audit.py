@@ -18,7 +18,7 @@ from sdp4bit import AuditConfig, ReplicaMismatchError, SDP4BitConfig, WeightConf
 from sdp4bit.config import ReplicaPlacement
 from sdp4bit.engines import audit
 from sdp4bit.quantization.checksum import checksum
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.toy import QUANTIZED, Run, assert_replicas_identical, build
 
 EVERY_STEP = AuditConfig(interval=1)
@@ -149,21 +149,13 @@ def check_resync(replica: ReplicaPlacement) -> None:
     assert run.comm.audit()
 
 
-def check_resyncs() -> None:
+@on_ranks(4)
+def test_a_resync_heals_a_flipped_bit() -> None:
     check_resync("node")
     check_resync("full")
 
 
-def test_a_resync_heals_a_flipped_bit() -> None:
-    run_ranks(check_resyncs, 4)
-
-
 # -- no false alarms ------------------------------------------------------------------------------------
-
-
-def check_quiet() -> None:
-    """Audits at every step find nothing and change no loss, whatever happens between them."""
-    assert eventful(EVERY_STEP) == eventful(None) == eventful(EVERY_STEP, "full")
 
 
 def eventful(audit_config: AuditConfig | None, replica: ReplicaPlacement = "node") -> list[float]:
@@ -190,14 +182,17 @@ def eventful(audit_config: AuditConfig | None, replica: ReplicaPlacement = "node
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_no_false_alarm_over_freezing_saving_loading_resyncs_and_evaluation() -> None:
-    run_ranks(check_quiet, 4)
+    """Audits at every step find nothing and change no loss, whatever happens between them."""
+    assert eventful(EVERY_STEP) == eventful(None) == eventful(EVERY_STEP, "full")
 
 
 # -- what an audit costs --------------------------------------------------------------------------------
 
 
-def check_cost() -> None:
+@on_ranks(4)
+def test_an_audit_is_one_collective_of_eight_bytes_per_group() -> None:
     calls = []
     gather = audit.all_gather_dense
 
@@ -214,10 +209,6 @@ def check_cost() -> None:
     assert run.comm.audit()
     assert run.comm.stats()["total"]["collectives"] == before + 1
     assert calls == [8 * groups] * 3
-
-
-def test_an_audit_is_one_collective_of_eight_bytes_per_group() -> None:
-    run_ranks(check_cost, 4)
 
 
 # -- settings -------------------------------------------------------------------------------------------

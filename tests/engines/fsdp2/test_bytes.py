@@ -24,7 +24,7 @@ from sdp4bit import GradientConfig, SDP4BitConfig
 from sdp4bit.collectives import exchange
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.traffic import Traffic
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.toy import POLICY, QUANTIZED, Run, adamw, batches, build, data_mesh, train
 
 LAYOUTS = [(2, 2), (4, 1), (1, 4), (3, 2)]
@@ -154,7 +154,8 @@ def test_odd_sizes_cost_the_formula_plus_the_padding_that_is_reported(layout: An
         assert 0 < reported["padding_bytes"] < 0.05 * (intra + inter)
 
 
-def check_one_node() -> None:
+@on_ranks(2)
+def test_on_one_node_weights_are_quantized_only_where_that_saves_bytes() -> None:
     """Weights equal plain FSDP2's bit for bit unless quantizing them saves bytes; what is left is told."""
     plain = Run(build(), None).train(2).finish()
     configs = [replace(QUANTIZED, gradients=None), QUANTIZED]
@@ -179,7 +180,3 @@ def check_one_node() -> None:
             assert gradients.plain_intra_bytes == 4 * rows
             assert f"sends {gradients.intra_bytes:,.0f} instead of {4 * rows:,} bytes to reduce" in texts[0]
             assert f"and {2 * rows:,} to gather their weights" in texts[0]
-
-
-def test_on_one_node_weights_are_quantized_only_where_that_saves_bytes() -> None:
-    run_ranks(check_one_node, 2)

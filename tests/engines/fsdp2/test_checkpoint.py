@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
 from tests import toy
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 NODE = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
 STOCHASTIC = replace(NODE, weights=WeightConfig(replica="full", rounding="stochastic"))
@@ -191,15 +191,16 @@ def test_other_ranks_or_nodes_resume_from_a_refresh_in_full_precision(steps: int
 # -- foreign state ------------------------------------------------------------------------------------
 
 
-def load_foreign_state(folder: str) -> None:
+@on_ranks(4, timeout=LIMIT)
+def test_foreign_state_is_used_on_no_rank(tmp_path: Path) -> None:
     """State that does not belong to these weights on every rank is used on none."""
     job = Job(NODE)
     job.train(BEFORE)
     weights, rank = job.model.state_dict(), dist.get_rank()
-    torch.save(job.comm.state_dict(), f"{folder}/{rank}.pt")
+    torch.save(job.comm.state_dict(), f"{tmp_path}/{rank}.pt")
     dist.barrier()
-    own = torch.load(f"{folder}/{rank}.pt", weights_only=True)
-    of_first_rank = torch.load(f"{folder}/0.pt", weights_only=True)
+    own = torch.load(f"{tmp_path}/{rank}.pt", weights_only=True)
+    of_first_rank = torch.load(f"{tmp_path}/0.pt", weights_only=True)
 
     def loaded(state: dict[str, Any]) -> Job:
         fresh = Job(NODE)
@@ -228,16 +229,12 @@ def load_foreign_state(folder: str) -> None:
     weights = job.model.state_dict()
     with expect_warnings(FOREIGN):
         assert_refreshed_in_full(loaded(own))
-    torch.save(job.comm.state_dict(), f"{folder}/{rank}.pt")
-    own = torch.load(f"{folder}/{rank}.pt", weights_only=True)
+    torch.save(job.comm.state_dict(), f"{tmp_path}/{rank}.pt")
+    own = torch.load(f"{tmp_path}/{rank}.pt", weights_only=True)
     if rank == 2:
         weights["head.weight"].to_local().view(torch.int32)[0, 0] += 1
     with expect_warnings(FOREIGN):
         assert_refreshed_in_full(loaded(own))
-
-
-def test_foreign_state_is_used_on_no_rank(tmp_path: Path) -> None:
-    run_ranks(load_foreign_state, 4, str(tmp_path), timeout=LIMIT)
 
 
 def equal_states(one: Any, other: Any) -> bool:
@@ -248,7 +245,8 @@ def equal_states(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-def load_something_else() -> None:
+@on_ranks(4, timeout=LIMIT)
+def test_what_is_no_communication_state_is_an_error_and_changes_nothing() -> None:
     job, twin = Job(NODE), Job(NODE)
     for each in (job, twin):
         each.train(1)
@@ -265,10 +263,6 @@ def load_something_else() -> None:
             job.comm.load_state_dict(content)
         assert equal_states(job.comm.state_dict(), state)
     assert job.train(2) == twin.train(2)
-
-
-def test_what_is_no_communication_state_is_an_error_and_changes_nothing() -> None:
-    run_ranks(load_something_else, 4, timeout=LIMIT)
 
 
 # -- loads that bypass the handle ---------------------------------------------------------------------
@@ -306,11 +300,12 @@ def bypasses(folder: str) -> list[tuple[str, Callable[[nn.Module], Any]]]:
     ]
 
 
-def load_behind_the_handle(folder: str) -> None:
+@on_ranks(4, timeout=LIMIT)
+def test_loads_that_bypass_the_handle_lead_to_a_refresh_in_full_precision(tmp_path: Path) -> None:
     job = Job(NODE)
     job.train(1)
     with expect_warnings("weights ("):  # once, for three loads in a row
-        for index, (name, load) in enumerate(bypasses(folder)):
+        for index, (name, load) in enumerate(bypasses(str(tmp_path))):
             # With a step pending, and after a forward that left nothing pending and the root unsharded.
             for settled in (False, True) if index % 2 == 0 else (False,):
                 job.train(1)
@@ -319,10 +314,6 @@ def load_behind_the_handle(folder: str) -> None:
                     load(job.model)
                     assert_refreshed_in_full(job, name)
                 assert before is None or not torch.equal(job.logits(), before), name
-
-
-def test_loads_that_bypass_the_handle_lead_to_a_refresh_in_full_precision(tmp_path: Path) -> None:
-    run_ranks(load_behind_the_handle, 4, str(tmp_path), timeout=LIMIT)
 
 
 # -- what is saved ------------------------------------------------------------------------------------
@@ -337,7 +328,8 @@ def leaves(state: Any) -> Iterator[Any]:
         yield state
 
 
-def save_without_a_trace(folder: str) -> None:
+@on_ranks(4, timeout=LIMIT)
+def test_saving_changes_nothing_and_holds_plain_values(tmp_path: Path) -> None:
     """Saving is a function of the moment, changes nothing, and holds plain values."""
     job, twin, plain = Job(NODE), Job(NODE), Job(None)
     template = job.comm.state_dict()
@@ -360,17 +352,13 @@ def save_without_a_trace(folder: str) -> None:
         assert value.placements == state["replica"][name].placements
 
     # The handle is a Stateful, also for a save in the background of further steps.
-    pending = dcp.async_save({"comm": job.comm}, checkpoint_id=f"{folder}/later")
+    pending = dcp.async_save({"comm": job.comm}, checkpoint_id=f"{tmp_path}/later")
     job.train(1)
     pending.result()
     assert not equal_states(job.comm.state_dict(), state)
     twin.comm.resync()
-    dcp.load({"comm": twin.comm}, checkpoint_id=f"{folder}/later")
+    dcp.load({"comm": twin.comm}, checkpoint_id=f"{tmp_path}/later")
     assert equal_states(twin.comm.state_dict(), state)
     # A template from before the first forward is filled like any other.
-    dcp.load({"comm": template}, checkpoint_id=f"{folder}/later")
+    dcp.load({"comm": template}, checkpoint_id=f"{tmp_path}/later")
     assert equal_states(template, state)
-
-
-def test_saving_changes_nothing_and_holds_plain_values(tmp_path: Path) -> None:
-    run_ranks(save_without_a_trace, 4, str(tmp_path), timeout=LIMIT)

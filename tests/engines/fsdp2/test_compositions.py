@@ -1,4 +1,4 @@
-"""FSDP2 integration, compositions: other features of FSDP2 and of PyTorch beside quantized communication.
+"""FSDP2 integration, compositions: other features of FSDP2 and PyTorch beside quantized communication.
 
 Layer: real processes over gloo, 2 nodes x 2 ranks, or x 1 rank for what is the same on one level. A feature
 trains with plain FSDP2, with replicas that lose nothing (bit-equal to plain FSDP2) and quantized (a few
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
-from tests.ranks import run_ranks
-from tests.toy import (
-    QUANTIZED,
-    Run,
-    adamw,
-    assert_close_to_plain,
-    assert_variants_equal,
-    build,
-)
+from sdp4bit.collectives.scratch import Scratch
+from tests.ranks import on_ranks, run_ranks
+from tests.toy import QUANTIZED, Run, ToyGPT, adamw, assert_close_to_plain, assert_variants_equal, build
 
 
 def accumulate(config: SDP4BitConfig | None, reductions: int) -> list[float]:
@@ -54,14 +49,11 @@ def without_blocks(config: SDP4BitConfig | None) -> list[float]:
     return run.finish()
 
 
-def check_iterations() -> None:
+@on_ranks(2)
+def test_accumulated_gradients_are_reduced_once_and_blocks_may_be_skipped() -> None:
     assert_close_to_plain(accumulate, 1)
     assert_close_to_plain(accumulate, 2)
     assert_close_to_plain(without_blocks)
-
-
-def test_accumulated_gradients_are_reduced_once_and_blocks_may_be_skipped() -> None:
-    run_ranks(check_iterations, 2)
 
 
 def evaluating(
@@ -80,12 +72,9 @@ def evaluating(
     return run.finish()
 
 
-def check_evaluations() -> None:
-    assert_variants_equal(evaluating, (), ((2, 0, 3),), ((0, 1, 0), (1, 0, 2)))
-
-
+@on_ranks(4)
 def test_evaluations_do_not_change_training() -> None:
-    run_ranks(check_evaluations, 4)
+    assert_variants_equal(evaluating, (), ((2, 0, 3),), ((0, 1, 0), (1, 0, 2)))
 
 
 FULL = replace(QUANTIZED, weights=WeightConfig(replica="full"))
@@ -100,14 +89,11 @@ def resharding(
     return Run(model, config).train(2).finish()
 
 
-def check_resharding() -> None:
+@on_ranks(4)
+def test_resharding_does_not_change_the_result() -> None:
     assert_variants_equal(resharding, (), (False, True), (False, False), (True, False))
     assert resharding(FULL, False, False) == resharding(FULL) == resharding(QUANTIZED)
     assert resharding(None, False, False) != resharding(None)  # FSDP2 itself misses its optimizer's steps
-
-
-def test_resharding_does_not_change_the_result() -> None:
-    run_ranks(check_resharding, 4)
 
 
 def gathering(config: SDP4BitConfig | None, ahead: bool) -> list[float]:
@@ -127,14 +113,11 @@ def gathering(config: SDP4BitConfig | None, ahead: bool) -> list[float]:
     return run.finish()
 
 
-def check_gathering() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_gathering_ahead_does_not_change_the_result() -> None:
     assert_variants_equal(gathering, (False,), (True,))
     assert gathering(FULL, True) == gathering(FULL, False)
-
-
-@pytest.mark.slow
-def test_gathering_ahead_does_not_change_the_result() -> None:
-    run_ranks(check_gathering, 4)
 
 
 class Noisy(nn.Module):
@@ -161,12 +144,9 @@ def dropping(config: SDP4BitConfig | None, recompute: str = "") -> list[float]:
     return Run(model, config).train(2).finish()
 
 
-def check_checkpointing() -> None:
-    assert_variants_equal(dropping, (), ("inside",), ("outside",))
-
-
+@on_ranks(4)
 def test_activation_checkpointing_with_dropout_does_not_change_the_result() -> None:
-    run_ranks(check_checkpointing, 4)
+    assert_variants_equal(dropping, (), ("inside",), ("outside",))
 
 
 def compiled(config: SDP4BitConfig | None) -> list[float]:
@@ -174,12 +154,9 @@ def compiled(config: SDP4BitConfig | None) -> list[float]:
     return Run(model, config, topology=1).train(2).finish()
 
 
-def check_compilation() -> None:
-    assert_close_to_plain(compiled)
-
-
+@on_ranks(2)
 def test_compiled_blocks_train_as_with_plain_fsdp2() -> None:
-    run_ranks(check_compilation, 2)
+    assert_close_to_plain(compiled)
 
 
 def optimizing(
@@ -206,12 +183,9 @@ def optimizing(
     return losses
 
 
-def check_optimizer_in_backward() -> None:
-    assert_variants_equal(optimizing, (), (True,), (True, False))
-
-
+@on_ranks(2)
 def test_optimizers_in_backward_equal_one_after_it() -> None:
-    run_ranks(check_optimizer_in_backward, 2)
+    assert_variants_equal(optimizing, (), (True,), (True, False))
 
 
 def clipping(config: SDP4BitConfig | None, foreach: bool) -> list[float]:
@@ -219,16 +193,14 @@ def clipping(config: SDP4BitConfig | None, foreach: bool) -> list[float]:
     return run.train(2).finish()
 
 
-def check_optimizers() -> None:
+@on_ranks(2)
+def test_clipping_and_every_kind_of_adamw_train_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(clipping, False)
     assert_close_to_plain(clipping, True)
 
 
-def test_clipping_and_every_kind_of_adamw_train_as_with_plain_fsdp2() -> None:
-    run_ranks(check_optimizers, 2)
-
-
-def check_start_step() -> None:
+@on_ranks(4)
+def test_gradients_are_dense_before_the_start_step() -> None:
     config = SDP4BitConfig(weights=None, gradients=GradientConfig(start_step=2, min_numel=0))
     plain, run = Run(build(), None).train(3), Run(build(), config)
     run.train(2)
@@ -241,11 +213,8 @@ def check_start_step() -> None:
     assert run.comm.stats()["last_step"]["inter_bytes"] < dense["inter_bytes"]
 
 
-def test_gradients_are_dense_before_the_start_step() -> None:
-    run_ranks(check_start_step, 4)
-
-
-def check_min_numel() -> None:
+@on_ranks(4)
+def test_rows_below_the_minimum_are_reduced_densely_and_counted() -> None:
     run = Run(build(), SDP4BitConfig(weights=None, gradients=GradientConfig(min_numel=1024))).train(1)
     small = 0
     for line, group in zip(run.comm.explain().splitlines()[2:], run.comm._state.groups, strict=False):
@@ -258,5 +227,117 @@ def check_min_numel() -> None:
     assert 0 < small < 4
 
 
-def test_rows_below_the_minimum_are_reduced_densely_and_counted() -> None:
-    run_ranks(check_min_numel, 4)
+# -- refreshes under way during the forward -----------------------------------------------------------
+
+
+def prefetch_blocks(model: ToyGPT) -> None:
+    """The root asks for all blocks, the first block for one that has been asked for already."""
+    first, second = model.blocks
+    model.set_modules_to_forward_prefetch([first, second])
+    first.set_modules_to_forward_prefetch([second])
+
+
+def scenario(
+    config: SDP4BitConfig | None,
+    topology: int,
+    replica: str,
+    prefetch: bool,
+    reshard: bool,
+    part: bool = False,
+) -> list[float]:
+    model = build(reshard_after_forward=reshard)
+    if prefetch:
+        prefetch_blocks(model)
+    if config is not None:
+        config = replace(config, weights=replace(config.weights, replica=replica))
+    options: dict[str, Any] = {}
+    if part:  # then only ranges of a row are refreshed
+        options["params"] = [p for name, p in model.named_parameters() if "bias" not in name]
+    run = Run(model, config, topology=topology, **options).train(2)
+    run.losses += [run.evaluate(), run.evaluate(torch.inference_mode)]
+    if run.comm is not None:
+        run.comm.resync()
+    losses = run.train(1).finish()
+    if run.comm is not None:
+        assert not any(group.replica.is_pending for group in run.comm._state.groups)
+        run.comm.remove()
+    return losses
+
+
+def compare(topology: int, replica: str) -> None:
+    for part in (False, True):
+        usual = (topology, replica, False, False, part)
+        assert_variants_equal(scenario, usual, (topology, replica, True, False, part))
+    usual = (topology, replica, False, True)
+    assert_variants_equal(scenario, usual, (topology, replica, True, True))
+
+
+def test_prefetched_weights_equal_others_bit_for_bit_on_one_rank_per_node() -> None:
+    run_ranks(compare, 2, 1, "node")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replica", ["node", "full"])
+def test_prefetched_weights_equal_others_bit_for_bit_on_two_levels(replica: str) -> None:
+    run_ranks(compare, 4, 2, replica)
+
+
+def watch_forward() -> tuple[list[list[bool]], int]:
+    """Return which replicas were pending when the first block began, in each of three steps."""
+    model = build()
+    prefetch_blocks(model)
+    run = Run(model, QUANTIZED, topology=1)
+    groups = {group.group.name: group.replica for group in run.comm._state.groups}
+    seen: list[list[bool]] = []
+    model.blocks[0].ln1.register_forward_pre_hook(
+        lambda *_: seen.append([groups[f"blocks.{index}"].is_pending for index in (0, 1)])
+    )
+    run.train(3)
+    return seen, len(groups)
+
+
+def test_the_exchange_of_the_next_block_is_under_way_while_this_one_computes() -> None:
+    for seen, groups in run_ranks(watch_forward, 2):
+        assert groups == 4
+        assert seen == [[False, True]] * 3
+
+
+def give_up_in_the_middle() -> tuple[list[float], list[float]]:
+    """A forward that fails on all ranks between two blocks leaves a refresh under way."""
+    results = []
+    for fails in (False, True):
+        model = build()
+        prefetch_blocks(model)
+        run = Run(model, QUANTIZED, topology=1).train(2)
+        if fails:
+            handle = model.blocks[0].ln2.register_forward_pre_hook(_raise)
+            with pytest.raises(InterruptedError):
+                run.evaluate()
+            handle.remove()
+            assert run.comm._state.groups[2].replica.is_pending
+            assert run.comm.measure()["weight_drift"] > 0
+            assert not run.comm._state.groups[2].replica.is_pending
+        results.append(run.evaluate())
+        run.comm.remove()
+        dist.barrier()
+    return results[0], results[1]
+
+
+def _raise(*_: Any) -> None:
+    raise InterruptedError
+
+
+def test_a_refresh_left_under_way_is_finished_by_whoever_needs_it() -> None:
+    for undisturbed, disturbed in run_ranks(give_up_in_the_middle, 2):
+        assert undisturbed == disturbed
+
+
+def test_slots_are_reused_and_keep_buffers_apart() -> None:
+    scratch = Scratch()
+    first, second = scratch.take_slot(), scratch.take_slot()
+    a = scratch.messages(f"send {first}", 1, 16, device=torch.device("cpu"))
+    b = scratch.messages(f"send {second}", 1, 16, device=torch.device("cpu"))
+    assert a.data_ptr() != b.data_ptr()
+    scratch.free_slot(first)
+    assert scratch.take_slot() == first
+    assert scratch.take_slot() not in (first, second)

@@ -1,16 +1,19 @@
 """FSDP2 integration: how edits of the weights are found, agreed on and sent, and what steps may change.
 
-Layer: real processes over gloo, 2 or 4 ranks, in as few starts as possible. That the usual ways to edit
-weights equal plain FSDP2 is the matter of test_fsdp_followed_edits.py.
+Layer: real processes over gloo, 2 or 4 ranks, in as few starts as possible. Each of the ways in which users
+edit weights (`weight_edits.py`) is tried with plain FSDP2, with replicas in full precision (equal bit for
+bit) and with the default method. docs/fsdp2.md lists the ways; a test keeps the list up to date.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +21,10 @@ from torch.distributed.fsdp import fully_shard
 
 from sdp4bit import SDP4BitConfig, WeightConfig, quantize_communication
 from sdp4bit.quantization.layout import MessageLayout
-from tests.ranks import run_ranks
+from tests import ROOT
+from tests.engines.fsdp2 import weight_edits
+from tests.engines.fsdp2.edited_runs import WAYS, faults_of
+from tests.ranks import on_ranks, run_ranks
 from tests.toy import (
     LOSSLESS,
     POLICY,
@@ -31,6 +37,8 @@ from tests.toy import (
     data_mesh,
     loss_of,
 )
+
+PRELOAD = [weight_edits.__name__]  # which registers the ways
 
 
 def fresh_groups(run: Run) -> set[str]:
@@ -70,46 +78,6 @@ class CountedReductions:
 
     def __exit__(self, *_: object) -> None:
         dist.all_reduce = self._all_reduce
-
-
-def check_agreement() -> None:
-    """One rank edits its shard in a way that nothing counts; all ranks use the new weights at once."""
-    plain, run = (Run(build(), config).train(1) for config in (None, LOSSLESS))
-    before = run.evaluate()
-    assert before == plain.evaluate()
-    for each in (plain, run):
-        each.model.reshard()
-        if dist.get_rank() == 1:
-            each.model.blocks[0].fc1.weight.to_local().data.mul_(0.5)
-    with CountedReductions() as counted:
-        assert run.evaluate() == plain.evaluate() != before
-    assert counted.count == 2  # who has seen an edit, and how large it is
-
-    # A forward without an edit asks once for all groups; one after a step does not ask.
-    run.model.reshard()
-    with CountedReductions() as counted:
-        run.evaluate()
-    assert counted.count == 1
-    run.model.reshard()
-    with CountedReductions() as counted:
-        run.backward()
-    assert counted.count == 1
-    run.step()
-    with CountedReductions() as counted:
-        run.train(2)
-    assert counted.count == 0
-
-    # Outside of a forward each group asks for itself, so that an edit between two of them is found.
-    plain, run = (Run(build(), config).train(1) for config in (None, LOSSLESS))
-    for each in (plain, run):
-        each.evaluate()
-        each.model.reshard()
-        for block in each.model.blocks:
-            block.unshard()
-            block.reshard()
-            for parameter in each.model.blocks[1].parameters():
-                parameter.data.mul_(1.5)
-    assert run.evaluate() == plain.evaluate()
 
 
 def check_sizes() -> None:
@@ -198,18 +166,52 @@ def check_replaced() -> None:
         assert_close_to_plain(edited, name)
 
 
-def check_two_ranks() -> None:
+@on_ranks(2)
+def test_edits_are_sent_by_their_size_and_steps_hold_them() -> None:
     check_sizes()
     check_edits_after_steps()
     check_replaced()
 
 
-def test_edits_are_sent_by_their_size_and_steps_hold_them() -> None:
-    run_ranks(check_two_ranks, 2)
-
-
+@on_ranks(4)
 def test_all_ranks_follow_the_edit_of_one_and_a_step_asks_nothing() -> None:
-    run_ranks(check_agreement, 4)
+    """One rank edits its shard in a way that nothing counts; all ranks use the new weights at once."""
+    plain, run = (Run(build(), config).train(1) for config in (None, LOSSLESS))
+    before = run.evaluate()
+    assert before == plain.evaluate()
+    for each in (plain, run):
+        each.model.reshard()
+        if dist.get_rank() == 1:
+            each.model.blocks[0].fc1.weight.to_local().data.mul_(0.5)
+    with CountedReductions() as counted:
+        assert run.evaluate() == plain.evaluate() != before
+    assert counted.count == 2  # who has seen an edit, and how large it is
+
+    # A forward without an edit asks once for all groups; one after a step does not ask.
+    run.model.reshard()
+    with CountedReductions() as counted:
+        run.evaluate()
+    assert counted.count == 1
+    run.model.reshard()
+    with CountedReductions() as counted:
+        run.backward()
+    assert counted.count == 1
+    run.step()
+    with CountedReductions() as counted:
+        run.train(2)
+    assert counted.count == 0
+
+    # Outside of a forward each group asks for itself, so that an edit between two of them is found.
+    plain, run = (Run(build(), config).train(1) for config in (None, LOSSLESS))
+    for each in (plain, run):
+        each.evaluate()
+        each.model.reshard()
+        for block in each.model.blocks:
+            block.unshard()
+            block.reshard()
+            for parameter in each.model.blocks[1].parameters():
+                parameter.data.mul_(1.5)
+    assert run.evaluate() == plain.evaluate()
 
 
 class Positions(nn.Module):
@@ -323,17 +325,14 @@ def train_alone(config: SDP4BitConfig | None) -> list[float]:
     return losses
 
 
-def check_steps() -> None:
+@on_ranks(2)
+def test_what_steps_change_does_not_depend_on_the_optimizer_of_one_rank() -> None:
     check_filtered()
     assert train_alone(LOSSLESS) == train_alone(None)
     for keep in (False, True):
         assert_close_to_plain(freezing, keep)
     plain, lossless = alternating(None), alternating(LOSSLESS)
     assert plain == lossless
-
-
-def test_what_steps_change_does_not_depend_on_the_optimizer_of_one_rank() -> None:
-    run_ranks(check_steps, 2)
 
 
 def resuming(replica: str) -> None:
@@ -357,10 +356,44 @@ def resuming(replica: str) -> None:
         assert runs[0] == runs[1], thaw
 
 
-def check_resume() -> None:
+@on_ranks(4)
+def test_frozen_parts_resume_bit_for_bit() -> None:
     for replica in ("node", "full"):
         resuming(replica)
 
 
-def test_frozen_parts_resume_bit_for_bit() -> None:
-    run_ranks(check_resume, 4)
+# -- the ways that users know -------------------------------------------------------------------------
+
+
+def find_faults(names: list[str], topology: int) -> dict[str, list[str]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {name: faults_of(name, topology) for name in names}
+
+
+def merged(ranks: list[dict[str, list[str]]]) -> dict[str, list[str]]:
+    return {
+        name: [f"rank {rank}: {fault}" for rank, faults in enumerate(ranks) for fault in faults[name]]
+        for name in ranks[0]
+    }
+
+
+@pytest.fixture(scope="module")
+def faults() -> dict[str, list[str]]:
+    return merged(run_ranks(find_faults, 2, list(WAYS), 1, timeout=280))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_edits_are_followed_as_by_plain_fsdp2(faults: dict[str, list[str]], name: str) -> None:
+    assert not faults[name], "\n".join(faults[name])
+
+
+def test_nodes_of_two_ranks_follow_too() -> None:
+    name = "averages_copied_in_and_out"
+    assert merged(run_ranks(find_faults, 4, [name], 2)) == {name: []}
+
+
+def test_the_documentation_lists_exactly_these_ways() -> None:
+    page = (ROOT / "docs" / "fsdp2.md").read_text()
+    section = page.partition("\n## What we follow\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(WAYS)

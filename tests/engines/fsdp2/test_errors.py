@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,7 @@ from torch.optim import optimizer as optimizers
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
 from tests import toy
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 LIMIT = 150.0
 
@@ -99,7 +98,8 @@ def held(*tensors: torch.Tensor, policy: MixedPrecisionPolicy | None = None, **o
 # -- models -------------------------------------------------------------------------------------------
 
 
-def unsuitable_models() -> None:
+@on_ranks(4, timeout=LIMIT)
+def test_models_that_cannot_be_quantized_are_refused() -> None:
     refuse(nn.Linear(4, 4), "Linear has no FSDP2 modules: call torch.distributed.fsdp.fully_shard")
     refuse(fully_shard(nn.Sequential(nn.ReLU())), "hold no parameters")
 
@@ -123,7 +123,8 @@ def unsuitable_models() -> None:
     accept(summed, config="qwd", topology=2)
 
 
-def mesh_per_parameter() -> None:
+@on_ranks(4, timeout=LIMIT)
+def test_a_mesh_per_parameter_is_refused() -> None:
     common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
     if not hasattr(common, "ShardPlacementResult"):
         return  # torch before 2.12 has one mesh per module
@@ -142,7 +143,8 @@ class OtherAllGather:
     """Somebody else's communication; never called here."""
 
 
-def occupied_models() -> None:
+@on_ranks(4, timeout=LIMIT)
+def test_models_with_custom_communication_are_refused() -> None:
     attached = toy.build()
     comm = quantize_communication(attached, topology=2)
     refuse(attached, "is attached already: call remove() on the first handle", topology=2)
@@ -169,19 +171,11 @@ def occupied_models() -> None:
     refuse(symmetric, "has custom communication (SymmMemAllGather", "set_symm_mem_for_comm", topology=2)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [unsuitable_models, mesh_per_parameter, occupied_models],
-    ids=lambda f: f.__name__,
-)
-def test_models_that_cannot_be_attached_to_are_refused(case: Callable[[], None]) -> None:
-    run_ranks(case, 4, timeout=LIMIT)
-
-
 # -- settings -----------------------------------------------------------------------------------------
 
 
-def impossible_topologies() -> None:
+@on_ranks(4, timeout=LIMIT)
+def test_topologies_that_do_not_fit_are_refused() -> None:
     model = toy.build()
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inter", "intra"))
     refuse(model, "topology=3 ranks per node does not divide the 4 ranks: use one of [1, 2, 4]", topology=3)
@@ -198,7 +192,8 @@ def impossible_topologies() -> None:
 HOST = "sdp4bit.engines.agreement.host_name"
 
 
-def uneven_hosts() -> None:
+@on_ranks(4, timeout=LIMIT)
+def test_hosts_with_unequal_ranks_are_refused() -> None:
     model = toy.build()
     for hosts, message in (("aaab", "unequally over the nodes (a: 3, b: 1)"), ("abab", "node-major order")):
         with mock.patch(HOST, return_value=f"host-{hosts[dist.get_rank()]}"):
@@ -211,7 +206,8 @@ def uneven_hosts() -> None:
         comm.remove()
 
 
-def settings_of_ranks_differ() -> None:
+@on_ranks(4, timeout=LIMIT)
+def test_settings_that_differ_between_ranks_are_refused_and_named() -> None:
     model, first = toy.build(), dist.get_rank() == 0
     grid = init_device_mesh("cpu", (2, 2))
     # What differs is named, and nothing else.
@@ -255,7 +251,8 @@ def settings_of_ranks_differ() -> None:
     accept(model, topology=2, skip={"blocks.0", "norm"})
 
 
-def one_rank_fails() -> None:
+@on_ranks(4, timeout=LIMIT)
+def test_what_one_rank_cannot_do_is_refused_by_all() -> None:
     model, last = toy.build(), dist.get_rank() == 3
 
     def fail(name: str) -> bool:
@@ -292,15 +289,6 @@ def one_rank_fails() -> None:
     accept(model, topology=2)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [impossible_topologies, uneven_hosts, settings_of_ranks_differ, one_rank_fails],
-    ids=lambda f: f.__name__,
-)
-def test_settings_that_cannot_work_are_refused_by_all_ranks(case: Callable[[], None]) -> None:
-    run_ranks(case, 4, timeout=LIMIT)
-
-
 # -- warnings and the rest ----------------------------------------------------------------------------
 
 
@@ -314,7 +302,8 @@ def warned(model: nn.Module, **options: Any) -> list[str]:
     return [str(w.message) for w in ours]
 
 
-def odd_but_possible() -> None:
+@on_ranks(4, timeout=LIMIT)
+def test_settings_that_do_less_than_asked_for_are_warned_about() -> None:
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     inside, text = warned(toy.build(mesh=hybrid), topology=2)
     assert inside.startswith("sdp4bit: all parameter groups are sharded inside one node")
@@ -334,11 +323,8 @@ def odd_but_possible() -> None:
     assert warned(toy.build(), topology=2) == []
 
 
-def test_settings_that_do_less_than_asked_for_are_warned_about() -> None:
-    run_ranks(odd_but_possible, 4, timeout=LIMIT)
-
-
-def mesh_and_count_agree() -> None:
+@on_ranks(4, timeout=LIMIT)
+def test_a_mesh_means_the_same_as_the_number_of_its_columns() -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inter", "intra"))
     # One (inter, intra) mesh per data-parallel group, side by side as under tensor parallelism.
     cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("inter", "intra", "tp"))
@@ -351,10 +337,6 @@ def mesh_and_count_agree() -> None:
             runs.append(toy.train(model, toy.adamw(model), toy.batches(), 2))
             assert comm.stats()["last_step"]["inter_bytes"] > 0
         assert runs[0] == runs[1]
-
-
-def test_a_mesh_means_the_same_as_the_number_of_its_columns() -> None:
-    run_ranks(mesh_and_count_agree, 4, timeout=LIMIT)
 
 
 def test_without_a_process_group_the_error_says_how_to_get_one() -> None:

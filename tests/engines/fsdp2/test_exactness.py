@@ -182,6 +182,16 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(runs: Runs, s
     assert outcomes(runs["another seed"]) != outcomes(runs["sdp4bit"])
 
 
+@pytest.mark.slow
+def test_random_signs_are_another_rounding_of_the_same_run(runs: Runs, steps: int) -> None:
+    config = SDP4BitConfig(gradients=GradientConfig(random_signs=True))
+    losses, stats, _ = run_ranks(train_with, 4, config, 2, steps)[0]
+    without, _, _ = runs["sdp4bit"][0]
+    assert losses != without
+    assert losses == pytest.approx(without, rel=0.05)
+    assert 0 < stats["gradient_error"] < 0.3
+
+
 def test_all_back_ends_give_the_same_losses(runs: Runs, steps: int) -> None:
     pytest.importorskip("numba")
     kernels = run_ranks(train_with, 4, SDP4BitConfig(), 2, steps, backend="numba")

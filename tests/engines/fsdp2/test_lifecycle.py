@@ -1,4 +1,4 @@
-"""FSDP2 integration, life of a handle: attach, convert, report, remove; nothing global is left or touched.
+"""FSDP2 integration, life of a handle: attach, convert, report, remove; FSDP2 set otherwise meanwhile.
 
 Layer: real processes over gloo, 2 nodes x 2 ranks, or x 1 rank for what is the same on one level.
 """
@@ -8,18 +8,23 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import optimizer as torch_optimizer
 
 import sdp4bit
-from sdp4bit import SDP4BitConfig
+from sdp4bit import SDP4BitConfig, quantize_communication
 from sdp4bit.engines.fsdp2.groups import find_groups
-from tests.ranks import run_ranks
+from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
+from tests import toy
+from tests.ranks import on_ranks, run_ranks
 from tests.toy import LOSSLESS, QUANTIZED, Run, ToyGPT, adamw, assert_close_to_plain, build, shard
 
 
@@ -46,13 +51,10 @@ def converting(config: SDP4BitConfig | None) -> list[float]:
     return run.train(2).finish()
 
 
-def check_materialization() -> None:
+@on_ranks(2)
+def test_models_may_be_attached_without_storage_and_converted_later() -> None:
     assert_close_to_plain(materializing)
     assert_close_to_plain(converting)
-
-
-def test_models_may_be_attached_without_storage_and_converted_later() -> None:
-    run_ranks(check_materialization, 2)
 
 
 def gradients_divided_by(factor: float | None) -> list[torch.Tensor]:
@@ -64,13 +66,10 @@ def gradients_divided_by(factor: float | None) -> list[torch.Tensor]:
     return [parameter.grad.to_local() for parameter in run.model.parameters()]
 
 
-def check_divide_factor() -> None:
+@on_ranks(4)
+def test_a_divide_factor_set_later_divides_quantized_gradients() -> None:
     for usual, divided in zip(gradients_divided_by(None), gradients_divided_by(2.0), strict=True):
         assert torch.equal(usual * 2, divided)
-
-
-def test_a_divide_factor_set_later_divides_quantized_gradients() -> None:
-    run_ranks(check_divide_factor, 4)
 
 
 def hooks_of(model: nn.Module) -> list[Any]:
@@ -86,7 +85,8 @@ def hooks_of(model: nn.Module) -> list[Any]:
     ]
 
 
-def check_removal() -> None:
+@on_ranks(4)
+def test_a_handle_can_be_removed_and_its_model_attached_again() -> None:
     plain = Run(build(), None).train(4)
     run = Run(build(), None)
     hooks = hooks_of(run.model)
@@ -108,11 +108,8 @@ def check_removal() -> None:
     assert (comm.stats()["steps"], again.stats()["steps"]) == (2, 1)
 
 
-def test_a_handle_can_be_removed_and_its_model_attached_again() -> None:
-    run_ranks(check_removal, 4)
-
-
-def check_steps_alone() -> None:
+@on_ranks(1)
+def test_steps_are_counted_where_nothing_is_sent() -> None:
     run = Run(build(), QUANTIZED, topology=1)
     parameters = list(run.model.parameters())
     halves = [parameters[::2], parameters[1::2]]
@@ -135,11 +132,8 @@ def check_steps_alone() -> None:
     assert run.comm.stats()["steps"] == 7
 
 
-def test_steps_are_counted_where_nothing_is_sent() -> None:
-    run_ranks(check_steps_alone, 1)
-
-
-def check_collection() -> None:
+@on_ranks(2)
+def test_a_dropped_model_is_collected_with_its_handle_or_without_it_after_removal() -> None:
     other, removed, dropped = (Run(build(), QUANTIZED, topology=1).train(1) for _ in range(3))
     handle = removed.comm
     handle.remove()
@@ -150,11 +144,8 @@ def check_collection() -> None:
     other.train(1)  # its optimizer's hooks meet what is left of the dropped model
 
 
-def test_a_dropped_model_is_collected_with_its_handle_or_without_it_after_removal() -> None:
-    run_ranks(check_collection, 2)
-
-
-def check_random_state() -> None:
+@on_ranks(4)
+def test_the_global_random_state_is_not_touched() -> None:
     model = build()
     state, python_state = torch.get_rng_state(), random.getstate()
     run = Run(model, QUANTIZED).train(2)
@@ -169,11 +160,8 @@ def check_random_state() -> None:
     assert random.getstate() == python_state
 
 
-def test_the_global_random_state_is_not_touched() -> None:
-    run_ranks(check_random_state, 4)
-
-
-def check_reports() -> None:
+@on_ranks(4)
+def test_reports_add_up() -> None:
     run = Run(build(), None)
     comm = sdp4bit.quantize_communication(run.model, topology=2, skip=["norm"])
     nothing = {"intra_bytes": 0, "inter_bytes": 0, "padding_bytes": 0, "collectives": 0}
@@ -219,5 +207,116 @@ def check_reports() -> None:
     assert [int(cell.replace(",", "")) for cell in norm.split()[-2:]] == [3 * rows * 4] * 2
 
 
-def test_reports_add_up() -> None:
-    run_ranks(check_reports, 4)
+# -- steps, removal and settings of FSDP2 after attaching ---------------------------------------------
+
+
+LIMIT = 150.0
+
+
+# -- compiled steps -----------------------------------------------------------------------------------
+
+
+def train_compiled(backend: str | None) -> list[float]:
+    """Return losses of a run; every step is noticed as it is taken."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(64, 64))
+    comm = quantize_communication(model, topology=1)
+    optimizer = toy.adamw(model, fused=False, foreach=False)
+    step = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
+    data = torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    losses = []
+    for number in range(1, 4):
+        loss = model(data).pow(2).mean()
+        loss.backward()
+        step()
+        assert comm.stats()["steps"] == number
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert comm.stats()["last_step"]["inter_bytes"] > 0
+    comm.remove()
+    return losses
+
+
+@on_ranks(2, timeout=180)
+def test_steps_of_a_compiled_optimizer_are_noticed() -> None:
+    expected = train_compiled(None)
+    assert expected[-1] < expected[0]
+    for backend in ("eager", "aot_eager"):
+        torch.compiler.reset()
+        assert train_compiled(backend) == expected
+
+
+# -- removal ------------------------------------------------------------------------------------------
+
+
+def outputs_after_removal(reshard: bool) -> None:
+    """Also where FSDP2 left parameters unsharded: the root, and blocks that are not resharded."""
+    model = toy.build(reshard_after_forward=reshard)
+    comm = quantize_communication(model, topology=2)
+    toy.train(model, toy.adamw(model), toy.batches(), 3)
+    plain = toy.build(reshard_after_forward=reshard)
+    plain.load_state_dict(model.state_dict())
+    tokens, _ = batch = next(toy.batches(seed=1))
+    with torch.no_grad():
+        assert not torch.equal(model(tokens), plain(tokens))  # the replica is not the main weights
+        comm.remove()
+        assert torch.equal(model(tokens), plain(tokens))
+    for each in (model, plain):
+        toy.loss_of(each, batch).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+
+
+@on_ranks(4, timeout=LIMIT)
+def test_outputs_after_removal_are_those_of_plain_fsdp2() -> None:
+    outputs_after_removal(True)
+    outputs_after_removal(False)
+
+
+# -- settings of FSDP2 -------------------------------------------------------------------------------
+
+
+def failure_of(action: Callable[[], Any]) -> list[str]:
+    """Return what the action raises on each rank."""
+    with pytest.raises(ValueError) as caught:
+        action()
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, str(caught.value))
+    return texts
+
+
+def change_after_attaching(change: str) -> list[str]:
+    """Attach, take a step, change what FSDP2 does, and return the error of each rank in the next step."""
+    model = toy.build()
+    comm = quantize_communication(model, topology=2)
+    optimizer, data = toy.adamw(model), toy.batches()
+    toy.train(model, optimizer, data, 1)
+    if change == "reshard to a part":
+        with pytest.raises(ValueError, match="reshard_after_forward should be a bool"):
+            model.set_reshard_after_forward(2)
+        # Stands in for an FSDP2 that accepts an int here, as fully_shard does.
+        like = toy.build(reshard_after_forward=2)
+        for block, other in zip(model.blocks, like.blocks, strict=True):
+            (group,), (source,) = map(param_groups_of, (block, other))
+            for part in (group, *group.fsdp_params):
+                part.post_forward_mesh_info = source.post_forward_mesh_info
+    else:
+        model.set_force_sum_reduction_for_comms(False)
+        for block in model.blocks:
+            block.set_force_sum_reduction_for_comms(False)
+            block.set_gradient_divide_factor(2.0)
+    assert comm.stats()["steps"] == 1
+    return failure_of(lambda: toy.train(model, optimizer, data, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("reshard to a part", "blocks.1: gathered over 2 instead of 4 ranks; an int reshard_after_forward"),
+        ("divide before the sum", "blocks.1: FSDP2 asks for the reduction RedOpType.PREMUL_SUM"),
+    ],
+)
+def test_changes_that_cannot_be_quantized_are_refused_when_they_matter(change: str, message: str) -> None:
+    texts = run_ranks(change_after_attaching, 4, change, timeout=LIMIT)
+    assert all(text.startswith(message) for text in texts[0])
+    assert len(set(texts[0])) == 1

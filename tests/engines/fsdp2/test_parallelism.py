@@ -1,6 +1,6 @@
 """FSDP2 integration, other parallelism: tensor parallelism, hybrid sharding, pipelines.
 
-Layer: 4 real processes over gloo. Results are held against plain FSDP2's as in test_fsdp_compositions.
+Layer: 4 real processes over gloo. Results are held against plain FSDP2's as in test_compositions.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import sdp4bit
 from sdp4bit import AuditConfig, GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.engines.fsdp2.communication import reduce_over_copies
 from sdp4bit.quantization.layout import MessageLayout
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.toy import (
     LOSSLESS,
     POLICY,
@@ -124,17 +124,14 @@ def tensor_parallel(config: SDP4BitConfig | None, topology: int, sequence: bool 
     return losses
 
 
-def check_tensor_parallelism() -> None:
+@on_ranks(4)
+def test_tensor_parallelism_trains_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(tensor_parallel, 2)
     assert_close_to_plain(tensor_parallel, 2, True)
     plain = tensor_parallel(None, 2)
     for topology in (2, 4):
         assert tensor_parallel(IDENTITY, topology) == plain
         assert tensor_parallel(STOCHASTIC, topology) != plain
-
-
-def test_tensor_parallelism_trains_as_with_plain_fsdp2() -> None:
-    run_ranks(check_tensor_parallelism, 4)
 
 
 def check_parts() -> None:
@@ -193,17 +190,15 @@ def check_edits_of_what_is_split() -> None:
     assert [group.full_refreshes for group in run.comm._state.groups] == [0, 1, 0, 0]
 
 
-def check_parts_and_rows() -> None:
+@on_ranks(4)
+def test_parts_of_a_group_travel_apart_and_are_counted() -> None:
     check_parts()
     check_rows_that_cannot_be_told_apart()
     check_edits_of_what_is_split()
 
 
-def test_parts_of_a_group_travel_apart_and_are_counted() -> None:
-    run_ranks(check_parts_and_rows, 4)
-
-
-def check_common_decisions() -> None:
+@on_ranks(4)
+def test_tensor_parallel_ranks_decide_together_how_copies_are_refreshed() -> None:
     """What concerns the split weights of one tensor-parallel rank refreshes those of its peers too."""
     run = TensorParallelRun(replace(QUANTIZED, audit=AuditConfig(on_mismatch="resync"))).train(2)
     run.evaluate()
@@ -236,10 +231,6 @@ def check_common_decisions() -> None:
     run.check_copies()
 
 
-def test_tensor_parallel_ranks_decide_together_how_copies_are_refreshed() -> None:
-    run_ranks(check_common_decisions, 4)
-
-
 def train_long(config: SDP4BitConfig | None, sequence: bool) -> float:
     """Return the mean loss of the last ten of 100 steps."""
     run = TensorParallelRun(config, sequence=sequence).train(100)
@@ -248,16 +239,13 @@ def train_long(config: SDP4BitConfig | None, sequence: bool) -> float:
     return sum(run.losses[-10:]) / 10
 
 
-def check_long_training() -> None:
+@pytest.mark.slow
+@on_ranks(4, timeout=550)
+def test_tensor_parallel_copies_stay_equal_for_100_steps() -> None:
     for sequence in (False, True):
         plain = train_long(None, sequence)
         for config in (QUANTIZED, STOCHASTIC):
             assert train_long(config, sequence) == pytest.approx(plain, rel=0.03)
-
-
-@pytest.mark.slow
-def test_tensor_parallel_copies_stay_equal_for_100_steps() -> None:
-    run_ranks(check_long_training, 4, timeout=550)
 
 
 @cache
@@ -287,14 +275,11 @@ def hybrid(config: SDP4BitConfig | None, topology: int) -> list[float]:
     return losses
 
 
-def check_hybrid() -> None:
+@on_ranks(4)
+def test_hybrid_sharding_warns_and_trains_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(hybrid, 1)
     assert_close_to_plain(hybrid, 2)
     assert hybrid(IDENTITY, 1) == hybrid(None, 1) != hybrid(STOCHASTIC, 1)
-
-
-def test_hybrid_sharding_warns_and_trains_as_with_plain_fsdp2() -> None:
-    run_ranks(check_hybrid, 4)
 
 
 class Front(nn.Module):
@@ -372,11 +357,8 @@ def pipelined(config: SDP4BitConfig | None) -> list[float]:
     return everybody[2 + mesh.get_local_rank("dp")]
 
 
-def check_pipelines() -> None:
+@on_ranks(4)
+def test_pipeline_stages_train_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(two_roots)
     assert_close_to_plain(pipelined)
     assert pipelined(IDENTITY) == pipelined(None)
-
-
-def test_pipeline_stages_train_as_with_plain_fsdp2() -> None:
-    run_ranks(check_pipelines, 4)

@@ -20,7 +20,7 @@ from sdp4bit.engines.megatron.alerts import check_watchable
 from sdp4bit.quantization.layout import MessageLayout
 from tests.engines.megatron.runs import MICROBATCHES, MegatronRun, load, save
 from tests.engines.megatron.test_training import assert_equal_in, replicated
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
@@ -236,12 +236,6 @@ def test_tensor_and_pipeline_parallelism_with_virtual_stages() -> None:
 # -- what is not watched, and what is not measured ------------------------------------------------------
 
 
-def check_odd_runs() -> None:
-    skipped_steps()
-    unwatched_buckets()
-    refusals()
-
-
 def skipped_steps() -> None:
     """A step that overflows is neither counted nor measured."""
     scale = {"initial_loss_scale": 2.0**24, "hysteresis": 1, "min_loss_scale": 1.0}
@@ -306,5 +300,8 @@ def refusals() -> None:
 
 
 @pytest.mark.slow
+@on_ranks(2)
 def test_skipped_steps_unwatched_buckets_and_refusals() -> None:
-    run_ranks(check_odd_runs, 2)
+    skipped_steps()
+    unwatched_buckets()
+    refusals()

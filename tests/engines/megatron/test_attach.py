@@ -20,7 +20,7 @@ import sdp4bit
 from sdp4bit.engines.megatron.api import _check_bucket
 from sdp4bit.megatron import quantize_communication
 from tests.engines.megatron.runs import LOSSLESS, QUANTIZED, MegatronRun
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
@@ -55,17 +55,6 @@ def refused(*parts: str, error: type[Exception] = ValueError) -> Iterator[None]:
     assert len(set(texts)) == 1
     for part in parts:
         assert part in texts[0], texts[0]
-
-
-def check_attaching() -> None:
-    attached_once()
-    for overlap in (False, True):
-        removed(overlap)
-        resynced(overlap)
-    refusals()
-    attached_on_one_rank()
-    named_by_preset()
-    unknown_buffer()
 
 
 def attached_once() -> None:
@@ -210,11 +199,20 @@ def unknown_buffer() -> None:
             assert part in str(caught.value), str(caught.value)
 
 
+@on_ranks(2)
 def test_attaching_and_removing() -> None:
-    run_ranks(check_attaching, 2)
+    attached_once()
+    for overlap in (False, True):
+        removed(overlap)
+        resynced(overlap)
+    refusals()
+    attached_on_one_rank()
+    named_by_preset()
+    unknown_buffer()
 
 
-def attach_stages_apart() -> None:
+@on_ranks(4)
+def test_a_process_group_attaches_by_itself() -> None:
     """Each pipeline stage attaches by itself, the first one twice; together they train as ever."""
     together = MegatronRun(QUANTIZED, pp=2, topology=1).train(2).finish()
     run = MegatronRun(QUANTIZED, pp=2, attach=False)
@@ -228,7 +226,3 @@ def attach_stages_apart() -> None:
         )
     assert dist.distributed_c10d._world.group_count == count
     assert run.train(2).finish() == together
-
-
-def test_a_process_group_attaches_by_itself() -> None:
-    run_ranks(attach_stages_apart, 4)

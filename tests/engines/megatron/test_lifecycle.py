@@ -1,19 +1,21 @@
-"""Megatron-Core integration over time: skipped steps, forced syncs, checkpoints.
+"""Megatron-Core integration over time: skipped steps, forced syncs, checkpoints, audits.
 
-Layer: real Megatron-Core in 2 processes over gloo, through `fake_cuda`.
+Layer: real Megatron-Core in 2 and 4 processes over gloo, through `fake_cuda`.
 """
 
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from sdp4bit import SDP4BitConfig
+from sdp4bit import AuditConfig, ReplicaMismatchError, SDP4BitConfig
 from tests.engines.megatron.runs import LOSSLESS, MICROBATCHES, QUANTIZED, STOCHASTIC, MegatronRun, load, save
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
@@ -35,11 +37,6 @@ BOTH = pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark
 
 
 # -- skipped steps and forced syncs ---------------------------------------------------------------------
-
-
-def check_steps(overlap: bool) -> None:
-    skipped_steps(overlap)
-    forced_syncs(overlap)
 
 
 def skipped_steps(overlap: bool) -> None:
@@ -90,8 +87,10 @@ def forced_syncs(overlap: bool) -> None:
 
 
 @BOTH
+@on_ranks(2)
 def test_skipped_steps_and_forced_syncs(overlap: bool) -> None:
-    run_ranks(check_steps, 2, overlap)
+    skipped_steps(overlap)
+    forced_syncs(overlap)
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------
@@ -110,29 +109,6 @@ def resumed(
     for _ in range(2 * MICROBATCHES):
         next(run.data)
     return run.train(steps)
-
-
-def check_resume(overlap: bool) -> None:
-    whole = MegatronRun(STOCHASTIC, topology=1, overlap=overlap).train(2)
-    if overlap:  # as Megatron does before it saves
-        for chunk in whole.chunks:
-            chunk.disable_forward_pre_hook()
-            chunk.enable_forward_pre_hook()
-    saved = save(whole)
-    losses = whole.train(2).finish()[2:]
-    for attach_first in (True, False):
-        run = resumed(saved, overlap=overlap, attach_first=attach_first)
-        assert run.finish() == losses
-        assert all(map(torch.equal, run.weights(), whole.weights()))
-        assert run.comm.state_dict() == whole.comm.state_dict()
-    # Without the counters the rounding bits are those of the first steps.
-    other = resumed(saved, overlap=overlap, attach_first=True, communication=False)
-    assert other.finish() != losses
-    if overlap:
-        unsent_step()
-    sharded_formats(whole)
-    wrong_states(whole.comm)
-    stock_checkpoint()
 
 
 def sharded_formats(run: MegatronRun) -> None:
@@ -184,5 +160,71 @@ def wrong_states(comm: Any) -> None:
 
 
 @BOTH
+@on_ranks(2)
 def test_resume_is_bit_exact(overlap: bool) -> None:
-    run_ranks(check_resume, 2, overlap)
+    whole = MegatronRun(STOCHASTIC, topology=1, overlap=overlap).train(2)
+    if overlap:  # as Megatron does before it saves
+        for chunk in whole.chunks:
+            chunk.disable_forward_pre_hook()
+            chunk.enable_forward_pre_hook()
+    saved = save(whole)
+    losses = whole.train(2).finish()[2:]
+    for attach_first in (True, False):
+        run = resumed(saved, overlap=overlap, attach_first=attach_first)
+        assert run.finish() == losses
+        assert all(map(torch.equal, run.weights(), whole.weights()))
+        assert run.comm.state_dict() == whole.comm.state_dict()
+    # Without the counters the rounding bits are those of the first steps.
+    other = resumed(saved, overlap=overlap, attach_first=True, communication=False)
+    assert other.finish() != losses
+    if overlap:
+        unsent_step()
+    sharded_formats(whole)
+    wrong_states(whole.comm)
+    stock_checkpoint()
+
+
+# -- audits: a flipped bit of the parameters is found, named and healed ---------------------------------
+
+
+def flip_bit(run: MegatronRun, *, rank: int) -> str:
+    """One bit of one rank's parameters is another; returns the bucket's name."""
+    bucket = run.comm._state.groups[0].group
+    if dist.get_rank() == rank:
+        bucket.weights.view(torch.int16)[7] ^= 1 << 2
+    return str(bucket.name)
+
+
+def check_error() -> list[str]:
+    run = MegatronRun(replace(QUANTIZED, audit=AuditConfig(interval=2)), overlap=True).train(2)
+    assert run.comm.audit()
+    name = flip_bit(run, rank=3)
+    run.train(1)
+    run.backward()
+    with pytest.raises(ReplicaMismatchError) as error:
+        run.step()
+    run.comm.resync()
+    assert run.comm.audit()
+    return [name, str(error.value)]
+
+
+def test_a_flipped_bit_is_an_error_that_names_bucket_and_rank_on_all_ranks() -> None:
+    results = run_ranks(check_error, 4)
+    assert all(result == results[0] for result in results)
+    name, message = results[0]
+    assert f"group {name}: the replica of rank 3 differs from that of ranks 0, 1, 2 (checksums" in message
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_audits_change_nothing_and_a_resync_heals() -> None:
+    audit = AuditConfig(interval=2, on_mismatch="resync")
+    quiet = MegatronRun(QUANTIZED).train(4).finish()
+    run = MegatronRun(replace(QUANTIZED, audit=audit)).train(4)
+    assert run.finish() == quiet
+    run.train(1)
+    flip_bit(run, rank=1)
+    with pytest.warns(UserWarning, match="the replica of rank 1 differs from that of ranks 0, 2, 3"):
+        run.train(1)
+    run.finish()
+    assert run.comm.audit()

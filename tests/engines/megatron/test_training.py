@@ -15,7 +15,7 @@ import torch.distributed as dist
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.quantization.layout import MessageLayout
 from tests.engines.megatron.runs import IDENTITY, LOSSLESS, QUANTIZED, STOCHASTIC, MegatronRun
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
@@ -50,14 +50,11 @@ def check_average_in_collective() -> None:
     assert averaged == MegatronRun(None).train(2).finish()
 
 
-def check_two_ranks() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_two_ranks() -> None:
     check_modes([SYNC, OVERLAP], [IDENTITY], [QUANTIZED])
     fp32_buffer()
-
-
-@pytest.mark.slow
-def test_two_ranks() -> None:
-    run_ranks(check_two_ranks, 2)
 
 
 @pytest.mark.slow
@@ -65,18 +62,15 @@ def test_two_ranks_in_every_mode_with_every_rounding() -> None:
     run_ranks(check_modes, 2, MODES, [LOSSLESS, IDENTITY], [QUANTIZED, STOCHASTIC, MIXED])
 
 
-def check_buffers_and_settings() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_buffers_and_settings() -> None:
     expert_buffer()
     counted_bytes(nodes=2, ranks_per_node=1)
     counted_bytes(nodes=1, ranks_per_node=2)
     first_steps_in_full_precision()
     different_initial_weights()
     check_average_in_collective()
-
-
-@pytest.mark.slow
-def test_buffers_and_settings() -> None:
-    run_ranks(check_buffers_and_settings, 2)
 
 
 def fp32_buffer() -> None:
@@ -192,7 +186,8 @@ def different_initial_weights() -> None:
     run.train(1).finish()
 
 
-def check_two_by_two() -> None:
+@on_ranks(4)
+def test_two_nodes_of_two_ranks() -> None:
     plain = MegatronRun(None).train(3).finish()
     assert MegatronRun(LOSSLESS, **OVERLAP).train(3).finish()[:3] == plain[:3]
     run = MegatronRun(STOCHASTIC, **OVERLAP).train(3)
@@ -201,16 +196,9 @@ def check_two_by_two() -> None:
     counted_bytes(nodes=2, ranks_per_node=2)
 
 
-def test_two_nodes_of_two_ranks() -> None:
-    run_ranks(check_two_by_two, 4)
-
-
 @pytest.mark.slow
+@on_ranks(4)
 def test_two_nodes_of_two_ranks_in_every_mode() -> None:
-    run_ranks(check_four_ranks, 4)
-
-
-def check_four_ranks() -> None:
     for options in MODES:
         plain = MegatronRun(None, **options).train(3).finish()
         assert MegatronRun(LOSSLESS, **options).train(3).finish() == plain
@@ -233,7 +221,20 @@ def replicated(run: MegatronRun) -> dict[str, torch.Tensor]:
     return found
 
 
-def check_tensor_parallelism() -> None:
+def assert_equal_in(group: Any, tensors: dict[str, torch.Tensor], *, at_least: int) -> None:
+    """All ranks of the group hold the same bits."""
+    everybody: list[Any] = [None] * group.size()
+    dist.all_gather_object(everybody, tensors, group=group)
+    assert len(tensors) >= at_least
+    for other in everybody:
+        assert other.keys() == tensors.keys()
+        for name, values in tensors.items():
+            assert torch.equal(values, other[name]), name
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_tensor_parallelism() -> None:
     for options in (SYNC, OVERLAP):
         plain = MegatronRun(None, tp=2, **options).train(3).finish()
         for config in (LOSSLESS, IDENTITY):
@@ -255,23 +256,10 @@ def check_tensor_parallelism() -> None:
     assert not marked
 
 
-def assert_equal_in(group: Any, tensors: dict[str, torch.Tensor], *, at_least: int) -> None:
-    """All ranks of the group hold the same bits."""
-    everybody: list[Any] = [None] * group.size()
-    dist.all_gather_object(everybody, tensors, group=group)
-    assert len(tensors) >= at_least
-    for other in everybody:
-        assert other.keys() == tensors.keys()
-        for name, values in tensors.items():
-            assert torch.equal(values, other[name]), name
-
-
 @pytest.mark.slow
-def test_tensor_parallelism() -> None:
-    run_ranks(check_tensor_parallelism, 4)
-
-
-def check_pipeline(chunks: int) -> None:
+@pytest.mark.parametrize("chunks", [1, 2])
+@on_ranks(4)
+def test_pipeline(chunks: int) -> None:
     options: dict[str, Any] = {"pp": 2, "chunks": chunks, "layers": 2 * chunks}
     stochastic = SDP4BitConfig(
         weights=WeightConfig(rounding="stochastic"), gradients=GradientConfig(min_numel=0)
@@ -290,9 +278,3 @@ def check_pipeline(chunks: int) -> None:
             assert_equal_in(
                 run.state.get_pipeline_model_parallel_group(), {"tied": tied.detach().clone()}, at_least=1
             )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_pipeline(chunks: int) -> None:
-    run_ranks(check_pipeline, 4, chunks)
