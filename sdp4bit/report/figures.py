@@ -234,7 +234,9 @@ def _heat_figure(plot: Plot, heat: Mapping[str, Any], name: str, *, low: float, 
         ticktext=[_escaped(label) for label in short],
         showgrid=False,
     )
-    figure.update_xaxes(type="category", nticks=8, tickangle=0, showgrid=False, title="step")
+    figure.update_xaxes(
+        type="category", nticks=4 if several else 8, tickangle=0, showgrid=False, title="step"
+    )
     return figure
 
 
@@ -247,7 +249,7 @@ def _figure(*, margin_t: int, **layout: Any) -> go.Figure:
         plot_bgcolor="rgba(0,0,0,0)",
         margin={"l": 10, "r": 14, "t": margin_t, "b": 10},
         font_size=11,
-        hoverlabel_namelength=-1,
+        hoverlabel={"namelength": -1, "bgcolor": "white"},
         **layout,
     )
     lines = {"gridcolor": "rgba(128,128,128,0.25)", "zerolinecolor": "rgba(128,128,128,0.8)"}
@@ -279,4 +281,4 @@ def _marks(kind: str, values: Sequence[float | None]) -> dict[str, Any]:
         marked[:] = True
     if not marked.any():
         return {"mode": "lines"}
-    return {"mode": "lines+markers", "marker_size": (5 * marked).tolist()}
+    return {"mode": "lines+markers", "marker": {"size": (5 * marked).tolist(), "line_width": 0}}
