@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -198,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason is not None:
         print(f"the emulated cluster cannot run here: {reason}", file=sys.stderr)
         return EXIT_IMPOSSIBLE
-    from benchmarks.cluster_strategies import STRATEGIES, Cluster, Workload, as_message, strategies_for
+    from benchmarks.cluster_strategies import STRATEGIES, Cluster, Workload, strategies_for
 
     cluster = Cluster(nodes=chosen.nodes, ranks_per_node=chosen.ranks_per_node)
     strategies = chosen.strategies.split(",") if chosen.strategies else strategies_for(cluster)
@@ -216,10 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Network(chosen.nodes) as network,
         ):
             ranks = Ranks(network, ranks_per_node=chosen.ranks_per_node, log=Path(folder) / "ranks.log")
-            built = {"nodes": cluster.nodes, "ranks_per_node": cluster.ranks_per_node}
-            answers = ranks.ask(
-                {"build": strategies, "workload": as_message(workload), **built}, timeout=BUILD_TIMEOUT
-            )
+            build = {"build": strategies, "workload": asdict(workload), **asdict(cluster)}
+            answers = ranks.ask(build, timeout=BUILD_TIMEOUT)
             for name in strategies:
                 ranks.ask({"run": name, "steps": WARM_UP_STEPS}, timeout=BUILD_TIMEOUT)
             samples = measure(

@@ -210,13 +210,18 @@ def _identity() -> str:
     return f"{os.getpid()}-{_started(os.getpid())}"
 
 
+def process_status(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def _started(pid: int) -> str | None:
     """Return when a process started, in the kernel's ticks; None if there is no such process."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return status.rpartition(")")[2].split()[19]
+    status = process_status(pid)
+    return status[19] if status else None
 
 
 def _run(*command: str) -> str:

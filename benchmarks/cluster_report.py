@@ -9,8 +9,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,21 +100,20 @@ def _ratio(reference: Sequence[Sample], target: Sequence[Sample]) -> dict[str, A
 
 def describe_machine(arguments: Sequence[str] | None) -> dict[str, Any]:
     """Hardware, versions, date and command."""
-    information = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in information if line.startswith("model name")]
-    versions = {"python": platform.python_version(), "linux": platform.release()}
-    for package in ("torch", "numba", "sdp4bit"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
+    from benchmarks import kernels
+
+    machine = kernels.describe_machine()
     given = sys.argv[1:] if arguments is None else arguments
     return {
-        "cpu": models[0] if models else platform.machine(),
+        "cpu": machine["cpu"],
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
-        "versions": versions,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {
+            "python": machine["versions"]["python"],
+            "linux": platform.release(),
+            **{package: machine["versions"][package] for package in ("torch", "numba", "sdp4bit")},
+        },
+        "date": machine["date"],
         "command": shlex.join(["python", "-m", "benchmarks.cluster", *given]),
     }
 

@@ -13,7 +13,7 @@ Only `fsdp2`, which is what a user of gloo has today, goes through gloo's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -99,12 +99,10 @@ class TrainingStep:
         model: nn.Module,
         *,
         workload: Workload,
-        rank: int,
-        sent_bytes: Callable[[], float] | None,
+        sent_bytes: Callable[[], float] | None = None,
     ) -> None:
         self._model = model
         self._workload = workload
-        self._rank = rank
         self._sent_bytes = sent_bytes
         self._optimizer = torch.optim.AdamW(model.parameters(), workload.learning_rate, fused=True)
         self.steps = 0
@@ -112,7 +110,7 @@ class TrainingStep:
     def __call__(self, *, micro_batches: int = 1) -> Tensor:
         """Train one step, of so many times the same batch, and return this rank's loss before it."""
         for _ in range(micro_batches):
-            tokens, targets = self._workload.batch(self.steps, rank=self._rank)
+            tokens, targets = self._workload.batch(self.steps, rank=dist.get_rank())
             loss: Tensor = self._model(tokens, targets).sum() / targets.numel()
             loss.backward()
         self._optimizer.step()
@@ -186,15 +184,11 @@ def shard(model: GPT, *, reduce_dtype: torch.dtype = torch.float32) -> GPT:
 
 
 def _compute(workload: Workload, cluster: Cluster) -> TrainingStep:
-    return TrainingStep(
-        build_model(workload), workload=workload, rank=dist.get_rank(), sent_bytes=lambda: 0.0
-    )
+    return TrainingStep(build_model(workload), workload=workload, sent_bytes=lambda: 0.0)
 
 
 def _fsdp2(workload: Workload, cluster: Cluster) -> TrainingStep:
-    return TrainingStep(
-        shard(build_model(workload)), workload=workload, rank=dist.get_rank(), sent_bytes=None
-    )
+    return TrainingStep(shard(build_model(workload)), workload=workload)
 
 
 def _quantized(config: SDP4BitConfig, *, levels: int = 2) -> Callable[[Workload, Cluster], TrainingStep]:
@@ -210,7 +204,7 @@ def _quantized(config: SDP4BitConfig, *, levels: int = 2) -> Callable[[Workload,
         def sent_bytes() -> float:
             return float(comm.stats()["total"]["inter_bytes"]) * crossing
 
-        return TrainingStep(model, workload=workload, rank=dist.get_rank(), sent_bytes=sent_bytes)
+        return TrainingStep(model, workload=workload, sent_bytes=sent_bytes)
 
     return build
 
@@ -232,7 +226,7 @@ def _fair_bf16(workload: Workload, cluster: Cluster) -> TrainingStep:
     def sent_bytes() -> float:
         return float(comm.stats()["total"]["inter_bytes"]) * _crossing(cluster) + reduction.inter_bytes
 
-    return TrainingStep(model, workload=workload, rank=dist.get_rank(), sent_bytes=sent_bytes)
+    return TrainingStep(model, workload=workload, sent_bytes=sent_bytes)
 
 
 def _bf16_hook(state, bucket):  # type: ignore[no-untyped-def]
@@ -256,7 +250,7 @@ def _ddp(hook: str | None) -> Callable[[Workload, Cluster], TrainingStep]:
                 min_compression_rate=2,
             )
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return TrainingStep(model, workload=workload, rank=dist.get_rank(), sent_bytes=None)
+        return TrainingStep(model, workload=workload)
 
     return build
 
@@ -297,13 +291,3 @@ STRATEGIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
 def strategies_for(cluster: Cluster) -> list[str]:
     """Return the strategies that differ on this cluster: with one rank per node there is one level only."""
     return [name for name in STRATEGIES if name != HIERARCHICAL or cluster.ranks_per_node > 1]
-
-
-def workload_from(values: dict[str, Any]) -> Workload:
-    """Return the workload that as_message() described."""
-    return Workload(**values)
-
-
-def as_message(workload: Workload) -> dict[str, Any]:
-    """Return a description that JSON can carry."""
-    return asdict(workload)

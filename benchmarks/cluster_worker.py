@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.cluster_strategies import STRATEGIES, Cluster, TrainingStep, build_model, workload_from
+from benchmarks.cluster_strategies import STRATEGIES, Cluster, TrainingStep, Workload, build_model
 
 
 def build(command: dict[str, Any]) -> dict[str, TrainingStep]:
-    workload = workload_from(command["workload"])
+    workload = Workload(**command["workload"])
     cluster = Cluster(nodes=command["nodes"], ranks_per_node=command["ranks_per_node"])
     return {name: STRATEGIES[name](workload, cluster) for name in command["build"]}
 
@@ -59,7 +59,7 @@ def main() -> None:
         command = json.loads(line)
         if "build" in command:
             steps = build(command)
-            model = build_model(workload_from(command["workload"]))
+            model = build_model(Workload(**command["workload"]))
             answer: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
         else:
             answer = run(steps[command["run"]], command["steps"])

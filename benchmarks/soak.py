@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.cluster_network import process_status
 from benchmarks.saboteur import FOLDER, PHASES, mark_of, next_fault
 
 # How many calls of a phase a start may make before the fault; an exchange is one of about 20 in a step.
@@ -291,18 +292,12 @@ def started_at(folder: Path) -> list[tuple[float, int]]:
 
 
 def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    status = process_status(pid)
+    return bool(status) and status[0] != "Z"
 
 
 def is_child(pid: int, parent: int) -> bool:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return False
-    return int(fields[1]) == parent and fields[0] != "Z"
+    return is_running(pid) and process_status(pid)[1:2] == [str(parent)]
 
 
 def losses(out: Path) -> list[tuple[str, int, float, float | None]]:

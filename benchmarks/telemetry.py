@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import random
 import shlex
 import statistics
@@ -30,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import multiprocessing
 
 import sdp4bit
 from benchmarks.cluster_strategies import TrainingStep, Workload, build_model, shard
@@ -67,7 +67,7 @@ def _build(workload: Workload, interval: int) -> TrainingStep:
     model = shard(build_model(workload))
     telemetry = TelemetryConfig(interval=interval) if interval else None
     sdp4bit.quantize_communication(model, topology=RANKS_PER_NODE, config=SDP4BitConfig(telemetry=telemetry))
-    return TrainingStep(model, workload=workload, rank=dist.get_rank(), sent_bytes=None)
+    return TrainingStep(model, workload=workload)
 
 
 def _work(rank: int, store: str, arguments: argparse.Namespace, results: Any) -> None:
@@ -82,10 +82,7 @@ def _work(rank: int, store: str, arguments: argparse.Namespace, results: Any) ->
     workload = Workload(layers=arguments.layers, hidden=arguments.hidden, micro_batch=arguments.micro_batch)
     intervals = [0, *arguments.intervals]
     steps = {interval: _build(workload, interval) for interval in intervals}
-    losses: dict[int, list[float]] = {interval: [] for interval in intervals}
-    wall: dict[int, list[float]] = {interval: [] for interval in intervals}
-    share: dict[int, list[float]] = {interval: [] for interval in intervals}
-    edits: dict[int, list[float]] = {interval: [] for interval in intervals}
+    losses, wall, share, edits = ({interval: [] for interval in intervals} for _ in range(4))
     for interval, step in steps.items():
         for _ in range(WARM_UP_STEPS):
             losses[interval].append(step(micro_batches=arguments.micro_batches).item())
@@ -136,16 +133,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_work, args=(rank, f"{folder}/store", arguments, results))
-            for rank in range(RANKS)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-    if any(process.exitcode for process in processes):
-        sys.exit("a rank has failed")
+        multiprocessing.spawn(_work, args=(f"{folder}/store", arguments, results), nprocs=RANKS)
     measured: dict[str, Any] = results.get()
     return measured
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -287,21 +287,11 @@ def _register() -> None:
         )
 
 
-def _default_stream(_: Any = None) -> Stream:
-    return running().current[0]
-
-
 _new_group = dist.new_group
 
 
 def _new_simulated_group(*args: Any, backend: Any = None, **options: Any) -> Any:
     return _new_group(*args, **options)
-
-
-def numbers() -> Callable[[object], int]:
-    """Return what gives 0, 1, 2 and so on, whatever it is asked."""
-    counter = itertools.count()
-    return lambda _: next(counter)
 
 
 @contextmanager
@@ -333,16 +323,21 @@ def simulate(
         "current_stream": lambda _=None: running().stream,
         "synchronize": lambda _=None: running().host_waits_for(running().launched, "synchronize"),
     }
+
+    def default_stream(_: Any = None) -> Stream:
+        return running().current[0]
+
     with ExitStack() as stack:
         stack.callback(dist.init_process_group, "gloo", rank=0, world_size=1, store=dist.HashStore())
         stack.callback(dist.destroy_process_group)
         for module in (torch.cpu, torch.cuda):
             stack.enter_context(mock.patch.multiple(module, **handle))
         # Simulated ranks cannot agree on a random number; they attach in the same order.
-        stack.enter_context(mock.patch.object(process_groups, "_agreed_number", numbers()))
+        numbers = itertools.count()
+        stack.enter_context(mock.patch.object(process_groups, "_agreed_number", side_effect=numbers))
         # Megatron-Core's groups on gloo would wait for other ranks.
         stack.enter_context(mock.patch("torch.distributed.new_group", _new_simulated_group))
-        stack.enter_context(mock.patch("torch.cuda.default_stream", _default_stream))
+        stack.enter_context(mock.patch("torch.cuda.default_stream", side_effect=default_stream))
         stack.enter_context(mock.patch("torch.accelerator.current_stream", handle["current_stream"]))
         # Backward as a whole is no call that a mode has to handle.
         stack.enter_context(mock.patch("torch.autograd.has_torch_function", return_value=False))

@@ -33,6 +33,7 @@ from sdp4bit.engines.fsdp2.communication import reduce_over_copies
 from sdp4bit.quantization.layout import MessageLayout
 from tests.ranks import on_ranks
 from tests.toy import (
+    IDENTITY,
     LOSSLESS,
     POLICY,
     QUANTIZED,
@@ -47,12 +48,6 @@ from tests.toy import (
     shard,
     train,
 )
-
-IDENTITY = SDP4BitConfig(
-    weights=WeightConfig(bits=None), gradients=GradientConfig(intra_bits=None, inter_bits=None, min_numel=0)
-)
-"""Both hops run without quantizers; a sum over two ranks is then exact."""
-
 
 STOCHASTIC = SDP4BitConfig(
     weights=WeightConfig(group_size=32, rounding="stochastic"),

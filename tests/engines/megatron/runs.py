@@ -12,19 +12,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
+from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.megatron import quantize_communication
 from tests import toy
 from tests.engines import fake_cuda
 
-LOSSLESS = SDP4BitConfig(weights=WeightConfig(bits=None), gradients=None)
-IDENTITY = SDP4BitConfig(
-    weights=WeightConfig(bits=None), gradients=GradientConfig(intra_bits=None, inter_bits=None, min_numel=0)
-)
-QUANTIZED = SDP4BitConfig(gradients=GradientConfig(min_numel=0), telemetry=TelemetryConfig(interval=1))
 STOCHASTIC = SDP4BitConfig(
     weights=WeightConfig(rounding="stochastic"), gradients=GradientConfig(min_numel=0, pipeline_chunks=3)
 )
+FP16: dict[str, Any] = {
+    "transformer": {"fp16": True},
+    "optimizer": {
+        "initial_loss_scale": 2.0**24,
+        "hysteresis": 1,
+        "min_loss_scale": 1.0,
+        "loss_scale_window": 100,
+    },
+}
+"""The first steps overflow, and are skipped."""
+MOE: dict[str, Any] = {
+    "num_moe_experts": 2,
+    "expert_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "allgather",
+    "add_bias_linear": False,
+    "moe_router_load_balancing_type": "none",
+}
 VOCABULARY, BATCH, MICROBATCHES = 64, 2, 2
 """The vocabulary is divided by tensor parallelism; the tokens of `toy` are below it."""
 

@@ -14,23 +14,13 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit import AuditConfig, ReplicaMismatchError, SDP4BitConfig
-from tests.engines.megatron.runs import LOSSLESS, MICROBATCHES, QUANTIZED, STOCHASTIC, MegatronRun, load, save
+from tests.engines.megatron.runs import FP16, MICROBATCHES, STOCHASTIC, MegatronRun, load, save
 from tests.ranks import on_ranks, run_ranks
+from tests.toy import LOSSLESS, QUANTIZED, assert_close
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
 PRELOAD = ["tests.engines.megatron.imports"]
-
-FP16: dict[str, Any] = {
-    "transformer": {"fp16": True},
-    "optimizer": {
-        "initial_loss_scale": 2.0**24,
-        "hysteresis": 1,
-        "min_loss_scale": 1.0,
-        "loss_scale_window": 100,
-    },
-}
-
 
 BOTH = pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 """Collectives behind computation, or not."""
@@ -67,7 +57,7 @@ def skipped_steps(overlap: bool) -> None:
     quantized, same = run(QUANTIZED)
     ours, theirs = quantized.finish(), plain.finish()
     assert same == taken and ours != theirs
-    assert all(abs(a - b) <= 0.03 * b for a, b in zip(ours, theirs, strict=True))
+    assert_close(ours, theirs)
 
 
 def forced_syncs(overlap: bool) -> None:
