@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -49,14 +50,19 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def starts_processes(function: object, seen: set[int]) -> bool:
+@cache
+def starts_processes(function: object) -> bool:
     """Return whether a function of the tests calls one of `STARTERS`, or another one that does."""
+    return _starts_processes(function, set())
+
+
+def _starts_processes(function: object, seen: set[int]) -> bool:
     function = getattr(function, "__wrapped__", function)
     if function in STARTERS:
         return True
     if isinstance(function, type):
         parts = [part for part in vars(function).values() if isinstance(part, FunctionType)]
-        return any(starts_processes(part, seen) for part in parts)
+        return any(_starts_processes(part, seen) for part in parts)
     if not isinstance(function, FunctionType) or id(function) in seen:
         return False
     seen.add(id(function))
@@ -67,7 +73,7 @@ def starts_processes(function: object, seen: set[int]) -> bool:
     # subprocess.run and other attributes of modules.
     modules = [each for each in found if type(each).__name__ == "module"]
     found += [vars(module)[name] for module in modules for name in names if name in vars(module)]
-    return any(starts_processes(each, seen) for each in found if callable(each))
+    return any(_starts_processes(each, seen) for each in found if callable(each))
 
 
 def kind_of(item: pytest.Item) -> str:
@@ -76,7 +82,7 @@ def kind_of(item: pytest.Item) -> str:
         return "ecosystem"
     definitions: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
     used = [getattr(item, "function", None), *(each[-1].func for each in definitions.values())]
-    return "gloo" if any(starts_processes(function, set()) for function in used) else "unit"
+    return "gloo" if any(starts_processes(function) for function in used) else "unit"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
