@@ -6,6 +6,7 @@ is here once: what quantizes it, the reasons where nothing does, counters, measu
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -84,7 +85,7 @@ GroupT = TypeVar("GroupT", bound=ParameterGroup)
 ReplicaT = TypeVar("ReplicaT", bound=QuantizedReplica)
 
 
-class GroupCommunication(Generic[GroupT, ReplicaT]):
+class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
     """Communication of one parameter group: replica, reduction, counters, measures.
 
     What is None stays the engine's own, for the reason given. Engines extend it by what they remember of a
@@ -190,6 +191,7 @@ class GroupCommunication(Generic[GroupT, ReplicaT]):
 
     # -- measures --------------------------------------------------------------------------------------
 
+    @abstractmethod
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
         """Return these ranges of this rank's main shard, in fp32, and of what the replica holds of it.
 
@@ -199,7 +201,6 @@ class GroupCommunication(Generic[GroupT, ReplicaT]):
         Returns:
             None if there is no replica to compare with, or it must be waited for and may not.
         """
-        raise NotImplementedError
 
     def squares(self, *, sample_numel: int | None) -> Squares:
         """Return the group's squares as it is configured now; sends nothing and waits for nothing.

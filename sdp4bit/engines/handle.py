@@ -263,13 +263,13 @@ class CommHandle(ABC):
         if config is not None and step % config.interval == 0:
             self._audit(config)
 
+    @abstractmethod
     def _refresh_mismatched(self, wrong: Sequence[AnyGroup], *, config: AuditConfig) -> Sequence[AnyGroup]:
         """Have the replicas of these groups refreshed in full precision.
 
         Returns:
             The groups that are refreshed: also those that other ranks know to differ.
         """
-        raise NotImplementedError
 
     def _check_attached(self) -> None:
         if self._removed:
