@@ -22,7 +22,19 @@ SOURCE_SUFFIXES = {".py", ".sh", ".toml", ".yaml", ".yml"}
 METHOD = {"config", "quantization", "traffic", "collectives"}
 ENGINES = METHOD | {"engines", "engines.fsdp2", "engines.megatron", "engines.simulated"}
 LIBRARY = ENGINES | {"megatron", "api"}
-_IN_PRETRAIN = ("options", "model", "launch", "data", "checkpoint", "config", "timers", "step", "metrics")
+_IN_PRETRAIN = (
+    "options",
+    "model",
+    "launch",
+    "data",
+    "checkpoint",
+    "config",
+    "timers",
+    "step",
+    "stability",
+    "paired",
+    "metrics",
+)
 PRETRAIN = {f"pretrain.{part}" for part in (*_IN_PRETRAIN, "stopping", "loop", "trainer")}
 PROGRAMS = {"compare", "plan", "report"}
 MAY_IMPORT = {

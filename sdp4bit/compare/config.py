@@ -166,7 +166,7 @@ class DemoConfig:
 
     out: Path = Path("runs/demo")
     """Folder for summary.json, curves.png and the logs of both runs."""
-    steps: int = 100
+    steps: int = 150
     """Optimizer steps of each run."""
     seed: int = 1
     """Seed of the weights, the sample order and the rounding; the same for both runs."""
@@ -189,6 +189,5 @@ class DemoConfig:
                 # Weights are gathered once a step, as in the paper; twice would flatter the comparison.
                 reshard_after_forward=False,
             ),
-            optimizer=OptimizerConfig(warmup_fraction=0.1),
             parallel=ParallelConfig(nproc_per_node=DEMO_PROCESSES, ranks_per_node=DEMO_RANKS_PER_NODE),
         )

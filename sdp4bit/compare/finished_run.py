@@ -14,6 +14,7 @@ import torch
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.metrics import write_atomically
 from sdp4bit.pretrain.options import SettingError, with_current_names
+from sdp4bit.pretrain.stability import GradientSpike, gradient_spikes
 from sdp4bit.pretrain.trainer import TrainingResult
 
 RESULT = "result.json"
@@ -42,6 +43,8 @@ class FinishedRun:
     """Loss after the last step on data of its own."""
     diverged_at: int | None = None
     """Step at which the loss stopped being a finite number; None for a run that reached its end."""
+    spikes: tuple[GradientSpike, ...] = ()
+    """Steps whose gradient norm stood far above those before: training was unstable there."""
 
     @classmethod
     def of(cls, result: TrainingResult) -> FinishedRun:
@@ -60,6 +63,7 @@ class FinishedRun:
             seconds=result.seconds,
             test_loss=result.test_loss,
             diverged_at=diverged_at,
+            spikes=tuple(gradient_spikes((step.step, step.grad_norm) for step in result.steps)),
         )
 
     @property
@@ -87,13 +91,16 @@ def run_settings(config: PretrainConfig, *, dataset: str, world_size: int) -> di
         "sequence_length": config.sequence_length,
         "micro_batch_size": config.micro_batch_size,
     }
+    optimizer = asdict(config.optimizer)
+    del optimizer["warmup_fraction"]
+    optimizer |= {"learning_rate": config.learning_rate, "warmup_steps": config.warmup_steps}
     parallel = asdict(config.parallel)
     del parallel["nproc_per_node"]
     settings = {
         "model": asdict(config.model_shape),
         "data": {"dataset": dataset, "eod_mask_loss": config.data.eod_mask_loss},
         "training": training,
-        "optimizer": {**asdict(config.optimizer), "learning_rate": config.learning_rate},
+        "optimizer": optimizer,
         "parallel": {**parallel, "world_size": world_size},
     }
     # As they are read back from a file.
@@ -137,6 +144,7 @@ class RunRecord:
             run["losses"] = tuple(map(_number, run["losses"]))
             run["validation"] = tuple((step, _number(loss)) for step, loss in run["validation"])
             run["train_loss"] = _number(run["train_loss"])
+            run["spikes"] = tuple(GradientSpike(*spike) for spike in run.get("spikes", ()))
             content["settings"] = with_current_names(content["settings"])
             return cls(run=FinishedRun(**run), **content)
         except (OSError, ValueError, KeyError, TypeError) as error:

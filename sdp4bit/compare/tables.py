@@ -14,8 +14,9 @@ from rich.table import Column, Table
 
 from sdp4bit.compare.config import DEFAULT_BASELINE
 from sdp4bit.compare.finished_run import FinishedRun, finite
-from sdp4bit.compare.outcomes import CONFIDENCE, StrategyOutcome, outcomes
+from sdp4bit.compare.outcomes import StrategyOutcome, outcomes
 from sdp4bit.pretrain.metrics import format_bytes, write_atomically
+from sdp4bit.pretrain.paired import CONFIDENCE, FEWEST_PAIRS, interval_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,25 @@ class Report:
 
     def notes(self) -> list[str]:
         """Return what the numbers do not show, a sentence each."""
-        return [*self._missing(), *self._diverged(), *self._unequal_starts(), *self.remarks]
+        return [
+            *self._unstable(),
+            *self._missing(),
+            *self._diverged(),
+            *self._unequal_starts(),
+            *self.remarks,
+        ]
+
+    def _unstable(self) -> Iterator[str]:
+        unstable = [run for run in self.runs if run.spikes]
+        for run in unstable:
+            worst = max(run.spikes, key=lambda spike: spike.ratio)
+            more = f" (and {len(run.spikes) - 1} more)" if len(run.spikes) > 1 else ""
+            yield f"{run.name} was unstable: {worst}{more}."
+        if any(run.strategy == self.baseline for run in unstable):
+            yield (
+                "WARNING: the baseline itself is unstable: differences mean little. Lower --lr or raise "
+                "--lr-warmup-iters until it has no such steps."
+            )
 
     def _missing(self) -> Iterator[str]:
         left = self.planned - len(self.runs)
@@ -59,8 +78,11 @@ class Report:
         elif len(found) > 1 and all(outcome.difference is None for outcome in found):
             yield f"There are no differences, as no seed has runs of {self.baseline} and of another strategy."
         pairs = [len(outcome.difference.by_seed) for outcome in found if outcome.difference is not None]
-        if pairs and min(pairs) < 2:
-            yield "There is no interval for a difference of one seed: give --seeds several numbers."
+        if pairs and min(pairs) < FEWEST_PAIRS:
+            yield (
+                f"There is no verdict on a difference of {min(pairs)} seed{'s' if min(pairs) > 1 else ''}: "
+                f"give --seeds {FEWEST_PAIRS} numbers or more."
+            )
         for outcome in found:
             if outcome.difference is not None:
                 alone = [str(seed) for seed in outcome.seeds if seed not in outcome.difference.by_seed]
@@ -183,6 +205,7 @@ def _run_member(run: FinishedRun) -> dict[str, Any]:
         "intra_bytes_per_step": run.intra_bytes_per_step,
         "inter_bytes_per_step": run.inter_bytes_per_step,
         "seconds": run.seconds,
+        "spikes": [spike._asdict() for spike in run.spikes],
     }
 
 
@@ -203,10 +226,7 @@ def _difference_cells(outcome: StrategyOutcome) -> tuple[str, str, str]:
     if difference is None:
         return "-", "-", "-"
     mean = f"{difference.mean:+.4f} ({difference.mean_percent:+.2f} %)"
-    if difference.interval is None:
-        return mean, "-", "-"
-    low, high = difference.interval
-    return mean, f"{low:+.4f} to {high:+.4f}", difference.verdict or "-"
+    return mean, interval_text(difference), difference.verdict or "-"
 
 
 def _same(one: float, other: float) -> bool:

@@ -97,6 +97,7 @@ class TrainingLoop:
             self.progress.step - skipped,
             config=config.optimizer,
             peak=config.learning_rate,
+            warmup_steps=config.warmup_steps,
             steps=config.training.steps,
         )
         set_learning_rate(self.optimizer, learning_rate)

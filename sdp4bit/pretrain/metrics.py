@@ -24,6 +24,7 @@ from rich.progress import (
 
 from sdp4bit.pretrain.config.pretrain import LoggingConfig
 from sdp4bit.pretrain.options import SettingError
+from sdp4bit.pretrain.stability import SPIKE_RATIO, SpikeDetector
 
 WINDOW_SHARE = 20
 """Smoothed values are means over the values divided by this."""
@@ -151,9 +152,15 @@ class MetricsWriter:
         self._steps = steps
         self._description = description
         self._console = console or Console()
+        self._spikes = SpikeDetector()
         self._lines: TextIO | None = None
         if config.jsonl:
-            self._lines = _continued_jsonl(config, first_step=first_step, validation_due=validation_due)
+            earlier = _earlier_events(config, first_step=first_step, validation_due=validation_due)
+            for event in earlier:
+                if event["event"] == "train":
+                    norm = event.get("grad_norm")
+                    self._spikes.observe(event["step"], math.nan if norm is None else norm)
+            self._lines = _continued_jsonl(config, earlier)
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
         self._wandb = _wandb_run(config)
         self._last_step = first_step
@@ -187,6 +194,10 @@ class MetricsWriter:
         """Write a step to all outputs; print a line every log interval, with the means since the last."""
         self._write("train", metrics)
         self._since_line.append(metrics)
+        spike = self._spikes.observe(metrics.step, metrics.grad_norm)
+        if spike is not None:
+            message = f"{spike}: training is unstable, lower --lr or raise --lr-warmup-iters"
+            self.log_alert(spike.step, None, message, value=spike.norm, threshold=SPIKE_RATIO * spike.median)
         if self._progress is not None and self._task is not None:
             numbers = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
             self._progress.update(self._task, completed=metrics.step, numbers=numbers)
@@ -203,12 +214,17 @@ class MetricsWriter:
             numbers = {f"{group['name']}/{key}": value for key, value in group.items() if key != "name"}
             self._write_scalars("communication", numbers, step=metrics.step)
 
-    def log_alert(self, step: int, group: str, message: str, **numbers: float | None) -> None:
-        """Write an alert to all outputs and print it; the numbers say what it is about."""
-        finite = _finite(numbers)
+    def log_alert(self, step: int, group: str | None, message: str, **numbers: float | None) -> None:
+        """Write an alert to all outputs and print it.
+
+        Args:
+            group: parameter group that it is about; None for the whole run.
+            numbers: what it is about.
+        """
+        finite, where = _finite(numbers), "run" if group is None else group
         self._write_line("alert", {"step": step, "group": group, "message": message, **finite})
-        self._write_scalars("alert", {f"{group}/{name}": v for name, v in finite.items()}, step=step)
-        self.say(f"step {step}/{self._steps}  alert  {group}: {message}")
+        self._write_scalars("alert", {f"{where}/{name}": v for name, v in finite.items()}, step=step)
+        self.say(f"step {step}/{self._steps}  alert  {where}: {message}")
 
     def log_timings(self, milliseconds: Mapping[str, tuple[float, float]]) -> None:
         """Print where the time went: per part the least and the most of all ranks."""
@@ -281,20 +297,27 @@ def _finite(values: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def _continued_jsonl(config: LoggingConfig, *, first_step: int, validation_due: bool) -> TextIO:
+def _earlier_events(config: LoggingConfig, *, first_step: int, validation_due: bool) -> list[dict[str, Any]]:
+    """Return what metrics.jsonl says of the steps that have been done; nothing for a new run."""
     path = config.out / "metrics.jsonl"
-    kept = ""
-    if first_step and path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                # The run was killed while it wrote this line.
-                continue
-            is_repeated = validation_due and (event["event"], event["step"]) == ("validation", first_step)
-            if event["step"] <= first_step and not is_repeated:
-                kept += line + "\n"
-    write_atomically(path, kept)
+    if not first_step or not path.is_file():
+        return []
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            # The run was killed while it wrote this line.
+            continue
+        is_repeated = validation_due and (event["event"], event["step"]) == ("validation", first_step)
+        if event["step"] <= first_step and not is_repeated:
+            events.append(event)
+    return events
+
+
+def _continued_jsonl(config: LoggingConfig, earlier: Sequence[Mapping[str, object]]) -> TextIO:
+    path = config.out / "metrics.jsonl"
+    write_atomically(path, "".join(json.dumps(event) + "\n" for event in earlier))
     return path.open("a", encoding="utf-8")
 
 

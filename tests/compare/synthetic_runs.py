@@ -6,12 +6,19 @@ import math
 from typing import Any
 
 from sdp4bit.compare.finished_run import FinishedRun, RunRecord
+from sdp4bit.pretrain.stability import GradientSpike
 
 SETTINGS: dict[str, Any] = {"model": {"layers": 2}, "training": {"steps": 20, "loss_scale": None}}
 
 
 def finished(
-    strategy: str, seed: int, loss: float, *, first: float = 6.0, diverged_at: int | None = None
+    strategy: str,
+    seed: int,
+    loss: float,
+    *,
+    first: float = 6.0,
+    diverged_at: int | None = None,
+    spikes: tuple[GradientSpike, ...] = (),
 ) -> FinishedRun:
     """Return a run of 20 steps that ends at this validation loss, or at the step where it diverged."""
     losses = [first + (loss - first) * step / 19 for step in range(20)]
@@ -29,6 +36,7 @@ def finished(
         inter_bytes_per_step=1000 if strategy == "baseline" else 250,
         seconds=1.5,
         diverged_at=diverged_at,
+        spikes=spikes,
     )
 
 

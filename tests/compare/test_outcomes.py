@@ -9,9 +9,11 @@ import pytest
 from rich.console import Console
 
 from sdp4bit.compare.finished_run import FinishedRun
-from sdp4bit.compare.outcomes import confidence_interval, outcomes
+from sdp4bit.compare.outcomes import outcomes
 from sdp4bit.compare.tables import Report
 from sdp4bit.pretrain.metrics import StepMetrics
+from sdp4bit.pretrain.paired import confidence_interval
+from sdp4bit.pretrain.stability import GradientSpike
 from sdp4bit.pretrain.trainer import TrainingResult
 from tests.compare.synthetic_runs import finished
 
@@ -55,6 +57,7 @@ def test_the_differences_are_paired_by_seed():
         ((3.8, 3.81, 4.79), "lower"),
         ((4.0, 4.0, 5.0), "not significantly different"),
         ((4.5,), None),
+        ((4.5, 4.5), None),
     ],
 )
 def test_the_verdict_is_whether_the_interval_holds_0(losses, verdict):
@@ -89,6 +92,7 @@ def test_summary_json():
         "intra_bytes_per_step": 2000,
         "inter_bytes_per_step": 1000,
         "seconds": 1.5,
+        "spikes": [],
     }
 
 
@@ -97,8 +101,8 @@ def test_markdown():
         "| strategy | seeds | validation loss | difference to baseline | 95% interval | verdict |\n"
         "| --- | --- | --- | --- | --- | --- |\n"
         "| baseline | 3 | 4.3333 ± 0.5774 | - | - | - |\n"
-        "| tlq | 3 | 4.5333 ± 0.6658 | +0.2000 (+4.50 %) | -0.0484 to +0.4484 | not significantly "
-        "different |\n\n"
+        "| tlq | 3 | 4.5333 ± 0.6658 | +0.2000 (+4.50 %) | -0.0484 to +0.4484 (+0.02 to +8.98 %) | "
+        "not significantly different |\n\n"
         "| strategy | training loss | intra-node bytes | inter-node bytes | seconds |\n"
         "| --- | --- | --- | --- | --- |\n"
         "| baseline | 4.3333 | 2 kB/step | 1 kB/step | 1.5 |\n"
@@ -115,7 +119,36 @@ def test_a_table_without_a_baseline_has_no_differences_and_says_so():
 def test_a_single_seed_has_no_interval_and_the_table_says_so():
     markdown = report([BASELINE[0], HIGHER[0]]).markdown()
     assert "| tlq | 1 | 4.1000 | +0.1000 (+2.50 %) | - | - |" in markdown
-    assert "* There is no interval for a difference of one seed: give --seeds several numbers.\n" in markdown
+    assert "* There is no verdict on a difference of 1 seed: give --seeds 3 numbers or more.\n" in markdown
+
+
+def test_two_seeds_have_an_interval_and_no_verdict_and_the_table_asks_for_a_third():
+    markdown = report([*BASELINE[:2], *HIGHER[:2]]).markdown()
+    assert "+0.1500 (+3.75 %) | -0.4853 to +0.7853 (-12.13 to +19.63 %) | - |" in markdown
+    assert "* There is no verdict on a difference of 2 seeds: give --seeds 3 numbers or more.\n" in markdown
+    assert "verdict on" not in report([*BASELINE, *HIGHER]).markdown()
+
+
+def test_an_unstable_baseline_makes_every_difference_mean_little():
+    spikes = (GradientSpike(10, 43.6, 1.5), GradientSpike(13, 28.0, 1.5))
+    unstable = [*BASELINE[:2], finished("baseline", 3, 5.0, spikes=spikes)]
+    both = report([*unstable, *HIGHER])
+    assert both.outcomes()[1].difference is not None
+    assert both.outcomes()[1].difference.verdict == "unstable baseline"
+    assert both.notes() == [
+        "baseline, seed 3 was unstable: gradient norm 43.6 at step 10, 29 times the median before (and 1 "
+        "more).",
+        "WARNING: the baseline itself is unstable: differences mean little. Lower --lr or raise "
+        "--lr-warmup-iters until it has no such steps.",
+    ]
+    assert both.summary()["runs"][2]["spikes"][0] == {"step": 10, "norm": 43.6, "median": 1.5}
+    # Of a quantized run, the spike may be what quantization did: it is said, and the verdict stands.
+    other = report([*BASELINE, *HIGHER[:2], finished("tlq", 3, 5.3, spikes=spikes[:1])])
+    assert other.outcomes()[1].difference is not None
+    assert other.outcomes()[1].difference.verdict == "not significantly different"
+    assert other.notes() == [
+        "tlq, seed 3 was unstable: gradient norm 43.6 at step 10, 29 times the median before."
+    ]
 
 
 def test_runs_that_diverged_are_listed_and_in_no_mean():
@@ -204,6 +237,7 @@ def test_what_is_kept_of_a_training_result():
         strategy="qw", seed=4, steps=[step(1, 6.0), step(2, 5.0), step(3, 4.0)], validation=[(3, 4.5)]
     )
     run = FinishedRun.of(result)
+    assert run.spikes == ()
     assert (run.losses, run.validation_loss, run.seconds) == ((6.0, 5.0, 4.0), 4.5, 1.5)
     assert (run.train_loss, run.intra_bytes_per_step, run.inter_bytes_per_step) == (5.0, 20, 2)
     # The last update can ruin the weights without a training step that would notice.

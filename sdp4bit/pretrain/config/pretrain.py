@@ -5,6 +5,7 @@ Every field is a command-line option; the docstring below it is what `--help` sh
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,6 +27,9 @@ from sdp4bit.pretrain.model.cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardN
 from sdp4bit.pretrain.options import SettingError, option, require, require_at_least, require_positive
 
 DecayStyle = Literal["cosine", "linear", "constant"]
+
+WARMUP_SHARE = 0.01
+"""Of the decay steps, as in the paper."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +92,9 @@ class OptimizerConfig:
     """Learning rate at the end of the decay; a tenth of the peak when not given."""
     decay_style: Annotated[DecayStyle, option("lr-decay-style")] = "cosine"
     """Shape of the decay from the peak to the smallest learning rate."""
-    warmup_fraction: Annotated[float, option("lr-warmup-fraction", "warmup-fraction")] = 0.01
-    """Share of the decay steps in which the learning rate rises linearly."""
+    warmup_fraction: Annotated[float | None, option("lr-warmup-fraction", "warmup-fraction")] = None
+    """Share of the decay steps in which the learning rate rises linearly; when neither this nor the steps are
+    given, the card's steps, or else 0.01."""
     warmup_steps: Annotated[int | None, option("lr-warmup-iters")] = None
     """Steps in which the learning rate rises linearly; instead of the share."""
     decay_steps: Annotated[int | None, option("lr-decay-iters", "decay-steps")] = None
@@ -110,7 +115,7 @@ class OptimizerConfig:
         require_at_least(0, self, "min_lr", "weight_decay", "clip_grad", "warmup_steps")
         require_at_least(1, self, "decay_steps")
         require(
-            0 <= self.warmup_fraction <= 1,
+            self.warmup_fraction is None or 0 <= self.warmup_fraction <= 1,
             f"--lr-warmup-fraction {self.warmup_fraction} must be between 0 and 1",
         )
         for name in ("beta1", "beta2"):
@@ -237,6 +242,17 @@ class PretrainConfig:
                 f"the paper gives no learning rate for the {self.model.model_card} model: set --lr"
             )
         return rate
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps in which the learning rate rises, from the options or the card."""
+        optimizer, steps = self.optimizer, self.optimizer.warmup_steps
+        if steps is None and optimizer.warmup_fraction is None:
+            steps = self.model.card.warmup_steps
+        if steps is not None:
+            return steps
+        share = WARMUP_SHARE if optimizer.warmup_fraction is None else optimizer.warmup_fraction
+        return math.ceil(share * (optimizer.decay_steps or self.training.steps))
 
     @property
     def sequence_length(self) -> int:

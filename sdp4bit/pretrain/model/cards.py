@@ -25,6 +25,8 @@ class ModelCard:
     micro_batch_size: int
     learning_rate: float | None
     """None where the paper timed the model but did not train it."""
+    warmup_steps: int | None = None
+    """Steps of warm-up; None where it is the paper's share of all steps."""
     vocabulary: int = GPT2_VOCABULARY
     """Tokens of the tokenizer, before rounding up."""
 
@@ -36,7 +38,8 @@ MODEL_CARDS: dict[CardName, ModelCard] = {
         heads=4,
         sequence_length=128,
         micro_batch_size=4,
-        learning_rate=2e-3,
+        learning_rate=1e-3,
+        warmup_steps=60,
         vocabulary=4096,
     ),
     "125M": ModelCard(layers=12, hidden=768, heads=12, micro_batch_size=8, learning_rate=6e-4),

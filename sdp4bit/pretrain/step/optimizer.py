@@ -40,16 +40,15 @@ def build_optimizer(
     )
 
 
-def learning_rate_at(step: int, *, config: OptimizerConfig, peak: float, steps: int) -> float:
+def learning_rate_at(
+    step: int, *, config: OptimizerConfig, peak: float, warmup_steps: int, steps: int
+) -> float:
     """Return the learning rate of a step (counted from 0) of a run of `steps`.
 
     Linear over the warm-up, which ends at the peak; then half a cosine, or a line, to the smallest rate at
     the last decay step; constant afterwards.
     """
     decay_steps = config.decay_steps or steps
-    warmup_steps = config.warmup_steps
-    if warmup_steps is None:
-        warmup_steps = math.ceil(config.warmup_fraction * decay_steps)
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     if config.decay_style == "constant":

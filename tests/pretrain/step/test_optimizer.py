@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from sdp4bit.pretrain.config.pretrain import OptimizerConfig
-from sdp4bit.pretrain.model.cards import ModelShape
+from sdp4bit.pretrain.config.pretrain import ModelConfig, OptimizerConfig, PretrainConfig
+from sdp4bit.pretrain.config.training import TrainingConfig
+from sdp4bit.pretrain.model.cards import MODEL_CARDS, ModelShape
 from sdp4bit.pretrain.model.gpt import GPT
 from sdp4bit.pretrain.step.optimizer import build_optimizer, learning_rate_at, set_learning_rate
 
 
 def rates(steps: int, **options) -> list[float]:
-    config = OptimizerConfig(**options)
-    return [learning_rate_at(step, config=config, peak=1.0, steps=steps) for step in range(steps)]
+    optimizer = OptimizerConfig(learning_rate=1.0, **options)
+    run = PretrainConfig(training=TrainingConfig(steps=steps), optimizer=optimizer)
+    schedule = {"config": run.optimizer, "peak": 1.0, "warmup_steps": run.warmup_steps, "steps": steps}
+    return [learning_rate_at(step, **schedule) for step in range(steps)]
 
 
 def test_biases_and_norms_do_not_decay_but_embeddings_do():
@@ -41,6 +45,19 @@ def test_the_learning_rate_reaches_every_group():
 
 def test_warm_up_is_linear_and_ends_at_the_peak():
     assert rates(100, warmup_fraction=0.1)[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+
+
+def test_warm_up_without_an_option_is_the_cards_or_a_hundredth_of_the_steps():
+    def steps(card, **options):
+        run = PretrainConfig(model=ModelConfig(model_card=card), optimizer=OptimizerConfig(**options))
+        return replace(run, training=TrainingConfig(steps=1000)).warmup_steps
+
+    assert steps("125M") == 10
+    assert steps("125M", decay_steps=350) == 4
+    assert steps("tiny") == MODEL_CARDS["tiny"].warmup_steps
+    assert steps("tiny", warmup_fraction=0.1) == 100
+    assert steps("tiny", warmup_fraction=0.1, warmup_steps=7) == 7
+    assert steps("tiny", warmup_steps=0) == 0
 
 
 def test_decay_is_half_a_cosine_to_a_tenth():
