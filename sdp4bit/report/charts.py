@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from sdp4bit.pretrain.metrics import smoothed
-from sdp4bit.report.runs import Run
+from sdp4bit.report.pairs import reference_of
+from sdp4bit.report.runs import TIMES, Run
 
 POINTS = 6_000
 """Points of all runs' curves in one plot together, from which the number per run follows."""
@@ -18,6 +19,7 @@ POINTS_PER_RUN = (80, 1000)
 """Fewest and most points of one run."""
 CELLS = 60_000
 """Cells of all heat maps together, from which the number of columns follows."""
+_NO_TIMES = "its simulated ranks took turns in one process, so that times mean nothing"
 COLUMNS = (12, 160)
 """Fewest and most columns of a heat map."""
 
@@ -49,9 +51,9 @@ def loss_plots(runs: Sequence[Run]) -> list[Plot]:
     )
     difference = Plot(
         key="difference",
-        title=f"Difference to {runs[0].name}",
-        about="Loss less that of the first run at the same step: training (faint), smoothed (line), "
-        "validation (points). Above zero is worse than the first run.",
+        title=f"Difference to {runs[0].label or runs[0].name}, same seed",
+        about="Loss less that of the compared run with the same seed at the same step: training (faint), "
+        "smoothed (line), validation (points). Above zero is worse.",
         unit="difference",
     )
     points = _points_per_run(runs)
@@ -61,16 +63,22 @@ def loss_plots(runs: Sequence[Run]) -> list[Plot]:
             validation.curves.append(_curve(index, "points", *found, points=points))
         else:
             validation.missing.append(f"{run.name}: {_why_no_validation(run)}")
-    for index, run in enumerate(runs[1:], start=1):
-        steps, values = _less(_train(run, "loss"), _train(runs[0], "loss"))
+    for index, run in enumerate(runs):
+        reference = reference_of(run, runs)
+        if reference is run:
+            continue
+        if reference is None:
+            difference.missing.append(f"{run.name}: no run of {runs[0].label} has its seed")
+            continue
+        steps, values = _less(_train(run, "loss"), _train(reference, "loss"))
         if len(steps) == 0:
-            difference.missing.append(f"{run.name}: no step in common with {runs[0].name}")
+            difference.missing.append(f"{run.name}: no step in common with {reference.name}")
             continue
         if not np.isfinite(values).any():
             difference.missing.append(f"{run.name}: at no common step are both losses numbers")
             continue
         difference.curves.extend(_raw_and_smoothed(index, steps, values, points=points))
-        found = _less(_validation(run), _validation(runs[0]))
+        found = _less(_validation(run), _validation(reference))
         if np.isfinite(found[1]).any():
             difference.curves.append(_curve(index, "points", *found, points=points))
     if len(runs) == 1:
@@ -272,9 +280,15 @@ def _train_plot(
 def _why_missing(run: Run, key: str, values: np.ndarray) -> str | None:
     if not run.train:
         return "no step has been finished"
+    if _is_no_time(run, key):
+        return _NO_TIMES
     if not run.records(key):
         return f'its steps have no "{key}"'
     return None if np.isfinite(values).any() else _why_null(key)
+
+
+def _is_no_time(run: Run, key: str) -> bool:
+    return key in TIMES and run.simulated_ranks is not None
 
 
 def _why_null(key: str) -> str:
@@ -326,6 +340,8 @@ def _or_nan(value: float | None) -> float:
 def _why_no_map(run: Run, key: str, table: np.ndarray) -> str | None:
     if not run.groups:
         return "it wrote no communication events"
+    if _is_no_time(run, key):
+        return _NO_TIMES
     if not any(key in numbers for groups in run.groups.values() for numbers in groups.values()):
         return f'its communication events have no "{key}"'
     if not np.isfinite(table).any():

@@ -20,8 +20,9 @@ import sdp4bit
 from sdp4bit.pretrain.metrics import WINDOW_SHARE
 from sdp4bit.report.charts import PLOTS, Plot, short
 from sdp4bit.report.figures import DASHES, figures, line_styles
+from sdp4bit.report.pairs import pair_rows, pair_titles
 from sdp4bit.report.runs import Alert, Run
-from sdp4bit.report.summary import fact_rows, seed_rows, setting_rows, summary_rows
+from sdp4bit.report.summary import fact_rows, setting_rows, summary_rows
 
 ALERTS_SHOWN = 200
 """Lines of the table of alerts; further ones are counted below it."""
@@ -54,11 +55,12 @@ def render_page(runs: Sequence[Run], *, now: datetime) -> str:
         runs=runs,
         styles=line_styles(runs),
         dashes=DASHES,
-        strategies=list(dict.fromkeys(run.strategy or "unknown strategy" for run in runs)),
+        strategies=list(dict.fromkeys(run.label or "unknown strategy" for run in runs)),
         made=f"{now:%Y-%m-%d %H:%M %Z}",
         version=sdp4bit.__version__,
         summary=summary_rows(runs),
-        seeds=seed_rows(runs),
+        pairs=pair_rows(runs),
+        pair_titles=pair_titles(runs),
         notes=[f"{run.name}: {note}." for run in runs for note in run.notes],
         alike=[row for row in facts if len(set(row.cells)) == 1],
         differing=[row for row in facts if len(set(row.cells)) > 1],

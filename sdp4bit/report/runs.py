@@ -19,6 +19,8 @@ from sdp4bit.pretrain.options import SettingError, with_current_names
 METRICS = "metrics.jsonl"
 SETTINGS = "config.json"
 SUMMARY = "summary.json"
+TIMES = ("step_seconds", "exchange_seconds", "tokens_per_second")
+"""Numbers of a step that say how long it took."""
 LAST_STEP = 2**53
 """Larger steps are not exact in the page."""
 MAX_ALERTS_OF_A_STEP = 100
@@ -84,6 +86,29 @@ class Run:
         """The strategy's name; None if config.json does not give it."""
         name = self.setting("strategy")
         return None if name is None else str(name)
+
+    @property
+    def label(self) -> str | None:
+        """The strategy with the options that a comparison gave it alone; None if it is not recorded."""
+        label = self.setting("label")
+        return self.strategy if label is None else str(label)
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of weights, samples and rounding; None if config.json does not give it."""
+        seed = self.setting("seed")
+        return seed if isinstance(seed, int) else None
+
+    @property
+    def simulated_ranks(self) -> int | None:
+        """How many data-parallel ranks one process stood for; None for real ranks."""
+        ranks = self.setting("parallel", "simulated_ranks")
+        return ranks if isinstance(ranks, int) else None
+
+    def validation_losses(self) -> dict[int, float]:
+        """Return the validation losses that are numbers, by step."""
+        found = {step: numbers.get("loss") for step, numbers in self.validation.items()}
+        return {step: loss for step, loss in found.items() if loss is not None}
 
 
 def find_runs(paths: Sequence[Path]) -> list[Run]:

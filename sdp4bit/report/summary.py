@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,11 +14,12 @@ import numpy as np
 
 from sdp4bit.pretrain.metrics import format_bytes
 from sdp4bit.pretrain.model.cards import MODEL_CARDS
-from sdp4bit.report.runs import Run
+from sdp4bit.pretrain.stability import SPIKE_RATIO
+from sdp4bit.report.pairs import NONE, difference_text, spikes_of
+from sdp4bit.report.runs import TIMES, Run
 
 FINAL_STEPS = 20
 """Steps whose mean is the final training loss, as in summary.json."""
-NONE = "–"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,8 @@ class Row:
 
 def summary_rows(runs: Sequence[Run]) -> list[Row]:
     """Return the outcome of every run; a dash stands for what the run does not have."""
-    first = runs[0]
     rows = [
-        Row(name="Strategy", cells=[run.strategy or "not recorded" for run in runs]),
+        Row(name="Strategy", cells=[run.label or "not recorded" for run in runs]),
         Row(name="Steps", about="done / planned", cells=[_steps(run) for run in runs]),
         Row(
             name="Training loss",
@@ -45,17 +44,24 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
         Row(name="Validation loss", about="last", cells=[_at_step(last_validation(run)) for run in runs]),
         Row(name="Best validation", cells=[_at_step(best_validation(run)) for run in runs]),
         Row(
-            name=f"Difference to {first.name}",
-            about="validation loss at the last step that both have",
-            cells=["first run" if run is first else _difference(run, first) for run in runs],
+            name=f"Difference to {runs[0].label or runs[0].name}",
+            about="same seed; validation loss at the last step that both have",
+            cells=[difference_text(run, runs) for run in runs],
         ),
     ]
     if any(run.test for run in runs):
         rows.append(Row(name="Test loss", cells=[_at_step(_last(run.test)) for run in runs]))
     rows += [
-        Row(name=name, about=about, cells=[show(median(run, key)) for run in runs])
+        Row(name=name, about=about, cells=[_median(run, key, show) for run in runs])
         for name, about, key, show in _MEDIANS
     ]
+    rows.append(
+        Row(
+            name="Gradient-norm spikes",
+            about=f"steps above {SPIKE_RATIO:g} times the median before",
+            cells=[_spikes(run) for run in runs],
+        )
+    )
     rows.append(Row(name="Alerts", cells=[str(len(run.alerts)) for run in runs]))
     rows.append(
         Row(name="Restarts", about="seen in the file", cells=[str(len(run.restarts)) for run in runs])
@@ -66,33 +72,6 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
     skipped = [int(np.nansum(run.column("skipped"))) for run in runs]
     if any(skipped):
         rows.append(Row(name="Steps skipped", about="fp16 overflow", cells=[str(count) for count in skipped]))
-    return rows
-
-
-def seed_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return strategy, seeds, validation loss and difference over the seeds; nothing if no strategy has two.
-
-    The difference is to the first run's strategy with the same seed: what the seed does to both is not in it.
-    """
-    by_strategy: dict[str, dict[int, float]] = {}
-    for run in runs:
-        seed, found = run.setting("seed"), last_validation(run)
-        if run.strategy is not None and isinstance(seed, int) and found is not None:
-            by_strategy.setdefault(run.strategy, {}).setdefault(seed, found[1])
-    if max((len(losses) for losses in by_strategy.values()), default=0) < 2:
-        return []
-    first = next(iter(by_strategy.values()))
-    rows: list[tuple[str, ...]] = []
-    for strategy, losses in by_strategy.items():
-        differences = [100 * (loss / first[seed] - 1) for seed, loss in losses.items() if seed in first]
-        rows.append(
-            (
-                strategy,
-                ", ".join(map(str, sorted(losses))),
-                _spread(list(losses.values()), ".4f"),
-                "compared with" if losses is first else _spread(differences, "+.2f", unit=" %"),
-            )
-        )
     return rows
 
 
@@ -109,7 +88,7 @@ def last_validation(run: Run) -> tuple[int, float] | None:
 
 def best_validation(run: Run) -> tuple[int, float] | None:
     """Return step and loss of the lowest validation loss; None without one."""
-    return min(_losses(run.validation), key=lambda point: point[1], default=None)
+    return min(run.validation_losses().items(), key=lambda point: point[1], default=None)
 
 
 def median(run: Run, name: str) -> float | None:
@@ -189,6 +168,9 @@ def _quantization(run: Run) -> str:
 
 
 def _ranks(run: Run) -> str:
+    if run.simulated_ranks is not None:
+        nodes = run.setting("parallel", "ranks_per_node")
+        return f"{run.simulated_ranks} simulated in one process, {nodes} per node"
     count = run.setting("ranks") or run.setting("parallel", "nproc_per_node")
     per_node = run.setting("parallel", "ranks_per_node")
     text = "not recorded" if count is None else str(count)
@@ -219,25 +201,22 @@ def _flat(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
         yield prefix, json.dumps(value, ensure_ascii=False)
 
 
-def _losses(events: dict[int, dict[str, float | None]]) -> list[tuple[int, float]]:
-    found = [(step, numbers.get("loss")) for step, numbers in events.items()]
-    return [(step, loss) for step, loss in found if loss is not None]
-
-
 def _last(events: dict[int, dict[str, float | None]]) -> tuple[int, float] | None:
-    losses = _losses(events)
-    return losses[-1] if losses and losses[-1][0] == next(reversed(events)) else None
+    step = next(reversed(events), None)
+    loss = None if step is None else events[step].get("loss")
+    return None if step is None or loss is None else (step, loss)
 
 
-def _difference(run: Run, first: Run) -> str:
-    own, other = dict(_losses(run.validation)), dict(_losses(first.validation))
-    common = [step for step in own if step in other]
-    if not common:
-        return NONE
-    step = max(common)
-    loss, reference = own[step], other[step]
-    percent = f" ({100 * (loss / reference - 1):+.2f} %)" if reference else ""
-    return f"{loss - reference:+.4f}{percent} at step {step}"
+def _median(run: Run, key: str, show: Callable[[float | None], str]) -> str:
+    """Return the median for people; times of simulated ranks, which took turns, mean nothing."""
+    if key in TIMES and run.simulated_ranks is not None:
+        return f"{NONE} (simulated)"
+    return show(median(run, key))
+
+
+def _spikes(run: Run) -> str:
+    found = spikes_of(run)
+    return f"{len(found)}; largest: {found[0]}" if found else "0"
 
 
 def _steps(run: Run) -> str:
@@ -267,14 +246,6 @@ def _seconds(value: float | None) -> str:
     if value is None:
         return NONE
     return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
-
-
-def _spread(values: Iterable[float], form: str, *, unit: str = "") -> str:
-    found = [value for value in values if math.isfinite(value)]
-    if not found:
-        return NONE
-    mean = format(statistics.fmean(found), form)
-    return f"{mean} ± {statistics.stdev(found):{form.lstrip('+')}}{unit}" if len(found) > 1 else mean + unit
 
 
 _MEDIANS: tuple[tuple[str, str, str, Callable[[float | None], str]], ...] = (

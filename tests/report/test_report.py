@@ -11,10 +11,12 @@ from plotly.offline import get_plotlyjs
 
 from sdp4bit.cli import main
 from sdp4bit.pretrain.options import SettingError
+from sdp4bit.pretrain.paired import interval_text, paired_difference
 from sdp4bit.report.charts import PLOTS, decimated, smoothed
 from sdp4bit.report.command import ReportConfig, write_report
+from sdp4bit.report.pairs import pair_rows
 from sdp4bit.report.runs import find_runs, read_run
-from sdp4bit.report.summary import seed_rows, summary_rows
+from sdp4bit.report.summary import fact_rows, summary_rows
 from tests.report.written_runs import (
     alert_event,
     communication_event,
@@ -61,7 +63,7 @@ def test_the_summary_has_the_numbers_of_the_files(tmp_path):
     assert table["Training loss"] == ["5.0000", "5.5000"]
     assert table["Validation loss"] == ["4.5000 at step 30", "4.4000 at step 10"]
     assert table["Best validation"] == ["4.0000 at step 10", "4.4000 at step 10"]
-    assert table["Difference to a"] == ["first run", "+0.4000 (+10.00 %) at step 10"]
+    assert table["Difference to baseline"] == ["compared with", "+0.4000 (+10.00 %) at step 10"]
     assert table["Inter-node bytes"] == ["2 MB", "250 kB"]
     assert table["Compression ratio"] == ["8.00", "8.00"]
     assert table["Step time"] == ["250 ms", "250 ms"]
@@ -227,17 +229,94 @@ def test_a_comparison_is_taken_in_its_own_order_and_each_run_once(tmp_path):
     ]
 
 
-def test_seeds_are_summed_up_against_the_same_seed(tmp_path):
-    losses = {("baseline", 1): 4.0, ("qw", 1): 4.4, ("baseline", 2): 5.0, ("qw", 2): 5.25}
-    runs = [
-        read(write_run(tmp_path / f"{s}{n}", [validation_event(9, loss)], config=settings(s, seed=n)))
+def validated(folder, losses: dict[tuple[str, int], float], **changes):
+    """Return runs that were validated once, by strategy and seed."""
+    return [
+        read(
+            write_run(
+                folder / f"{s}{n}",
+                [train_event(9), validation_event(9, loss)],
+                config=settings(s, seed=n) | changes,
+            ),
+            name=f"{s}{n}",
+        )
         for (s, n), loss in losses.items()
     ]
-    assert seed_rows(runs) == [
-        ("baseline", "1, 2", "4.5000 ± 0.7071", "compared with"),
-        ("qw", "1, 2", "4.8250 ± 0.6010", "+7.50 ± 3.54 %"),
+
+
+def test_pairs_of_equal_seeds_have_a_difference_and_its_interval(tmp_path):
+    losses = {("baseline", 1): 4.0, ("qw", 1): 4.1, ("baseline", 2): 4.0, ("qw", 2): 4.2}
+    runs = validated(tmp_path, losses)
+    assert pair_rows(runs) == [
+        ("baseline", "1, 2", "4.0000 ± 0.0000", "compared with", "–", "–"),
+        (
+            *("qw", "1, 2", "4.1500 ± 0.0707", "+0.1500 (+3.75 %)"),
+            *("-0.4853 to +0.7853 (-12.13 to +19.63 %)", "none: 3 seeds are needed"),
+        ),
     ]
-    assert seed_rows(runs[:2]) == []
+    three = [*runs, *validated(tmp_path, {("baseline", 3): 5.0, ("qw", 3): 5.3})]
+    assert pair_rows(three)[1][3:] == (
+        *("+0.2000 (+4.50 %)", "-0.0484 to +0.4484 (+0.02 to +8.98 %)"),
+        "not significantly different",
+    )
+    assert pair_rows(three)[1][4] == interval_text(
+        paired_difference({1: (4.1, 4.0), 2: (4.2, 4.0), 3: (5.3, 5.0)})
+    )
+    assert pair_rows(runs[:2])[1][3:5] == ("+0.1000 (+2.50 %)", "-")
+
+
+def test_different_seeds_are_never_compared(tmp_path):
+    losses = {("baseline", 1): 4.0, ("qw", 1): 4.4, ("qw", 2): 9.0, ("baseline", 3): 5.0}
+    runs = validated(tmp_path, losses)
+    assert rows(runs)["Difference to baseline"] == [
+        *("compared with", "+0.4000 (+10.00 %) at step 9", "– (none has seed 2)", "compared with")
+    ]
+    assert [row[1] for row in pair_rows(runs)] == ["1", "1"]
+    assert pair_rows([runs[0], runs[2]]) == []
+    difference = plots(runs)["difference"]
+    assert "qw2: no run of baseline has its seed" in difference.missing
+    assert {curve["run"] for curve in difference.curves} <= {1}
+
+
+def test_variants_of_a_strategy_are_rows_of_their_own(tmp_path):
+    runs = validated(tmp_path, {("baseline", 1): 4.0, ("qw", 1): 4.4})
+    runs += validated(tmp_path / "variant", {("qw", 1): 4.2}, label="qw:wq-group-size=64")
+    assert [row[0] for row in pair_rows(runs)] == ["baseline", "qw", "qw:wq-group-size=64"]
+    assert pair_rows(runs)[2][3] == "+0.2000 (+5.00 %)"
+
+
+def test_an_unstable_baseline_is_marked_and_gives_no_verdict(tmp_path):
+    def run(name, seed, *, spike):
+        events = [train_event(n, grad_norm=43.6 if n == 12 and spike else 1.5) for n in range(1, 16)]
+        events.append(validation_event(15, 4.0 + 0.1 * (name == "qw")))
+        return read(write_run(tmp_path / f"{name}{seed}", events, config=settings(name, seed=seed)))
+
+    stable = [run(name, seed, spike=False) for seed in (1, 2, 3) for name in ("baseline", "qw")]
+    assert pair_rows(stable)[1][-1] == "higher"
+    runs = [run("baseline", 1, spike=True), *stable[1:]]
+    assert [row[-1] for row in pair_rows(runs)] == ["unstable", "unstable baseline"]
+    assert rows(runs)["Gradient-norm spikes"] == [
+        "1; largest: gradient norm 43.6 at step 12, 29 times the median before",
+        *"00000",
+    ]
+
+
+def test_simulated_ranks_are_named_and_their_times_are_hidden(tmp_path):
+    parallel = {"simulated_ranks": 4, "ranks_per_node": 2, "nproc_per_node": None}
+    events = [*steps(3), communication_event(3)]
+    config = settings() | {"parallel": parallel, "ranks": 1}
+    simulated = read(write_run(tmp_path / "s", events, config=config), name="s")
+    real = read(write_run(tmp_path / "r", events), name="r")
+    summary = rows([simulated, real])
+    assert summary["Step time"] == ["– (simulated)", "250 ms"]
+    assert summary["Tokens per second"] == ["– (simulated)", "2,000"]
+    facts = {row.name: row.cells for row in fact_rows([simulated, real])}
+    assert facts["Ranks"] == ["4 simulated in one process, 2 per node", "4, 2 per node"]
+    found = plots([simulated, real])
+    for key in ("step_seconds", "exchange_seconds", "group_exchange_seconds"):
+        (missing,) = found[key].missing
+        assert missing == "s: its simulated ranks took turns in one process, so that times mean nothing"
+        assert {drawn["run"] for drawn in [*found[key].curves, *found[key].maps]} == {1}
 
 
 @pytest.mark.parametrize(
