@@ -11,6 +11,7 @@ from rich.table import Table
 
 from sdp4bit.compare.config import DemoConfig
 from sdp4bit.compare.finished_run import FinishedRun
+from sdp4bit.compare.tables import unstable_notes
 from sdp4bit.pretrain.launch.ranks import Ranks, agree
 from sdp4bit.pretrain.metrics import format_bytes, write_atomically
 from sdp4bit.pretrain.trainer import TrainingResult, pretrain
@@ -40,6 +41,8 @@ def _write_report(out: Path, results: Sequence[TrainingResult], console: Console
     runs = [FinishedRun.of(result) for result in results]
     draw_curves(runs, baseline=results[0].strategy, path=out / "curves.png")
     print_outcome(results, console=console)
+    for note in unstable_notes(runs, baseline=results[0].strategy):
+        console.print(note, highlight=False, soft_wrap=True)
     console.print(f"Curves: {out / 'curves.png'}   Summary: {out / 'summary.json'}", highlight=False)
 
 

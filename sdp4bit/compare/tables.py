@@ -46,24 +46,12 @@ class Report:
     def notes(self) -> list[str]:
         """Return what the numbers do not show, a sentence each."""
         return [
-            *self._unstable(),
+            *unstable_notes(self.runs, baseline=self.baseline),
             *self._missing(),
             *self._diverged(),
             *self._unequal_starts(),
             *self.remarks,
         ]
-
-    def _unstable(self) -> Iterator[str]:
-        unstable = [run for run in self.runs if run.spikes]
-        for run in unstable:
-            worst = max(run.spikes, key=lambda spike: spike.ratio)
-            more = f" (and {len(run.spikes) - 1} more)" if len(run.spikes) > 1 else ""
-            yield f"{run.name} was unstable: {worst}{more}."
-        if any(run.strategy == self.baseline for run in unstable):
-            yield (
-                "WARNING: the baseline itself is unstable: differences mean little. Lower --lr or raise "
-                "--lr-warmup-iters until it has no such steps."
-            )
 
     def _missing(self) -> Iterator[str]:
         left = self.planned - len(self.runs)
@@ -165,6 +153,20 @@ class Report:
         parts = [_markdown_table(self.loss_table()), _markdown_table(self.cost_table())]
         notes = "".join(f"* {note}\n" for note in self.notes())
         return "\n".join([*parts, notes] if notes else parts)
+
+
+def unstable_notes(runs: Sequence[FinishedRun], *, baseline: str | None) -> Iterator[str]:
+    """Yield which runs had spikes of the gradient norm, and what it means if the baseline is among them."""
+    unstable = [run for run in runs if run.spikes]
+    for run in unstable:
+        worst = max(run.spikes, key=lambda spike: spike.ratio)
+        more = f" (and {len(run.spikes) - 1} more)" if len(run.spikes) > 1 else ""
+        yield f"{run.name} was unstable: {worst}{more}."
+    if any(run.strategy == baseline for run in unstable):
+        yield (
+            "WARNING: the baseline itself is unstable: differences mean little. Lower --lr or raise "
+            "--lr-warmup-iters until it has no such steps."
+        )
 
 
 def _markdown_table(table: Sequence[Sequence[str]]) -> str:

@@ -19,11 +19,11 @@ from sdp4bit.pretrain.config.pretrain import LoggingConfig
 from sdp4bit.pretrain.config.training import TrainingConfig
 from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.launch.signals import SIGNALS, listening
-from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics
+from sdp4bit.pretrain.metrics import MetricsWriter
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.stopping import StopRequests
 from sdp4bit.pretrain.timers import Timers
-from tests.pretrain.tiny_runs import command_after, losses, read_log, small, train_here
+from tests.pretrain.tiny_runs import command_after, losses, read_log, small, step_metrics, train_here
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -130,14 +130,6 @@ def test_timers_give_the_bounds_over_all_ranks():
     # A sleep is never shorter than asked for; how much longer it is decides nothing.
     assert 0 <= least <= most
     assert most >= 20
-
-
-def step_metrics(step: int) -> StepMetrics:
-    return StepMetrics(
-        step=step, samples=8 * step, loss=float(step), lr=1e-3, grad_norm=0.5, tokens_per_second=1000.0,
-        tflops_per_device=2.0, step_seconds=0.5, intra_bytes=1000 * step, inter_bytes=500,
-        compression_ratio=5.9, weight_drift=None, gradient_error=None, loss_scale=None, skipped=False,
-    )  # fmt: skip
 
 
 def written_lines(tmp_path: Path, config: LoggingConfig) -> list[str]:

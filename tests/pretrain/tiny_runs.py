@@ -22,6 +22,7 @@ from sdp4bit.pretrain.data.config import DataConfig
 from sdp4bit.pretrain.data.corpus import END_OF_TEXT
 from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.launch.ranks import Ranks
+from sdp4bit.pretrain.metrics import StepMetrics
 from sdp4bit.pretrain.trainer import TrainingResult, pretrain
 
 SOURCES = (
@@ -67,6 +68,15 @@ def small(text: Path, out: Path, **changes: Any) -> PretrainConfig:
         logging=LoggingConfig(out=out, tensorboard=False),
     )
     return replace(config, **changes)
+
+
+def step_metrics(step: int, *, grad_norm: float = 0.5) -> StepMetrics:
+    """Return the measurements of a step that nobody has trained."""
+    return StepMetrics(
+        step=step, samples=8 * step, loss=float(step), lr=1e-3, grad_norm=grad_norm, tokens_per_second=1000.0,
+        tflops_per_device=2.0, step_seconds=0.5, intra_bytes=1000 * step, inter_bytes=500,
+        compression_ratio=5.9, weight_drift=None, gradient_error=None, loss_scale=None, skipped=False,
+    )  # fmt: skip
 
 
 def this_rank() -> Ranks:

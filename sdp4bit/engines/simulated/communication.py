@@ -167,6 +167,11 @@ class SimulatedCommHandle(CommHandle):
         )
         comm.reduction = comm.reductions_of_all.of_rank_0
 
+    @property
+    def row_layouts(self) -> list[RowLayout]:
+        """How FSDP2 would cut each parameter group into rows, in the order of the groups."""
+        return [comm.group.rows for comm in self._state.groups]
+
     # -- weights ---------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -1,0 +1,124 @@
+"""Errors of quantization by kind of layer, and the law of loss over error. Layer: one process, files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import errors, law
+from benchmarks.errors import KINDS, OWN, ErrorConfig, kind_of, read, relative, train_and_measure
+from sdp4bit.pretrain.config.pretrain import PretrainConfig
+from sdp4bit.pretrain.config.training import TrainingConfig
+from sdp4bit.pretrain.launch.config import ParallelConfig
+from sdp4bit.pretrain.options import SettingError
+from sdp4bit.pretrain.trainer import pretrain
+from sdp4bit.report.runs import find_runs
+from tests.pretrain.tiny_runs import small, this_rank, write_text
+from tests.ranks import run_ranks
+from tests.report.written_runs import settings, train_event, validation_event, write_run
+
+
+def simulated(tmp_path: Path, out: str, strategy: str) -> PretrainConfig:
+    config = small(write_text(tmp_path / "text"), tmp_path / out, strategy=strategy)
+    training = TrainingConfig(steps=6, sequence_length=32, micro_batch_size=2, eval_batches=2)
+    return replace(config, training=training, parallel=ParallelConfig(simulated_ranks=4, ranks_per_node=2))
+
+
+def measured(config: ErrorConfig) -> float:
+    train_and_measure(config, ranks=this_rank())
+    return float(json.loads((config.training.logging.out / "result.json").read_text())["validation_loss"])
+
+
+def plain(config: PretrainConfig) -> float:
+    return pretrain(config, ranks=this_rank()).validation_loss
+
+
+def test_measuring_changes_nothing_and_finds_the_errors_of_the_settings(tmp_path):
+    config = simulated(tmp_path, "run", "sdp4bit")
+    (loss,) = run_ranks(measured, 1, ErrorConfig(training=config, every=2))
+    (undisturbed,) = run_ranks(plain, 1, simulated(tmp_path, "plain", "sdp4bit"))
+    assert loss == undisturbed
+    records = read(tmp_path / "run")
+    assert [record["step"] for record in records] == [2, 4, 6]
+    for record in records:
+        found = {name: relative(squares) for name, squares in record["gradients"].items()}
+        assert found["tlq-hs, 8 bits inter-node"] < 0.002
+        assert found["tlq-hs, groups of 32 inter-node"] < found["tlq-hs"] < found["ulq"] < 0.2
+        # Another seed draws other rounding bits.
+        assert found[OWN] == pytest.approx(found["tlq-hs"], rel=0.1)
+        for kind in KINDS:
+            # Nothing of the weights' type is closer to them than what they round to.
+            assert relative(record["weights"], "drift", "rounding", kind) >= 1
+    table = (tmp_path / "run" / "table.md").read_text()
+    assert table.count("\n") == 2 + 6 + 2 * 4 + 2 * 5 and "nan" not in table
+    assert (tmp_path / "run" / "errors.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_errors_of_any_kind_a_run_is_the_baseline(tmp_path):
+    config = ErrorConfig(
+        training=simulated(tmp_path, "exact", "sdp4bit"), exact_gradients=KINDS, exact_weights=KINDS, every=2
+    )
+    (exact,) = run_ranks(measured, 1, config)
+    (baseline,) = run_ranks(plain, 1, simulated(tmp_path, "baseline", "baseline"))
+    (quantized,) = run_ranks(plain, 1, simulated(tmp_path, "quantized", "sdp4bit"))
+    # The mean is rounded once here, and at every addition there.
+    assert exact == pytest.approx(baseline, abs=1e-4)
+    assert abs(quantized - baseline) > 10 * abs(exact - baseline)
+
+
+def test_real_ranks_cannot_be_measured():
+    with pytest.raises(SettingError, match="give --simulated-ranks"):
+        ErrorConfig(training=PretrainConfig())
+
+
+def test_every_parameter_has_a_kind():
+    matrix, vector = torch.empty(2, 2), torch.empty(2)
+    assert [
+        kind_of(name, parameter)
+        for name, parameter in (
+            *(("token_embedding.weight", matrix), ("position_embedding.weight", matrix)),
+            ("blocks.0.attention.projection.weight", matrix),
+            *(("blocks.0.feed_forward.expand.weight", matrix), ("blocks.0.feed_forward.expand.bias", vector)),
+            ("final_norm.weight", vector),
+        )
+    ] == ["embeddings", "embeddings", "attention", "MLP", "norms and biases", "norms and biases"]
+
+
+def law_runs(folder: Path, costs: dict[str, tuple[float, float]]) -> None:
+    """Write runs of three seeds whose gradient error and loss above the baseline's are given by strategy."""
+    for seed in (1, 2, 3):
+        for name, (error, cost) in {"baseline": (0.0, 0.0), **costs}.items():
+            quantization = {"gradients": None if name == "baseline" else {"inter_bits": 4}, "weights": None}
+            events = [train_event(step, gradient_error=error or None) for step in (1, 2, 3, 4)]
+            events.append(validation_event(4, 5.0 * (1 + cost) + 0.01 * seed))
+            config = settings(name, seed=seed) | {"quantization": quantization}
+            write_run(folder / f"{name}-seed{seed}", events, config=config)
+
+
+def test_costs_in_proportion_to_the_squared_error_are_on_the_line(tmp_path):
+    law_runs(tmp_path / "runs", {"tlq": (0.2, 0.004), "tlq-hs": (0.1, 0.001)})
+    found = law.points(find_runs([tmp_path / "runs"]))
+    assert [(point.label, round(point.squared_error, 6)) for point in found] == [
+        ("tlq-hs", 0.01),
+        ("tlq", 0.04),
+    ]
+    assert law.slope(found) == pytest.approx(10.0, rel=0.01)
+    law.draw(found, tmp_path / "law.png")
+    assert "| tlq-hs | 3 | 0.0100 | +0.100 % |" in law.table(found)
+    assert (tmp_path / "law.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_law_needs_three_seeds(tmp_path):
+    law_runs(tmp_path / "runs", {"tlq": (0.2, 0.004)})
+    with pytest.raises(SettingError, match="three seeds"):
+        law.points([run for run in find_runs([tmp_path / "runs"]) if run.seed != 3])
+
+
+def test_too_few_measurements_are_said(tmp_path):
+    (tmp_path / "errors.jsonl").write_text("")
+    with pytest.raises(SettingError, match="0 measured steps are too few"):
+        errors.draw(tmp_path)
