@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
+from typing import Annotated
 
 from sdp4bit.compare.variants import Variant, parse_variant, parse_variants
 from sdp4bit.pretrain.config.communication import CommunicationConfig
 from sdp4bit.pretrain.config.pretrain import LoggingConfig, ModelConfig, OptimizerConfig, PretrainConfig
-from sdp4bit.pretrain.config.training import TrainingConfig
+from sdp4bit.pretrain.config.training import ComputeDtype, TrainingConfig
 from sdp4bit.pretrain.data.config import CacheFolder, DataConfig
 from sdp4bit.pretrain.launch.config import ParallelConfig
-from sdp4bit.pretrain.options import SettingError, option_flags, require
+from sdp4bit.pretrain.options import SettingError, option, option_flags, require
 
 DEFAULT_BASELINE = "baseline"
 DEFAULT_OUT = Path("runs/compare")
@@ -170,6 +171,8 @@ class DemoConfig:
     """Optimizer steps of each run."""
     seed: int = 1
     """Seed of the weights, the sample order and the rounding; the same for both runs."""
+    compute_dtype: Annotated[ComputeDtype, option("compute-dtype")] = "auto"
+    """dtype of the activations; auto: bf16, except on CPUs without instructions for it, where it is fp32."""
     cache_dir: CacheFolder = None
     """Where tokenized text is kept between runs; $XDG_CACHE_HOME/sdp4bit or ~/.cache/sdp4bit otherwise."""
 
@@ -185,7 +188,8 @@ class DemoConfig:
             data=DataConfig(cache_dir=self.cache_dir),
             training=TrainingConfig(
                 steps=self.steps,
-                eval_interval=max(2, self.steps // 4),
+                eval_interval=max(2, self.steps // 3),
+                compute_dtype=self.compute_dtype,
                 # Weights are gathered once a step, as in the paper; twice would flatter the comparison.
                 reshard_after_forward=False,
             ),
