@@ -19,123 +19,23 @@ import platform
 import shlex
 import statistics
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.hadamard import Hadamard
-from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import RoundingKey, derive_keys
+from sdp4bit.selftest.kernel_speed import COPY, Case, make_cases, measure_once
 
-KEY = RoundingKey(*derive_keys(0, 0))
-RANKS, NODES = 4, 2
-WEIGHT_GROUP, GRADIENT_GROUP = 2048, 128
 CHECKED_ELEMENTS = 1 << 18
-DRAWN_ELEMENTS = 1 << 22
 DEVICES = {"reference": "cpu", "numba": "cpu", "triton": "cuda"}
 DEFAULT_ELEMENTS = {"cpu": range(14, 29, 2), "cuda": range(14, 29, 2)}
 """Powers of two: 64 KB to 1 GB of fp32 values."""
 REFERENCE_ELEMENTS = 1 << 24
 """The reference needs some 100 bytes of memory per element, and seconds beyond this size."""
 MEASURED_SECONDS = 2e-4
-COPY = "copy"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One operator with its tensors."""
-
-    run: Callable[[], object]
-    inputs: tuple[Tensor, ...]
-    output: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes read and written."""
-        tensors = (*self.inputs, self.output)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def make_messages(values: Tensor, layout: MessageLayout) -> Tensor:
-    messages = torch.empty(values.shape[0], layout.nbytes, dtype=torch.uint8, device=values.device)
-    numbered = KEY._replace(row_stride=layout.padded_numel)
-    ops.hadamard_quantize(values, out=messages, layout=layout, hadamard=Hadamard(), rounding=numbered)
-    return messages
-
-
-def draw(elements: int, seed: int, device: str) -> Tensor:
-    """Normal values, the same on every device; repeated where many are asked for."""
-    drawn = torch.randn(min(elements, DRAWN_ELEMENTS), generator=torch.Generator().manual_seed(seed))
-    return drawn.to(device).repeat(-(-elements // drawn.numel()))[:elements]
-
-
-def make_cases(elements: int, device: str) -> dict[str, Case]:
-    """The operators as a training step calls them, with the method's bits and group sizes."""
-    main = draw(elements, 0, device)
-    copied = torch.empty_like(main)
-
-    weights = MessageLayout(numel=elements, bits=4, group_size=WEIGHT_GROUP)
-    replica = (main + 0.01 * draw(elements, 1, device)).bfloat16()
-    difference = torch.empty(1, weights.nbytes, dtype=torch.uint8, device=device)
-    ops.subtract_quantize(main, replica=replica, out=difference[0], layout=weights, rounding=None)
-    updated = replica.clone()[None]
-
-    row = elements // (RANKS * NODES)
-    intra = MessageLayout(numel=row, bits=8, group_size=GRADIENT_GROUP, parts=NODES)
-    gradient = main[: RANKS * NODES * row].view(NODES, RANKS, row).transpose(0, 1)
-    sent = make_messages(gradient, intra)
-    numbered = KEY._replace(row_stride=intra.padded_numel)
-
-    inter = MessageLayout(numel=row, bits=4, group_size=GRADIENT_GROUP)
-    reduced = torch.empty(NODES, inter.nbytes, dtype=torch.uint8, device=device)
-
-    whole = MessageLayout(numel=elements, bits=4, group_size=GRADIENT_GROUP)
-    arrived = make_messages(main.expand(NODES, 1, elements), whole)
-    result = torch.empty_like(main)
-    return {
-        COPY: Case(run=lambda: copied.copy_(main), inputs=(main,), output=copied),
-        "subtract_quantize": Case(
-            run=lambda: ops.subtract_quantize(
-                main, replica=replica, out=difference[0], layout=weights, rounding=None
-            ),
-            inputs=(main, replica),
-            output=difference,
-        ),
-        "dequantize_add": Case(
-            run=lambda: ops.dequantize_add(difference, replica=updated, layout=weights, accumulate=True),
-            inputs=(difference, updated),
-            output=updated,
-        ),
-        "hadamard_quantize": Case(
-            run=lambda: ops.hadamard_quantize(
-                gradient, out=sent, layout=intra, hadamard=Hadamard(), rounding=numbered
-            ),
-            inputs=(gradient,),
-            output=sent,
-        ),
-        "dequantize_reduce_quantize": Case(
-            run=lambda: ops.dequantize_reduce_quantize(
-                sent, received=intra, out=reduced, sent=inter, rounding=numbered
-            ),
-            inputs=(sent,),
-            output=reduced,
-        ),
-        "dequantize_reduce_hadamard": Case(
-            run=lambda: ops.dequantize_reduce_hadamard(
-                arrived, out=result, layout=whole, hadamard=Hadamard(), multiplier=1 / (32 * RANKS * NODES)
-            ),
-            inputs=(arrived,),
-            output=result,
-        ),
-    }
 
 
 def reason_to_skip(backend: str) -> str | None:
@@ -161,22 +61,6 @@ def check_bytes(backend: str, elements: int) -> None:
     for op, expected in outputs[0].items():
         if not torch.equal(expected, outputs[1][op]):
             sys.exit(f"{backend}: {op} differs from the reference at {elements} elements; nothing was timed")
-
-
-def measure_once(run: Callable[[], object], repetitions: int, device: str) -> float:
-    """Seconds of one call; on a GPU those of the device, by events."""
-    if device == "cpu":
-        start = time.perf_counter()
-        for _ in range(repetitions):
-            run()
-        return (time.perf_counter() - start) / repetitions
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    for _ in range(repetitions):
-        run()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last)) / 1000 / repetitions
 
 
 def measure(

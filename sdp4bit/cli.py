@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
 import signal
 import sys
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from sdp4bit.pretrain.config.pretrain import PretrainConfig
     from sdp4bit.pretrain.data.preprocess import PreprocessConfig
     from sdp4bit.report.command import ReportConfig
+    from sdp4bit.selftest.config import SelftestConfig
 
 EXIT_SETTING = 2
 _PACKAGES = ("tyro", "rich", "tokenizers", "numpy", "matplotlib", "safetensors", "scipy", "jinja2")
@@ -162,6 +164,20 @@ def _probe(config: ProbeConfig) -> int:
     from sdp4bit.pretrain.launch.local import run_on_ranks
 
     return run_on_ranks(probe, config=config, parallel=config.parallel, leaves_early=False)
+
+
+@_command("selftest", settings="sdp4bit.selftest.config:SelftestConfig")
+def _selftest(config: SelftestConfig) -> int:
+    """Check on these machines that the library works, and say whether it pays: kernels against the reference,
+    exchanges over the real network, streams under random delays, a training run. Under torchrun, or with
+    --nproc-per-node; --simulated-ranks does what one GPU can."""
+    from sdp4bit.pretrain.launch.local import run_on_ranks
+    from sdp4bit.selftest.command import selftest
+
+    if config.device == "cpu":
+        # Before any process asks for GPUs, which decides the back end of its exchanges.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return run_on_ranks(selftest, config=config, parallel=config.parallel, leaves_early=False)
 
 
 @_command("report", settings="sdp4bit.report.command:ReportConfig")

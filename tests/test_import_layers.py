@@ -54,7 +54,8 @@ MAY_IMPORT = {
     **{f"pretrain.{part}": LIBRARY | PRETRAIN for part in ("stopping", "loop", "trainer")},
     "pretrain": LIBRARY,
     **dict.fromkeys(PROGRAMS, LIBRARY | PRETRAIN),
-    "cli": LIBRARY | PRETRAIN | PROGRAMS,
+    "selftest": LIBRARY | PRETRAIN | {"plan"},
+    "cli": LIBRARY | PRETRAIN | PROGRAMS | {"selftest"},
     "__main__": {"cli"},
 }
 ROOMS = MAY_IMPORT.keys() - {"api"}

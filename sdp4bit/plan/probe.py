@@ -59,11 +59,22 @@ class Link:
 def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
     """Return what was measured, the same on every rank, after rank 0 has written and shown it.
 
+    Raises:
+        SettingError: ranks that do not fill the nodes, or a file that cannot be written; on all ranks.
+    """
+    result = measure(config, ranks=ranks)
+    agree(lambda: _report(config, result) if ranks.is_first else None)
+    return result
+
+
+def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
+    """Return what was measured, the same on every rank.
+
     Steps: 1. find the nodes;  2. intra-node all-to-all, all nodes at once;  3. inter-node all-to-all, all
     ranks at once;  4. the operators of a step on all ranks at once.
 
     Raises:
-        SettingError: ranks that do not fill the nodes, or a file that cannot be written; on all ranks.
+        SettingError: ranks that do not fill the nodes; on all ranks.
     """
     hosts = gather_over_ranks(host_name(), what="names of the hosts")
     topology = agree(lambda: _topology(config, hosts))
@@ -77,7 +88,7 @@ def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
         grid = RankGrid(nodes=2, ranks_per_node=1)
     step, moved = _quantization(config.quantized_values, grid=grid, device=ranks.device)
     quantization_seconds = _median_seconds(step, rounds=config.rounds, device=ranks.device)
-    result = {
+    return {
         "format": PROBE_FORMAT,
         "name": f"{hosts[0]}, {_device_name(ranks.device)}",
         "nodes": topology.nodes,
@@ -100,8 +111,6 @@ def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
             "quantized_values": config.quantized_values,
         },
     }
-    agree(lambda: _report(config, result) if ranks.is_first else None)
-    return result
 
 
 def _topology(config: ProbeConfig, hosts: list[str]) -> Topology:

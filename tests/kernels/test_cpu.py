@@ -25,8 +25,9 @@ from sdp4bit.kernels.cpu import kernels as cpu_kernels
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
-from tests.kernels.byte_tests import KEY, SHAPES, ByteTests, Shape
-from tests.kernels.kernel_buffers import guarded_messages, make_values, whole
+from sdp4bit.selftest.kernel_buffers import guarded_messages, make_values, whole
+from sdp4bit.selftest.kernel_cases import KEY, SHAPES, Shape
+from tests.kernels.byte_tests import ByteTests
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])

@@ -25,8 +25,8 @@ from triton.runtime.errors import InterpreterError
 from sdp4bit.kernels.triton import backend as cuda
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
-from tests.kernels.byte_tests import SHAPES, ByteTests, Shape
-from tests.kernels.kernel_buffers import compare
+from sdp4bit.selftest.kernel_cases import SHAPES, Shape
+from tests.kernels.byte_tests import ByteTests, compare
 from tests.quantization.property_cases import CALLS, hold
 
 IS_INTERPRETED = not cuda._IS_COMPILED

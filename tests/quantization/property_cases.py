@@ -15,7 +15,7 @@ from torch import Tensor
 from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import RoundingKey
-from tests.kernels.kernel_buffers import (
+from sdp4bit.selftest.kernel_buffers import (
     DTYPES,
     guarded_messages,
     guarded_values,

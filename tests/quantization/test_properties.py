@@ -21,7 +21,7 @@ from sdp4bit.kernels.cpu import backend as cpu
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR, flip_signs, hadamard32
 from sdp4bit.quantization.layout import MessageLayout
-from tests.kernels.kernel_buffers import compare
+from tests.kernels.byte_tests import compare
 from tests.quantization import property_cases as draws
 from tests.quantization.property_cases import PROFILES, hold
 

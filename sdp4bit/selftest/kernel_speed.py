@@ -1,0 +1,126 @@
+"""The five operators as a training step calls them, to be timed as a share of a copy of the same size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sdp4bit.quantization import ops
+from sdp4bit.quantization.hadamard import Hadamard
+from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.quantization.random import RoundingKey, derive_keys
+
+KEY = RoundingKey(*derive_keys(0, 0))
+RANKS, NODES = 4, 2
+WEIGHT_GROUP, GRADIENT_GROUP = 2048, 128
+DRAWN_ELEMENTS = 1 << 22
+COPY = "copy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One operator with its tensors."""
+
+    run: Callable[[], object]
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read and written."""
+        tensors = (*self.inputs, self.output)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _make_messages(values: Tensor, layout: MessageLayout) -> Tensor:
+    messages = torch.empty(values.shape[0], layout.nbytes, dtype=torch.uint8, device=values.device)
+    numbered = KEY._replace(row_stride=layout.padded_numel)
+    ops.hadamard_quantize(values, out=messages, layout=layout, hadamard=Hadamard(), rounding=numbered)
+    return messages
+
+
+def _draw(elements: int, seed: int, device: str) -> Tensor:
+    """Return normal values, the same on every device; repeated where many are asked for."""
+    drawn = torch.randn(min(elements, DRAWN_ELEMENTS), generator=torch.Generator().manual_seed(seed))
+    return drawn.to(device).repeat(-(-elements // drawn.numel()))[:elements]
+
+
+def make_cases(elements: int, device: str) -> dict[str, Case]:
+    """Return the operators as a training step calls them, with the method's bits and group sizes."""
+    main = _draw(elements, 0, device)
+    copied = torch.empty_like(main)
+
+    weights = MessageLayout(numel=elements, bits=4, group_size=WEIGHT_GROUP)
+    replica = (main + 0.01 * _draw(elements, 1, device)).bfloat16()
+    difference = torch.empty(1, weights.nbytes, dtype=torch.uint8, device=device)
+    ops.subtract_quantize(main, replica=replica, out=difference[0], layout=weights, rounding=None)
+    updated = replica.clone()[None]
+
+    row = elements // (RANKS * NODES)
+    intra = MessageLayout(numel=row, bits=8, group_size=GRADIENT_GROUP, parts=NODES)
+    gradient = main[: RANKS * NODES * row].view(NODES, RANKS, row).transpose(0, 1)
+    sent = _make_messages(gradient, intra)
+    numbered = KEY._replace(row_stride=intra.padded_numel)
+
+    inter = MessageLayout(numel=row, bits=4, group_size=GRADIENT_GROUP)
+    reduced = torch.empty(NODES, inter.nbytes, dtype=torch.uint8, device=device)
+
+    whole = MessageLayout(numel=elements, bits=4, group_size=GRADIENT_GROUP)
+    arrived = _make_messages(main.expand(NODES, 1, elements), whole)
+    result = torch.empty_like(main)
+    return {
+        COPY: Case(run=lambda: copied.copy_(main), inputs=(main,), output=copied),
+        "subtract_quantize": Case(
+            run=lambda: ops.subtract_quantize(
+                main, replica=replica, out=difference[0], layout=weights, rounding=None
+            ),
+            inputs=(main, replica),
+            output=difference,
+        ),
+        "dequantize_add": Case(
+            run=lambda: ops.dequantize_add(difference, replica=updated, layout=weights, accumulate=True),
+            inputs=(difference, updated),
+            output=updated,
+        ),
+        "hadamard_quantize": Case(
+            run=lambda: ops.hadamard_quantize(
+                gradient, out=sent, layout=intra, hadamard=Hadamard(), rounding=numbered
+            ),
+            inputs=(gradient,),
+            output=sent,
+        ),
+        "dequantize_reduce_quantize": Case(
+            run=lambda: ops.dequantize_reduce_quantize(
+                sent, received=intra, out=reduced, sent=inter, rounding=numbered
+            ),
+            inputs=(sent,),
+            output=reduced,
+        ),
+        "dequantize_reduce_hadamard": Case(
+            run=lambda: ops.dequantize_reduce_hadamard(
+                arrived, out=result, layout=whole, hadamard=Hadamard(), multiplier=1 / (32 * RANKS * NODES)
+            ),
+            inputs=(arrived,),
+            output=result,
+        ),
+    }
+
+
+def measure_once(run: Callable[[], object], repetitions: int, device: str) -> float:
+    """Return the seconds of one call; on a GPU those of the device, by events."""
+    if device == "cpu":
+        start = time.perf_counter()
+        for _ in range(repetitions):
+            run()
+        return (time.perf_counter() - start) / repetitions
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(repetitions):
+        run()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1000 / repetitions
