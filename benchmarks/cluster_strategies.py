@@ -50,6 +50,9 @@ class Workload:
     sequence_length: int = 128
     micro_batch: int = 1
     learning_rate: float = 3e-4
+    warmup_steps: int = 20
+    """Steps in which the learning rate rises; at its full height from the start, the gradient's norm jumps
+    from 3 to 47 at step 11, and a quantized run meets that step with another loss than plain FSDP2."""
     seed: int = 0
 
     @property
@@ -62,6 +65,10 @@ class Workload:
             vocabulary=self.vocabulary,
             positions=self.sequence_length,
         )
+
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
+        return self.learning_rate * min(1.0, (step + 1) / self.warmup_steps)
 
     def batch(self, step: int, *, rank: int) -> tuple[Tensor, Tensor]:
         """Return tokens and targets of a rank's step, both [micro_batch, sequence_length].
@@ -113,6 +120,8 @@ class TrainingStep:
             tokens, targets = self._workload.batch(self.steps, rank=dist.get_rank())
             loss: Tensor = self._model(tokens, targets).sum() / targets.numel()
             loss.backward()
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._workload.learning_rate_at(self.steps)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.steps += 1
