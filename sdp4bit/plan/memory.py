@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+from sdp4bit.collectives.pipeline import SLICES_UNDER_WAY, slice_lengths
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.plan.model import ShardedGroup
 from sdp4bit.plan.traffic import (
@@ -13,7 +13,6 @@ from sdp4bit.plan.traffic import (
     GroupTraffic,
     RankGrid,
     is_full,
-    slice_lengths,
 )
 from sdp4bit.quantization.layout import FULL_PRECISION, message_layout
 
@@ -75,8 +74,9 @@ def _message_buffers(row: int, *, grid: RankGrid, config: SDP4BitConfig, is_flat
             hops.append((gradients.intra_bits, gradients.intra_group_size, grid.nodes, grid.ranks_per_node))
         if grid.nodes > 1:
             hops.append((gradients.inter_bits, gradients.inter_group_size, 1, grid.nodes))
-        unit = math.lcm(*(group_size for _, group_size, _, _ in hops))
-        for numel in slice_lengths(row, chunks=gradients.pipeline_chunks, unit=unit):
+        lengths = slice_lengths(row, config=gradients, nodes=grid.nodes, ranks_per_node=grid.ranks_per_node)
+        # The first ones are the longest, and those after them use their buffers.
+        for numel in lengths[:SLICES_UNDER_WAY]:
             for bits, group_size, parts, size in hops:
                 layout = message_layout(
                     numel=numel, bits=bits or FULL_PRECISION, group_size=group_size, parts=parts

@@ -7,9 +7,9 @@ needs, spread evenly over the ranks of a node.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
+from sdp4bit.collectives.pipeline import slice_lengths
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.plan.model import ShardedGroup
 from sdp4bit.quantization.layout import (
@@ -17,7 +17,6 @@ from sdp4bit.quantization.layout import (
     SCALE_BYTES,
     MessageLayout,
     message_layout,
-    round_up,
 )
 
 GATHERED_BYTES = 2
@@ -100,10 +99,9 @@ def gradient_exchange(
     g, n = grid.ranks_per_node, grid.nodes
     intra_bits, inter_bits = config.intra_bits or FULL_PRECISION, config.inter_bits or FULL_PRECISION
     two_levels = g > 1 and n > 1
-    units = [config.intra_group_size] * (g > 1) + [config.inter_group_size] * (n > 1)
     intra = inter = padding = 0.0
     moved = REDUCED_BYTES * (grid.size + 1.0) * row_numel
-    slices = slice_lengths(row_numel, chunks=config.pipeline_chunks, unit=math.lcm(*units))
+    slices = slice_lengths(row_numel, config=config, nodes=n, ranks_per_node=g)
     for numel in slices:
         # With one level only, its messages carry a row to every rank.
         if g > 1:
@@ -126,12 +124,6 @@ def gradient_exchange(
         chunks=max(1, len(slices)),
         moved_bytes=moved,
     )
-
-
-def slice_lengths(numel: int, *, chunks: int, unit: int) -> list[int]:
-    """Return the lengths of the slices of a row, cut so that no group of either level is divided."""
-    length = round_up(-(-numel // chunks), unit)
-    return [min(length, numel - start) for start in range(0, numel, length or 1)]
 
 
 def weight_refresh(row_numel: int, *, grid: RankGrid, config: WeightConfig | None) -> Exchange:
