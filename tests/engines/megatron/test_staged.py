@@ -56,7 +56,7 @@ def train(staged: bool, **options: Any) -> tuple[MegatronRun, list[Event]]:
         mock.patch.object(exchange, "start_all_to_all", transfer),
         mock.patch.object(GroupPatch, "start_grad_sync", hook),
     ):
-        run = MegatronRun(ONE_SLICE, overlap=True, **LAYERS, **options).train(2)
+        run = MegatronRun(ONE_SLICE, overlap=True, **{**LAYERS, **options}).train(2)
         events.clear()
         run.train(1)
         last = list(events)
@@ -71,9 +71,9 @@ def bytes_of_messages(run: MegatronRun) -> int:
     return int(scratch.nbytes)
 
 
-def train_both_ways(topology: int) -> tuple[list[Event], list[Event]]:
-    staged, events = train(True, topology=topology)
-    at_once, events_at_once = train(False, topology=topology)
+def train_both_ways(options: dict[str, Any]) -> tuple[list[Event], list[Event]]:
+    staged, events = train(True, **options)
+    at_once, events_at_once = train(False, **options)
     assert staged.losses == at_once.losses
     assert all(map(torch.equal, staged.weights(), at_once.weights()))
     assert staged.comm.state_dict() == at_once.comm.state_dict()
@@ -83,7 +83,7 @@ def train_both_ways(topology: int) -> tuple[list[Event], list[Event]]:
 
 
 def test_the_second_half_of_a_bucket_goes_with_the_first_half_of_the_next() -> None:
-    ranks = run_ranks(train_both_ways, 4, 2)
+    ranks = run_ranks(train_both_ways, 4, {"topology": 2})
     for rank, (events, at_once) in enumerate(ranks):
         sent = [event for event in events if event[0] != "hook"]
         node, local = divmod(rank, 2)
@@ -106,9 +106,17 @@ def test_the_second_half_of_a_bucket_goes_with_the_first_half_of_the_next() -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", [1, 4])
-def test_one_level_is_staged_with_the_same_bits(topology: int) -> None:
-    run_ranks(train_both_ways, 4, topology)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"topology": 1},
+        {"topology": 4},
+        {"topology": 2, "tp": 2},
+        {"topology": 2, "pp": 2, "chunks": 2, "layers": 4},
+    ],
+)
+def test_one_level_and_model_parallel_ranks_are_staged_with_the_same_bits(options: dict[str, Any]) -> None:
+    run_ranks(train_both_ways, 4, options)
 
 
 @on_ranks(2)
