@@ -149,6 +149,7 @@ def test_options_reach_the_plan(capsys: Capture) -> None:
     assert micro["baseline"]["compute_seconds"] == pytest.approx(2 * default["baseline"]["compute_seconds"])
 
 
+PAGE = (Path(__file__).parents[2] / "docs/planning.md").read_text()
 GPUS = ("--device", "h100", "--inter-bandwidth", "50", "--device-tflops", "400", "--preset", "6.7B")
 
 
@@ -170,6 +171,33 @@ def test_gpus_are_planned_with_by_their_data_sheet(capsys: Capture) -> None:
     assert paper["cluster"]["device"]["dram_bandwidth"] == 4.8e12
     measured = planned(capsys, *GPUS, *shape, "--quantization-bandwidth", "1000")
     assert measured["quantized"]["quantization_seconds"] > h100["quantized"]["quantization_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("rate", "row", "said"),
+    [
+        ("400", (3909, 3532, 3890, 3547), "do not enable: gains 0 %"),
+        ("50", (6085, 3532, 3972, 3547), "depends on overlap: enable if nothing is hidden"),
+        ("25", (8632, 5100, 4074, 3547), "enable: 2.12 times as fast as with fp32 gradients if nothing"),
+    ],
+)
+def test_the_verdict_of_the_documentation_is_what_its_command_says(
+    capsys: Capture, rate: str, row: tuple[int, ...], said: str
+) -> None:
+    command = PAGE.partition("sdp4bit plan --device h100 ")[2]
+    arguments = command.partition("\n\n")[0].replace("\\\n", " ").split()
+    assert arguments[arguments.index("--inter-bandwidth") + 1] == "50"
+    arguments[arguments.index("--inter-bandwidth") + 1] = rate
+    found = planned(capsys, "--device", "h100", *arguments)
+    times = [
+        found[name][key]
+        for name in ("baseline", "quantized")
+        for key in ("step_seconds", "step_seconds_at_least")
+    ]
+    assert tuple(round(1000 * seconds) for seconds in times) == row
+    assert found["verdict"].startswith(said)
+    for least, most in (row[:2], row[2:]):
+        assert f" {least:,} to {most:,} |" in PAGE
 
 
 def test_a_sweep_is_drawn(capsys: Capture, tmp_path: Path) -> None:
