@@ -147,10 +147,13 @@ class GradientConfig:
     """Rounding of the hop inside a node; nearest is as good at 8 bits."""
     inter_rounding: Rounding = "stochastic"
     """Rounding of the hop between nodes; nearest leaves a bias that averaging over steps cannot remove."""
-    pipeline_chunks: int = _option(
-        1, flag="gradient-alltoall-pipeline", help="slices of a gradient whose two levels overlap"
+    pipeline_chunks: int | None = _option(
+        None,
+        flag="gradient-alltoall-pipeline",
+        help="slices of a gradient whose two levels overlap; chosen by the row's size when not given",
     )
-    """Slices of a row whose hops overlap: one is inside the node while another crosses it."""
+    """Slices of a row whose hops overlap: one is inside the node while another crosses it. None chooses by
+    the size of the row and the nodes (docs/method.md); the result is the same for any number."""
     start_step: int = _option(
         0,
         flag="gradients-quantization-start-iteration",
@@ -175,7 +178,8 @@ class GradientConfig:
             )
         _check_choice("gradients.intra_rounding", self.intra_rounding, get_args(Rounding))
         _check_choice("gradients.inter_rounding", self.inter_rounding, get_args(Rounding))
-        _check_at_least("gradients.pipeline_chunks", self.pipeline_chunks, 1)
+        if self.pipeline_chunks is not None:
+            _check_at_least("gradients.pipeline_chunks", self.pipeline_chunks, 1)
         _check_at_least("gradients.start_step", self.start_step, 0)
         _check_at_least("gradients.min_numel", self.min_numel, 0)
 

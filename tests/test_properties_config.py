@@ -40,7 +40,7 @@ VALID: dict[type, dict[str, st.SearchStrategy[Any]]] = {
         "random_signs": st.booleans(),
         "intra_rounding": roundings,
         "inter_rounding": roundings,
-        "pipeline_chunks": st.integers(1, 1 << 40),
+        "pipeline_chunks": st.none() | st.integers(1, 1 << 40),
         "start_step": st.integers(0, 1 << 40),
         "min_numel": st.integers(0, 1 << 40),
     },
@@ -78,7 +78,8 @@ def is_valid(name: str, value: Any) -> bool:
     if name in ("hadamard", "random_signs"):
         return type(value) is bool
     if name in ("pipeline_chunks", "start_step", "min_numel", "seed"):
-        return is_int and value >= (name == "pipeline_chunks")
+        is_unset = name == "pipeline_chunks" and value is None
+        return is_unset or (is_int and value >= (name == "pipeline_chunks"))
     choices = {"mode": ("difference", "direct"), "replica": ("node", "full")}
     if name in ("weights", "gradients", "telemetry", "audit", "alerts"):
         return value is None

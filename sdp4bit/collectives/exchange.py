@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.errors import comm_error_context, exchange_error
+from sdp4bit.collectives.pipeline import SLICES_UNDER_WAY
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.work import DeferredWork
@@ -84,17 +85,26 @@ def _is_pairwise(group: ProcessGroup) -> bool:
 
 
 def start_all_to_all(
-    received: Tensor, sent: Tensor, group: ProcessGroup, *, tag: int = 0, what: str = "all-to-all"
+    received: Tensor,
+    sent: Tensor,
+    group: ProcessGroup,
+    *,
+    overlaps: bool = False,
+    tag: int = 0,
+    what: str = "all-to-all",
 ) -> PendingExchange:
     """Start to send row i of `sent` to rank i of the group and to receive row i of `received` from it.
 
     Args:
         received, sent: [group size, row], contiguous rows, same dtype.
+        overlaps: on CUDA, whether the current stream is given other work before it waits. If not, the
+            transfer is its next work: a stream of the communicator's would have to be waited for at once.
         tag: tells exchanges apart that are under way in the same group at once.
         what: is exchanged, for errors.
     """
     if not _is_pairwise(group):
-        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        with comm_error_context(what, group=group):
+            work = dist.all_to_all_single(received, sent, group=group, async_op=overlaps)
         return PendingExchange([work], what=what, group=group)
     rank, size = group.rank(), group.size()
     peers = [(rank + i) % size for i in range(1, size)]
@@ -213,11 +223,12 @@ class MessageExchange(Protocol):
         ...
 
     def start(
-        self, received: Tensor, sent: Tensor, *, level: Level, index: int, what: str
+        self, received: Tensor, sent: Tensor, *, level: Level, index: int, overlaps: bool, what: str
     ) -> PendingExchange:
         """Start to send row i of `sent` to rank i of the level and to receive row i of `received` from it.
 
         Args:
+            overlaps: whether other work is issued before it is waited for.
             what: is exchanged, for errors.
         """
         ...
@@ -231,15 +242,16 @@ class GroupExchange:
         self._scratch = scratch
 
     def messages(self, level: Level, use: Use, index: int, *, nbytes: int, device: torch.device) -> Tensor:
-        """See MessageExchange; the memory is shared by the reductions that follow each other."""
+        """See MessageExchange; slices take turns, and reductions that follow each other share the memory."""
         topology = self._topology
         count = topology.ranks_per_node if level == "intra" else topology.nodes
-        return self._scratch.messages(f"{level} {use} {index}", count, nbytes, device=device)
+        turn = index % SLICES_UNDER_WAY
+        return self._scratch.messages(f"{level} {use} {turn}", count, nbytes, device=device)
 
     def start(
-        self, received: Tensor, sent: Tensor, *, level: Level, index: int, what: str
+        self, received: Tensor, sent: Tensor, *, level: Level, index: int, overlaps: bool, what: str
     ) -> PendingExchange:
         """See MessageExchange."""
         group = self._topology.intra if level == "intra" else self._topology.inter
         assert group is not None
-        return start_all_to_all(received, sent, group, tag=index, what=what)
+        return start_all_to_all(received, sent, group, overlaps=overlaps, tag=index, what=what)

@@ -32,7 +32,7 @@ from sdp4bit.config import TESTED_TORCH
 
 _ARGUMENTS = {
     *("group_size", "group_rank", "global_ranks_in_group", "group_name", "group_desc"),
-    *("backend", "store", "timeout", "device_id"),
+    *("backend", "backend_options", "store", "timeout", "device_id"),
 }
 """Of `_new_process_group_helper`, the same in all of TESTED_TORCH."""
 
@@ -49,7 +49,7 @@ def create_process_groups(
     Collective over `within`: each of its ranks passes the same rounds, and other ranks call nothing. Steps:
     1. the ranks agree on a name that the job has not had;  2. a rank creates one group per round, while the
     other ranks create theirs. As all go through the rounds in the same order, groups of different rounds may
-    overlap.
+    overlap. On NCCL their own streams have high priority, as those on which FSDP2 communicates.
 
     Args:
         rounds: disjoint groups, as ascending global ranks; at least one per round.
@@ -77,7 +77,8 @@ def create_process_groups(
             f"process groups cannot be created by a part of the job's ranks, because {obstacle}: call it on "
             "all ranks, without a process group"
         )
-    return [_create_all(groups, {"timeout": timeout, "group_desc": description}) for groups in rounds]
+    options = {"timeout": timeout, "group_desc": description}
+    return [_create_all(groups, {**options, "pg_options": _nccl_options(None, timeout)}) for groups in rounds]
 
 
 def _create_own(
@@ -102,14 +103,16 @@ def _create_own(
             default.bound_device_id = None
         # Without a group of its own a rank asks as an outsider, as it takes part in that split.
         ranks = list(groups[own or 0])
+        timeout = timeout or default_pg_timeout
         group, _ = c10d._new_process_group_helper(
             group_size=len(ranks),
             group_rank=None if own is None else ranks.index(me),
             global_ranks_in_group=ranks,
             backend=dist.get_backend(within),
+            backend_options=_nccl_options(within, timeout),
             store=c10d._get_default_store(),
             group_name=f"{name}_{own}",
-            timeout=timeout or default_pg_timeout,
+            timeout=timeout,
             device_id=device,
             group_desc=description,
         )
@@ -117,6 +120,16 @@ def _create_own(
         return None
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return cast(ProcessGroup, group)
+
+
+def _nccl_options(within: ProcessGroup | None, timeout: timedelta | None) -> object | None:
+    """Return the settings of one process group on NCCL; None where another library communicates on CUDA."""
+    if "cuda:nccl" not in dist.get_backend_config(within).split(","):
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:  # torch warns of one that differs from the argument
+        options._timeout = timeout
+    return options
 
 
 def _create_all(groups: Sequence[Sequence[int]], options: dict[str, Any]) -> ProcessGroup | None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import GroupExchange, MessageExchange, PendingExchange, Use
+from sdp4bit.collectives.pipeline import group_unit, slice_lengths
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.config import GradientConfig
@@ -114,7 +115,6 @@ class QuantizedReduceScatter:
         """Do the next reductions with these settings; all ranks change them between the same two."""
         self.config = config
         self._hops = _hops(self._topology, config)
-        self._pipeline_chunks = config.pipeline_chunks
         # Without a quantizer the transform would only add rounding errors.
         self._hadamard = config.hadamard and any(hop.bits != FULL_PRECISION for hop in self._hops)
         self._random_signs = config.random_signs and self._hadamard
@@ -130,12 +130,12 @@ class QuantizedReduceScatter:
     ) -> None:
         """Reduce rows over all ranks to this rank's row of the sum, times the multiplier.
 
-        Steps, for each of `pipeline_chunks` slices of a row:
+        Steps, for each slice of a row (`pipeline_chunks`):
         1. Hadamard transform, quantize, one message per rank of the node;  2. all-to-all in the node;
         3. dequantize, sum over the node, requantize, one message per node;  4. all-to-all between nodes;
         5. dequantize, sum over nodes, inverse transform.
         Hops of different slices overlap: slice i + 1 is in step 2 while slice i is in step 4. The result does
-        not depend on the number of slices.
+        not depend on the number of slices, of which no more than three are under way at once.
 
         Args:
             output: [n], fp32, bf16 or fp16.
@@ -164,11 +164,16 @@ class QuantizedReduceScatter:
         call: int,
         multiplier: float = 1.0,
         nonfinite: Tensor | None = None,
+        whole: bool = False,
     ) -> list[Iterator[None]]:
         """Return the reductions of the slices; each yields whenever a transfer of it is under way.
 
         The input is read before the first of these, the output written after the last. Arguments and errors
         are those of a call.
+
+        Args:
+            whole: there is one slice. Reductions of several rows, a step of each in turn and the oldest
+                first, may then share message buffers.
         """
         topology, numel = self._topology, output.numel()
         if input.numel() != topology.size * numel:
@@ -181,9 +186,11 @@ class QuantizedReduceScatter:
             return []
         self._traffic.count_plain(numel * input.element_size())
         rows = input.view(topology.nodes, topology.ranks_per_node, numel)
+        slices = [slice(0, numel)] if whole else self._slices(numel)
+        overlaps = whole or len(slices) > 1
         return [
-            self._reduce_slice(index, places, output, rows, call, multiplier, nonfinite)
-            for index, places in enumerate(self._slices(numel))
+            self._reduce_slice(index, places, output, rows, call, multiplier, nonfinite, overlaps)
+            for index, places in enumerate(slices)
         ]
 
     def requantized(self, values: Tensor) -> Tensor:
@@ -223,12 +230,14 @@ class QuantizedReduceScatter:
     @property
     def group_unit(self) -> int:
         """The shortest range of values that divides no quantization group of either level."""
-        return math.lcm(*(hop.group_size for hop in self._hops))
+        topology = self._topology
+        return group_unit(self.config, nodes=topology.nodes, ranks_per_node=topology.ranks_per_node)
 
     def _slices(self, numel: int) -> list[slice]:
-        """Cut a row so that no group of either level is divided; none for an empty row."""
-        length = round_up(-(-numel // self._pipeline_chunks), self.group_unit)
-        return [slice(start, min(start + length, numel)) for start in range(0, numel, length or 1)]
+        """Cut a row; see slice_lengths."""
+        nodes, ranks_per_node = self._topology.nodes, self._topology.ranks_per_node
+        lengths = slice_lengths(numel, config=self.config, nodes=nodes, ranks_per_node=ranks_per_node)
+        return [slice(end - n, end) for n, end in zip(lengths, accumulate(lengths), strict=True)]
 
     def _reduce_slice(
         self,
@@ -239,6 +248,7 @@ class QuantizedReduceScatter:
         call: int,
         multiplier: float,
         nonfinite: Tensor | None,
+        overlaps: bool,
     ) -> Iterator[None]:
         """Reduce rows[..., places] into output[places]; yields whenever a transfer is under way.
 
@@ -254,7 +264,7 @@ class QuantizedReduceScatter:
         sent = self._buffer(first, "send", index, layout, rows)
         rounding = self._rounding(first, call, **numbering)
         ops.hadamard_quantize(by_destination, out=sent, layout=layout, hadamard=hadamard, rounding=rounding)
-        received, transfer = self._start(first, sent, index, layout)
+        received, transfer = self._start(first, sent, index, layout, overlaps)
         yield
         transfer.wait()
 
@@ -266,7 +276,7 @@ class QuantizedReduceScatter:
                 received, received=layout, out=sent, sent=summed, rounding=rounding
             )
             layout = summed
-            received, transfer = self._start(hop, sent, index, layout)
+            received, transfer = self._start(hop, sent, index, layout, overlaps)
             yield
             transfer.wait()
 
@@ -278,7 +288,7 @@ class QuantizedReduceScatter:
         )
 
     def _start(
-        self, hop: _Hop, sent: Tensor, index: int, layout: MessageLayout
+        self, hop: _Hop, sent: Tensor, index: int, layout: MessageLayout, overlaps: bool
     ) -> tuple[Tensor, PendingExchange]:
         received = self._buffer(hop, "receive", index, layout, sent)
         stop = self._traffic.start_timer(hop.level, sent.device)
@@ -287,6 +297,7 @@ class QuantizedReduceScatter:
             sent,
             level=hop.level,
             index=index,
+            overlaps=overlaps,
             what=f"{self._what}, all-to-all {PLACES[hop.level]}",
         ).timed_by(stop)
         self._traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)

@@ -59,7 +59,7 @@ class SimulatedExchange:
         return matrix[:, me] if use == "send" else matrix[me]
 
     def start(
-        self, received: Tensor, sent: Tensor, *, level: Level, index: int, what: str
+        self, received: Tensor, sent: Tensor, *, level: Level, index: int, overlaps: bool, what: str
     ) -> PendingExchange:
         """Return at once: messages are where they belong, when the peers have written theirs."""
         return _NoTransfer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from sdp4bit.collectives.pipeline import pipeline_chunks
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.traffic import Traffic
@@ -78,7 +79,18 @@ def describe_gradients(config: GradientConfig | None, layout: NodeLayout, shard_
         for field in fields(config)
         if field.metadata.get("shown") and (value := getattr(config, field.name))
     ]
-    return ", ".join([*hops, *options])
+    return ", ".join([*hops, *options, *_chunks(config, layout, shard_numel)])
+
+
+def _chunks(config: GradientConfig, layout: NodeLayout, shard_numel: int) -> list[str]:
+    """Return into how many slices a row is cut, if several or chosen between one and several."""
+    chunks = pipeline_chunks(
+        shard_numel, config=config, nodes=layout.nodes, ranks_per_node=layout.ranks_per_node
+    )
+    text = f"{chunks} chunk" + ("s" if chunks > 1 else "")
+    if config.pipeline_chunks is not None:
+        return [text] if chunks > 1 else []
+    return [f"{text} (chosen)"] if min(layout.nodes, layout.ranks_per_node) > 1 else []
 
 
 def with_reason(text: str, reason: str | None) -> str:

@@ -21,7 +21,7 @@ from sdp4bit.plan.paper import (
     TABLE_4_QUANTIZED_MS,
     Reproduction,
 )
-from sdp4bit.plan.step import Cluster, Plan, StepCost, at_bandwidth
+from sdp4bit.plan.step import Cluster, Plan, StepCost, at_bandwidth, verdict
 from sdp4bit.pretrain.metrics import format_bytes, save_figure
 
 NOTABLE_PADDING = 1.05
@@ -37,8 +37,7 @@ def run_plan(config: PlanConfig) -> int:
         _print(reproduction_json(reproduction()) if config.json else reproduction_text(reproduction()))
         return 0
     cluster = config.resolved_cluster()
-    plan = config.plan_on(cluster)
-    hidden = config.plan_on(cluster, overlap=1.0)
+    plan, hidden = (config.plan_on(cluster, overlap=overlap) for overlap in config.layout.overlaps)
     if config.json:
         _print(plan_json(config, cluster, plan, hidden))
     else:
@@ -70,14 +69,19 @@ def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
     """Return a plan as JSON has it: bytes, seconds, bytes per second.
 
     Args:
-        hidden: the same with all communication hidden that can be.
+        plan, hidden: with the least and with the most overlap.
     """
     costs = {
-        name: {**asdict(cost), "step_seconds": cost.step_seconds}
-        for name, cost in (
-            ("baseline", plan.baseline),
-            ("bf16_baseline", plan.bf16_baseline),
-            ("quantized", plan.quantized),
+        name: {
+            **asdict(cost),
+            "step_seconds": cost.step_seconds,
+            "hidden_seconds_at_most": most.hidden_seconds,
+            "step_seconds_at_least": most.step_seconds,
+        }
+        for name, cost, most in (
+            ("baseline", plan.baseline, hidden.baseline),
+            ("bf16_baseline", plan.bf16_baseline, hidden.bf16_baseline),
+            ("quantized", plan.quantized, hidden.quantized),
         )
     }
     return {
@@ -88,22 +92,23 @@ def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
         "layout": asdict(config.parallel_layout()),
         "data_parallel": asdict(plan.grid),
         "engine": config.layout.engine,
-        "overlap": config.layout.overlap,
+        "overlap": config.layout.overlaps,
         "strategy": config.strategy_name,
         **costs,
         "speedup": plan.speedup,
         "speedup_over_bf16": plan.speedup_over_bf16,
-        "speedup_all_hidden": hidden.speedup,
-        "speedup_over_bf16_all_hidden": hidden.speedup_over_bf16,
+        "speedup_hidden": hidden.speedup,
+        "speedup_over_bf16_hidden": hidden.speedup_over_bf16,
         "padding": plan.padding,
         "most_padded_group": plan.most_padded,
-        "verdict": plan.verdict,
+        "verdict": verdict(plan, hidden),
     }
 
 
 def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) -> str:
-    """Return a plan for people."""
-    layout, costs = config.parallel_layout(), (plan.baseline, plan.bf16_baseline, plan.quantized)
+    """Return a plan for people; see plan_json."""
+    layout = config.parallel_layout()
+    least, most = config.layout.overlaps
     shared = layout.tensor_parallel > 1 and cluster.inter_bandwidth_shared
     between = (shared or cluster.inter_bandwidth) * cluster.efficiency
     lines = [
@@ -116,13 +121,14 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
         f"tensor {layout.tensor_parallel} x pipeline {layout.pipeline_parallel} x data {plan.grid.size} "
         f"({plan.grid.nodes} nodes x {plan.grid.ranks_per_node}), micro batch {layout.micro_batch_size}, "
         f"accumulation {layout.accumulation}, {config.layout.engine}, "
-        f"overlap {100 * config.layout.overlap:.0f} %",
+        + (f"overlap {100 * least:.0f} %" if least == most else "overlap unknown: none to all that fits"),
         "baselines: fp32 or bf16 reduce-scatter of gradients, bf16 all-gather of weights, as rings",
         "",
-        *_table(costs, config.strategy_name),
+        *_table(plan, hidden, strategy=config.strategy_name),
         "",
-        f"speed-up: {plan.speedup:.2f} over fp32, {plan.speedup_over_bf16:.2f} over bf16 gradients; "
-        f"{hidden.speedup:.2f} and {hidden.speedup_over_bf16:.2f} if all communication is hidden that can be",
+        f"speed-up: {_range(plan.speedup, hidden.speedup)} over fp32, "
+        f"{_range(plan.speedup_over_bf16, hidden.speedup_over_bf16)} over bf16 gradients"
+        + ("" if least == most else "; first with nothing hidden, then with all that can be"),
     ]
     per_parameter = plan.quantized.inter_bytes_per_node / (plan.parameters * layout.tensor_parallel)
     lines.append(
@@ -135,14 +141,27 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
             f"({plan.most_padded}); --least-padding, tensor parallelism or a flat buffer send less"
         )
     if cluster.quantization_bandwidth is None:
-        lines.append("quantization time is not known and left out: measure it with `sdp4bit probe`")
-    lines += ["", f"verdict: {plan.verdict}", f"with all hidden that can be: {hidden.verdict}"]
+        lines.append(
+            "quantization time is not known and left out: measure it with `sdp4bit probe`, or give --device"
+            if cluster.device is None
+            else "quantization time follows from instructions and bytes, perfectly issued: a lower bound"
+        )
+    lines += ["", f"verdict: {verdict(plan, hidden)}"]
     return "\n".join(lines)
 
 
-def _table(costs: Sequence[StepCost], strategy: str) -> list[str]:
+def _range(first: float, last: float, unit: str = "", digits: int = 2) -> str:
+    """Return two numbers as text, or one where they look the same."""
+    texts = [f"{value:.{digits}f}" for value in (first, last)]
+    return (texts[0] if texts[0] == texts[1] else " to ".join(texts)) + unit
+
+
+def _table(plan: Plan, hidden: Plan, *, strategy: str) -> list[str]:
+    costs, most = _costs(plan), _costs(hidden)
+
     def milliseconds(name: str) -> list[str]:
-        return [f"{1000 * getattr(cost, name):.1f} ms" for cost in costs]
+        both = ((1000 * getattr(cost, name) for cost in pair) for pair in zip(costs, most, strict=True))
+        return [_range(first, last, unit=" ms", digits=1) for first, last in both]
 
     def sent(name: str) -> list[str]:
         return [format_bytes(getattr(cost, name)) for cost in costs]
@@ -164,6 +183,10 @@ def _table(costs: Sequence[StepCost], strategy: str) -> list[str]:
     for use in dict.fromkeys(use for cost in costs for use in cost.memory):
         rows.append((f"  {use}", [format_bytes(c.memory[use]) if use in c.memory else "-" for c in costs]))
     return _aligned([(name, *cells) for name, cells in rows])
+
+
+def _costs(plan: Plan) -> tuple[StepCost, StepCost, StepCost]:
+    return plan.baseline, plan.bf16_baseline, plan.quantized
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -269,7 +292,7 @@ def reproduction_text(found: Reproduction) -> str:
 
 
 def draw_sweeps(config: PlanConfig, *, cluster: Cluster, path: Path) -> None:
-    """Draw the speed-up over both baselines into a PNG file, as planned and with all hidden that can be."""
+    """Draw the speed-up over both baselines into a PNG file, with the least and with the most overlap."""
     from matplotlib.figure import Figure  # takes a second
 
     tensor_parallel = config.layout.tensor_parallel
@@ -278,10 +301,11 @@ def draw_sweeps(config: PlanConfig, *, cluster: Cluster, path: Path) -> None:
     bandwidths = np.geomspace(here / RANGE, here * RANGE, BANDWIDTHS)
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    curves = {"as planned": (config.layout.overlap, "-"), "all hidden that can be": (1.0, "--")}
+    least, most = config.layout.overlaps
+    curves = {"nothing hidden": (least, "-"), "all hidden that can be": (most, "--")}
+    if least == most:
+        curves = {f"overlap {100 * least:.0f} %": (least, "-")}
     for name, (overlap, style) in curves.items():
-        if name != "as planned" and overlap == config.layout.overlap:
-            continue
         over_bandwidth = [
             config.plan_on(at_bandwidth(cluster, inter_bandwidth=float(b)), overlap=overlap)
             for b in bandwidths

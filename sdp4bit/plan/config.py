@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from sdp4bit.config import SDP4BitConfig
+from sdp4bit.plan.kernels import DEVICES, NVLINK_SHARE, DeviceName
 from sdp4bit.plan.model import GPTSize, ShardedGroup, flat_buffer, gpt_groups
 from sdp4bit.plan.paper import ClusterName, Reproduction, reproduce
 from sdp4bit.plan.step import Cluster, ParallelLayout, Plan, plan_step
@@ -69,6 +70,9 @@ class ClusterConfig:
     a100 when neither this nor --probe is given."""
     probe: Path | None = None
     """What `sdp4bit probe` has measured; instead of --cluster."""
+    device: DeviceName | None = None
+    """GPUs by their data sheet: kernels by instructions and bytes, NVLink at two thirds of its rate. Instead
+    of --cluster; with --cluster or --probe, for the kernels only."""
     nodes: int | None = None
     """Nodes."""
     devices_per_node: int | None = None
@@ -84,7 +88,10 @@ class ClusterConfig:
     device_tflops: float | None = None
     """TFLOP/s that a device sustains on the model without communication."""
     quantization_bandwidth: float | None = None
-    """GB/s that the quantization kernels read and write on a device."""
+    """GB/s that the quantization kernels were measured to read and write; goes before --device."""
+    communicator_megabytes: float | None = None
+    """MB of device memory that an NCCL communicator takes; 600 when not given, of which 544 and 688 were
+    reported on A100 (NCCL#964)."""
 
     def __post_init__(self) -> None:
         require(
@@ -93,7 +100,7 @@ class ClusterConfig:
         )
         require(0 < self.efficiency <= 1, f"--efficiency {self.efficiency} must be above 0 and at most 1")
         require_at_least(1, self, "nodes", "devices_per_node")
-        require_at_least(0, self, "latency_us")
+        require_at_least(0, self, "latency_us", "communicator_megabytes")
         require_positive(
             self, "inter_bandwidth", "intra_bandwidth", "device_tflops", "quantization_bandwidth"
         )
@@ -104,7 +111,7 @@ class ClusterConfig:
         Args:
             model: name of the model, whose compute rate the paper's clusters know.
         """
-        base = self._measured() if self.probe else self._of_the_paper(model)
+        base = self._base(model)
         values: dict[str, Any] = {"efficiency": self.efficiency}
         scales = {
             "nodes": ("nodes", None),
@@ -114,6 +121,7 @@ class ClusterConfig:
             "latency_us": ("latency", 1e-6),
             "device_tflops": ("device_flops", 1e12),
             "quantization_bandwidth": ("quantization_bandwidth", 1e9),
+            "communicator_megabytes": ("communicator_bytes", 1e6),
         }
         for ours, (theirs, scale) in scales.items():
             value = getattr(self, ours)
@@ -121,6 +129,9 @@ class ClusterConfig:
                 values[theirs] = value if scale is None else value * scale
         if self.inter_bandwidth is not None:
             values["inter_bandwidth_shared"] = None
+        if self.device is not None:
+            # What was measured on other devices does not count any more.
+            base = {**base, "device": DEVICES[self.device], "quantization_bandwidth": None}
         known = {**base, **values}
         for name, flag, needed in (
             ("inter_bandwidth", "--inter-bandwidth", known["nodes"] > 1),
@@ -128,12 +139,26 @@ class ClusterConfig:
             ("device_flops", "--device-tflops", True),
         ):
             if known.get(name) is None:
-                require(not needed, f"{self.probe} does not say {name}: give {flag}")
+                source = self.probe or f"--device {self.device}"
+                require(not needed, f"{source} does not say {name}: give {flag}")
                 known[name] = math.inf
         try:
             return Cluster(**known)
         except ValueError as error:
             raise SettingError(str(error)) from error
+
+    def _base(self, model: str) -> dict[str, Any]:
+        """Return what is known before single values are replaced."""
+        if self.probe is not None:
+            return self._measured()
+        if self.device is None or self.cluster is not None:
+            return self._of_the_paper(model)
+        require(
+            self.nodes is not None and self.devices_per_node is not None,
+            f"--device {self.device} names GPUs, not a cluster: give --nodes and --devices-per-node",
+        )
+        intra = NVLINK_SHARE * DEVICES[self.device].nvlink_bandwidth
+        return {"name": self.device, "intra_bandwidth": intra, "inter_bandwidth": None}
 
     def _of_the_paper(self, model: str) -> dict[str, Any]:
         cluster = reproduction().cluster(self.cluster or DEFAULT_CLUSTER, model=model)
@@ -175,8 +200,9 @@ class LayoutConfig:
     """Sequences per rank in one forward; the card's when not given."""
     accumulation: int = 1
     """Micro batches per step."""
-    overlap: float = 0.0
-    """Share of the communication that runs beside computation, as far as it fits there."""
+    overlap: float | None = None
+    """Share of the communication that runs beside computation, as far as it fits there. Not given: both ends,
+    none and all."""
     engine: Engine = "fsdp2"
     """fsdp2: a group per block; megatron: one flat buffer, gathered once a step and kept."""
     reshard_after_forward: bool = True
@@ -187,7 +213,10 @@ class LayoutConfig:
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "tensor_parallel", "pipeline_parallel", "micro_batch_size", "accumulation")
-        require(0 <= self.overlap <= 1, f"--overlap {self.overlap} must be between 0 and 1")
+        require(
+            self.overlap is None or 0 <= self.overlap <= 1,
+            f"--overlap {self.overlap} must be between 0 and 1",
+        )
         for given, flag in (
             (not self.reshard_after_forward, "--no-reshard-after-forward"),
             (self.least_padding, "--least-padding"),
@@ -196,6 +225,11 @@ class LayoutConfig:
                 not given or self.engine == "fsdp2",
                 f"{flag} has no effect with --engine {self.engine}: it is FSDP2's",
             )
+
+    @property
+    def overlaps(self) -> tuple[float, float]:
+        """The least and the most that is hidden."""
+        return (0.0, 1.0) if self.overlap is None else (self.overlap, self.overlap)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,10 +291,8 @@ class PlanConfig:
             accumulation=layout.accumulation,
         )
 
-    def plan_on(
-        self, cluster: Cluster, *, accumulation: int | None = None, overlap: float | None = None
-    ) -> Plan:
-        """Return the plan on another cluster, or with another accumulation or overlap."""
+    def plan_on(self, cluster: Cluster, *, overlap: float, accumulation: int | None = None) -> Plan:
+        """Return the plan on a cluster with so much overlap, maybe with another accumulation."""
         layout = self.parallel_layout()
         if accumulation is not None:
             layout = replace(layout, accumulation=accumulation)
@@ -271,7 +303,7 @@ class PlanConfig:
                 cluster=cluster,
                 layout=layout,
                 config=self.quantization,
-                overlap=self.layout.overlap if overlap is None else overlap,
+                overlap=overlap,
                 least_padding=self.layout.least_padding,
             )
         except ValueError as error:

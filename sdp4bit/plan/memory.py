@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+from sdp4bit.collectives.pipeline import SLICES_UNDER_WAY, slice_lengths
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.plan.model import ShardedGroup
 from sdp4bit.plan.traffic import (
@@ -13,13 +13,15 @@ from sdp4bit.plan.traffic import (
     GroupTraffic,
     RankGrid,
     is_full,
-    slice_lengths,
 )
 from sdp4bit.quantization.layout import FULL_PRECISION, message_layout
 
 MAIN_BYTES = 4
 ADAM_BYTES = 8
 """Two fp32 averages."""
+COMMUNICATOR_BYTES = 600e6
+"""Of an NCCL communicator: 544 and 688 MB on A100s with NVLink, as reported in NCCL#964; not measured here.
+An all-to-all can take more: NCCL#1685 reports 3.3 GB for the first one among 8 H100."""
 GATHERED_AT_ONCE = 2
 """FSDP2 gathers the next group while one computes."""
 
@@ -31,8 +33,9 @@ def memory_per_rank(
     grid: RankGrid,
     config: SDP4BitConfig,
     accumulation: int,
+    communicator_bytes: float = 0,
 ) -> dict[str, int]:
-    """Return bytes by use: main weights, Adam, gradients, gathered weights, replica, buffers.
+    """Return bytes by use: main weights, Adam, gradients, gathered weights, replica, buffers, communicators.
 
     FSDP2 keeps shards of gradients (whole ones while micro batches accumulate) and gathers few groups at a
     time. A flat buffer keeps all weights and gradients on every rank, and its weights are the replica.
@@ -60,7 +63,21 @@ def memory_per_rank(
     messages = _message_buffers(largest, grid=grid, config=config, is_flat=is_flat)
     if messages:
         used["message buffers"] = messages
+    if communicator_bytes and ranks > 1:
+        count = communicators(grid=grid, config=config, is_flat=is_flat)
+        used["communicators"] = round(count * communicator_bytes)
     return used
+
+
+def communicators(*, grid: RankGrid, config: SDP4BitConfig, is_flat: bool = False) -> int:
+    """Return how many communicators a data-parallel rank uses: the engine's, and one per level and purpose.
+
+    Weights and gradients have their own, as one communicator carries out its collectives one by one.
+    """
+    levels = (grid.ranks_per_node > 1) + (grid.nodes > 1)
+    weights = config.weights
+    saves = weights is not None and (is_flat or weights.saves_bytes(nodes=grid.nodes))
+    return 1 + levels * (saves + (config.gradients is not None))
 
 
 def _message_buffers(row: int, *, grid: RankGrid, config: SDP4BitConfig, is_flat: bool) -> int:
@@ -75,8 +92,9 @@ def _message_buffers(row: int, *, grid: RankGrid, config: SDP4BitConfig, is_flat
             hops.append((gradients.intra_bits, gradients.intra_group_size, grid.nodes, grid.ranks_per_node))
         if grid.nodes > 1:
             hops.append((gradients.inter_bits, gradients.inter_group_size, 1, grid.nodes))
-        unit = math.lcm(*(group_size for _, group_size, _, _ in hops))
-        for numel in slice_lengths(row, chunks=gradients.pipeline_chunks, unit=unit):
+        lengths = slice_lengths(row, config=gradients, nodes=grid.nodes, ranks_per_node=grid.ranks_per_node)
+        # The first ones are the longest, and those after them use their buffers.
+        for numel in lengths[:SLICES_UNDER_WAY]:
             for bits, group_size, parts, size in hops:
                 layout = message_layout(
                     numel=numel, bits=bits or FULL_PRECISION, group_size=group_size, parts=parts

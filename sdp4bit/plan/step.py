@@ -1,7 +1,8 @@
 """What quantized communication would gain: bytes, step time, memory and a verdict, before anything is rented.
 
 A model of a step, not a measurement: computation, plus communication as bytes over bandwidth (and a latency
-per collective), less what hides behind computation, plus the time the quantization kernels take. The bytes
+per collective), less what hides behind computation, plus the time the quantization kernels take. How much is
+hidden is no one number: a plan is made for none of it and for all that can be. The bytes
 are exact (:mod:`sdp4bit.plan.traffic`); the bandwidths are what `sdp4bit probe` measures, or what the paper's
 tables imply (:mod:`sdp4bit.plan.paper`).
 """
@@ -12,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sdp4bit.config import SDP4BitConfig
-from sdp4bit.plan.memory import memory_per_rank
+from sdp4bit.plan.kernels import Device, kernel_seconds
+from sdp4bit.plan.memory import COMMUNICATOR_BYTES, memory_per_rank
 from sdp4bit.plan.model import ShardedGroup
 from sdp4bit.plan.traffic import REDUCED_BYTES, Exchange, GroupTraffic, RankGrid, group_traffic
 
@@ -44,7 +46,11 @@ class Cluster:
     latency: float = 0.0
     """Seconds that a collective takes beside its bytes."""
     quantization_bandwidth: float | None = None
-    """Bytes per second that the quantization kernels read and write; None: their time is left out."""
+    """Bytes per second that the quantization kernels were measured to read and write."""
+    device: Device | None = None
+    """What these kernels' time follows from where they were not measured; None too: it is left out."""
+    communicator_bytes: float = COMMUNICATOR_BYTES
+    """Memory of a device that a communicator takes."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices_per_node"):
@@ -59,6 +65,8 @@ class Cluster:
                 raise ValueError(f"{name}={value} must be positive, or None")
         if not 0 < self.efficiency <= 1:
             raise ValueError(f"efficiency={self.efficiency} must be above 0 and at most 1")
+        if not self.communicator_bytes >= 0:
+            raise ValueError(f"communicator_bytes={self.communicator_bytes} must be at least 0")
         if not self.latency >= 0:
             raise ValueError(f"latency={self.latency} must be at least 0 seconds")
 
@@ -285,8 +293,6 @@ class _StepModel:
         gradients = self._seconds(group.gradients for group in traffic)
         refresh = self._seconds(group.refresh for group in traffic)
         gathers = self._seconds(group.gathers for group in traffic)
-        rate = self.cluster.quantization_bandwidth
-        moved = sum(exchange.moved_bytes for exchange in exchanges)
         bubble = (self.layout.pipeline_parallel - 1) / self.layout.accumulation
         devices = self.cluster.devices_per_node
         return StepCost(
@@ -300,11 +306,24 @@ class _StepModel:
             compute_seconds=self.arithmetic * (1 + bubble),
             communication_seconds=gradients + refresh + gathers,
             hidden_seconds=self._hidden(gradients, refresh, gathers),
-            quantization_seconds=moved / rate if rate else 0.0,
+            quantization_seconds=self._quantization_seconds(exchanges),
             memory=memory_per_rank(
-                self.groups, traffic, grid=self.grid, config=config, accumulation=self.layout.accumulation
+                self.groups,
+                traffic,
+                grid=self.grid,
+                config=config,
+                accumulation=self.layout.accumulation,
+                communicator_bytes=self.cluster.communicator_bytes,
             ),
         )
+
+    def _quantization_seconds(self, exchanges: Sequence[Exchange]) -> float:
+        rate, device = self.cluster.quantization_bandwidth, self.cluster.device
+        if rate is not None:
+            return sum(exchange.moved_bytes for exchange in exchanges) / rate
+        if device is None:
+            return 0.0
+        return sum(kernel_seconds(exchange.kernels, device) for exchange in exchanges)
 
     def _seconds(self, exchanges: Iterable[Exchange]) -> float:
         per_rank = self.cluster.inter_bandwidth_per_rank(tensor_parallel=self.layout.tensor_parallel)
@@ -323,6 +342,29 @@ class _StepModel:
         is_flat = any(group.is_flat for group in self.groups)
         left = first_forward - behind_forward if is_flat else self.arithmetic - hidden - behind_forward
         return hidden + behind_forward + min(self.overlap * gathers, left)
+
+
+def verdict(unhidden: Plan, hidden: Plan) -> str:
+    """Return in one sentence whether to enable it, whatever part of the communication is hidden.
+
+    Args:
+        unhidden, hidden: the same step with nothing hidden, and with all that can be.
+    """
+    if unhidden.verdict == hidden.verdict:
+        return unhidden.verdict
+    (advice, gain), (hidden_advice, hidden_gain) = (p.verdict.split(": ", 1) for p in (unhidden, hidden))
+    if advice == hidden_advice == "enable":
+        return (
+            f"enable: {unhidden.speedup:.2f} times as fast as with fp32 gradients if nothing is hidden, "
+            f"{hidden.speedup:.2f} if all is that can be; {unhidden.speedup_over_bf16:.2f} and "
+            f"{hidden.speedup_over_bf16:.2f} times as fast as with bf16 gradients"
+        )
+    if advice == hidden_advice:
+        return f"{advice}: {gain} if nothing is hidden, {hidden_gain} if all is that can be"
+    return (
+        f"depends on overlap: {advice} if nothing is hidden ({gain}), {hidden_advice} if all is that can be "
+        f"({hidden_gain})"
+    )
 
 
 def exchange_seconds(exchange: Exchange, *, intra: float, inter: float) -> float:

@@ -7,17 +7,18 @@ needs, spread evenly over the ranks of a node.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
+from sdp4bit.collectives.pipeline import slice_lengths
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.plan.kernels import Kernel
 from sdp4bit.plan.model import ShardedGroup
 from sdp4bit.quantization.layout import (
     FULL_PRECISION,
     SCALE_BYTES,
     MessageLayout,
     message_layout,
-    round_up,
 )
 
 GATHERED_BYTES = 2
@@ -50,17 +51,21 @@ class Exchange:
     collectives: int = 0
     chunks: int | None = None
     """Slices that overlap their two levels; None for a ring, which keeps both levels busy at once."""
-    moved_bytes: float = 0.0
-    """What the quantization kernels read and write."""
+    kernels: tuple[Kernel, ...] = ()
+    """That quantize and sum, each once per slice."""
+
+    @property
+    def moved_bytes(self) -> float:
+        """What the quantization kernels read and write."""
+        return sum(kernel.nbytes for kernel in self.kernels)
 
     def times(self, count: int) -> Exchange:
         """Return the same exchange, done several times."""
         scaled = {
             name: getattr(self, name) * count for name in ("intra_bytes", "inter_bytes", "padding_bytes")
         }
-        return replace(
-            self, **scaled, collectives=self.collectives * count, moved_bytes=self.moved_bytes * count
-        )
+        kernels = tuple(kernel.times(count) for kernel in self.kernels)
+        return replace(self, **scaled, collectives=self.collectives * count, kernels=kernels)
 
 
 def ring(row_bytes: float, *, grid: RankGrid) -> Exchange:
@@ -100,38 +105,70 @@ def gradient_exchange(
     g, n = grid.ranks_per_node, grid.nodes
     intra_bits, inter_bits = config.intra_bits or FULL_PRECISION, config.inter_bits or FULL_PRECISION
     two_levels = g > 1 and n > 1
-    units = [config.intra_group_size] * (g > 1) + [config.inter_group_size] * (n > 1)
     intra = inter = padding = 0.0
-    moved = REDUCED_BYTES * (grid.size + 1.0) * row_numel
-    slices = slice_lengths(row_numel, chunks=config.pipeline_chunks, unit=math.lcm(*units))
+    kernels: list[Kernel] = []
+    slices = slice_lengths(row_numel, config=config, nodes=n, ranks_per_node=g)
     for numel in slices:
         # With one level only, its messages carry a row to every rank.
+        messages = []
         if g > 1:
             layout = message_layout(numel=numel, bits=intra_bits, group_size=config.intra_group_size, parts=n)
             nbytes = message_bytes(layout, scale_bytes=scale_bytes)
             intra += nbytes * (g - 1)
             padding += layout.padding_bytes * (g - 1)
-            moved += 2.0 * nbytes * g
+            messages.append((g, intra_bits, nbytes))
         if n > 1:
             layout = message_layout(numel=numel, bits=inter_bits, group_size=config.inter_group_size)
             nbytes = message_bytes(layout, scale_bytes=scale_bytes)
             inter += nbytes * (n - 1)
             padding += layout.padding_bytes * (n - 1)
-            moved += 2.0 * nbytes * n
+            messages.append((n, inter_bits, nbytes))
+        kernels += _reduction_kernels(numel, ranks=grid.size, nodes=n, messages=messages)
     return Exchange(
         intra_bytes=intra,
         inter_bytes=inter,
         padding_bytes=padding,
         collectives=len(slices) * (2 if two_levels else 1),
         chunks=max(1, len(slices)),
-        moved_bytes=moved,
+        kernels=tuple(kernels),
     )
 
 
-def slice_lengths(numel: int, *, chunks: int, unit: int) -> list[int]:
-    """Return the lengths of the slices of a row, cut so that no group of either level is divided."""
-    length = round_up(-(-numel // chunks), unit)
-    return [min(length, numel - start) for start in range(0, numel, length or 1)]
+def _reduction_kernels(
+    numel: int, *, ranks: int, nodes: int, messages: list[tuple[int, int, int]]
+) -> list[Kernel]:
+    """Return what is done to a slice of fp32 rows.
+
+    Args:
+        messages: of each hop their number, their bits, and the bytes of one.
+    """
+    count, bits, nbytes = messages[0]
+    kernels = [
+        Kernel(
+            operator="hadamard_quantize_4" if bits == 4 else "hadamard_quantize_8",
+            values=float(ranks * numel),
+            nbytes=float(REDUCED_BYTES * ranks * numel + count * nbytes),
+        )
+    ]
+    for (count, _, nbytes), (sent_count, _, sent_nbytes) in pairwise(messages):
+        kernels.append(
+            Kernel(
+                operator="dequantize_reduce_quantize",
+                values=float(nodes * numel),
+                messages=count,
+                nbytes=float(count * nbytes + sent_count * sent_nbytes),
+            )
+        )
+    count, _, nbytes = messages[-1]
+    kernels.append(
+        Kernel(
+            operator="dequantize_reduce_hadamard",
+            values=float(numel),
+            messages=count,
+            nbytes=float(count * nbytes + REDUCED_BYTES * numel),
+        )
+    )
+    return kernels
 
 
 def weight_refresh(row_numel: int, *, grid: RankGrid, config: WeightConfig | None) -> Exchange:
@@ -140,13 +177,18 @@ def weight_refresh(row_numel: int, *, grid: RankGrid, config: WeightConfig | Non
         return Exchange()
     g, n = grid.ranks_per_node, grid.nodes
     if config.bits is None:
-        nbytes, padding, moved = GATHERED_BYTES * row_numel, 0.0, 0.0
+        nbytes, padding = GATHERED_BYTES * row_numel, 0.0
+        kernels: tuple[Kernel, ...] = ()
     else:
         layout = message_layout(numel=row_numel, bits=config.bits, group_size=config.group_size)
         nbytes, padding = layout.nbytes, layout.padding_bytes
         rows = grid.size if is_full(config, grid=grid) else n
         # The difference is read from two bf16 rows; every row held is read, changed and written.
-        moved = (1 + rows) * (2.0 * GATHERED_BYTES * row_numel + nbytes)
+        row_bytes = 2.0 * GATHERED_BYTES * row_numel + nbytes
+        kernels = (
+            Kernel(operator="subtract_quantize", values=float(row_numel), nbytes=row_bytes),
+            Kernel(operator="dequantize_add", values=float(rows * row_numel), nbytes=rows * row_bytes),
+        )
     inter_copies = n - 1
     intra_copies = n * (g - 1) if is_full(config, grid=grid) else 0
     return Exchange(
@@ -155,7 +197,7 @@ def weight_refresh(row_numel: int, *, grid: RankGrid, config: WeightConfig | Non
         padding_bytes=padding * (inter_copies + intra_copies),
         collectives=(inter_copies > 0) + (intra_copies > 0),
         chunks=1,
-        moved_bytes=moved,
+        kernels=kernels,
     )
 
 

@@ -10,8 +10,13 @@ import inspect
 import json
 import socket
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -46,6 +51,17 @@ def grid(nodes: int, per_node: int) -> NodeLayout:
 
 
 # -- a fake process group -----------------------------------------------------------------------------
+
+
+@contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def attach(world: int) -> tuple[int, int]:
@@ -91,6 +107,40 @@ def test_the_summary_that_ranks_gather_does_not_grow_with_the_world() -> None:
         for world in (64, 4096)
     )
     assert small < 600 and 0 <= large - small < 10  # digits of rank numbers
+
+
+class StandInForNCCLOptions:
+    """Takes the place of ProcessGroupNCCL.Options, which a torch without CUDA does not have."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout = timedelta(minutes=10)
+
+
+def test_streams_of_communicators_have_high_priority_by_a_stand_in_for_nccl() -> None:
+    """Every group has settings of its own, as torch writes into them, with the timeout that torch wants."""
+    asked: list[Any] = []
+    real = dist.distributed_c10d._new_process_group_helper
+
+    @functools.wraps(real)
+    def helper(*args: Any, backend_options: Any, **kwargs: Any) -> Any:
+        asked.append((backend_options, kwargs["timeout"]))
+        return real(*args, **kwargs)
+
+    nccl = SimpleNamespace(Options=StandInForNCCLOptions)
+    with (
+        fake_world(8),
+        mock.patch.object(dist.distributed_c10d, "_new_process_group_helper", helper),
+        mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
+    ):
+        create_topologies([grid(2, 4)])
+        with mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"):
+            create_topologies([grid(2, 4)])
+    (plain, _), (other, _), *high = asked
+    assert plain is other is None
+    assert [options.is_high_priority_stream for options, _ in high] == [True, True]
+    assert [options._timeout for options, _ in high] == [timeout for _, timeout in high]
+    assert high[0][0] is not high[1][0]
 
 
 # -- gloo ---------------------------------------------------------------------------------------------

@@ -115,6 +115,29 @@ def test_slicing_changes_no_bit_for_unequal_group_sizes() -> None:
     run_ranks(reduce_with_slices, 4, GradientConfig(intra_group_size=96, inter_group_size=256))
 
 
+def bytes_of_messages(chunks: int) -> int:
+    scratch, layout = Scratch(), simulated_layout(4, ranks_per_node=2)
+    reduce_scatter = QuantizedReduceScatter(
+        create_topologies([layout])[layout.ranks],
+        config=GradientConfig(pipeline_chunks=chunks),
+        seed=7,
+        rank=dist.get_rank(),
+        bucket=0,
+        traffic=TrafficCounter(nodes=2, ranks_per_node=2),
+        scratch=scratch,
+    )
+    reduce_scatter(torch.empty(1 << 14), torch.randn(4 << 14), call=0)
+    return scratch.nbytes
+
+
+def test_messages_of_many_slices_take_the_memory_of_two() -> None:
+    """Per value of the input, on 2 nodes x 2: int8 to and from 2 ranks, int4 rows to and from 2 nodes."""
+    whole = 2 * 2 * (2 << 14) * (1 + 2 / 128) + 2 * 2 * (1 << 14) * (1 / 2 + 2 / 128)
+    assert whole / (4 << 14) == 2.546875
+    for chunks, share in ((1, 1), (2, 1), (4, 1 / 2), (16, 1 / 8)):
+        assert run_ranks(bytes_of_messages, 4, chunks) == 4 * [whole * share]
+
+
 def reduce_special_values(config: GradientConfig) -> None:
     """A NaN or infinity of one rank reaches its group of the owner's row as NaN, and nothing else."""
     for infinity in (float("inf"), float("-inf")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -111,8 +112,8 @@ def weights(**options: Any) -> SDP4BitConfig:
 
 
 def chunked() -> SDP4BitConfig:
-    """Return settings by which transfers of one gradient overlap."""
-    gradients = GradientConfig(min_numel=0, pipeline_chunks=3, intra_group_size=32, inter_group_size=32)
+    """Return settings by which transfers of one gradient overlap, and slices take turns with buffers."""
+    gradients = GradientConfig(min_numel=0, pipeline_chunks=5, intra_group_size=32, inter_group_size=32)
     return replace(QUANTIZED, gradients=gradients)
 
 
@@ -270,6 +271,16 @@ def megatron_resync() -> None:
     run.train(1)
 
 
+ONE_QUEUE = mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+"""All streams share a hardware queue: reductions go in stages."""
+
+
+def megatron_staged(config: SDP4BitConfig = MEASURED, **options: Any) -> None:
+    with ONE_QUEUE:
+        run = megatron(config, **options)
+    assert "staged over buckets" in run.comm.explain()
+
+
 MEGATRON_SCENARIOS: dict[str, Callable[[], object]] = {
     "plain Megatron-Core": lambda: megatron(None),
     "no overlap": lambda: megatron(overlap=False),
@@ -277,6 +288,9 @@ MEGATRON_SCENARIOS: dict[str, Callable[[], object]] = {
     "one rank per node": lambda: megatron(topology=1),
     "one node": lambda: megatron(topology=4),
     "pipeline chunks": lambda: megatron(chunked()),
+    "one queue": megatron_staged,
+    "one queue, one level": lambda: megatron_staged(topology=1),
+    "one queue, pipeline chunks": lambda: megatron_staged(chunked()),
     "weights only": lambda: megatron(replace(MEASURED, gradients=None)),
     "audit": lambda: megatron(replace(MEASURED, audit=AuditConfig(interval=1))),
     "resync and audit": megatron_resync,

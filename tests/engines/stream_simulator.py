@@ -57,6 +57,7 @@ class Stream:
         self.name = name or line.partition("=")[0].strip().removeprefix("self.")
         self.clock: Clock = {self: 0}
         self.device = CUDA
+        self.priority = priority
 
     def wait(self, clock: Clock) -> None:
         """What follows on this stream comes after the operations of the clock."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import graphlib
 import itertools
 import traceback
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,11 +21,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sdp4bit.collectives import exchange
+from sdp4bit.collectives.work import StagedCollectives
 from sdp4bit.engines.megatron.patches import GroupPatch
 from tests.engines import fake_cuda
 from tests.engines.simulated_cuda import simulate
-from tests.engines.stream_scenarios import MEGATRON_SCENARIOS, ORDERED_SCENARIOS, SCENARIOS
-from tests.engines.stream_simulator import Collective, Stream
+from tests.engines.stream_scenarios import (
+    MEGATRON_SCENARIOS,
+    ONE_QUEUE,
+    ORDERED_SCENARIOS,
+    SCENARIOS,
+    FSDPRun,
+)
+from tests.engines.stream_simulator import Collective, Simulator, Stream
 from tests.ranks import run_ranks
 
 PRELOAD = ["tests.engines.stream_scenarios"]
@@ -94,13 +103,114 @@ def run_megatron() -> tuple[dict[str, Result], dict[str, bool], dict[str, list[s
     results = {name: run_scenario(name, MEGATRON_SCENARIOS) for name in MEGATRON_SCENARIOS}
     with mock.patch.object(GroupPatch, "finish_pending"):
         unfinished = run_scenario("resync and audit", MEGATRON_SCENARIOS)[0]
-    return results, needed(results, MEGATRON_SCENARIOS), {"transfers that are under way": unfinished}
+    with mock.patch.object(StagedCollectives, "_do_steps", _newest_first):
+        newest_first = run_scenario("one queue", MEGATRON_SCENARIOS)[0]
+    mutated = {"transfers that are under way": unfinished, "stages, newest first": newest_first}
+    return results, needed(results, MEGATRON_SCENARIOS), mutated
+
+
+def _newest_first(self: StagedCollectives) -> None:
+    """Messages of a bucket are filled before those of the one before it have arrived."""
+    for work in reversed(self._under_way):
+        work.advance()
+    self._under_way = [work for work in self._under_way if work.completed is None]
+
+
+def streams_of_transfers(name: str) -> list[str]:
+    """Return on which streams the all-to-alls of gradients are."""
+    found: list[str] = []
+    launch = Simulator.launch
+
+    def note(self: Simulator, what: str, *, on: Stream | None = None, **tensors: Any) -> None:
+        launch(self, what, on=on, **tensors)
+        if what == "all_to_all":
+            found.append((on or self.stream).name)
+
+    with mock.patch.object(Simulator, "launch", note):
+        faults, _, _, failure = run_scenario(name, SCENARIOS)
+    assert not failure and not faults, (failure, faults)
+    return found
+
+
+def attached_to_one_queue() -> list[str]:
+    """Return what FSDP2's users are told."""
+    with simulate(), ONE_QUEUE, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FSDPRun()
+    return [str(warning.message) for warning in caught]
+
+
+def transfers_of_one_rank() -> tuple[list[str], list[str], list[str]]:
+    names = ("node replica", "pipeline chunks")
+    return *map(streams_of_transfers, names), attached_to_one_queue()  # type: ignore[return-value]
+
+
+def test_a_transfer_that_is_waited_for_at_once_is_on_the_stream_that_waits() -> None:
+    """One slice's are on FSDP2's own reduce-scatter stream, those of several on the communicators'."""
+    ((at_once, overlapping, told),) = run_ranks(transfers_of_one_rank, 1, timeout=240.0)
+    assert at_once and not [name for name in at_once if "communicator" in name]
+    assert overlapping and all("communicator" in name for name in overlapping)
+    assert sum("CUDA_DEVICE_MAX_CONNECTIONS=1" in text and "unset it" in text for text in told) == 1
+
+
+def kernels_behind_own_transfers(name: str) -> tuple[int, set[int]]:
+    """Return how many kernels are issued behind a transfer that the same hook of a gradient has started.
+
+    With one hardware queue, nothing that is issued later starts before such a kernel does. And the priorities
+    of the streams that these kernels are on.
+    """
+    found: list[str] = []
+    priorities: set[int] = set()
+    transfers: list[tuple[Stream, int]] | None = None
+    start, launch = GroupPatch.start_grad_sync, Simulator.launch
+
+    def hook(self: GroupPatch, *args: Any, **kwargs: Any) -> None:
+        nonlocal transfers
+        transfers = []
+        start(self, *args, **kwargs)
+        transfers = None
+
+    def note(self: Simulator, what: str, *, on: Stream | None = None, **tensors: Any) -> None:
+        launch(self, what, on=on, **tensors)
+        stream = on or self.stream
+        if transfers is None:
+            return
+        if what == "all_to_all":
+            transfers.append((stream, stream.clock[stream]))
+        elif what.startswith(("hadamard", "dequantize")):
+            priorities.add(stream.priority)
+            found.extend(what for other, time in transfers if stream.is_after(other, time))
+
+    with (
+        mock.patch.object(GroupPatch, "start_grad_sync", hook),
+        mock.patch.object(Simulator, "launch", note),
+    ):
+        faults, _, _, failure = run_scenario(name, MEGATRON_SCENARIOS)
+    assert not failure and not faults, (failure, faults)
+    return len(found), priorities
+
+
+def run_megatron_hooks() -> dict[str, tuple[int, set[int]]]:
+    fake_cuda.install()
+    return {name: kernels_behind_own_transfers(name) for name in ("overlap", "one queue")}
+
+
+def test_with_one_queue_no_kernel_is_issued_behind_a_transfer_that_has_just_begun() -> None:
+    pytest.importorskip("megatron.core")
+    (found,) = run_ranks(run_megatron_hooks, 1, timeout=240.0)
+    (behind, high), (behind_with_one_queue, high_with_one_queue) = found["overlap"], found["one queue"]
+    assert behind > 0 and behind_with_one_queue == 0
+    assert high == high_with_one_queue == {-1}
 
 
 MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     "the gathered row is freed": ("full replica", lambda: _forget(0)),
     "the loaded row is freed": ("load", lambda: _forget(1)),
     "message buffers of two roots": ("two roots", lambda: mock.patch.object(Stream, "cuda_stream", 0)),
+    "message buffers of two slices": (
+        "pipeline chunks",
+        lambda: mock.patch.object(exchange, "SLICES_UNDER_WAY", 1),
+    ),
     "message buffers of two unshards": ("unshard", lambda: mock.patch.object(Stream, "cuda_stream", 0)),
 }
 """A kept reference is dropped, or memory shared: which scenario must fail, and how it is done."""
@@ -159,8 +269,9 @@ def test_there_is_a_fault_if_memory_is_freed_or_shared_too_early(fsdp: list[Half
     assert all("use after free" in faults[name][0] for name in MUTATIONS if "freed" in name)
 
 
-def test_there_is_a_fault_if_megatron_weights_are_sent_while_others_arrive(megatron: list[Half]) -> None:
-    assert all(megatron[0][2].values())
+def test_there_is_a_fault_if_megatron_sends_what_is_still_under_way(megatron: list[Half]) -> None:
+    faults = megatron[0][2]
+    assert len(faults) == 2 and all(faults.values()), faults
 
 
 # -- the order of collectives on all ranks ------------------------------------------------------------

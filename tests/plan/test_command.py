@@ -79,7 +79,7 @@ def test_a_plan_as_text_has_bytes_times_memory_and_a_verdict(capsys: Capture) ->
         "baselines: fp32 or bf16 reduce-scatter of gradients, bf16 all-gather of weights",
         "inter-node bytes, per node 104 GB 69.5 GB 17.7 GB",
         "memory per rank, no activations",
-        "verdict: enable: 3.87 times as fast as with fp32 gradients, 2.69 times",
+        "verdict: enable: 3.87 times as fast as with fp32 gradients if nothing is hidden, ",
     ):
         assert part in text
 
@@ -120,6 +120,8 @@ def test_a_measured_cluster_is_planned_on(capsys: Capture, tmp_path: Path) -> No
         "efficiency": 1.0,
         "latency": 1e-4,
         "quantization_bandwidth": 5e10,
+        "device": None,
+        "communicator_bytes": 600e6,
     }
     larger = planned(capsys, *probe, "--nodes", "32", "--latency-us", "5", "--inter-bandwidth", "3")
     assert (larger["cluster"]["nodes"], larger["data_parallel"]["nodes"]) == (32, 32)
@@ -139,9 +141,63 @@ def test_options_reach_the_plan(capsys: Capture) -> None:
     once = planned(capsys, "--no-reshard-after-forward")
     assert once["baseline"]["inter_bytes"] < default["baseline"]["inter_bytes"]
     hidden = planned(capsys, "--overlap", "1")
-    assert hidden["speedup"] == pytest.approx(default["speedup_all_hidden"])
+    assert default["overlap"] == [0.0, 1.0] and hidden["overlap"] == [1.0, 1.0]
+    assert hidden["speedup"] == hidden["speedup_hidden"] == pytest.approx(default["speedup_hidden"])
+    assert planned(capsys, "--overlap", "0")["speedup"] == default["speedup"] != default["speedup_hidden"]
+    assert default["quantized"]["step_seconds_at_least"] == hidden["quantized"]["step_seconds"]
     micro = planned(capsys, "--micro-batch-size", "8")
     assert micro["baseline"]["compute_seconds"] == pytest.approx(2 * default["baseline"]["compute_seconds"])
+
+
+PAGE = (Path(__file__).parents[2] / "docs/planning.md").read_text()
+GPUS = ("--device", "h100", "--inter-bandwidth", "50", "--device-tflops", "400", "--preset", "6.7B")
+
+
+def test_gpus_are_planned_with_by_their_data_sheet(capsys: Capture) -> None:
+    shape = ("--nodes", "4", "--devices-per-node", "8")
+    text = shown(capsys, *GPUS, *shape)
+    assert "h100: 4 nodes of 8 devices, 50 GB/s inter-node" in text
+    assert "300 GB/s intra-node (per device)" in text
+    assert "quantization time follows from instructions and bytes, perfectly issued: a lower bound" in text
+    assert "overlap unknown: none to all that fits" in text
+    h100 = planned(capsys, *GPUS, *shape)
+    # 6.66e9 values: 6.285 B each for gradients, 1 / 32 + 1 / 8 of 4.5 B for weights, at 3.082 TB/s.
+    assert h100["quantized"]["quantization_seconds"] == pytest.approx(15.09e-3, rel=3e-3)
+    assert h100["quantized"]["memory"]["communicators"] == 5 * 600e6
+    fewer = planned(capsys, *GPUS, *shape, "--communicator-megabytes", "100")
+    assert fewer["quantized"]["memory"]["communicators"] == 5 * 100e6
+    paper = planned(capsys, "--cluster", "h800", "--device", "h200")
+    assert paper["cluster"]["quantization_bandwidth"] is None
+    assert paper["cluster"]["device"]["dram_bandwidth"] == 4.8e12
+    measured = planned(capsys, *GPUS, *shape, "--quantization-bandwidth", "1000")
+    assert measured["quantized"]["quantization_seconds"] > h100["quantized"]["quantization_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("rate", "row", "said"),
+    [
+        ("400", (3909, 3532, 3890, 3547), "do not enable: gains 0 %"),
+        ("50", (6085, 3532, 3972, 3547), "depends on overlap: enable if nothing is hidden"),
+        ("25", (8632, 5100, 4074, 3547), "enable: 2.12 times as fast as with fp32 gradients if nothing"),
+    ],
+)
+def test_the_verdict_of_the_documentation_is_what_its_command_says(
+    capsys: Capture, rate: str, row: tuple[int, ...], said: str
+) -> None:
+    command = PAGE.partition("sdp4bit plan --device h100 ")[2]
+    arguments = command.partition("\n\n")[0].replace("\\\n", " ").split()
+    assert arguments[arguments.index("--inter-bandwidth") + 1] == "50"
+    arguments[arguments.index("--inter-bandwidth") + 1] = rate
+    found = planned(capsys, "--device", "h100", *arguments)
+    times = [
+        found[name][key]
+        for name in ("baseline", "quantized")
+        for key in ("step_seconds", "step_seconds_at_least")
+    ]
+    assert tuple(round(1000 * seconds) for seconds in times) == row
+    assert found["verdict"].startswith(said)
+    for least, most in (row[:2], row[2:]):
+        assert f" {least:,} to {most:,} |" in PAGE
 
 
 def test_a_sweep_is_drawn(capsys: Capture, tmp_path: Path) -> None:
@@ -158,6 +214,12 @@ def test_a_sweep_is_drawn(capsys: Capture, tmp_path: Path) -> None:
         (("--tp", "3"), "cannot be divided by 3"),
         (("--preset", "2.7B", "--pp", "5"), "layers of 2.7B, 32, cannot be divided by 5"),
         (("--overlap", "1.5"), "--overlap 1.5 must be between 0 and 1"),
+        (GPUS, "--device h100 names GPUs, not a cluster: give --nodes and --devices-per-node"),
+        (
+            ("--device", "h100", "--nodes", "2", "--devices-per-node", "8"),
+            "--device h100 does not say inter_bandwidth: give --inter-bandwidth",
+        ),
+        (("--communicator-megabytes", "-1"), "--communicator-megabytes -1.0 must be at least 0"),
         (("--efficiency", "0"), "--efficiency 0.0 must be above 0"),
         (("--nodes", "0"), "--nodes 0 must be at least 1"),
         (("--inter-bandwidth", "-1"), "--inter-bandwidth -1.0 must be positive"),

@@ -6,6 +6,7 @@ else of it: parameters, gradients, optimizer states and state dicts stay what th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -23,6 +24,7 @@ from sdp4bit.collectives.topology import (
     destroy_topology,
 )
 from sdp4bit.collectives.weight_replica import WeightReplica
+from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree, participants
 from sdp4bit.engines.alerts import Alerts, DecisionRound, saved_positions
@@ -123,6 +125,13 @@ def quantize_communication(
     if not layouts:
         raise ValueError("sdp4bit.quantize_communication: no rank has passed an FSDP2 model, all passed []")
     note = warn_of_layout(groups, layouts, config=settings, skipped=skipped)
+    if any(has_one_queue(group.device) for group in groups):
+        warnings.warn(
+            "sdp4bit: CUDA_DEVICE_MAX_CONNECTIONS=1 has all streams of a GPU take turns, so that FSDP2's "
+            "collectives, and these, keep computation from starting: unset it before CUDA is initialized. "
+            "It serves Megatron-Core's tensor parallelism, and harms here",
+            stacklevel=2,
+        )
     return FSDPCommHandle(
         roots,
         groups=groups,

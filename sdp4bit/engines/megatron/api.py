@@ -15,10 +15,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.topology import NodeLayout, TopologySpec
+from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree, participants
 from sdp4bit.engines.megatron.alerts import check_watchable
-from sdp4bit.engines.megatron.buckets import REPLICATED_DTYPES, MegatronBucket, find_buckets
+from sdp4bit.engines.megatron.buckets import (
+    REPLICATED_DTYPES,
+    MegatronBucket,
+    find_buckets,
+    tensor_parallel_group,
+)
 from sdp4bit.engines.megatron.guards import MARK, check_chunks, distributed_optimizers
 from sdp4bit.engines.megatron.handle import MegatronCommHandle
 from sdp4bit.engines.megatron.objects import Chunk, Optimizer
@@ -102,7 +108,7 @@ def quantize_communication(
     )
     if existing is not None:
         return existing
-    _warn(buckets, layouts)
+    _warn(chunks, buckets, layouts)
     return MegatronCommHandle(
         chunks,
         optimizers=optimizers,
@@ -151,7 +157,20 @@ def _check_bucket(bucket: MegatronBucket) -> None:
         )
 
 
-def _warn(buckets: Sequence[MegatronBucket], layouts: dict[tuple[int, ...], NodeLayout]) -> None:
+def _warn(
+    chunks: Sequence[Chunk],
+    buckets: Sequence[MegatronBucket],
+    layouts: dict[tuple[int, ...], NodeLayout],
+) -> None:
+    one_queue = any(has_one_queue(bucket.device) for bucket in buckets)
+    if one_queue and tensor_parallel_group(chunks[0]) is None:
+        warnings.warn(
+            "sdp4bit: CUDA_DEVICE_MAX_CONNECTIONS=1 has all streams of a GPU take turns, so that transfers "
+            "keep computation from starting. Megatron-Core needs it for tensor parallelism, which this model "
+            "does not use: unset it before CUDA is initialized, unless context parallelism or something else "
+            "of yours depends on it",
+            stacklevel=3,
+        )
     if all(layout.size == 1 for layout in layouts.values()):
         warnings.warn(
             "sdp4bit: the data-parallel groups have one rank each: nothing is sent, nothing quantized",

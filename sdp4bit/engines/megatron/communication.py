@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.weight_replica import Range, WeightReplica
 from sdp4bit.config import TelemetryConfig, WeightConfig
 from sdp4bit.engines.audit import ReplicaCopy
+from sdp4bit.engines.explain import describe_gradients
 from sdp4bit.engines.group import GroupCommunication, reduction_multiplier
 from sdp4bit.engines.handle import ModelCommunication
 from sdp4bit.engines.measures import sample_of
@@ -177,6 +179,8 @@ class BucketCommunication(GroupCommunication[MegatronBucket, BucketReplica]):
 
     is_changed = False
     """The main weights have moved since the last refresh."""
+    is_staged = False
+    """The second half of a reduction is issued with the first half of the next bucket's."""
 
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
         """See GroupCommunication."""
@@ -200,6 +204,13 @@ class BucketCommunication(GroupCommunication[MegatronBucket, BucketReplica]):
         """See GroupCommunication."""
         return "in the parameter buffer"
 
+    def describe_gradients(self) -> str:
+        """See GroupCommunication."""
+        if self.reduction is None or not self.is_staged:
+            return super().describe_gradients()
+        config = replace(self.reduction.config, pipeline_chunks=1)
+        return describe_gradients(config, self.layout, self.group.shard_numel) + ", staged over buckets"
+
     def describe_weights(self) -> str:
         """See GroupCommunication."""
         exact = 0 if self.replica is None else self.replica.exact_numel
@@ -217,12 +228,31 @@ class BucketCommunication(GroupCommunication[MegatronBucket, BucketReplica]):
             sample_numel: how many values to keep as a sample; None keeps the last one.
         """
         assert self.reduction is not None
+        self.reduction(output, input, **self._next_reduction(input, op, sample_numel))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def reduce_in_steps(
+        self, output: Tensor, input: Tensor, op: object, *, sample_numel: int | None
+    ) -> Iterator[None]:
+        """Reduce gradients as `reduce` does; yields whenever a transfer is under way."""
+        assert self.reduction is not None
+        arguments = self._next_reduction(input, op, sample_numel)
+        for steps in self.reduction.begin(output, input, whole=True, **arguments):
+            yield from steps
+
+    def _next_reduction(self, input: Tensor, op: object, sample_numel: int | None) -> dict[str, Any]:
+        """Return what tells the next reduction from others, and count it."""
+        assert self.reduction is not None
         name, process_group = self.group.name, self.group.process_group
-        multiplier = reduction_multiplier(op, process_group, name=name, engine="Megatron-Core")
-        nonfinite = self.sample_gradient(input, sample_numel=sample_numel)
-        self.reduction(output, input, call=self.reductions, multiplier=multiplier, nonfinite=nonfinite)
+        arguments = {
+            "call": self.reductions,
+            "multiplier": reduction_multiplier(op, process_group, name=name, engine="Megatron-Core"),
+            "nonfinite": self.sample_gradient(input, sample_numel=sample_numel),
+        }
         self.reductions += 1
         self.gradient_bits = self.reduction.bits
+        return arguments
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -15,7 +15,7 @@ from sdp4bit.collectives.topology import (
     create_topologies,
     destroy_topology,
 )
-from sdp4bit.collectives.work import SideStream
+from sdp4bit.collectives.work import SideStream, StagedCollectives, has_one_queue
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.explain import OFF, ONE_RANK, describe_gradients
 from sdp4bit.engines.group import AnyGroup
@@ -74,6 +74,7 @@ class MegatronCommHandle(CommHandle):
         self._process_group = process_group
         self._copies = TensorParallelCopies(chunks, buckets)
         self._topologies: list[Topology] = []
+        self._staged: StagedCollectives | None = None
         self._choose(list(layouts.values()))
         self._groups = self._group_patches()
         self._optimizers = [
@@ -157,6 +158,10 @@ class MegatronCommHandle(CommHandle):
             return []
         device = next(iter(comms_of.values()))[0].group.device
         weight_stream, gradient_stream = SideStream(device), SideStream(device)
+        if has_one_queue(device):
+            self._staged = StagedCollectives(device, gradient_stream)
+            for comm in self._state.groups:
+                comm.is_staged = comm.group.bucket_group.ddp_config.overlap_grad_reduce
         return [
             GroupPatch(
                 comms[0].group.bucket_group,
@@ -164,6 +169,7 @@ class MegatronCommHandle(CommHandle):
                 state=self._state,
                 weight_stream=weight_stream,
                 gradient_stream=gradient_stream,
+                staged=self._staged,
             )
             for comms in comms_of.values()
         ]
@@ -183,6 +189,8 @@ class MegatronCommHandle(CommHandle):
                 comm.refresh_fully()
 
     def _finish_pending(self) -> None:
+        if self._staged is not None:
+            self._staged.finish()
         for group in self._groups:
             group.finish_pending()
 

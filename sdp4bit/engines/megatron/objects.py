@@ -57,6 +57,7 @@ class DDPConfig(Protocol):
     """Megatron's DistributedDataParallelConfig."""
 
     use_distributed_optimizer: bool
+    overlap_grad_reduce: bool
 
 
 class ModelConfig(Protocol):

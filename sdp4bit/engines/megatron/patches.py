@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sdp4bit.collectives.work import CompletedWork, JointWork, SideStream
+from sdp4bit.collectives.work import JointWork, SideStream, StagedCollectives
 from sdp4bit.engines.handle import StateDict
 from sdp4bit.engines.megatron.communication import BucketCommunication, MegatronModelCommunication
 from sdp4bit.engines.megatron.guards import GROUP_METHODS, MARK, OPTIMIZER_METHODS
@@ -69,12 +69,20 @@ class GroupPatch:
         state: MegatronModelCommunication,
         weight_stream: SideStream,
         gradient_stream: SideStream,
+        staged: StagedCollectives | None,
     ) -> None:
+        """Prepare; nothing is changed.
+
+        Args:
+            staged: runs those reductions that Megatron does not wait for at once; None for the gradient
+                stream.
+        """
         self.group = group
         self.comms = comms
         self._state = state
         self._weight_stream = weight_stream
         self._gradient_stream = gradient_stream
+        self._staged = staged
         self._replacement: Replacement | None = None
 
     def install(self, handle: object) -> None:
@@ -109,8 +117,14 @@ class GroupPatch:
 
         with _collective(self.group, "start_grad_sync", reduce_scatter) as stock:
             self._replacement.stock["start_grad_sync"](force_all_reduce=force_all_reduce)
-        if wanted:
-            sample_numel = self._state.gradient_sample_numel
+        sample_numel = self._state.gradient_sample_numel
+        if wanted and self._staged is not None and self.group.grad_reduce_handle is not None:
+            works = [
+                self._staged.start(comm.reduce_in_steps(output, input, op, sample_numel=sample_numel))
+                for comm, output, input, op in wanted
+            ]
+            self.group.grad_reduce_handle = JointWork(self.group.grad_reduce_handle, *works)
+        elif wanted:
 
             def reduce() -> None:
                 for comm, output, input, op in wanted:
@@ -172,7 +186,7 @@ class GroupPatch:
         )
 
 
-def _after(stock: Waitable | JointWork | None, work: CompletedWork) -> JointWork | None:
+def _after(stock: Waitable | JointWork | None, work: Waitable) -> JointWork | None:
     """Return the handle of an asynchronous call; Megatron leaves none behind where it expects no wait."""
     if stock is None:
         work.wait()

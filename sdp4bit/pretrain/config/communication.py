@@ -80,7 +80,7 @@ class CommunicationConfig:
     inter_rounding: Annotated[Rounding | None, option("gradient-rounding-inter")] = None
     """Rounding of inter-node gradients; stochastic when not given."""
     pipeline_chunks: Annotated[int | None, option("gradient-alltoall-pipeline", "pipeline-chunks")] = None
-    """Slices whose intra-node and inter-node hops overlap; 1 when not given."""
+    """Slices whose intra-node and inter-node hops overlap; chosen by the size of a row when not given."""
     start_step: Annotated[int | None, option("gradients-quantization-start-iteration")] = None
     """Steps whose gradients are reduced in full precision before quantization starts; 0 when not given."""
     min_numel: Annotated[int | None, option("gradient-min-numel")] = None

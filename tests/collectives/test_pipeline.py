@@ -1,0 +1,62 @@
+"""Into how many slices a row is cut: chosen by its size and the nodes, or as asked for. Layer: no process."""
+
+from __future__ import annotations
+
+import pytest
+
+from sdp4bit.collectives.pipeline import MOST_SLICES, pipeline_chunks, slice_lengths
+from sdp4bit.collectives.topology import NodeLayout, arrange
+from sdp4bit.config import GradientConfig
+from sdp4bit.engines.explain import describe_gradients
+
+MILLION = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node", "numel", "chunks"),
+    [
+        # 4 x 8: 7 x 4 x 1.0156 B per value at 300 GB/s are 95 ps, 3 x 0.5156 B at 25 GB/s are 62 ps.
+        (4, 8, 10_000, 1),
+        (4, 8, 3 * MILLION, 1),  # 186 us: one cut would save 93 and cost 50
+        (4, 8, 4 * MILLION, 2),  # 247 us: it saves 124
+        (4, 8, 8 * MILLION, 3),  # 495 us, the root of 9.9
+        (4, 8, 206 * MILLION, 15),
+        (4, 8, 210 * MILLION, 16),
+        (4, 8, 10_000 * MILLION, MOST_SLICES),
+        # 16 x 2: inside the node 54 ps, which is now the shorter level.
+        (16, 2, 3 * MILLION, 1),
+        (16, 2, 4 * MILLION, 2),
+        # One level does nothing.
+        (1, 8, 10_000 * MILLION, 1),
+        (8, 1, 10_000 * MILLION, 1),
+        (1, 1, 10_000 * MILLION, 1),
+        (4, 8, 0, 1),
+    ],
+)
+def test_a_row_is_cut_where_that_saves_more_than_it_costs(
+    nodes: int, ranks_per_node: int, numel: int, chunks: int
+) -> None:
+    found = pipeline_chunks(numel, config=GradientConfig(), nodes=nodes, ranks_per_node=ranks_per_node)
+    assert found == chunks
+
+
+def test_what_is_asked_for_is_done() -> None:
+    config = GradientConfig(pipeline_chunks=7, intra_group_size=96, inter_group_size=128)
+    assert pipeline_chunks(10, config=config, nodes=1, ranks_per_node=4) == 7
+    lengths = slice_lengths(10_000, config=config, nodes=2, ranks_per_node=2)
+    assert sum(lengths) == 10_000 and all(length % 384 == 0 for length in lengths[:-1])
+    assert len(lengths) == 7
+    assert slice_lengths(0, config=config, nodes=2, ranks_per_node=2) == []
+    assert slice_lengths(10_000, config=config, nodes=1, ranks_per_node=2)[0] == 1440  # groups of 96 only
+
+
+def test_the_table_tells_what_was_chosen() -> None:
+    layout, one_level = arrange(range(32), [rank // 8 for rank in range(32)]), arrange((0, 1), (0, 0))
+
+    def told(numel: int, chunks: int | None, where: NodeLayout = layout) -> str:
+        return describe_gradients(GradientConfig(pipeline_chunks=chunks), where, numel).rpartition(", ")[2]
+
+    assert told(2000, None) == "1 chunk (chosen)"
+    assert told(8 * MILLION, None) == "3 chunks (chosen)"
+    assert told(8 * MILLION, 4) == "4 chunks"
+    assert told(8 * MILLION, 1) == told(8 * MILLION, None, one_level) == "Hadamard"
