@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.errors import comm_error_context, exchange_error
@@ -27,8 +27,11 @@ _all_gather_native: Callable[..., Any] = getattr(dist, "all_gather_single", dist
 _reduce_scatter_native: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
-# Makes one call of several gathers. Without it each is a call of its own: the same result, more launches.
-_coalesced: Callable[..., Any] = getattr(dist, "_coalescing_manager", nullcontext)
+_GATHER_SEVERAL = (
+    "all_gather_single_coalesced"
+    if hasattr(ProcessGroup, "all_gather_single_coalesced")
+    else "allgather_into_tensor_coalesced"
+)
 
 
 class PendingExchange:
@@ -144,10 +147,14 @@ def all_gather_blocks(
         what: is gathered, for errors.
     """
     if not _is_pairwise(group):
-        # received[k] is one piece of memory, what one gather fills; one call of the library for all of them.
-        with comm_error_context(what, group=group), _coalesced(group) if len(sent) > 1 else nullcontext():
-            for block, row in zip(received, sent, strict=True):
-                _all_gather_native(block.view(-1), row, group=group)
+        # received[k] is one piece of memory, what one gather fills. One call and one launch for all of them;
+        # torch's context manager for this would cost the host some microseconds per block.
+        options = AllgatherOptions()
+        options.asyncOp = False
+        with comm_error_context(what, group=group):
+            gather = getattr(group, _GATHER_SEVERAL)
+            work = gather(received.flatten(1).unbind(), sent.unbind(), options)
+        PendingExchange([work], what=what, group=group).wait()
         return
     rank, size = group.rank(), group.size()
     peers = [(rank + i) % size for i in range(1, size)]
