@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import torch
@@ -37,7 +37,8 @@ class Traffic:
     intra_seconds: float = field(default=0.0, compare=False)
     inter_seconds: float = field(default=0.0, compare=False)
     """From the start of each transfer to the end of the wait for it, summed: transfers overlap each other and
-    computation. The library's own collectives over several nodes count as inter."""
+    computation. The library's own collectives over several nodes count as inter. On a GPU of those steps only
+    that are timed."""
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -81,9 +82,12 @@ class _EventTimes:
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
         self._pending: list[tuple[Level, torch.cuda.Event, torch.cuda.Event]] = []
+        self.are_any = False
+        """A transfer of the step was timed."""
 
     def add(self, level: Level, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         """Note a transfer between these events."""
+        self.are_any = True
         self._pending.append((level, start, end))
         if len(self._pending) > _MOST_PENDING:
             self.collect()
@@ -107,7 +111,10 @@ class TrafficCounter:
         self._ranks_per_node = ranks_per_node
         self._total = Traffic()
         self._current, self._last = Traffic(), Traffic()
-        self._current_events, self._last_events = _EventTimes(self._current), _EventTimes(self._last)
+        self.times_device = False
+        """Transfers on a GPU are bound by timed events from now on; elsewhere the host's clock times all."""
+        self._current_events = _EventTimes(self._current)
+        self._timed: tuple[Traffic, _EventTimes] | None = None
 
     @property
     def total(self) -> Traffic:
@@ -116,28 +123,41 @@ class TrafficCounter:
 
     @property
     def current_step(self) -> Traffic:
-        """What was sent since the last optimizer step."""
-        self._current_events.collect()
-        return self._current
+        """What was sent since the last optimizer step; see last_step for its seconds."""
+        if self._current_events.are_any:
+            self._current_events.collect()
+            return self._current
+        return self._with_timed_seconds(self._current)
 
     @property
     def last_step(self) -> Traffic:
-        """What was sent between the last two optimizer steps."""
-        self._last_events.collect()
-        return self._last
+        """What was sent between the last two optimizer steps; on a GPU, seconds are the last timed step's."""
+        return self._with_timed_seconds(self._last)
+
+    def _with_timed_seconds(self, traffic: Traffic) -> Traffic:
+        if self._timed is None:
+            return traffic
+        timed, events = self._timed
+        events.collect()
+        return replace(traffic, intra_seconds=timed.intra_seconds, inter_seconds=timed.inter_seconds)
 
     def end_step(self) -> None:
         """Let the unfinished step be the last step."""
+        if self._current_events.are_any:
+            self._timed = (self._current, self._current_events)
         self._total = self._total + self._current
         self._last, self._current = self._current, Traffic()
-        self._last_events, self._current_events = self._current_events, _EventTimes(self._current)
+        self._current_events = _EventTimes(self._current)
 
     def start_timer(self, level: Level, device: torch.device) -> Callable[[], None]:
         """Return what is to be called when a transfer that starts now has been waited for.
 
-        On a GPU events on the current streams bound it, which are read when they have passed.
+        On a GPU, if `times_device`, events on the current streams bound it, which are read when they have
+        passed.
         """
         if device.type == "cuda":
+            if not self.times_device:
+                return _do_nothing
             begin, end, events = _recorded_event(), torch.cuda.Event(enable_timing=True), self._current_events
 
             def stop_device() -> None:
@@ -193,6 +213,10 @@ class TrafficCounter:
             size, between = len(nodes), sum(a != b for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True))
         sent = row_bytes * (size - 1)
         return sent * (size - between) / size, sent * between / size
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _recorded_event() -> torch.cuda.Event:

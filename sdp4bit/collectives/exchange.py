@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.errors import comm_error_context, exchange_error
@@ -26,6 +27,11 @@ from sdp4bit.traffic import Level
 _all_gather_native: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_native: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
+_GATHER_SEVERAL = (
+    "all_gather_single_coalesced"
+    if hasattr(ProcessGroup, "all_gather_single_coalesced")
+    else "allgather_into_tensor_coalesced"
 )
 
 
@@ -115,11 +121,6 @@ def start_all_to_all(
     return PendingExchange(works, what=what, group=group, peers=peers * 2)
 
 
-def all_gather_rows(received: Tensor, sent: Tensor, group: ProcessGroup, *, what: str = "all-gather") -> None:
-    """Receive row i of `received` from rank i of the group; see start_all_gather_rows."""
-    start_all_gather_rows(received, sent, group, what=what).wait()
-
-
 def start_all_gather_rows(
     received: Tensor, sent: Tensor, group: ProcessGroup, *, what: str = "all-gather"
 ) -> PendingExchange:
@@ -128,16 +129,13 @@ def start_all_gather_rows(
     Gathers that are under way in a group at once are told apart by their order, the same on all ranks.
 
     Args:
-        received: [group size, ...]; every received[i] contiguous and of the shape of sent.
+        received: [group size, ...], contiguous; every received[i] of the shape of sent.
         sent: contiguous.
         what: is gathered, for errors.
     """
     if not _is_pairwise(group):
-        flat = received if received.is_contiguous() else torch.empty_like(received).contiguous()
         with comm_error_context(what, group=group):
-            _all_gather_native(flat.view(-1), sent.view(-1), group=group)
-        if flat is not received:
-            received.copy_(flat)
+            _all_gather_native(received.view(-1), sent.view(-1), group=group)
         return PendingExchange([])
     rank, size = group.rank(), group.size()
     peers = [(rank + i) % size for i in range(1, size)]
@@ -151,7 +149,7 @@ def start_all_gather_rows(
 def all_gather_blocks(
     received: Tensor, sent: Tensor, group: ProcessGroup, *, what: str = "all-gather"
 ) -> None:
-    """Receive sent[k] of rank i of the group as received[k, i].
+    """Receive sent[k] of rank i of the group as received[k, i], where it is to stay: nothing is copied.
 
     Args:
         received: [blocks, group size, n], contiguous.
@@ -159,10 +157,14 @@ def all_gather_blocks(
         what: is gathered, for errors.
     """
     if not _is_pairwise(group):
-        gathered = received.new_empty(group.size(), *sent.shape)
+        # received[k] is one piece of memory, what one gather fills. One call and one launch for all of them;
+        # torch's context manager for this would cost the host some microseconds per block.
+        options = AllgatherOptions()
+        options.asyncOp = False
         with comm_error_context(what, group=group):
-            _all_gather_native(gathered.view(-1), sent.view(-1), group=group)
-        received.copy_(gathered.transpose(0, 1))
+            gather = getattr(group, _GATHER_SEVERAL)
+            work = gather(received.flatten(1).unbind(), sent.unbind(), options)
+        PendingExchange([work], what=what, group=group).wait()
         return
     rank, size = group.rank(), group.size()
     peers = [(rank + i) % size for i in range(1, size)]
@@ -180,6 +182,7 @@ def all_gather_dense(
     sent: Tensor,
     group: ProcessGroup,
     *,
+    gather: Callable[..., Any] = _all_gather_native,
     async_op: bool = False,
     what: str = "all-gather",
     stop: Callable[[], None] = lambda: None,
@@ -187,13 +190,14 @@ def all_gather_dense(
     """Gather every rank's `sent` [n] to `received` [size * n], by the communication library's own way.
 
     Args:
+        gather: takes the first three and async_op; returns a work handle, or None if synchronous.
         stop: is called when the gather has been waited for.
 
     Returns:
         A work handle, or None if the call is synchronous.
     """
     with comm_error_context(what, group=group):
-        work = _all_gather_native(received, sent, group=group, async_op=async_op)
+        work = gather(received, sent, group=group, async_op=async_op)
     if work is not None:
         return DeferredWork(PendingExchange([work], what=what, group=group).timed_by(stop).wait)
     stop()
@@ -201,11 +205,21 @@ def all_gather_dense(
 
 
 def reduce_scatter_dense(
-    received: Tensor, sent: Tensor, group: ProcessGroup, op: Any, *, what: str = "reduce-scatter"
+    received: Tensor,
+    sent: Tensor,
+    group: ProcessGroup,
+    op: Any,
+    *,
+    reduce: Callable[..., Any] = _reduce_scatter_native,
+    what: str = "reduce-scatter",
 ) -> None:
-    """Reduce `sent` [size * n] to this rank's row `received` [n], by the communication library's own way."""
+    """Reduce `sent` [size * n] to this rank's row `received` [n], by the communication library's own way.
+
+    Args:
+        reduce: takes the first four; synchronous.
+    """
     with comm_error_context(what, group=group):
-        _reduce_scatter_native(received, sent, op=op, group=group)
+        reduce(received, sent, op=op, group=group)
 
 
 Use = Literal["send", "receive"]

@@ -12,11 +12,11 @@ from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import (
     PendingExchange,
     all_gather_blocks,
-    all_gather_rows,
     start_all_gather_rows,
 )
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
+from sdp4bit.collectives.work import CompletedWork, SideStream
 from sdp4bit.config import WeightConfig
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout, message_layout
@@ -173,6 +173,7 @@ class WeightReplica(QuantizedReplica):
         self._parts = parts
         self._name = name or f"group {bucket}"
         self._pending: Callable[[], None] | None = None
+        self._beside: CompletedWork | None = None
         self.rows: Tensor | None = None
         """[nodes, n], or [nodes, ranks_per_node, n] for "full"; None before the first refresh."""
 
@@ -201,11 +202,21 @@ class WeightReplica(QuantizedReplica):
         return self._pending is not None
 
     def wait(self) -> None:
-        """Finish the refresh that is under way, if any; the ranks of a node call it together."""
+        """Finish the refresh that is under way, if any; the ranks of a node call it together.
+
+        On CUDA the current stream waits for what a side stream does with the rows.
+        """
+        if self._beside is not None:
+            self._beside.wait()
         pending, self._pending = self._pending, None
         if pending is not None:
             with torch.no_grad(), torch.inference_mode(False):
                 pending()
+
+    def run_beside(self, stream: SideStream, function: Callable[[], None]) -> CompletedWork:
+        """Refresh or gather on a side stream, by this function; later uses of the rows wait for it."""
+        self._beside = stream.run(function)
+        return self._beside
 
     def start_full_refresh(self, row: Tensor) -> None:
         """Start to send rows in full precision; after wait() the replica equals those of all ranks.
@@ -222,7 +233,10 @@ class WeightReplica(QuantizedReplica):
         with torch.inference_mode(False):
             if self.rows is None or self.rows.shape != shape or self.rows.dtype != row.dtype:
                 self.rows = torch.empty(shape, dtype=row.dtype, device=row.device)
-            mine = self.rows[:, topology.local_rank] if self.is_full else self.rows
+            mine = self.rows  # [nodes, n], what comes from this rank's peers between nodes
+            if self.is_full:
+                alone = topology.intra is None
+                mine = self.rows[:, 0] if alone else row.new_empty(topology.nodes, numel)
             transfer = PendingExchange([])
             if topology.inter is None:
                 mine[0].copy_(row)
@@ -240,9 +254,7 @@ class WeightReplica(QuantizedReplica):
         if self.is_full and topology.intra is not None:
             assert self.rows is not None
             stop = self._traffic.start_timer("intra", row.device)
-            all_gather_blocks(
-                self.rows, mine.contiguous(), topology.intra, what=self._what("full-precision", "intra")
-            )
+            all_gather_blocks(self.rows, mine, topology.intra, what=self._what("full-precision", "intra"))
             stop()
             self._traffic.count_bytes(
                 row.nbytes * topology.nodes, level="intra", peers=topology.ranks_per_node - 1
@@ -337,16 +349,17 @@ class WeightReplica(QuantizedReplica):
             self.apply(messages, replica[:, 0])
             return
         gathered = self._scratch.messages(
-            "intra receive", topology.ranks_per_node * topology.nodes, layout.nbytes, device=messages.device
-        ).view(topology.ranks_per_node, topology.nodes, layout.nbytes)
+            "intra receive", topology.size, layout.nbytes, device=messages.device
+        )
+        # In the order of the rows, so that one launch applies all of them.
+        blocks = gathered.view(topology.nodes, topology.ranks_per_node, layout.nbytes)
         stop = self._traffic.start_timer("intra", messages.device)
-        all_gather_rows(gathered, messages, topology.intra, what=self._what("quantized", "intra"))
+        all_gather_blocks(blocks, messages, topology.intra, what=self._what("quantized", "intra"))
         stop()
         self._traffic.count_messages(
             layout, level="intra", peers=topology.ranks_per_node - 1, copies=topology.nodes
         )
-        for local_rank in range(topology.ranks_per_node):
-            self.apply(gathered[local_rank], replica[:, local_rank])
+        self.apply(gathered, replica.view(topology.size, -1))
 
     def gather(self, output: Tensor) -> None:
         """Gather the rows of all ranks to `output` [size * n], from the ranks of this node.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -74,6 +74,7 @@ class Summary:
     """Ranks of each data-parallel group of this rank, and a digest of its parameter groups in order."""
     unmatched: tuple[str, ...]
     failed: bool
+    checks_layouts: bool = False
 
 
 def participants(process_group: object) -> ProcessGroup | None:
@@ -104,17 +105,19 @@ def agree(
     topology: TopologySpec,
     unmatched: Sequence[str] = (),
     failure: Exception | None,
+    check: Callable[[dict[tuple[int, ...], NodeLayout]], None] | None = None,
     within: ProcessGroup | None = None,
 ) -> dict[tuple[int, ...], NodeLayout]:
     """Return the node layout of every data-parallel group; collective over the job, or over `within`.
 
     Steps: 1. all ranks gather a summary of each other's proposal;  2. only if these do not fit, the proposals
-    themselves, to say what is wrong.
+    themselves, to say what is wrong;  3. if some rank has to check the layouts, what it has found.
 
     Args:
         settings: by name, what must be equal on all ranks.
         unmatched: patterns that match none of the groups on this rank; they must match on some rank.
         failure: what is wrong on this rank; every rank then raises it.
+        check: raises ValueError for layouts that this rank's groups cannot have; every rank then raises it.
 
     Raises:
         ValueError: the same on every rank: an error on some rank, settings or versions that differ, or a
@@ -139,7 +142,8 @@ def agree(
         error=None if failure is None else _describe(failure),
         is_type_error=isinstance(failure, TypeError),
     )
-    summaries = _gather(_summary(proposal), within, what="what to quantize")
+    mine = replace(_summary(proposal), checks_layouts=check is not None)
+    summaries = _gather(mine, within, what="what to quantize")
     if not _fit(summaries):
         proposals = _gather(proposal, within, what="what to quantize")
         _raise_errors(proposals, failure)
@@ -150,6 +154,14 @@ def agree(
         _raise_unlike_peers(proposals)
         _raise_unmatched(proposals)
     layouts = _arrange_all(summaries)
+    if any(summary.checks_layouts for summary in summaries.values()):
+        try:
+            if check is not None:
+                check(layouts)
+        except ValueError as caught:
+            failure = caught
+        proposal = replace(proposal, error=None if failure is None else _describe(failure))
+        _raise_errors(_gather(proposal, within, what="layouts"), failure)
     _warn_of_hosts(summaries)
     return layouts
 

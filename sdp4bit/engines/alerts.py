@@ -30,7 +30,7 @@ from sdp4bit.engines.fallback import (
     weight_precisions,
 )
 from sdp4bit.engines.group import AnyGroup
-from sdp4bit.engines.measures import MEASURES, SampledMeasures, stack_squares
+from sdp4bit.engines.measures import MEASURES, SampledMeasures, sum_squares
 from sdp4bit.traffic import TrafficCounter
 
 logger = logging.getLogger("sdp4bit")
@@ -184,8 +184,8 @@ class Alerts:
         for index, group in enumerate(self._groups):
             if group.fallback.is_raised:
                 with group.one_precision_lower():
-                    squares = group.group.squares(sample_numel=self._sampled.sample_numel)
-                below[index] = stack_squares([squares]).measures()[0]
+                    lowered = group.group.deviations(sample_numel=self._sampled.sample_numel)
+                below[index] = sum_squares([lowered], device=below.device).measures()[0]
         # What does not apply, or is not a number, is below every threshold; no maximum sees a NaN.
         return torch.cat([now, below], dim=1).nan_to_num(nan=-1.0, posinf=math.inf)
 

@@ -22,13 +22,13 @@ from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.engines.audit import ReplicaCopy
 from sdp4bit.engines.explain import Row, describe_gradients, describe_ranks, describe_weights, with_reason
 from sdp4bit.engines.measures import (
+    Deviations,
     GradientSample,
     Measures,
-    Squares,
-    gradient_squares,
+    gradient_deviation,
     sample_gradient,
     sample_ranges,
-    weight_squares,
+    weight_deviations,
 )
 from sdp4bit.traffic import Traffic, TrafficCounter
 
@@ -202,28 +202,28 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
             None if there is no replica to compare with, or it must be waited for and may not.
         """
 
-    def squares(self, *, sample_numel: int | None) -> Squares:
-        """Return the group's squares as it is configured now; sends nothing and waits for nothing.
+    def deviations(self, *, sample_numel: int | None) -> Deviations:
+        """Return what is measured of the group as it is configured now; sends nothing and waits for nothing.
 
         Args:
             sample_numel: size of the sample of weights; the drift is then that which the next refresh will
                 leave. None looks at the whole shard, and at the drift as it is now.
         """
         numel = self.group.shard_numel
-        squares = Squares.unknown(self.group.device)
-        if self.reduction is not None and self.gradient_sample is not None:
-            squares = gradient_squares(squares, self.gradient_sample, reduction=self.reduction, numel=numel)
+        found, gradient = Deviations(), self.gradient_sample
+        if self.reduction is not None and gradient is not None:
+            deviation = gradient_deviation(gradient, reduction=self.reduction, numel=numel)
+            found = Deviations(gradient=deviation, nonfinite=gradient.nonfinite)
         if self.replica is None:
-            return squares
+            return found
         ranges: list[Range] = [(0, numel)]
         if sample_numel is not None:
             ranges = sample_ranges(numel, sample_numel=sample_numel, unit=self.replica.group_size)
         sample = self.sample_weights(ranges, may_wait=sample_numel is None)
         if sample is None:
-            return squares
+            return found
         main, held = sample
-        return weight_squares(
-            squares,
+        difference, weight = weight_deviations(
             main,
             held,
             replica=self.replica,
@@ -231,6 +231,7 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
             refreshed=sample_numel is not None,
             numel=numel,
         )
+        return found._replace(difference=difference, weight=weight)
 
     # -- what the handle tells -------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from sdp4bit.engines.measures import (
     Measures,
     SampledMeasures,
     Squares,
-    stack_squares,
+    sum_squares,
     total_measures,
 )
 from sdp4bit.traffic import Traffic
@@ -50,10 +50,22 @@ class ModelCommunication(Generic[GroupT]):
         """Called once per optimizer step, with its number, on all ranks alike: when the step's measures are
         available, and before anything that follows it is sent. The ranks may communicate in it."""
         self.steps = 0
-        """Optimizer steps that have reached their boundary."""
         self.step_pending = False
         """An optimizer has stepped, and the step has not reached its boundary, which FSDP2 shows at the next
         forward only."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that have reached their boundary."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = steps
+        for comm in self.groups:
+            # Timed events between kernels cost a GPU some of its overlap.
+            is_due = self.sampled.is_due(steps + 1)
+            comm.weight_traffic.times_device = comm.gradient_traffic.times_device = is_due
 
     @property
     def gradient_sample_numel(self) -> int | None:
@@ -75,8 +87,8 @@ class ModelCommunication(Generic[GroupT]):
         is_due = self.sampled.is_due(self.steps)
         if is_due:
             sample_numel = self.sampled.sample_numel
-            squares = [comm.squares(sample_numel=sample_numel) for comm in self.groups]
-            self.sampled.publish(stack_squares(squares), step=self.steps)
+            deviations = [comm.deviations(sample_numel=sample_numel) for comm in self.groups]
+            self.sampled.publish(sum_squares(deviations, device=self._device), step=self.steps)
         for listener in self.step_listeners:
             listener(self.steps)
         if is_due:
@@ -88,8 +100,17 @@ class ModelCommunication(Generic[GroupT]):
     @torch.inference_mode(False)
     def measure(self) -> Squares:
         """Return the squares of now: weights over whole shards, gradients as last sampled."""
-        squares = stack_squares([comm.squares(sample_numel=None) for comm in self.groups])
-        return self.sampled.with_last_gradients(squares) if self.groups else squares
+        # One after the other, for each takes the memory of several shards.
+        squares = [
+            sum_squares([comm.deviations(sample_numel=None)], device=self._device) for comm in self.groups
+        ]
+        if not squares:
+            return sum_squares([])
+        return self.sampled.with_last_gradients(Squares(*map(torch.cat, zip(*squares, strict=True))))
+
+    @property
+    def _device(self) -> torch.device | None:
+        return self.groups[0].group.device if self.groups else None
 
     def last_traffic(self, comm: GroupT) -> Traffic:
         """Return what a group sent in the last step, which ends with its optimizer step."""
@@ -164,10 +185,10 @@ class CommHandle(ABC):
             "steps": optimizer steps so far. "last_step", "total": bytes this rank sent inside its node
             ("intra_bytes") and to other nodes ("inter_bytes"), how much of both is padding, and the number of
             collectives. "compression_ratio": bytes of the engine without sdp4bit over bytes sent between
-            nodes in the last step. "exchange_seconds": from the start of each transfer of that step to the
-            end of the wait for it, summed; transfers overlap. "full_refreshes": how often a group's weights
-            were sent in full precision, after loads and large edits, summed over groups; the first time does
-            not count.
+            nodes in the last step. "exchange_seconds": from the start of each transfer of that step (on a GPU
+            of the last measured one) to the end of the wait for it, summed; transfers overlap.
+            "full_refreshes": how often a group's weights were sent in full precision, after loads and large
+            edits, summed over groups; the first time does not count.
             What quantization cost is measured every `TelemetryConfig.interval` steps, in samples of this
             rank's shards. "sampled_step": the step that the following are of, None before the first.
             "weight_drift": |main - replica| / |main| once the step's differences have been sent.

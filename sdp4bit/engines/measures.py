@@ -40,11 +40,6 @@ class Squares(NamedTuple):
     """Quantization groups of the gradient that were not finite: a count, not a square."""
 
     @classmethod
-    def unknown(cls, device: torch.device | None = None) -> Squares:
-        """Return the squares of a group to which nothing applies."""
-        return cls(*torch.full((len(cls._fields),), math.nan, dtype=torch.float64, device=device).unbind())
-
-    @classmethod
     def from_table(cls, table: Tensor) -> Squares:
         """Return the columns of [groups, 7]."""
         return cls(*table.unbind(1))
@@ -71,11 +66,52 @@ class Squares(NamedTuple):
         return torch.stack([*ratios, self.nonfinite_groups], dim=-1)
 
 
-def stack_squares(squares: Sequence[Squares]) -> Squares:
-    """Return the squares of several groups as one record."""
-    if not squares:
+class Deviation(NamedTuple):
+    """Values of one group, fp32 [n], and what they would be without quantization."""
+
+    found: Tensor
+    wanted: Tensor
+    scale: float
+    """What their squares are multiplied by. Sums over groups weigh each by its size, whatever the size of its
+    sample."""
+
+
+class Deviations(NamedTuple):
+    """What is measured of one group; what does not apply is None."""
+
+    gradient: Deviation | None = None
+    difference: Deviation | None = None
+    """Of the weights, as it is sent."""
+    weight: Deviation | None = None
+    """Of the replica from the main weights: the drift."""
+    nonfinite: Tensor | None = None
+    """How many quantization groups of the gradient were not finite, an fp64 scalar."""
+
+
+def sum_squares(groups: Sequence[Deviations], *, device: torch.device | None = None) -> Squares:
+    """Return the squares of several groups as one record, fp64 [groups].
+
+    By as few calls as can be: a forward waits for the host to have made them.
+    """
+    if not groups:
         return Squares.from_table(torch.empty(0, len(Squares._fields), dtype=torch.float64))
-    return Squares(*map(torch.stack, zip(*squares, strict=True)))
+    kinds = [(group.gradient, group.difference, group.weight) for group in groups]
+    found = [deviation for group in kinds for deviation in group if deviation is not None]
+    sums: list[Tensor] = []
+    if found:
+        wanted = [deviation.wanted for deviation in found]
+        errors = torch._foreach_sub([deviation.found for deviation in found], wanted)
+        # In fp64: squares of small gradients are below the smallest fp32 number.
+        norms = torch._foreach_norm([*errors, *wanted], 2, dtype=torch.float64)
+        sums = list(torch._foreach_mul(torch._foreach_mul(norms, norms), [each.scale for each in found] * 2))
+    pairs = zip(sums[: len(found)], sums[len(found) :], strict=True)
+    unknown = torch.full((), math.nan, dtype=torch.float64, device=device)
+    cells: list[Tensor] = []
+    for group, deviations in zip(groups, kinds, strict=True):
+        for deviation in deviations:
+            cells += (unknown, unknown) if deviation is None else next(pairs)
+        cells.append(unknown if group.nonfinite is None else group.nonfinite)
+    return Squares.from_table(torch.stack(cells).view(len(groups), -1))
 
 
 class Measures(TypedDict):
@@ -111,8 +147,20 @@ def sample_ranges(numel: int, *, sample_numel: int, unit: int) -> list[Range]:
 
 
 def sample_of(values: Tensor, ranges: Sequence[Range]) -> Tensor:
-    """Return a copy of these ranges of values [n], one behind the other."""
-    return torch.cat([values[start:end] for start, end in ranges])
+    """Return a copy of these ranges of values [n], in ascending order, one behind the other."""
+    return torch.cat(pieces_of(values, ranges))
+
+
+def pieces_of(values: Tensor, ranges: Sequence[Range]) -> list[Tensor]:
+    """Return views of these ranges of values [n], in ascending order, by one call."""
+    if list(ranges) == [(0, values.shape[0])]:
+        return [values]
+    lengths: list[int] = []
+    at = 0
+    for start, end in ranges:
+        lengths += (start - at, end - start)
+        at = end
+    return list(values.split([*lengths, values.shape[0] - at])[1::2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +169,7 @@ class GradientSample:
 
     values: Tensor
     nonfinite: Tensor
-    """How many quantization groups that came in with it were not finite; the reduction counts them."""
+    """How many quantization groups that came in with it were not finite, fp64; the reduction counts them."""
 
 
 def sample_gradient(gradient: Tensor, *, sample_numel: int, unit: int) -> GradientSample:
@@ -129,24 +177,17 @@ def sample_gradient(gradient: Tensor, *, sample_numel: int, unit: int) -> Gradie
     ranges = sample_ranges(gradient.numel(), sample_numel=sample_numel, unit=unit)
     return GradientSample(
         values=sample_of(gradient, ranges),
-        nonfinite=torch.zeros((), dtype=torch.int64, device=gradient.device),
+        nonfinite=torch.zeros((), dtype=torch.float64, device=gradient.device),
     )
 
 
-def gradient_squares(
-    squares: Squares, sample: GradientSample, *, reduction: QuantizedReduceScatter, numel: int
-) -> Squares:
-    """Return the squares with those of a gradient of which a shard has `numel` values."""
-    error, whole = _squares(reduction.requantized(sample.values) - sample.values.float(), sample.values)
-    # Sums over groups weigh each by its size, whatever the size of its sample.
-    scale = numel / sample.values.numel()
-    return squares._replace(
-        gradient_error=error * scale, gradient=whole * scale, nonfinite_groups=sample.nonfinite.double()
-    )
+def gradient_deviation(sample: GradientSample, *, reduction: QuantizedReduceScatter, numel: int) -> Deviation:
+    """Return what the quantizers make of a gradient of which a shard has `numel` values."""
+    values = sample.values
+    return Deviation(reduction.requantized(values), values.float(), numel / values.numel())
 
 
-def weight_squares(
-    squares: Squares,
+def weight_deviations(
     main: Tensor,
     held: Tensor,
     *,
@@ -154,8 +195,8 @@ def weight_squares(
     exact: bool,
     refreshed: bool,
     numel: int,
-) -> Squares:
-    """Return the squares with those of the weights of which a shard has `numel` values.
+) -> tuple[Deviation | None, Deviation | None]:
+    """Return difference and drift of weights of which a shard has `numel` values.
 
     Args:
         main: [n], a sample of the main weights in fp32, of whole quantization groups.
@@ -164,21 +205,15 @@ def weight_squares(
         refreshed: the drift is that which the refresh will leave, not that which there is now.
     """
     if not main.numel():
-        return squares
-    scale = numel / main.numel()
-    after = main.to(held.dtype)
+        return None, None
+    scale, dtype = numel / main.numel(), held.dtype
+    held = held.float()
+    difference, after = None, main
     if not exact:
         wanted, received = replica.quantized_differences(main, held)
-        error, whole = _squares(received - wanted, wanted)
-        squares = squares._replace(weight_error=error * scale, weight_difference=whole * scale)
-        after = (held.float() + received if replica.sends_differences else received).to(held.dtype)
-    drift, whole = _squares(main - (after if refreshed else held).float(), main)
-    return squares._replace(weight_drift=drift * scale, weight=whole * scale)
-
-
-def _squares(error: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
-    # In fp64: squares of small gradients are below the smallest fp32 number.
-    return error.double().square().sum(), whole.double().square().sum()
+        difference = Deviation(received, wanted, scale)
+        after = held + received if replica.sends_differences else received
+    return difference, Deviation(after.to(dtype).float() if refreshed else held, main, scale)
 
 
 class SampledMeasures:
@@ -236,7 +271,7 @@ class SampledMeasures:
 
     def totals(self) -> tuple[int | None, Measures]:
         """Return the last measured step that has arrived, and its measures over all groups."""
-        step, squares = self.latest() or (None, stack_squares([]))
+        step, squares = self.latest() or (None, sum_squares([]))
         return step, total_measures(squares)
 
     def by_group(self) -> dict[str, Measures]:

@@ -106,6 +106,21 @@ def unshard_ahead(models: list[toy.ToyGPT]) -> None:
         )
 
 
+def more_buffers(models: list[toy.ToyGPT]) -> None:
+    """Computation may be three reductions ahead; torch before 2.13 knows one."""
+    for model in models:
+        if hasattr(model, "set_reduce_scatter_max_input_buffers"):
+            model.set_reduce_scatter_max_input_buffers(3)
+
+
+def separate_groups(models: list[toy.ToyGPT]) -> None:
+    """FSDP2 reduces in a process group of its own, with torch 2.13 or later, and may be ahead."""
+    more_buffers(models)
+    for model in models:
+        if hasattr(model, "set_separate_reduce_scatter_group"):
+            model.set_separate_reduce_scatter_group()
+
+
 def weights(**options: Any) -> SDP4BitConfig:
     """Return the settings with others for the weights."""
     return replace(QUANTIZED, weights=WeightConfig(**options))
@@ -192,6 +207,19 @@ def edit() -> None:
     run.train(1)
 
 
+def unshard_early(use: Callable[[FSDPRun], object], config: SDP4BitConfig = QUANTIZED) -> None:
+    """Between two steps a block is asked for, and something else done before anybody waits for it."""
+    run = FSDPRun(config, prepare=unshard_ahead).train(2)
+    run.backward()
+    run.optimizer.step()
+    under_way = run.models[0].blocks[-1].unshard(async_op=True)
+    use(run)
+    under_way.wait()
+    run.models[0].reshard()
+    run.optimizer.zero_grad()
+    run.train(2)
+
+
 def audit() -> None:
     run = FSDPRun(replace(MEASURED, audit=AuditConfig(interval=1)), prepare=prefetch).train(3)
     assert run.comm.audit()
@@ -228,6 +256,10 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "gradients only": lambda: FSDPRun(replace(QUANTIZED, weights=None), prepare=unshard_ahead).train(3),
     "weights only": lambda: FSDPRun(replace(QUANTIZED, gradients=None)).train(3),
     "pipeline chunks": lambda: FSDPRun(chunked()).train(3),
+    "plain FSDP2, separate group": lambda: FSDPRun(None, prepare=separate_groups).train(3),
+    "more input buffers": lambda: FSDPRun(chunked(), prepare=more_buffers).train(3),
+    "separate group": lambda: FSDPRun(MEASURED, prepare=separate_groups).train(3),
+    "separate group, one skipped": lambda: FSDPRun(prepare=separate_groups, skip="blocks.1").train(3),
     "accumulation": lambda: FSDPRun().train(3, accumulate=2),
     "accumulation, unreduced": accumulate_unreduced,
     "frozen": freeze_part,
@@ -235,6 +267,10 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "prefetch": lambda: FSDPRun(prepare=prefetch).train(3),
     "unshard": lambda: FSDPRun(prepare=unshard_ahead).train(3),
     "unshard, full replica": lambda: FSDPRun(FULL, prepare=unshard_ahead).train(3),
+    "unshard, measured meanwhile": lambda: unshard_early(lambda run: run.comm.measure()),
+    "unshard, saved meanwhile": lambda: unshard_early(lambda run: run.comm.state_dict(), FULL),
+    "unshard, stepped meanwhile": lambda: unshard_early(lambda run: run.optimizer.step()),
+    "unshard, exact": lambda: FSDPRun(weights(bits=None, replica="full"), prepare=unshard_ahead).train(3),
     "two roots": lambda: FSDPRun(roots=2).train(3),
     "two roots, full replica": lambda: FSDPRun(FULL, roots=2, prepare=prefetch).train(3),
     "load": load,
@@ -315,8 +351,9 @@ def without_empty_shards() -> None:
 
 
 ORDERED_SCENARIOS: dict[str, Callable[[], object]] = {
-    **{name: SCENARIOS[name] for name in ("two roots", "load", "audit", "alerts")},
+    **{name: SCENARIOS[name] for name in ("unshard", "two roots", "load", "audit", "alerts")},
     "skipped step": skipped,
     "empty shards left out": without_empty_shards,
+    "separate group": SCENARIOS["separate group, one skipped"],
 }
 """What all ranks go through, to compare the order of their collectives."""

@@ -137,6 +137,7 @@ class Block:
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
+        self.nbytes = 0  # that are counted as allocated
         self.accesses: list[Access] = []
 
 
@@ -168,6 +169,10 @@ class Simulator:
         self.launched: Clock = {}
         """The last operation of every stream."""
         self.allocates_on_host = False
+        self.allocated: dict[Stream, int] = {}
+        self.peak: dict[Stream, int] = {}
+        """Bytes in use of those that each stream has allocated here, and the most that there have been.
+        Memory of one stream is not given to another."""
         self._blocks: dict[int, Block] = {}
         self._freed: dict[Stream, list[Block]] = {}
 
@@ -273,6 +278,9 @@ class Simulator:
                     self._fault(f"use after free: {old}, of memory that {stream.name} may reuse at {place()}")
         stream.clock[stream] += 1
         block = self._new_block(storage, stream)
+        block.nbytes = storage.nbytes()
+        self.allocated[stream] = self.allocated.get(stream, 0) + block.nbytes
+        self.peak[stream] = max(self.peak.get(stream, 0), self.allocated[stream])
         time = stream.clock[stream]
         block.accesses = [Access(0, storage.nbytes(), True, stream, time, f"allocation [{place()}]")]
 
@@ -281,6 +289,7 @@ class Simulator:
         if block is None or self._blocks.get(key) is block:
             block = self._blocks.pop(key, None)
             if block is not None and block.stream is not None:
+                self.allocated[block.stream] = self.allocated.get(block.stream, 0) - block.nbytes
                 self._freed.setdefault(block.stream, []).append(block)
 
 

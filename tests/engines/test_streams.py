@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit.collectives import exchange
+from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.collectives.work import StagedCollectives
+from sdp4bit.engines.fsdp2.hooks import AllGatherHook
 from sdp4bit.engines.megatron.patches import GroupPatch
 from tests.engines import fake_cuda
 from tests.engines.simulated_cuda import simulate
@@ -44,6 +46,7 @@ MAY_WAIT = {
     "accumulation": "fsdp2/edits.py",  # whether weights were edited after the first reduction
     "edits": "fsdp2/edits.py",  # the same in evaluations
     "evaluation": "measures.py",  # measure() returns numbers
+    "unshard, measured meanwhile": "measures.py",
     "audit": "audit.py",  # the host compares checksums
     "resync and audit": "audit.py",
     "alerts": "engines/alerts.py",  # the host decides
@@ -95,6 +98,34 @@ def _forget(at: int) -> Any:
         tensor.others = kept[:at] + kept[at + 1 :]  # type: ignore[attr-defined]
 
     return mock.patch.object(torch.Tensor, "read_by_refresh", property(fset=keep), create=True)
+
+
+def _unwaited() -> Any:
+    """Whoever reads a replica does not wait for the side stream that writes it."""
+
+    def run(replica: WeightReplica, stream: Any, function: Callable[[], None]) -> Any:
+        return stream.run(function)
+
+    return mock.patch.object(WeightReplica, "run_beside", run)
+
+
+def _read_late() -> Any:
+    """A side stream reads the main shard, and not a copy that was made before."""
+    due = AllGatherHook._due_refresh
+
+    def read_late(hook: AllGatherHook, *args: Any, **options: Any) -> Any:
+        main, start = due(hook, *args, **options)
+        if main is None or start is None:
+            return main, start
+        replica, row, _ = start.args
+        group = hook._comm.group
+
+        def late() -> None:
+            start.func(replica, row, group.main_shard(torch.float32), **start.keywords)
+
+        return main, late
+
+    return mock.patch.object(AllGatherHook, "_due_refresh", read_late)
 
 
 def run_megatron() -> tuple[dict[str, Result], dict[str, bool], dict[str, list[str]]]:
@@ -206,6 +237,9 @@ def test_with_one_queue_no_kernel_is_issued_behind_a_transfer_that_has_just_begu
 MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     "the gathered row is freed": ("full replica", lambda: _forget(0)),
     "the loaded row is freed": ("load", lambda: _forget(1)),
+    "the copied main shard is freed": ("unshard", lambda: _forget(2)),
+    "a replica is read while it is refreshed": ("unshard, measured meanwhile", _unwaited),
+    "the main shard is read late": ("unshard, stepped meanwhile", _read_late),
     "message buffers of two roots": ("two roots", lambda: mock.patch.object(Stream, "cuda_stream", 0)),
     "message buffers of two slices": (
         "pipeline chunks",
@@ -213,7 +247,8 @@ MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "message buffers of two unshards": ("unshard", lambda: mock.patch.object(Stream, "cuda_stream", 0)),
 }
-"""A kept reference is dropped, or memory shared: which scenario must fail, and how it is done."""
+"""A kept reference is dropped, memory shared, or something read too early or too late: which scenario must
+fail, and how it is done."""
 
 
 Half = tuple[dict[str, Result], dict[str, bool], dict[str, list[str]]]
@@ -263,7 +298,7 @@ def test_there_is_a_fault_without_any_one_of_the_waits(fsdp: list[Half], megatro
     assert {site.partition(" ")[0] for site in found} >= {"exchange.py", "work.py"}
 
 
-def test_there_is_a_fault_if_memory_is_freed_or_shared_too_early(fsdp: list[Half]) -> None:
+def test_there_is_a_fault_if_memory_is_freed_shared_or_read_too_early_or_late(fsdp: list[Half]) -> None:
     faults = {name: found for _, _, mutated in fsdp for name, found in mutated.items()}
     assert faults.keys() == MUTATIONS.keys() and all(faults.values()), faults
     assert all("use after free" in faults[name][0] for name in MUTATIONS if "freed" in name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from sdp4bit.engines.agreement import ShardedRows, agree, participants
 from sdp4bit.engines.alerts import Alerts, DecisionRound, saved_positions
 from sdp4bit.engines.fsdp2.checks import (
     check_group,
+    check_staging,
     match_skipped,
     note_reasons,
     skip_patterns,
@@ -114,12 +116,14 @@ def quantize_communication(
         )
         for g in groups
     ]
+    is_staged = any(group.staging_comms for group in groups)
     layouts = agree(
         rows,
         settings={"config": settings, "skip": "a function" if callable(skip) else patterns},
         topology=topology,
         unmatched=unmatched,
         failure=failure,
+        check=partial(check_staging, groups, config=settings, skipped=skipped) if is_staged else None,
         within=within,
     )
     if not layouts:
@@ -217,12 +221,13 @@ class FSDPCommHandle(CommHandle):
             self._hooks += [module.register_load_state_dict_post_hook(after_load) for module in watched]
 
     def _install(self, comm: FSDPCommunication) -> CommObjects:
+        stock = comm.group.comms
         # Without a quantizer the operation FSDP2 chooses stays, so that its results do too.
         return comm.group.install(
             CommObjects(
-                all_gather=AllGatherHook(comm, self._state),
-                reduce_scatter=ReduceScatterHook(comm, self._state),
-                force_sum=comm.reduction is not None,
+                all_gather=AllGatherHook(comm, self._state, stock=stock.all_gather),
+                reduce_scatter=ReduceScatterHook(comm, self._state, stock=stock.reduce_scatter),
+                force_sum=stock.force_sum or comm.reduction is not None,
             )
         )
 

@@ -54,7 +54,7 @@ def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) ->
     if group.custom_comms:
         raise ValueError(
             f"{group.name} has custom communication ({', '.join(group.custom_comms)}), for example by "
-            "set_symm_mem_for_comm or set_custom_all_gather; sdp4bit cannot share it"
+            "set_custom_all_gather; sdp4bit cannot share it"
         )
     if is_skipped:
         return
@@ -76,6 +76,30 @@ def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) ->
             f"{group.name} reduces gradients in {reduced}; only fp32, bf16 and fp16 can be "
             f"quantized: use MixedPrecisionPolicy(reduce_dtype=torch.float32), or pass skip=[{group.name!r}]"
         )
+
+
+def check_staging(
+    groups: Sequence[FSDPGroup],
+    layouts: Mapping[tuple[int, ...], NodeLayout],
+    *,
+    config: SDP4BitConfig,
+    skipped: Mapping[str, str],
+) -> None:
+    """Raise ValueError if FSDP2 was asked for other memory for a collective that is replaced."""
+    for group in groups:
+        layout, staging = layouts[group.ranks], group.staging_comms
+        if "weights" in staging and not _weights_unquantized_reason(group, layout, config.weights, skipped):
+            raise _staged(group, staging["weights"], "all-gather of its weights", "weights=None")
+        if "gradients" in staging and not _unquantized_reason(group, layout, config.gradients, skipped):
+            raise _staged(group, staging["gradients"], "reduce-scatter of its gradients", "gradients=None")
+
+
+def _staged(group: FSDPGroup, setter: str, collective: str, off: str) -> ValueError:
+    return ValueError(
+        f"{group.name}: {setter} asks for other memory for FSDP2's {collective}, which quantization "
+        f"replaces. Leave out {setter} there, or keep the collective by SDP4BitConfig({off}) or "
+        f"skip=[{group.name!r}]"
+    )
 
 
 def weights_left_whole_reason(group: FSDPGroup) -> str:

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from sdp4bit.collectives.weight_replica import Range, merge_ranges
+from sdp4bit.collectives.weight_replica import Range, common_ranges, merge_ranges
+from sdp4bit.engines.fallback import TrafficKind
 from sdp4bit.engines.fsdp2.torch_internals import (
     Comm,
     HybridMeshInfo,
@@ -29,10 +30,19 @@ from sdp4bit.engines.fsdp2.torch_internals import (
     RootContext,
     param_groups_of,
 )
+from sdp4bit.engines.measures import pieces_of
 
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module", "_orig_mod")
 _BIT_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
+_SYMMETRIC, _OF_PROCESS_GROUP = "set_symm_mem_for_comm", "set_allocate_memory_from_process_group_for_comm"
+_STAGING_COMMS = {
+    "SymmMemAllGather": _SYMMETRIC,
+    "SymmMemReduceScatter": _SYMMETRIC,
+    "ProcessGroupAllocAllGather": _OF_PROCESS_GROUP,
+    "ProcessGroupAllocReduceScatter": _OF_PROCESS_GROUP,
+}
+"""FSDP2's own communication with other memory, and what asks for it."""
 
 
 def clean_name(name: str) -> str:
@@ -298,10 +308,29 @@ class FSDPGroup:
         ]
 
     @property
+    def comms(self) -> CommObjects:
+        """What the group communicates through now."""
+        return CommObjects(
+            all_gather=self._group._all_gather_comm,
+            reduce_scatter=self._group._reduce_scatter_comm,
+            force_sum=self._group.force_sum_reduction_for_comms,
+        )
+
+    @property
     def custom_comms(self) -> list[str]:
-        """Class names of communication hooks that are not FSDP2's defaults."""
-        comms = (self._group._all_gather_comm, self._group._reduce_scatter_comm)
-        return [type(comm).__name__ for comm in comms if type(comm).__name__ not in _DEFAULT_COMMS]
+        """Class names of communication hooks that are not FSDP2's own."""
+        names = [type(comm).__name__ for comm in (self.comms.all_gather, self.comms.reduce_scatter)]
+        return [name for name in names if name not in (*_DEFAULT_COMMS, *_STAGING_COMMS)]
+
+    @property
+    def staging_comms(self) -> dict[TrafficKind, str]:
+        """How FSDP2 was told to allocate what it gathers ("weights") and reduces, where not as usual."""
+        kinds: dict[TrafficKind, Comm] = {
+            "weights": self.comms.all_gather,
+            "gradients": self.comms.reduce_scatter,
+        }
+        names = {kind: type(comm).__name__ for kind, comm in kinds.items()}
+        return {kind: _STAGING_COMMS[name] for kind, name in names.items() if name in _STAGING_COMMS}
 
     def main_shard(self, dtype: torch.dtype) -> Tensor:
         """Return this rank's main shard [n] as the next all-gather would send it."""
@@ -309,15 +338,13 @@ class FSDPGroup:
         return torch.cat([d.to(device=self.device, dtype=dtype) for d in data])
 
     def sample_main(self, ranges: Sequence[Range]) -> Tensor:
-        """Return these ranges of this rank's main shard, one behind the other, in fp32."""
-        pieces = []
-        for start, end in ranges:
-            for segment in self.segments:
-                first, last = max(start, segment.start), min(end, segment.end)
-                if first < last:
-                    data = segment.param._sharded_param_data[first - segment.start : last - segment.start]
-                    pieces.append(data.to(device=self.device, dtype=torch.float32, non_blocking=True))
-        return torch.cat(pieces)
+        """Return these ascending ranges of this rank's main shard, one behind the other, in fp32."""
+        pieces: list[Tensor] = []
+        for segment in self.segments:
+            common = common_ranges(ranges, [(segment.start, segment.end)])
+            own = [(start - segment.start, end - segment.start) for start, end in common]
+            pieces += pieces_of(segment.param._sharded_param_data, own) if own else []
+        return torch.cat([piece.to(self.device, non_blocking=True) for piece in pieces]).float()
 
     def fingerprint(self) -> Tensor:
         """Return an int64 scalar that tells main shards apart: the sum of the bit patterns of this rank's."""
@@ -332,11 +359,7 @@ class FSDPGroup:
 
     def install(self, comms: CommObjects) -> CommObjects:
         """Let the group communicate through the given objects; return what it used before, for install()."""
-        previous = CommObjects(
-            all_gather=self._group._all_gather_comm,
-            reduce_scatter=self._group._reduce_scatter_comm,
-            force_sum=self._group.force_sum_reduction_for_comms,
-        )
+        previous = self.comms
         self.module.set_custom_all_gather(comms.all_gather)
         self.module.set_custom_reduce_scatter(comms.reduce_scatter)
         self.module.set_force_sum_reduction_for_comms(comms.force_sum)

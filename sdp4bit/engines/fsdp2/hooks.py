@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,23 +16,26 @@ from sdp4bit.collectives.weight_replica import Range, WeightReplica
 from sdp4bit.collectives.work import CompletedWork, DeferredWork
 from sdp4bit.engines.fsdp2.communication import FSDPCommunication, RefreshKind
 from sdp4bit.engines.fsdp2.steps import FSDPModelCommunication, in_backward
+from sdp4bit.engines.fsdp2.torch_internals import Comm
 from sdp4bit.engines.group import reduction_multiplier
 
 _REDUCTIONS_WITHOUT_STEP = 1000
 
 
-class _Allocate:
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new tensor each time: the all-gather may exchange its storage."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class AllGatherHook(_Allocate):
+class AllGatherHook:
     """FSDP2's all-gather, served from a replica that a quantized difference updates once per step."""
 
-    def __init__(self, comm: FSDPCommunication, state: FSDPModelCommunication) -> None:
+    def __init__(self, comm: FSDPCommunication, state: FSDPModelCommunication, *, stock: Comm) -> None:
+        """Take over from FSDP2's own object, which still gathers what is not quantized."""
         self._comm = comm
         self._state = state
+        self._stock = stock
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor to gather to; with a replica a new one, whose storage may be exchanged."""
+        if self._comm.replica is None:
+            return self._stock.allocate(size, dtype=dtype, device=device)
+        return torch.empty(*size, dtype=dtype, device=device)
 
     @torch.no_grad()
     def __call__(
@@ -65,22 +68,36 @@ class AllGatherHook(_Allocate):
             what = f"full-precision weight all-gather of {comm.group.name}"
             stop = comm.weight_traffic.start_ring_timer(input_tensor.device)
             return all_gather_dense(
-                output_tensor, input_tensor, group, async_op=async_op, what=what, stop=stop
+                output_tensor,
+                input_tensor,
+                group,
+                gather=self._stock,
+                async_op=async_op,
+                what=what,
+                stop=stop,
             )
         comm.weight_traffic.count_plain(row_bytes)
-        # The refresh is only queued here. It reads the input, a view of memory that FSDP2 allocated for the
-        # output on its copy-in stream, or a loaded row from the compute stream; freed on return, they could
-        # be overwritten before. FSDP2 keeps the output until both of its streams have been made to wait for
-        # its copy-out (its "Note: Overlapping all-gather copy-in and all-gather"): the output keeps them too.
-        read = (input_tensor.untyped_storage(), comm.loaded_shard)
-        output_tensor.read_by_refresh = read  # type: ignore[attr-defined]
+        # A GPU's current stream is the one to compute on if FSDP2 gathers with async_op, as torch's pipeline
+        # schedules do: what is sent then goes beside it.
+        is_beside = async_op and input_tensor.device.type == "cuda"
+        loaded, main, start = comm.loaded_shard, None, None
         if replica.rows is None or outside_backward:
             with torch.inference_mode(False):
-                self._start_refresh(replica, input_tensor, outside_backward=outside_backward)
-        if replica.is_full:
-            assert replica.rows is not None
-            output_tensor.set_(replica.rows.view(-1))  # type: ignore[call-overload]  # FSDP2 copies out of the replica itself
-        finish = replica.wait if replica.is_full else partial(replica.gather, output_tensor)
+                main, start = self._due_refresh(replica, input_tensor, outside_backward=outside_backward)
+        # The refresh is only queued here. It reads the input, a view of memory that FSDP2 allocated for the
+        # output on its copy-in stream, or a loaded row or a copy of the main shard from the compute stream;
+        # freed on return, they could be overwritten before. FSDP2 keeps the output until its streams have
+        # been made to wait for its copy-out (its "Note: Overlapping all-gather copy-in and all-gather"): the
+        # output keeps them too.
+        read = (input_tensor.untyped_storage(), loaded, main if is_beside else None)
+        output_tensor.read_by_refresh = read  # type: ignore[attr-defined]
+        if is_beside:
+
+            def serve() -> None:
+                self._begin(replica, output_tensor, start)()
+
+            return replica.run_beside(self._state.unshard_stream, serve)
+        finish = self._begin(replica, output_tensor, start)
         if replica.is_pending and output_tensor.device.type == "cpu":
             # FSDP2 waits for it when it needs the weights: at once, unless they are prefetched. On a GPU the
             # streams do this.
@@ -88,37 +105,75 @@ class AllGatherHook(_Allocate):
         finish()
         return CompletedWork(output_tensor.device) if async_op else None
 
-    def _start_refresh(self, replica: WeightReplica, row: Tensor, *, outside_backward: bool) -> None:
+    def _begin(
+        self, replica: WeightReplica, output: Tensor, start: Callable[[], None] | None
+    ) -> Callable[[], None]:
+        """Start the refresh that is due, if any; return what then fills the output with the replica."""
+        if start is not None:
+            with torch.inference_mode(False):
+                start()
+        if not replica.is_full:
+            return partial(replica.gather, output)
+        assert replica.rows is not None
+        output.set_(replica.rows.view(-1))  # type: ignore[call-overload]  # FSDP2 copies out of the replica itself
+        return replica.wait
+
+    def _due_refresh(
+        self, replica: WeightReplica, row: Tensor, *, outside_backward: bool
+    ) -> tuple[Tensor | None, Callable[[], None] | None]:
+        """Return the main shard, if its difference has to be sent, and what starts the refresh that is due.
+
+        The main shard is read here, on the current stream: the optimizer may write it before a side stream
+        has got so far.
+        """
         comm = self._comm
-        kind: RefreshKind | None = None
-        if comm.resync_wanted or replica.rows is None or replica.rows.dtype != row.dtype:
-            if comm.load_undecided:
-                self._state.agree_on_loaded_shards(comm)
-            loaded, comm.loaded_shard = comm.loaded_shard, None
-            replica.start_full_refresh(row if loaded is None else loaded)
-            comm.resync_wanted = False
-            kind = "full"
-            if loaded is None:
-                comm.changed.clear()
-        if comm.changed and outside_backward:
-            ranges = comm.due_ranges()
+        is_full = comm.resync_wanted or replica.rows is None or replica.rows.dtype != row.dtype
+        if is_full and comm.load_undecided:
+            self._state.agree_on_loaded_shards(comm)
+        main = None
+        if comm.changed and outside_backward and (comm.loaded_shard is not None or not is_full):
             # Of the fp32 weights, not of rounded ones: docs/numerics.md, "Differences of fp32 weights".
             is_rounded = comm.group.rounds_weights and replica.bits is not None
             main = comm.group.main_shard(torch.float32) if is_rounded else row
+        if not is_full and main is None:
+            return None, None
+        return main, partial(self._start_refresh, replica, row, main, is_full=is_full)
+
+    def _start_refresh(
+        self, replica: WeightReplica, row: Tensor, main: Tensor | None, *, is_full: bool
+    ) -> None:
+        comm = self._comm
+        kind: RefreshKind = "full"
+        if is_full:
+            loaded, comm.loaded_shard = comm.loaded_shard, None
+            replica.start_full_refresh(row if loaded is None else loaded)
+            comm.resync_wanted = False
+            if loaded is None:
+                comm.changed.clear()
+        if main is not None:
+            ranges = comm.due_ranges()
             replica.start_quantized_refresh(main, call=comm.refreshes, ranges=ranges)
             comm.refreshes += 1
-            kind = kind or ("whole row" if ranges is None else "trained part")
-        if kind:
-            comm.note_refresh(row, kind=kind)
-            self._state.warn_of_full_refreshes(comm)
+            if not is_full:
+                kind = "whole row" if ranges is None else "trained part"
+        comm.note_refresh(row, kind=kind)
+        self._state.warn_of_full_refreshes(comm)
 
 
-class ReduceScatterHook(_Allocate):
+class ReduceScatterHook:
     """FSDP2's reduce-scatter in two quantized levels."""
 
-    def __init__(self, comm: FSDPCommunication, state: FSDPModelCommunication) -> None:
+    def __init__(self, comm: FSDPCommunication, state: FSDPModelCommunication, *, stock: Comm) -> None:
+        """Take over from FSDP2's own object, which still reduces what is never quantized."""
         self._comm = comm
         self._state = state
+        self._stock = stock
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor for what is reduced, or for the result."""
+        if self._comm.reduction is None:
+            return self._stock.allocate(size, dtype=dtype, device=device)
+        return torch.empty(*size, dtype=dtype, device=device)
 
     @torch.no_grad()
     def __call__(
@@ -191,7 +246,10 @@ class ReduceScatterHook(_Allocate):
         self._comm.count_dense(traffic, output_tensor.nbytes)
         what = f"full-precision gradient reduce-scatter of {self._comm.group.name}"
         stop = traffic.start_ring_timer(input_tensor.device)
-        reduce_scatter_dense(output_tensor, input_tensor, group, op, what=what)
+        if self._comm.reduction is None:
+            reduce_scatter_dense(output_tensor, input_tensor, group, op, reduce=self._stock, what=what)
+        else:
+            reduce_scatter_dense(output_tensor, input_tensor, group, op, what=what)
         stop()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.errors import comm_error_context
+from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import TelemetryConfig
 from sdp4bit.engines.fsdp2.communication import FSDPCommunication, reduce_over_copies
 from sdp4bit.engines.fsdp2.edits import SMALL_EDIT, EditDetector, StateDictAliases
@@ -44,6 +45,11 @@ class FSDPModelCommunication(ModelCommunication[FSDPCommunication]):
         self._stepped: set[int] = set()
         """Ids of the parameters stepped since the last step boundary, where nothing is sent."""
         self._warned: set[str] = set()
+
+    @cached_property
+    def unshard_stream(self) -> SideStream:
+        """Where weights are sent that somebody asks for beside the computation, `unshard(async_op=True)`."""
+        return SideStream(self.groups[0].group.device)
 
     # -- what changes weights ------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # defines collectives of FakeTensors
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -193,6 +194,8 @@ class Watch(TorchDispatchMode):
             self.collectives.append(f"{name.removeprefix('c10d::')} {tensors[0].dtype}")
             for tensor in tensors:
                 assert tensor.device == CUDA and tensor.is_contiguous(), (name, tensor)
+            if name.endswith("coalesced_"):  # which torch has no definition of for FakeTensors
+                return FakeWork().boxed()
         if tensors and torch.Tag.data_dependent_output in func.tags:
             # What the number would be nobody knows; all are the same.
             if on_device:

@@ -158,17 +158,55 @@ def test_models_with_custom_communication_are_refused() -> None:
     refuse(custom, "blocks.1 has custom communication (OtherAllGather)", topology=2)
     refuse(custom, "blocks.1 has custom communication (OtherAllGather)", topology=2, skip="blocks.1")
 
+
+@on_ranks(4, timeout=LIMIT)
+def test_other_memory_is_refused_for_what_is_quantized_and_else_used() -> None:
+    setter = "set_allocate_memory_from_process_group_for_comm"
     allocating = toy.build()
-    allocating.set_allocate_memory_from_process_group_for_comm(True)
-    refuse(allocating, "has custom communication (ProcessGroupAllocAllGather", topology=2)
+    getattr(allocating, setter)(True)
+    refuse(allocating, f"(root): {setter} asks for other memory", "all-gather of its weights", topology=2)
+    refuse(allocating, "reduce-scatter of its gradients", "skip=['(root)']", topology=4)
+    refuse(allocating, "reduce-scatter of its gradients", topology=2, config="tlq-hs")
+    toy.Run(allocating, SDP4BitConfig.preset("qwd"), topology=4).train(2).comm.remove()
+    accept(allocating, topology=2, skip="(root)")
+
+    only_here = toy.build()
+    if dist.get_rank() == 2:
+        getattr(only_here, setter)(True)
+    refuse(only_here, "all-gather of its weights", "[rank 2]", topology=2)
 
     collectives = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_collectives")
     if not hasattr(collectives, "SymmMemAllGather"):
         return  # torch 2.9
-    symmetric = toy.build()
-    with mock.patch.object(collectives.SymmMemAllGather, "__init__", return_value=None):  # needs NCCL
-        symmetric.set_symm_mem_for_comm()
-    refuse(symmetric, "has custom communication (SymmMemAllGather", "set_symm_mem_for_comm", topology=2)
+    with mock.patch.object(collectives, "symm_mem") as memory, mock.patch("torch.cuda.use_mem_pool"):
+        symmetric = toy.build()
+        for module in (symmetric, *symmetric.blocks):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_symm_mem_for_comm()
+        refuse(symmetric, "set_symm_mem_for_comm", "all-gather of its weights", "weights=None", topology=2)
+        refuse(symmetric, "set_symm_mem_for_comm", "reduce-scatter of its gradients", topology=4)
+
+        def losses(config: SDP4BitConfig | None, *, force_sum: bool) -> tuple[list[float], int]:
+            """With memory of other kinds for weights, and gradients as FSDP2 reduces them."""
+            model = toy.build()
+            for module in (model, *model.blocks):
+                module.set_force_sum_reduction_for_comms(force_sum)
+                module.set_symm_mem_for_comm()
+            run = toy.Run(model, config, topology=4)
+            memory.reset_mock()
+            run.train(2)
+            asked = memory.rendezvous.call_count
+            if run.comm is not None:
+                run.comm.remove()
+                run.train(1)
+                assert memory.rendezvous.call_count > asked
+            return run.losses[:2], asked
+
+        # Both kinds are FSDP2's; then gradients are quantized, and what is left are the gathers.
+        assert losses(toy.LOSSLESS, force_sum=True) == losses(None, force_sum=True)
+        (_, both), (_, gathers) = (losses(toy.LOSSLESS, force_sum=force) for force in (True, False))
+        _, beside_quantized = losses(toy.QUANTIZED, force_sum=False)
+        assert both > gathers == beside_quantized > 0
 
 
 # -- settings -----------------------------------------------------------------------------------------

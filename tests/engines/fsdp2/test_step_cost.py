@@ -1,0 +1,225 @@
+"""What a step on a GPU costs besides arithmetic: calls, launches, timed events, memory; and what overlaps.
+
+Layer: one process, one rank of a job on simulated GPUs (`tests.engines.simulated_cuda`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
+from sdp4bit.engines.fsdp2.hooks import ReduceScatterHook
+from sdp4bit.engines.fsdp2.steps import FSDPModelCommunication
+from tests.engines.simulated_cuda import simulate
+from tests.engines.stream_scenarios import (
+    FULL,
+    MEASURED,
+    QUANTIZED,
+    FSDPRun,
+    more_buffers,
+    prefetch,
+    weights,
+)
+from tests.engines.stream_simulator import Event, Simulator, running
+from tests.ranks import run_ranks
+
+PRELOAD = ["tests.engines.stream_scenarios"]
+GROUPS = 5
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# -- measuring ----------------------------------------------------------------------------------------
+
+
+def calls_to_measure(config: SDP4BitConfig) -> list[int]:
+    """Return the calls of each measured step before its first unshard can start."""
+    measure, found = FSDPModelCommunication.measure_step, []
+
+    def counted(state: FSDPModelCommunication) -> None:
+        with Calls() as calls:
+            measure(state)
+        found.append(calls.counts.total())
+
+    with simulate(sees_operators=False), mock.patch.object(FSDPModelCommunication, "measure_step", counted):
+        run = FSDPRun(config).train(4)
+        assert len(run.comm.group_stats()) == GROUPS
+    return found
+
+
+def test_measuring_takes_few_calls_before_the_first_unshard() -> None:
+    """Of each group five operators, their buffers and the samples; the squares of all groups at once."""
+    pieces = replace(
+        QUANTIZED,
+        weights=WeightConfig(group_size=32),
+        gradients=GradientConfig(min_numel=0, intra_group_size=32, inter_group_size=32),
+        telemetry=TelemetryConfig(interval=1, sample_numel=256),
+    )
+    (whole,) = run_ranks(calls_to_measure, 1, MEASURED)
+    (in_pieces,) = run_ranks(calls_to_measure, 1, pieces)
+    assert len(whole) == len(in_pieces) == 3
+    assert max(whole) <= 24 * GROUPS
+    assert max(in_pieces) <= 28 * GROUPS  # however many stretches the samples have
+
+
+class TimedEvent(Event):
+    """Counts events that note the time; every transfer lasts a second, and is over when somebody asks."""
+
+    made = 0
+
+    def __init__(self, *_: Any, enable_timing: bool = False, **__: Any) -> None:
+        super().__init__()
+        TimedEvent.made += enable_timing
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Event) -> float:
+        return 1000.0
+
+
+def timed_events(telemetry: TelemetryConfig | None) -> tuple[list[int], list[float]]:
+    """Return the timed events of every step, and the seconds that are reported after it."""
+    events, seconds = [], []
+    TimedEvent.made = 0
+    with simulate(sees_operators=False), mock.patch.object(torch.cuda, "Event", TimedEvent):
+        run = FSDPRun(replace(QUANTIZED, telemetry=telemetry), skip="blocks.1")
+        for _ in range(6):
+            before = TimedEvent.made
+            run.train(1)
+            events.append(TimedEvent.made - before)
+            stats = run.comm.stats()
+            seconds.append(stats["exchange_seconds"])
+            assert stats["last_step"]["collectives"] > 0
+            assert seconds[-1] == pytest.approx(sum(g["exchange_seconds"] for g in run.comm.group_stats()))
+    return events, seconds
+
+
+def test_transfers_are_timed_on_a_gpu_in_measured_steps_only() -> None:
+    (events, seconds), ((none, nothing),) = (
+        run_ranks(timed_events, 1, TelemetryConfig(interval=3))[0],
+        run_ranks(timed_events, 1, None),
+    )
+    assert [bool(count) for count in events] == [False, False, True, False, False, True]
+    # Of a group two all-to-alls, an all-gather of differences and two from the replica, or FSDP2's
+    # three; the root stays gathered, which saves one.
+    assert events[2] == 2 * (4 * 5 - 1 + 3)
+    assert seconds[:2] == [0.0, 0.0] and seconds[2:] == [events[2] / 2] * 3 + [events[5] / 2]
+    assert none == [0] * 6 and nothing == [0.0] * 6
+
+
+# -- unshard ------------------------------------------------------------------------------------------
+
+
+def launches(config: SDP4BitConfig) -> tuple[Counter[str], list[str]]:
+    """Return the operators of the library, and the collectives, of one step."""
+    with simulate(sees_operators=False) as sim:
+        run = FSDPRun(config).train(2)
+        sent = len(sim.collectives)
+        with Calls() as calls:
+            run.train(1)
+        kinds = [str(each.alike[0]) for each in sim.collectives[sent:]]
+    return Counter({name: n for name, n in calls.counts.items() if name.startswith("sdp4bit::")}), kinds
+
+
+@pytest.mark.parametrize("config", [QUANTIZED, FULL], ids=["node", "full"])
+def test_a_group_is_refreshed_by_two_launches_whatever_the_number_of_ranks(config: SDP4BitConfig) -> None:
+    ((operators, collectives),) = run_ranks(launches, 1, config)
+    assert operators["sdp4bit::subtract_quantize"] == operators["sdp4bit::dequantize_add"] == GROUPS
+    assert operators.total() == 5 * GROUPS
+    assert collectives.count("all_to_all") == 2 * GROUPS
+
+
+def peak_of_gathers(config: SDP4BitConfig) -> tuple[int, int]:
+    """Return the bytes that a step allocates for gathering beside what FSDP2 does, and those of a block."""
+    with simulate(world=32) as sim:
+        run = FSDPRun(replace(config, telemetry=None), prepare=prefetch, topology=8).train(2)
+        group = next(each.group for each in run.comm._state.groups if each.group.name == "blocks.1")
+        held = dict(sim.allocated)
+        sim.peak = dict(held)
+        run.train(1)
+        (stream,) = (each for each in sim.peak if each.name == "all_gather_stream")
+        return sim.peak[stream] - held[stream], 32 * group.shard_nbytes
+
+
+@pytest.mark.parametrize("config", [QUANTIZED, weights(bits=None, replica="full")], ids=["node", "full"])
+def test_gathering_a_group_allocates_less_than_the_group(config: SDP4BitConfig) -> None:
+    """FSDP2's tensors hold what is gathered; nothing else is as large."""
+    ((allocated, block),) = run_ranks(peak_of_gathers, 1, config)
+    assert allocated < block
+
+
+def under_way(sim: Simulator, before: dict[Any, int]) -> bool:
+    """Whether what follows on the compute stream need not wait for something that was launched since."""
+    compute = sim.current[0]
+    return any(before.get(s) != time and not compute.is_after(s, time) for s, time in sim.launched.items())
+
+
+def overlaps(config: SDP4BitConfig | None) -> list[tuple[bool, bool]]:
+    """Return whether an unshard goes on beside the computation, and whether it does after the wait.
+
+    First with a refresh, then without.
+    """
+    found = []
+    with simulate() as sim:
+        run = FSDPRun(config).train(2)
+        block = run.models[0].blocks[1]
+        for _ in range(2):
+            before = dict(sim.launched)
+            handle = block.unshard(async_op=True)
+            is_beside = under_way(sim, before)
+            handle.wait()
+            found.append((is_beside, under_way(sim, before)))
+            block.reshard()
+    return found
+
+
+def test_an_asynchronous_unshard_goes_on_beside_the_computation() -> None:
+    always, once = [(True, False)] * 2, [(True, False), (False, False)]
+    assert run_ranks(overlaps, 1, None) == [always]
+    assert run_ranks(overlaps, 1, QUANTIZED) == [always]
+    assert run_ranks(overlaps, 1, FULL) == [once]  # then the replica is there
+
+
+# -- reductions that the computation may leave behind -------------------------------------------------
+
+
+def ahead(config: SDP4BitConfig, wanted: bool) -> int:
+    """Return how many reductions may be unfinished when the computation comes to the next one."""
+    reduce, done, found = ReduceScatterHook.__call__, [], []
+
+    def noted(hook: ReduceScatterHook, *args: Any, **options: Any) -> None:
+        compute = running().current[0]
+        found.append(sum(not compute.is_after(stream, time) for stream, time in done))
+        reduce(hook, *args, **options)
+        done.append((running().stream, running().stream.clock[running().stream]))
+
+    with simulate(), mock.patch.object(ReduceScatterHook, "__call__", noted):
+        FSDPRun(config, prepare=more_buffers if wanted else None).train(3)
+    return max(found)
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"), reason="torch before 2.13"
+)
+def test_more_input_buffers_let_the_computation_leave_quantized_reductions_behind() -> None:
+    assert run_ranks(ahead, 1, QUANTIZED, False) == [0]
+    assert run_ranks(ahead, 1, QUANTIZED, True) == [2]
