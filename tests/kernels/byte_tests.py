@@ -205,6 +205,25 @@ class ByteTests:
         self.compare(ops.subtract_quantize, main.view(-1), replica=None, **named)
 
     @pytest.mark.parametrize("bits", [4, 8])
+    def test_ties_of_every_scale(self, bits):
+        """Values half way between two codes, whose rounding shows the last bit of the scale's reciprocal."""
+        scales = torch.arange(0x3F80, 0x4000).to(torch.int16).view(torch.bfloat16)
+        largest = 2 ** (bits - 1) - 1
+        main = (torch.arange(32) % (2 * largest - 3) - largest + 2.5) * scales.float()[:, None]
+        # A scale is rounded up from that of the largest value, which here is the next lower one's exactly.
+        main[:, 0] = largest * (scales.view(torch.int16) - 1).view(torch.bfloat16).float()
+        for exponent in (-90, 0, 100):
+            layout = MessageLayout(numel=main.numel(), bits=bits, group_size=32)
+            out = guarded_messages(1, layout)[0]
+            scaled = (main * 2.0**exponent).view(-1)
+            named = {"out": out, "layout": layout, "rounding": None}
+            self.compare(ops.subtract_quantize, scaled, replica=None, **named)
+            with ops.use_backend("reference"):
+                ops.subtract_quantize(scaled, replica=None, **named)
+            written = out[layout.scales_offset : layout.payload_bytes].view(torch.bfloat16)
+            assert torch.equal(written.float(), scales.float() * 2.0**exponent)
+
+    @pytest.mark.parametrize("bits", [4, 8])
     def test_random_numbers_at_the_ends_of_their_range(self, bits):
         layout = MessageLayout(numel=64, bits=bits, group_size=64, parts=2)
         values, out = make_values(1, 2, 64, seed=12), guarded_messages(1, layout)

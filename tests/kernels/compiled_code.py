@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from heapq import heappop, heappush
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -232,9 +233,9 @@ class Code:
     values: int
     """Values of a tile that belong to a thread."""
     once: int
-    """Instructions outside the loop over tiles."""
+    """Instructions before and after the loop over tiles."""
     per_tile: int
-    """Instructions in that loop."""
+    """Instructions of a round of that loop, by the common way."""
     mix: Counter[str]
     """How often each instruction occurs in the loop, without its modifiers."""
     accesses: Counter[str]
@@ -258,31 +259,115 @@ class Code:
 
 
 _INSTRUCTION = {
-    # A label, or an instruction with an optional predicate and, if it is a branch, a label.
+    # A label, or the predicate, the name and the rest of an instruction.
     "cuda": re.compile(
-        r"^(\.L_x_\d+):|/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)(.*)", re.MULTILINE
+        r"^(\.L_x_\d+|\$\S+):|/\*[0-9a-f]{4,}\*/\s+(@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)(.*)", re.MULTILINE
     ),
-    "hip": re.compile(r"^(\.LBB\d+_\d+):|^\s+((?:v|s|ds|global|flat|buffer|scratch)_\w+)(.*)", re.MULTILINE),
+    "hip": re.compile(
+        r"^(\.LBB\d+_\d+):|^\s+()((?:v|s|ds|global|flat|buffer|scratch)_\w+)(.*)", re.MULTILINE
+    ),
 }
+_BRANCHES = ("BRA", "s_branch", "s_cbranch")
+_ENDS = ("EXIT", "s_endpgm")
+_FILLING = ("NOP", "s_nop")
 
 
-def _instructions(text: str, family: str) -> tuple[list[str], dict[int, int]]:
-    """Return the instructions up to the last end of the program, and where each branch of it goes."""
-    names: list[str] = []
-    labels: dict[str, int] = {}
-    branches: dict[int, str] = {}
-    for label, name, rest in _INSTRUCTION[family].findall(text):
+class Block(NamedTuple):
+    """Instructions that are executed one after the other."""
+
+    names: list[str]
+    next: list[int]
+    """Numbers of the blocks that may follow."""
+
+    @property
+    def cost(self) -> int:
+        return sum(name not in _FILLING for name in self.names)
+
+
+def read_blocks(text: str, family: str) -> list[Block]:
+    """Return the blocks of a program, the first one first; subroutines, of rare divisions, are left out."""
+    lines: list[
+        tuple[str, str | None, bool]
+    ] = []  # name, target of a branch, whether what follows may follow
+    starts, labels = {0}, {}
+    for label, predicate, name, rest in _INSTRUCTION[family].findall(text):
+        if label.startswith("$"):
+            break
         if label:
-            labels[label] = len(names)
+            labels[label] = len(lines)
+            starts.add(len(lines))
             continue
-        if name.startswith(("BRA", "s_branch", "s_cbranch")):
-            target = re.search(r"\.L(?:_x_|BB\d+_)\d+", rest)
-            if target:
-                branches[len(names)] = target[0]
-        names.append(name)
-    ends = [place for place, name in enumerate(names) if name in ("EXIT", "s_endpgm")]
-    del names[ends[-1] + 1 :]  # subroutines of divisions by subnormals, and filling
-    return names, {at: labels[name] for at, name in branches.items() if at < len(names)}
+        # AMD's code jumps over what no lane of a wave has to do, which is not the common way.
+        is_branch = name.startswith(_BRANCHES) and name != "s_cbranch_execz"
+        target = re.search(r"\.L(?:_x_|BB\d+_)\d+", rest) if is_branch else None
+        ends = name.startswith(_ENDS) or (target is not None and not name.startswith("s_cbranch"))
+        lines.append((name, target and target[0], not ends or bool(predicate)))
+        if target or ends:
+            starts.add(len(lines))
+    cuts = sorted(start for start in starts if start < len(lines))
+    number = {start: index for index, start in enumerate(cuts)}
+    blocks = []
+    for start, end in zip(cuts, [*cuts[1:], len(lines)], strict=True):
+        _, target, goes_on = lines[end - 1]
+        follows = [end] if goes_on and end < len(lines) else []
+        follows += [labels[target]] if target else []
+        blocks.append(Block([name for name, *_ in lines[start:end]], [number[x] for x in follows]))
+    return blocks
+
+
+def _shortest(blocks: list[Block], start: int, ends: set[int], avoided: set[int]) -> list[int]:
+    """Return the cheapest way from a block to one of others, both included."""
+    queue = [(blocks[start].cost, [start])]
+    seen = set(avoided)
+    while queue:
+        cost, way = heappop(queue)
+        if way[-1] in ends:
+            return way
+        if way[-1] in seen:
+            continue
+        seen.add(way[-1])
+        for block in blocks[way[-1]].next:
+            if block not in seen or block in ends:
+                heappush(queue, (cost + blocks[block].cost, [*way, block]))
+    raise ValueError(f"no way from block {start} to {sorted(ends)}")
+
+
+def split_loop(blocks: list[Block]) -> tuple[list[str], list[str]]:
+    """Return the instructions of a round of the outermost loop, and those before and after it.
+
+    Where the program may skip some, it does: what is counted is the common way, in which no row ends, no
+    division meets a subnormal number and no group is longer than what a program holds.
+    """
+    reached: dict[int, set[int]] = {}  # blocks that can be reached from each
+
+    def reach(start: int) -> set[int]:
+        if start not in reached:
+            found, todo = set(), list(blocks[start].next)
+            while todo:
+                block = todo.pop()
+                if block not in found:
+                    found.add(block)
+                    todo += blocks[block].next
+            reached[start] = found
+        return reached[start]
+
+    # The loop is the largest set of blocks that reach each other, its head the one that is entered first.
+    loops = [{b for b in reach(a) if a in reach(b)} for a in range(len(blocks)) if a in reach(a)]
+    loop = max(loops, key=lambda x: sum(blocks[b].cost for b in x))
+    ends = {index for index, block in enumerate(blocks) if any(x.startswith(_ENDS) for x in block.names)}
+    entry = _shortest(blocks, 0, loop, set())
+    head = entry[-1]
+    latches = {block for block in loop if head in blocks[block].next}
+    round_ = _shortest(blocks, head, latches, set(range(len(blocks))) - loop)
+    leaving = [
+        _shortest(blocks, block, ends, loop) for a in loop for block in blocks[a].next if block not in loop
+    ]
+    after = min(leaving, key=lambda way: sum(blocks[b].cost for b in way), default=[])
+
+    def names(way: list[int]) -> list[str]:
+        return [name for block in way for name in blocks[block].names if name not in _FILLING]
+
+    return names(round_), names(entry[:-1] + after)
 
 
 def read_code(launch: Launch) -> Code:
@@ -303,13 +388,10 @@ def read_code(launch: Launch) -> Code:
     else:
         text = assembly["amdgcn"]
         registers = int(re.search(r"\.vgpr_count: +(\d+)", text)[1])
-    names, branches = _instructions(text, target.backend)
-    # The longest way back is the loop over tiles; shorter ones lie within it.
-    first, last = max(((to, at) for at, to in branches.items() if to <= at), key=lambda x: x[1] - x[0])
-    is_filling = {"NOP", "s_nop"}
-    inside = [name for name in names[first : last + 1] if name not in is_filling]
-    outside = [name for name in names[:first] + names[last + 1 :] if name not in is_filling]
+    blocks = read_blocks(text, target.backend)
+    inside, outside = split_loop(blocks)
     slots = named["ROWS"] if "ROWS" in named else named["GROUPS"] * named["SLOTS"]
+    memory = re.compile("LDG|STG|global_|buffer_(load|store)")
     return Code(
         registers=registers,
         spilled_bytes=spilled_bytes(assembly) or 0,
@@ -317,7 +399,7 @@ def read_code(launch: Launch) -> Code:
         once=len(outside),
         per_tile=len(inside),
         mix=Counter(name.split(".")[0] for name in inside),
-        accesses=Counter(name for name in names if re.match("LDG|STG|global_|buffer_(load|store)", name)),
+        accesses=Counter(name for block in blocks for name in block.names if memory.match(name)),
     )
 
 

@@ -156,7 +156,7 @@ class TestOrder:
         named = {"layout": layout, "hadamard": Hadamard(3), "rounding": KEY._replace(row_stride=1 << 20)}
         with random_order(str(warps), resident_warps=warps) as order:
             compare_unless_too_old(ops.hadamard_quantize, values, out=guarded_messages(3, layout), **named)
-        tiles = -(-layout.groups // 8)
+        tiles = -(-layout.groups // 16)
         assert order.launches == 1
         assert order.programs == 6 * -(-tiles // max(1, 6 * tiles // warps))
 

@@ -1,8 +1,8 @@
 """The five operators as Triton kernels for NVIDIA and AMD GPUs. Not run on a GPU.
 
-What is known: Triton's interpreter gives the bytes of :mod:`sdp4bit.quantization.reference`, and every kernel
-compiles for sm_80, sm_90 and gfx942. Speed is not measured, so tile sizes and warp counts are reasoned, not
-tuned; nothing is tuned at run time.
+What is known: Triton's interpreter gives the bytes of :mod:`sdp4bit.quantization.reference`, every kernel
+compiles for sm_80 to sm_120, gfx942 and gfx950, to as many instructions as docs/benchmarks.md says. Speed is
+not measured, so tile sizes and warp counts are reasoned, not tuned; nothing is tuned at run time.
 
 Each function is one kernel launch and nothing else: no allocation, no other kernel, no wait for the device.
 So a step can be captured in a CUDA graph, after one call that compiles. Each operator passes once over
@@ -43,6 +43,8 @@ _RAW_GROUP = 4
 """Group size, in blocks, of the tiles of unquantized messages, which have no groups."""
 _MAX_UNROLLED = 8
 """Messages up to which a sum is unrolled, and compiled for their number; not measured."""
+_MAX_PAIRED = 4
+"""Messages up to which threads sum them for a pair of slots; beyond, registers for what is loaded run out."""
 _RESIDENT_WARPS = 24
 """Warps per multiprocessor that the programs of a launch make up; not measured. Six per scheduler keep it
 busy, as each thread has 16 to 32 values to work on; with more, a program would have fewer tiles."""
@@ -110,15 +112,20 @@ def _group_blocks(layout: MessageLayout) -> int:
     return _RAW_GROUP if layout.bits == FULL_PRECISION else layout.group_size // BLOCK
 
 
-def _tile(layout: MessageLayout, device: torch.device) -> tuple[int, int, int]:
+def _in_pairs(layout: MessageLayout) -> bool:
+    """Return whether threads can have pairs of slots, which have both chunks of each block."""
+    return layout.bits == 4 and _group_blocks(layout) % 2 == 0
+
+
+def _tile(layout: MessageLayout, threads: int) -> tuple[int, int, int]:
     """Return groups per tile, slots per group (a power of two) and tiles per row.
 
-    A tile has a slot of 32 values per thread of one warp, so that little has to cross warps, or one group.
+    A tile has a slot of 32 values for each of so many threads, or one group.
     """
     blocks = _group_blocks(layout)
     # Triton's tiles are powers of two: a group of 3 blocks occupies 4 slots, of which one is masked.
     slots = min(1 << (blocks - 1).bit_length(), _MAX_SLOTS)
-    groups = max(1, _warp_size(device) // slots)
+    groups = max(1, threads // slots)
     return groups, slots, -(-layout.padded_numel // (BLOCK * blocks * groups))
 
 
@@ -156,9 +163,10 @@ def _quantize(
     strides: tuple[int, int],
     out_stride: int,
     values_per_thread: int,
+    is_paired: bool,
 ) -> None:
     """Launch the kernel that quantizes rows; strides of values: between destinations, between parts."""
-    groups, slots, tiles = _tile(layout, out.device)
+    groups, slots, tiles = _tile(layout, _warp_size(out.device) * (1 + is_paired))
     # Lengths and strides are passed in the largest unit they share: in units of 16 values the compiler knows
     # them to be multiples of 16, and moves whole vectors.
     unit = math.gcd(_VALUE_UNIT, layout.numel, *strides)
@@ -172,7 +180,7 @@ def _quantize(
         ),
         (
             *(unit, layout.bits, _group_blocks(layout), groups, slots),
-            *(replica is not None, hadamard is not None, rounding is not None),
+            *(replica is not None, hadamard is not None, rounding is not None, is_paired),
         ),
         _warps(groups * slots, values_per_thread, out.device),
     )
@@ -188,7 +196,7 @@ def subtract_quantize(
     """
     # No transform has to find a chunk in one thread: more threads keep more loads in flight.
     place = {"destinations": 1, "strides": (0, 0), "out_stride": 0, "values_per_thread": 8}
-    _quantize(main, replica, out, layout, None, rounding, **place)
+    _quantize(main, replica, out, layout, None, rounding, **place, is_paired=False)
 
 
 def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, accumulate: bool) -> None:
@@ -229,7 +237,9 @@ def hadamard_quantize(
     # The stride of a dimension of size 1 means nothing.
     strides = values.stride(0) if destinations > 1 else 0, values.stride(1) if parts > 1 else 0
     place = {"destinations": destinations, "strides": strides, "out_stride": _message_stride(out)}
-    _quantize(values, None, out, layout, hadamard, rounding, **place, values_per_thread=16)
+    is_paired = hadamard is not None and _in_pairs(layout)
+    work = {"values_per_thread": 32 if is_paired else 16, "is_paired": is_paired}
+    _quantize(values, None, out, layout, hadamard, rounding, **place, **work)
 
 
 def dequantize_reduce_quantize(
@@ -245,7 +255,8 @@ def dequantize_reduce_quantize(
     Bytes per value: k * (bits_in / 8 + 2 / group_size_in) read, bits_out / 8 + 2 / group_size_out written;
     4.58 for four messages of 8 bits into 4 bits with groups of 128.
     """
-    groups, slots, tiles = _tile(sent, out.device)
+    is_paired = rounding is not None and messages.shape[0] <= _MAX_PAIRED and _in_pairs(sent)
+    groups, slots, tiles = _tile(sent, _warp_size(out.device) * (1 + is_paired))
     _launch(
         reduce_quantize_kernel,
         (tiles, received.parts, 1),
@@ -256,9 +267,9 @@ def dequantize_reduce_quantize(
         ),
         (
             *(_unrolled(messages.shape[0]), received.bits, _group_blocks(received)),
-            *(sent.bits, _group_blocks(sent), groups, slots, rounding is not None),
+            *(sent.bits, _group_blocks(sent), groups, slots, rounding is not None, is_paired),
         ),
-        _warps(groups * slots, 16, out.device),
+        _warps(groups * slots, 32 if is_paired else 16, out.device),
     )
 
 

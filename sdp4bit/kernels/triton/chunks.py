@@ -11,6 +11,11 @@ A tile comes as two halves, `low` and `high`, computed side by side. Each slot o
 * int4: the same place in the low and in the high half of a group, two chunks that share their bytes;
 * int8 and fp32: the first and the second chunk of a block, which share their random words.
 
+int4 groups of an even number of blocks can be worked on in pairs of slots (PAIRED): a tile then comes as four
+parts, `low` and `high` of an even slot and of the next one, so that a thread has both chunks of each block,
+which are transformed together and share their random words. Only where a row ends with a group of an odd
+number of blocks do its high chunks lie otherwise; that tile takes a longer way.
+
 Names: `chunk`, `group`, `slot`, `blocks` count in a row; GROUP is the size of a group in blocks of 32. What
 belongs to a chunk, such as its mask, has one dimension less than its values.
 """
@@ -34,7 +39,7 @@ _HALF = tl.constexpr(0x8000)
 _INT4_OFFSETS = tl.constexpr(0x88 << 16)
 _LOWBIAS_1 = tl.constexpr(0x7FEB352D)
 _LOWBIAS_2 = tl.constexpr(0x846CA68B)
-_ONE_BITS = tl.constexpr(0x3F800000)
+_EXPONENT_MASK = tl.constexpr(0x7F800000)
 # An int4 code in the mantissa of a float, see _decode_int4.
 LOW_NIBBLE = tl.constexpr(0x0F)
 LOW_EXPONENT = tl.constexpr(0x4B000000)  # 2**23
@@ -197,6 +202,13 @@ def chunks_of(group, slot, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def ends_odd(tile, blocks, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Return whether a tile has the end of a row that ends with an odd number of blocks; GROUP is even."""
+    rest = blocks - tile * (GROUP * GROUPS)
+    return (rest < GROUP * GROUPS) & ((rest & 1) == 1)
+
+
+@triton.jit
 def codes_and_scales(message, part, parts, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
     """Return where the codes (uint8) and the scales (int16) of one part of a message begin."""
     row_bytes = blocks.to(tl.int64) * (4 * BITS)  # 32 values of BITS / 8 bytes
@@ -279,15 +291,16 @@ def sum_messages(
 
 
 @triton.jit
-def largest_bits(low, high):
+def largest_bits(values):
     """Return the largest magnitude of each group, int32 [groups, 1]: as bits, NaN > Inf > finite."""
-    low = low.to(tl.int32, bitcast=True)
-    high = high.to(tl.int32, bitcast=True)
     # As signed numbers the bits of positive floats are the largest, as unsigned ones those of negative
     # floats: two maxima per value, of which GPUs take two at a time, instead of a mask and a maximum.
-    positive = tl.max(tl.maximum(low, high), 2)
-    negative = tl.max(tl.maximum(low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)), 2)
-    largest = tl.maximum(positive, negative.to(tl.int32, bitcast=True) & _ABS_MASK)
+    signed = values[0].to(tl.int32, bitcast=True)
+    unsigned = values[0].to(tl.uint32, bitcast=True)
+    for i in tl.static_range(1, len(values)):
+        signed = tl.maximum(signed, values[i].to(tl.int32, bitcast=True))
+        unsigned = tl.maximum(unsigned, values[i].to(tl.uint32, bitcast=True))
+    largest = tl.maximum(tl.max(signed, 2), tl.max(unsigned, 2).to(tl.int32, bitcast=True) & _ABS_MASK)
     return tl.max(largest, 1, keep_dims=True)
 
 
@@ -298,10 +311,14 @@ def compute_scale(largest, BITS: tl.constexpr):
     unused = not_finite | (largest < _TINY_BITS)
     step = largest.to(tl.float32, bitcast=True) * (1.0 / (2 ** (BITS - 1) - 1))
     bits = (step.to(tl.int32, bitcast=True) + _SCALE_ROUND_UP) & _HIGH_HALF
-    # Lanes of groups that need no reciprocal divide by one: what they compute is thrown away.
-    divisor = tl.where(unused, _ONE_BITS, bits).to(tl.float32, bitcast=True)
-    # The operator / is approximate on a GPU; div_rn is not.
-    quotient = tl.div_rn(tl.full(divisor.shape, 65536.0, tl.float32), divisor)
+    # 65536 / scale, rounded to nearest. NVIDIA's division of floats calls a function for subnormals, and
+    # registers are spilled around the call. A scale is M * 2**(e - 134), with M from 128 to 255 and e its
+    # exponent field, and 65536 / scale is 2**31 / M * 2**(119 - e). Rounded to an integer (there are no
+    # ties), 2**31 / M has the quotient's 24 bits, which fp32 holds; then their exponent is put right.
+    mantissa = ((bits >> 16) & 0x7F | 0x80).to(tl.uint32)
+    digits = ((mantissa >> 1) + 0x80000000) // mantissa
+    exponent = (119 << 23) - (bits & _EXPONENT_MASK)
+    quotient = (digits.to(tl.float32).to(tl.int32, bitcast=True) + exponent).to(tl.float32, bitcast=True)
     bits = tl.where(unused, 0, bits >> 16)
     return tl.where(not_finite, _NAN_SCALE, bits), tl.where(unused, 0.0, quotient)
 
@@ -316,8 +333,49 @@ def _fixed(value, reciprocal):
 
 
 @triton.jit
+def _pack(low, high):
+    """Return the bytes of int4 codes of numbers in units of 2**-16, already rounded but for the cut."""
+    # A code is what lies above the fraction of 16 bits. Both, the high one times 16, are added before the
+    # fraction goes, and with them the offset of 8 that each has: a byte of two numbers from 0 to 15.
+    return (((high & _HIGH_HALF) * 16 + low + _INT4_OFFSETS) >> 16).to(tl.uint8)
+
+
+@triton.jit
+def _store_pairs(
+    codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1,
+    GROUP: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Write the codes of a tile of pairs of slots."""
+    low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, 4, GROUP)
+    _, _, next_mask = chunks_of(group, slot + 1, blocks, 4, GROUP)
+    # Rounded as soon as the bits are known, in either branch, so that only one of the two stays in registers.
+    high = _fixed(values[1], reciprocal)
+    next_high = _fixed(values[3], reciprocal)
+    if STOCHASTIC:
+        if is_odd:
+            high += _random16(first_block, high_chunk, k0, k1)
+            next_high += _random16(first_block, high_chunk + 1, k0, k1)
+        else:
+            mixed = _hash32(first_block + (high_chunk >> 1), k0, k1)
+            high += _low16(mixed)
+            next_high += _high16(mixed)
+        mixed = _hash32(first_block + (low_chunk >> 1), k0, k1)
+        low = _fixed(values[0], reciprocal) + _low16(mixed)
+        next_low = _fixed(values[2], reciprocal) + _high16(mixed)
+    else:
+        high += _HALF
+        next_high += _HALF
+        low = _fixed(values[0], reciprocal) + _HALF
+        next_low = _fixed(values[2], reciprocal) + _HALF
+    position = group * GROUP + slot
+    tl.store(codes + offsets(position), _pack(low, high), mask=tl.expand_dims(mask, -1))
+    next_mask = tl.expand_dims(next_mask, -1)
+    tl.store(codes + offsets(position + 1), _pack(next_low, next_high), mask=next_mask)
+
+
+@triton.jit
 def store_codes(
-    codes, low, high, reciprocal, group, slot, blocks, first_block, k0, k1,
+    codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1,
     BITS: tl.constexpr, GROUP: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of a tile to a row of a message; `first_block` numbers the row for its random bits."""
@@ -325,8 +383,8 @@ def store_codes(
     mask = tl.expand_dims(mask, -1)
     if BITS == FULL_PRECISION:
         floats = codes.to(tl.pointer_type(tl.float32))
-        tl.store(floats + offsets(low_chunk), low, mask=mask)
-        tl.store(floats + offsets(high_chunk), high, mask=mask)
+        tl.store(floats + offsets(low_chunk), values[0], mask=mask)
+        tl.store(floats + offsets(high_chunk), values[1], mask=mask)
     elif BITS == 8:
         if STOCHASTIC:
             # The two chunks of a block are in one thread, and share their hashes.
@@ -336,23 +394,24 @@ def store_codes(
         else:
             low_random = _HALF
             high_random = _HALF
-        low_code = (_fixed(low, reciprocal) + low_random) >> 16
-        high_code = (_fixed(high, reciprocal) + high_random) >> 16
+        low_code = (_fixed(values[0], reciprocal) + low_random) >> 16
+        high_code = (_fixed(values[1], reciprocal) + high_random) >> 16
         tl.store(codes + offsets(low_chunk), low_code.to(tl.uint8), mask=mask)
         tl.store(codes + offsets(high_chunk), high_code.to(tl.uint8), mask=mask)
-    else:
+    elif len(values) == 2:
         if STOCHASTIC:
             low_random = _random16(first_block, low_chunk, k0, k1)
             high_random = _random16(first_block, high_chunk, k0, k1)
         else:
             low_random = _HALF
             high_random = _HALF
-        low_sum = _fixed(low, reciprocal) + low_random
-        high_sum = _fixed(high, reciprocal) + high_random
-        # A code is what lies above the fraction of 16 bits. Both, the high one times 16, are added before the
-        # fraction goes, and with them the offset of 8 that each has: a byte of two numbers from 0 to 15.
-        packed = (((high_sum & _HIGH_HALF) * 16 + low_sum + _INT4_OFFSETS) >> 16).to(tl.uint8)
-        tl.store(codes + offsets(group * GROUP + slot), packed, mask=mask)
+        low = _fixed(values[0], reciprocal) + low_random
+        high = _fixed(values[1], reciprocal) + high_random
+        tl.store(codes + offsets(group * GROUP + slot), _pack(low, high), mask=mask)
+    else:
+        _store_pairs(
+            codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1, GROUP, STOCHASTIC
+        )
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from sdp4bit.kernels.triton.chunks import (
     compute_scale,
     decode_int4,
     decode_int8,
+    ends_odd,
     flip_signs,
     float_from_bf16,
     largest_bits,
@@ -48,36 +49,65 @@ _RUNTIME = [
 
 
 @triton.jit
+def _read_transformed(
+    row, numel, low_chunk, high_chunk, mask, is_odd, signs,
+    UNIT: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of a row, transformed. Stride 16 joins the two chunks of a block."""
+    if BITS != 4:
+        # They are the low and the high one of a slot.
+        first = load_mixed(row, low_chunk, mask, numel, signs, UNIT, 0)
+        second = load_mixed(row, high_chunk, mask, numel, signs, UNIT, 1)
+        return first + second, first - second
+    elif PAIRED:
+        # They are the low ones of a pair of slots, and the high ones. Of a last slot without another, the low
+        # chunk's block goes on in the group's high chunks, so that it counts here as well.
+        first = load_mixed(row, low_chunk, mask, numel, signs, UNIT, 0)
+        second = load_mixed(row, low_chunk + 1, mask, numel, signs, UNIT, 1)
+        if is_odd:
+            # The high ones of a pair are of two blocks; the others of those are read, and transformed, too.
+            high = load_mixed(row, high_chunk, mask, numel, signs, UNIT, -1)
+            twin = load_mixed(row, high_chunk ^ 1, mask, numel, signs, UNIT, -1)
+            next_high = load_mixed(row, high_chunk + 1, mask, numel, signs, UNIT, -1)
+            next_twin = load_mixed(row, (high_chunk + 1) ^ 1, mask, numel, signs, UNIT, -1)
+            is_first = tl.expand_dims(high_chunk & 1, -1) == 0
+            high = tl.where(is_first, high + twin, twin - high)
+            next_high = tl.where(is_first, next_twin - next_high, next_high + next_twin)
+        else:
+            even = load_mixed(row, high_chunk, mask, numel, signs, UNIT, 0)
+            odd = load_mixed(row, high_chunk + 1, mask, numel, signs, UNIT, 1)
+            high = even + odd
+            next_high = even - odd
+        return first + second, high, first - second, next_high
+    else:
+        # They are in different threads. The other chunk of each block is read again, from the cache, and
+        # transformed again. The first chunk of a block becomes the sum, the second the difference.
+        low = load_mixed(row, low_chunk, mask, numel, signs, UNIT, -1)
+        high = load_mixed(row, high_chunk, mask, numel, signs, UNIT, -1)
+        low_twin = load_mixed(row, low_chunk ^ 1, mask, numel, signs, UNIT, -1)
+        high_twin = load_mixed(row, high_chunk ^ 1, mask, numel, signs, UNIT, -1)
+        low = tl.where(tl.expand_dims(low_chunk & 1, -1) == 0, low + low_twin, low_twin - low)
+        high = tl.where(tl.expand_dims(high_chunk & 1, -1) == 0, high + high_twin, high_twin - high)
+        return low, high
+
+
+@triton.jit
 def _read_values(
-    row, replica, numel, group, slot, blocks, signs,
+    row, replica, numel, group, slot, blocks, is_odd, signs,
     UNIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    HAS_REPLICA: tl.constexpr, HADAMARD: tl.constexpr,
+    HAS_REPLICA: tl.constexpr, HADAMARD: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of a row, less the replica or transformed."""
     low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
     if HADAMARD:
-        # Stride 16 joins the two chunks of a block. With 8 bits they are the low and the high one of a slot;
-        # with 4 bits the halves of a group, which may lie in different blocks.
-        low = load_mixed(row, low_chunk, mask, numel, signs, UNIT, -1 if BITS == 4 else 0)
-        high = load_mixed(row, high_chunk, mask, numel, signs, UNIT, -1 if BITS == 4 else 1)
-        if BITS == 4:
-            # The other chunk of each block is read again, from the cache, and transformed again. The first
-            # chunk of a block becomes the sum, the second the difference.
-            low_twin = load_mixed(row, low_chunk ^ 1, mask, numel, signs, UNIT, -1)
-            high_twin = load_mixed(row, high_chunk ^ 1, mask, numel, signs, UNIT, -1)
-            low = tl.where(tl.expand_dims(low_chunk & 1, -1) == 0, low + low_twin, low_twin - low)
-            high = tl.where(tl.expand_dims(high_chunk & 1, -1) == 0, high + high_twin, high_twin - high)
-        else:
-            difference = low - high
-            low = low + high
-            high = difference
+        return _read_transformed(row, numel, low_chunk, high_chunk, mask, is_odd, signs, UNIT, BITS, PAIRED)
     else:
         low = load_values(row, low_chunk, mask, numel, UNIT)
         high = load_values(row, high_chunk, mask, numel, UNIT)
         if HAS_REPLICA:
             low -= load_values(replica, low_chunk, mask, numel, UNIT)
             high -= load_values(replica, high_chunk, mask, numel, UNIT)
-    return low, high
+        return low, high
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -103,6 +133,7 @@ def quantize_kernel(
     HAS_REPLICA: tl.constexpr,
     HADAMARD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
     """Quantize rows of values, less the replica or transformed, into messages.
 
@@ -117,35 +148,37 @@ def quantize_kernel(
     codes, scales = codes_and_scales(message, part, parts, blocks, BITS, GROUP)
     random = first_block + (destination * parts + part) * row_blocks
     places = scale_slots(part, parts, blocks, BITS, GROUP)
-    slot = tl.expand_dims(tl.arange(0, SLOTS), 0)
+    slot = tl.expand_dims(tl.arange(0, SLOTS // 2) * 2 if PAIRED else tl.arange(0, SLOTS), 0)
 
     for tile in range(tl.program_id(0), tl.cdiv(places, GROUPS), tl.num_programs(0)):
         group = tl.expand_dims(tile * GROUPS + tl.arange(0, GROUPS), 1)
-        low, high = _read_values(
-            source, replica, numel, group, slot, blocks, signs, UNIT, BITS, GROUP, HAS_REPLICA, HADAMARD
-        )
-        largest = largest_bits(low, high)
+        is_odd = ends_odd(tile, blocks, GROUP, GROUPS)
+        held = _read_values(
+            source, replica, numel, group, slot, blocks, is_odd, signs,
+            UNIT, BITS, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
+        )  # fmt: skip
+        largest = largest_bits(held)
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
-                lo, hi = _read_values(
-                    source, replica, numel, group, slot + i, blocks, signs,
-                    UNIT, BITS, GROUP, HAS_REPLICA, HADAMARD,
+                again = _read_values(
+                    source, replica, numel, group, slot + i, blocks, is_odd, signs,
+                    UNIT, BITS, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
                 )  # fmt: skip
-                largest = tl.maximum(largest, largest_bits(lo, hi))
+                largest = tl.maximum(largest, largest_bits(again))
         bits, reciprocal = compute_scale(largest, BITS)
         if BITS != FULL_PRECISION:
             tl.store(scales + group, bits.to(tl.int16), mask=group < places)
         store_codes(
-            codes, low, high, reciprocal, group, slot, blocks, random, k0, k1, BITS, GROUP, STOCHASTIC
+            codes, held, reciprocal, group, slot, blocks, is_odd, random, k0, k1, BITS, GROUP, STOCHASTIC
         )
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
-                lo, hi = _read_values(
-                    source, replica, numel, group, slot + i, blocks, signs,
-                    UNIT, BITS, GROUP, HAS_REPLICA, HADAMARD,
+                again = _read_values(
+                    source, replica, numel, group, slot + i, blocks, is_odd, signs,
+                    UNIT, BITS, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
                 )  # fmt: skip
                 store_codes(
-                    codes, lo, hi, reciprocal, group, slot + i, blocks, random, k0, k1,
+                    codes, again, reciprocal, group, slot + i, blocks, is_odd, random, k0, k1,
                     BITS, GROUP, STOCHASTIC,
                 )  # fmt: skip
 
@@ -154,7 +187,7 @@ def quantize_kernel(
 def _read_sums(
     codes, scales, stride, count, group, slot, blocks,
     BITS_IN: tl.constexpr, GROUP_IN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    COUNT: tl.constexpr,
+    COUNT: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of the sum of a part over all messages, in the slots of the message that is sent."""
     low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
@@ -162,10 +195,25 @@ def _read_sums(
     low = sum_messages(
         codes, scales, stride, count, low_chunk, blocks, mask, BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO
     )
-    high = sum_messages(
-        codes, scales, stride, count, high_chunk, blocks, mask, BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO
-    )
-    return low, high
+    if not PAIRED:
+        high = sum_messages(
+            codes, scales, stride, count, high_chunk, blocks, mask, BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO
+        )
+        return low, high
+    else:
+        _, _, next_mask = chunks_of(group, slot + 1, blocks, BITS, GROUP)
+        next_low = sum_messages(
+            codes, scales, stride, count, low_chunk + 1, blocks, next_mask,
+            BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO,
+        )  # fmt: skip
+        high = sum_messages(
+            codes, scales, stride, count, high_chunk, blocks, mask, BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO
+        )
+        next_high = sum_messages(
+            codes, scales, stride, count, high_chunk + 1, blocks, next_mask,
+            BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO,
+        )  # fmt: skip
+        return low, high, next_low, next_high
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -188,6 +236,7 @@ def reduce_quantize_kernel(
     GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
     """Quantize the sum of each part over all messages into one message per part.
 
@@ -201,35 +250,37 @@ def reduce_quantize_kernel(
     codes, scales = codes_and_scales(message, 0, 1, blocks, BITS, GROUP)
     random = first_block + part * row_blocks
     places = scale_slots(0, 1, blocks, BITS, GROUP)
-    slot = tl.expand_dims(tl.arange(0, SLOTS), 0)
+    slot = tl.expand_dims(tl.arange(0, SLOTS // 2) * 2 if PAIRED else tl.arange(0, SLOTS), 0)
 
     for tile in range(tl.program_id(0), tl.cdiv(places, GROUPS), tl.num_programs(0)):
         group = tl.expand_dims(tile * GROUPS + tl.arange(0, GROUPS), 1)
-        low, high = _read_sums(
-            codes_in, scales_in, step, count, group, slot, blocks, BITS_IN, GROUP_IN, BITS, GROUP, COUNT
-        )
-        largest = largest_bits(low, high)
+        is_odd = ends_odd(tile, blocks, GROUP, GROUPS)
+        held = _read_sums(
+            codes_in, scales_in, step, count, group, slot, blocks,
+            BITS_IN, GROUP_IN, BITS, GROUP, COUNT, PAIRED,
+        )  # fmt: skip
+        largest = largest_bits(held)
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
-                lo, hi = _read_sums(
+                again = _read_sums(
                     codes_in, scales_in, step, count, group, slot + i, blocks,
-                    BITS_IN, GROUP_IN, BITS, GROUP, COUNT,
+                    BITS_IN, GROUP_IN, BITS, GROUP, COUNT, PAIRED,
                 )  # fmt: skip
-                largest = tl.maximum(largest, largest_bits(lo, hi))
+                largest = tl.maximum(largest, largest_bits(again))
         bits, reciprocal = compute_scale(largest, BITS)
         if BITS != FULL_PRECISION:
             tl.store(scales + group, bits.to(tl.int16), mask=group < places)
         store_codes(
-            codes, low, high, reciprocal, group, slot, blocks, random, k0, k1, BITS, GROUP, STOCHASTIC
+            codes, held, reciprocal, group, slot, blocks, is_odd, random, k0, k1, BITS, GROUP, STOCHASTIC
         )
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
-                lo, hi = _read_sums(
+                again = _read_sums(
                     codes_in, scales_in, step, count, group, slot + i, blocks,
-                    BITS_IN, GROUP_IN, BITS, GROUP, COUNT,
+                    BITS_IN, GROUP_IN, BITS, GROUP, COUNT, PAIRED,
                 )  # fmt: skip
                 store_codes(
-                    codes, lo, hi, reciprocal, group, slot + i, blocks, random, k0, k1,
+                    codes, again, reciprocal, group, slot + i, blocks, is_odd, random, k0, k1,
                     BITS, GROUP, STOCHASTIC,
                 )  # fmt: skip
 
