@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from sdp4bit.selftest.kernel_buffers import difference
+from sdp4bit.quantization import ops
+from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.selftest.kernel_buffers import difference, guarded_messages
 from sdp4bit.selftest.kernel_cases import BY_SHAPE, TROUBLE, KernelCase, Shape
 
 
@@ -43,3 +45,22 @@ class ByteTests:
     def test_trouble(self, make: Callable[[], Iterator[KernelCase]]) -> None:
         for case in make():
             self.compare(case.operator, case.first, **case.named)
+
+    @pytest.mark.parametrize("bits", [4, 8])
+    def test_ties_of_every_scale(self, bits):
+        """Values half way between two codes, whose rounding shows the last bit of the scale's reciprocal."""
+        scales = torch.arange(0x3F80, 0x4000).to(torch.int16).view(torch.bfloat16)
+        largest = 2 ** (bits - 1) - 1
+        main = (torch.arange(32) % (2 * largest - 3) - largest + 2.5) * scales.float()[:, None]
+        # A scale is rounded up from that of the largest value, which here is the next lower one's exactly.
+        main[:, 0] = largest * (scales.view(torch.int16) - 1).view(torch.bfloat16).float()
+        for exponent in (-90, 0, 100):
+            layout = MessageLayout(numel=main.numel(), bits=bits, group_size=32)
+            out = guarded_messages(1, layout)[0]
+            scaled = (main * 2.0**exponent).view(-1)
+            named = {"out": out, "layout": layout, "rounding": None}
+            self.compare(ops.subtract_quantize, scaled, replica=None, **named)
+            with ops.use_backend("reference"):
+                ops.subtract_quantize(scaled, replica=None, **named)
+            written = out[layout.scales_offset : layout.payload_bytes].view(torch.bfloat16)
+            assert torch.equal(written.float(), scales.float() * 2.0**exponent)

@@ -2,7 +2,8 @@
 
 On a GPU if there is one, and in Triton's interpreter otherwise. Triton decides at its import whether it
 interprets, so without a GPU this file runs itself in a process of its own, and the rest of the test session
-never sees an interpreted kernel.
+never sees an interpreted kernel. The interpreter then runs the programs of every launch in random order, and
+no two of them may store to one address.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,8 +27,10 @@ from triton.runtime.errors import InterpreterError
 
 from sdp4bit.kernels.triton import backend as cuda
 from sdp4bit.quantization import ops
+from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.selftest.kernel_cases import SHAPES, Shape
+from sdp4bit.selftest.kernel_buffers import guarded_messages, make_values
+from sdp4bit.selftest.kernel_cases import KEY, SHAPES, Shape
 from tests.kernels.byte_tests import ByteTests, compare
 from tests.quantization.property_cases import CALLS, hold
 
@@ -96,6 +101,18 @@ def shape(request: pytest.FixtureRequest) -> Shape:
     return chosen
 
 
+@pytest.fixture(autouse=True)
+def any_order(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Few programs with several tiles each, in random order, if they are interpreted."""
+    if not IS_INTERPRETED:
+        yield
+        return
+    from tests.kernels.program_order import random_order
+
+    with random_order(request.node.nodeid, resident_warps=3):
+        yield
+
+
 def compare_unless_too_old(*args: Any, **named: Any) -> None:
     """Skip if this is Triton before 3.7 and NumPy since 2.4: no interpreted loop to a bound at run time."""
     try:
@@ -120,3 +137,40 @@ class TestBytes(ByteTests):
             compare_unless_too_old(getattr(ops, name), call[0], **call[1])
 
         hold(SOME, CALLS[name](), check, name=name)
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="orders are those of the interpreter")
+class TestOrder:
+    """The check of the order, which every other test here runs under, can fail."""
+
+    @pytest.fixture(autouse=True)
+    def any_order(self):
+        """In place of the one that every other test has."""
+
+    @pytest.mark.parametrize("warps", [1, 2, 5, 24, 100])
+    def test_programs_share_out_all_tiles(self, warps):
+        """From one program with every tile to a program per tile."""
+        from tests.kernels.program_order import random_order
+
+        layout = MessageLayout(numel=128 * 8 * 5 + 77, bits=4, group_size=128, parts=2)
+        values = make_values(2, 3, layout.numel, seed=5).transpose(0, 1)
+        named = {"layout": layout, "hadamard": Hadamard(3), "rounding": KEY._replace(row_stride=1 << 20)}
+        with random_order(str(warps), resident_warps=warps) as order:
+            compare_unless_too_old(ops.hadamard_quantize, values, out=guarded_messages(3, layout), **named)
+        tiles = -(-layout.groups // 16)
+        assert order.launches == 1
+        assert order.programs == 6 * -(-tiles // max(1, 6 * tiles // warps))
+
+    def test_two_programs_that_store_alike_are_found(self):
+        from tests.kernels.program_order import random_order
+
+        layout = MessageLayout(numel=128 * 40, bits=4, group_size=128)
+        out = guarded_messages(2, layout)
+        values = make_values(2, 1, layout.numel, seed=5)
+        with (
+            pytest.raises(AssertionError, match="more than one program"),
+            random_order("", resident_warps=3),
+            patch.object(cuda, "_message_stride", lambda _: 0),  # every message is the first
+            ops.use_backend("triton"),
+        ):
+            ops.hadamard_quantize(values, out=out, layout=layout, hadamard=None, rounding=None)

@@ -1,8 +1,8 @@
 """The five operators as Triton kernels for NVIDIA and AMD GPUs. Not run on a GPU.
 
-What is known: Triton's interpreter gives the bytes of :mod:`sdp4bit.quantization.reference`, and every kernel
-compiles for sm_80, sm_90 and gfx942. Speed is not measured, so tile sizes and warp counts are reasoned, not
-tuned; nothing is tuned at run time.
+What is known: Triton's interpreter gives the bytes of :mod:`sdp4bit.quantization.reference`, every kernel
+compiles for sm_80 to sm_120, gfx942 and gfx950, to as many instructions as docs/benchmarks.md says. Speed is
+not measured, so tile sizes and warp counts are reasoned, not tuned; nothing is tuned at run time.
 
 Each function is one kernel launch and nothing else: no allocation, no other kernel, no wait for the device.
 So a step can be captured in a CUDA graph, after one call that compiles. Each operator passes once over
@@ -32,19 +32,22 @@ from sdp4bit.kernels.triton.kernels import (
     reduce_hadamard_kernel,
     reduce_quantize_kernel,
 )
+from sdp4bit.kernels.triton.launch import launch
 from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MESSAGE_ALIGNMENT, MessageLayout
 from sdp4bit.quantization.random import RoundingKey
 
-_TILE_SLOTS = 64
-"""Slots of 32 values per program; not measured. Two warps of NVIDIA with a slot per thread keep 56 to 72
-registers per thread, and a message of 1 MiB still has programs for every multiprocessor."""
 _MAX_SLOTS = 256
 """Slots of a group that a program keeps in registers; a longer group is read twice."""
 _RAW_GROUP = 4
 """Group size, in blocks, of the tiles of unquantized messages, which have no groups."""
 _MAX_UNROLLED = 8
 """Messages up to which a sum is unrolled, and compiled for their number; not measured."""
+_MAX_PAIRED = 4
+"""Messages up to which threads sum them for a pair of slots; beyond, registers for what is loaded run out."""
+_RESIDENT_WARPS = 24
+"""Warps per multiprocessor that the programs of a launch make up; not measured. Six per scheduler keep it
+busy, as each thread has 16 to 32 values to work on; with more, a program would have fewer tiles."""
 _VALUE_UNIT = 16
 """Rows whose length and strides are multiples of this are read and written in 16-byte vectors."""
 
@@ -61,17 +64,43 @@ def _warps(slots: int, values_per_thread: int, device: torch.device) -> int:
     return max(1, slots * 16 // (values_per_thread * _warp_size(device)))
 
 
-def _launch(kernel, programs: int, out: Tensor, *arguments, num_warps: int, **constants) -> None:
-    if not out.is_cuda and _IS_COMPILED:
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _programs(tiles: int, rows: int, num_warps: int, device: torch.device) -> int:
+    """Return how many programs share out the tiles of a row: as many as fill the device, of equal work."""
+    resident = _multiprocessors(device) * max(1, _RESIDENT_WARPS // num_warps)
+    return -(-tiles // max(1, tiles * rows // resident))
+
+
+def _launch(
+    kernel,
+    grid: tuple[int, int, int],
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[int | float | None, ...],
+    constants: tuple,
+    num_warps: int,
+) -> None:
+    """Launch a kernel for a grid of [tiles, parts, destinations]; the last tensor is the one written."""
+    tiles, parts, destinations = grid
+    rows = parts * destinations
+    if not tiles * rows:
+        return
+    device = tensors[-1].device
+    is_cpu = device.type == "cpu"
+    if is_cpu and _IS_COMPILED:
         raise ValueError(
-            f"Triton kernels need CUDA tensors, got {out.device}: use the numba or reference back end, or "
+            f"Triton kernels need CUDA tensors, got {device}: use the numba or reference back end, or "
             "set TRITON_INTERPRET=1 before Triton is imported to interpret them on the CPU"
         )
-    if not programs:
-        return
-    with torch.cuda.device_of(out):
-        # Fusion would change a sum whose product overflows: infinite when rounded, finite when not.
-        kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
+    programs = _programs(tiles, rows, num_warps, device), parts, destinations
+    if is_cpu or device.index == torch.cuda.current_device():
+        launch(kernel, programs, tensors, numbers, constants, num_warps)
+    else:
+        with torch.cuda.device(device):
+            launch(kernel, programs, tensors, numbers, constants, num_warps)
 
 
 def _signed(bits: int) -> int:
@@ -83,12 +112,20 @@ def _group_blocks(layout: MessageLayout) -> int:
     return _RAW_GROUP if layout.bits == FULL_PRECISION else layout.group_size // BLOCK
 
 
-def _tile(layout: MessageLayout) -> tuple[int, int, int]:
-    """Return groups per program, slots per group (a power of two) and programs per row."""
+def _in_pairs(layout: MessageLayout) -> bool:
+    """Return whether threads can have pairs of slots, which have both chunks of each block."""
+    return layout.bits == 4 and _group_blocks(layout) % 2 == 0
+
+
+def _tile(layout: MessageLayout, threads: int) -> tuple[int, int, int]:
+    """Return groups per tile, slots per group (a power of two) and tiles per row.
+
+    A tile has a slot of 32 values for each of so many threads, or one group.
+    """
     blocks = _group_blocks(layout)
     # Triton's tiles are powers of two: a group of 3 blocks occupies 4 slots, of which one is masked.
     slots = min(1 << (blocks - 1).bit_length(), _MAX_SLOTS)
-    groups = max(1, _TILE_SLOTS // slots)
+    groups = max(1, threads // slots)
     return groups, slots, -(-layout.padded_numel // (BLOCK * blocks * groups))
 
 
@@ -122,25 +159,31 @@ def _quantize(
     hadamard: Hadamard | None,
     rounding: RoundingKey | None,
     *,
-    rows: int,
+    destinations: int,
     strides: tuple[int, int],
     out_stride: int,
     values_per_thread: int,
+    is_paired: bool,
 ) -> None:
     """Launch the kernel that quantizes rows; strides of values: between destinations, between parts."""
-    groups, slots, programs = _tile(layout)
+    groups, slots, tiles = _tile(layout, _warp_size(out.device) * (1 + is_paired))
     # Lengths and strides are passed in the largest unit they share: in units of 16 values the compiler knows
     # them to be multiples of 16, and moves whole vectors.
     unit = math.gcd(_VALUE_UNIT, layout.numel, *strides)
     _launch(
-        quantize_kernel, rows * programs, out,
-        values, values if replica is None else replica, out,
-        layout.numel // unit, strides[0] // unit, strides[1] // unit, layout.parts,
-        layout.padded_numel // BLOCK, out_stride, *_rounding_numbers(rounding), _signs(hadamard),
-        UNIT=unit, BITS=layout.bits, GROUP=_group_blocks(layout), GROUPS=groups, SLOTS=slots,
-        HAS_REPLICA=replica is not None, HADAMARD=hadamard is not None, STOCHASTIC=rounding is not None,
-        num_warps=_warps(groups * slots, values_per_thread, out.device),
-    )  # fmt: skip
+        quantize_kernel,
+        (tiles, layout.parts, destinations),
+        (values, values if replica is None else replica, out),
+        (
+            *(layout.numel // unit, strides[0] // unit, strides[1] // unit),
+            *(layout.padded_numel // BLOCK, out_stride, *_rounding_numbers(rounding), _signs(hadamard)),
+        ),
+        (
+            *(unit, layout.bits, _group_blocks(layout), groups, slots),
+            *(replica is not None, hadamard is not None, rounding is not None, is_paired),
+        ),
+        _warps(groups * slots, values_per_thread, out.device),
+    )
 
 
 def subtract_quantize(
@@ -152,8 +195,8 @@ def subtract_quantize(
     and groups of 2048.
     """
     # No transform has to find a chunk in one thread: more threads keep more loads in flight.
-    place = {"rows": 1, "strides": (0, 0), "out_stride": 0, "values_per_thread": 8}
-    _quantize(main, replica, out, layout, None, rounding, **place)
+    place = {"destinations": 1, "strides": (0, 0), "out_stride": 0, "values_per_thread": 8}
+    _quantize(main, replica, out, layout, None, rounding, **place, is_paired=False)
 
 
 def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, accumulate: bool) -> None:
@@ -162,17 +205,19 @@ def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, 
     Bytes per value: bits / 8 + 2 / group_size read, 2 (bf16 replica) written and, to accumulate, 2 read; 4.5
     with 4 bits and groups of 2048.
     """
-    rows = replica.shape[0]
+    rows, slots = replica.shape[0], _warp_size(replica.device)
     row_stride = replica.stride(0) if rows > 1 else 0
     unit = math.gcd(_VALUE_UNIT, layout.numel, row_stride)
     blocks = layout.padded_numel // BLOCK
     _launch(
-        dequantize_kernel, rows * -(-blocks // _TILE_SLOTS), replica,
-        messages, replica, layout.numel // unit, blocks, _message_stride(messages), row_stride // unit,
-        UNIT=unit, BITS=layout.bits, GROUP=_group_blocks(layout), ROWS=_TILE_SLOTS, ACCUMULATE=accumulate,
+        dequantize_kernel,
+        (-(-blocks // slots), rows, 1),
+        (messages, replica),
+        (layout.numel // unit, blocks, _message_stride(messages), row_stride // unit),
+        (unit, layout.bits, _group_blocks(layout), slots, accumulate),
         # 16 bytes of the replica per thread, the widest store: more would be exchanged before it.
-        num_warps=_warps(_TILE_SLOTS, 16 // replica.element_size(), replica.device),
-    )  # fmt: skip
+        _warps(slots, 16 // replica.element_size(), replica.device),
+    )
 
 
 def hadamard_quantize(
@@ -191,8 +236,10 @@ def hadamard_quantize(
     destinations, parts, _ = values.shape
     # The stride of a dimension of size 1 means nothing.
     strides = values.stride(0) if destinations > 1 else 0, values.stride(1) if parts > 1 else 0
-    place = {"rows": destinations * parts, "strides": strides, "out_stride": _message_stride(out)}
-    _quantize(values, None, out, layout, hadamard, rounding, **place, values_per_thread=16)
+    place = {"destinations": destinations, "strides": strides, "out_stride": _message_stride(out)}
+    is_paired = hadamard is not None and _in_pairs(layout)
+    work = {"values_per_thread": 32 if is_paired else 16, "is_paired": is_paired}
+    _quantize(values, None, out, layout, hadamard, rounding, **place, **work)
 
 
 def dequantize_reduce_quantize(
@@ -208,15 +255,22 @@ def dequantize_reduce_quantize(
     Bytes per value: k * (bits_in / 8 + 2 / group_size_in) read, bits_out / 8 + 2 / group_size_out written;
     4.58 for four messages of 8 bits into 4 bits with groups of 128.
     """
-    groups, slots, programs = _tile(sent)
+    is_paired = rounding is not None and messages.shape[0] <= _MAX_PAIRED and _in_pairs(sent)
+    groups, slots, tiles = _tile(sent, _warp_size(out.device) * (1 + is_paired))
     _launch(
-        reduce_quantize_kernel, received.parts * programs, out,
-        messages, out, messages.shape[0], received.parts, sent.padded_numel // BLOCK,
-        _message_stride(messages), _message_stride(out), *_rounding_numbers(rounding),
-        COUNT=_unrolled(messages.shape[0]), BITS_IN=received.bits, GROUP_IN=_group_blocks(received),
-        BITS=sent.bits, GROUP=_group_blocks(sent), GROUPS=groups, SLOTS=slots,
-        STOCHASTIC=rounding is not None, num_warps=_warps(groups * slots, 16, out.device),
-    )  # fmt: skip
+        reduce_quantize_kernel,
+        (tiles, received.parts, 1),
+        (messages, out),
+        (
+            *(messages.shape[0], sent.padded_numel // BLOCK, _message_stride(messages), _message_stride(out)),
+            *_rounding_numbers(rounding),
+        ),
+        (
+            *(_unrolled(messages.shape[0]), received.bits, _group_blocks(received)),
+            *(sent.bits, _group_blocks(sent), groups, slots, rounding is not None, is_paired),
+        ),
+        _warps(groups * slots, 32 if is_paired else 16, out.device),
+    )
 
 
 def dequantize_reduce_hadamard(
@@ -228,11 +282,18 @@ def dequantize_reduce_hadamard(
     with groups of 128.
     """
     unit, blocks = math.gcd(_VALUE_UNIT, layout.numel), layout.padded_numel // BLOCK
+    slots = _warp_size(out.device)
     _launch(
-        reduce_hadamard_kernel, -(-blocks // _TILE_SLOTS), out,
-        messages, out, layout.numel // unit, messages.shape[0], blocks, _message_stride(messages),
-        multiplier, _signs(hadamard),
-        UNIT=unit, COUNT=_unrolled(messages.shape[0]), BITS=layout.bits, GROUP=_group_blocks(layout),
-        ROWS=_TILE_SLOTS, HADAMARD=hadamard is not None,
-        num_warps=_warps(_TILE_SLOTS, 16, out.device),
-    )  # fmt: skip
+        reduce_hadamard_kernel,
+        (-(-blocks // slots), 1, 1),
+        (messages, out),
+        (
+            *(layout.numel // unit, messages.shape[0], blocks, _message_stride(messages)),
+            *(multiplier, _signs(hadamard)),
+        ),
+        (
+            *(unit, _unrolled(messages.shape[0]), layout.bits, _group_blocks(layout), slots),
+            hadamard is not None,
+        ),
+        _warps(slots, 16, out.device),
+    )

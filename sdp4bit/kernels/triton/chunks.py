@@ -11,6 +11,11 @@ A tile comes as two halves, `low` and `high`, computed side by side. Each slot o
 * int4: the same place in the low and in the high half of a group, two chunks that share their bytes;
 * int8 and fp32: the first and the second chunk of a block, which share their random words.
 
+int4 groups of an even number of blocks can be worked on in pairs of slots (PAIRED): a tile then comes as four
+parts, `low` and `high` of an even slot and of the next one, so that a thread has both chunks of each block,
+which are transformed together and share their random words. Only where a row ends with a group of an odd
+number of blocks do its high chunks lie otherwise; that tile takes a longer way.
+
 Names: `chunk`, `group`, `slot`, `blocks` count in a row; GROUP is the size of a group in blocks of 32. What
 belongs to a chunk, such as its mask, has one dimension less than its values.
 """
@@ -20,6 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 CHUNK = tl.constexpr(16)
 FULL_PRECISION = tl.constexpr(32)
 # Constants of the definition, see sdp4bit.quantization.reference and random.
@@ -30,10 +36,10 @@ _NAN_SCALE = tl.constexpr(0x7FC0)
 _SCALE_ROUND_UP = tl.constexpr(0x10003)
 _HIGH_HALF = tl.constexpr(-65536)
 _HALF = tl.constexpr(0x8000)
-_INT4_OFFSET = tl.constexpr(8 << 16)
+_INT4_OFFSETS = tl.constexpr(0x88 << 16)
 _LOWBIAS_1 = tl.constexpr(0x7FEB352D)
 _LOWBIAS_2 = tl.constexpr(0x846CA68B)
-_ONE_BITS = tl.constexpr(0x3F800000)
+_EXPONENT_MASK = tl.constexpr(0x7F800000)
 # An int4 code in the mantissa of a float, see _decode_int4.
 LOW_NIBBLE = tl.constexpr(0x0F)
 LOW_EXPONENT = tl.constexpr(0x4B000000)  # 2**23
@@ -56,21 +62,24 @@ def offsets(chunk):
 
 
 @triton.jit
-def _inside(chunk, mask, numel):
-    """Return which values of the chunks of a row lie before its end."""
-    # Compared chunk by chunk: if numel is known to be a multiple of 16, loads stay whole vectors.
-    left = tl.expand_dims(numel - chunk.to(tl.int64) * CHUNK, -1)
-    return tl.expand_dims(mask, -1) & (tl.arange(0, CHUNK) < left)
+def _inside(chunk, mask, numel, UNIT: tl.constexpr):
+    """Return which values of the chunks of a row lie before its end, at `numel` units of UNIT values."""
+    if UNIT == CHUNK:
+        return tl.expand_dims(mask & (chunk < numel), -1)
+    else:
+        # Compared chunk by chunk: where a part of a chunk is known to be whole, its accesses stay vectors.
+        left = tl.expand_dims(numel.to(tl.int64) * UNIT - chunk.to(tl.int64) * CHUNK, -1)
+        return tl.expand_dims(mask, -1) & (tl.arange(0, CHUNK) < left)
 
 
 @triton.jit
-def load_values(row, chunk, mask, numel):
-    """Return fp32 of chunks of a row of fp32, bf16 or fp16, zero beyond its `numel` values.
+def load_values(row, chunk, mask, numel, UNIT: tl.constexpr):
+    """Return fp32 of chunks of a row of fp32, bf16 or fp16, zero beyond its `numel` units of UNIT values.
 
-    bf16 goes through integers, because the interpreter has no arithmetic for it.
+    The interpreter has no arithmetic for bf16, and gets its bits as integers.
     """
-    inside = _inside(chunk, mask, numel)
-    if row.dtype.element_ty == tl.bfloat16:
+    inside = _inside(chunk, mask, numel, UNIT)
+    if _IS_INTERPRETED and row.dtype.element_ty == tl.bfloat16:
         bits = tl.load(row.to(tl.pointer_type(tl.int16)) + offsets(chunk), mask=inside, other=0)
         return float_from_bf16(bits)
     else:
@@ -78,9 +87,9 @@ def load_values(row, chunk, mask, numel):
 
 
 @triton.jit
-def store_values(row, chunk, value, mask, numel):
+def store_values(row, chunk, value, mask, numel, UNIT: tl.constexpr):
     """Write fp32 values to chunks of a row of fp32, bf16 or fp16, rounded to nearest even."""
-    inside = _inside(chunk, mask, numel)
+    inside = _inside(chunk, mask, numel, UNIT)
     if row.dtype.element_ty == tl.bfloat16:
         # 0x7FFF, and one more if the upper half is odd, carries into it for more than a half, or for a half
         # whose even neighbour is above. NaN could carry into infinity, or out of the word, and is set apart.
@@ -129,9 +138,9 @@ def flip_signs(value, chunk, signs, HALF: tl.constexpr):
 
 
 @triton.jit
-def load_mixed(row, chunk, mask, numel, signs, HALF: tl.constexpr):
+def load_mixed(row, chunk, mask, numel, signs, UNIT: tl.constexpr, HALF: tl.constexpr):
     """Return fp32 of chunks of a row, their signs changed unless `signs` is None, after mix16."""
-    value = load_values(row, chunk, mask, numel)
+    value = load_values(row, chunk, mask, numel, UNIT)
     if signs is not None:
         value = flip_signs(value, chunk, signs, HALF)
     return mix16(value)
@@ -139,15 +148,32 @@ def load_mixed(row, chunk, mask, numel, signs, HALF: tl.constexpr):
 
 @triton.jit
 def _hash32(block, k0, k1):
-    """Return 32 random bits, uint32 [..., 16]: low halves for lanes 0 to 15 of blocks, high for the rest."""
-    x = tl.expand_dims(block.to(tl.uint32) * 16, -1) + tl.arange(0, CHUNK).to(tl.uint32)
-    x = x ^ k0.to(tl.uint32, bitcast=True)
-    x = x ^ (x >> 16)
+    """Return 32 mixed bits, uint32 [..., 16], for the lanes of blocks; see _low16 and _high16."""
+    # A counter is 16 * block + lane. A lane has four bits, which neither a shift by 16 nor an addition to a
+    # multiple of 16 carries anywhere, so all of the first round but the lane is done once per block.
+    block = block.to(tl.uint32)
+    x = (block * 16) ^ k0.to(tl.uint32, bitcast=True)
+    x = tl.expand_dims(x ^ (x >> 16), -1) ^ tl.arange(0, CHUNK).to(tl.uint32)
     x = x * _LOWBIAS_1
-    x = x ^ k1.to(tl.uint32, bitcast=True)
-    x = x ^ (x >> 15)
-    x = x * _LOWBIAS_2
-    return x ^ (x >> 16)
+    # x ^= k1 and x ^= x >> 15, with what the key contributes to both in one number. A key can number 2**28
+    # blocks, so the shift gives 0: zero in a register of the thread, which makes one instruction of
+    # the two xor, where a number that all threads share would make two.
+    key = k1.to(tl.uint32, bitcast=True)
+    key = (key ^ (key >> 15)) ^ tl.expand_dims(block >> 28, -1)
+    x = x ^ (x >> 15) ^ key
+    return x * _LOWBIAS_2
+
+
+@triton.jit
+def _low16(mixed):
+    """Return the random bits of lanes 0 to 15, int32: the low half of the hash, whose last step is here."""
+    return ((mixed ^ (mixed >> 16)) & 0xFFFF).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _high16(mixed):
+    """Return the random bits of lanes 16 to 31, int32: the high half, which the last step leaves alone."""
+    return (mixed >> 16).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -157,8 +183,9 @@ def _random16(first_block, chunk, k0, k1):
     One hash per value: the other chunk that the hash would serve is in another thread.
     """
     mixed = _hash32(first_block + (chunk >> 1), k0, k1)
-    shift = tl.expand_dims((chunk & 1) * 16, -1).to(tl.uint32)
-    return ((mixed >> shift) & 0xFFFF).to(tl.int32, bitcast=True)
+    # The low half is moved up and gets its last step there; the high half has had it.
+    moved = tl.expand_dims(((chunk & 1) - 1).to(tl.uint32, bitcast=True) << 16, -1)
+    return _high16(mixed ^ ((mixed << 16) & moved))
 
 
 @triton.jit
@@ -172,6 +199,13 @@ def chunks_of(group, slot, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
     else:
         low = (group * GROUP + slot) * 2
         return low, low + 1, slot < size
+
+
+@triton.jit
+def ends_odd(tile, blocks, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Return whether a tile has the end of a row that ends with an odd number of blocks; GROUP is even."""
+    rest = blocks - tile * (GROUP * GROUPS)
+    return (rest < GROUP * GROUPS) & ((rest & 1) == 1)
 
 
 @triton.jit
@@ -222,9 +256,11 @@ def _load_codes(codes, scales, place, group, is_high, mask, BITS: tl.constexpr):
 @triton.jit
 def sum_messages(
     codes, scales, stride, count, chunk, blocks, mask,
-    BITS: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr, SIGNED_ZERO: tl.constexpr,
 ):  # fmt: skip
     """Return the fp32 sum of chunks over messages, in order, from +0.0.
+
+    Without SIGNED_ZERO a zero may have either sign, and one addition per value is saved.
 
     Every chunk finds its own group, so it does not matter which groups the caller works in. `stride` is the
     distance of messages in bytes, even. COUNT unrolls the loop; -1 takes the number of messages from count.
@@ -242,7 +278,11 @@ def sum_messages(
     if COUNT >= 0:
         for i in tl.static_range(COUNT):
             step = i * stride
-            total += _load_codes(codes + step, scales + (step >> 1), place, group, is_high, mask, BITS)
+            value = _load_codes(codes + step, scales + (step >> 1), place, group, is_high, mask, BITS)
+            if i == 0 and not SIGNED_ZERO:
+                total = value
+            else:
+                total += value
     else:
         for i in range(count):
             step = i * stride
@@ -251,11 +291,17 @@ def sum_messages(
 
 
 @triton.jit
-def largest_bits(low, high):
+def largest_bits(values):
     """Return the largest magnitude of each group, int32 [groups, 1]: as bits, NaN > Inf > finite."""
-    low = low.to(tl.int32, bitcast=True) & _ABS_MASK
-    high = high.to(tl.int32, bitcast=True) & _ABS_MASK
-    return tl.max(tl.max(tl.maximum(low, high), 2), 1, keep_dims=True)
+    # As signed numbers the bits of positive floats are the largest, as unsigned ones those of negative
+    # floats: two maxima per value, of which GPUs take two at a time, instead of a mask and a maximum.
+    signed = values[0].to(tl.int32, bitcast=True)
+    unsigned = values[0].to(tl.uint32, bitcast=True)
+    for i in tl.static_range(1, len(values)):
+        signed = tl.maximum(signed, values[i].to(tl.int32, bitcast=True))
+        unsigned = tl.maximum(unsigned, values[i].to(tl.uint32, bitcast=True))
+    largest = tl.maximum(tl.max(signed, 2), tl.max(unsigned, 2).to(tl.int32, bitcast=True) & _ABS_MASK)
+    return tl.max(largest, 1, keep_dims=True)
 
 
 @triton.jit
@@ -265,26 +311,71 @@ def compute_scale(largest, BITS: tl.constexpr):
     unused = not_finite | (largest < _TINY_BITS)
     step = largest.to(tl.float32, bitcast=True) * (1.0 / (2 ** (BITS - 1) - 1))
     bits = (step.to(tl.int32, bitcast=True) + _SCALE_ROUND_UP) & _HIGH_HALF
-    # Lanes of groups that need no reciprocal divide by one: what they compute is thrown away.
-    divisor = tl.where(unused, _ONE_BITS, bits).to(tl.float32, bitcast=True)
-    # The operator / is approximate on a GPU; div_rn is not.
-    quotient = tl.div_rn(tl.full(divisor.shape, 65536.0, tl.float32), divisor)
+    # 65536 / scale, rounded to nearest. NVIDIA's division of floats calls a function for subnormals, and
+    # registers are spilled around the call. A scale is M * 2**(e - 134), with M from 128 to 255 and e its
+    # exponent field, and 65536 / scale is 2**31 / M * 2**(119 - e). Rounded to an integer (there are no
+    # ties), 2**31 / M has the quotient's 24 bits, which fp32 holds; then their exponent is put right.
+    mantissa = ((bits >> 16) & 0x7F | 0x80).to(tl.uint32)
+    digits = ((mantissa >> 1) + 0x80000000) // mantissa
+    exponent = (119 << 23) - (bits & _EXPONENT_MASK)
+    quotient = (digits.to(tl.float32).to(tl.int32, bitcast=True) + exponent).to(tl.float32, bitcast=True)
     bits = tl.where(unused, 0, bits >> 16)
     return tl.where(not_finite, _NAN_SCALE, bits), tl.where(unused, 0.0, quotient)
 
 
 @triton.jit
-def _round(value, reciprocal, offset):
-    """Return codes, int32: value * reciprocal, cut to a multiple of 2**-16, plus offset, rounded down."""
-    reciprocal = tl.expand_dims(reciprocal, -1)
-    # Values of groups without a reciprocal may be NaN, whose conversion to an integer is undefined.
-    fixed = (tl.where(reciprocal > 0.0, value, 0.0) * reciprocal).to(tl.int32)
-    return (fixed + offset) >> 16
+def _fixed(value, reciprocal):
+    """Return value * reciprocal in units of 2**-16, int32, cut to an integer."""
+    # In a group without a reciprocal a product is zero or, if the value is NaN or infinite, NaN. GPUs of both
+    # makers convert that to 0; a CPU may give the smallest integer, whose bits that reach a code are 0, too.
+    # Nothing depends on the code: the scale of such a group is NaN.
+    return (value * tl.expand_dims(reciprocal, -1)).to(tl.int32)
+
+
+@triton.jit
+def _pack(low, high):
+    """Return the bytes of int4 codes of numbers in units of 2**-16, already rounded but for the cut."""
+    # A code is what lies above the fraction of 16 bits. Both, the high one times 16, are added before the
+    # fraction goes, and with them the offset of 8 that each has: a byte of two numbers from 0 to 15.
+    return (((high & _HIGH_HALF) * 16 + low + _INT4_OFFSETS) >> 16).to(tl.uint8)
+
+
+@triton.jit
+def _store_pairs(
+    codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1,
+    GROUP: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Write the codes of a tile of pairs of slots."""
+    low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, 4, GROUP)
+    _, _, next_mask = chunks_of(group, slot + 1, blocks, 4, GROUP)
+    # Rounded as soon as the bits are known, in either branch, so that only one of the two stays in registers.
+    high = _fixed(values[1], reciprocal)
+    next_high = _fixed(values[3], reciprocal)
+    if STOCHASTIC:
+        if is_odd:
+            high += _random16(first_block, high_chunk, k0, k1)
+            next_high += _random16(first_block, high_chunk + 1, k0, k1)
+        else:
+            mixed = _hash32(first_block + (high_chunk >> 1), k0, k1)
+            high += _low16(mixed)
+            next_high += _high16(mixed)
+        mixed = _hash32(first_block + (low_chunk >> 1), k0, k1)
+        low = _fixed(values[0], reciprocal) + _low16(mixed)
+        next_low = _fixed(values[2], reciprocal) + _high16(mixed)
+    else:
+        high += _HALF
+        next_high += _HALF
+        low = _fixed(values[0], reciprocal) + _HALF
+        next_low = _fixed(values[2], reciprocal) + _HALF
+    position = group * GROUP + slot
+    tl.store(codes + offsets(position), _pack(low, high), mask=tl.expand_dims(mask, -1))
+    next_mask = tl.expand_dims(next_mask, -1)
+    tl.store(codes + offsets(position + 1), _pack(next_low, next_high), mask=next_mask)
 
 
 @triton.jit
 def store_codes(
-    codes, low, high, reciprocal, group, slot, blocks, first_block, k0, k1,
+    codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1,
     BITS: tl.constexpr, GROUP: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of a tile to a row of a message; `first_block` numbers the row for its random bits."""
@@ -292,42 +383,45 @@ def store_codes(
     mask = tl.expand_dims(mask, -1)
     if BITS == FULL_PRECISION:
         floats = codes.to(tl.pointer_type(tl.float32))
-        tl.store(floats + offsets(low_chunk), low, mask=mask)
-        tl.store(floats + offsets(high_chunk), high, mask=mask)
+        tl.store(floats + offsets(low_chunk), values[0], mask=mask)
+        tl.store(floats + offsets(high_chunk), values[1], mask=mask)
     elif BITS == 8:
         if STOCHASTIC:
             # The two chunks of a block are in one thread, and share their hashes.
             mixed = _hash32(first_block + (low_chunk >> 1), k0, k1)
-            low_code = _round(low, reciprocal, (mixed & 0xFFFF).to(tl.int32, bitcast=True))
-            high_code = _round(high, reciprocal, (mixed >> 16).to(tl.int32, bitcast=True))
+            low_random = _low16(mixed)
+            high_random = _high16(mixed)
         else:
-            low_code = _round(low, reciprocal, _HALF)
-            high_code = _round(high, reciprocal, _HALF)
+            low_random = _HALF
+            high_random = _HALF
+        low_code = (_fixed(values[0], reciprocal) + low_random) >> 16
+        high_code = (_fixed(values[1], reciprocal) + high_random) >> 16
         tl.store(codes + offsets(low_chunk), low_code.to(tl.uint8), mask=mask)
         tl.store(codes + offsets(high_chunk), high_code.to(tl.uint8), mask=mask)
-    else:
+    elif len(values) == 2:
         if STOCHASTIC:
             low_random = _random16(first_block, low_chunk, k0, k1)
             high_random = _random16(first_block, high_chunk, k0, k1)
-            low_code = _round(low, reciprocal, low_random + _INT4_OFFSET)
-            high_code = _round(high, reciprocal, high_random + _INT4_OFFSET)
         else:
-            low_code = _round(low, reciprocal, _HALF + _INT4_OFFSET)
-            high_code = _round(high, reciprocal, _HALF + _INT4_OFFSET)
-        # The offset of 8 is in the codes already: both are 0 to 15, and fill a byte.
-        packed = (low_code | (high_code << 4)).to(tl.uint8)
-        tl.store(codes + offsets(group * GROUP + slot), packed, mask=mask)
+            low_random = _HALF
+            high_random = _HALF
+        low = _fixed(values[0], reciprocal) + low_random
+        high = _fixed(values[1], reciprocal) + high_random
+        tl.store(codes + offsets(group * GROUP + slot), _pack(low, high), mask=mask)
+    else:
+        _store_pairs(
+            codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1, GROUP, STOCHASTIC
+        )
 
 
 @triton.jit
-def store_scales(scales, bits, group, part, parts, blocks, is_first, GROUP: tl.constexpr):
-    """Write the scales of groups to a message and, if `is_first`, the zeros at its end.
-
-    `scales` are those of the part, one of `parts`. Codes fill whole 16 bytes, so only scales leave a gap.
+def scale_slots(part, parts, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Return how many places for scales a part fills: one per group and, in the last part, the zeros with
+    which the message ends on 16 bytes. Codes fill whole 16 bytes, so only scales leave a gap.
     """
-    groups = tl.cdiv(blocks, GROUP).to(tl.int64)
-    tl.store(scales + group, bits.to(tl.int16), mask=group < groups)
-    count = parts * groups
-    end = tl.where(is_first, (count + 7) // 8 * 8, 0)
-    padding = count + tl.arange(0, 8)
-    tl.store(scales + (padding - part * groups), tl.zeros((8,), tl.int16), mask=padding < end)
+    groups = tl.cdiv(blocks, GROUP)
+    if BITS == FULL_PRECISION:
+        return groups
+    total = parts * groups.to(tl.int64)
+    padding = ((total + 7) // 8 * 8 - total).to(tl.int32)
+    return groups + tl.where(part == parts - 1, padding, 0)

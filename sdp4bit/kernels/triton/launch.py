@@ -1,0 +1,63 @@
+"""Launch a kernel that was launched before without asking Triton again which one it is.
+
+Before every launch Triton works out, as text, the variant of a kernel that the arguments call for, and
+compares the constants that its source refers to with those that it was compiled with: most of what a launch
+costs the host. Here the variant is looked up by the few facts that it depends on; arguments with new ones
+take Triton's own way, which compiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+_ALIGNMENT = 16
+"""Bytes. Triton compiles one variant for pointers that are multiples of this, one for others."""
+_NEAR_BYTES = 2**31 - 1
+"""For AMD Triton compiles one variant for storages of up to this size, with offsets of 32 bits."""
+_INT32 = 2**31
+_IS_HIP = torch.version.hip is not None
+
+_known: dict[tuple[Any, ...], Any] = {}
+"""Compiled kernels by everything their compilation depends on."""
+
+
+def _variant(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what Triton compiles for, of a tensor."""
+    aligned = tensor.data_ptr() % _ALIGNMENT == 0
+    if _IS_HIP:
+        return tensor.dtype, aligned, tensor.untyped_storage().size() <= _NEAR_BYTES
+    return tensor.dtype, aligned
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[int | float | None, ...],
+    constants: tuple[Any, ...],
+    num_warps: int,
+) -> None:
+    """Launch a kernel on the current device and stream.
+
+    Args:
+        kernel: of :mod:`sdp4bit.kernels.triton.kernels`. Its parameters are the tensors, the numbers, none of
+            which it may be specialized for (`do_not_specialize`), and the constants, in this order.
+    """
+    # Fusion would change a sum whose product overflows: infinite when rounded, finite when not.
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    if not isinstance(kernel, triton.JITFunction):
+        kernel[grid](*tensors, *numbers, *constants, **options)  # interpreted
+        return
+    device = tensors[0].get_device()
+    # Of a number Triton compiles for its type only: None, float, or an int of 32 or 64 bits.
+    kinds = [-_INT32 <= x < _INT32 if x.__class__ is int else x.__class__ for x in numbers]
+    key = (kernel.__name__, device, num_warps, constants, *map(_variant, tensors), *kinds)
+    compiled = _known.get(key)
+    if compiled is None or kernel.pre_run_hooks:
+        _known[key] = kernel[grid](*tensors, *numbers, *constants, **options)
+    else:
+        compiled[grid](*tensors, *numbers, *constants)
