@@ -20,18 +20,18 @@ Operator = Literal[
 ]
 
 INSTRUCTIONS: dict[Operator, tuple[float, float]] = {
-    "hadamard_quantize_8": (26, 0),
-    "hadamard_quantize_4": (40, 0),
-    "dequantize_reduce_quantize": (26, 4.5),
-    "dequantize_reduce_hadamard": (16, 4.5),
-    "subtract_quantize": (27, 0),
-    "dequantize_add": (16, 0),
+    "hadamard_quantize_8": (18.2, 0),
+    "hadamard_quantize_4": (17.9, 0),
+    "dequantize_reduce_quantize": (5.9, 5.65),
+    "dequantize_reduce_hadamard": (14.6, 4.5),
+    "subtract_quantize": (17.6, 0),
+    "dequantize_add": (17.6, 0),
 }
 """Instructions of a thread per value that an operator writes: a number, and one per message that it sums.
 
-Counted in the code that Triton compiles for an H100, with stochastic rounding: 44 to sum 4 messages of 8 bits
-and round to 4, 62 for 8 messages; 34 for `dequantize_reduce_hadamard` of 4. `dequantize_add` is an estimate.
-Whoever changes a kernel changes its line here."""
+Counted in the code that Triton compiles for an H100 (docs/benchmarks.md): with stochastic rounding, 28.5 to
+sum 4 messages of 8 bits and round to 4, 51.1 for 8 messages; 32.6 for `dequantize_reduce_hadamard` of 4, whose
+share per message is that of an earlier count. Whoever changes a kernel changes its line here."""
 
 DRAM_SHARE = 0.92
 """Of the nominal memory bandwidth, what a copy reaches."""

@@ -25,18 +25,19 @@ DIFFERENCE = 1 / 2 + 2 / 2048
     ("operator", "messages", "bytes_per_value", "device", "microseconds"),
     [
         # H100: 3.35 TB/s x 0.92 = 3.082 TB/s; 132 x 128 x 1.755 GHz = 29.65 instructions per ps.
-        ("hadamard_quantize_8", 0, FP32 + INT8, "h100", 1.627),  # bytes; 26 instructions take 0.877
-        ("hadamard_quantize_4", 0, FP32 + INT4, "h100", 1.465),  # bytes; 40 take 1.349
-        ("dequantize_reduce_quantize", 4, 4 * INT8 + INT4, "h100", 1.485),  # bytes; 44 take 1.484
-        ("dequantize_reduce_quantize", 8, 8 * INT8 + INT4, "h100", 2.804),  # bytes; 62 take 2.091
-        ("dequantize_reduce_hadamard", 4, 4 * INT4 + FP32, "h100", 1.967),  # bytes; 34 take 1.147
-        ("subtract_quantize", 0, 4 + DIFFERENCE, "h100", 1.461),  # bytes; 27 take 0.911
+        ("hadamard_quantize_8", 0, FP32 + INT8, "h100", 1.627),  # bytes; 18.2 instructions take 0.614
+        ("hadamard_quantize_4", 0, FP32 + INT4, "h100", 1.465),  # bytes; 17.9 take 0.604
+        ("dequantize_reduce_quantize", 4, 4 * INT8 + INT4, "h100", 1.485),  # bytes; 28.5 take 0.961
+        ("dequantize_reduce_quantize", 8, 8 * INT8 + INT4, "h100", 2.804),  # bytes; 51.1 take 1.723
+        ("dequantize_reduce_hadamard", 4, 4 * INT4 + FP32, "h100", 1.967),  # bytes; 32.6 take 1.099
+        ("subtract_quantize", 0, 4 + DIFFERENCE, "h100", 1.461),  # bytes; 17.6 take 0.594
         # H200: as many instructions, 4.8 TB/s x 0.92 = 4.416 TB/s.
-        ("hadamard_quantize_4", 0, FP32 + INT4, "h200", 1.349),
-        ("dequantize_reduce_quantize", 4, 4 * INT8 + INT4, "h200", 1.484),
-        # B200: 7.36 TB/s, 148 x 128 x 1.85 GHz = 35.05 instructions per ps: nearly all wait for issue.
-        ("hadamard_quantize_8", 0, FP32 + INT8, "b200", 0.742),
-        ("subtract_quantize", 0, 4 + DIFFERENCE, "b200", 0.770),
+        ("hadamard_quantize_4", 0, FP32 + INT4, "h200", 1.023),
+        ("dequantize_reduce_quantize", 4, 4 * INT8 + INT4, "h200", 1.037),
+        # B200: 7.36 TB/s, 148 x 128 x 1.85 GHz = 35.05 instructions per ps.
+        ("hadamard_quantize_8", 0, FP32 + INT8, "b200", 0.681),
+        ("subtract_quantize", 0, 4 + DIFFERENCE, "b200", 0.612),
+        ("dequantize_reduce_quantize", 8, 8 * INT8 + INT4, "b200", 1.458),  # instructions; bytes take 1.174
         ("dequantize_add", 0, 4 + DIFFERENCE, "b200", 0.612),
     ],
 )

@@ -70,6 +70,8 @@ class CountCollectives(TorchDispatchMode):
             assert sum(flags.nbytes for flags in args[0]) <= 64
             return
         output, given = args[0], args[1]
+        if name == "allgather_into_tensor_coalesced_":  # of several blocks, in one call
+            name, given = "_allgather_base_", torch.cat([block.view(-1) for block in given])
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[2]))
         if name == "alltoall_base_":
             to_each_peer = given.nbytes / len(ranks)
