@@ -83,14 +83,12 @@ def describe_gradients(config: GradientConfig | None, layout: NodeLayout, shard_
 
 
 def _chunks(config: GradientConfig, layout: NodeLayout, shard_numel: int) -> list[str]:
-    """Return into how many slices a row is cut, if several or chosen between one and several."""
+    """Return into how many slices a row is cut, if several."""
     chunks = pipeline_chunks(
         shard_numel, config=config, nodes=layout.nodes, ranks_per_node=layout.ranks_per_node
     )
-    text = f"{chunks} chunk" + ("s" if chunks > 1 else "")
-    if config.pipeline_chunks is not None:
-        return [text] if chunks > 1 else []
-    return [f"{text} (chosen)"] if min(layout.nodes, layout.ranks_per_node) > 1 else []
+    chosen = " (chosen)" if config.pipeline_chunks is None else ""
+    return [f"{chunks} chunks{chosen}"] if chunks > 1 else []
 
 
 def with_reason(text: str, reason: str | None) -> str:

@@ -30,8 +30,8 @@ INSTRUCTIONS: dict[Operator, tuple[float, float]] = {
 """Instructions of a thread per value that an operator writes: a number, and one per message that it sums.
 
 Counted in the code that Triton compiles for an H100 (docs/benchmarks.md): with stochastic rounding, 28.5 to
-sum 4 messages of 8 bits and round to 4, 51.1 for 8 messages; 32.6 for `dequantize_reduce_hadamard` of 4, whose
-share per message is that of an earlier count. Whoever changes a kernel changes its line here."""
+sum 4 messages of 8 bits and round to 4, 51.1 for 8 messages; 32.6 for `dequantize_reduce_hadamard` of 4, with
+the share per message of an earlier count. Whoever changes a kernel changes its line here."""
 
 DRAM_SHARE = 0.92
 """Of the nominal memory bandwidth, what a copy reaches."""

@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 REASON = reason_to_skip()
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
-TINY = Workload(layers=2, hidden=64, heads=2, vocabulary=512, sequence_length=32)
+TINY = Workload(layers=2, hidden=64, heads=2, vocabulary=512, sequence_length=32, warmup_steps=1)
 ONE_PER_NODE = Cluster(nodes=2, ranks_per_node=1)
 STEPS = 6
 

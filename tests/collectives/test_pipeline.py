@@ -56,7 +56,7 @@ def test_the_table_tells_what_was_chosen() -> None:
     def told(numel: int, chunks: int | None, where: NodeLayout = layout) -> str:
         return describe_gradients(GradientConfig(pipeline_chunks=chunks), where, numel).rpartition(", ")[2]
 
-    assert told(2000, None) == "1 chunk (chosen)"
+    assert told(2000, None) == "Hadamard"
     assert told(8 * MILLION, None) == "3 chunks (chosen)"
     assert told(8 * MILLION, 4) == "4 chunks"
     assert told(8 * MILLION, 1) == told(8 * MILLION, None, one_level) == "Hadamard"

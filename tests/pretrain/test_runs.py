@@ -31,7 +31,7 @@ def test_the_command_line_trains_on_four_processes(text, tmp_path):
     done = command_line(
         *("pretrain", "--nproc-per-node", "4", "--ranks-per-node", "2", "--steps", "8"),
         *("--layers", "1", "--hidden", "64", "--heads", "2", "--learning-rate", "5e-3"),
-        *("--sequence-length", "32"),
+        *("--lr-warmup-iters", "1", "--sequence-length", "32"),
         *("--data-path", str(text), "--vocabulary-size", "512", "--cache-dir", str(text.parent / "cache")),
         *("--out", str(tmp_path), "--log-interval", "4", "--telemetry-interval", "3"),
     )
@@ -199,7 +199,7 @@ def test_compare_writes_summary_table_and_curves(text, tmp_path):
     assert list(summary["strategies"]) == ["baseline", "qw", variant]
     assert summary["complete"] is True
     # The same weights and the same samples: before any update, quantization changes nothing.
-    assert summary["notes"] == []
+    assert [note[:44] for note in summary["notes"]] == ["There is no verdict on a difference of 2 see"]
     assert len(summary["runs"]) == 6
     baseline, _, quantized = summary["strategies"].values()
     assert baseline["difference_to_baseline_percent"] is None
