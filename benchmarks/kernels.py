@@ -106,11 +106,11 @@ def measure(
 
 def describe_machine() -> dict[str, Any]:
     """Hardware, versions, date and command."""
-    processor = platform.processor() or platform.machine()
     information = Path("/proc/cpuinfo")
-    if information.exists():
-        names = [line for line in information.read_text().splitlines() if line.startswith("model name")]
-        processor = names[0].partition(":")[2].strip() if names else processor
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    # Python starts `uname` to answer: only where there is nothing to read.
+    processor = names[0] if names else platform.processor() or platform.machine()
     versions = {"python": platform.python_version()}
     for package in ("torch", "numba", "triton", "sdp4bit"):
         try:
