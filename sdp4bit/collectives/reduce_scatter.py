@@ -14,7 +14,7 @@ from sdp4bit.collectives.exchange import GroupExchange, MessageExchange, Pending
 from sdp4bit.collectives.pipeline import group_unit, slice_lengths
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
-from sdp4bit.config import GradientConfig
+from sdp4bit.config import GradientConfig, Rounding
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR, Hadamard
 from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MessageLayout, message_layout, round_up
@@ -29,9 +29,11 @@ class _Hop:
     level: Level
     stage: Stage
     size: int
+    own: int
+    """Number of this rank among them."""
     bits: int
     group_size: int
-    stochastic: bool
+    rounding: Rounding
 
     def layout(self, numel: int, *, parts: int) -> MessageLayout:
         return message_layout(numel=numel, bits=self.bits, group_size=self.group_size, parts=parts)
@@ -45,9 +47,10 @@ def _hops(topology: Topology, config: GradientConfig) -> list[_Hop]:
                 level="intra",
                 stage=Stage.INTRA,
                 size=topology.ranks_per_node,
+                own=topology.local_rank,
                 bits=config.intra_bits or FULL_PRECISION,
                 group_size=config.intra_group_size,
-                stochastic=config.intra_rounding == "stochastic",
+                rounding=config.intra_rounding,
             )
         )
     if topology.nodes > 1:
@@ -56,12 +59,24 @@ def _hops(topology: Topology, config: GradientConfig) -> list[_Hop]:
                 level="inter",
                 stage=Stage.INTER,
                 size=topology.nodes,
+                own=topology.node,
                 bits=config.inter_bits or FULL_PRECISION,
                 group_size=config.inter_group_size,
-                stochastic=config.inter_rounding == "stochastic",
+                rounding=config.inter_rounding,
             )
         )
     return hops
+
+
+def _as_dither(rounding: RoundingKey | None, *, row: int = 0) -> RoundingKey | None:
+    """Return the key by which the receiver of rows from this one on takes off the dither of all senders.
+
+    Args:
+        rounding: what this rank sends by.
+    """
+    if rounding is None or not rounding.dither:
+        return None
+    return rounding._replace(first=rounding.first + row * rounding.row_stride, sender=0)
 
 
 def count_nonfinite(messages: Tensor, layout: MessageLayout) -> Tensor:
@@ -201,25 +216,36 @@ class QuantizedReduceScatter:
         """
         numel, first, *rest = values.numel(), *self._hops
         layout, hadamard = first.layout(numel, parts=1), self._transform(0)
-        key = RoundingKey(*derive_keys(self._seed, 0))
         message = values.new_empty(1, layout.nbytes, dtype=torch.uint8)
-        rounding = key if first.stochastic else None
+        rounding = self._sample_key(first)
         rows = values.view(1, 1, numel)
         ops.hadamard_quantize(rows, out=message, layout=layout, hadamard=hadamard, rounding=rounding)
         for hop in rest:
             received, layout = layout, hop.layout(numel, parts=1)
             sent = values.new_empty(1, layout.nbytes, dtype=torch.uint8)
-            rounding = key if hop.stochastic else None
+            dither, rounding = _as_dither(rounding), self._sample_key(hop)
             ops.dequantize_reduce_quantize(
-                message, received=received, out=sent, sent=layout, rounding=rounding
+                message, received=received, out=sent, sent=layout, rounding=rounding, dither=dither
             )
             message = sent
         result = torch.empty(numel, dtype=torch.float32, device=values.device)
         factor = INVERSE_FACTOR if hadamard else 1.0
         ops.dequantize_reduce_hadamard(
-            message, out=result, layout=layout, hadamard=hadamard, multiplier=factor
+            message,
+            out=result,
+            layout=layout,
+            hadamard=hadamard,
+            multiplier=factor,
+            dither=_as_dither(rounding),
         )
         return result
+
+    def _sample_key(self, hop: _Hop) -> RoundingKey | None:
+        """Return the key for a sample, which is its own sender."""
+        if hop.rounding == "nearest":
+            return None
+        stream = pack_stream(step=0, bucket=0, stage=hop.stage, rank=0)
+        return RoundingKey(*derive_keys(self._seed, stream), dither=hop.rounding == "dither")
 
     @property
     def bits(self) -> int | None:
@@ -271,11 +297,12 @@ class QuantizedReduceScatter:
         for hop in rest:
             summed = hop.layout(numel, parts=1)
             sent = self._buffer(hop, "send", index, summed, rows)
+            dither = _as_dither(rounding, row=first.own * layout.parts)
             rounding = self._rounding(hop, call, **numbering)
             ops.dequantize_reduce_quantize(
-                received, received=layout, out=sent, sent=summed, rounding=rounding
+                received, received=layout, out=sent, sent=summed, rounding=rounding, dither=dither
             )
-            layout = summed
+            first, layout = hop, summed
             received, transfer = self._start(hop, sent, index, layout, overlaps)
             yield
             transfer.wait()
@@ -284,7 +311,12 @@ class QuantizedReduceScatter:
             nonfinite += count_nonfinite(received, layout)
         factor = multiplier * INVERSE_FACTOR if hadamard else multiplier
         ops.dequantize_reduce_hadamard(
-            received, out=output[places], layout=layout, hadamard=hadamard, multiplier=factor
+            received,
+            out=output[places],
+            layout=layout,
+            hadamard=hadamard,
+            multiplier=factor,
+            dither=_as_dither(rounding, row=first.own * layout.parts),
         )
 
     def _start(
@@ -307,10 +339,15 @@ class QuantizedReduceScatter:
         return self._exchange.messages(hop.level, use, index, nbytes=layout.nbytes, device=like.device)
 
     def _rounding(self, hop: _Hop, call: int, *, first: int, row_stride: int) -> RoundingKey | None:
-        if not hop.stochastic:
+        if hop.rounding == "nearest":
             return None
-        stream = pack_stream(step=call, bucket=self._bucket, stage=hop.stage, rank=self._rank)
-        return RoundingKey(*derive_keys(self._seed, stream), first=first, row_stride=row_stride)
+        rank, dither = self._rank, hop.rounding == "dither"
+        if dither:
+            # Ranks whose messages meet share a key, so that their receiver can draw it: that of the first.
+            rank -= hop.own * (1 if hop.level == "intra" else self._topology.ranks_per_node)
+        stream = pack_stream(step=call, bucket=self._bucket, stage=hop.stage, rank=rank)
+        keys = derive_keys(self._seed, stream)
+        return RoundingKey(*keys, first=first, row_stride=row_stride, dither=dither, sender=hop.own)
 
     def _transform(self, call: int) -> Hadamard | None:
         if not self._hadamard:

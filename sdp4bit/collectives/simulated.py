@@ -209,7 +209,7 @@ class SimulatedReplica(QuantizedReplica):
         sent = self._scratch.messages("weights", layout.size, message.nbytes, device=rows.device)
         for rank in range(layout.size):
             self.quantize(rows[rank], held[rank], sent[rank], call=call, rank=rank)
-        self.apply(sent, held)
+        self.apply(sent, held, call=call)
         if layout.nodes > 1:
             self._traffic.count_messages(message, level="inter", peers=layout.nodes - 1)
         if self._is_full and layout.ranks_per_node > 1:

@@ -102,23 +102,42 @@ class QuantizedReplica:
             out: uint8 [nbytes] of the layout.
             call: number of this refresh of the bucket since the start, for the rounding bits.
         """
-        rounding = None
+        replica = held if self.sends_differences else None
+        layout = self.message_layout(row.numel())
+        rounding = self._dither(layout, call=call, first_rank=rank)
         if self.config.rounding == "stochastic":
             stream = pack_stream(step=call, bucket=self._bucket, stage=Stage.WEIGHT, rank=rank)
             rounding = RoundingKey(*derive_keys(self._seed, stream))
-        replica = held if self.sends_differences else None
-        layout = self.message_layout(row.numel())
         ops.subtract_quantize(row, replica=replica, out=out, layout=layout, rounding=rounding)
 
-    def apply(self, messages: Tensor, rows: Tensor) -> None:
+    def apply(self, messages: Tensor, rows: Tensor, *, call: int, first_rank: int = 0, step: int = 1) -> None:
         """Let row i of a replica follow message i, in place.
 
         Args:
-            messages: uint8 [k, nbytes].
+            messages: uint8 [k, nbytes], message i from rank first_rank + i * step.
             rows: [k, n].
+            call: as the senders had it.
         """
         layout = self.message_layout(rows.shape[1])
-        ops.dequantize_add(messages, replica=rows, layout=layout, accumulate=self.sends_differences)
+        ops.dequantize_add(
+            messages,
+            replica=rows,
+            layout=layout,
+            accumulate=self.sends_differences,
+            dither=self._dither(layout, call=call, first_rank=first_rank, step=step),
+        )
+
+    def _dither(
+        self, layout: MessageLayout, *, call: int, first_rank: int, step: int = 1
+    ) -> RoundingKey | None:
+        """Return the key of the messages of every step-th rank: one for all, which numbers their rows."""
+        if self.config.rounding != "dither":
+            return None
+        keys = derive_keys(
+            self._seed, pack_stream(step=call, bucket=self._bucket, stage=Stage.WEIGHT, rank=0)
+        )
+        row = layout.padded_numel
+        return RoundingKey(*keys, first=first_rank * row, row_stride=step * row, dither=True)
 
     def quantized_differences(self, row: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a quantized refresh has to send and what arrives of it, both in fp32; nothing is sent.
@@ -132,7 +151,8 @@ class QuantizedReplica:
         message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=row.device)
         received = torch.empty(1, row.numel(), dtype=torch.float32, device=row.device)
         self.quantize(row, held, message[0], call=0, rank=self._rank)
-        ops.dequantize_add(message, replica=received, layout=layout, accumulate=False)
+        dither = self._dither(layout, call=0, first_rank=self._rank)
+        ops.dequantize_add(message, replica=received, layout=layout, accumulate=False, dither=dither)
         return row.float() - held.float() if self.sends_differences else row.float(), received[0]
 
 
@@ -318,7 +338,7 @@ class WeightReplica(QuantizedReplica):
                 messages, own, topology.inter, what=self._what("quantized", "inter")
             ).timed_by(stop)
             self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
-        return partial(self._finish_differences, transfer, messages, replica, layout, ranges, slot)
+        return partial(self._finish_differences, transfer, messages, replica, layout, call, ranges, slot)
 
     def _finish_differences(
         self,
@@ -326,11 +346,12 @@ class WeightReplica(QuantizedReplica):
         messages: Tensor,
         replica: Tensor,
         layout: MessageLayout,
+        call: int,
         ranges: Sequence[Range] | None,
         slot: int,
     ) -> None:
         transfer.wait()
-        self._apply_all(messages, replica, layout)
+        self._apply_all(messages, replica, layout, call)
         self._scratch.free_slot(slot)
         if ranges is not None:
             assert self.rows is not None
@@ -339,14 +360,13 @@ class WeightReplica(QuantizedReplica):
                 self.rows[..., start:end] = replica[..., offset : offset + end - start]
                 offset += end - start
 
-    def _apply_all(self, messages: Tensor, replica: Tensor, layout: MessageLayout) -> None:
+    def _apply_all(self, messages: Tensor, replica: Tensor, layout: MessageLayout, call: int) -> None:
         """Add the differences of this rank's peers between nodes and, to a full replica, of all ranks."""
         topology = self._topology
-        if not self.is_full:
-            self.apply(messages, replica)
-            return
-        if topology.intra is None:
-            self.apply(messages, replica[:, 0])
+        if not self.is_full or topology.intra is None:
+            rows = replica[:, 0] if self.is_full else replica
+            first, step = self._rank - topology.node * topology.ranks_per_node, topology.ranks_per_node
+            self.apply(messages, rows, call=call, first_rank=first, step=step)
             return
         gathered = self._scratch.messages(
             "intra receive", topology.size, layout.nbytes, device=messages.device
@@ -359,7 +379,7 @@ class WeightReplica(QuantizedReplica):
         self._traffic.count_messages(
             layout, level="intra", peers=topology.ranks_per_node - 1, copies=topology.nodes
         )
-        self.apply(gathered, replica.view(topology.size, -1))
+        self.apply(gathered, replica.view(topology.size, -1), call=call)
 
     def gather(self, output: Tensor) -> None:
         """Gather the rows of all ranks to `output` [size * n], from the ranks of this node.

@@ -204,15 +204,25 @@ def _quantization(values: int, *, grid: RankGrid, device: torch.device) -> tuple
         if len(hops) > 1:
             received, summed = layouts
             ops.dequantize_reduce_quantize(
-                messages[0], received=received, out=messages[1], sent=summed, rounding=rounding
+                messages[0],
+                received=received,
+                out=messages[1],
+                sent=summed,
+                rounding=rounding,
+                dither=None,
             )
         ops.dequantize_reduce_hadamard(
-            messages[-1], out=result, layout=layouts[-1], hadamard=hadamard, multiplier=INVERSE_FACTOR
+            messages[-1],
+            out=result,
+            layout=layouts[-1],
+            hadamard=hadamard,
+            multiplier=INVERSE_FACTOR,
+            dither=None,
         )
         ops.subtract_quantize(
             main, replica=replica[0], out=differences[0], layout=weight_layout, rounding=None
         )
-        ops.dequantize_add(differences, replica=replica, layout=weight_layout, accumulate=True)
+        ops.dequantize_add(differences, replica=replica, layout=weight_layout, accumulate=True, dither=None)
 
     reduction = gradient_exchange(row, grid=grid, config=gradients)
     return step, reduction.moved_bytes + weight_refresh(row, grid=grid, config=weights).moved_bytes

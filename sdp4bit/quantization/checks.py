@@ -57,16 +57,25 @@ def check_rounding(rounding: RoundingKey | None, *, rows: int, numel: int) -> No
     """Require keys of 32 bits and, for every value of the rows, a number for its random bits."""
     if rounding is None:
         return
-    k0, k1, first, row_stride = rounding
+    k0, k1, first, row_stride, is_dither, sender = rounding
     if not (0 <= k0 < 1 << 32 and 0 <= k1 < 1 << 32):
         raise ValueError(f"k0={k0} and k1={k1} must be unsigned 32-bit keys, as derive_keys returns them")
     if first < 0 or row_stride < 0 or first % BLOCK or row_stride % BLOCK:
         raise ValueError(
             f"first={first} and row_stride={row_stride} must be multiples of {BLOCK}, at least 0"
         )
+    if is_dither not in (False, True) or sender < 0:
+        raise ValueError(f"dither={is_dither!r} must be True or False, and sender={sender} at least 0")
     end = first + max(rows - 1, 0) * row_stride + round_up(numel, BLOCK)
     if end > MAX_ELEMENTS:
         raise ValueError(f"element {end} is beyond {MAX_ELEMENTS}, the most one key can number")
+
+
+def check_dither(dither: RoundingKey | None, *, rows: int, numel: int) -> None:
+    """Require what check_rounding does, and that the key is one of subtractive dither."""
+    if dither is not None and not dither.dither:
+        raise ValueError(f"dither must be a key with dither=True, as its senders had, or None; got {dither}")
+    check_rounding(dither, rows=rows, numel=numel)
 
 
 def check_signs(hadamard: Hadamard | None) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.checks import (
     check_device,
+    check_dither,
     check_layout,
     check_messages,
     check_rounding,
@@ -140,7 +141,7 @@ _PASSING: dict[Any, _Passing] = {
     # A plain tuple: torch takes longer to read a subclass of it, which the key is.
     RoundingKey | None: _Passing(
         "int[]? {0}",
-        lambda x: (None if x is None else (x.k0, x.k1, x.first, x.row_stride),),
+        lambda x: (None if x is None else (x.k0, x.k1, x.first, x.row_stride, int(x.dither), x.sender),),
         lambda numbers: None if numbers is None else RoundingKey(*numbers),
     ),
     Hadamard | None: _Passing(
@@ -228,7 +229,8 @@ def subtract_quantize(
         replica: [n], any of these types, or None; the difference is taken in fp32.
         out: uint8 [nbytes] of the layout.
         layout: of n values, one part.
-        rounding: stochastic with this key, or None for nearest; so for all operators.
+        rounding: stochastic with this key, or subtractive dither if it says so, which the receiver needs the
+            key for; None for nearest. So for all operators.
 
     Raises:
         ValueError: shapes, types, devices or numbers that do not fit; so for all operators.
@@ -249,7 +251,14 @@ def subtract_quantize(
 
 
 @_operator
-def dequantize_add(messages: Tensor, *, replica: Written, layout: MessageLayout, accumulate: bool) -> None:
+def dequantize_add(
+    messages: Tensor,
+    *,
+    replica: Written,
+    layout: MessageLayout,
+    accumulate: bool,
+    dither: RoundingKey | None,
+) -> None:
     """Add message i to row i of the replica, or replace the row by it; fp32 sum, rounded to nearest even.
 
     Args:
@@ -257,12 +266,15 @@ def dequantize_add(messages: Tensor, *, replica: Written, layout: MessageLayout,
         replica: [k, n], fp32, bf16 or fp16, changed in place; rows contiguous.
         layout: of n values, one part.
         accumulate: True adds (differences), False replaces (weights themselves).
+        dither: the key of messages with subtractive dither, which numbers row i as the sender of message i
+            numbered its own; None for other messages.
     """
     if replica.dim() != 2 or (replica.shape[1] > 1 and replica.stride(1) != 1):
         raise ValueError(f"replica must be 2-D with contiguous rows, got {list(replica.shape)}")
     check_layout("layout", layout, numel=replica.shape[1])
     check_messages("messages", messages, count=replica.shape[0], layout=layout)
     check_values("replica", replica, messages=messages)
+    check_dither(dither, rows=replica.shape[0], numel=layout.numel)
 
 
 @_operator
@@ -301,6 +313,7 @@ def dequantize_reduce_quantize(
     out: Written,
     sent: MessageLayout,
     rounding: RoundingKey | None,
+    dither: RoundingKey | None,
 ) -> None:
     """Sum messages and quantize part i of the sum into message i (paper algorithm 3, steps 4 and 5).
 
@@ -309,6 +322,8 @@ def dequantize_reduce_quantize(
         received: of n values, any number of parts.
         out: uint8 [parts, nbytes] of the layout `sent`, one per node.
         sent: of n values, one part.
+        dither: the key of messages that came with subtractive dither, message i from sender i whatever the
+            key's own; it numbers part i as row i. None for other messages.
     """
     if out.dim() != 2:
         raise ValueError(f"out must be 2-D, one message per row, got {list(out.shape)}")
@@ -318,11 +333,18 @@ def dequantize_reduce_quantize(
     check_messages("out", out, count=received.parts, layout=sent)
     check_device("messages", messages, messages=out)
     check_rounding(rounding, rows=received.parts, numel=sent.numel)
+    check_dither(dither, rows=received.parts, numel=received.numel)
 
 
 @_operator
 def dequantize_reduce_hadamard(
-    messages: Tensor, *, out: Written, layout: MessageLayout, hadamard: Hadamard | None, multiplier: float
+    messages: Tensor,
+    *,
+    out: Written,
+    layout: MessageLayout,
+    hadamard: Hadamard | None,
+    multiplier: float,
+    dither: RoundingKey | None,
 ) -> None:
     """Sum messages, transform the sum and multiply it (paper algorithm 3, steps 7 and 8).
 
@@ -333,6 +355,7 @@ def dequantize_reduce_hadamard(
         out: [n], fp32, bf16 or fp16; contiguous.
         layout: of n values, one part.
         hadamard: that of the values that were sent, or None; its signs change back after the transform.
+        dither: as for dequantize_reduce_quantize.
     """
     if out.dim() != 1 or not out.is_contiguous():
         raise ValueError(f"out must be 1-D and contiguous, got {list(out.shape)}")
@@ -340,3 +363,4 @@ def dequantize_reduce_hadamard(
     check_messages("messages", messages, count=None, layout=layout)
     check_values("out", out, messages=messages)
     check_signs(hadamard)
+    check_dither(dither, rows=1, numel=layout.numel)

@@ -41,7 +41,7 @@ class Stage(IntEnum):
 
 
 class RoundingKey(NamedTuple):
-    """Key of a stochastic rounding: what its random bits are computed from besides an element's number."""
+    """Key of a random rounding: what its random bits are computed from besides an element's number."""
 
     k0: int
     k1: int
@@ -50,6 +50,15 @@ class RoundingKey(NamedTuple):
     """Number of the first value of row 0, a multiple of 32."""
     row_stride: int = 0
     """How far apart in numbers consecutive rows begin, a multiple of 32."""
+    dither: bool = False
+    """Subtractive dither: receivers who know the key take the upper 8 of an element's 16 bits off again."""
+    sender: int = 0
+    """Number of the sender among those whose values are summed and who share the key, for dither."""
+
+    @property
+    def mask(self) -> int:
+        """The 8 bits by which the sender changes the upper ones of every element; see dither_mask."""
+        return dither_mask(self.sender)
 
 
 def pack_stream(*, step: int, bucket: int, stage: Stage, rank: int) -> int:
@@ -111,6 +120,18 @@ def draw_signs(seed: int, *, step: int, bucket: int) -> int:
         ValueError: as :func:`pack_stream`.
     """
     return derive_keys(seed, pack_stream(step=step, bucket=bucket, stage=Stage.SIGNS, rank=0))[0]
+
+
+def dither_mask(sender: int) -> int:
+    """Return what a sender changes its dither by: the low 8 bits of its number, in reverse order.
+
+    Every sender's dither is uniform, as any bits are after an exclusive or. Together those of 2**k senders
+    lie in different of 2**k equal intervals (a digital shift by the van der Corput sequence): where senders
+    have nearly equal values, their errors cancel; where they have not, their errors are uncorrelated. And
+    the receiver draws bits once for all of them. The idea that senders' dithers should depend on each other
+    is that of correlated quantization (A. T. Suresh et al., ICML 2022, arXiv 2203.04925).
+    """
+    return int(f"{sender & 0xFF:08b}"[::-1], 2)
 
 
 def _signed(value: int) -> int:

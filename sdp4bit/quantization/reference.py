@@ -7,6 +7,12 @@ The numbers are chosen so that fp32 arithmetic gives one answer everywhere:
   code * scale is exact in fp32 (no difference between fused and separate multiply-add).
 * code = (trunc(x * (65536 / scale)) + r) >> 16, with r = 0x8000 (nearest) or 16 random bits (stochastic):
   one correctly rounded division per group, one multiplication per value, integers afterwards.
+* With subtractive dither (arXiv 1904.01197) the code is the stochastic one, and the receiver, who knows r,
+  takes it as (code + 1/2 - r / 65536) * scale: the error is uniform over one step and independent of x, half
+  the variance, still unbiased. It subtracts the upper 8 bits of r, in the middle of what the others can be:
+  all 16 would leave no room for the scale's 8 in an exact product, and would gain 2**-16 of the variance.
+  An x whose fixed-point number is 0 gets the lowest code, which no other has, and is received as 0: what no
+  sender had a gradient for stays exactly untouched.
 * A group that holds NaN or Inf gets a NaN scale and dequantizes to NaN, so that a loss scaler or a norm
   check still sees it. A group below 2**-100 becomes zero, whatever the flush-to-zero mode.
 * Sums start from +0.0 and add the contributions in rank order, in fp32.
@@ -57,16 +63,32 @@ def compute_scales(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return (scale_bits >> 16).to(torch.int16).view(torch.bfloat16), reciprocal, not_finite
 
 
-def quantize_groups(groups: Tensor, bits: int, random: Tensor | None) -> tuple[Tensor, Tensor]:
+def quantize_groups(
+    groups: Tensor, bits: int, random: Tensor | None, *, dither: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return the codes (int32, shape of groups) and the bf16 scales [...] of fp32 groups [..., size].
 
     Args:
-        random: 16 random bits per value, int32, for stochastic rounding; None rounds to nearest.
+        random: 16 random bits per value, int32, for stochastic rounding or dither; None rounds to nearest.
+        dither: give zeros the lowest code, for :func:`subtract_dither`.
     """
     scales, reciprocal, not_finite = compute_scales(groups, bits)
     finite = groups.masked_fill(not_finite.unsqueeze(-1), 0.0)
     fixed = (finite * reciprocal.unsqueeze(-1)).to(torch.int32)
-    return (fixed + (_HALF if random is None else random)) >> 16, scales
+    codes = (fixed + (_HALF if random is None else random)) >> 16
+    return (codes.masked_fill(fixed == 0, -(1 << bits - 1)) if dither else codes), scales
+
+
+def subtract_dither(codes: Tensor, bits: int, random: Tensor) -> Tensor:
+    """Return what dithered codes stand for, in units of their scale, exactly: fp32 of the shape of the codes.
+
+    Args:
+        codes: int8.
+        random: the 16 random bits that they were rounded by, int32.
+    """
+    # (upper 8 bits + 1/2) / 256 is the middle of the numbers in 0..1 that begin with these bits.
+    dither = ((random >> 8) * 2 + 1).float() / 512
+    return (codes.float() + (0.5 - dither)).masked_fill(codes == -(1 << bits - 1), 0.0)
 
 
 def _group_ranges(layout: MessageLayout) -> Iterator[tuple[int, int, int, int]]:
@@ -100,12 +122,8 @@ def _scales_of(messages: Tensor, layout: MessageLayout) -> Tensor:
     return scales
 
 
-def encode(values: Tensor, out: Tensor, layout: MessageLayout, random: Tensor | None) -> None:
-    """Write values, fp32 [m, parts, padded_numel], into messages out [m, nbytes].
-
-    Args:
-        random: int32 [m * parts, padded_numel] for stochastic rounding, or None for nearest.
-    """
+def encode(values: Tensor, out: Tensor, layout: MessageLayout, rounding: RoundingKey | None) -> None:
+    """Write values, fp32 [m, parts, padded_numel], into messages out [m, nbytes]; rows are m * parts."""
     out[:, layout.payload_bytes :] = 0
     if not layout.padded_numel:
         return
@@ -114,11 +132,15 @@ def encode(values: Tensor, out: Tensor, layout: MessageLayout, random: Tensor | 
         codes.copy_(values.view(torch.uint8))
         return
     scales = _scales_of(out, layout)
-    random = None if random is None else random.view(values.shape)
+    random = None
+    if rounding is not None:
+        rows = values.shape[0] * layout.parts
+        random = _random_rows(rounding, rows=rows, layout=layout, device=values.device).view(values.shape)
     for first, count, group, size in _group_ranges(layout):
         grouped = values[..., first : first + count].unflatten(-1, (-1, size)).contiguous()
         bits = None if random is None else random[..., first : first + count].unflatten(-1, (-1, size))
-        integer, group_scales = quantize_groups(grouped, layout.bits, bits)
+        dither = rounding is not None and rounding.dither
+        integer, group_scales = quantize_groups(grouped, layout.bits, bits, dither=dither)
         if layout.bits == 8:
             packed = integer.to(torch.int8).view(torch.uint8)
         else:
@@ -129,8 +151,12 @@ def encode(values: Tensor, out: Tensor, layout: MessageLayout, random: Tensor | 
         scales[..., group : group + count // size] = group_scales
 
 
-def decode(messages: Tensor, layout: MessageLayout) -> Tensor:
-    """Return the values of messages [m, nbytes] as fp32 [m, parts, padded_numel]."""
+def decode(messages: Tensor, layout: MessageLayout, random: Tensor | None = None) -> Tensor:
+    """Return the values of messages [m, nbytes] as fp32 [m, parts, padded_numel].
+
+    Args:
+        random: int32 [m, parts, padded_numel], the random bits of dithered codes.
+    """
     shape = (messages.shape[0], layout.parts, layout.padded_numel)
     if not layout.padded_numel:
         return torch.zeros(shape, dtype=torch.float32, device=messages.device)
@@ -147,29 +173,33 @@ def decode(messages: Tensor, layout: MessageLayout) -> Tensor:
         else:
             integer = torch.cat([packed & 15, packed >> 4], dim=-1).to(torch.int8) - 8
         group_scales = scales[..., group : group + count // size].float().unsqueeze(-1)
-        values[..., first : first + count] = (integer.float() * group_scales).flatten(-2)
+        units = integer.float()
+        if random is not None:
+            drawn = random[..., first : first + count].unflatten(-1, (-1, size))
+            units = subtract_dither(integer, layout.bits, drawn)
+        values[..., first : first + count] = (units * group_scales).flatten(-2)
     return values
 
 
-def _reduce(messages: Tensor, layout: MessageLayout) -> Tensor:
+def _reduce(messages: Tensor, layout: MessageLayout, dither: RoundingKey | None) -> Tensor:
     """Return the sum over messages [k, nbytes], in order, as fp32 [parts, padded_numel]."""
     total = torch.zeros(layout.parts, layout.padded_numel, dtype=torch.float32, device=messages.device)
-    for message in messages:
-        total = total + decode(message.unsqueeze(0), layout)[0]
+    for sender, message in enumerate(messages):
+        random = None
+        if dither is not None:
+            key = dither._replace(sender=sender)
+            random = _random_rows(key, rows=layout.parts, layout=layout, device=messages.device)
+        total = total + decode(message.unsqueeze(0), layout, random)[0]
     return total
 
 
-def _random_rows(
-    rounding: RoundingKey | None, *, rows: int, layout: MessageLayout, device: torch.device
-) -> Tensor | None:
-    """Return the random bits of rows, int32 [rows, padded_numel], or None for rounding to nearest."""
-    if rounding is None:
-        return None
+def _random_rows(rounding: RoundingKey, *, rows: int, layout: MessageLayout, device: torch.device) -> Tensor:
+    """Return the random bits of rows, int32 [rows, padded_numel], in 0 .. 65535."""
     bits = torch.empty(rows, layout.padded_numel, dtype=torch.int32, device=device)
     for row in range(rows):
         first = row * rounding.row_stride + rounding.first
         bits[row] = random_bits16(first, layout.padded_numel, rounding.k0, rounding.k1, device=device)
-    return bits
+    return bits ^ (rounding.mask << 8) if rounding.dither else bits
 
 
 def subtract_quantize(
@@ -177,13 +207,22 @@ def subtract_quantize(
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`."""
     difference = main.float() if replica is None else main.float() - replica.float()
-    random = _random_rows(rounding, rows=1, layout=layout, device=main.device)
-    encode(_pad(difference.view(1, 1, -1), layout), out.unsqueeze(0), layout, random)
+    encode(_pad(difference.view(1, 1, -1), layout), out.unsqueeze(0), layout, rounding)
 
 
-def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, accumulate: bool) -> None:
+def dequantize_add(
+    messages: Tensor,
+    *,
+    replica: Tensor,
+    layout: MessageLayout,
+    accumulate: bool,
+    dither: RoundingKey | None,
+) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`."""
-    received = decode(messages, layout)[:, 0, : layout.numel]
+    random = None
+    if dither is not None:
+        random = _random_rows(dither, rows=len(messages), layout=layout, device=messages.device).unsqueeze(1)
+    received = decode(messages, layout, random)[:, 0, : layout.numel]
     replica.copy_(replica.float() + received if accumulate else received)
 
 
@@ -199,8 +238,7 @@ def hadamard_quantize(
     padded = _pad(values, layout)
     if hadamard:
         padded = hadamard32(flip_signs(padded, hadamard.signs))
-    rows = values.shape[0] * layout.parts
-    encode(padded, out, layout, _random_rows(rounding, rows=rows, layout=layout, device=values.device))
+    encode(padded, out, layout, rounding)
 
 
 def dequantize_reduce_quantize(
@@ -210,18 +248,23 @@ def dequantize_reduce_quantize(
     out: Tensor,
     sent: MessageLayout,
     rounding: RoundingKey | None,
+    dither: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
-    total = _reduce(messages, received)
-    random = _random_rows(rounding, rows=received.parts, layout=sent, device=messages.device)
-    encode(total.unsqueeze(1), out, sent, random)
+    encode(_reduce(messages, received, dither).unsqueeze(1), out, sent, rounding)
 
 
 def dequantize_reduce_hadamard(
-    messages: Tensor, *, out: Tensor, layout: MessageLayout, hadamard: Hadamard | None, multiplier: float
+    messages: Tensor,
+    *,
+    out: Tensor,
+    layout: MessageLayout,
+    hadamard: Hadamard | None,
+    multiplier: float,
+    dither: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
-    total = _reduce(messages, layout)[0]
+    total = _reduce(messages, layout, dither)[0]
     if hadamard:
         total = flip_signs(hadamard32(total), hadamard.signs)
     out.copy_(total[: layout.numel] * torch.tensor(multiplier, dtype=torch.float32))

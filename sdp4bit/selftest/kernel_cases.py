@@ -23,7 +23,9 @@ from sdp4bit.selftest.kernel_buffers import (
 )
 
 KEY = RoundingKey(*derive_keys(1234, 7))
-ROUNDINGS = (None, KEY)
+DITHER = KEY._replace(dither=True)
+ROUNDINGS = (None, KEY, DITHER._replace(sender=5))
+DITHERS = (None, DITHER._replace(first=96, row_stride=32 * 555))
 TRANSFORMS = (None, Hadamard(), Hadamard(0x99999999))
 ALL_BITS = (4, 8, 32)
 _HOPS = ((8, 4), (4, 8), (4, 4), (8, 8), (32, 8), (32, 4), (8, 32), (32, 32))
@@ -106,11 +108,12 @@ def dequantize_add(shape: Shape) -> Iterator[KernelCase]:
     """See subtract_quantize."""
     for bits in ALL_BITS:
         layout = shape.layout(bits)
-        accumulate, dtype, rows = shape.choose((True, False), DTYPES, (1, 3))
+        accumulate, dtype, rows, dither = shape.choose((True, False), DTYPES, (1, 3), DITHERS)
         values = make_values(rows, shape.numel, seed=4, dtype=dtype)
         replica = guarded_values(values, offset=shape.numel % 3)
         messages = make_messages(rows, layout, seed=3)
-        yield _case(ops.dequantize_add, messages, replica=replica, layout=layout, accumulate=accumulate)
+        named = {"layout": layout, "accumulate": accumulate, "dither": dither}
+        yield _case(ops.dequantize_add, messages, replica=replica, **named)
 
 
 def hadamard_quantize(shape: Shape) -> Iterator[KernelCase]:
@@ -133,8 +136,8 @@ def hadamard_quantize(shape: Shape) -> Iterator[KernelCase]:
 def dequantize_reduce_quantize(shape: Shape) -> Iterator[KernelCase]:
     """See subtract_quantize."""
     for bits_in, bits_out in _HOPS:
-        group_size_in, count, rounding = shape.choose(
-            (None, 96, 32, None, 160, 2048, 128, 512), (1, 2, 4, 16, 3, 17, 9, 0), ROUNDINGS[::-1]
+        group_size_in, count, rounding, dither = shape.choose(
+            (None, 96, 32, None, 160, 2048, 128, 512), (1, 2, 4, 16, 3, 17, 9, 0), ROUNDINGS[::-1], DITHERS
         )
         received = shape.layout(bits_in, parts=2, group_size=group_size_in)
         yield _case(
@@ -144,6 +147,7 @@ def dequantize_reduce_quantize(shape: Shape) -> Iterator[KernelCase]:
             out=guarded_messages(2, shape.layout(bits_out)),
             sent=shape.layout(bits_out),
             rounding=rounding and rounding._replace(first=64, row_stride=32 * 777),
+            dither=dither,
         )
 
 
@@ -151,8 +155,8 @@ def dequantize_reduce_hadamard(shape: Shape) -> Iterator[KernelCase]:
     """See subtract_quantize."""
     for bits in ALL_BITS:
         layout = shape.layout(bits)
-        transform, dtype, count = shape.choose(
-            (Hadamard(), None, Hadamard(0xDEADBEEF), None), DTYPES, (2, 1, 4, 3, 0, 9, 16, 33)
+        transform, dtype, count, dither = shape.choose(
+            (Hadamard(), None, Hadamard(0xDEADBEEF), None), DTYPES, (2, 1, 4, 3, 0, 9, 16, 33), DITHERS
         )
         poison = torch.full((shape.numel,), float("nan"), dtype=dtype)
         yield _case(
@@ -162,6 +166,7 @@ def dequantize_reduce_hadamard(shape: Shape) -> Iterator[KernelCase]:
             layout=layout,
             hadamard=transform,
             multiplier=1 / 96,
+            dither=dither,
         )
 
 
@@ -177,7 +182,7 @@ def long_groups() -> Iterator[KernelCase]:
                 values = make_values(1, 1, numel, seed=13)
                 yield _case(ops.hadamard_quantize, values, hadamard=transform, **written)
             received = long.layout(8, group_size=4096)
-            named = {"received": received, "out": sent, "sent": layout, "rounding": KEY}
+            named = {"received": received, "out": sent, "sent": layout, "rounding": KEY, "dither": DITHER}
             yield _case(ops.dequantize_reduce_quantize, make_messages(2, received, seed=17), **named)
 
 
@@ -204,13 +209,15 @@ def special_scales() -> Iterator[KernelCase]:
             replica = make_special_values(64, seed=9, dtype=dtype)
             layout = MessageLayout(numel=replica.numel(), bits=bits, group_size=64)
             messages = make_messages(3, layout, seed=10, special=True)
-            for accumulate in (False, True):
-                named = {"replica": replica[None], "layout": layout, "accumulate": accumulate}
-                yield _case(ops.dequantize_add, messages[:1], **named)
-            for transform, multiplier in zip(TRANSFORMS, (1.0, 0.1, 2.0**-12), strict=True):
-                named = {"layout": layout, "hadamard": transform, "multiplier": multiplier}
-                out = torch.empty_like(replica)
-                yield _case(ops.dequantize_reduce_hadamard, messages, out=out, **named)
+            for dither in DITHERS:
+                named: dict[str, Any] = {"layout": layout, "dither": dither}
+                for accumulate in (False, True):
+                    target: dict[str, Any] = {"replica": replica[None], "accumulate": accumulate}
+                    yield _case(ops.dequantize_add, messages[:1], **target, **named)
+                for transform, multiplier in zip(TRANSFORMS, (1.0, 0.1, 2.0**-12), strict=True):
+                    out = torch.empty_like(replica)
+                    target = {"out": out, "hadamard": transform, "multiplier": multiplier}
+                    yield _case(ops.dequantize_reduce_hadamard, messages, **target, **named)
 
 
 def special_sums() -> Iterator[KernelCase]:
@@ -219,8 +226,9 @@ def special_sums() -> Iterator[KernelCase]:
         received = MessageLayout(numel=1280, bits=bits_in, group_size=32)
         sent = MessageLayout(numel=1280, bits=bits_out, group_size=64)
         messages = make_messages(2, received, seed=11, special=True)
-        named = {"received": received, "out": guarded_messages(1, sent), "sent": sent, "rounding": KEY}
-        yield _case(ops.dequantize_reduce_quantize, messages, **named)
+        named = {"received": received, "out": guarded_messages(1, sent), "sent": sent}
+        for rounding, dither in ((KEY, None), (DITHER, DITHER)):
+            yield _case(ops.dequantize_reduce_quantize, messages, rounding=rounding, dither=dither, **named)
 
 
 def scales_that_round_up() -> Iterator[KernelCase]:
@@ -245,9 +253,10 @@ def ends_of_random_numbers() -> Iterator[KernelCase]:
         values, out = make_values(1, 2, 64, seed=12), guarded_messages(1, layout)
         for k0, k1 in ((0xFFFFFFFF, 0x80000000), (0, 1)):
             for first, row_stride in ((0, 0), ((1 << 32) - 64, (1 << 32) - 32)):
-                key = RoundingKey(k0, k1, first, row_stride)
-                named = {"layout": layout, "hadamard": Hadamard(), "rounding": key}
-                yield _case(ops.hadamard_quantize, values, out=out, **named)
+                for dither in (False, True):
+                    key = RoundingKey(k0, k1, first, row_stride, dither=dither, sender=255)
+                    named = {"layout": layout, "hadamard": Hadamard(), "rounding": key}
+                    yield _case(ops.hadamard_quantize, values, out=out, **named)
 
 
 BY_SHAPE: tuple[Callable[[Shape], Iterator[KernelCase]], ...] = (

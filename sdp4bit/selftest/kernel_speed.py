@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ RANKS, NODES = 4, 2
 WEIGHT_GROUP, GRADIENT_GROUP = 2048, 128
 DRAWN_ELEMENTS = 1 << 22
 COPY = "copy"
+DITHERED = ", dithered"
+"""Follows the name of an operator between nodes that dithers, or takes dither off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,10 @@ def make_cases(elements: int, device: str) -> dict[str, Case]:
     whole = MessageLayout(numel=elements, bits=4, group_size=GRADIENT_GROUP)
     arrived = _make_messages(main.expand(NODES, 1, elements), whole)
     result = torch.empty_like(main)
+    dithered = numbered._replace(dither=True)
+    summed: dict[str, Any] = {"received": intra, "out": reduced, "sent": inter, "dither": None}
+    finished: dict[str, Any] = {"out": result, "layout": whole, "hadamard": Hadamard()}
+    finished["multiplier"] = 1 / (32 * RANKS * NODES)
     return {
         COPY: Case(run=lambda: copied.copy_(main), inputs=(main,), output=copied),
         "subtract_quantize": Case(
@@ -82,7 +89,9 @@ def make_cases(elements: int, device: str) -> dict[str, Case]:
             output=difference,
         ),
         "dequantize_add": Case(
-            run=lambda: ops.dequantize_add(difference, replica=updated, layout=weights, accumulate=True),
+            run=lambda: ops.dequantize_add(
+                difference, replica=updated, layout=weights, accumulate=True, dither=None
+            ),
             inputs=(difference, updated),
             output=updated,
         ),
@@ -94,16 +103,22 @@ def make_cases(elements: int, device: str) -> dict[str, Case]:
             output=sent,
         ),
         "dequantize_reduce_quantize": Case(
-            run=lambda: ops.dequantize_reduce_quantize(
-                sent, received=intra, out=reduced, sent=inter, rounding=numbered
-            ),
+            run=lambda: ops.dequantize_reduce_quantize(sent, rounding=numbered, **summed),
+            inputs=(sent,),
+            output=reduced,
+        ),
+        f"dequantize_reduce_quantize{DITHERED}": Case(
+            run=lambda: ops.dequantize_reduce_quantize(sent, rounding=dithered, **summed),
             inputs=(sent,),
             output=reduced,
         ),
         "dequantize_reduce_hadamard": Case(
-            run=lambda: ops.dequantize_reduce_hadamard(
-                arrived, out=result, layout=whole, hadamard=Hadamard(), multiplier=1 / (32 * RANKS * NODES)
-            ),
+            run=lambda: ops.dequantize_reduce_hadamard(arrived, dither=None, **finished),
+            inputs=(arrived,),
+            output=result,
+        ),
+        f"dequantize_reduce_hadamard{DITHERED}": Case(
+            run=lambda: ops.dequantize_reduce_hadamard(arrived, dither=dithered, **finished),
             inputs=(arrived,),
             output=result,
         ),

@@ -26,7 +26,9 @@ def padded(rows: Tensor) -> Tensor:
     return full
 
 
-def passed(rows: Tensor, bits: int | None, group_size: int, random: Tensor | None) -> tuple[Tensor, Tensor]:
+def passed(
+    rows: Tensor, bits: int | None, group_size: int, random: Tensor | None, *, dither: bool
+) -> tuple[Tensor, Tensor]:
     """The values that a receiver sees of rows [..., n], and a bound for their distance from what was sent."""
     if bits is None:
         return rows, torch.zeros_like(rows)
@@ -34,21 +36,37 @@ def passed(rows: Tensor, bits: int | None, group_size: int, random: Tensor | Non
     for start in range(0, rows.shape[-1], group_size):
         span = (..., slice(start, start + group_size))
         draws = None if random is None else random[span]
-        codes, scale = reference.quantize_groups(rows[span].contiguous(), bits, draws)
+        codes, scale = reference.quantize_groups(rows[span].contiguous(), bits, draws, dither=dither)
         scale = scale.float().unsqueeze(-1)
-        values[span] = codes.float() * scale
+        units = codes.float()
+        if dither:
+            # Uniform numbers of 8 bits in the middle of their intervals; the lowest code is an exact zero.
+            uniform = (draws // 256 + 0.5) / 256
+            units = torch.where(codes == -(2 ** (bits - 1)), 0.0, units + 0.5 - uniform)
+        values[span] = units * scale
         # A step of the grid, or half of one; 2**-7 more for arithmetic on 16 fractional bits.
-        step = 0.5 if random is None else 1.0
+        step = 0.5 if random is None or dither else 1.0
         bounds[span] = (step + 2**-7) * scale + 2.0**-100
     return values, bounds
 
 
-def rounding_bits(rows: Tensor, *, rounding: str, call: int, stage: Stage, rank: int) -> Tensor | None:
-    """What a rank draws for rows [..., n] of padded length, numbered throughout; None for nearest."""
+def rounding_bits(
+    rows: Tensor, *, rounding: str, call: int, stage: Stage, rank: int, sender: int, distance: int = 1
+) -> Tensor | None:
+    """What a rank draws for rows [..., n] of padded length, numbered throughout; None for nearest.
+
+    With dither it draws what the first sender draws, whose rank is `distance` less per sender, and changes
+    the upper bits by its own number, mirrored.
+    """
     if rounding == "nearest":
         return None
-    keys = derive_keys(SEED, pack_stream(step=call, bucket=BUCKET, stage=stage, rank=rank))
-    return random_bits16(0, rows.numel(), *keys).view(rows.shape)
+    dither = rounding == "dither"
+    stream = pack_stream(
+        step=call, bucket=BUCKET, stage=stage, rank=rank - distance * sender if dither else rank
+    )
+    bits = random_bits16(0, rows.numel(), *derive_keys(SEED, stream)).view(rows.shape)
+    mirrored = sum(1 << (7 - bit) for bit in range(8) if sender >> bit & 1)
+    return bits ^ (mirrored << 8) if dither else bits
 
 
 def reduce_scatter(
@@ -80,9 +98,16 @@ def reduce_scatter(
         for source in range(world):  # node by node, the order in which contributions are added
             sent = rows[source]
             random = rounding_bits(
-                sent, rounding=config.inter_rounding, call=call, stage=Stage.INTER, rank=source
+                sent,
+                rounding=config.inter_rounding,
+                call=call,
+                stage=Stage.INTER,
+                rank=source,
+                sender=source // per_node,
+                distance=per_node,
             )
-            seen, bound = passed(sent, config.inter_bits, config.inter_group_size, random)
+            dither = config.inter_rounding == "dither"
+            seen, bound = passed(sent, config.inter_bits, config.inter_group_size, random, dither=dither)
             total[:, source % per_node] += seen
             limit[:, source % per_node] += bound + bounds[source]
     else:
@@ -105,9 +130,15 @@ def _intra(
     for source in range(world):
         sent = rows[source].view(nodes, per_node, length).transpose(0, 1).contiguous()
         random = rounding_bits(
-            sent, rounding=config.intra_rounding, call=call, stage=Stage.INTRA, rank=source
+            sent,
+            rounding=config.intra_rounding,
+            call=call,
+            stage=Stage.INTRA,
+            rank=source,
+            sender=source % per_node,
         )
-        seen, bound = passed(sent, config.intra_bits, config.intra_group_size, random)
+        dither = config.intra_rounding == "dither"
+        seen, bound = passed(sent, config.intra_bits, config.intra_group_size, random, dither=dither)
         sums[source // per_node] += seen
         limits[source // per_node] += bound
     return sums.view(world, nodes, length), limits.view(world, nodes, length)
@@ -121,8 +152,13 @@ def refresh(replica: Tensor, mains: Tensor, *, config: WeightConfig, call: int) 
     for rank, (held, main) in enumerate(zip(replica, mains, strict=True)):
         direct = config.mode == "direct"
         row = padded(main.float() if direct else main.float() - held.float())
-        random = rounding_bits(row, rounding=config.rounding, call=call, stage=Stage.WEIGHT, rank=rank)
-        values, _ = passed(row, config.bits, config.group_size, random)
+        if config.rounding == "dither":  # all rows are numbered as one
+            stream = pack_stream(step=call, bucket=BUCKET, stage=Stage.WEIGHT, rank=0)
+            random = random_bits16(rank * len(row), len(row), *derive_keys(SEED, stream))
+        else:
+            named = {"rounding": config.rounding, "call": call, "stage": Stage.WEIGHT, "rank": rank}
+            random = rounding_bits(row, **named, sender=0)
+        values, _ = passed(row, config.bits, config.group_size, random, dither=config.rounding == "dither")
         received = values[: len(main)]
         result[rank] = received if direct else held.float() + received
     return result

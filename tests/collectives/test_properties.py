@@ -36,7 +36,7 @@ layouts = st.integers(1, MAX_RANKS).flatmap(
 )
 bits = st.sampled_from([4, 8, None])
 group_sizes = st.sampled_from([32, 64, 96, 128, 256, 2048])
-roundings = st.sampled_from(["nearest", "stochastic"])
+roundings = st.sampled_from(["nearest", "stochastic", "dither"])
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 lengths = st.one_of(st.sampled_from([0, 1, 2, 31, 32, 33, 127, 128, 129, 256]), st.integers(0, 700))
 gradient_configs = st.builds(

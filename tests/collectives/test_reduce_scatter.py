@@ -232,12 +232,15 @@ GRADIENTS = [
     GradientConfig(intra_bits=4, inter_bits=8, hadamard=False, pipeline_chunks=3),
     GradientConfig(intra_bits=None, intra_group_size=96, inter_group_size=256, inter_rounding="nearest"),
     GradientConfig(inter_bits=None, pipeline_chunks=2, intra_rounding="nearest"),
+    GradientConfig(pipeline_chunks=2, intra_rounding="dither", inter_rounding="dither"),
     GradientConfig(intra_bits=None, inter_bits=None),
 ]
 WEIGHTS = [
     WeightConfig(),
     WeightConfig(replica="full", rounding="stochastic", group_size=96),
     WeightConfig(mode="direct", bits=8),
+    WeightConfig(rounding="dither", group_size=96),
+    WeightConfig(replica="full", rounding="dither"),
     WeightConfig(bits=None, replica="full"),
 ]
 

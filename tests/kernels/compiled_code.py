@@ -93,6 +93,7 @@ def messages(count: int, layout: MessageLayout) -> torch.Tensor:
 
 
 KEY = RoundingKey(0xFFFFFFFF, 3, row_stride=1 << 20)
+DITHER = KEY._replace(dither=True)
 
 
 def subtract_quantize(numel=4096, bits=4, group_size=2048, stochastic=False, dtype=torch.float32):
@@ -105,35 +106,49 @@ def subtract_quantize(numel=4096, bits=4, group_size=2048, stochastic=False, dty
 def dequantize_add(numel=4096, bits=4, group_size=2048, accumulate=True, dtype=torch.bfloat16):
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
     replica = torch.zeros(2, numel, dtype=dtype)
-    ops.dequantize_add(messages(2, layout), replica=replica, layout=layout, accumulate=accumulate)
+    ops.dequantize_add(
+        messages(2, layout), replica=replica, layout=layout, accumulate=accumulate, dither=None
+    )
 
 
 def hadamard_quantize(
-    numel=4096, bits=8, group_size=128, hadamard=True, stochastic=True, dtype=torch.float32, signs=0
+    numel=4096, bits=8, group_size=128, hadamard=True, rounding=KEY, dtype=torch.float32, signs=0
 ):
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=2)
     values = torch.zeros(2, 4, numel, dtype=dtype).transpose(0, 1)
-    transform, rounding = Hadamard(signs) if hadamard else None, KEY if stochastic else None
+    transform = Hadamard(signs) if hadamard else None
     out = messages(4, layout)
     ops.hadamard_quantize(values, out=out, layout=layout, hadamard=transform, rounding=rounding)
 
 
-def dequantize_reduce_quantize(numel=4096, count=8, bits_in=8, group_size_in=128, bits=4, group_size=128):
+def dequantize_reduce_quantize(
+    numel=4096, count=8, bits_in=8, group_size_in=128, bits=4, group_size=128, rounding=KEY, dither=None
+):
     received = MessageLayout(numel=numel, bits=bits_in, group_size=group_size_in, parts=2)
     sent = MessageLayout(numel=numel, bits=bits, group_size=group_size)
     out = messages(2, sent)
     ops.dequantize_reduce_quantize(
-        messages(count, received), received=received, out=out, sent=sent, rounding=KEY
+        messages(count, received),
+        received=received,
+        out=out,
+        sent=sent,
+        rounding=rounding,
+        dither=dither,
     )
 
 
 def dequantize_reduce_hadamard(
-    numel=4096, count=4, bits=4, group_size=128, hadamard=True, dtype=torch.float32, signs=0
+    numel=4096, count=4, bits=4, group_size=128, hadamard=True, dtype=torch.float32, signs=0, dither=None
 ):
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
     out, transform = torch.zeros(numel, dtype=dtype), Hadamard(signs) if hadamard else None
     ops.dequantize_reduce_hadamard(
-        messages(count, layout), out=out, layout=layout, hadamard=transform, multiplier=1 / 128
+        messages(count, layout),
+        out=out,
+        layout=layout,
+        hadamard=transform,
+        multiplier=1 / 128,
+        dither=dither,
     )
 
 
@@ -164,6 +179,23 @@ CASES = {
         partial(dequantize_reduce_quantize, count=8), 8 * (1 + GRADIENT_SCALE) + 0.5 + GRADIENT_SCALE
     ),
     "reduce_hadamard 4 x 4 to fp32": Case(dequantize_reduce_hadamard, 4 * (0.5 + GRADIENT_SCALE) + 4),
+    "hadamard_quantize fp32 to dithered 8": Case(
+        partial(hadamard_quantize, rounding=DITHER), 4 + 1 + GRADIENT_SCALE
+    ),
+    "hadamard_quantize fp32 to dithered 4": Case(
+        partial(hadamard_quantize, bits=4, rounding=DITHER), 4 + 0.5 + GRADIENT_SCALE
+    ),
+    "reduce_quantize 4 x 8 to dithered 4": Case(
+        partial(dequantize_reduce_quantize, count=4, rounding=DITHER),
+        4 * (1 + GRADIENT_SCALE) + 0.5 + GRADIENT_SCALE,
+    ),
+    "reduce_quantize 4 x dithered 8 to 4": Case(
+        partial(dequantize_reduce_quantize, count=4, rounding=DITHER, dither=DITHER),
+        4 * (1 + GRADIENT_SCALE) + 0.5 + GRADIENT_SCALE,
+    ),
+    "reduce_hadamard 4 x dithered 4 to fp32": Case(
+        partial(dequantize_reduce_hadamard, dither=DITHER), 4 * (0.5 + GRADIENT_SCALE) + 4
+    ),
 }
 
 

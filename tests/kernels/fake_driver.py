@@ -111,16 +111,30 @@ def operator_calls(numel: int = 1 << 20, *, offset: int = 0) -> dict[str, Callab
             main, replica=replica[0], out=message[0], layout=weights, rounding=None
         ),
         "dequantize_add": lambda: ops.dequantize_add(
-            message, replica=replica, layout=weights, accumulate=True
+            message,
+            replica=replica,
+            layout=weights,
+            accumulate=True,
+            dither=None,
         ),
         "hadamard_quantize": lambda: ops.hadamard_quantize(
             gradient, out=sent, layout=intra, hadamard=transform, rounding=KEY
         ),
         "dequantize_reduce_quantize": lambda: ops.dequantize_reduce_quantize(
-            sent, received=intra, out=reduced, sent=inter, rounding=KEY
+            sent,
+            received=intra,
+            out=reduced,
+            sent=inter,
+            rounding=KEY,
+            dither=None,
         ),
         "dequantize_reduce_hadamard": lambda: ops.dequantize_reduce_hadamard(
-            reduced, out=result, layout=inter, hadamard=transform, multiplier=1 / 256
+            reduced,
+            out=result,
+            layout=inter,
+            hadamard=transform,
+            multiplier=1 / 256,
+            dither=None,
         ),
     }
 

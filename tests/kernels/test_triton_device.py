@@ -38,9 +38,11 @@ KEY = RoundingKey(*derive_keys(1234, 7), row_stride=INTRA.padded_numel)
 def gradient_path(gradient: Tensor, intra: Tensor, inter: Tensor, out: Tensor) -> None:
     rows, transform = gradient.transpose(0, 1), Hadamard()
     ops.hadamard_quantize(rows, out=intra, layout=INTRA, hadamard=transform, rounding=KEY)
-    ops.dequantize_reduce_quantize(intra, received=INTRA, out=inter, sent=INTER, rounding=KEY)
+    ops.dequantize_reduce_quantize(intra, received=INTRA, out=inter, sent=INTER, rounding=KEY, dither=None)
     multiplier = 1 / 32 / (NODES * LOCAL_RANKS)
-    ops.dequantize_reduce_hadamard(inter, out=out, layout=INTER, hadamard=transform, multiplier=multiplier)
+    ops.dequantize_reduce_hadamard(
+        inter, out=out, layout=INTER, hadamard=transform, multiplier=multiplier, dither=None
+    )
 
 
 def path_buffers(seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -133,6 +135,6 @@ def test_offsets_beyond_32_bits(bits):
     assert torch.equal(scales.cpu(), expected[0, short.scales_offset : short.payload_bytes])
     replica = torch.zeros(1, alone, dtype=torch.bfloat16)
     with ops.use_backend("reference"):
-        ops.dequantize_add(expected, replica=replica, layout=short, accumulate=False)
-    ops.dequantize_add(message, replica=main[None], layout=layout, accumulate=False)
+        ops.dequantize_add(expected, replica=replica, layout=short, accumulate=False, dither=None)
+    ops.dequantize_add(message, replica=main[None], layout=layout, accumulate=False, dither=None)
     assert_same(main[-alone:], replica[0])

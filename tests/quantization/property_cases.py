@@ -84,7 +84,10 @@ signs = st.sampled_from([0, 1, 1 << 31, (1 << 32) - 1]) | st.integers(0, 2**32 -
 transforms = st.none() | signs.map(Hadamard)
 numbers = st.integers(0, 1 << 20).map(lambda block: 32 * block)
 words = st.integers(0, 2**32 - 1)
-roundings = st.none() | st.builds(RoundingKey, words, words, numbers, numbers)
+senders = st.integers(0, 300)
+keys = st.builds(RoundingKey, words, words, numbers, numbers, st.booleans(), senders)
+roundings = st.none() | keys
+dithers = st.none() | keys.map(lambda key: key._replace(dither=True))
 counts = st.integers(0, 6) | st.sampled_from([16, 17])
 """Messages that are summed."""
 special_values = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.sampled_from(SPECIAL)), max_size=5)
@@ -175,7 +178,8 @@ def _dequantize_add(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
     rows, layout = draw(st.integers(0, 4)), draw(layouts(draw(lengths)))
     replica = draw(laid_out(draw(tensors((rows, layout.numel)))))
     messages = draw(received_messages(rows, layout))
-    return messages, {"replica": replica, "layout": layout, "accumulate": draw(st.booleans())}
+    named = {"layout": layout, "accumulate": draw(st.booleans()), "dither": draw(dithers)}
+    return messages, {"replica": replica, **named}
 
 
 @st.composite
@@ -194,7 +198,8 @@ def _dequantize_reduce_quantize(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]
     numel, parts = draw(lengths), draw(st.integers(1, 3))
     received, sent = draw(layouts(numel, parts=parts)), draw(layouts(numel))
     messages, out = draw(received_messages(draw(counts), received)), guarded_messages(parts, sent)
-    return messages, {"received": received, "out": out, "sent": sent, "rounding": draw(roundings)}
+    named = {"rounding": draw(roundings), "dither": draw(dithers)}
+    return messages, {"received": received, "out": out, "sent": sent, **named}
 
 
 @st.composite
@@ -204,6 +209,7 @@ def _dequantize_reduce_hadamard(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]
     out = guarded_values(poison, offset=draw(st.integers(0, 8)))
     multiplier = draw(st.sampled_from([1.0, 1 / 32, 1 / 96, -0.3, 0.0, 1e30, 1e-44, math.inf]))
     named = {"layout": layout, "hadamard": draw(transforms), "multiplier": multiplier}
+    named["dither"] = draw(dithers)
     return draw(received_messages(draw(counts), layout)), {"out": out, **named}
 
 

@@ -24,6 +24,8 @@ def reference_backend() -> Iterator[None]:
         yield
 
 
+DITHER = KEY._replace(dither=True)
+
 # Registration
 
 
@@ -40,42 +42,43 @@ def calls_of(name: str) -> Iterator[dict[str, Any]]:
                 main = values_of(layout.numel)
                 yield {"main": main, "replica": replica, "out": out, "layout": layout, "rounding": rounding}
     elif name == "dequantize_add":
-        for rows, layout, dtype, accumulate in [
-            (2, layout_of(4096, 4, 2048), torch.bfloat16, True),
-            (3, layout_of(100, 8, 96), torch.float32, False),
+        for rows, layout, dtype, accumulate, dither in [
+            (2, layout_of(4096, 4, 2048), torch.bfloat16, True, None),
+            (3, layout_of(100, 8, 96), torch.float32, False, DITHER),
         ]:
             messages = quantized(values_of(rows, 1, layout.numel), layout)
             replica = values_of(rows, layout.numel, dtype=dtype, seed=1)
-            yield {"messages": messages, "replica": replica, "layout": layout, "accumulate": accumulate}
+            named = {"layout": layout, "accumulate": accumulate, "dither": dither}
+            yield {"messages": messages, "replica": replica, **named}
     elif name == "hadamard_quantize":
         for values, layout, hadamard, rounding in [
             (values_of(2, 3, 256), layout_of(256, 8, 128, parts=3), Hadamard(), KEY),
             (values_of(1, 2, 100, dtype=torch.bfloat16), layout_of(100, 4, 96, parts=2), None, None),
-            (values_of(3, 2, 256).transpose(0, 1), layout_of(256, 4, 128, parts=3), Hadamard(6), KEY),
+            (values_of(3, 2, 256).transpose(0, 1), layout_of(256, 4, 128, parts=3), Hadamard(6), DITHER),
         ]:
             out = empty_messages(values.shape[0], layout)
             numbered = rounding and rounding._replace(first=32, row_stride=512)
             named = {"layout": layout, "hadamard": hadamard, "rounding": numbered}
             yield {"values": values, "out": out, **named}
     elif name == "dequantize_reduce_quantize":
-        for ranks, received, sent, rounding in [
-            (2, layout_of(256, 8, 128, parts=3), layout_of(256, 4, 128), KEY._replace(row_stride=512)),
-            (3, layout_of(100, 4, 32), layout_of(100, 8, 96), None),
+        for ranks, received, sent, rounding, dither in [
+            (2, layout_of(256, 8, 128, parts=3), layout_of(256, 4, 128), KEY._replace(row_stride=512), None),
+            (3, layout_of(100, 4, 32), layout_of(100, 8, 96), None, DITHER),
         ]:
             messages = quantized(values_of(ranks, received.parts, received.numel), received)
             out = empty_messages(received.parts, sent)
             named = {"received": received, "out": out, "sent": sent, "rounding": rounding}
-            yield {"messages": messages, **named}
+            yield {"messages": messages, **named, "dither": dither}
     else:
-        for ranks, layout, dtype, hadamard in [
-            (2, layout_of(256, 4, 128), torch.float32, Hadamard()),
-            (2, layout_of(256, 4, 128), torch.float32, Hadamard(0xDEADBEEF)),
-            (3, layout_of(100, 8, 96), torch.bfloat16, None),
+        for ranks, layout, dtype, hadamard, dither in [
+            (2, layout_of(256, 4, 128), torch.float32, Hadamard(), None),
+            (2, layout_of(256, 4, 128), torch.float32, Hadamard(0xDEADBEEF), DITHER),
+            (3, layout_of(100, 8, 96), torch.bfloat16, None, None),
         ]:
             messages = quantized(values_of(ranks, 1, layout.numel), layout)
             out = torch.zeros(layout.numel, dtype=dtype)
             named = {"layout": layout, "hadamard": hadamard, "multiplier": 1 / 96}
-            yield {"messages": messages, "out": out, **named}
+            yield {"messages": messages, "out": out, **named, "dither": dither}
 
 
 WRITTEN = {
@@ -160,10 +163,17 @@ def test_whole_round_compiles_into_one_graph_with_the_same_result() -> None:
             rounding=numbered,
         )
         summed = torch.empty(nodes, inter.nbytes, dtype=torch.uint8)
-        ops.dequantize_reduce_quantize(sent, received=intra, out=summed, sent=inter, rounding=numbered)
+        ops.dequantize_reduce_quantize(
+            sent, received=intra, out=summed, sent=inter, rounding=numbered, dither=None
+        )
         reduced = torch.empty(numel)
         ops.dequantize_reduce_hadamard(
-            summed, out=reduced, layout=inter, hadamard=Hadamard(), multiplier=1 / 192
+            summed,
+            out=reduced,
+            layout=inter,
+            hadamard=Hadamard(),
+            multiplier=1 / 192,
+            dither=None,
         )
         difference = torch.empty(weights.nbytes, dtype=torch.uint8)
         ops.subtract_quantize(
@@ -171,7 +181,11 @@ def test_whole_round_compiles_into_one_graph_with_the_same_result() -> None:
         )
         updated = replica.clone()
         ops.dequantize_add(
-            torch.stack([difference, difference]), replica=updated, layout=weights, accumulate=True
+            torch.stack([difference, difference]),
+            replica=updated,
+            layout=weights,
+            accumulate=True,
+            dither=None,
         )
         return reduced, updated
 
@@ -196,7 +210,12 @@ def test_records_and_sizes_that_a_compiled_function_makes() -> None:
         ops.hadamard_quantize(values, out=sent, layout=layout, hadamard=Hadamard(3), rounding=rounding)
         total = torch.empty(values.shape[2])
         ops.dequantize_reduce_hadamard(
-            sent, out=total, layout=layout, hadamard=Hadamard(3), multiplier=1 / 32
+            sent,
+            out=total,
+            layout=layout,
+            hadamard=Hadamard(3),
+            multiplier=1 / 32,
+            dither=None,
         )
         return total
 
@@ -225,7 +244,9 @@ def test_half_precision_values_equal_their_fp32_copies(dtype: torch.dtype) -> No
     messages = quantized(values_of(2, 1, 100), layout)
     narrow, wide = torch.empty(100, dtype=dtype), torch.empty(100)
     for out in (narrow, wide):
-        ops.dequantize_reduce_hadamard(messages, out=out, layout=layout, hadamard=Hadamard(), multiplier=0.1)
+        ops.dequantize_reduce_hadamard(
+            messages, out=out, layout=layout, hadamard=Hadamard(), multiplier=0.1, dither=None
+        )
     assert torch.equal(narrow, wide.to(dtype))
 
 
@@ -254,7 +275,12 @@ def test_slices_of_a_row_carry_the_codes_and_scales_of_the_whole(bits: int) -> N
             summed = empty_messages(parts, sent)
             key = KEY._replace(**numbered)
             ops.dequantize_reduce_quantize(
-                torch.stack(messages), received=received, out=summed, sent=sent, rounding=key
+                torch.stack(messages),
+                received=received,
+                out=summed,
+                sent=sent,
+                rounding=key,
+                dither=None,
             )
             for part in range(parts):
                 ops.dequantize_reduce_hadamard(
@@ -263,6 +289,7 @@ def test_slices_of_a_row_carry_the_codes_and_scales_of_the_whole(bits: int) -> N
                     layout=sent,
                     hadamard=Hadamard(),
                     multiplier=1 / 64,
+                    dither=None,
                 )
         return result
 
@@ -313,15 +340,22 @@ def test_empty_rows_and_no_rows_are_allowed() -> None:
     layout, parted = layout_of(0), layout_of(0, 8, parts=3)
     assert quantized(values_of(2, 3, 0), parted).shape == (2, 0)
     messages = torch.empty(2, 0, dtype=torch.uint8)
-    ops.dequantize_add(messages, replica=torch.empty(2, 0), layout=layout, accumulate=True)
+    ops.dequantize_add(messages, replica=torch.empty(2, 0), layout=layout, accumulate=True, dither=None)
     ops.dequantize_reduce_hadamard(
-        messages, out=torch.empty(0), layout=layout, hadamard=Hadamard(), multiplier=1.0
+        messages,
+        out=torch.empty(0),
+        layout=layout,
+        hadamard=Hadamard(),
+        multiplier=1.0,
+        dither=None,
     )
     out = torch.empty(3, 0, dtype=torch.uint8)
-    ops.dequantize_reduce_quantize(messages, received=parted, out=out, sent=layout, rounding=KEY)
+    ops.dequantize_reduce_quantize(messages, received=parted, out=out, sent=layout, rounding=KEY, dither=None)
     ops.subtract_quantize(torch.empty(0), replica=None, out=messages[0], layout=layout, rounding=KEY)
     nothing = quantized(torch.empty(0, 1, 64), layout_of(64), hadamard=Hadamard(), rounding=KEY)
-    ops.dequantize_add(nothing, replica=torch.empty(0, 64), layout=layout_of(64), accumulate=True)
+    ops.dequantize_add(
+        nothing, replica=torch.empty(0, 64), layout=layout_of(64), accumulate=True, dither=None
+    )
 
 
 # Back ends

@@ -26,6 +26,7 @@ NUMEL, BITS, GROUP, ROWS, PARTS = 128, 4, 64, 2, 3
 """A row without padding: one value more has another layout."""
 LAYOUT, PARTED = layout_of(NUMEL, BITS, GROUP), layout_of(NUMEL, BITS, GROUP, parts=PARTS)
 KEY = RoundingKey(1, 2, first=32, row_stride=128)
+DITHER = KEY._replace(dither=True)
 
 
 @pytest.fixture(autouse=True, params=["reference", "numba"])
@@ -55,6 +56,7 @@ def valid_calls() -> dict[str, dict[str, Any]]:
             "replica": torch.zeros(ROWS, NUMEL, dtype=torch.bfloat16),
             "layout": LAYOUT,
             "accumulate": True,
+            "dither": DITHER,
         },
         "hadamard_quantize": {
             "values": torch.ones(ROWS, PARTS, NUMEL),
@@ -69,6 +71,7 @@ def valid_calls() -> dict[str, dict[str, Any]]:
             "out": guarded_messages(PARTS, LAYOUT),
             "sent": LAYOUT,
             "rounding": KEY,
+            "dither": DITHER,
         },
         "dequantize_reduce_hadamard": {
             "messages": messages(ROWS, LAYOUT),
@@ -76,6 +79,7 @@ def valid_calls() -> dict[str, dict[str, Any]]:
             "layout": LAYOUT,
             "hadamard": Hadamard(5),
             "multiplier": 0.5,
+            "dither": DITHER,
         },
     }
 
@@ -119,6 +123,11 @@ BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
     (HADAMARD, {"rounding": KEY._replace(first=16)}, ["first=16", "row_stride=128", "32"]),
     (HADAMARD, {"rounding": KEY._replace(row_stride=-32)}, ["row_stride=-32", "at least 0"]),
     (HADAMARD, {"rounding": KEY._replace(k0=1 << 32)}, ["k0=4294967296", "k1=2", "32-bit"]),
+    (HADAMARD, {"rounding": KEY._replace(sender=-1)}, ["sender=-1", "at least 0"]),
+    (HADAMARD, {"rounding": KEY._replace(dither=2)}, ["dither=2", "True or False"]),
+    (ADD, {"dither": KEY}, ["dither must be a key with dither=True", "k0=1"]),
+    (ADD, {"dither": DITHER._replace(first=8)}, ["first=8", "32"]),
+    (REQUANTIZE, {"dither": DITHER._replace(row_stride=MAX_ELEMENTS)}, [str(MAX_ELEMENTS)]),
     (HADAMARD, {"hadamard": Hadamard(1 << 32)}, ["signs=4294967296", "32 bits"]),
     (
         HADAMARD,
@@ -170,7 +179,10 @@ wrong_layouts = {
 }
 wrong_numbers = st.sampled_from([-32, -1, 1, 31, 33, MAX_ELEMENTS, 2**40, -(2**40)])
 wrong_keys = st.sampled_from([-1, 1 << 32, 1 << 40, -(1 << 31)])
-wrong_roundings = {"k0": wrong_keys, "k1": wrong_keys, "first": wrong_numbers, "row_stride": wrong_numbers}
+wrong_roundings = {
+    **{"k0": wrong_keys, "k1": wrong_keys, "first": wrong_numbers, "row_stride": wrong_numbers},
+    "sender": st.sampled_from([-1, -(2**40)]),
+}
 wrong_signs = st.sampled_from([-1, -(1 << 31), 1 << 32, (1 << 32) + 5])
 wrong_dtypes = st.sampled_from(
     [torch.float64, torch.int32, torch.int8, torch.bool, torch.complex64, torch.uint8, torch.float32]
@@ -223,7 +235,7 @@ def wrong_arguments(draw: st.DrawFn) -> tuple[str, str, Callable[[Any], Any]]:
     if isinstance(value, RoundingKey | Hadamard):
         wrong_fields = wrong_roundings if isinstance(value, RoundingKey) else {"signs": wrong_signs}
         # A single row has no next one, whose number could be wrong.
-        fields = wrong_fields.keys() - ({"row_stride"} if name == "subtract_quantize" else set())
+        fields = wrong_fields.keys() - ({"row_stride"} if name in (SUBTRACT, REDUCE) else set())
         field = draw(st.sampled_from(sorted(fields)))
         number = draw(junk.filter(lambda x: x is not None) | wrong_fields[field])
         return name, wrong, lambda record: record._replace(**{field: number})

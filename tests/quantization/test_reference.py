@@ -286,11 +286,18 @@ def test_a_non_finite_value_of_one_rank_survives_the_reduction(
         received = MessageLayout(numel=numel, bits=8, group_size=group_in, parts=parts)
         sent = MessageLayout(numel=numel, bits=4, group_size=group_out)
         out = torch.empty(parts, sent.nbytes, dtype=torch.uint8)
-        reference.dequantize_reduce_quantize(messages, received=received, out=out, sent=sent, rounding=None)
+        reference.dequantize_reduce_quantize(
+            messages, received=received, out=out, sent=sent, rounding=None, dither=None
+        )
         result = torch.empty(parts, numel)
         for part in range(parts):
             reference.dequantize_reduce_hadamard(
-                out[part : part + 1], out=result[part], layout=sent, hadamard=None, multiplier=0.5
+                out[part : part + 1],
+                out=result[part],
+                layout=sent,
+                hadamard=None,
+                multiplier=0.5,
+                dither=None,
             )
         return result
 

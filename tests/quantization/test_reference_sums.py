@@ -25,7 +25,12 @@ def test_sum_starts_from_plus_zero_and_adds_in_rank_order() -> None:
         out = torch.empty(32)
         layout = MessageLayout(numel=32, bits=32, group_size=32)
         reference.dequantize_reduce_hadamard(
-            messages[order], out=out, layout=layout, hadamard=None, multiplier=1.0
+            messages[order],
+            out=out,
+            layout=layout,
+            hadamard=None,
+            multiplier=1.0,
+            dither=None,
         )
         return out
 
@@ -47,7 +52,12 @@ def test_reduction_equals_the_oracle(bits: int, numel: int) -> None:
     out = torch.empty(numel)
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
     reference.dequantize_reduce_hadamard(
-        messages, out=out, layout=layout, hadamard=None, multiplier=multiplier
+        messages,
+        out=out,
+        layout=layout,
+        hadamard=None,
+        multiplier=multiplier,
+        dither=None,
     )
     assert torch.equal(out, torch.from_numpy(total * np.float32(multiplier)))
 
@@ -59,7 +69,9 @@ def test_requantized_sum_equals_the_oracle_with_other_group_sizes() -> None:
     sent = MessageLayout(numel=numel, bits=4, group_size=96)
     out = torch.full((parts, sent.nbytes), 0xAA, dtype=torch.uint8)
     rounding = KEY._replace(first=64, row_stride=4096)
-    reference.dequantize_reduce_quantize(messages, received=received, out=out, sent=sent, rounding=rounding)
+    reference.dequantize_reduce_quantize(
+        messages, received=received, out=out, sent=sent, rounding=rounding, dither=None
+    )
     total = np.zeros((parts, 320), dtype=np.float32)
     for message in messages.tolist():
         total = total + np.array(oracle_values(bytes(message), numel, 8, 128, parts), dtype=np.float32)
@@ -80,7 +92,12 @@ def test_transform_happens_once_before_the_first_and_once_after_the_last_sum() -
     assert torch.equal(messages.view(torch.float32).view(2, 1, 128), mixed)
     out = torch.empty(numel)
     reference.dequantize_reduce_hadamard(
-        messages, out=out, layout=layout, hadamard=Hadamard(), multiplier=1 / 64
+        messages,
+        out=out,
+        layout=layout,
+        hadamard=Hadamard(),
+        multiplier=1 / 64,
+        dither=None,
     )
     assert torch.equal(out, hadamard32(mixed[0, 0] + mixed[1, 0])[:numel] * (1 / 64))
 
@@ -105,9 +122,9 @@ def test_weight_difference_is_taken_and_added_in_fp32(dtype: torch.dtype, group_
     received = torch.tensor(oracle_values(expected, numel, bits, group_size, 1)[0][:numel])
     rows = torch.stack([replica, -replica])
     updated, messages = rows.clone(), torch.stack([out, out])
-    reference.dequantize_add(messages, replica=updated, layout=layout, accumulate=True)
+    reference.dequantize_add(messages, replica=updated, layout=layout, accumulate=True, dither=None)
     assert torch.equal(updated, (rows.float() + received).to(dtype))
-    reference.dequantize_add(messages, replica=updated, layout=layout, accumulate=False)
+    reference.dequantize_add(messages, replica=updated, layout=layout, accumulate=False, dither=None)
     assert torch.equal(updated, received.to(dtype).expand(2, numel))
 
 
@@ -119,7 +136,7 @@ def test_bf16_sum_is_rounded_to_nearest_even() -> None:
     difference[0, 2] = 2.0**-8 + 2.0**-20
     message = encoded(difference, 32, 32).unsqueeze(0)
     layout = MessageLayout(numel=32, bits=32, group_size=32)
-    reference.dequantize_add(message, replica=replica, layout=layout, accumulate=True)
+    reference.dequantize_add(message, replica=replica, layout=layout, accumulate=True, dither=None)
     assert replica[0, :3].tolist() == [1.0, 1 + 2**-6, 1 + 2**-7]
 
 
@@ -129,5 +146,5 @@ def test_a_zero_difference_leaves_the_replica_alone() -> None:
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
     reference.subtract_quantize(main.float(), replica=main, out=out, layout=layout, rounding=KEY)
     replica = main.clone().unsqueeze(0)
-    reference.dequantize_add(out.unsqueeze(0), replica=replica, layout=layout, accumulate=True)
+    reference.dequantize_add(out.unsqueeze(0), replica=replica, layout=layout, accumulate=True, dither=None)
     assert torch.equal(replica[0], main)

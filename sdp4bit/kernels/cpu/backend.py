@@ -21,7 +21,7 @@ import numba
 import torch
 from torch import Tensor
 
-from sdp4bit.kernels.cpu import kernels
+from sdp4bit.kernels.cpu import kernels, tiles
 from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout, round_up
 from sdp4bit.quantization.random import RoundingKey
@@ -116,7 +116,7 @@ os.register_at_fork(after_in_child=_parallel.forbid)
 def _tile(padded: int, group_size: int, terms: int) -> tuple[int, int]:
     """Return the values of a tile, whole groups or a whole row, and the bytes a thread needs for it."""
     tile = min(max(1, _TILE // group_size) * group_size, padded)
-    return tile, round_up(4 * tile + 128 + tile + tile // 8 + 4 * terms, 64)
+    return tile, round_up(4 * tile + 128 + tile + tile // 8 + 8 * terms, 64)
 
 
 def _run(
@@ -167,10 +167,21 @@ def _readable(tensor: Tensor) -> Tensor:
 
 
 def _rounding_numbers(rounding: RoundingKey | None) -> tuple[int, ...]:
-    """Return whether to round stochastically, the keys, and how values are numbered."""
+    """Return how to round, the keys, how values are numbered, and the mask of the sender's dither."""
     if rounding is None:
-        return False, 0, 0, 0, 0
-    return True, *rounding
+        return tiles.NEAREST, 0, 0, 0, 0, 0
+    k0, k1, first, row_stride, is_dither, _ = rounding
+    numbers = k0, k1, first, row_stride
+    return (tiles.DITHER, *numbers, rounding.mask) if is_dither else (tiles.STOCHASTIC, *numbers, 0)
+
+
+def _dither_numbers(dither: RoundingKey | None, *, is_sum: bool) -> tuple[int, ...]:
+    """Return whether codes are dithered, the keys, how values are numbered, and the sender of a row's first
+    message: of sums that is 0.
+    """
+    if dither is None:
+        return False, 0, 0, 0, 0, 0
+    return True, dither.k0, dither.k1, dither.first, dither.row_stride, 0 if is_sum else dither.sender
 
 
 def _transform_numbers(hadamard: Hadamard | None) -> tuple[int, int]:
@@ -195,7 +206,14 @@ def subtract_quantize(
     )  # fmt: skip
 
 
-def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, accumulate: bool) -> None:
+def dequantize_add(
+    messages: Tensor,
+    *,
+    replica: Tensor,
+    layout: MessageLayout,
+    accumulate: bool,
+    dither: RoundingKey | None,
+) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`."""
     rows = replica.shape[0]
     target = _readable(replica)
@@ -205,7 +223,7 @@ def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, 
         kernels.dequantize_rows,
         messages.data_ptr(), messages.stride(0), 1, layout.scales_offset, layout.bits, layout.group_size,
         rows, layout.numel, layout.padded_numel, target.data_ptr(), target.stride(0) * size, size == 2,
-        accumulate, _NEGATIVE_ZERO_BITS, False, 0, kernels.ONE_BITS,
+        accumulate, _NEGATIVE_ZERO_BITS, False, 0, kernels.ONE_BITS, *_dither_numbers(dither, is_sum=False),
         work=rows * layout.numel, layout=layout, terms=1,
     )  # fmt: skip
     if target is not replica:
@@ -242,6 +260,7 @@ def dequantize_reduce_quantize(
     out: Tensor,
     sent: MessageLayout,
     rounding: RoundingKey | None,
+    dither: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
     terms, parts = messages.shape[0], received.parts
@@ -250,13 +269,19 @@ def dequantize_reduce_quantize(
         messages.data_ptr(), messages.stride(0), terms, received.code_bytes, received.scales_offset,
         received.groups, received.bits, received.group_size, parts, sent.padded_numel,
         out.data_ptr(), out.stride(0), sent.scales_offset, sent.payload_bytes, sent.nbytes,
-        sent.bits, sent.group_size, *_rounding_numbers(rounding),
+        sent.bits, sent.group_size, *_rounding_numbers(rounding), *_dither_numbers(dither, is_sum=True),
         work=max(terms, 1) * parts * sent.numel, layout=sent, terms=terms,
     )  # fmt: skip
 
 
 def dequantize_reduce_hadamard(
-    messages: Tensor, *, out: Tensor, layout: MessageLayout, hadamard: Hadamard | None, multiplier: float
+    messages: Tensor,
+    *,
+    out: Tensor,
+    layout: MessageLayout,
+    hadamard: Hadamard | None,
+    multiplier: float,
+    dither: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
     terms = messages.shape[0]
@@ -266,6 +291,7 @@ def dequantize_reduce_hadamard(
         messages.data_ptr(), messages.stride(0), terms, layout.scales_offset, layout.bits, layout.group_size,
         1, layout.numel, layout.padded_numel, target.data_ptr(), 0, target.dtype is torch.bfloat16,
         False, 0, *_transform_numbers(hadamard), _float_bits(multiplier),
+        *_dither_numbers(dither, is_sum=True),
         work=max(terms, 1) * layout.numel, layout=layout, terms=terms,
     )  # fmt: skip
     if target is not out:

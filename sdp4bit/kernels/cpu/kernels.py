@@ -20,7 +20,15 @@ from numba import cfunc, njit, prange, types
 from numba.extending import intrinsic, models, register_model
 
 from sdp4bit.kernels.cpu import tiles, vectors
-from sdp4bit.kernels.cpu.tiles import encode_tile, inline, load_values, record, store_values, sum_messages
+from sdp4bit.kernels.cpu.tiles import (
+    encode_tile,
+    inline,
+    load_values,
+    record,
+    store_values,
+    sum_messages,
+    write_masks,
+)
 from sdp4bit.kernels.cpu.vectors import (
     INT64,
     flip_signs,
@@ -75,7 +83,7 @@ def _locate(thread, tile, scratch, scratch_stride):
     """Return the addresses of a thread's working memory.
 
     The values of a tile in fp32; room for their codes or for one block; the largest |x| of each group; and a
-    table of one fp32 number per message.
+    table of two numbers of 4 bytes per message, its scale and its mask.
     """
     # A code takes a byte, a block of fp32 128 bytes: room for either, however short the tile.
     total = scratch + thread * scratch_stride
@@ -139,8 +147,8 @@ def quantize_rows(thread, threads, parameters):
         values, is_bf16, outer_stride, inner_stride, replica, replica_is_bf16,
         numel, padded, destinations, parts,
         out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, bits, group_size,
-        hadamard, signs, stochastic, k0, k1, first, row_stride, tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 29)  # fmt: skip
+        hadamard, signs, rounding, k0, k1, first, row_stride, mask, tile, scratch, scratch_stride,
+    ) = _unpack(parameters, 30)  # fmt: skip
     total, spare, largest, _ = _locate(thread, tile, scratch, scratch_stride)
     shift, replica_shift = 2 - is_bf16, 2 - replica_is_bf16
     tiles, row, start = _share(destinations * parts, padded, tile, thread, threads)
@@ -174,7 +182,7 @@ def quantize_rows(thread, threads, parameters):
         encode_tile(
             total, count, largest, message + part * code_bytes + (start * bits >> 3),
             message + scales_offset + 2 * (part * groups + start // group_size),
-            bits, group_size, stochastic, row * row_stride + first + start, k0, k1, spare,
+            bits, group_size, rounding, row * row_stride + first + start, k0, k1, mask, spare,
             source + (count << shift), shift,
             other + (count << replica_shift) if replica else 0, replica_shift,
         )  # fmt: skip
@@ -191,9 +199,12 @@ def reduce_quantize(thread, threads, parameters):
     (
         messages, stride, terms, code_bytes_in, scales_offset_in, groups_in, bits_in, group_size_in,
         parts, padded, out, out_stride, scales_offset, payload_bytes, nbytes, bits, group_size,
-        stochastic, k0, k1, first, row_stride, tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 25)  # fmt: skip
+        rounding, k0, k1, first, row_stride, mask,
+        is_dither, k0_in, k1_in, first_in, row_stride_in, sender, tile, scratch, scratch_stride,
+    ) = _unpack(parameters, 32)  # fmt: skip
     total, spare, largest, table = _locate(thread, tile, scratch, scratch_stride)
+    masks = table + 4 * terms
+    write_masks(masks, terms, is_dither, sender)
     tiles, part, start = _share(parts, padded, tile, thread, threads)
     for _ in range(tiles):
         count = min(tile, padded - start)
@@ -206,13 +217,14 @@ def reduce_quantize(thread, threads, parameters):
                 total + 4 * origin, position, min(group_size, count - origin),
                 first_group + group if same else position // group_size_in,
                 messages + part * code_bytes_in, messages + scales_offset_in + 2 * part * groups_in,
-                terms, stride, bits_in, group_size_in, padded, table, _ZERO,
+                terms, stride, bits_in, group_size_in, padded, table, masks, _ZERO,
+                is_dither, part * row_stride_in + first_in, k0_in, k1_in, spare,
             )  # fmt: skip
             store_u32(largest + 4 * group, largest_lane(peak))
         message = out + part * out_stride
         encode_tile(
             total, count, largest, message + (start * bits >> 3), message + scales_offset + 2 * first_group,
-            bits, group_size, stochastic, part * row_stride + first + start, k0, k1, spare, 0, 0, 0, 0,
+            bits, group_size, rounding, part * row_stride + first + start, k0, k1, mask, spare, 0, 0, 0, 0,
         )  # fmt: skip
         start += tile
         if start >= padded:
@@ -231,9 +243,11 @@ def dequantize_rows(thread, threads, parameters):
     (
         messages, stride, terms, scales_offset, bits, group_size, rows, numel, padded,
         out, out_stride, is_bf16, accumulate, initial, hadamard, signs, multiplier,
-        tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 20)  # fmt: skip
+        is_dither, k0, k1, first, row_stride, sender, tile, scratch, scratch_stride,
+    ) = _unpack(parameters, 26)  # fmt: skip
     total, spare, _, table = _locate(thread, tile, scratch, scratch_stride)
+    masks = table + 4 * terms
+    write_masks(masks, terms, is_dither, sender)
     shift = 2 - is_bf16
     tiles, row, start = _share(rows, padded, tile, thread, threads)
     for _ in range(tiles):
@@ -241,7 +255,8 @@ def dequantize_rows(thread, threads, parameters):
         message = messages + row * terms * stride
         sum_messages(
             total, start, count, start // group_size, message, message + scales_offset,
-            terms, stride, bits, group_size, padded, table, float_from_bits(initial),
+            terms, stride, bits, group_size, padded, table, masks, float_from_bits(initial),
+            is_dither, row * row_stride + first, k0, k1, spare,
         )  # fmt: skip
         target = out + row * out_stride + (start << shift)
         whole = min(count, (numel - start) & ~31)

@@ -16,6 +16,7 @@ from sdp4bit.kernels.cpu.vectors import (
     float_of_bits,
     load_bf16,
     load_f32,
+    load_f32x16,
     load_i8,
     load_scalar_u16,
     load_scalar_u32,
@@ -24,6 +25,7 @@ from sdp4bit.kernels.cpu.vectors import (
     maximum,
     prefetch,
     random_bits16,
+    shift_left,
     shift_right,
     shift_right_signed,
     splat,
@@ -35,6 +37,7 @@ from sdp4bit.kernels.cpu.vectors import (
     store_u32,
     to_float,
     to_int,
+    where_equal,
 )
 
 _ABS = 0x7FFFFFFF
@@ -53,6 +56,18 @@ _ZERO = np.float32(0)
 # high nibble is put there as it lies, unshifted. Subtracting 2**23 + 8 or 2**19 + 8 leaves the code exactly.
 _LOW_BASE, _HIGH_BASE = 0x4B000000, 0x49000000
 _LOW_OFFSET, _HIGH_OFFSET = np.float32(2**23 + 8), np.float32(2**19 + 8)
+
+# Of an element's 16 random bits the receiver takes off the upper 8, t: a code c stands for
+# c + 1/2 - (t + 1/2) / 256, which is (512 * c + 2 * ~t - 255) / 512. With the unsigned code from bit 9 on and
+# ~t in bits 1 to 8 that is one number, which needs no conversion in the mantissa of a float from 2**14 on,
+# whose lowest bit counts 1/512.
+_DITHER_BASE, _DITHER_BITS = 0x46800000, 0x1FE
+_CODE_SHIFT, _CODE_BITS_4 = 9, 0x1E00
+_DITHER_OFFSET_4, _DITHER_OFFSET_8 = np.float32(2**14 + 8 + 255 / 512), np.float32(2**14 + 128 + 255 / 512)
+_SIGN_8 = 0x80 << _CODE_SHIFT
+
+NEAREST, STOCHASTIC, DITHER = 0, 1, 2
+"""How values are rounded."""
 
 inline = njit(
     forceinline=True, error_model="numpy", no_rewrites=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
@@ -109,14 +124,43 @@ def compute_scale(largest, bits):
 
 
 @inline
-def fixed_point(values, factor, stochastic, element, k0, k1):
+def fixed_point(values, factor, bits, rounding, element, k0, k1, mask):
     """Return codes times 65536, ready to be cut off."""
     # Cut towards zero to 16 fractional bits first: random bits are integers, so the rounding that follows is
     # integer arithmetic, the same everywhere.
     fixed = to_int(load_f32(values) * factor)
-    if stochastic:
-        return fixed + random_bits16(element, k0, k1)
-    return fixed + splat(_HALF)
+    if rounding == NEAREST:
+        return fixed + splat(_HALF)
+    rounded = fixed + random_bits16(element, k0, k1, mask)
+    if rounding == DITHER:
+        return where_equal(fixed, splat(0), splat(-32768 << bits), rounded)
+    return rounded
+
+
+@inline
+def dither_of(is_dither, bits, element, k0, k1):
+    """Return the dither of a block before a sender's mask, as take_off expects it."""
+    if is_dither:
+        # int8 codes become unsigned by their sign bit, which is changed here once for all messages.
+        base = _DITHER_BASE | _DITHER_BITS | (_SIGN_8 if bits == 8 else 0)
+        random = random_bits16(element, k0, k1, 0)
+        return shift_right(random, 7) & splat(_DITHER_BITS) ^ splat(base)
+    return splat(0)
+
+
+@inline
+def take_off(codes, bits, dither, masks, term):
+    """Return what dithered codes stand for, in units of their scale.
+
+    Args:
+        codes: as they lie in a message, int4 or int8, shifted by _CODE_SHIFT.
+        masks: address of the terms' masks.
+    """
+    mask = splat(load_scalar_u32(masks + 4 * term))
+    units = float_of_bits(codes ^ (dither ^ mask))
+    if bits == 8:
+        return where_equal(codes, splat(_SIGN_8), splat(_ZERO), units - splat(_DITHER_OFFSET_8))
+    return where_equal(codes, splat(0), splat(_ZERO), units - splat(_DITHER_OFFSET_4))
 
 
 @inline
@@ -139,32 +183,33 @@ def prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift):
 
 @inline
 def encode_group(
-    values, size, factor, codes, bits, stochastic, element, k0, k1, spare,
+    values, size, factor, codes, bits, rounding, element, k0, k1, mask, spare,
     upcoming, shift, upcoming_replica, replica_shift,
 ):  # fmt: skip
     """Write the codes of one group; meanwhile, as many upcoming values and their replica are prefetched."""
     if bits == 8:
         for i in range(0, size, 32):
             prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
-            fixed = fixed_point(values + 4 * i, factor, stochastic, element + i, k0, k1)
+            fixed = fixed_point(values + 4 * i, factor, 8, rounding, element + i, k0, k1, mask)
             store_u8(codes + i, shift_right_signed(fixed, 16))
         return
     half = size >> 1
     if size & 32 == 0:
         # The 8 that makes codes unsigned is added before the cut. Shifted by 12 the high code lies where its
         # nibble belongs, with four fractional bits below it that the mask removes.
-        offset, mask = splat(8 << 16), splat(0xF0)
+        offset, high_nibble = splat(8 << 16), splat(0xF0)
         for i in range(0, half, 32):
             j = i + half
             prefetch_upcoming(2 * i, upcoming, shift, upcoming_replica, replica_shift)
             prefetch_upcoming(2 * i + 32, upcoming, shift, upcoming_replica, replica_shift)
-            low = fixed_point(values + 4 * i, factor, stochastic, element + i, k0, k1) + offset
-            high = fixed_point(values + 4 * j, factor, stochastic, element + j, k0, k1) + offset
-            store_u8(codes + i, shift_right(low, 16) | shift_right(high, 12) & mask)
+            low = fixed_point(values + 4 * i, factor, 4, rounding, element + i, k0, k1, mask)
+            high = fixed_point(values + 4 * j, factor, 4, rounding, element + j, k0, k1, mask)
+            low, high = low + offset, high + offset
+            store_u8(codes + i, shift_right(low, 16) | shift_right(high, 12) & high_nibble)
         return
     # Halves begin within a block: their codes take their places by way of memory.
     for i in range(0, size, 32):
-        fixed = fixed_point(values + 4 * i, factor, stochastic, element + i, k0, k1)
+        fixed = fixed_point(values + 4 * i, factor, 4, rounding, element + i, k0, k1, mask)
         store_u8(spare + i, shift_right_signed(fixed, 16) + splat(8))
     sixteen = splat16(16)
     for i in range(0, half, 16):
@@ -173,7 +218,7 @@ def encode_group(
 
 @inline
 def encode_tile(
-    values, count, largest, codes, scales, bits, group_size, stochastic, element, k0, k1, spare,
+    values, count, largest, codes, scales, bits, group_size, rounding, element, k0, k1, mask, spare,
     upcoming, shift, upcoming_replica, replica_shift,
 ):  # fmt: skip
     """Write codes and scales of `count` values; `largest` points to the bits of each group's largest |x|.
@@ -205,7 +250,7 @@ def encode_tile(
         factor = splat(float_from_bits(load_scalar_u32(largest + 4 * group)))
         encode_group(
             values + 4 * first, min(group_size, count - first), factor, codes + (first * bits >> 3),
-            bits, stochastic, element + first, k0, k1, spare,
+            bits, rounding, element + first, k0, k1, mask, spare,
             upcoming + (first << shift) if upcoming else 0, shift,
             upcoming_replica + (first << replica_shift) if upcoming_replica else 0, replica_shift,
         )  # fmt: skip
@@ -219,74 +264,135 @@ def record(target, values, peak):
 
 
 @inline
-def sum_int8(total, codes, count, table, terms, stride, start, peak):
+def sum_int8(total, codes, count, table, masks, terms, stride, start, peak, is_dither, element, k0, k1):
     """Write start + code * scale + ..., in the order of the terms, and return the peaks so far.
 
     Args:
-        table: address of the terms' fp32 scales.
+        table, masks: addresses of the terms' fp32 scales and of the masks of their dither.
+        is_dither: whether the codes are dithered, the first by the random bits of `element`.
     """
     # Two blocks at a time: one sum has to wait for its addition before the next term, two can take turns.
     paired = count & ~63
     for i in range(0, paired, 64):
         low = high = start
+        low_dither = dither_of(is_dither, 8, element + i, k0, k1)
+        high_dither = dither_of(is_dither, 8, element + i + 32, k0, k1)
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
             source = codes + term * stride + i
             prefetch(source + _AHEAD)
-            # The product is exact, 7 bits times 8: only the addition rounds, as in the definition.
-            low = low + to_float(load_i8(source)) * scale
-            high = high + to_float(load_i8(source + 32)) * scale
+            if is_dither:
+                low_code, high_code = (
+                    shift_left(load_u8(source), _CODE_SHIFT),
+                    shift_left(load_u8(source + 32), _CODE_SHIFT),
+                )
+                low_units = take_off(low_code, 8, low_dither, masks, term)
+                high_units = take_off(high_code, 8, high_dither, masks, term)
+            else:
+                low_units, high_units = to_float(load_i8(source)), to_float(load_i8(source + 32))
+            # The product is exact, 8 bits times 16 at most: only the addition rounds, as in the definition.
+            low = low + low_units * scale
+            high = high + high_units * scale
         peak = record(total + 4 * i, low, peak)
         peak = record(total + 4 * i + 128, high, peak)
     if paired < count:
         value = start
+        dither = dither_of(is_dither, 8, element + paired, k0, k1)
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
-            value = value + to_float(load_i8(codes + term * stride + paired)) * scale
+            source = codes + term * stride + paired
+            if is_dither:
+                units = take_off(shift_left(load_u8(source), _CODE_SHIFT), 8, dither, masks, term)
+            else:
+                units = to_float(load_i8(source))
+            value = value + units * scale
         peak = record(total + 4 * paired, value, peak)
     return peak
 
 
 @inline
-def sum_int4(total, codes, half, table, terms, stride, start, peak):
+def sum_int4(total, codes, half, table, masks, terms, stride, start, peak, is_dither, element, k0, k1):
     """Sum as sum_int8 does, a whole group whose halves are multiples of 32."""
     low_mask, low_base, low_offset = splat(0x0F), splat(_LOW_BASE), splat(_LOW_OFFSET)
     high_mask, high_base, high_offset = splat(0xF0), splat(_HIGH_BASE), splat(_HIGH_OFFSET)
+    code_bits = splat(_CODE_BITS_4)
     for i in range(0, half, 32):
         low = high = start
+        low_dither = dither_of(is_dither, 4, element + i, k0, k1)
+        high_dither = dither_of(is_dither, 4, element + i + half, k0, k1)
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
             both = load_u8(codes + term * stride + i)
-            low = low + (float_of_bits(both & low_mask | low_base) - low_offset) * scale
-            high = high + (float_of_bits(both & high_mask | high_base) - high_offset) * scale
+            if is_dither:
+                low_code, high_code = (
+                    shift_left(both, _CODE_SHIFT) & code_bits,
+                    shift_left(both, _CODE_SHIFT - 4) & code_bits,
+                )
+                low_units = take_off(low_code, 4, low_dither, masks, term)
+                high_units = take_off(high_code, 4, high_dither, masks, term)
+            else:
+                low_units = float_of_bits(both & low_mask | low_base) - low_offset
+                high_units = float_of_bits(both & high_mask | high_base) - high_offset
+            low = low + low_units * scale
+            high = high + high_units * scale
         peak = record(total + 4 * i, low, peak)
         peak = record(total + 4 * (i + half), high, peak)
     return peak
 
 
 @inline
-def sum_nibbles(total, codes, count, shift, table, terms, stride, start):
-    """Sum as sum_int8 does, a part of one half of an int4 group; `count` is a multiple of 16."""
+def sum_nibbles(total, codes, count, shift, table, masks, terms, stride, start, dither, spare):
+    """Sum as sum_int8 does, a part of one half of an int4 group; `count` is a multiple of 16.
+
+    Args:
+        dither: (is_dither, element, k0, k1); the element may be in the middle of a block.
+        spare: room for a block.
+    """
+    is_dither, element, k0, k1 = dither
     for i in range(0, count, 16):
         value = splat16(start)
+        # Half a block: the bits of all of it, of which one half is read back.
+        number = element + i
+        store_f32(spare, float_of_bits(dither_of(is_dither, 4, number & ~31, k0, k1)))
+        drawn = bits_of(load_f32x16(spare + 4 * (number & 16)))
         for term in range(terms):
             scale = splat16(float_from_bits(load_scalar_u32(table + 4 * term)))
             code = shift_right(load_u8x16(codes + term * stride + i), shift) & splat16(15)
-            value = value + to_float(code - splat16(8)) * scale
+            units = to_float(code - splat16(8))
+            if is_dither:
+                mask = splat16(load_scalar_u32(masks + 4 * term))
+                units = float_of_bits(shift_left(code, _CODE_SHIFT) ^ (drawn ^ mask)) - splat16(
+                    _DITHER_OFFSET_4
+                )
+                units = where_equal(code, splat16(0), splat16(_ZERO), units)
+            value = value + units * scale
         store_f32(total + 4 * i, value)
 
 
 @inline
+def write_masks(masks, terms, is_dither, sender):
+    """Write the mask of each term's dither, as take_off needs it; terms are senders from `sender` on."""
+    for term in range(terms if is_dither else 0):
+        number, mask = sender + term, 0
+        for bit in range(8):
+            mask |= (number >> bit & 1) << (8 - bit)
+        store_u32(masks + 4 * term, mask)
+
+
+@inline
 def sum_messages(
-    total, first, count, group, codes, scales, terms, stride, bits, group_size, padded, table, start
-):
+    total, first, count, group, codes, scales, terms, stride, bits, group_size, padded, table, masks, start,
+    is_dither, element, k0, k1, spare,
+):  # fmt: skip
     """Write the sums over the messages of values first .. first + count of a row; return their peaks.
 
     Args:
         group: the group of the first value.
         codes, scales: addresses of the row in the first message; `stride` bytes further in each next one.
         table: room for one fp32 number per message.
+        masks: as write_masks left them.
         start: what the sums start from.
+        is_dither, element, k0, k1: whether codes are dithered, the number of value 0 of the row, its keys.
     """
     peak = splat(0)
     if bits == 32:  # no groups, no scales
@@ -306,19 +412,33 @@ def sum_messages(
             store_u32(table + 4 * term, load_scalar_u16(scales + term * stride + 2 * group) << 16)
         target = total + 4 * (begin - first)
         packed = codes + (origin >> 1)
+        number = element + begin
         if bits == 8:
-            peak = sum_int8(target, codes + begin, end - begin, table, terms, stride, splat(start), peak)
+            peak = sum_int8(
+                target, codes + begin, end - begin, table, masks, terms, stride, splat(start), peak,
+                is_dither, number, k0, k1,
+            )  # fmt: skip
         elif end - begin == size and size & 32 == 0:
-            peak = sum_int4(target, packed, size >> 1, table, terms, stride, splat(start), peak)
+            peak = sum_int4(
+                target, packed, size >> 1, table, masks, terms, stride, splat(start), peak,
+                is_dither, number, k0, k1,
+            )  # fmt: skip
         else:
             # A part of an int4 group, or one whose halves meet within a block of 32: what lies in the lower
             # half is in the low nibbles of its bytes, what lies in the upper one in the high nibbles.
             middle = origin + (size >> 1)
             lower = min(end, middle) - begin
-            sum_nibbles(target, packed + begin - origin, lower, 0, table, terms, stride, start)
+            dither = (is_dither, number, k0, k1)
+            sum_nibbles(
+                target, packed + begin - origin, lower, 0, table, masks, terms, stride, start, dither, spare
+            )
             upper = max(begin, middle)
             target = total + 4 * (upper - first)
-            sum_nibbles(target, packed + upper - middle, end - upper, 4, table, terms, stride, start)
+            dither = (is_dither, element + upper, k0, k1)
+            sum_nibbles(
+                target, packed + upper - middle, end - upper, 4, table, masks, terms, stride, start,
+                dither, spare,
+            )  # fmt: skip
             for i in range(begin - first, end - first, 32):
                 peak = record(total + 4 * i, load_f32(total + 4 * i), peak)
         origin += size

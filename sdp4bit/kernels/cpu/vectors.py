@@ -93,6 +93,7 @@ _define_operator(operator.sub, float32="fsub", int32="sub")
 _define_operator(operator.mul, float32="fmul", int32="mul")
 _define_operator(operator.and_, int32="and_")
 _define_operator(operator.or_, int32="or_")
+_define_operator(operator.xor, int32="xor")
 
 
 def point(builder, address, pointee):
@@ -136,7 +137,7 @@ def _widen_bf16(builder, value, target):
     return builder.bitcast(builder.shl(wide, _constant(lanes, 16)), target)
 
 
-load_f32 = _loader(F32, FLOAT, _as_is)
+load_f32, load_f32x16 = _loader(F32, FLOAT, _as_is), _loader(F16, FLOAT, _as_is)
 load_bf16 = _loader(F32, INT16, _widen_bf16)
 load_i8 = _loader(I32, INT8, _sign_extend)
 load_u8 = _loader(I32, INT8, _zero_extend)
@@ -212,7 +213,7 @@ def _shifter(instruction):
     return shift
 
 
-shift_right, shift_right_signed = _shifter("lshr"), _shifter("ashr")
+shift_left, shift_right, shift_right_signed = _shifter("shl"), _shifter("lshr"), _shifter("ashr")
 
 
 def _splatter(lanes):
@@ -240,6 +241,16 @@ def maximum(typing_context, a, b):
         return builder.select(builder.icmp_signed(">", *args), *args)
 
     return a(a, b), codegen
+
+
+@intrinsic
+def where_equal(typing_context, tested, number, chosen, other):
+    """Return the lanes of `chosen` where those of the int32 `tested` are equal to those of `number`."""
+
+    def codegen(context, builder, sig, args):
+        return builder.select(builder.icmp_signed("==", *args[:2]), *args[2:])
+
+    return chosen(tested, number, chosen, other), codegen
 
 
 @intrinsic
@@ -337,15 +348,16 @@ def flip_signs(typing_context, block, signs):
 
 
 @intrinsic
-def random_bits16(typing_context, element, k0, k1):
+def random_bits16(typing_context, element, k0, k1, mask):
     """Return the 16 random bits of each value of the block that begins at `element`, a multiple of 32.
 
+    The upper 8 of them are changed by the mask, the number of a sender in reverse order.
     The counters of a block differ in their low 4 bits only, which the first mixing step, x ^ x >> 16, keeps
     apart: it is one scalar. The second key moves behind the shift, which is linear in it.
     """
 
     def codegen(context, builder, sig, args):
-        element, k0, k1 = args
+        element, k0, k1, mask = args
         # Counter of the block's first value: 16 counters serve 32 values.
         first = builder.trunc(builder.ashr(element, INT64(1)), INT32)
         first = builder.xor(first, builder.trunc(k0, INT32))
@@ -357,12 +369,14 @@ def random_bits16(typing_context, element, k0, k1):
         x = builder.mul(x, _constant(16, 0x7FEB352D))
         x = builder.xor(builder.xor(x, builder.lshr(x, _constant(16, 15))), _splat(builder, key, 16))
         x = builder.mul(x, _constant(16, 0x846CA68B))
-        # The last step of the hash, x ^ x >> 16, changes the low half only: the high half is x's own.
+        # The last step of the hash, x ^ x >> 16, changes the low half only: the high half is x's own. It
+        # carries what the mask changes in the high half over to the low one.
+        x = builder.xor(x, _splat(builder, builder.shl(builder.trunc(mask, INT32), INT32(24)), 16))
         high = builder.lshr(x, sixteen)
         low = builder.and_(builder.xor(x, high), _constant(16, 0xFFFF))
         return _pick(builder, low, high, range(32))
 
-    return I32(types.int64, types.int64, types.int64), codegen
+    return I32(types.int64, types.int64, types.int64, types.int64), codegen
 
 
 @intrinsic

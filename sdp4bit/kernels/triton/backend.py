@@ -26,6 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
+from sdp4bit.kernels.triton.chunks import DITHER, NEAREST, STOCHASTIC
 from sdp4bit.kernels.triton.kernels import (
     dequantize_kernel,
     quantize_kernel,
@@ -129,12 +130,27 @@ def _tile(layout: MessageLayout, threads: int) -> tuple[int, int, int]:
     return groups, slots, -(-layout.padded_numel // (BLOCK * blocks * groups))
 
 
-def _rounding_numbers(rounding: RoundingKey | None) -> tuple[int, int, int, int]:
+def _key_numbers(key: RoundingKey) -> tuple[int, int, int, int]:
     """Return both keys, and the numbers of rows in blocks of 32: of the first, and between rows."""
+    return _signed(key.k0), _signed(key.k1), key.first // BLOCK, key.row_stride // BLOCK
+
+
+def _rounding_numbers(rounding: RoundingKey | None) -> tuple[int | None, ...]:
+    """Return the numbers of the key, and the mask of the sender's dither, None if there is none."""
     if rounding is None:
-        return 0, 0, 0, 0
-    blocks = rounding.first // BLOCK, rounding.row_stride // BLOCK
-    return _signed(rounding.k0), _signed(rounding.k1), *blocks
+        return 0, 0, 0, 0, None
+    return *_key_numbers(rounding), rounding.mask if rounding.dither else None
+
+
+def _dither_numbers(dither: RoundingKey | None) -> tuple[int | None, ...]:
+    """Return the numbers of the key by which dither is taken off; without a first block nothing is."""
+    return (0, 0, None, 0) if dither is None else _key_numbers(dither)
+
+
+def _mode(rounding: RoundingKey | None) -> int:
+    if rounding is None:
+        return NEAREST.value
+    return DITHER.value if rounding.dither else STOCHASTIC.value
 
 
 def _signs(hadamard: Hadamard | None) -> int | None:
@@ -180,7 +196,7 @@ def _quantize(
         ),
         (
             *(unit, layout.bits, _group_blocks(layout), groups, slots),
-            *(replica is not None, hadamard is not None, rounding is not None, is_paired),
+            *(replica is not None, hadamard is not None, _mode(rounding), is_paired),
         ),
         _warps(groups * slots, values_per_thread, out.device),
     )
@@ -199,7 +215,14 @@ def subtract_quantize(
     _quantize(main, replica, out, layout, None, rounding, **place, is_paired=False)
 
 
-def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, accumulate: bool) -> None:
+def dequantize_add(
+    messages: Tensor,
+    *,
+    replica: Tensor,
+    layout: MessageLayout,
+    accumulate: bool,
+    dither: RoundingKey | None,
+) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`.
 
     Bytes per value: bits / 8 + 2 / group_size read, 2 (bf16 replica) written and, to accumulate, 2 read; 4.5
@@ -213,7 +236,10 @@ def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, 
         dequantize_kernel,
         (-(-blocks // slots), rows, 1),
         (messages, replica),
-        (layout.numel // unit, blocks, _message_stride(messages), row_stride // unit),
+        (
+            *(layout.numel // unit, blocks, _message_stride(messages), row_stride // unit),
+            *(0 if dither is None else dither.mask, *_dither_numbers(dither)),
+        ),
         (unit, layout.bits, _group_blocks(layout), slots, accumulate),
         # 16 bytes of the replica per thread, the widest store: more would be exchanged before it.
         _warps(slots, 16 // replica.element_size(), replica.device),
@@ -249,6 +275,7 @@ def dequantize_reduce_quantize(
     out: Tensor,
     sent: MessageLayout,
     rounding: RoundingKey | None,
+    dither: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`.
 
@@ -264,17 +291,24 @@ def dequantize_reduce_quantize(
         (
             *(messages.shape[0], sent.padded_numel // BLOCK, _message_stride(messages), _message_stride(out)),
             *_rounding_numbers(rounding),
+            *_dither_numbers(dither),
         ),
         (
             *(_unrolled(messages.shape[0]), received.bits, _group_blocks(received)),
-            *(sent.bits, _group_blocks(sent), groups, slots, rounding is not None, is_paired),
+            *(sent.bits, _group_blocks(sent), groups, slots, _mode(rounding), is_paired),
         ),
         _warps(groups * slots, 32 if is_paired else 16, out.device),
     )
 
 
 def dequantize_reduce_hadamard(
-    messages: Tensor, *, out: Tensor, layout: MessageLayout, hadamard: Hadamard | None, multiplier: float
+    messages: Tensor,
+    *,
+    out: Tensor,
+    layout: MessageLayout,
+    hadamard: Hadamard | None,
+    multiplier: float,
+    dither: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`.
 
@@ -289,7 +323,7 @@ def dequantize_reduce_hadamard(
         (messages, out),
         (
             *(layout.numel // unit, messages.shape[0], blocks, _message_stride(messages)),
-            *(multiplier, _signs(hadamard)),
+            *(multiplier, _signs(hadamard), *_dither_numbers(dither)[:3]),
         ),
         (
             *(unit, _unrolled(messages.shape[0]), layout.bits, _group_blocks(layout), slots),

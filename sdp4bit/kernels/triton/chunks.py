@@ -47,6 +47,18 @@ LOW_BIAS = tl.constexpr(2.0**23 + 8)
 HIGH_NIBBLE = tl.constexpr(0xF0)
 HIGH_EXPONENT = tl.constexpr(0x49000000)  # 2**19
 HIGH_BIAS = tl.constexpr(2.0**19 + 8)
+# How values are rounded.
+NEAREST = tl.constexpr(0)
+STOCHASTIC = tl.constexpr(1)
+DITHER = tl.constexpr(2)
+# A dithered code and its dither in the mantissa of a float, see take_off.
+_DITHER_BITS = tl.constexpr(0x1FE)
+_DITHER_EXPONENT = tl.constexpr(0x46800000)  # 2**14
+_DITHER_BIAS = tl.constexpr(2.0**14 + 255 / 512)
+_CODE_SHIFT = tl.constexpr(9)
+_CODE_BITS_4 = tl.constexpr(0x1E00)
+_SIGN_8 = tl.constexpr(0x80 << 9)
+_SMALLEST = tl.constexpr(-(2**31))
 
 
 @triton.jit
@@ -147,8 +159,11 @@ def load_mixed(row, chunk, mask, numel, signs, UNIT: tl.constexpr, HALF: tl.cons
 
 
 @triton.jit
-def _hash32(block, k0, k1):
-    """Return 32 mixed bits, uint32 [..., 16], for the lanes of blocks; see _low16 and _high16."""
+def _hash32(block, k0, k1, mask):
+    """Return 32 mixed bits, uint32 [..., 16], for the lanes of blocks; see _low16 and _high16.
+
+    A sender's mask, unless it is None, changes the upper 8 bits of both halves.
+    """
     # A counter is 16 * block + lane. A lane has four bits, which neither a shift by 16 nor an addition to a
     # multiple of 16 carries anywhere, so all of the first round but the lane is done once per block.
     block = block.to(tl.uint32)
@@ -160,8 +175,11 @@ def _hash32(block, k0, k1):
     # the two xor, where a number that all threads share would make two.
     key = k1.to(tl.uint32, bitcast=True)
     key = (key ^ (key >> 15)) ^ tl.expand_dims(block >> 28, -1)
-    x = x ^ (x >> 15) ^ key
-    return x * _LOWBIAS_2
+    x = (x ^ (x >> 15) ^ key) * _LOWBIAS_2
+    if mask is not None:
+        # The last step, in _low16, carries what this changes in the high half over to the low one.
+        x = x ^ (mask.to(tl.uint32, bitcast=True) << 24)
+    return x
 
 
 @triton.jit
@@ -177,12 +195,12 @@ def _high16(mixed):
 
 
 @triton.jit
-def _random16(first_block, chunk, k0, k1):
+def _random16(first_block, chunk, k0, k1, mask):
     """Return 16 random bits, int32 [..., 16], for chunks of a row that begins at block `first_block`.
 
     One hash per value: the other chunk that the hash would serve is in another thread.
     """
-    mixed = _hash32(first_block + (chunk >> 1), k0, k1)
+    mixed = _hash32(first_block + (chunk >> 1), k0, k1, mask)
     # The low half is moved up and gets its last step there; the high half has had it.
     moved = tl.expand_dims(((chunk & 1) - 1).to(tl.uint32, bitcast=True) << 16, -1)
     return _high16(mixed ^ ((mixed << 16) & moved))
@@ -235,7 +253,60 @@ def decode_int8(byte):
 
 
 @triton.jit
-def _load_codes(codes, scales, place, group, is_high, mask, BITS: tl.constexpr):
+def as_dither(random):
+    """Return random bits as take_off expects them: the upper 8, inverted, as bits 1 to 8 of a float."""
+    return ((random >> 7) & _DITHER_BITS) ^ (_DITHER_EXPONENT | _DITHER_BITS)
+
+
+@triton.jit
+def draw_dither(first_block, chunk, k0, k1):
+    """Return the dither of chunks of a row that begins at block `first_block`, for take_off."""
+    return as_dither(_random16(first_block, chunk, k0, k1, None))
+
+
+@triton.jit
+def draw_dithers(block, k0, k1):
+    """Return the dither of the first and of the second chunk of blocks: they share their hashes."""
+    mixed = _hash32(block, k0, k1, None)
+    return as_dither(_low16(mixed)), as_dither(_high16(mixed))
+
+
+@triton.jit
+def reverse8(number):
+    """Return the low 8 bits of a sender's number in reverse order, its mask, times 2."""
+    pairs = ((number & 0x55) << 1) | ((number >> 1) & 0x55)
+    fours = ((pairs & 0x33) << 2) | ((pairs >> 2) & 0x33)
+    return ((fours & 0x0F) << 5) | ((fours >> 3) & 0x1E)
+
+
+@triton.jit
+def take_off(byte, is_high, dither, BITS: tl.constexpr):
+    """Return what dithered codes stand for, in units of their scale.
+
+    A code c, by t of 8 bits, stands for c + 1/2 - (t + 1/2) / 256, which is (512 * c + 2 * ~t - 255) / 512:
+    the unsigned code from bit 9 on and ~t in bits 1 to 8 make one number, which lies in the mantissa of a
+    float from 2**14 on, where the lowest bit counts 1/512. The lowest code means zero.
+
+    Args:
+        is_high: for int4, whether the code is the high nibble of its byte.
+        dither: int32, changed by the mask of the sender.
+    """
+    if BITS == 8:
+        code = byte.to(tl.int32) << _CODE_SHIFT
+        lowest = _SIGN_8
+        # int8 codes become unsigned by their sign bit.
+        bits = code ^ (dither ^ _SIGN_8)
+        bias = _DITHER_BIAS + 128.0
+    else:
+        code = (byte.to(tl.int32) << tl.where(is_high, _CODE_SHIFT - 4, _CODE_SHIFT)) & _CODE_BITS_4
+        lowest = 0
+        bits = code ^ dither
+        bias = _DITHER_BIAS + 8.0
+    return tl.where(code == lowest, 0.0, bits.to(tl.float32, bitcast=True) - bias)
+
+
+@triton.jit
+def _load_codes(codes, scales, place, group, is_high, mask, dither, BITS: tl.constexpr):
     """Return fp32 of chunks of a message; `is_high` says which nibble of the bytes at `place` is theirs."""
     each = tl.expand_dims(mask, -1)
     if BITS == FULL_PRECISION:
@@ -243,7 +314,9 @@ def _load_codes(codes, scales, place, group, is_high, mask, BITS: tl.constexpr):
     else:
         scale = float_from_bf16(tl.load(scales + group, mask=mask, other=0))
         byte = tl.load(codes + place, mask=each, other=0)
-        if BITS == 8:
+        if dither is not None:
+            value = take_off(byte, tl.expand_dims(is_high, -1), dither, BITS)
+        elif BITS == 8:
             value = decode_int8(byte)
         else:
             high = tl.expand_dims(is_high, -1)
@@ -255,7 +328,7 @@ def _load_codes(codes, scales, place, group, is_high, mask, BITS: tl.constexpr):
 
 @triton.jit
 def sum_messages(
-    codes, scales, stride, count, chunk, blocks, mask,
+    codes, scales, stride, count, chunk, blocks, mask, dither,
     BITS: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr, SIGNED_ZERO: tl.constexpr,
 ):  # fmt: skip
     """Return the fp32 sum of chunks over messages, in order, from +0.0.
@@ -264,6 +337,7 @@ def sum_messages(
 
     Every chunk finds its own group, so it does not matter which groups the caller works in. `stride` is the
     distance of messages in bytes, even. COUNT unrolls the loop; -1 takes the number of messages from count.
+    `dither` is that of the chunks if the codes are dithered, else None.
     """
     group = chunk // (2 * GROUP)
     position = chunk  # of the chunk's codes, in units of 16 bytes
@@ -278,7 +352,8 @@ def sum_messages(
     if COUNT >= 0:
         for i in tl.static_range(COUNT):
             step = i * stride
-            value = _load_codes(codes + step, scales + (step >> 1), place, group, is_high, mask, BITS)
+            mine = None if dither is None else dither ^ reverse8(i)
+            value = _load_codes(codes + step, scales + (step >> 1), place, group, is_high, mask, mine, BITS)
             if i == 0 and not SIGNED_ZERO:
                 total = value
             else:
@@ -286,7 +361,8 @@ def sum_messages(
     else:
         for i in range(count):
             step = i * stride
-            total += _load_codes(codes + step, scales + (step >> 1), place, group, is_high, mask, BITS)
+            mine = None if dither is None else dither ^ reverse8(i)
+            total += _load_codes(codes + step, scales + (step >> 1), place, group, is_high, mask, mine, BITS)
     return total
 
 
@@ -333,6 +409,18 @@ def _fixed(value, reciprocal):
 
 
 @triton.jit
+def _round(value, reciprocal, random, BITS: tl.constexpr, ROUNDING: tl.constexpr):
+    """Return codes in units of 2**-16, rounded but for the cut."""
+    fixed = _fixed(value, reciprocal)
+    if ROUNDING == DITHER:
+        if _IS_INTERPRETED:
+            fixed = tl.where(fixed == _SMALLEST, 0, fixed)  # what a CPU makes of NaN, and GPUs make 0
+        return tl.where(fixed == 0, -(1 << (BITS + 15)), fixed + random)
+    else:
+        return fixed + random
+
+
+@triton.jit
 def _pack(low, high):
     """Return the bytes of int4 codes of numbers in units of 2**-16, already rounded but for the cut."""
     # A code is what lies above the fraction of 16 bits. Both, the high one times 16, are added before the
@@ -342,76 +430,73 @@ def _pack(low, high):
 
 @triton.jit
 def _store_pairs(
-    codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1,
-    GROUP: tl.constexpr, STOCHASTIC: tl.constexpr,
+    codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1, mask,
+    GROUP: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of a tile of pairs of slots."""
-    low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, 4, GROUP)
-    _, _, next_mask = chunks_of(group, slot + 1, blocks, 4, GROUP)
-    # Rounded as soon as the bits are known, in either branch, so that only one of the two stays in registers.
-    high = _fixed(values[1], reciprocal)
-    next_high = _fixed(values[3], reciprocal)
-    if STOCHASTIC:
-        if is_odd:
-            high += _random16(first_block, high_chunk, k0, k1)
-            next_high += _random16(first_block, high_chunk + 1, k0, k1)
-        else:
-            mixed = _hash32(first_block + (high_chunk >> 1), k0, k1)
-            high += _low16(mixed)
-            next_high += _high16(mixed)
-        mixed = _hash32(first_block + (low_chunk >> 1), k0, k1)
-        low = _fixed(values[0], reciprocal) + _low16(mixed)
-        next_low = _fixed(values[2], reciprocal) + _high16(mixed)
+    low_chunk, high_chunk, exists = chunks_of(group, slot, blocks, 4, GROUP)
+    _, _, next_exists = chunks_of(group, slot + 1, blocks, 4, GROUP)
+    if ROUNDING == NEAREST:
+        low = _round(values[0], reciprocal, _HALF, 4, ROUNDING)
+        high = _round(values[1], reciprocal, _HALF, 4, ROUNDING)
+        next_low = _round(values[2], reciprocal, _HALF, 4, ROUNDING)
+        next_high = _round(values[3], reciprocal, _HALF, 4, ROUNDING)
     else:
-        high += _HALF
-        next_high += _HALF
-        low = _fixed(values[0], reciprocal) + _HALF
-        next_low = _fixed(values[2], reciprocal) + _HALF
+        # Rounded as soon as the bits are known, in either branch, so that only one of the two stays in
+        # registers.
+        if is_odd:
+            random = _random16(first_block, high_chunk, k0, k1, mask)
+            next_random = _random16(first_block, high_chunk + 1, k0, k1, mask)
+            high = _round(values[1], reciprocal, random, 4, ROUNDING)
+            next_high = _round(values[3], reciprocal, next_random, 4, ROUNDING)
+        else:
+            mixed = _hash32(first_block + (high_chunk >> 1), k0, k1, mask)
+            high = _round(values[1], reciprocal, _low16(mixed), 4, ROUNDING)
+            next_high = _round(values[3], reciprocal, _high16(mixed), 4, ROUNDING)
+        mixed = _hash32(first_block + (low_chunk >> 1), k0, k1, mask)
+        low = _round(values[0], reciprocal, _low16(mixed), 4, ROUNDING)
+        next_low = _round(values[2], reciprocal, _high16(mixed), 4, ROUNDING)
     position = group * GROUP + slot
-    tl.store(codes + offsets(position), _pack(low, high), mask=tl.expand_dims(mask, -1))
-    next_mask = tl.expand_dims(next_mask, -1)
-    tl.store(codes + offsets(position + 1), _pack(next_low, next_high), mask=next_mask)
+    tl.store(codes + offsets(position), _pack(low, high), mask=tl.expand_dims(exists, -1))
+    next_exists = tl.expand_dims(next_exists, -1)
+    tl.store(codes + offsets(position + 1), _pack(next_low, next_high), mask=next_exists)
 
 
 @triton.jit
 def store_codes(
-    codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1,
-    BITS: tl.constexpr, GROUP: tl.constexpr, STOCHASTIC: tl.constexpr,
+    codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1, mask,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of a tile to a row of a message; `first_block` numbers the row for its random bits."""
-    low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
-    mask = tl.expand_dims(mask, -1)
+    low_chunk, high_chunk, exists = chunks_of(group, slot, blocks, BITS, GROUP)
+    exists = tl.expand_dims(exists, -1)
     if BITS == FULL_PRECISION:
         floats = codes.to(tl.pointer_type(tl.float32))
-        tl.store(floats + offsets(low_chunk), values[0], mask=mask)
-        tl.store(floats + offsets(high_chunk), values[1], mask=mask)
-    elif BITS == 8:
-        if STOCHASTIC:
+        tl.store(floats + offsets(low_chunk), values[0], mask=exists)
+        tl.store(floats + offsets(high_chunk), values[1], mask=exists)
+    elif BITS == 4 and len(values) == 4:
+        _store_pairs(
+            codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1, mask, GROUP, ROUNDING
+        )
+    else:
+        if ROUNDING == NEAREST:
+            low_random = _HALF
+            high_random = _HALF
+        elif BITS == 8:
             # The two chunks of a block are in one thread, and share their hashes.
-            mixed = _hash32(first_block + (low_chunk >> 1), k0, k1)
+            mixed = _hash32(first_block + (low_chunk >> 1), k0, k1, mask)
             low_random = _low16(mixed)
             high_random = _high16(mixed)
         else:
-            low_random = _HALF
-            high_random = _HALF
-        low_code = (_fixed(values[0], reciprocal) + low_random) >> 16
-        high_code = (_fixed(values[1], reciprocal) + high_random) >> 16
-        tl.store(codes + offsets(low_chunk), low_code.to(tl.uint8), mask=mask)
-        tl.store(codes + offsets(high_chunk), high_code.to(tl.uint8), mask=mask)
-    elif len(values) == 2:
-        if STOCHASTIC:
-            low_random = _random16(first_block, low_chunk, k0, k1)
-            high_random = _random16(first_block, high_chunk, k0, k1)
+            low_random = _random16(first_block, low_chunk, k0, k1, mask)
+            high_random = _random16(first_block, high_chunk, k0, k1, mask)
+        low = _round(values[0], reciprocal, low_random, BITS, ROUNDING)
+        high = _round(values[1], reciprocal, high_random, BITS, ROUNDING)
+        if BITS == 8:
+            tl.store(codes + offsets(low_chunk), (low >> 16).to(tl.uint8), mask=exists)
+            tl.store(codes + offsets(high_chunk), (high >> 16).to(tl.uint8), mask=exists)
         else:
-            low_random = _HALF
-            high_random = _HALF
-        low = _fixed(values[0], reciprocal) + low_random
-        high = _fixed(values[1], reciprocal) + high_random
-        tl.store(codes + offsets(group * GROUP + slot), _pack(low, high), mask=mask)
-    else:
-        _store_pairs(
-            codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1, GROUP, STOCHASTIC
-        )
+            tl.store(codes + offsets(group * GROUP + slot), _pack(low, high), mask=exists)
 
 
 @triton.jit

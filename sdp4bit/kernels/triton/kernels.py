@@ -27,6 +27,8 @@ from sdp4bit.kernels.triton.chunks import (
     compute_scale,
     decode_int4,
     decode_int8,
+    draw_dither,
+    draw_dithers,
     ends_odd,
     flip_signs,
     float_from_bf16,
@@ -39,12 +41,14 @@ from sdp4bit.kernels.triton.chunks import (
     store_codes,
     store_values,
     sum_messages,
+    take_off,
 )
 
 # Arguments that Triton must not make constants of, nor compile variants for: they differ from call to call.
 _RUNTIME = [
     *("numel", "blocks", "count", "k0", "k1", "first_block", "row_blocks", "signs"),
     *("destination_stride", "part_stride", "row_stride", "stride", "out_stride", "multiplier"),
+    *("sender_mask", "k0_in", "k1_in", "first_block_in", "row_blocks_in"),
 ]
 
 
@@ -124,6 +128,7 @@ def quantize_kernel(
     k1,
     first_block,
     row_blocks,
+    sender_mask,  # of dither, or None
     signs,  # to change before the transform, or None
     UNIT: tl.constexpr,
     BITS: tl.constexpr,
@@ -132,7 +137,7 @@ def quantize_kernel(
     SLOTS: tl.constexpr,
     HAS_REPLICA: tl.constexpr,
     HADAMARD: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    ROUNDING: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
     """Quantize rows of values, less the replica or transformed, into messages.
@@ -169,8 +174,9 @@ def quantize_kernel(
         if BITS != FULL_PRECISION:
             tl.store(scales + group, bits.to(tl.int16), mask=group < places)
         store_codes(
-            codes, held, reciprocal, group, slot, blocks, is_odd, random, k0, k1, BITS, GROUP, STOCHASTIC
-        )
+            codes, held, reciprocal, group, slot, blocks, is_odd, random, k0, k1, sender_mask,
+            BITS, GROUP, ROUNDING,
+        )  # fmt: skip
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
                 again = _read_values(
@@ -178,39 +184,61 @@ def quantize_kernel(
                     UNIT, BITS, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
                 )  # fmt: skip
                 store_codes(
-                    codes, again, reciprocal, group, slot + i, blocks, is_odd, random, k0, k1,
-                    BITS, GROUP, STOCHASTIC,
+                    codes, again, reciprocal, group, slot + i, blocks, is_odd, random, k0, k1, sender_mask,
+                    BITS, GROUP, ROUNDING,
                 )  # fmt: skip
 
 
 @triton.jit
 def _read_sums(
-    codes, scales, stride, count, group, slot, blocks,
+    codes, scales, stride, count, group, slot, blocks, random, k0, k1,
     BITS_IN: tl.constexpr, GROUP_IN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     COUNT: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of the sum of a part over all messages, in the slots of the message that is sent."""
+    """Return a tile of the sum of a part over all messages, in the slots of the message that is sent.
+
+    `random` numbers the row for its dither; None if codes are not dithered.
+    """
     low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
+    low_dither = None
+    high_dither = None
+    next_dither = None
+    if random is not None:
+        # The low chunks of a pair of slots share their hashes, and the two chunks of a block.
+        if PAIRED:
+            low_dither, next_dither = draw_dithers(random + (low_chunk >> 1), k0, k1)
+            high_dither = draw_dither(random, high_chunk, k0, k1)
+        elif BITS == 4:
+            low_dither = draw_dither(random, low_chunk, k0, k1)
+            high_dither = draw_dither(random, high_chunk, k0, k1)
+        else:
+            low_dither, high_dither = draw_dithers(random + (low_chunk >> 1), k0, k1)
     SIGNED_ZERO: tl.constexpr = BITS == FULL_PRECISION  # codes have no sign for zero
     low = sum_messages(
-        codes, scales, stride, count, low_chunk, blocks, mask, BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO
-    )
+        codes, scales, stride, count, low_chunk, blocks, mask, low_dither,
+        BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO,
+    )  # fmt: skip
     if not PAIRED:
         high = sum_messages(
-            codes, scales, stride, count, high_chunk, blocks, mask, BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO
-        )
+            codes, scales, stride, count, high_chunk, blocks, mask, high_dither,
+            BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO,
+        )  # fmt: skip
         return low, high
     else:
         _, _, next_mask = chunks_of(group, slot + 1, blocks, BITS, GROUP)
         next_low = sum_messages(
-            codes, scales, stride, count, low_chunk + 1, blocks, next_mask,
+            codes, scales, stride, count, low_chunk + 1, blocks, next_mask, next_dither,
             BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO,
         )  # fmt: skip
         high = sum_messages(
-            codes, scales, stride, count, high_chunk, blocks, mask, BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO
-        )
+            codes, scales, stride, count, high_chunk, blocks, mask, high_dither,
+            BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO,
+        )  # fmt: skip
+        next_high_dither = None
+        if random is not None:
+            next_high_dither = draw_dither(random, high_chunk + 1, k0, k1)
         next_high = sum_messages(
-            codes, scales, stride, count, high_chunk + 1, blocks, next_mask,
+            codes, scales, stride, count, high_chunk + 1, blocks, next_mask, next_high_dither,
             BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO,
         )  # fmt: skip
         return low, high, next_low, next_high
@@ -228,6 +256,11 @@ def reduce_quantize_kernel(
     k1,
     first_block,
     row_blocks,
+    sender_mask,  # of dither, or None
+    k0_in,
+    k1_in,
+    first_block_in,  # of the dither of what is received, or None
+    row_blocks_in,
     COUNT: tl.constexpr,
     BITS_IN: tl.constexpr,
     GROUP_IN: tl.constexpr,
@@ -235,7 +268,7 @@ def reduce_quantize_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    ROUNDING: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
     """Quantize the sum of each part over all messages into one message per part.
@@ -249,6 +282,9 @@ def reduce_quantize_kernel(
     message = out + part * (out_stride.to(tl.int64) * 16)
     codes, scales = codes_and_scales(message, 0, 1, blocks, BITS, GROUP)
     random = first_block + part * row_blocks
+    random_in = None
+    if first_block_in is not None:
+        random_in = first_block_in + part * row_blocks_in
     places = scale_slots(0, 1, blocks, BITS, GROUP)
     slot = tl.expand_dims(tl.arange(0, SLOTS // 2) * 2 if PAIRED else tl.arange(0, SLOTS), 0)
 
@@ -256,14 +292,14 @@ def reduce_quantize_kernel(
         group = tl.expand_dims(tile * GROUPS + tl.arange(0, GROUPS), 1)
         is_odd = ends_odd(tile, blocks, GROUP, GROUPS)
         held = _read_sums(
-            codes_in, scales_in, step, count, group, slot, blocks,
+            codes_in, scales_in, step, count, group, slot, blocks, random_in, k0_in, k1_in,
             BITS_IN, GROUP_IN, BITS, GROUP, COUNT, PAIRED,
         )  # fmt: skip
         largest = largest_bits(held)
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
                 again = _read_sums(
-                    codes_in, scales_in, step, count, group, slot + i, blocks,
+                    codes_in, scales_in, step, count, group, slot + i, blocks, random_in, k0_in, k1_in,
                     BITS_IN, GROUP_IN, BITS, GROUP, COUNT, PAIRED,
                 )  # fmt: skip
                 largest = tl.maximum(largest, largest_bits(again))
@@ -271,17 +307,18 @@ def reduce_quantize_kernel(
         if BITS != FULL_PRECISION:
             tl.store(scales + group, bits.to(tl.int16), mask=group < places)
         store_codes(
-            codes, held, reciprocal, group, slot, blocks, is_odd, random, k0, k1, BITS, GROUP, STOCHASTIC
-        )
+            codes, held, reciprocal, group, slot, blocks, is_odd, random, k0, k1, sender_mask,
+            BITS, GROUP, ROUNDING,
+        )  # fmt: skip
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
                 again = _read_sums(
-                    codes_in, scales_in, step, count, group, slot + i, blocks,
+                    codes_in, scales_in, step, count, group, slot + i, blocks, random_in, k0_in, k1_in,
                     BITS_IN, GROUP_IN, BITS, GROUP, COUNT, PAIRED,
                 )  # fmt: skip
                 store_codes(
-                    codes, again, reciprocal, group, slot + i, blocks, is_odd, random, k0, k1,
-                    BITS, GROUP, STOCHASTIC,
+                    codes, again, reciprocal, group, slot + i, blocks, is_odd, random, k0, k1, sender_mask,
+                    BITS, GROUP, ROUNDING,
                 )  # fmt: skip
 
 
@@ -293,6 +330,11 @@ def dequantize_kernel(
     blocks,  # of 32 values in a row, with padding
     stride: tl.int64,  # in units of 16 bytes
     row_stride: tl.int64,
+    sender_mask,
+    k0_in,
+    k1_in,
+    first_block_in,  # of dither, or None
+    row_blocks_in,
     UNIT: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -319,12 +361,25 @@ def dequantize_kernel(
         else:
             scale = tl.expand_dims(float_from_bf16(tl.load(scales + group, mask=mask, other=0)), -1)
             if BITS == 8:
-                low = decode_int8(tl.load(codes + offsets(low_chunk), mask=each, other=0)) * scale
-                high = decode_int8(tl.load(codes + offsets(high_chunk), mask=each, other=0)) * scale
+                low_byte = tl.load(codes + offsets(low_chunk), mask=each, other=0)
+                high_byte = tl.load(codes + offsets(high_chunk), mask=each, other=0)
             else:
-                byte = tl.load(codes + offsets(position), mask=each, other=0)
-                low = decode_int4(byte, LOW_NIBBLE, LOW_EXPONENT, LOW_BIAS) * scale
-                high = decode_int4(byte, HIGH_NIBBLE, HIGH_EXPONENT, HIGH_BIAS) * scale
+                low_byte = tl.load(codes + offsets(position), mask=each, other=0)
+                high_byte = low_byte
+            if first_block_in is not None:
+                random = first_block_in + row * row_blocks_in
+                low_dither = draw_dither(random, low_chunk, k0_in, k1_in) ^ (sender_mask << 1)
+                high_dither = draw_dither(random, high_chunk, k0_in, k1_in) ^ (sender_mask << 1)
+                low = take_off(low_byte, False, low_dither, BITS)
+                high = take_off(high_byte, True, high_dither, BITS)
+            elif BITS == 8:
+                low = decode_int8(low_byte)
+                high = decode_int8(high_byte)
+            else:
+                low = decode_int4(low_byte, LOW_NIBBLE, LOW_EXPONENT, LOW_BIAS)
+                high = decode_int4(high_byte, HIGH_NIBBLE, HIGH_EXPONENT, HIGH_BIAS)
+            low *= scale
+            high *= scale
         if ACCUMULATE:
             low += load_values(values, low_chunk, mask, numel, UNIT)
             high += load_values(values, high_chunk, mask, numel, UNIT)
@@ -342,6 +397,9 @@ def reduce_hadamard_kernel(
     stride: tl.int64,  # in units of 16 bytes
     multiplier,
     signs,  # to change after the transform, or None
+    k0_in,
+    k1_in,
+    first_block_in,  # of dither, or None
     UNIT: tl.constexpr,
     COUNT: tl.constexpr,
     BITS: tl.constexpr,
@@ -362,8 +420,16 @@ def reduce_hadamard_kernel(
         mask = block < blocks
         low_chunk = block * 2
         high_chunk = low_chunk + 1
-        low = sum_messages(codes, scales, step, count, low_chunk, blocks, mask, BITS, GROUP, COUNT, True)
-        high = sum_messages(codes, scales, step, count, high_chunk, blocks, mask, BITS, GROUP, COUNT, True)
+        low_dither = None
+        high_dither = None
+        if first_block_in is not None:
+            low_dither, high_dither = draw_dithers(first_block_in + block, k0_in, k1_in)
+        low = sum_messages(
+            codes, scales, step, count, low_chunk, blocks, mask, low_dither, BITS, GROUP, COUNT, True
+        )
+        high = sum_messages(
+            codes, scales, step, count, high_chunk, blocks, mask, high_dither, BITS, GROUP, COUNT, True
+        )
         if HADAMARD:
             low = mix16(low)
             high = mix16(high)
