@@ -29,6 +29,7 @@ GRADIENTS = {
     "8 bits, groups of 32": GradientConfig(
         inter_bits=8, inter_group_size=32, intra_group_size=32, min_numel=0
     ),
+    "dither": GradientConfig(intra_rounding="dither", inter_rounding="dither", min_numel=0),
     "full precision": GradientConfig(intra_bits=None, inter_bits=None, min_numel=0),
 }
 WEIGHTS = {
@@ -36,6 +37,7 @@ WEIGHTS = {
     "full replica": WeightConfig(replica="full"),
     "weights, not differences": WeightConfig(mode="direct"),
     "stochastic": WeightConfig(rounding="stochastic"),
+    "dither": WeightConfig(rounding="dither"),
 }
 
 

@@ -32,7 +32,11 @@ from tests import toy
 from tests.ranks import on_ranks, run_ranks
 
 NODE = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
-STOCHASTIC = replace(NODE, weights=WeightConfig(replica="full", rounding="stochastic"))
+RANDOM = SDP4BitConfig(
+    weights=WeightConfig(replica="full", rounding="stochastic"),
+    gradients=GradientConfig(min_numel=0, inter_rounding="dither"),
+)
+"""All rounding is by random bits, which a resumed run must draw again."""
 BEFORE = 2
 LIMIT = 240.0
 
@@ -154,7 +158,7 @@ def resume(folder: str, config: SDP4BitConfig, exact: list[tuple[list[float], li
     [
         pytest.param(NODE, 4, id="node"),
         pytest.param(NODE, 20, id="node-20-steps", marks=pytest.mark.slow),
-        pytest.param(STOCHASTIC, 20, id="full-stochastic-20-steps", marks=pytest.mark.slow),
+        pytest.param(RANDOM, 20, id="full-stochastic-20-steps", marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_continues_bit_for_bit(config: SDP4BitConfig, after: int, tmp_path: Path) -> None:

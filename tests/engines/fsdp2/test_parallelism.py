@@ -49,9 +49,9 @@ from tests.toy import (
     train,
 )
 
-STOCHASTIC = SDP4BitConfig(
-    weights=WeightConfig(group_size=32, rounding="stochastic"),
-    gradients=GradientConfig(intra_group_size=32, inter_group_size=32, min_numel=0),
+RANDOM = SDP4BitConfig(
+    weights=WeightConfig(group_size=32, rounding="dither"),
+    gradients=GradientConfig(intra_group_size=32, inter_group_size=32, inter_rounding="dither", min_numel=0),
 )
 """All is rounded by random bits, and parameters whose rows are multiples of 32 share no scale."""
 
@@ -126,7 +126,7 @@ def test_tensor_parallelism_trains_as_with_plain_fsdp2() -> None:
     plain = tensor_parallel(None, 2)
     for topology in (2, 4):
         assert tensor_parallel(IDENTITY, topology) == plain
-        assert tensor_parallel(STOCHASTIC, topology) != plain
+        assert tensor_parallel(RANDOM, topology) != plain
 
 
 def check_parts() -> None:
@@ -239,7 +239,7 @@ def train_long(config: SDP4BitConfig | None, sequence: bool) -> float:
 def test_tensor_parallel_copies_stay_equal_for_100_steps() -> None:
     for sequence in (False, True):
         plain = train_long(None, sequence)
-        for config in (QUANTIZED, STOCHASTIC):
+        for config in (QUANTIZED, RANDOM):
             assert train_long(config, sequence) == pytest.approx(plain, rel=0.03)
 
 
@@ -274,7 +274,7 @@ def hybrid(config: SDP4BitConfig | None, topology: int) -> list[float]:
 def test_hybrid_sharding_warns_and_trains_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(hybrid, 1)
     assert_close_to_plain(hybrid, 2)
-    assert hybrid(IDENTITY, 1) == hybrid(None, 1) != hybrid(STOCHASTIC, 1)
+    assert hybrid(IDENTITY, 1) == hybrid(None, 1) != hybrid(RANDOM, 1)
 
 
 class Front(nn.Module):
