@@ -50,7 +50,7 @@ OWN = "this run"
 THIRDS = ("first third", "middle", "last third")
 
 
-def _gradients(strategy: str, **changes: int) -> GradientConfig:
+def _gradients(strategy: str, **changes: Any) -> GradientConfig:
     config = SDP4BitConfig.preset(strategy).gradients
     assert config is not None
     return replace(config, **changes)
@@ -61,6 +61,7 @@ SETTINGS: dict[str, GradientConfig] = {
     "tlq": _gradients("tlq"),
     "tlq-hs": _gradients("tlq-hs"),
     "tlq-hs, groups of 32 inter-node": _gradients("tlq-hs", inter_group_size=32),
+    "tlq-hs, dither inter-node": _gradients("tlq-hs", inter_rounding="dither"),
     "tlq-hs, 8 bits inter-node": _gradients("tlq-hs", inter_bits=8),
 }
 """What else the gradients of the run are reduced with."""
