@@ -22,7 +22,7 @@ import numpy as np
 
 from sdp4bit.pretrain.metrics import save_figure, write_atomically
 from sdp4bit.pretrain.options import SettingError, require
-from sdp4bit.pretrain.paired import PairedDifference, paired_difference
+from sdp4bit.pretrain.paired import FEWEST_PAIRS, PairedDifference, paired_difference
 from sdp4bit.report.pairs import validated_together
 from sdp4bit.report.runs import Run, find_runs
 
@@ -45,31 +45,38 @@ class Point:
         return (interval[1] - interval[0]) / 2
 
 
-def points(runs: Sequence[Run]) -> list[Point]:
-    """Return one point per strategy that quantizes gradients alone, from the smallest error to the largest.
+def costs(runs: Sequence[Run]) -> dict[str, tuple[list[Run], PairedDifference]]:
+    """Return of every strategy its runs and the difference of their validation loss to the baseline's.
 
-    Raises:
-        SettingError: no strategy has three seeds or more in common with the baseline.
+    Strategies without three seeds or more in common with the baseline are left out.
     """
     baselines = {run.seed: run for run in runs if run.label == BASELINE}
-    found = []
+    found = {}
     for label in dict.fromkeys(run.label for run in runs):
         mine = [run for run in runs if run.label == label and run.seed in baselines]
-        if label is None or not mine or not _quantizes_gradients_alone(mine[0]):
+        if label is None or label == BASELINE:
             continue
         pairs = {}
         for run in mine:
             together = validated_together(run, baselines[run.seed])
             if together is not None and run.seed is not None:
                 pairs[run.seed] = together[1:]
-        if len(pairs) >= 3:
-            found.append(
-                Point(
-                    label=label,
-                    squared_error=statistics.fmean(map(squared_error, mine)),
-                    difference=paired_difference(pairs),
-                )
-            )
+        if len(pairs) >= FEWEST_PAIRS:
+            found[label] = mine, paired_difference(pairs)
+    return found
+
+
+def points(runs: Sequence[Run]) -> list[Point]:
+    """Return one point per strategy that quantizes gradients alone, from the smallest error to the largest.
+
+    Raises:
+        SettingError: no strategy has three seeds or more in common with the baseline.
+    """
+    found = [
+        Point(label=label, squared_error=statistics.fmean(map(squared_error, mine)), difference=difference)
+        for label, (mine, difference) in costs(runs).items()
+        if _quantizes_gradients_alone(mine[0])
+    ]
     require(bool(found), "no strategy that quantizes gradients alone has three seeds of the baseline")
     return sorted(found, key=lambda point: point.squared_error)
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import errors, law
+from benchmarks import curve, errors, law
 from benchmarks.errors import KINDS, OWN, ErrorConfig, kind_of, read, relative, train_and_measure
-from sdp4bit.pretrain.config.pretrain import PretrainConfig
+from sdp4bit.pretrain.config.pretrain import ModelConfig, PretrainConfig
 from sdp4bit.pretrain.config.training import TrainingConfig
 from sdp4bit.pretrain.launch.config import ParallelConfig
+from sdp4bit.pretrain.model.gpt import GPT
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.trainer import pretrain
 from sdp4bit.report.runs import find_runs
@@ -117,6 +118,48 @@ def test_a_law_needs_three_seeds(tmp_path):
     law_runs(tmp_path / "runs", {"tlq": (0.2, 0.004)})
     with pytest.raises(SettingError, match="three seeds"):
         law.points([run for run in find_runs([tmp_path / "runs"]) if run.seed != 3])
+
+
+def curve_runs(folder: Path, simulated: int | None = 4) -> None:
+    """Write the runs of the law as simulated ranks' that have counted their bytes."""
+    law_runs(folder, {"tlq-hs": (0.1, 0.001), "dithered": (0.07, 0.0006)})
+    parameters = sum(
+        p.numel() for p in GPT(ModelConfig().shape(vocabulary=512, sequence_length=64)).parameters()
+    )
+    for path in folder.glob("*/config.json"):
+        config = json.loads(path.read_text())
+        rounding = "dither" if path.parent.name.startswith("dithered") else "stochastic"
+        if config["quantization"]["gradients"]:
+            config["quantization"]["gradients"]["inter_rounding"] = rounding
+        config["model"], config["data"] = {"model_card": "tiny"}, {"vocabulary_size": 500}
+        config["training"] = {"sequence_length": 64}
+        config["parallel"] = {"simulated_ranks": simulated, "ranks_per_node": 2}
+        path.write_text(json.dumps(config))
+    for path in folder.glob("*/metrics.jsonl"):
+        sent = 6 if path.parent.name.startswith("baseline") else 1
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        for event in events:
+            if event["event"] == "train":
+                # The first step sends more.
+                event["inter_bytes"] = sent * parameters * (2 if event["step"] == 1 else 1)
+        path.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def test_the_curve_holds_costs_against_bytes_and_what_was_expected(tmp_path):
+    curve_runs(tmp_path / "runs")
+    found = {point.label: point for point in curve.points(find_runs([tmp_path / "runs"]))}
+    assert {point.bytes_per_parameter for point in found.values()} == {1.0}
+    assert found["tlq-hs"].expected == pytest.approx(found["tlq-hs"].difference.mean_percent)
+    assert found["dithered"].expected == pytest.approx(found["tlq-hs"].expected / 2, rel=0.03)
+    curve.draw(list(found.values()), tmp_path / "curve.png")
+    assert "| dithered | 1.000 | 3 | +0.060 % |" in curve.table(list(found.values()))
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_curve_needs_simulated_ranks_of_several_nodes(tmp_path):
+    curve_runs(tmp_path / "runs", simulated=None)
+    with pytest.raises(SettingError, match="--simulated-ranks"):
+        curve.points(find_runs([tmp_path / "runs"]))
 
 
 def test_too_few_measurements_are_said(tmp_path):

@@ -1,0 +1,210 @@
+"""Draw what strategies cost in loss over what they send: finished comparisons as one curve.
+
+    sdp4bit compare --strategies baseline,tlq-hs,sdp4bit,... --seeds 1,2,3,4,5,6 --out runs/compare ...
+    python -m benchmarks.curve runs/compare [runs/more ...] --out runs/curve
+
+reads comparisons of simulated ranks whose runs include the baseline. Bytes are what a step sends per
+parameter to one other node, by the counted bytes of the runs. A two-level exchange without quantization would
+send 6, an fp32 gradient and a bf16 weight; plain FSDP2, whose collectives know no nodes, sends more. The cost
+is the difference of the validation loss to the baseline with the same seed, with its 95 % interval. Beside it
+stands what was to be expected before the run: the cost of `tlq-hs` times the squared error of the strategy's
+gradients over that of `tlq-hs`, both on normal values; weight differences are expected to cost nothing: what
+one leaves out the next sends. Writes curve.md and curve.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.law import costs
+from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.simulated import SimulatedReduceScatter, simulated_layout
+from sdp4bit.config import GradientConfig
+from sdp4bit.pretrain.config.pretrain import ModelConfig
+from sdp4bit.pretrain.metrics import save_figure, write_atomically
+from sdp4bit.pretrain.model.gpt import GPT
+from sdp4bit.pretrain.options import SettingError, require
+from sdp4bit.pretrain.paired import PairedDifference
+from sdp4bit.report.runs import Run, find_runs
+from sdp4bit.traffic import TrafficCounter
+
+MEASURE = "tlq-hs"
+"""The strategy by whose cost that of others is predicted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A strategy on the curve."""
+
+    label: str
+    bytes_per_parameter: float
+    difference: PairedDifference
+    expected: float | None
+    """Cost in percent that was to be expected; None without the strategy that it is measured by."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the cost, in percent."""
+        interval = self.difference.percent_interval
+        assert interval is not None
+        return interval
+
+
+def points(runs: Sequence[Run]) -> list[Point]:
+    """Return one point per strategy, from the fewest bytes to the most.
+
+    Raises:
+        SettingError: no strategy has three seeds or more in common with the baseline.
+    """
+    found = costs(runs)
+    require(bool(found), "no strategy has three seeds in common with the baseline")
+    rate = None
+    if MEASURE in found:
+        (measured, *_), difference = found[MEASURE]
+        rate = difference.mean_percent / _squared_error(measured)
+    result = [
+        Point(
+            label=label,
+            bytes_per_parameter=bytes_per_parameter(mine[0]),
+            difference=difference,
+            expected=None if rate is None else rate * _squared_error(mine[0]),
+        )
+        for label, (mine, difference) in found.items()
+    ]
+    return sorted(result, key=lambda point: point.bytes_per_parameter)
+
+
+def bytes_per_parameter(run: Run) -> float:
+    """Return the bytes per parameter that a step of all ranks sends to one other node.
+
+    Raises:
+        SettingError: the run is not one of simulated ranks on several nodes.
+    """
+    ranks, per_node = run.simulated_ranks, run.setting("parallel", "ranks_per_node")
+    require(
+        ranks is not None and ranks > per_node,
+        f"{run.name}: the curve is of simulated ranks on several nodes: --simulated-ranks, --ranks-per-node",
+    )
+    assert ranks is not None
+    others = ranks // per_node - 1
+    # The first steps also send whole weights.
+    return float(np.median(run.column("inter_bytes"))) / (_parameters(run) * others)
+
+
+def _parameters(run: Run) -> int:
+    """Return how many parameters the model has."""
+    model = ModelConfig(**run.setting("model"))
+    vocabulary = run.setting("data", "vocabulary_size") or model.card.vocabulary
+    positions = run.setting("training", "sequence_length") or model.card.sequence_length
+    with torch.device("meta"):
+        gpt = GPT(model.shape(vocabulary=vocabulary, sequence_length=positions))
+    return sum(parameter.numel() for parameter in gpt.parameters())
+
+
+def _squared_error(run: Run) -> float:
+    """Return what the run's gradient settings err on normal values, 0 for none."""
+    settings = run.setting("quantization", "gradients")
+    return 0.0 if settings is None else expected_error(GradientConfig(**{**settings, "start_step": 0}))
+
+
+@cache
+def expected_error(config: GradientConfig) -> float:
+    """Return the relative squared error of a sum of normal gradients over 2 nodes of 2 ranks."""
+    layout = simulated_layout(4, ranks_per_node=2)
+    reduction = SimulatedReduceScatter(
+        layout,
+        config=config,
+        seed=0,
+        bucket=0,
+        traffic=TrafficCounter(nodes=2, ranks_per_node=2),
+        scratch=Scratch(),
+    )
+    gradients = torch.randn(4, 4, 1 << 16, generator=torch.Generator().manual_seed(0))
+    for rows in gradients.clone():
+        reduction.add(rows, call=0)
+    exact, errors = gradients.double().sum(0), []
+    reduction.finish(lambda rank, row: errors.append((row - exact[rank]).square().sum().item()))
+    return sum(errors) / float(exact.square().sum())
+
+
+def table(found: Sequence[Point]) -> str:
+    """Return bytes, cost, its interval and what was expected, as Markdown."""
+    titles = ("strategy", "bytes per parameter", "seeds", "cost", "95 % interval", "expected")
+    text = f"| {' | '.join(titles)} |\n" + "| --- " * len(titles) + "|\n"
+    for point in found:
+        low, high = point.interval
+        cells = (
+            *(point.label, f"{point.bytes_per_parameter:.3f}", str(len(point.difference.by_seed))),
+            *(f"{point.difference.mean_percent:+.3f} %", f"{low:+.3f} to {high:+.3f} %"),
+            "" if point.expected is None else f"{point.expected:+.3f} %",
+        )
+        text += f"| {' | '.join(cells)} |\n"
+    return text
+
+
+def draw(found: Sequence[Point], path: Path) -> None:
+    """Write the picture of cost over bytes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    for point in found:
+        low, high = point.interval
+        mean = point.difference.mean_percent
+        (line, *_) = axes.errorbar(
+            point.bytes_per_parameter, mean, yerr=[[mean - low], [high - mean]], fmt="o", capsize=3
+        )
+        axes.annotate(
+            point.label,
+            (point.bytes_per_parameter, mean),
+            xytext=(6, 4),
+            textcoords="offset points",
+            fontsize=8,
+        )
+        if point.expected is not None:
+            hollow: dict[str, Any] = {"marker": "D", "facecolors": "none", "edgecolors": line.get_color()}
+            axes.scatter(point.bytes_per_parameter, point.expected, s=28, **hollow)
+    axes.axhline(0, color="black", linewidth=0.6)
+    axes.set_xscale("log")
+    ticks = [tick for tick in (0.5, 0.7, 1, 1.5, 2, 3, 4, 6) if tick <= 1.1 * found[-1].bytes_per_parameter]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("bytes per parameter and step to another node (unquantized two-level exchange: 6)")
+    axes.set_ylabel("difference of the validation loss to the baseline (%)")
+    axes.set_title("measured with 95 % interval (dots), expected (diamonds)", fontsize=10)
+    axes.grid(alpha=0.3)
+    save_figure(figure, path, dpi=110)
+
+
+def main() -> int:
+    """Return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.curve",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="--out folders of sdp4bit compare")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    try:
+        found = points(find_runs(arguments.runs))
+    except SettingError as error:
+        print(f"benchmarks.curve: {error}", file=sys.stderr)
+        return 2
+    print(table(found))
+    write_atomically(arguments.out / "curve.md", table(found))
+    draw(found, arguments.out / "curve.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
