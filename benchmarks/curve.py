@@ -15,6 +15,7 @@ one leaves out the next sends. Writes curve.md and curve.png.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -155,20 +156,18 @@ def draw(found: Sequence[Point], path: Path) -> None:
     """Write the picture of cost over bytes."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.subplots()
+    markers = itertools.cycle("os^vPX*")
     for point in found:
         low, high = point.interval
         mean = point.difference.mean_percent
         (line, *_) = axes.errorbar(
-            point.bytes_per_parameter, mean, yerr=[[mean - low], [high - mean]], fmt="o", capsize=3
-        )
-        axes.annotate(
-            point.label,
-            (point.bytes_per_parameter, mean),
-            xytext=(6, 4),
-            textcoords="offset points",
-            fontsize=8,
+            *(point.bytes_per_parameter, mean),
+            yerr=[[mean - low], [high - mean]],
+            fmt=next(markers),
+            capsize=3,
+            label=point.label,
         )
         if point.expected is not None:
             hollow: dict[str, Any] = {"marker": "D", "facecolors": "none", "edgecolors": line.get_color()}
@@ -180,8 +179,9 @@ def draw(found: Sequence[Point], path: Path) -> None:
     axes.minorticks_off()
     axes.set_xlabel("bytes per parameter and step to another node (unquantized two-level exchange: 6)")
     axes.set_ylabel("difference of the validation loss to the baseline (%)")
-    axes.set_title("measured with 95 % interval (dots), expected (diamonds)", fontsize=10)
+    axes.set_title("measured with 95 % interval (filled), expected (diamonds)", fontsize=10)
     axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8)
     save_figure(figure, path, dpi=110)
 
 
