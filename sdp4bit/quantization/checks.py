@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sdp4bit.config import LEAST_CLIP
 from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import BLOCK, MESSAGE_ALIGNMENT, MessageLayout, round_up
 from sdp4bit.quantization.random import MAX_ELEMENTS, RoundingKey
@@ -67,6 +68,12 @@ def check_rounding(rounding: RoundingKey | None, *, rows: int, numel: int) -> No
     end = first + max(rows - 1, 0) * row_stride + round_up(numel, BLOCK)
     if end > MAX_ELEMENTS:
         raise ValueError(f"element {end} is beyond {MAX_ELEMENTS}, the most one key can number")
+
+
+def check_clip(clip: float) -> None:
+    """Require a part of the largest magnitude that is not so small that most values would saturate."""
+    if not LEAST_CLIP <= clip <= 1:
+        raise ValueError(f"clip={clip} must be from {LEAST_CLIP} to 1, which does not clip")
 
 
 def check_signs(hadamard: Hadamard | None) -> None:

@@ -139,8 +139,8 @@ def quantize_rows(thread, threads, parameters):
         values, is_bf16, outer_stride, inner_stride, replica, replica_is_bf16,
         numel, padded, destinations, parts,
         out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, bits, group_size,
-        hadamard, signs, stochastic, k0, k1, first, row_stride, tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 29)  # fmt: skip
+        step, limit, hadamard, signs, stochastic, k0, k1, first, row_stride, tile, scratch, scratch_stride,
+    ) = _unpack(parameters, 31)  # fmt: skip
     total, spare, largest, _ = _locate(thread, tile, scratch, scratch_stride)
     shift, replica_shift = 2 - is_bf16, 2 - replica_is_bf16
     tiles, row, start = _share(destinations * parts, padded, tile, thread, threads)
@@ -174,7 +174,7 @@ def quantize_rows(thread, threads, parameters):
         encode_tile(
             total, count, largest, message + part * code_bytes + (start * bits >> 3),
             message + scales_offset + 2 * (part * groups + start // group_size),
-            bits, group_size, stochastic, row * row_stride + first + start, k0, k1, spare,
+            bits, group_size, step, limit, stochastic, row * row_stride + first + start, k0, k1, spare,
             source + (count << shift), shift,
             other + (count << replica_shift) if replica else 0, replica_shift,
         )  # fmt: skip
@@ -191,8 +191,8 @@ def reduce_quantize(thread, threads, parameters):
     (
         messages, stride, terms, code_bytes_in, scales_offset_in, groups_in, bits_in, group_size_in,
         parts, padded, out, out_stride, scales_offset, payload_bytes, nbytes, bits, group_size,
-        stochastic, k0, k1, first, row_stride, tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 25)  # fmt: skip
+        step, stochastic, k0, k1, first, row_stride, tile, scratch, scratch_stride,
+    ) = _unpack(parameters, 26)  # fmt: skip
     total, spare, largest, table = _locate(thread, tile, scratch, scratch_stride)
     tiles, part, start = _share(parts, padded, tile, thread, threads)
     for _ in range(tiles):
@@ -212,7 +212,8 @@ def reduce_quantize(thread, threads, parameters):
         message = out + part * out_stride
         encode_tile(
             total, count, largest, message + (start * bits >> 3), message + scales_offset + 2 * first_group,
-            bits, group_size, stochastic, part * row_stride + first + start, k0, k1, spare, 0, 0, 0, 0,
+            bits, group_size, step, 0, stochastic, part * row_stride + first + start, k0, k1, spare,
+            0, 0, 0, 0,
         )  # fmt: skip
         start += tile
         if start >= padded:

@@ -14,6 +14,8 @@ from sdp4bit.kernels.cpu.vectors import (
     bits_of,
     float_from_bits,
     float_of_bits,
+    load_2_bits,
+    load_3_bits,
     load_bf16,
     load_f32,
     load_i8,
@@ -22,14 +24,17 @@ from sdp4bit.kernels.cpu.vectors import (
     load_u8,
     load_u8x16,
     maximum,
+    minimum,
     prefetch,
     random_bits16,
     shift_right,
     shift_right_signed,
     splat,
     splat16,
+    store_2_bits,
     store_bf16,
     store_f32,
+    store_third_bits,
     store_u8,
     store_u16,
     store_u32,
@@ -41,7 +46,6 @@ _ABS = 0x7FFFFFFF
 _INFINITY = 0x7F800000
 _TINY = 0x0D800000  # 2**-100
 _NAN_SCALE = 0x7FC0
-_STEP_4, _STEP_8 = np.float32(1 / 7), np.float32(1 / 127)
 _FIXED_POINT = np.float32(65536)
 _HALF = 0x8000
 _AHEAD = 512
@@ -95,25 +99,33 @@ def store_values(address, is_bf16, count, values, spare):
 
 
 @inline
-def compute_scale(largest, bits):
-    """Return the bits of the bf16 scale and the fixed-point reciprocal of a group's largest |x|, as bits."""
+def compute_scale(largest, step):
+    """Return the bits of the bf16 scale and the fixed-point reciprocal of a group's largest |x|, as bits.
+
+    Args:
+        step: bits of the part of the largest |x| that a unit of the codes is.
+    """
     if largest < _TINY:
         return 0, _ZERO
     if largest >= _INFINITY:
         return _NAN_SCALE, _ZERO
     # Adding 0x10003 and cutting 16 bits off rounds up what is 4 units more: |x / scale| never exceeds the
     # largest code, not even after the rounding of the two multiplications, and codes need no clamp.
-    step = float_from_bits(largest) * (_STEP_4 if bits == 4 else _STEP_8)
-    scale = (bits_from_float(step) + 0x10003) & 0xFFFF0000
+    unit = float_from_bits(largest) * float_from_bits(step)
+    scale = (bits_from_float(unit) + 0x10003) & 0xFFFF0000
+    if scale >= _INFINITY:
+        return _NAN_SCALE, _ZERO
     return scale >> 16, _FIXED_POINT / float_from_bits(scale)
 
 
 @inline
-def fixed_point(values, factor, stochastic, element, k0, k1):
-    """Return codes times 65536, ready to be cut off."""
+def fixed_point(values, factor, limit, stochastic, element, k0, k1):
+    """Return codes times 65536, ready to be cut off; none beyond `limit`, unless that is 0."""
     # Cut towards zero to 16 fractional bits first: random bits are integers, so the rounding that follows is
     # integer arithmetic, the same everywhere.
     fixed = to_int(load_f32(values) * factor)
+    if limit:
+        fixed = maximum(minimum(fixed, splat(limit)), splat(-limit))
     if stochastic:
         return fixed + random_bits16(element, k0, k1)
     return fixed + splat(_HALF)
@@ -138,16 +150,45 @@ def prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift):
 
 
 @inline
+def store_block(address, numbers, bits):
+    """Store 32 codes of 2 or 3 bits, without signs."""
+    if bits == 2:
+        store_2_bits(address, numbers)
+        return
+    store_2_bits(address, numbers & splat(3))
+    store_third_bits(address + 8, numbers)
+
+
+@inline
+def load_block(address, bits):
+    """Return 32 codes of 2, 3 or 8 bits as fp32."""
+    if bits == 8:
+        return to_float(load_i8(address))
+    numbers = load_2_bits(address)
+    if bits == 3:
+        numbers = load_3_bits(address + 8, numbers)
+    return to_float(numbers - splat(1 << (bits - 1)))
+
+
+@inline
 def encode_group(
-    values, size, factor, codes, bits, stochastic, element, k0, k1, spare,
+    values, size, factor, codes, bits, limit, stochastic, element, k0, k1, spare,
     upcoming, shift, upcoming_replica, replica_shift,
 ):  # fmt: skip
     """Write the codes of one group; meanwhile, as many upcoming values and their replica are prefetched."""
     if bits == 8:
         for i in range(0, size, 32):
             prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
-            fixed = fixed_point(values + 4 * i, factor, stochastic, element + i, k0, k1)
+            fixed = fixed_point(values + 4 * i, factor, limit, stochastic, element + i, k0, k1)
             store_u8(codes + i, shift_right_signed(fixed, 16))
+        return
+    if bits < 4:
+        # The offset that makes codes unsigned is added before the cut.
+        offset = splat(1 << (bits + 15))
+        for i in range(0, size, 32):
+            prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
+            fixed = fixed_point(values + 4 * i, factor, limit, stochastic, element + i, k0, k1)
+            store_block(codes + (i * bits >> 3), shift_right(fixed + offset, 16), bits)
         return
     half = size >> 1
     if size & 32 == 0:
@@ -158,13 +199,13 @@ def encode_group(
             j = i + half
             prefetch_upcoming(2 * i, upcoming, shift, upcoming_replica, replica_shift)
             prefetch_upcoming(2 * i + 32, upcoming, shift, upcoming_replica, replica_shift)
-            low = fixed_point(values + 4 * i, factor, stochastic, element + i, k0, k1) + offset
-            high = fixed_point(values + 4 * j, factor, stochastic, element + j, k0, k1) + offset
+            low = fixed_point(values + 4 * i, factor, limit, stochastic, element + i, k0, k1) + offset
+            high = fixed_point(values + 4 * j, factor, limit, stochastic, element + j, k0, k1) + offset
             store_u8(codes + i, shift_right(low, 16) | shift_right(high, 12) & mask)
         return
     # Halves begin within a block: their codes take their places by way of memory.
     for i in range(0, size, 32):
-        fixed = fixed_point(values + 4 * i, factor, stochastic, element + i, k0, k1)
+        fixed = fixed_point(values + 4 * i, factor, limit, stochastic, element + i, k0, k1)
         store_u8(spare + i, shift_right_signed(fixed, 16) + splat(8))
     sixteen = splat16(16)
     for i in range(0, half, 16):
@@ -173,7 +214,7 @@ def encode_group(
 
 @inline
 def encode_tile(
-    values, count, largest, codes, scales, bits, group_size, stochastic, element, k0, k1, spare,
+    values, count, largest, codes, scales, bits, group_size, step, limit, stochastic, element, k0, k1, spare,
     upcoming, shift, upcoming_replica, replica_shift,
 ):  # fmt: skip
     """Write codes and scales of `count` values; `largest` points to the bits of each group's largest |x|.
@@ -181,6 +222,8 @@ def encode_tile(
     The table is overwritten with the reciprocals, and groups that are not finite with zeros.
 
     Args:
+        step: bits of the part of the largest |x| that a unit of the codes is.
+        limit: the largest code times 65536, if values may be beyond it; 0 if none is.
         upcoming, upcoming_replica: addresses to prefetch from meanwhile, 0 for none.
         shift, replica_shift: 2 if they are fp32, 1 if bf16.
     """
@@ -192,7 +235,7 @@ def encode_tile(
     # All scales first: the divisions of different groups overlap, where each group would wait for its own.
     for group in range(groups):
         peak = load_scalar_u32(largest + 4 * group)
-        scale, reciprocal = compute_scale(peak, bits)
+        scale, reciprocal = compute_scale(peak, step)
         store_u16(scales + 2 * group, scale)
         store_u32(largest + 4 * group, bits_from_float(reciprocal))
         if peak >= _INFINITY:
@@ -205,7 +248,7 @@ def encode_tile(
         factor = splat(float_from_bits(load_scalar_u32(largest + 4 * group)))
         encode_group(
             values + 4 * first, min(group_size, count - first), factor, codes + (first * bits >> 3),
-            bits, stochastic, element + first, k0, k1, spare,
+            bits, limit, stochastic, element + first, k0, k1, spare,
             upcoming + (first << shift) if upcoming else 0, shift,
             upcoming_replica + (first << replica_shift) if upcoming_replica else 0, replica_shift,
         )  # fmt: skip
@@ -219,10 +262,11 @@ def record(target, values, peak):
 
 
 @inline
-def sum_int8(total, codes, count, table, terms, stride, start, peak):
+def sum_blocks(total, codes, count, bits, table, terms, stride, start, peak):
     """Write start + code * scale + ..., in the order of the terms, and return the peaks so far.
 
     Args:
+        codes: of 2, 3 or 8 bits, whose blocks of 32 lie one behind the other.
         table: address of the terms' fp32 scales.
     """
     # Two blocks at a time: one sum has to wait for its addition before the next term, two can take turns.
@@ -231,25 +275,26 @@ def sum_int8(total, codes, count, table, terms, stride, start, peak):
         low = high = start
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
-            source = codes + term * stride + i
-            prefetch(source + _AHEAD)
+            source = codes + term * stride + (i * bits >> 3)
+            if bits == 8:
+                prefetch(source + _AHEAD)
             # The product is exact, 7 bits times 8: only the addition rounds, as in the definition.
-            low = low + to_float(load_i8(source)) * scale
-            high = high + to_float(load_i8(source + 32)) * scale
+            low = low + load_block(source, bits) * scale
+            high = high + load_block(source + 4 * bits, bits) * scale
         peak = record(total + 4 * i, low, peak)
         peak = record(total + 4 * i + 128, high, peak)
     if paired < count:
         value = start
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
-            value = value + to_float(load_i8(codes + term * stride + paired)) * scale
+            value = value + load_block(codes + term * stride + (paired * bits >> 3), bits) * scale
         peak = record(total + 4 * paired, value, peak)
     return peak
 
 
 @inline
 def sum_int4(total, codes, half, table, terms, stride, start, peak):
-    """Sum as sum_int8 does, a whole group whose halves are multiples of 32."""
+    """Sum as sum_blocks does, a whole group whose halves are multiples of 32."""
     low_mask, low_base, low_offset = splat(0x0F), splat(_LOW_BASE), splat(_LOW_OFFSET)
     high_mask, high_base, high_offset = splat(0xF0), splat(_HIGH_BASE), splat(_HIGH_OFFSET)
     for i in range(0, half, 32):
@@ -266,7 +311,7 @@ def sum_int4(total, codes, half, table, terms, stride, start, peak):
 
 @inline
 def sum_nibbles(total, codes, count, shift, table, terms, stride, start):
-    """Sum as sum_int8 does, a part of one half of an int4 group; `count` is a multiple of 16."""
+    """Sum as sum_blocks does, a part of one half of an int4 group; `count` is a multiple of 16."""
     for i in range(0, count, 16):
         value = splat16(start)
         for term in range(terms):
@@ -306,8 +351,15 @@ def sum_messages(
             store_u32(table + 4 * term, load_scalar_u16(scales + term * stride + 2 * group) << 16)
         target = total + 4 * (begin - first)
         packed = codes + (origin >> 1)
-        if bits == 8:
-            peak = sum_int8(target, codes + begin, end - begin, table, terms, stride, splat(start), peak)
+        if bits != 4:
+            # Called with constants, so that the loops inside are compiled for each width.
+            block, size_here = codes + (begin * bits >> 3), end - begin
+            if bits == 8:
+                peak = sum_blocks(target, block, size_here, 8, table, terms, stride, splat(start), peak)
+            elif bits == 3:
+                peak = sum_blocks(target, block, size_here, 3, table, terms, stride, splat(start), peak)
+            else:
+                peak = sum_blocks(target, block, size_here, 2, table, terms, stride, splat(start), peak)
         elif end - begin == size and size & 32 == 0:
             peak = sum_int4(target, packed, size >> 1, table, terms, stride, splat(start), peak)
         else:

@@ -31,7 +31,9 @@ from sdp4bit.kernels.triton.chunks import (
     flip_signs,
     float_from_bf16,
     largest_bits,
+    load_for,
     load_mixed,
+    load_small,
     load_values,
     mix16,
     offsets,
@@ -56,36 +58,36 @@ def _read_transformed(
     """Return a tile of a row, transformed. Stride 16 joins the two chunks of a block."""
     if BITS != 4:
         # They are the low and the high one of a slot.
-        first = load_mixed(row, low_chunk, mask, numel, signs, UNIT, 0)
-        second = load_mixed(row, high_chunk, mask, numel, signs, UNIT, 1)
+        first = load_mixed(row, low_chunk, mask, numel, signs, UNIT, 0, BITS)
+        second = load_mixed(row, high_chunk, mask, numel, signs, UNIT, 1, BITS)
         return first + second, first - second
     elif PAIRED:
         # They are the low ones of a pair of slots, and the high ones. Of a last slot without another, the low
         # chunk's block goes on in the group's high chunks, so that it counts here as well.
-        first = load_mixed(row, low_chunk, mask, numel, signs, UNIT, 0)
-        second = load_mixed(row, low_chunk + 1, mask, numel, signs, UNIT, 1)
+        first = load_mixed(row, low_chunk, mask, numel, signs, UNIT, 0, BITS)
+        second = load_mixed(row, low_chunk + 1, mask, numel, signs, UNIT, 1, BITS)
         if is_odd:
             # The high ones of a pair are of two blocks; the others of those are read, and transformed, too.
-            high = load_mixed(row, high_chunk, mask, numel, signs, UNIT, -1)
-            twin = load_mixed(row, high_chunk ^ 1, mask, numel, signs, UNIT, -1)
-            next_high = load_mixed(row, high_chunk + 1, mask, numel, signs, UNIT, -1)
-            next_twin = load_mixed(row, (high_chunk + 1) ^ 1, mask, numel, signs, UNIT, -1)
+            high = load_mixed(row, high_chunk, mask, numel, signs, UNIT, -1, BITS)
+            twin = load_mixed(row, high_chunk ^ 1, mask, numel, signs, UNIT, -1, BITS)
+            next_high = load_mixed(row, high_chunk + 1, mask, numel, signs, UNIT, -1, BITS)
+            next_twin = load_mixed(row, (high_chunk + 1) ^ 1, mask, numel, signs, UNIT, -1, BITS)
             is_first = tl.expand_dims(high_chunk & 1, -1) == 0
             high = tl.where(is_first, high + twin, twin - high)
             next_high = tl.where(is_first, next_twin - next_high, next_high + next_twin)
         else:
-            even = load_mixed(row, high_chunk, mask, numel, signs, UNIT, 0)
-            odd = load_mixed(row, high_chunk + 1, mask, numel, signs, UNIT, 1)
+            even = load_mixed(row, high_chunk, mask, numel, signs, UNIT, 0, BITS)
+            odd = load_mixed(row, high_chunk + 1, mask, numel, signs, UNIT, 1, BITS)
             high = even + odd
             next_high = even - odd
         return first + second, high, first - second, next_high
     else:
         # They are in different threads. The other chunk of each block is read again, from the cache, and
         # transformed again. The first chunk of a block becomes the sum, the second the difference.
-        low = load_mixed(row, low_chunk, mask, numel, signs, UNIT, -1)
-        high = load_mixed(row, high_chunk, mask, numel, signs, UNIT, -1)
-        low_twin = load_mixed(row, low_chunk ^ 1, mask, numel, signs, UNIT, -1)
-        high_twin = load_mixed(row, high_chunk ^ 1, mask, numel, signs, UNIT, -1)
+        low = load_mixed(row, low_chunk, mask, numel, signs, UNIT, -1, BITS)
+        high = load_mixed(row, high_chunk, mask, numel, signs, UNIT, -1, BITS)
+        low_twin = load_mixed(row, low_chunk ^ 1, mask, numel, signs, UNIT, -1, BITS)
+        high_twin = load_mixed(row, high_chunk ^ 1, mask, numel, signs, UNIT, -1, BITS)
         low = tl.where(tl.expand_dims(low_chunk & 1, -1) == 0, low + low_twin, low_twin - low)
         high = tl.where(tl.expand_dims(high_chunk & 1, -1) == 0, high + high_twin, high_twin - high)
         return low, high
@@ -102,11 +104,11 @@ def _read_values(
     if HADAMARD:
         return _read_transformed(row, numel, low_chunk, high_chunk, mask, is_odd, signs, UNIT, BITS, PAIRED)
     else:
-        low = load_values(row, low_chunk, mask, numel, UNIT)
-        high = load_values(row, high_chunk, mask, numel, UNIT)
+        low = load_for(row, low_chunk, mask, numel, UNIT, BITS)
+        high = load_for(row, high_chunk, mask, numel, UNIT, BITS)
         if HAS_REPLICA:
-            low -= load_values(replica, low_chunk, mask, numel, UNIT)
-            high -= load_values(replica, high_chunk, mask, numel, UNIT)
+            low -= load_for(replica, low_chunk, mask, numel, UNIT, BITS)
+            high -= load_for(replica, high_chunk, mask, numel, UNIT, BITS)
         return low, high
 
 
@@ -127,6 +129,7 @@ def quantize_kernel(
     signs,  # to change before the transform, or None
     UNIT: tl.constexpr,
     BITS: tl.constexpr,
+    CLIP: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -165,12 +168,13 @@ def quantize_kernel(
                     UNIT, BITS, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
                 )  # fmt: skip
                 largest = tl.maximum(largest, largest_bits(again))
-        bits, reciprocal = compute_scale(largest, BITS)
+        bits, reciprocal = compute_scale(largest, BITS, CLIP)
         if BITS != FULL_PRECISION:
             tl.store(scales + group, bits.to(tl.int16), mask=group < places)
         store_codes(
-            codes, held, reciprocal, group, slot, blocks, is_odd, random, k0, k1, BITS, GROUP, STOCHASTIC
-        )
+            codes, held, reciprocal, group, slot, blocks, is_odd, random, k0, k1,
+            BITS, GROUP, STOCHASTIC, CLIP,
+        )  # fmt: skip
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
                 again = _read_values(
@@ -179,7 +183,7 @@ def quantize_kernel(
                 )  # fmt: skip
                 store_codes(
                     codes, again, reciprocal, group, slot + i, blocks, is_odd, random, k0, k1,
-                    BITS, GROUP, STOCHASTIC,
+                    BITS, GROUP, STOCHASTIC, CLIP,
                 )  # fmt: skip
 
 
@@ -321,6 +325,9 @@ def dequantize_kernel(
             if BITS == 8:
                 low = decode_int8(tl.load(codes + offsets(low_chunk), mask=each, other=0)) * scale
                 high = decode_int8(tl.load(codes + offsets(high_chunk), mask=each, other=0)) * scale
+            elif BITS < 4:
+                low = load_small(codes, low_chunk, mask, BITS) * scale
+                high = load_small(codes, high_chunk, mask, BITS) * scale
             else:
                 byte = tl.load(codes + offsets(position), mask=each, other=0)
                 low = decode_int4(byte, LOW_NIBBLE, LOW_EXPONENT, LOW_BIAS) * scale
