@@ -23,7 +23,9 @@ WeightMode = Literal["difference", "direct"]
 MismatchAction = Literal["error", "resync"]
 AlertAction = Literal["warn", "fallback"]
 
-QUANTIZED_BITS = (4, 8)
+QUANTIZED_BITS = (2, 3, 4, 8)
+LEAST_CLIP = 0.1
+"""Of `WeightConfig.clip`."""
 HADAMARD_BLOCK = 32
 """Length of the blocks that the Walsh-Hadamard transform mixes; groups are multiples of it."""
 

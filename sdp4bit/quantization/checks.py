@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sdp4bit.config import LEAST_CLIP
 from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import BLOCK, MESSAGE_ALIGNMENT, MessageLayout, round_up
 from sdp4bit.quantization.random import MAX_ELEMENTS, RoundingKey
@@ -76,6 +77,12 @@ def check_dither(dither: RoundingKey | None, *, rows: int, numel: int) -> None:
     if dither is not None and not dither.dither:
         raise ValueError(f"dither must be a key with dither=True, as its senders had, or None; got {dither}")
     check_rounding(dither, rows=rows, numel=numel)
+
+
+def check_clip(clip: float) -> None:
+    """Require a part of the largest magnitude that is not so small that most values would saturate."""
+    if not LEAST_CLIP <= clip <= 1:
+        raise ValueError(f"clip={clip} must be from {LEAST_CLIP} to 1, which does not clip")
 
 
 def check_signs(hadamard: Hadamard | None) -> None:

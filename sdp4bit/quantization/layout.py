@@ -5,9 +5,17 @@ A message carries `parts` rows of `numel` values. Codes and scales travel togeth
     [codes of part 0][codes of part 1]...[scales of part 0][scales of part 1]...[padding]
 
 A row is padded with zeros to a multiple of 32, the Hadamard block. Its groups have `group_size` values; the
-last may be shorter (still a multiple of 32), so a short row costs no more than 31 padded values. int4 codes
-are packed by halves of a group: byte i holds value i in its low and value i + size / 2 in its high nibble,
-both offset by 8. Scales are bf16. With 32 bits the codes are the fp32 values themselves, without scales.
+last may be shorter (still a multiple of 32), so a short row costs no more than 31 padded values. Scales are
+bf16. Codes of 8 bits are signed; smaller ones are offset by 2^(bits - 1). They are symmetric: a stored 0 is
+never written.
+
+* 4 bits, by halves of a group: byte i holds value i in its low and value i + size / 2 in its high nibble.
+* 2 bits, in order: byte i holds values 4i to 4i + 3, the first in its lowest bits.
+* 3 bits, block by block of 32 values, 12 bytes each: 8 bytes with the lower two bits of the codes, as with 2
+  bits; then 4 bytes with the third bits, of values 8i to 8i + 7 in byte i, the first in its lowest bit.
+* 32 bits: the fp32 values themselves, without scales.
+
+With 2 and 3 bits 16 values are thus a word of 32 bits and half a word, wherever groups begin and end.
 """
 
 from __future__ import annotations
@@ -21,7 +29,7 @@ SCALE_BYTES = 2
 MESSAGE_ALIGNMENT = 16
 """Message sizes are multiples of this many bytes: each message of a buffer is aligned for wide loads."""
 FULL_PRECISION = 32
-SUPPORTED_BITS = (4, 8, FULL_PRECISION)
+SUPPORTED_BITS = (2, 3, 4, 8, FULL_PRECISION)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -34,13 +42,13 @@ class MessageLayout:
     """Layout of one message: where its codes and scales lie.
 
     Raises:
-        ValueError: bits not 4, 8 or 32, a group size that is no multiple of 32, or negative counts.
+        ValueError: bits not 2, 3, 4, 8 or 32, a group size that is no multiple of 32, or negative counts.
     """
 
     numel: int
     """Values in each row, without padding."""
     bits: int
-    """4, 8, or 32 for unquantized fp32."""
+    """2, 3, 4, 8, or 32 for unquantized fp32."""
     group_size: int
     """Values per scale, a multiple of 32."""
     parts: int = 1

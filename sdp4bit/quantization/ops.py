@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.checks import (
+    check_clip,
     check_device,
     check_dither,
     check_layout,
@@ -164,6 +165,8 @@ def _operator(check: Callable[_P, None]) -> Callable[_P, None]:
     name, hints = check.__name__, get_type_hints(check, include_extras=True)
     del hints["return"]
     passing = {parameter: _PASSING[hint] for parameter, hint in hints.items()}
+    signature = inspect.signature(check)
+    defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
     schema = ", ".join(way.schema.format(parameter) for parameter, way in passing.items())
     _library.define(f"{name}({schema}) -> ()", tags=[torch.Tag.needs_fixed_stride_order])
     written = next(parameter for parameter, hint in hints.items() if hint is Written)
@@ -201,6 +204,8 @@ def _operator(check: Callable[_P, None]) -> Callable[_P, None]:
     @wraps(check)
     def call(first: Any, /, **named: Any) -> None:
         args = [first]
+        if len(named) != len(keywords):
+            named = {**defaults, **named}
         try:
             for parameter, pack in keywords:
                 value = named[parameter]
@@ -209,10 +214,10 @@ def _operator(check: Callable[_P, None]) -> Callable[_P, None]:
                 else:
                     args.extend(pack(value))
         except (KeyError, AttributeError):
-            inspect.signature(check).bind(first, **named)  # raises if one is missing
+            signature.bind(first, **named)  # raises if one is missing
             raise TypeError(f"{name}: {parameter} must be a {hints[parameter]}, got {value!r}") from None
         if len(named) != len(keywords):
-            inspect.signature(check).bind(first, **named)
+            signature.bind(first, **named)
         registered(*args)
 
     return call  # type: ignore[return-value]
@@ -220,7 +225,13 @@ def _operator(check: Callable[_P, None]) -> Callable[_P, None]:
 
 @_operator
 def subtract_quantize(
-    main: Tensor, *, replica: Tensor | None, out: Written, layout: MessageLayout, rounding: RoundingKey | None
+    main: Tensor,
+    *,
+    replica: Tensor | None,
+    out: Written,
+    layout: MessageLayout,
+    rounding: RoundingKey | None,
+    clip: float = 1.0,
 ) -> None:
     """Quantize main - replica (paper algorithm 2), or main if there is no replica, into a message.
 
@@ -231,6 +242,8 @@ def subtract_quantize(
         layout: of n values, one part.
         rounding: stochastic with this key, or subtractive dither if it says so, which the receiver needs the
             key for; None for nearest. So for all operators.
+        clip: part of a group's largest magnitude that the largest code stands for, 0.1 to 1; what is larger
+            saturates. It is not sent: the scale says all that a receiver has to know.
 
     Raises:
         ValueError: shapes, types, devices or numbers that do not fit; so for all operators.
@@ -248,6 +261,7 @@ def subtract_quantize(
     if replica is not None:
         check_values("replica", replica, messages=out)
     check_rounding(rounding, rows=1, numel=layout.numel)
+    check_clip(clip)
 
 
 @_operator

@@ -4,7 +4,8 @@ The numbers are chosen so that fp32 arithmetic gives one answer everywhere:
 
 * The largest magnitude of a group is taken over the integer bits of |x|, which order NaN > Inf > finite.
 * The scale is bf16, rounded up with integers, so |x / scale| never exceeds the largest code (no clamp) and
-  code * scale is exact in fp32 (no difference between fused and separate multiply-add).
+  code * scale is exact in fp32 (no difference between fused and separate multiply-add). A clipped scale is
+  that of a part of the largest magnitude; values beyond it saturate at the largest code.
 * code = (trunc(x * (65536 / scale)) + r) >> 16, with r = 0x8000 (nearest) or 16 random bits (stochastic):
   one correctly rounded division per group, one multiplication per value, integers afterwards.
 * With subtractive dither (arXiv 1904.01197) the code is the stochastic one, and the receiver, who knows r,
@@ -14,7 +15,8 @@ The numbers are chosen so that fp32 arithmetic gives one answer everywhere:
   An x whose fixed-point number is 0 gets the lowest code, which no other has, and is received as 0: what no
   sender had a gradient for stays exactly untouched.
 * A group that holds NaN or Inf gets a NaN scale and dequantizes to NaN, so that a loss scaler or a norm
-  check still sees it. A group below 2**-100 becomes zero, whatever the flush-to-zero mode.
+  check still sees it; so does, with 2 bits, one so large that its scale is rounded up to infinity (above
+  3.36e38). A group below 2**-100 becomes zero, whatever the flush-to-zero mode.
 * Sums start from +0.0 and add the contributions in rank order, in fp32.
 
 Layout of the messages: :mod:`sdp4bit.quantization.layout`. Quantizer: paper section 2.2, with the 2**(b-1)-1
@@ -29,7 +31,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.quantization.hadamard import Hadamard, flip_signs, hadamard32
-from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout
+from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MessageLayout
 from sdp4bit.quantization.random import RoundingKey, random_bits16
 
 _ABS_MASK = 0x7FFFFFFF
@@ -42,12 +44,18 @@ _FIXED_POINT = 65536.0
 _HALF = 0x8000
 
 
-def compute_scales(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def largest_code(bits: int) -> int:
+    """Return the largest code: 1, 3, 7, 127 for 2, 3, 4, 8 bits."""
+    return (1 << bits - 1) - 1
+
+
+def compute_scales(groups: Tensor, bits: int, clip: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scale of each group, its fixed-point reciprocal, and which groups are not finite.
 
     Args:
         groups: fp32 [..., group size].
-        bits: 4 or 8.
+        bits: 2, 3, 4 or 8.
+        clip: part of a group's largest magnitude that the largest code stands for.
 
     Returns:
         scales bf16 [...], 65536 / scale fp32 [...] (0 where no code is needed), bool [...].
@@ -55,8 +63,9 @@ def compute_scales(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     largest = (groups.view(torch.int32) & _ABS_MASK).amax(-1)
     not_finite = largest >= _INFINITY_BITS
     tiny = largest < _TINY_BITS
-    step = largest.view(torch.float32) * torch.tensor(1.0 / (2 ** (bits - 1) - 1), dtype=torch.float32)
+    step = largest.view(torch.float32) * torch.tensor(clip / largest_code(bits), dtype=torch.float32)
     scale_bits = (step.view(torch.int32) + _SCALE_ROUND_UP) & _HIGH_HALF
+    not_finite |= scale_bits >= _INFINITY_BITS
     scale_bits = scale_bits.masked_fill(not_finite, _NAN_SCALE << 16).masked_fill(tiny, 0)
     reciprocal = _FIXED_POINT / scale_bits.view(torch.float32)
     reciprocal = reciprocal.masked_fill(not_finite | tiny, 0.0)
@@ -64,17 +73,21 @@ def compute_scales(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantize_groups(
-    groups: Tensor, bits: int, random: Tensor | None, *, dither: bool = False
+    groups: Tensor, bits: int, random: Tensor | None, *, clip: float = 1.0, dither: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the codes (int32, shape of groups) and the bf16 scales [...] of fp32 groups [..., size].
 
     Args:
         random: 16 random bits per value, int32, for stochastic rounding or dither; None rounds to nearest.
+        clip: as for compute_scales.
         dither: give zeros the lowest code, for :func:`subtract_dither`.
     """
-    scales, reciprocal, not_finite = compute_scales(groups, bits)
+    scales, reciprocal, not_finite = compute_scales(groups, bits, clip)
     finite = groups.masked_fill(not_finite.unsqueeze(-1), 0.0)
     fixed = (finite * reciprocal.unsqueeze(-1)).to(torch.int32)
+    if clip < 1:
+        limit = largest_code(bits) << 16
+        fixed = fixed.clamp(-limit, limit)
     codes = (fixed + (_HALF if random is None else random)) >> 16
     return (codes.masked_fill(fixed == 0, -(1 << bits - 1)) if dither else codes), scales
 
@@ -122,8 +135,55 @@ def _scales_of(messages: Tensor, layout: MessageLayout) -> Tensor:
     return scales
 
 
-def encode(values: Tensor, out: Tensor, layout: MessageLayout, rounding: RoundingKey | None) -> None:
-    """Write values, fp32 [m, parts, padded_numel], into messages out [m, nbytes]; rows are m * parts."""
+def _pack_in_order(numbers: Tensor, width: int) -> Tensor:
+    """Return numbers of 1 or 2 bits, int32 [..., n], in bytes [..., n * width / 8], the first lowest."""
+    shifts = torch.arange(0, 8, width, dtype=torch.int32, device=numbers.device)
+    bytewise: Tensor = numbers.unflatten(-1, (-1, 8 // width))
+    return (bytewise << shifts).sum(-1).to(torch.uint8)
+
+
+def _unpack_in_order(packed: Tensor, width: int) -> Tensor:
+    """Return the numbers of 1 or 2 bits in bytes [..., n], uint8 [..., n * 8 / width]."""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(-1) >> shifts & (1 << width) - 1).flatten(-2)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Return the codes of a group, int32 [..., size], as bytes [..., size * bits / 8]; see the layout."""
+    if bits == 8:
+        return codes.to(torch.int8).view(torch.uint8)
+    offset = codes + (1 << bits - 1)
+    if bits == 4:
+        half = codes.shape[-1] // 2
+        return (offset[..., :half] | offset[..., half:] << 4).to(torch.uint8)
+    if bits == 2:
+        return _pack_in_order(offset, 2)
+    blocks: Tensor = offset.unflatten(-1, (-1, BLOCK))
+    return torch.cat([_pack_in_order(blocks & 3, 2), _pack_in_order(blocks >> 2, 1)], dim=-1).flatten(-2)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Return the codes of a group, int8 [..., size], from its bytes."""
+    if bits == 8:
+        return packed.contiguous().view(torch.int8)
+    if bits == 4:
+        offset = torch.cat([packed & 15, packed >> 4], dim=-1)
+    elif bits == 2:
+        offset = _unpack_in_order(packed, 2)
+    else:
+        low, high = packed.unflatten(-1, (-1, BLOCK * 3 // 8)).split([BLOCK // 4, BLOCK // 8], dim=-1)
+        offset = (_unpack_in_order(low, 2) | _unpack_in_order(high, 1) << 2).flatten(-2)
+    return offset.to(torch.int8) - (1 << bits - 1)
+
+
+def encode(
+    values: Tensor, out: Tensor, layout: MessageLayout, rounding: RoundingKey | None, clip: float = 1.0
+) -> None:
+    """Write values, fp32 [m, parts, padded_numel], into messages out [m, nbytes]; rows are m * parts.
+
+    Args:
+        clip: as for compute_scales.
+    """
     out[:, layout.payload_bytes :] = 0
     if not layout.padded_numel:
         return
@@ -140,13 +200,9 @@ def encode(values: Tensor, out: Tensor, layout: MessageLayout, rounding: Roundin
         grouped = values[..., first : first + count].unflatten(-1, (-1, size)).contiguous()
         bits = None if random is None else random[..., first : first + count].unflatten(-1, (-1, size))
         dither = rounding is not None and rounding.dither
-        integer, group_scales = quantize_groups(grouped, layout.bits, bits, dither=dither)
-        if layout.bits == 8:
-            packed = integer.to(torch.int8).view(torch.uint8)
-        else:
-            offset = integer + 8
-            packed = (offset[..., : size // 2] | offset[..., size // 2 :] << 4).to(torch.uint8)
+        integer, group_scales = quantize_groups(grouped, layout.bits, bits, clip=clip, dither=dither)
         start = first * layout.bits // 8
+        packed = pack(integer, layout.bits)
         codes[..., start : start + count * layout.bits // 8] = packed.flatten(-2)
         scales[..., group : group + count // size] = group_scales
 
@@ -168,11 +224,8 @@ def decode(messages: Tensor, layout: MessageLayout, random: Tensor | None = None
     for first, count, group, size in _group_ranges(layout):
         start = first * layout.bits // 8
         packed = codes[..., start : start + count * layout.bits // 8].unflatten(-1, (count // size, -1))
-        if layout.bits == 8:
-            integer = packed.contiguous().view(torch.int8)
-        else:
-            integer = torch.cat([packed & 15, packed >> 4], dim=-1).to(torch.int8) - 8
         group_scales = scales[..., group : group + count // size].float().unsqueeze(-1)
+        integer = unpack(packed, layout.bits)
         units = integer.float()
         if random is not None:
             drawn = random[..., first : first + count].unflatten(-1, (-1, size))
@@ -203,11 +256,17 @@ def _random_rows(rounding: RoundingKey, *, rows: int, layout: MessageLayout, dev
 
 
 def subtract_quantize(
-    main: Tensor, *, replica: Tensor | None, out: Tensor, layout: MessageLayout, rounding: RoundingKey | None
+    main: Tensor,
+    *,
+    replica: Tensor | None,
+    out: Tensor,
+    layout: MessageLayout,
+    rounding: RoundingKey | None,
+    clip: float,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`."""
     difference = main.float() if replica is None else main.float() - replica.float()
-    encode(_pad(difference.view(1, 1, -1), layout), out.unsqueeze(0), layout, rounding)
+    encode(_pad(difference.view(1, 1, -1), layout), out.unsqueeze(0), layout, rounding, clip)
 
 
 def dequantize_add(

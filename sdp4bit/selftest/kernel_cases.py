@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import Hadamard
-from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 from sdp4bit.selftest.kernel_buffers import (
     DTYPES,
@@ -27,8 +28,12 @@ DITHER = KEY._replace(dither=True)
 ROUNDINGS = (None, KEY, DITHER._replace(sender=5))
 DITHERS = (None, DITHER._replace(first=96, row_stride=32 * 555))
 TRANSFORMS = (None, Hadamard(), Hadamard(0x99999999))
-ALL_BITS = (4, 8, 32)
-_HOPS = ((8, 4), (4, 8), (4, 4), (8, 8), (32, 8), (32, 4), (8, 32), (32, 32))
+ALL_BITS = (*QUANTIZED_BITS, FULL_PRECISION)
+CLIPS = (1.0, 0.6, 0.25)
+_HOPS = (
+    *((8, 4), (4, 8), (4, 4), (8, 8), (32, 8), (32, 4), (8, 32), (32, 32)),
+    *((8, 3), (8, 2), (3, 2), (2, 3), (4, 2), (3, 4), (2, 8), (3, 32)),
+)
 """Bits that come in and that go out."""
 
 
@@ -98,10 +103,11 @@ def subtract_quantize(shape: Shape) -> Iterator[KernelCase]:
         rounding, dtype, replica_dtype = shape.choose(
             ROUNDINGS, DTYPES, (torch.bfloat16, None, torch.float16, torch.float32)
         )
+        named = {"layout": layout, "rounding": rounding, "clip": CLIPS[(shape.number + bits) % len(CLIPS)]}
         main = guarded_values(make_values(numel, seed=1, dtype=dtype), offset=numel % 3)
         replica = None if replica_dtype is None else make_values(numel, seed=2, dtype=replica_dtype)
         out = guarded_messages(1, layout)[0]
-        yield _case(ops.subtract_quantize, main, replica=replica, out=out, layout=layout, rounding=rounding)
+        yield _case(ops.subtract_quantize, main, replica=replica, out=out, **named)
 
 
 def dequantize_add(shape: Shape) -> Iterator[KernelCase]:
@@ -173,11 +179,13 @@ def dequantize_reduce_hadamard(shape: Shape) -> Iterator[KernelCase]:
 def long_groups() -> Iterator[KernelCase]:
     """Yield calls with groups of more values than a GPU's program holds."""
     for long in LONG_SHAPES:
-        for bits in (4, 8):
+        for bits in QUANTIZED_BITS:
             layout, numel, sent = long.layout(bits), long.numel, guarded_messages(1, long.layout(bits))
             written = {"out": sent, "layout": layout, "rounding": KEY}
             main = make_values(numel, seed=4)
-            yield _case(ops.subtract_quantize, main, replica=None, **written | {"out": sent[0]})
+            for clip in CLIPS[:2]:
+                named = written | {"out": sent[0], "clip": clip}
+                yield _case(ops.subtract_quantize, main, replica=None, **named)
             for transform in (None, Hadamard(0x80000001)):
                 values = make_values(1, 1, numel, seed=13)
                 yield _case(ops.hadamard_quantize, values, hadamard=transform, **written)
@@ -196,7 +204,9 @@ def special_values() -> Iterator[KernelCase]:
                 out, replica = guarded_messages(1, layout), torch.zeros_like(main)
                 for rounding in ROUNDINGS:
                     named: dict[str, Any] = {"layout": layout, "rounding": rounding}
-                    yield _case(ops.subtract_quantize, main, replica=replica, out=out[0], **named)
+                    for clip in CLIPS:
+                        clipped = {"out": out[0], "clip": clip, **named}
+                        yield _case(ops.subtract_quantize, main, replica=replica, **clipped)
                 for transform in TRANSFORMS:
                     values = main[None, None]
                     yield _case(ops.hadamard_quantize, values, out=out, hadamard=transform, **named)
@@ -222,7 +232,7 @@ def special_scales() -> Iterator[KernelCase]:
 
 def special_sums() -> Iterator[KernelCase]:
     """Yield sums of messages with such scales."""
-    for bits_in, bits_out in ((8, 4), (4, 8), (32, 8)):
+    for bits_in, bits_out in ((8, 4), (4, 8), (32, 8), (3, 2), (2, 3)):
         received = MessageLayout(numel=1280, bits=bits_in, group_size=32)
         sent = MessageLayout(numel=1280, bits=bits_out, group_size=64)
         messages = make_messages(2, received, seed=11, special=True)
@@ -233,8 +243,8 @@ def special_sums() -> Iterator[KernelCase]:
 
 def scales_that_round_up() -> Iterator[KernelCase]:
     """Yield groups whose scale, before it is rounded up to bf16, ends in each of the bits around 0xFFFD."""
-    for bits in (4, 8):
-        candidates = (torch.arange(1 << 22, dtype=torch.int32) + 0x40000000).view(torch.float32)
+    for bits in QUANTIZED_BITS:
+        candidates = (torch.arange(1 << 22, dtype=torch.int32) + 0x40400000).view(torch.float32)
         step = candidates * torch.tensor(1.0 / (2 ** (bits - 1) - 1), dtype=torch.float32)
         low = step.view(torch.int32) & 0xFFFF
         edges = [candidates[low == edge % 0x10000][:2] for edge in range(0xFFF8, 0x10008)]
@@ -248,7 +258,7 @@ def scales_that_round_up() -> Iterator[KernelCase]:
 
 def ends_of_random_numbers() -> Iterator[KernelCase]:
     """Yield calls whose keys and counters are at the ends of their range."""
-    for bits in (4, 8):
+    for bits in QUANTIZED_BITS:
         layout = MessageLayout(numel=64, bits=bits, group_size=64, parts=2)
         values, out = make_values(1, 2, 64, seed=12), guarded_messages(1, layout)
         for k0, k1 in ((0xFFFFFFFF, 0x80000000), (0, 1)):

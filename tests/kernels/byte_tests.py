@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.selftest.kernel_buffers import difference, guarded_messages
@@ -46,12 +47,13 @@ class ByteTests:
         for case in make():
             self.compare(case.operator, case.first, **case.named)
 
-    @pytest.mark.parametrize("bits", [4, 8])
+    @pytest.mark.parametrize("bits", QUANTIZED_BITS)
     def test_ties_of_every_scale(self, bits):
         """Values half way between two codes, whose rounding shows the last bit of the scale's reciprocal."""
         scales = torch.arange(0x3F80, 0x4000).to(torch.int16).view(torch.bfloat16)
         largest = 2 ** (bits - 1) - 1
-        main = (torch.arange(32) % (2 * largest - 3) - largest + 2.5) * scales.float()[:, None]
+        ties = torch.arange(32) % max(2 * largest - 3, 2) + min(2.5 - largest, -0.5)
+        main = ties * scales.float()[:, None]
         # A scale is rounded up from that of the largest value, which here is the next lower one's exactly.
         main[:, 0] = largest * (scales.view(torch.int16) - 1).view(torch.bfloat16).float()
         for exponent in (-90, 0, 100):

@@ -96,11 +96,12 @@ KEY = RoundingKey(0xFFFFFFFF, 3, row_stride=1 << 20)
 DITHER = KEY._replace(dither=True)
 
 
-def subtract_quantize(numel=4096, bits=4, group_size=2048, stochastic=False, dtype=torch.float32):
+def subtract_quantize(numel=4096, bits=4, group_size=2048, stochastic=False, dtype=torch.float32, clip=1.0):
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
     replica = torch.zeros(numel, dtype=torch.bfloat16)
     out, rounding = messages(1, layout)[0], RoundingKey(1, 2) if stochastic else None
-    ops.subtract_quantize(replica.to(dtype), replica=replica, out=out, layout=layout, rounding=rounding)
+    named = {"replica": replica, "out": out, "layout": layout, "rounding": rounding, "clip": clip}
+    ops.subtract_quantize(replica.to(dtype), **named)
 
 
 def dequantize_add(numel=4096, bits=4, group_size=2048, accumulate=True, dtype=torch.bfloat16):
@@ -197,6 +198,23 @@ CASES = {
         partial(dequantize_reduce_hadamard, dither=DITHER), 4 * (0.5 + GRADIENT_SCALE) + 4
     ),
 }
+# The widths below 4 bits: weights in groups of 128, clipped with 2 bits.
+for _bits in (3, 2):
+    _weights = {"bits": _bits, "group_size": 128}
+    _sent = _bits / 8 + GRADIENT_SCALE
+    CASES |= {
+        f"subtract_quantize fp32 to {_bits}": Case(
+            partial(subtract_quantize, **_weights, clip=0.6 if _bits == 2 else 1.0), 4 + 2 + _sent
+        ),
+        f"dequantize_add {_bits} to bf16": Case(partial(dequantize_add, **_weights), _sent + 2 + 2),
+        f"hadamard_quantize fp32 to {_bits}": Case(partial(hadamard_quantize, bits=_bits), 4 + _sent),
+        f"reduce_quantize 4 x 8 to {_bits}": Case(
+            partial(dequantize_reduce_quantize, count=4, bits=_bits), 4 * (1 + GRADIENT_SCALE) + _sent
+        ),
+        f"reduce_hadamard 4 x {_bits} to fp32": Case(
+            partial(dequantize_reduce_hadamard, bits=_bits), 4 * _sent + 4
+        ),
+    }
 
 
 class GPU(NamedTuple):

@@ -125,7 +125,7 @@ def test_wide_numbers_take_another_kernel(driver_calls, order):
     """A number that needs 64 bits is not cut to the 32 of a kernel that is known."""
     layout = MessageLayout(numel=64, bits=8, group_size=64)
     values, out = torch.zeros(1, 1, 64), torch.zeros(1, layout.nbytes, dtype=torch.uint8)
-    constants = (16, 8, 2, 16, 2, False, False, 1, False)
+    constants = (16, 8, 1.0, 2, 16, 2, False, False, 1, False)
     for first in order:
         numbers = (4, 0, 0, 2, 0, 1, 2, first, 0, None, None)
         tensors = values, values, out

@@ -159,7 +159,7 @@ def test_bf16_gradients(compiled, numel):
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["sm_90", "gfx942"], indirect=True)
 @pytest.mark.parametrize(("group_size", "numel"), [(32, 4096), (96, 4095), (2048, 4096), (16384, 4095)])
-@pytest.mark.parametrize("bits", [4, 8, 32])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, 32])
 class TestEveryConfiguration:
     """The larger rest: every number of bits, odd and long groups, aligned and ragged rows."""
 

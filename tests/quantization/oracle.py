@@ -22,7 +22,7 @@ from sdp4bit.quantization.random import RoundingKey, derive_keys
 repeatable = settings(deadline=None, derandomize=True)
 NAN, INF = float("nan"), float("inf")
 KEY = RoundingKey(*derive_keys(11, 22))
-QMAX = {4: 7, 8: 127}
+QMAX = {2: 1, 3: 3, 4: 7, 8: 127}
 
 
 def float_bits(value: float) -> int:
@@ -38,22 +38,65 @@ def rounded(value: float) -> float:
     return float(np.float32(value))
 
 
-def oracle_group(group: list[float], bits: int, random: list[int]) -> tuple[list[int], int]:
+def bit_string(numbers: list[int], width: int) -> bytes:
+    """Return numbers of so many bits one after the other, the first in the lowest bits."""
+    joined = sum(number << width * place for place, number in enumerate(numbers))
+    return joined.to_bytes(len(numbers) * width // 8, "little")
+
+
+def oracle_codes(codes: list[int], bits: int) -> bytes:
+    """Return the bytes of a group's codes."""
+    if bits == 8:
+        return struct.pack(f"{len(codes)}b", *codes)
+    unsigned = [code + (1 << bits - 1) for code in codes]
+    if bits == 4:
+        half = len(codes) // 2
+        return bytes(unsigned[i] + 16 * unsigned[i + half] for i in range(half))
+    if bits == 2:
+        return bit_string(unsigned, 2)
+    blocks = [unsigned[start : start + 32] for start in range(0, len(unsigned), 32)]
+    return b"".join(bit_string([n % 4 for n in b], 2) + bit_string([n // 4 for n in b], 1) for b in blocks)
+
+
+def oracle_integers(packed: bytes, bits: int) -> list[int]:
+    """Return a group's codes from their bytes."""
+    if bits == 8:
+        return list(struct.unpack(f"{len(packed)}b", packed))
+    if bits == 4:
+        return [byte % 16 - 8 for byte in packed] + [byte // 16 - 8 for byte in packed]
+    integers = []
+    for start in range(0, len(packed), 4 * bits):
+        block = packed[start : start + 4 * bits]
+        lower, third = int.from_bytes(block[:8], "little"), int.from_bytes(block[8:], "little")
+        integers += [(lower >> 2 * i) % 4 + 4 * ((third >> i) % 2) - (1 << bits - 1) for i in range(32)]
+    return integers
+
+
+def oracle_group(
+    group: list[float], bits: int, random: list[int], clip: float = 1.0
+) -> tuple[list[int], int]:
     """Return the codes and the bf16 bits of the scale of one group."""
     largest = max(float_bits(value) & 0x7FFFFFFF for value in group)
     if largest >= 0x7F800000:
         return [0] * len(group), 0x7FC0
     if bits_float(largest) < 2.0**-100:
         return [0] * len(group), 0
-    step = rounded(bits_float(largest) * rounded(1.0 / QMAX[bits]))
+    step = rounded(bits_float(largest) * rounded(clip / QMAX[bits]))
     scale = -(-(float_bits(step) + 4) // 65536)  # round up 4 units in the last place above
+    if scale >= 0x7F80:  # infinity
+        return [0] * len(group), 0x7FC0
     inverse = rounded(65536.0 / bits_float(scale << 16))
     codes = [(math.trunc(rounded(x * inverse)) + r) >> 16 for x, r in zip(group, random, strict=True)]
-    return codes, scale
+    # A clipped code is the largest: what is added for rounding does not reach the next one.
+    return [max(-QMAX[bits], min(QMAX[bits], code)) for code in codes], scale
 
 
 def oracle_message(
-    rows: list[list[float]], bits: int, group_size: int, random: list[list[int]] | None
+    rows: list[list[float]],
+    bits: int,
+    group_size: int,
+    random: list[list[int]] | None,
+    clip: float = 1.0,
 ) -> bytes:
     """Return the bytes of a message of these rows; random bits per row, or None for nearest."""
     codes, scales = b"", b""
@@ -65,13 +108,9 @@ def oracle_message(
             continue
         for start in range(0, len(padded), group_size):
             group = padded[start : start + group_size]
-            integers, scale = oracle_group(group, bits, draws[start : start + group_size])
+            integers, scale = oracle_group(group, bits, draws[start : start + group_size], clip)
             scales += struct.pack("<H", scale)
-            if bits == 8:
-                codes += struct.pack(f"{len(group)}b", *integers)
-            else:
-                half = len(group) // 2
-                codes += bytes(integers[i] + 8 + 16 * (integers[i + half] + 8) for i in range(half))
+            codes += oracle_codes(integers, bits)
     message = codes + scales
     return message + bytes(-len(message) % 16)
 
@@ -88,12 +127,8 @@ def oracle_values(message: bytes, numel: int, bits: int, group_size: int, parts:
         while len(row) < padded:
             size = min(group_size, padded - len(row))
             packed = message[code : code + size * bits // 8]
-            if bits == 8:
-                integers = list(struct.unpack(f"{size}b", packed))
-            else:
-                integers = [byte % 16 - 8 for byte in packed] + [byte // 16 - 8 for byte in packed]
             factor = bits_float(struct.unpack("<H", message[scale : scale + 2])[0] << 16)
-            row += [rounded(q * factor) for q in integers]
+            row += [rounded(q * factor) for q in oracle_integers(packed, bits)]
             code, scale = code + len(packed), scale + 2
         rows.append(row)
     return rows

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sdp4bit.config import LEAST_CLIP, QUANTIZED_BITS
 from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import RoundingKey
@@ -76,7 +77,7 @@ lengths = st.sampled_from([0, 1, 2, 31, 32, 33, 63, 64, 65]) | st.integers(0, 30
 group_sizes = st.sampled_from([32, 64, 96, 128, 160, 512, 2048, 8192]) | st.integers(1, 40).map(
     lambda blocks: 32 * blocks
 )
-bits = st.sampled_from([4, 8, 32])
+bits = st.sampled_from([*QUANTIZED_BITS, 32])
 """Those of a configuration; 32 is its None."""
 dtypes = st.sampled_from(DTYPES)
 seeds = st.integers(0, 2**31 - 1)
@@ -88,6 +89,7 @@ senders = st.integers(0, 300)
 keys = st.builds(RoundingKey, words, words, numbers, numbers, st.booleans(), senders)
 roundings = st.none() | keys
 dithers = st.none() | keys.map(lambda key: key._replace(dither=True))
+clips = st.just(1.0) | st.floats(LEAST_CLIP, 1.0)
 counts = st.integers(0, 6) | st.sampled_from([16, 17])
 """Messages that are summed."""
 special_values = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.sampled_from(SPECIAL)), max_size=5)
@@ -170,7 +172,8 @@ def _subtract_quantize(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
     main = draw(laid_out(draw(tensors((layout.numel,)))))
     replica = draw(st.none() | tensors((layout.numel,)).flatmap(laid_out))
     out = guarded_messages(1, layout)[0]
-    return main, {"replica": replica, "out": out, "layout": layout, "rounding": draw(roundings)}
+    named = {"rounding": draw(roundings), "clip": draw(clips)}
+    return main, {"replica": replica, "out": out, "layout": layout, **named}
 
 
 @st.composite

@@ -15,7 +15,7 @@ repeatable = settings(deadline=None, derandomize=True)
 layouts = st.builds(
     MessageLayout,
     numel=st.integers(0, 5000),
-    bits=st.sampled_from([4, 8, 32]),
+    bits=st.sampled_from([2, 3, 4, 8, 32]),
     group_size=st.integers(1, 64).map(lambda blocks: 32 * blocks),
     parts=st.integers(1, 9),
 )
@@ -32,6 +32,14 @@ layouts = st.builds(
         (1025, 8, 128, 2, (1056, 9, 32, 1056, 2112, 2148, 2160)),
         (200, 4, 96, 3, (224, 3, 32, 112, 336, 354, 368)),
         (1, 4, 2048, 1, (32, 1, 32, 16, 16, 18, 32)),
+        (4096, 3, 128, 1, (4096, 32, 0, 1536, 1536, 1600, 1600)),
+        (4096, 2, 128, 1, (4096, 32, 0, 1024, 1024, 1088, 1088)),
+        (1000, 3, 128, 1, (1024, 8, 0, 384, 384, 400, 400)),
+        (200, 3, 96, 3, (224, 3, 32, 84, 252, 270, 272)),
+        (200, 2, 96, 3, (224, 3, 32, 56, 168, 186, 192)),
+        (33, 2, 32, 1, (64, 2, 0, 16, 16, 20, 32)),
+        (1, 3, 2048, 1, (32, 1, 32, 12, 12, 14, 16)),
+        (1, 2, 2048, 3, (32, 1, 32, 8, 24, 30, 32)),
         (100, 32, 128, 2, (128, 0, 0, 512, 1024, 1024, 1024)),
         (0, 4, 128, 3, (0, 0, 0, 0, 0, 0, 0)),
     ],
@@ -53,7 +61,14 @@ def test_sizes_equal_the_hand_computed_ones(
 
 @pytest.mark.parametrize(
     ("bits", "group_size", "bytes_per_value"),
-    [(4, 128, 0.515625), (8, 128, 1.015625), (4, 2048, 0.5009765625), (32, 128, 4.0)],
+    [
+        (2, 128, 0.265625),
+        (3, 128, 0.390625),
+        (4, 128, 0.515625),
+        (8, 128, 1.015625),
+        (4, 2048, 0.5009765625),
+        (32, 128, 4.0),
+    ],
 )
 @pytest.mark.parametrize("parts", [1, 16])
 def test_cost_per_value_is_exact_when_the_sizes_divide(
@@ -86,7 +101,9 @@ def test_rows_codes_and_scales_are_aligned_never_overlap_and_fill_the_message(la
     assert not any(owner[layout.payload_bytes :])
     assert 0 <= layout.nbytes - layout.payload_bytes < MESSAGE_ALIGNMENT
     assert layout.nbytes % MESSAGE_ALIGNMENT == 0
-    assert layout.code_bytes % 16 == layout.scales_offset % 16 == 0
+    # A block of 32 values is whole words of 32 bits, and with 4 and more bits whole 16 bytes.
+    aligned = {2: 8, 3: 4}.get(layout.bits, 16)
+    assert layout.code_bytes % aligned == layout.scales_offset % aligned == 0
 
 
 @repeatable
@@ -121,7 +138,8 @@ def test_padding_costs_at_most_31_values_and_a_scale_per_row_and_the_alignment(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"bits": 3}, "bits=3"),
+        ({"bits": 1}, "bits=1"),
+        ({"bits": 5}, "bits=5"),
         ({"bits": 16}, "bits=16"),
         ({"group_size": 0}, "group_size=0"),
         ({"group_size": -32}, "group_size=-32"),

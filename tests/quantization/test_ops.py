@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops, reference
 from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
@@ -36,11 +37,14 @@ def calls_of(name: str) -> Iterator[dict[str, Any]]:
             (layout_of(4096, 4, 2048), torch.bfloat16, None),
             (layout_of(100, 8, 96), torch.float32, KEY),
             (layout_of(1, 32, 32), torch.float16, None),
+            (layout_of(100, 3, 96), torch.float32, KEY),
+            (layout_of(100, 2, 96), torch.bfloat16, None),
         ]:
             for replica in (values_of(layout.numel, dtype=dtype, seed=1), None):
                 out = empty_messages(1, layout)[0]
                 main = values_of(layout.numel)
-                yield {"main": main, "replica": replica, "out": out, "layout": layout, "rounding": rounding}
+                named = {"layout": layout, "rounding": rounding, "clip": 1.0 if layout.bits > 3 else 0.6}
+                yield {"main": main, "replica": replica, "out": out, **named}
     elif name == "dequantize_add":
         for rows, layout, dtype, accumulate, dither in [
             (2, layout_of(4096, 4, 2048), torch.bfloat16, True, None),
@@ -255,7 +259,7 @@ def test_transposed_view_equals_its_copy() -> None:
     assert torch.equal(quantized(values, layout), quantized(values.contiguous(), layout))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", QUANTIZED_BITS)
 def test_slices_of_a_row_carry_the_codes_and_scales_of_the_whole(bits: int) -> None:
     # What lets a pipelined reduction equal the unpipelined one bit for bit.
     numel, group_size, destinations, parts, ranks = 1000, 96, 2, 3, 2
@@ -265,7 +269,7 @@ def test_slices_of_a_row_carry_the_codes_and_scales_of_the_whole(bits: int) -> N
         result = torch.empty(parts, numel)
         for start, end in ranges:
             received = layout_of(end - start, bits, group_size, parts=parts)
-            sent = layout_of(end - start, 4, group_size)
+            sent = layout_of(end - start, min(bits, 4), group_size)
             numbered = {"first": start, "row_stride": 1024}
             messages = []
             for rank, gradient in enumerate(gradients):

@@ -50,6 +50,7 @@ def valid_calls() -> dict[str, dict[str, Any]]:
             "out": guarded_messages(1, LAYOUT)[0],
             "layout": LAYOUT,
             "rounding": KEY,
+            "clip": 0.5,
         },
         "dequantize_add": {
             "messages": messages(ROWS, LAYOUT),
@@ -97,6 +98,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
     (SUBTRACT, {"main": None}, ["subtract_quantize", "main must be a tensor", "None"]),
     (SUBTRACT, {"main": values_of(2, 64)}, ["main", "1-D", "[2, 64]"]),
     (SUBTRACT, {"replica": values_of(65)}, ["[128]", "[65]"]),
+    *((SUBTRACT, {"clip": clip}, [f"clip={clip}", "0.1 to 1"]) for clip in (0.0, 0.09, 1.01, -0.5, math.nan)),
     (SUBTRACT, {"main": values_of(256)[::2]}, ["main and replica must be contiguous"]),
     (SUBTRACT, {"out": messages(1, layout_of(64))[0]}, ["out", "80", "[1, 48]", "numel=128"]),
     (SUBTRACT, {"out": messages(1, LAYOUT)}, ["out", "[80]", "[1, 80]"]),
@@ -164,7 +166,7 @@ def test_bad_call_is_a_value_error_with_the_numbers(
 def test_numbers_that_are_no_layout_are_refused_by_the_registered_operator(numbers: tuple[int, ...]) -> None:
     main, out = torch.ones(NUMEL), messages(1, LAYOUT)[0]
     with pytest.raises(ValueError, match=r"bits=5|group_size=48|numel=-1|parts=0"):
-        torch.ops.sdp4bit.subtract_quantize(main, None, out, *numbers, None)
+        torch.ops.sdp4bit.subtract_quantize(main, None, out, *numbers, None, 1.0)
 
 
 # Any argument, anything wrong with it

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import random_bits16
@@ -39,18 +40,20 @@ def scale_of(largest: float, bits: int) -> Tensor:
 
 
 @repeatable
-@given(finite_floats, st.sampled_from([4, 8]))
+@given(finite_floats, st.sampled_from(QUANTIZED_BITS))
 def test_scale_is_the_rounded_up_largest_magnitude_over_qmax(largest: float, bits: int) -> None:
     _, expected = oracle_group([largest], bits, [0])
     scale = scale_of(largest, bits)
     assert scale.dtype == torch.bfloat16
     assert scale.view(torch.int16).item() == expected
-    if abs(largest) >= 2.0**-100:
+    if scale.isnan():
+        assert bits == 2 and abs(largest) > 3.36e38
+    elif abs(largest) >= 2.0**-100:
         exact = abs(largest) / QMAX[bits]
         assert exact < scale.item() <= exact * (1 + 2**-7) * (1 + 2**-20)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", QUANTIZED_BITS)
 def test_scale_that_would_be_exact_moves_one_bf16_up(bits: int) -> None:
     for exponent in range(-90, 120, 7):
         power = 2.0**exponent
@@ -64,7 +67,7 @@ def test_scale_is_the_next_bf16_where_the_quotient_lies_below_one() -> None:
     assert scale_of(7 * 1.0078125, 4).item() == 1.015625
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [3, 4, 8])
 def test_huge_values_have_finite_scales_and_decode_within_the_scale_rule(bits: int) -> None:
     largest = float(np.finfo(np.float32).max)
     group = torch.full((1, 32), largest)
@@ -78,7 +81,17 @@ def test_huge_values_have_finite_scales_and_decode_within_the_scale_rule(bits: i
     assert (codes.float() * scales.float().unsqueeze(-1)).isfinite().all()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+def test_a_scale_of_2_bits_that_would_be_infinite_is_nan() -> None:
+    largest_bf16 = bits_float(0x7F7F0000)
+    below = bits_float(float_bits(largest_bf16) - 4)
+    assert scale_of(below, 2).item() == largest_bf16
+    for value in (bits_float(float_bits(below) + 1), float(np.finfo(np.float32).max), -largest_bf16):
+        assert scale_of(value, 2).isnan()
+        assert decoded(encoded(torch.full((1, 32), value), 2, 32), 32, 2, 32).isnan().all()
+        assert scale_of(value, 3).isfinite()
+
+
+@pytest.mark.parametrize("bits", QUANTIZED_BITS)
 def test_group_below_2_to_the_minus_100_is_zero_and_at_it_is_not(bits: int) -> None:
     limit = 2.0**-100
     below = bits_float(float_bits(limit) - 1)
@@ -92,7 +105,7 @@ def test_group_below_2_to_the_minus_100_is_zero_and_at_it_is_not(bits: int) -> N
 @repeatable
 @given(
     st.lists(finite_floats, min_size=32, max_size=32),
-    st.sampled_from([4, 8]),
+    st.sampled_from(QUANTIZED_BITS),
     st.sampled_from([0, 0x8000, 0xFFFF]),
 )
 def test_codes_stay_in_range_without_a_clamp(group: list[float], bits: int, draw: int) -> None:
@@ -101,10 +114,10 @@ def test_codes_stay_in_range_without_a_clamp(group: list[float], bits: int, draw
     assert codes.abs().max().item() <= QMAX[bits]
     _, reciprocal, _ = reference.compute_scales(values, bits)
     assert (values * reciprocal).abs().max().item() <= QMAX[bits] * 65536
-    assert scales.isfinite().all()
+    assert scales.isfinite().all() or (bits == 2 and values.abs().max().item() > 3.36e38)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", QUANTIZED_BITS)
 def test_scale_and_range_hold_for_every_mantissa_of_the_largest_value(bits: int) -> None:
     # All 2**23 mantissas in one binade; the scale rule does not depend on the exponent.
     values = torch.arange(0x3F800000, 0x40000000, dtype=torch.int32).view(torch.float32).view(-1, 1)
@@ -123,7 +136,7 @@ def test_scale_and_range_hold_for_every_mantissa_of_the_largest_value(bits: int)
 
 
 @repeatable
-@given(st.lists(finite_floats, min_size=32, max_size=32), st.sampled_from([4, 8]))
+@given(st.lists(finite_floats, min_size=32, max_size=32), st.sampled_from(QUANTIZED_BITS))
 def test_every_random_draw_gives_a_neighbouring_level(group: list[float], bits: int) -> None:
     values = torch.tensor([group])
     down, _ = reference.quantize_groups(values, bits, torch.zeros(1, 32).int())
@@ -133,7 +146,7 @@ def test_every_random_draw_gives_a_neighbouring_level(group: list[float], bits: 
     assert ((nearest == down) | (nearest == up)).all()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", QUANTIZED_BITS)
 def test_mean_over_all_draws_is_the_fixed_point_value_exactly(bits: int) -> None:
     group = values_of(1, 32, seed=3)
     draws = torch.arange(65536, dtype=torch.int32).view(-1, 1).expand(-1, 32)
@@ -154,6 +167,52 @@ def test_nearest_rounds_ties_up() -> None:
     assert codes[0, :7].tolist() == [7, 1, 0, 2, -1, 3, -2]
 
 
+# Clipped scales
+
+
+@repeatable
+@given(
+    st.lists(finite_floats, min_size=32, max_size=32),
+    st.sampled_from(QUANTIZED_BITS),
+    st.sampled_from([0.1, 0.25, 0.6, 0.99]),
+    st.booleans(),
+)
+def test_clipped_groups_equal_the_oracle(
+    group: list[float], bits: int, clip: float, stochastic: bool
+) -> None:
+    draws = random_bits16(0, 32, 3, 5) if stochastic else torch.full((32,), 0x8000).int()
+    codes, scales = reference.quantize_groups(torch.tensor([group]), bits, draws[None], clip=clip)
+    expected, scale = oracle_group(group, bits, draws.tolist(), clip)
+    assert codes[0].tolist() == expected
+    assert scales.view(torch.int16).item() == scale
+
+
+@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_values_beyond_a_clipped_scale_saturate(bits: int, stochastic: bool) -> None:
+    group = torch.linspace(-1, 1, 32)[None]
+    draws = torch.full((1, 32), 0xFFFF).int() if stochastic else None
+    codes, scales = reference.quantize_groups(group, bits, draws, clip=0.5)
+    assert 0.5 < scales.item() * QMAX[bits] < 0.51
+    assert (codes[group > 0.51] == QMAX[bits]).all()
+    assert (codes[group < -0.51] == -QMAX[bits]).all()
+
+
+@repeatable
+@given(st.lists(finite_floats, min_size=32, max_size=32), st.sampled_from(QUANTIZED_BITS))
+def test_nearest_rounding_contracts_every_group_however_it_is_clipped(group: list[float], bits: int) -> None:
+    """So what rounding leaves of a difference dies out: no value moves away, the largest comes nearer."""
+    values = torch.tensor([group]).clamp(-1e30, 1e30)
+    largest = values.abs().max()
+    for clip in (1.0, 0.6, 0.1):
+        codes, scales = reference.quantize_groups(values, bits, None, clip=clip)
+        error = (codes.double() * scales.double()[:, None] - values.double()).abs()
+        # A tie is at equal distances; the rounding of the reciprocal may choose the farther level.
+        assert (error <= values.double().abs() * (1 + 2**-14)).all()
+        if largest >= 2.0**-100:
+            assert error[values.abs() == largest].max() <= (1 - clip / 2) * largest
+
+
 # Packing and layout
 
 
@@ -165,6 +224,41 @@ def test_int4_bytes_hold_value_i_low_and_value_i_plus_half_high() -> None:
     assert message[:32] == expected
     assert message[32:34] == [0x80, 0x3F]  # bf16 one, little-endian
     assert message[34:] == [0] * 14
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 96])
+def test_int2_bytes_hold_four_values_in_order_the_first_lowest(group_size: int) -> None:
+    codes = (torch.arange(96) * 7) % 3 - 1
+    values = codes.float() * 0.998  # which is rounded up to a scale of one
+    message = encoded(values.view(1, -1), 2, group_size).tolist()
+    unsigned = (codes + 2).tolist()
+    expected = [sum(unsigned[4 * i + k] << 2 * k for k in range(4)) for i in range(24)]
+    assert message[:24] == expected
+    assert message[24:26] == [0x80, 0x3F]
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 96])
+def test_int3_bytes_hold_lower_bits_like_int2_and_third_bits_behind_each_block(group_size: int) -> None:
+    codes = (torch.arange(96) * 5) % 7 - 3
+    message = encoded((codes.float() * 0.999).view(1, -1), 3, group_size).tolist()
+    unsigned = (codes + 4).view(3, 32).tolist()
+    expected = []
+    for block in unsigned:
+        expected += [sum((block[4 * i + k] & 3) << 2 * k for k in range(4)) for i in range(8)]
+        expected += [sum((block[8 * i + k] >> 2) << k for k in range(8)) for i in range(4)]
+    assert message[:36] == expected
+    assert message[36:38] == [0x80, 0x3F]
+
+
+@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+def test_every_code_comes_back(bits: int) -> None:
+    """The lowest one, which no value is rounded to, included."""
+    codes = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1), dtype=torch.int32).repeat(8)[None, :96]
+    if codes.shape[1] < 96:
+        codes = codes.repeat(1, 3)[:, :96]
+    packed = reference.pack(codes, bits)
+    assert packed.shape == (1, 96 * bits // 8)
+    assert torch.equal(reference.unpack(packed, bits).int(), codes)
 
 
 def test_int8_bytes_are_twos_complement_in_order() -> None:
@@ -201,7 +295,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("bits", [4, 8, 32])
+@pytest.mark.parametrize("bits", [*QUANTIZED_BITS, 32])
 @pytest.mark.parametrize(("parts", "numel", "group_size"), SHAPES)
 def test_message_equals_the_oracle_byte_for_byte(
     parts: int, numel: int, group_size: int, bits: int, stochastic: bool
@@ -232,7 +326,7 @@ def test_message_equals_the_oracle_byte_for_byte(
 @given(
     st.lists(finite_floats, min_size=1, max_size=130),
     st.sampled_from([32, 64, 96, 128]),
-    st.sampled_from([4, 8]),
+    st.sampled_from(QUANTIZED_BITS),
 )
 def test_any_finite_row_equals_the_oracle(row: list[float], group_size: int, bits: int) -> None:
     message = encoded(torch.tensor([row]), bits, group_size)
@@ -246,7 +340,7 @@ def test_unquantized_message_is_exact_to_the_bit() -> None:
 
 
 def test_group_of_zeros_is_zero() -> None:
-    for bits in (4, 8):
+    for bits in QUANTIZED_BITS:
         rows = torch.zeros(1, 64)
         rows[0, ::2] = -0.0
         message = encoded(rows, bits, 64, stochastic=True)
@@ -257,7 +351,7 @@ def test_group_of_zeros_is_zero() -> None:
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", QUANTIZED_BITS)
 @pytest.mark.parametrize("group_size", [32, 96, 128])
 def test_a_non_finite_value_poisons_exactly_its_group(bad: float, bits: int, group_size: int) -> None:
     numel = 500

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.hadamard import Hadamard, hadamard32
 from sdp4bit.quantization.layout import MessageLayout
@@ -39,7 +40,7 @@ def test_sum_starts_from_plus_zero_and_adds_in_rank_order() -> None:
     assert total([3]).view(torch.int32).tolist() == [0] * 32  # +0.0 + -0.0 is +0.0
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", QUANTIZED_BITS)
 @pytest.mark.parametrize("numel", [32, 200, 1000])
 def test_reduction_equals_the_oracle(bits: int, numel: int) -> None:
     group_size = 96
@@ -107,16 +108,19 @@ def test_transform_happens_once_before_the_first_and_once_after_the_last_sum() -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("group_size", [96, 2048])
-def test_weight_difference_is_taken_and_added_in_fp32(dtype: torch.dtype, group_size: int) -> None:
-    numel, bits = 2100, 4
+@pytest.mark.parametrize(("bits", "clip"), [(4, 1.0), (3, 1.0), (2, 0.6)])
+def test_weight_difference_is_taken_and_added_in_fp32(
+    dtype: torch.dtype, group_size: int, bits: int, clip: float
+) -> None:
+    numel = 2100
     main = values_of(numel, heavy=False)
     replica = (main + values_of(numel, seed=1, heavy=False) * 1e-2).to(dtype)
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
-    reference.subtract_quantize(main, replica=replica, out=out, layout=layout, rounding=KEY)
+    reference.subtract_quantize(main, replica=replica, out=out, layout=layout, rounding=KEY, clip=clip)
     difference = (main.numpy() - replica.float().numpy()).tolist()
     random = random_bits16(0, layout.padded_numel, KEY.k0, KEY.k1).tolist()
-    expected = oracle_message([difference], bits, group_size, [random])
+    expected = oracle_message([difference], bits, group_size, [random], clip)
     assert bytes(out.tolist()) == expected
 
     received = torch.tensor(oracle_values(expected, numel, bits, group_size, 1)[0][:numel])
@@ -144,7 +148,7 @@ def test_a_zero_difference_leaves_the_replica_alone() -> None:
     main = values_of(4096, heavy=False).to(torch.bfloat16)
     layout = MessageLayout(numel=4096, bits=4, group_size=2048)
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
-    reference.subtract_quantize(main.float(), replica=main, out=out, layout=layout, rounding=KEY)
+    reference.subtract_quantize(main.float(), replica=main, out=out, layout=layout, rounding=KEY, clip=1.0)
     replica = main.clone().unsqueeze(0)
     reference.dequantize_add(out.unsqueeze(0), replica=replica, layout=layout, accumulate=True, dither=None)
     assert torch.equal(replica[0], main)

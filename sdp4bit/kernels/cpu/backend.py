@@ -29,7 +29,7 @@ from sdp4bit.quantization.random import RoundingKey
 _TILE = 1024
 """Values that are worked on at a time, unless a group is larger."""
 _VALUES_PER_THREAD = 1 << 15
-_PARAMETER_BYTES = 256
+_PARAMETER_BYTES = 512
 _NEGATIVE_ZERO_BITS = 0x80000000
 _READ_IN_PLACE = (torch.float32, torch.bfloat16)
 
@@ -184,13 +184,24 @@ def _dither_numbers(dither: RoundingKey | None, *, is_sum: bool) -> tuple[int, .
     return True, dither.k0, dither.k1, dither.first, dither.row_stride, 0 if is_sum else dither.sender
 
 
+def _step(layout: MessageLayout, clip: float = 1.0) -> int:
+    """Return the bits of the part of a group's largest magnitude that a unit of the codes is."""
+    return _float_bits(clip / (2 ** (layout.bits - 1) - 1))
+
+
 def _transform_numbers(hadamard: Hadamard | None) -> tuple[int, int]:
     """Return whether to transform, and the signs."""
     return (False, 0) if hadamard is None else (True, hadamard.signs)
 
 
 def subtract_quantize(
-    main: Tensor, *, replica: Tensor | None, out: Tensor, layout: MessageLayout, rounding: RoundingKey | None
+    main: Tensor,
+    *,
+    replica: Tensor | None,
+    out: Tensor,
+    layout: MessageLayout,
+    rounding: RoundingKey | None,
+    clip: float,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`."""
     main = _readable(main)
@@ -201,7 +212,8 @@ def subtract_quantize(
         0 if replica is None else replica.data_ptr(), replica is not None and replica.dtype is torch.bfloat16,
         layout.numel, layout.padded_numel, 1, 1,
         out.data_ptr(), 0, layout.code_bytes, layout.scales_offset, layout.payload_bytes, layout.nbytes,
-        layout.groups, layout.bits, layout.group_size, False, 0, *_rounding_numbers(rounding),
+        layout.groups, layout.bits, layout.group_size, _step(layout, clip),
+        (2 ** (layout.bits - 1) - 1) << 16 if clip < 1 else 0, False, 0, *_rounding_numbers(rounding),
         work=layout.numel, layout=layout,
     )  # fmt: skip
 
@@ -247,7 +259,7 @@ def hadamard_quantize(
         values.data_ptr(), size == 2, outer * size, inner * size, 0, False,
         layout.numel, layout.padded_numel, destinations, layout.parts,
         out.data_ptr(), out.stride(0), layout.code_bytes, layout.scales_offset, layout.payload_bytes,
-        layout.nbytes, layout.groups, layout.bits, layout.group_size,
+        layout.nbytes, layout.groups, layout.bits, layout.group_size, _step(layout), 0,
         *_transform_numbers(hadamard), *_rounding_numbers(rounding),
         work=values.numel(), layout=layout,
     )  # fmt: skip
@@ -269,7 +281,8 @@ def dequantize_reduce_quantize(
         messages.data_ptr(), messages.stride(0), terms, received.code_bytes, received.scales_offset,
         received.groups, received.bits, received.group_size, parts, sent.padded_numel,
         out.data_ptr(), out.stride(0), sent.scales_offset, sent.payload_bytes, sent.nbytes,
-        sent.bits, sent.group_size, *_rounding_numbers(rounding), *_dither_numbers(dither, is_sum=True),
+        sent.bits, sent.group_size, _step(sent), *_rounding_numbers(rounding),
+        *_dither_numbers(dither, is_sum=True),
         work=max(terms, 1) * parts * sent.numel, layout=sent, terms=terms,
     )  # fmt: skip
 

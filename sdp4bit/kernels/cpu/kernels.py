@@ -147,8 +147,9 @@ def quantize_rows(thread, threads, parameters):
         values, is_bf16, outer_stride, inner_stride, replica, replica_is_bf16,
         numel, padded, destinations, parts,
         out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, bits, group_size,
-        hadamard, signs, rounding, k0, k1, first, row_stride, mask, tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 30)  # fmt: skip
+        step, limit, hadamard, signs, rounding, k0, k1, first, row_stride, mask,
+        tile, scratch, scratch_stride,
+    ) = _unpack(parameters, 32)  # fmt: skip
     total, spare, largest, _ = _locate(thread, tile, scratch, scratch_stride)
     shift, replica_shift = 2 - is_bf16, 2 - replica_is_bf16
     tiles, row, start = _share(destinations * parts, padded, tile, thread, threads)
@@ -182,7 +183,7 @@ def quantize_rows(thread, threads, parameters):
         encode_tile(
             total, count, largest, message + part * code_bytes + (start * bits >> 3),
             message + scales_offset + 2 * (part * groups + start // group_size),
-            bits, group_size, rounding, row * row_stride + first + start, k0, k1, mask, spare,
+            bits, group_size, step, limit, rounding, row * row_stride + first + start, k0, k1, mask, spare,
             source + (count << shift), shift,
             other + (count << replica_shift) if replica else 0, replica_shift,
         )  # fmt: skip
@@ -199,9 +200,9 @@ def reduce_quantize(thread, threads, parameters):
     (
         messages, stride, terms, code_bytes_in, scales_offset_in, groups_in, bits_in, group_size_in,
         parts, padded, out, out_stride, scales_offset, payload_bytes, nbytes, bits, group_size,
-        rounding, k0, k1, first, row_stride, mask,
+        step, rounding, k0, k1, first, row_stride, mask,
         is_dither, k0_in, k1_in, first_in, row_stride_in, sender, tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 32)  # fmt: skip
+    ) = _unpack(parameters, 33)  # fmt: skip
     total, spare, largest, table = _locate(thread, tile, scratch, scratch_stride)
     masks = table + 4 * terms
     write_masks(masks, terms, is_dither, sender)
@@ -224,7 +225,8 @@ def reduce_quantize(thread, threads, parameters):
         message = out + part * out_stride
         encode_tile(
             total, count, largest, message + (start * bits >> 3), message + scales_offset + 2 * first_group,
-            bits, group_size, rounding, part * row_stride + first + start, k0, k1, mask, spare, 0, 0, 0, 0,
+            bits, group_size, step, 0, rounding, part * row_stride + first + start, k0, k1, mask, spare,
+            0, 0, 0, 0,
         )  # fmt: skip
         start += tile
         if start >= padded:

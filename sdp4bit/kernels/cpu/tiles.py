@@ -14,6 +14,8 @@ from sdp4bit.kernels.cpu.vectors import (
     bits_of,
     float_from_bits,
     float_of_bits,
+    load_2_bits,
+    load_3_bits,
     load_bf16,
     load_f32,
     load_f32x16,
@@ -23,6 +25,7 @@ from sdp4bit.kernels.cpu.vectors import (
     load_u8,
     load_u8x16,
     maximum,
+    minimum,
     prefetch,
     random_bits16,
     shift_left,
@@ -30,8 +33,10 @@ from sdp4bit.kernels.cpu.vectors import (
     shift_right_signed,
     splat,
     splat16,
+    store_2_bits,
     store_bf16,
     store_f32,
+    store_third_bits,
     store_u8,
     store_u16,
     store_u32,
@@ -44,7 +49,6 @@ _ABS = 0x7FFFFFFF
 _INFINITY = 0x7F800000
 _TINY = 0x0D800000  # 2**-100
 _NAN_SCALE = 0x7FC0
-_STEP_4, _STEP_8 = np.float32(1 / 7), np.float32(1 / 127)
 _FIXED_POINT = np.float32(65536)
 _HALF = 0x8000
 _AHEAD = 512
@@ -63,7 +67,8 @@ _LOW_OFFSET, _HIGH_OFFSET = np.float32(2**23 + 8), np.float32(2**19 + 8)
 # whose lowest bit counts 1/512.
 _DITHER_BASE, _DITHER_BITS = 0x46800000, 0x1FE
 _CODE_SHIFT, _CODE_BITS_4 = 9, 0x1E00
-_DITHER_OFFSET_4, _DITHER_OFFSET_8 = np.float32(2**14 + 8 + 255 / 512), np.float32(2**14 + 128 + 255 / 512)
+_DITHER_OFFSET = np.float32(2**14 + 255 / 512)
+"""To be subtracted, and what makes codes unsigned."""
 _SIGN_8 = 0x80 << _CODE_SHIFT
 
 NEAREST, STOCHASTIC, DITHER = 0, 1, 2
@@ -110,25 +115,33 @@ def store_values(address, is_bf16, count, values, spare):
 
 
 @inline
-def compute_scale(largest, bits):
-    """Return the bits of the bf16 scale and the fixed-point reciprocal of a group's largest |x|, as bits."""
+def compute_scale(largest, step):
+    """Return the bits of the bf16 scale and the fixed-point reciprocal of a group's largest |x|, as bits.
+
+    Args:
+        step: bits of the part of the largest |x| that a unit of the codes is.
+    """
     if largest < _TINY:
         return 0, _ZERO
     if largest >= _INFINITY:
         return _NAN_SCALE, _ZERO
     # Adding 0x10003 and cutting 16 bits off rounds up what is 4 units more: |x / scale| never exceeds the
     # largest code, not even after the rounding of the two multiplications, and codes need no clamp.
-    step = float_from_bits(largest) * (_STEP_4 if bits == 4 else _STEP_8)
-    scale = (bits_from_float(step) + 0x10003) & 0xFFFF0000
+    unit = float_from_bits(largest) * float_from_bits(step)
+    scale = (bits_from_float(unit) + 0x10003) & 0xFFFF0000
+    if scale >= _INFINITY:
+        return _NAN_SCALE, _ZERO
     return scale >> 16, _FIXED_POINT / float_from_bits(scale)
 
 
 @inline
-def fixed_point(values, factor, bits, rounding, element, k0, k1, mask):
-    """Return codes times 65536, ready to be cut off."""
+def fixed_point(values, factor, bits, limit, rounding, element, k0, k1, mask):
+    """Return codes times 65536, ready to be cut off; none beyond `limit`, unless that is 0."""
     # Cut towards zero to 16 fractional bits first: random bits are integers, so the rounding that follows is
     # integer arithmetic, the same everywhere.
     fixed = to_int(load_f32(values) * factor)
+    if limit:
+        fixed = maximum(minimum(fixed, splat(limit)), splat(-limit))
     if rounding == NEAREST:
         return fixed + splat(_HALF)
     rounded = fixed + random_bits16(element, k0, k1, mask)
@@ -153,14 +166,13 @@ def take_off(codes, bits, dither, masks, term):
     """Return what dithered codes stand for, in units of their scale.
 
     Args:
-        codes: as they lie in a message, int4 or int8, shifted by _CODE_SHIFT.
+        codes: as they lie in a message, without signs unless they have 8 bits, shifted by _CODE_SHIFT.
         masks: address of the terms' masks.
     """
     mask = splat(load_scalar_u32(masks + 4 * term))
     units = float_of_bits(codes ^ (dither ^ mask))
-    if bits == 8:
-        return where_equal(codes, splat(_SIGN_8), splat(_ZERO), units - splat(_DITHER_OFFSET_8))
-    return where_equal(codes, splat(0), splat(_ZERO), units - splat(_DITHER_OFFSET_4))
+    units = units - splat(_DITHER_OFFSET + np.float32(1 << (bits - 1)))
+    return where_equal(codes, splat(_SIGN_8 if bits == 8 else 0), splat(_ZERO), units)
 
 
 @inline
@@ -182,16 +194,55 @@ def prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift):
 
 
 @inline
+def store_block(address, numbers, bits):
+    """Store 32 codes of 2 or 3 bits, without signs."""
+    if bits == 2:
+        store_2_bits(address, numbers)
+        return
+    store_2_bits(address, numbers & splat(3))
+    store_third_bits(address + 8, numbers)
+
+
+@inline
+def load_numbers(address, bits):
+    """Return 32 codes of 2, 3 or 8 bits as they lie in a message, without signs unless they have 8 bits."""
+    if bits == 8:
+        return load_u8(address)
+    numbers = load_2_bits(address)
+    if bits == 3:
+        numbers = load_3_bits(address + 8, numbers)
+    return numbers
+
+
+@inline
+def load_units(address, bits, is_dither, dither, masks, term):
+    """Return what 32 codes of 2, 3 or 8 bits stand for, in units of their scale."""
+    if is_dither:
+        return take_off(shift_left(load_numbers(address, bits), _CODE_SHIFT), bits, dither, masks, term)
+    if bits == 8:
+        return to_float(load_i8(address))
+    return to_float(load_numbers(address, bits) - splat(1 << (bits - 1)))
+
+
+@inline
 def encode_group(
-    values, size, factor, codes, bits, rounding, element, k0, k1, mask, spare,
+    values, size, factor, codes, bits, limit, rounding, element, k0, k1, mask, spare,
     upcoming, shift, upcoming_replica, replica_shift,
 ):  # fmt: skip
     """Write the codes of one group; meanwhile, as many upcoming values and their replica are prefetched."""
     if bits == 8:
         for i in range(0, size, 32):
             prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
-            fixed = fixed_point(values + 4 * i, factor, 8, rounding, element + i, k0, k1, mask)
+            fixed = fixed_point(values + 4 * i, factor, 8, limit, rounding, element + i, k0, k1, mask)
             store_u8(codes + i, shift_right_signed(fixed, 16))
+        return
+    if bits < 4:
+        # The offset that makes codes unsigned is added before the cut.
+        offset = splat(1 << (bits + 15))
+        for i in range(0, size, 32):
+            prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
+            fixed = fixed_point(values + 4 * i, factor, bits, limit, rounding, element + i, k0, k1, mask)
+            store_block(codes + (i * bits >> 3), shift_right(fixed + offset, 16), bits)
         return
     half = size >> 1
     if size & 32 == 0:
@@ -202,14 +253,14 @@ def encode_group(
             j = i + half
             prefetch_upcoming(2 * i, upcoming, shift, upcoming_replica, replica_shift)
             prefetch_upcoming(2 * i + 32, upcoming, shift, upcoming_replica, replica_shift)
-            low = fixed_point(values + 4 * i, factor, 4, rounding, element + i, k0, k1, mask)
-            high = fixed_point(values + 4 * j, factor, 4, rounding, element + j, k0, k1, mask)
+            low = fixed_point(values + 4 * i, factor, 4, limit, rounding, element + i, k0, k1, mask)
+            high = fixed_point(values + 4 * j, factor, 4, limit, rounding, element + j, k0, k1, mask)
             low, high = low + offset, high + offset
             store_u8(codes + i, shift_right(low, 16) | shift_right(high, 12) & high_nibble)
         return
     # Halves begin within a block: their codes take their places by way of memory.
     for i in range(0, size, 32):
-        fixed = fixed_point(values + 4 * i, factor, 4, rounding, element + i, k0, k1, mask)
+        fixed = fixed_point(values + 4 * i, factor, 4, limit, rounding, element + i, k0, k1, mask)
         store_u8(spare + i, shift_right_signed(fixed, 16) + splat(8))
     sixteen = splat16(16)
     for i in range(0, half, 16):
@@ -218,7 +269,8 @@ def encode_group(
 
 @inline
 def encode_tile(
-    values, count, largest, codes, scales, bits, group_size, rounding, element, k0, k1, mask, spare,
+    values, count, largest, codes, scales, bits, group_size, step, limit,
+    rounding, element, k0, k1, mask, spare,
     upcoming, shift, upcoming_replica, replica_shift,
 ):  # fmt: skip
     """Write codes and scales of `count` values; `largest` points to the bits of each group's largest |x|.
@@ -226,6 +278,8 @@ def encode_tile(
     The table is overwritten with the reciprocals, and groups that are not finite with zeros.
 
     Args:
+        step: bits of the part of the largest |x| that a unit of the codes is.
+        limit: the largest code times 65536, if values may be beyond it; 0 if none is.
         upcoming, upcoming_replica: addresses to prefetch from meanwhile, 0 for none.
         shift, replica_shift: 2 if they are fp32, 1 if bf16.
     """
@@ -237,7 +291,7 @@ def encode_tile(
     # All scales first: the divisions of different groups overlap, where each group would wait for its own.
     for group in range(groups):
         peak = load_scalar_u32(largest + 4 * group)
-        scale, reciprocal = compute_scale(peak, bits)
+        scale, reciprocal = compute_scale(peak, step)
         store_u16(scales + 2 * group, scale)
         store_u32(largest + 4 * group, bits_from_float(reciprocal))
         if peak >= _INFINITY:
@@ -250,7 +304,7 @@ def encode_tile(
         factor = splat(float_from_bits(load_scalar_u32(largest + 4 * group)))
         encode_group(
             values + 4 * first, min(group_size, count - first), factor, codes + (first * bits >> 3),
-            bits, rounding, element + first, k0, k1, mask, spare,
+            bits, limit, rounding, element + first, k0, k1, mask, spare,
             upcoming + (first << shift) if upcoming else 0, shift,
             upcoming_replica + (first << replica_shift) if upcoming_replica else 0, replica_shift,
         )  # fmt: skip
@@ -264,10 +318,13 @@ def record(target, values, peak):
 
 
 @inline
-def sum_int8(total, codes, count, table, masks, terms, stride, start, peak, is_dither, element, k0, k1):
+def sum_blocks(
+    total, codes, count, bits, table, masks, terms, stride, start, peak, is_dither, element, k0, k1
+):
     """Write start + code * scale + ..., in the order of the terms, and return the peaks so far.
 
     Args:
+        codes: of 2, 3 or 8 bits, whose blocks of 32 lie one behind the other.
         table, masks: addresses of the terms' fp32 scales and of the masks of their dither.
         is_dither: whether the codes are dithered, the first by the random bits of `element`.
     """
@@ -275,44 +332,32 @@ def sum_int8(total, codes, count, table, masks, terms, stride, start, peak, is_d
     paired = count & ~63
     for i in range(0, paired, 64):
         low = high = start
-        low_dither = dither_of(is_dither, 8, element + i, k0, k1)
-        high_dither = dither_of(is_dither, 8, element + i + 32, k0, k1)
+        low_dither = dither_of(is_dither, bits, element + i, k0, k1)
+        high_dither = dither_of(is_dither, bits, element + i + 32, k0, k1)
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
-            source = codes + term * stride + i
-            prefetch(source + _AHEAD)
-            if is_dither:
-                low_code, high_code = (
-                    shift_left(load_u8(source), _CODE_SHIFT),
-                    shift_left(load_u8(source + 32), _CODE_SHIFT),
-                )
-                low_units = take_off(low_code, 8, low_dither, masks, term)
-                high_units = take_off(high_code, 8, high_dither, masks, term)
-            else:
-                low_units, high_units = to_float(load_i8(source)), to_float(load_i8(source + 32))
+            source = codes + term * stride + (i * bits >> 3)
+            if bits == 8:
+                prefetch(source + _AHEAD)
             # The product is exact, 8 bits times 16 at most: only the addition rounds, as in the definition.
-            low = low + low_units * scale
-            high = high + high_units * scale
+            low = low + load_units(source, bits, is_dither, low_dither, masks, term) * scale
+            high = high + load_units(source + 4 * bits, bits, is_dither, high_dither, masks, term) * scale
         peak = record(total + 4 * i, low, peak)
         peak = record(total + 4 * i + 128, high, peak)
     if paired < count:
         value = start
-        dither = dither_of(is_dither, 8, element + paired, k0, k1)
+        dither = dither_of(is_dither, bits, element + paired, k0, k1)
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
-            source = codes + term * stride + paired
-            if is_dither:
-                units = take_off(shift_left(load_u8(source), _CODE_SHIFT), 8, dither, masks, term)
-            else:
-                units = to_float(load_i8(source))
-            value = value + units * scale
+            source = codes + term * stride + (paired * bits >> 3)
+            value = value + load_units(source, bits, is_dither, dither, masks, term) * scale
         peak = record(total + 4 * paired, value, peak)
     return peak
 
 
 @inline
 def sum_int4(total, codes, half, table, masks, terms, stride, start, peak, is_dither, element, k0, k1):
-    """Sum as sum_int8 does, a whole group whose halves are multiples of 32."""
+    """Sum as sum_blocks does, a whole group whose halves are multiples of 32."""
     low_mask, low_base, low_offset = splat(0x0F), splat(_LOW_BASE), splat(_LOW_OFFSET)
     high_mask, high_base, high_offset = splat(0xF0), splat(_HIGH_BASE), splat(_HIGH_OFFSET)
     code_bits = splat(_CODE_BITS_4)
@@ -342,7 +387,7 @@ def sum_int4(total, codes, half, table, masks, terms, stride, start, peak, is_di
 
 @inline
 def sum_nibbles(total, codes, count, shift, table, masks, terms, stride, start, dither, spare):
-    """Sum as sum_int8 does, a part of one half of an int4 group; `count` is a multiple of 16.
+    """Sum as sum_blocks does, a part of one half of an int4 group; `count` is a multiple of 16.
 
     Args:
         dither: (is_dither, element, k0, k1); the element may be in the middle of a block.
@@ -362,7 +407,7 @@ def sum_nibbles(total, codes, count, shift, table, masks, terms, stride, start, 
             if is_dither:
                 mask = splat16(load_scalar_u32(masks + 4 * term))
                 units = float_of_bits(shift_left(code, _CODE_SHIFT) ^ (drawn ^ mask)) - splat16(
-                    _DITHER_OFFSET_4
+                    _DITHER_OFFSET + np.float32(8)
                 )
                 units = where_equal(code, splat16(0), splat16(_ZERO), units)
             value = value + units * scale
@@ -413,11 +458,24 @@ def sum_messages(
         target = total + 4 * (begin - first)
         packed = codes + (origin >> 1)
         number = element + begin
-        if bits == 8:
-            peak = sum_int8(
-                target, codes + begin, end - begin, table, masks, terms, stride, splat(start), peak,
-                is_dither, number, k0, k1,
-            )  # fmt: skip
+        if bits != 4:
+            # Called with constants, so that the loops inside are compiled for each width.
+            block, size_here = codes + (begin * bits >> 3), end - begin
+            if bits == 8:
+                peak = sum_blocks(
+                    target, block, size_here, 8, table, masks, terms, stride, splat(start), peak,
+                    is_dither, number, k0, k1,
+                )  # fmt: skip
+            elif bits == 3:
+                peak = sum_blocks(
+                    target, block, size_here, 3, table, masks, terms, stride, splat(start), peak,
+                    is_dither, number, k0, k1,
+                )  # fmt: skip
+            else:
+                peak = sum_blocks(
+                    target, block, size_here, 2, table, masks, terms, stride, splat(start), peak,
+                    is_dither, number, k0, k1,
+                )  # fmt: skip
         elif end - begin == size and size & 32 == 0:
             peak = sum_int4(
                 target, packed, size >> 1, table, masks, terms, stride, splat(start), peak,

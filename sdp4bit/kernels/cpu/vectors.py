@@ -183,6 +183,66 @@ store_bf16 = _storer(INT16, _narrow_bf16)
 store_u8, store_u16, store_u32 = (_storer(memory, _truncate) for memory in (INT8, INT16, INT32))
 
 
+_TWO_BITS = [2 * (lane % 16) for lane in range(32)]
+"""Where the lower two bits of each of 32 codes begin in their word of 16 codes."""
+
+
+def _lanes(numbers):
+    return ir.Constant(ir.VectorType(INT32, len(numbers)), [INT32(number) for number in numbers])
+
+
+@intrinsic
+def load_2_bits(typing_context, address):
+    """Return 32 numbers of two bits each, from 8 bytes, the first in the lowest bits."""
+
+    def codegen(context, builder, sig, args):
+        # Every lane takes a whole word, and shifts its own bits down: a broadcast, a shift and a mask.
+        words = builder.load(point(builder, args[0], ir.VectorType(INT32, 2)), align=1)
+        each = _pick(builder, words, words, [lane // 16 for lane in range(32)])
+        return builder.and_(builder.lshr(each, _lanes(_TWO_BITS)), _constant(32, 3))
+
+    return I32(types.int64), codegen
+
+
+@intrinsic
+def load_3_bits(typing_context, address, lower):
+    """Return 32 numbers of three bits: the lower two as given, the third ones from 4 bytes."""
+
+    def codegen(context, builder, sig, args):
+        word = builder.load(point(builder, args[0], INT32), align=1)
+        third = builder.bitcast(word, ir.VectorType(ir.IntType(1), 32))
+        return builder.or_(args[1], builder.select(third, _constant(32, 4), _constant(32, 0)))
+
+    return I32(types.int64, lower), codegen
+
+
+@intrinsic
+def store_2_bits(typing_context, address, numbers):
+    """Store 32 numbers below 4 in 8 bytes, the first in the lowest bits."""
+
+    def codegen(context, builder, sig, args):
+        # Four numbers side by side in the bytes of a word: one product moves all of them, shifted by 24, 18,
+        # 12 and 6 bits, next to each other in the highest byte. No two terms below share a bit: no carry.
+        octet = ir.VectorType(INT32, 8)
+        quads = builder.bitcast(builder.trunc(args[1], ir.VectorType(INT8, 32)), octet)
+        packed = builder.lshr(builder.mul(quads, _constant(8, 0x01041040)), _constant(8, 24))
+        narrow = ir.VectorType(INT8, 8)
+        builder.store(builder.trunc(packed, narrow), point(builder, args[0], narrow), align=1)
+
+    return types.void(types.int64, numbers), codegen
+
+
+@intrinsic
+def store_third_bits(typing_context, address, numbers):
+    """Store the third bits of 32 numbers in 4 bytes, the first in the lowest bit."""
+
+    def codegen(context, builder, sig, args):
+        third = builder.icmp_unsigned("!=", builder.and_(args[1], _constant(32, 4)), _constant(32, 0))
+        builder.store(builder.bitcast(third, INT32), point(builder, args[0], INT32), align=1)
+
+    return types.void(types.int64, numbers), codegen
+
+
 def _lanewise(scalar, instruction):
     @intrinsic
     def convert(typing_context, vector):
@@ -239,6 +299,16 @@ def maximum(typing_context, a, b):
 
     def codegen(context, builder, sig, args):
         return builder.select(builder.icmp_signed(">", *args), *args)
+
+    return a(a, b), codegen
+
+
+@intrinsic
+def minimum(typing_context, a, b):
+    """Return the smaller of each pair of signed lanes, in one instruction per register."""
+
+    def codegen(context, builder, sig, args):
+        return builder.select(builder.icmp_signed("<", *args), *args)
 
     return a(a, b), codegen
 

@@ -180,6 +180,7 @@ def _quantize(
     out_stride: int,
     values_per_thread: int,
     is_paired: bool,
+    clip: float = 1.0,
 ) -> None:
     """Launch the kernel that quantizes rows; strides of values: between destinations, between parts."""
     groups, slots, tiles = _tile(layout, _warp_size(out.device) * (1 + is_paired))
@@ -195,7 +196,7 @@ def _quantize(
             *(layout.padded_numel // BLOCK, out_stride, *_rounding_numbers(rounding), _signs(hadamard)),
         ),
         (
-            *(unit, layout.bits, _group_blocks(layout), groups, slots),
+            *(unit, layout.bits, float(clip), _group_blocks(layout), groups, slots),
             *(replica is not None, hadamard is not None, _mode(rounding), is_paired),
         ),
         _warps(groups * slots, values_per_thread, out.device),
@@ -203,16 +204,24 @@ def _quantize(
 
 
 def subtract_quantize(
-    main: Tensor, *, replica: Tensor | None, out: Tensor, layout: MessageLayout, rounding: RoundingKey | None
+    main: Tensor,
+    *,
+    replica: Tensor | None,
+    out: Tensor,
+    layout: MessageLayout,
+    rounding: RoundingKey | None,
+    clip: float,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`.
 
     Bytes per value: 4 (fp32 main) + 2 (bf16 replica) read, bits / 8 + 2 / group_size written; 6.5 with 4 bits
     and groups of 2048.
     """
-    # No transform has to find a chunk in one thread: more threads keep more loads in flight.
-    place = {"destinations": 1, "strides": (0, 0), "out_stride": 0, "values_per_thread": 8}
-    _quantize(main, replica, out, layout, None, rounding, **place, is_paired=False)
+    # No transform has to find a chunk in one thread: more threads keep more loads in flight. Codes below
+    # 4 bits are words of a whole chunk.
+    per_thread = 16 if layout.bits < 4 else 8
+    place = {"destinations": 1, "strides": (0, 0), "out_stride": 0, "values_per_thread": per_thread}
+    _quantize(main, replica, out, layout, None, rounding, **place, is_paired=False, clip=clip)
 
 
 def dequantize_add(

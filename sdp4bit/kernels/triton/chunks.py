@@ -1,15 +1,15 @@
 """Device functions of the Triton kernels: how a tile of values is read, transformed, coded and written.
 
 Everything in a message is a multiple of 16 values: a half of an int4 group, the lanes that share one half
-of a random word, a 16-byte vector of codes. So a row is cut into chunks of 16, two to a Hadamard block, and
-every tile has the shape [..., 16] with a whole chunk, or half of one, in a thread. Codes then move as
-vectors at any group size, the strides 1 to 8 of the transform stay inside a thread, and stride 16 adds two
-tiles.
+of a random word, a 16-byte vector of codes, a word of 2-bit codes. So a row is cut into chunks of 16, two to
+a Hadamard block, and every tile has the shape [..., 16] with a whole chunk, or half of one, in a thread.
+Codes then move as vectors or words at any group size, the strides 1 to 8 of the transform stay inside a
+thread, and stride 16 adds two tiles.
 
 A tile comes as two halves, `low` and `high`, computed side by side. Each slot of it holds one chunk in each:
 
 * int4: the same place in the low and in the high half of a group, two chunks that share their bytes;
-* int8 and fp32: the first and the second chunk of a block, which share their random words.
+* the others: the first and the second chunk of a block, which share their random words.
 
 int4 groups of an even number of blocks can be worked on in pairs of slots (PAIRED): a tile then comes as four
 parts, `low` and `high` of an even slot and of the next one, so that a thread has both chunks of each block,
@@ -74,28 +74,70 @@ def offsets(chunk):
 
 
 @triton.jit
-def _inside(chunk, mask, numel, UNIT: tl.constexpr):
-    """Return which values of the chunks of a row lie before its end, at `numel` units of UNIT values."""
+def _inside(
+    chunk, mask, numel, UNIT: tl.constexpr, FIRST: tl.constexpr = 0, SIZE: tl.constexpr = CHUNK
+):  # fmt: skip
+    """Return which of values FIRST to FIRST + SIZE of chunks lie before the row's end, at `numel` units."""
     if UNIT == CHUNK:
         return tl.expand_dims(mask & (chunk < numel), -1)
     else:
         # Compared chunk by chunk: where a part of a chunk is known to be whole, its accesses stay vectors.
         left = tl.expand_dims(numel.to(tl.int64) * UNIT - chunk.to(tl.int64) * CHUNK, -1)
-        return tl.expand_dims(mask, -1) & (tl.arange(0, CHUNK) < left)
+        return tl.expand_dims(mask, -1) & ((FIRST + tl.arange(0, SIZE)) < left)
+
+
+@triton.jit
+def _load_piece(row, chunk, mask, numel, UNIT: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constexpr):
+    """Return values FIRST to FIRST + SIZE of chunks, [..., SIZE], as load_values.
+
+    The interpreter has no arithmetic for bf16, and gets its bits as integers.
+    """
+    inside = _inside(chunk, mask, numel, UNIT, FIRST, SIZE)
+    place = tl.expand_dims(chunk.to(tl.int64) * CHUNK, -1) + (FIRST + tl.arange(0, SIZE))
+    if _IS_INTERPRETED and row.dtype.element_ty == tl.bfloat16:
+        bits = tl.load(row.to(tl.pointer_type(tl.int16)) + place, mask=inside, other=0)
+        return float_from_bf16(bits)
+    else:
+        return tl.load(row + place, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_values(row, chunk, mask, numel, UNIT: tl.constexpr):
-    """Return fp32 of chunks of a row of fp32, bf16 or fp16, zero beyond its `numel` units of UNIT values.
+    """Return fp32 of chunks of a row of fp32, bf16 or fp16, zero beyond its `numel` units of UNIT values."""
+    return _load_piece(row, chunk, mask, numel, UNIT, 0, CHUNK)
 
-    The interpreter has no arithmetic for bf16, and gets its bits as integers.
+
+@triton.jit
+def _load_whole(row, chunk, mask, numel, UNIT: tl.constexpr):
+    """Return what load_values returns, each chunk in one thread whatever else is done with it.
+
+    Triton lays a tile out after its accesses to memory. 16 codes of 4 or 8 bits are a vector, which keeps a
+    chunk in a thread; smaller codes are words of a whole chunk, and 16 bytes of values are a part of one: the
+    transform would exchange values between threads, at three times the instructions. So values are read
+    as tiles of 16 bytes a row, of which a thread takes a whole one.
     """
-    inside = _inside(chunk, mask, numel, UNIT)
-    if _IS_INTERPRETED and row.dtype.element_ty == tl.bfloat16:
-        bits = tl.load(row.to(tl.pointer_type(tl.int16)) + offsets(chunk), mask=inside, other=0)
-        return float_from_bf16(bits)
+    if row.dtype.element_ty == tl.float32:
+        first = _load_piece(row, chunk, mask, numel, UNIT, 0, 4)
+        second = _load_piece(row, chunk, mask, numel, UNIT, 4, 4)
+        third = _load_piece(row, chunk, mask, numel, UNIT, 8, 4)
+        fourth = _load_piece(row, chunk, mask, numel, UNIT, 12, 4)
+        pieces = tl.join(tl.join(first, second), tl.join(third, fourth))
+        # [..., value of a piece, piece % 2, piece / 2], where slots have one dimension or two.
+        in_order = tl.permute(pieces, (0, 3, 2, 1) if len(chunk.shape) == 1 else (0, 1, 4, 3, 2))
     else:
-        return tl.load(row + offsets(chunk), mask=inside, other=0.0).to(tl.float32)
+        first = _load_piece(row, chunk, mask, numel, UNIT, 0, 8)
+        second = _load_piece(row, chunk, mask, numel, UNIT, 8, 8)
+        in_order = tl.permute(tl.join(first, second), (0, 2, 1) if len(chunk.shape) == 1 else (0, 1, 3, 2))
+    return tl.reshape(in_order, offsets(chunk).shape)
+
+
+@triton.jit
+def load_for(row, chunk, mask, numel, UNIT: tl.constexpr, BITS: tl.constexpr):
+    """Return what load_values returns, laid out for codes of so many bits."""
+    if BITS < 4:
+        return _load_whole(row, chunk, mask, numel, UNIT)
+    else:
+        return load_values(row, chunk, mask, numel, UNIT)
 
 
 @triton.jit
@@ -150,9 +192,9 @@ def flip_signs(value, chunk, signs, HALF: tl.constexpr):
 
 
 @triton.jit
-def load_mixed(row, chunk, mask, numel, signs, UNIT: tl.constexpr, HALF: tl.constexpr):
+def load_mixed(row, chunk, mask, numel, signs, UNIT: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr):
     """Return fp32 of chunks of a row, their signs changed unless `signs` is None, after mix16."""
-    value = load_values(row, chunk, mask, numel, UNIT)
+    value = load_for(row, chunk, mask, numel, UNIT, BITS)
     if signs is not None:
         value = flip_signs(value, chunk, signs, HALF)
     return mix16(value)
@@ -306,23 +348,84 @@ def take_off(byte, is_high, dither, BITS: tl.constexpr):
 
 
 @triton.jit
-def _load_codes(codes, scales, place, group, is_high, mask, dither, BITS: tl.constexpr):
+def take_off_small(code, dither, BITS: tl.constexpr):
+    """Return what dithered codes of 2 or 3 bits stand for, given as fp32; see take_off."""
+    units = code + (dither.to(tl.float32, bitcast=True) - _DITHER_BIAS)
+    return tl.where(code == -(2.0 ** (BITS - 1)), 0.0, units)
+
+
+@triton.jit
+def _small_words(codes, chunk, BITS: tl.constexpr):
+    """Return where the lower two bits of chunks lie, one word each, and their third bits, half a word."""
+    half = chunk & 1
+    block = codes + (chunk >> 1).to(tl.int64) * (4 * BITS)
+    return block + half * 4, (block + (8 + half * 2)).to(tl.pointer_type(tl.int16))
+
+
+@triton.jit
+def _decode_small(byte, third, LANE: tl.constexpr, BITS: tl.constexpr):
+    """Return fp32 of the codes that are value LANE of a byte each, in the mantissa as in decode_int4."""
+    # Bit 2 * LANE counts ones in a number from 2**(23 - 2 * LANE) on.
+    EXPONENT: tl.constexpr = (127 + 23 - 2 * LANE) << 23
+    bits = (byte & (3 << (2 * LANE))) | EXPONENT
+    if BITS == 3:
+        bits = bits | ((third << (2 + LANE)) & (4 << (2 * LANE)))
+    return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - 2 * LANE) + 2 ** (BITS - 1))
+
+
+@triton.jit
+def load_small(codes, chunk, mask, BITS: tl.constexpr):
+    """Return fp32 of chunks of 2-bit or 3-bit codes, [..., 16]."""
+    words, thirds = _small_words(codes, chunk, BITS)
+    # Read as four bytes, so that a chunk is in one thread, see _load_whole.
+    lane = tl.arange(0, 4)
+    byte = tl.load(tl.expand_dims(words, -1) + lane, mask=tl.expand_dims(mask, -1), other=0).to(tl.int32)
+    third = byte
+    if BITS == 3:
+        third = tl.expand_dims(tl.load(thirds, mask=mask, other=0).to(tl.int32), -1) >> (lane * 4)
+    even = tl.join(_decode_small(byte, third, 0, BITS), _decode_small(byte, third, 2, BITS))
+    odd = tl.join(_decode_small(byte, third, 1, BITS), _decode_small(byte, third, 3, BITS))
+    # [..., byte, value / 2, value % 2]
+    return tl.reshape(tl.join(even, odd), offsets(chunk).shape)
+
+
+@triton.jit
+def _store_small(codes, chunk, number, mask, BITS: tl.constexpr):
+    """Write chunks of codes, int32 [..., 16], offset so that none is negative."""
+    lane = tl.arange(0, CHUNK)
+    words, thirds = _small_words(codes, chunk, BITS)
+    # No two terms share a bit: the sum joins them.
+    number = number.to(tl.uint32)
+    word = tl.sum((number & 3) << (lane * 2), -1).to(tl.int32, bitcast=True)
+    tl.store(words.to(tl.pointer_type(tl.int32)), word, mask=mask)
+    if BITS == 3:
+        third = tl.sum(((number >> 2) & 1) << lane, -1)
+        tl.store(thirds, third.to(tl.int16), mask=mask)
+
+
+@triton.jit
+def _load_codes(codes, scales, chunk, place, group, is_high, mask, dither, BITS: tl.constexpr):
     """Return fp32 of chunks of a message; `is_high` says which nibble of the bytes at `place` is theirs."""
     each = tl.expand_dims(mask, -1)
     if BITS == FULL_PRECISION:
         return tl.load(codes.to(tl.pointer_type(tl.float32)) + place, mask=each, other=0.0)
     else:
         scale = float_from_bf16(tl.load(scales + group, mask=mask, other=0))
-        byte = tl.load(codes + place, mask=each, other=0)
-        if dither is not None:
-            value = take_off(byte, tl.expand_dims(is_high, -1), dither, BITS)
-        elif BITS == 8:
-            value = decode_int8(byte)
+        if BITS < 4:
+            value = load_small(codes, chunk, mask, BITS)
+            if dither is not None:
+                value = take_off_small(value, dither, BITS)
         else:
+            byte = tl.load(codes + place, mask=each, other=0)
             high = tl.expand_dims(is_high, -1)
-            nibble = tl.where(high, HIGH_NIBBLE, LOW_NIBBLE)
-            exponent = tl.where(high, HIGH_EXPONENT, LOW_EXPONENT)
-            value = decode_int4(byte, nibble, exponent, tl.where(high, HIGH_BIAS, LOW_BIAS))
+            if dither is not None:
+                value = take_off(byte, high, dither, BITS)
+            elif BITS == 8:
+                value = decode_int8(byte)
+            else:
+                nibble = tl.where(high, HIGH_NIBBLE, LOW_NIBBLE)
+                exponent = tl.where(high, HIGH_EXPONENT, LOW_EXPONENT)
+                value = decode_int4(byte, nibble, exponent, tl.where(high, HIGH_BIAS, LOW_BIAS))
         return value * tl.expand_dims(scale, -1)
 
 
@@ -353,7 +456,9 @@ def sum_messages(
         for i in tl.static_range(COUNT):
             step = i * stride
             mine = None if dither is None else dither ^ reverse8(i)
-            value = _load_codes(codes + step, scales + (step >> 1), place, group, is_high, mask, mine, BITS)
+            value = _load_codes(
+                codes + step, scales + (step >> 1), chunk, place, group, is_high, mask, mine, BITS
+            )
             if i == 0 and not SIGNED_ZERO:
                 total = value
             else:
@@ -362,7 +467,9 @@ def sum_messages(
         for i in range(count):
             step = i * stride
             mine = None if dither is None else dither ^ reverse8(i)
-            total += _load_codes(codes + step, scales + (step >> 1), place, group, is_high, mask, mine, BITS)
+            total += _load_codes(
+                codes + step, scales + (step >> 1), chunk, place, group, is_high, mask, mine, BITS
+            )
     return total
 
 
@@ -381,12 +488,14 @@ def largest_bits(values):
 
 
 @triton.jit
-def compute_scale(largest, BITS: tl.constexpr):
+def compute_scale(largest, BITS: tl.constexpr, CLIP: tl.constexpr = 1.0):
     """Return the scale as bf16 bits in int32, and 65536 / scale, or 0 where all codes are zero."""
     not_finite = largest >= _INFINITY_BITS
-    unused = not_finite | (largest < _TINY_BITS)
-    step = largest.to(tl.float32, bitcast=True) * (1.0 / (2 ** (BITS - 1) - 1))
+    step = largest.to(tl.float32, bitcast=True) * (CLIP / (2 ** (BITS - 1) - 1))
     bits = (step.to(tl.int32, bitcast=True) + _SCALE_ROUND_UP) & _HIGH_HALF
+    if BITS == 2:  # of others no scale is rounded up to infinity
+        not_finite = not_finite | (bits >= _INFINITY_BITS)
+    unused = not_finite | (largest < _TINY_BITS)
     # 65536 / scale, rounded to nearest. NVIDIA's division of floats calls a function for subnormals, and
     # registers are spilled around the call. A scale is M * 2**(e - 134), with M from 128 to 255 and e its
     # exponent field, and 65536 / scale is 2**31 / M * 2**(119 - e). Rounded to an integer (there are no
@@ -400,18 +509,25 @@ def compute_scale(largest, BITS: tl.constexpr):
 
 
 @triton.jit
-def _fixed(value, reciprocal):
-    """Return value * reciprocal in units of 2**-16, int32, cut to an integer."""
+def _fixed(value, reciprocal, BITS: tl.constexpr = 0, CLIP: tl.constexpr = 1.0):
+    """Return value * reciprocal in units of 2**-16, int32, cut to an integer and, if CLIP, to the codes."""
     # In a group without a reciprocal a product is zero or, if the value is NaN or infinite, NaN. GPUs of both
     # makers convert that to 0; a CPU may give the smallest integer, whose bits that reach a code are 0, too.
     # Nothing depends on the code: the scale of such a group is NaN.
-    return (value * tl.expand_dims(reciprocal, -1)).to(tl.int32)
+    each = tl.expand_dims(reciprocal, -1)
+    fixed = (value * each).to(tl.int32)
+    if CLIP < 1:
+        LIMIT: tl.constexpr = (2 ** (BITS - 1) - 1) * 65536
+        fixed = tl.where(each == 0, 0, tl.minimum(tl.maximum(fixed, -LIMIT), LIMIT))
+    return fixed
 
 
 @triton.jit
-def _round(value, reciprocal, random, BITS: tl.constexpr, ROUNDING: tl.constexpr):
+def _round(
+    value, reciprocal, random, BITS: tl.constexpr, ROUNDING: tl.constexpr, CLIP: tl.constexpr = 1.0
+):  # fmt: skip
     """Return codes in units of 2**-16, rounded but for the cut."""
-    fixed = _fixed(value, reciprocal)
+    fixed = _fixed(value, reciprocal, BITS, CLIP)
     if ROUNDING == DITHER:
         if _IS_INTERPRETED:
             fixed = tl.where(fixed == _SMALLEST, 0, fixed)  # what a CPU makes of NaN, and GPUs make 0
@@ -433,7 +549,7 @@ def _store_pairs(
     codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1, mask,
     GROUP: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes of a tile of pairs of slots."""
+    """Write the int4 codes of a tile of pairs of slots; none is clipped."""
     low_chunk, high_chunk, exists = chunks_of(group, slot, blocks, 4, GROUP)
     _, _, next_exists = chunks_of(group, slot + 1, blocks, 4, GROUP)
     if ROUNDING == NEAREST:
@@ -465,15 +581,15 @@ def _store_pairs(
 @triton.jit
 def store_codes(
     codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1, mask,
-    BITS: tl.constexpr, GROUP: tl.constexpr, ROUNDING: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ROUNDING: tl.constexpr, CLIP: tl.constexpr = 1.0,
 ):  # fmt: skip
     """Write the codes of a tile to a row of a message; `first_block` numbers the row for its random bits."""
     low_chunk, high_chunk, exists = chunks_of(group, slot, blocks, BITS, GROUP)
-    exists = tl.expand_dims(exists, -1)
+    each = tl.expand_dims(exists, -1)
     if BITS == FULL_PRECISION:
         floats = codes.to(tl.pointer_type(tl.float32))
-        tl.store(floats + offsets(low_chunk), values[0], mask=exists)
-        tl.store(floats + offsets(high_chunk), values[1], mask=exists)
+        tl.store(floats + offsets(low_chunk), values[0], mask=each)
+        tl.store(floats + offsets(high_chunk), values[1], mask=each)
     elif BITS == 4 and len(values) == 4:
         _store_pairs(
             codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1, mask, GROUP, ROUNDING
@@ -482,7 +598,7 @@ def store_codes(
         if ROUNDING == NEAREST:
             low_random = _HALF
             high_random = _HALF
-        elif BITS == 8:
+        elif BITS != 4:
             # The two chunks of a block are in one thread, and share their hashes.
             mixed = _hash32(first_block + (low_chunk >> 1), k0, k1, mask)
             low_random = _low16(mixed)
@@ -490,23 +606,29 @@ def store_codes(
         else:
             low_random = _random16(first_block, low_chunk, k0, k1, mask)
             high_random = _random16(first_block, high_chunk, k0, k1, mask)
-        low = _round(values[0], reciprocal, low_random, BITS, ROUNDING)
-        high = _round(values[1], reciprocal, high_random, BITS, ROUNDING)
-        if BITS == 8:
-            tl.store(codes + offsets(low_chunk), (low >> 16).to(tl.uint8), mask=exists)
-            tl.store(codes + offsets(high_chunk), (high >> 16).to(tl.uint8), mask=exists)
+        low = _round(values[0], reciprocal, low_random, BITS, ROUNDING, CLIP)
+        high = _round(values[1], reciprocal, high_random, BITS, ROUNDING, CLIP)
+        if BITS == 4:
+            tl.store(codes + offsets(group * GROUP + slot), _pack(low, high), mask=each)
+        elif BITS == 8:
+            tl.store(codes + offsets(low_chunk), (low >> 16).to(tl.uint8), mask=each)
+            tl.store(codes + offsets(high_chunk), (high >> 16).to(tl.uint8), mask=each)
         else:
-            tl.store(codes + offsets(group * GROUP + slot), _pack(low, high), mask=exists)
+            OFFSET: tl.constexpr = 2 ** (BITS - 1)
+            _store_small(codes, low_chunk, (low >> 16) + OFFSET, exists, BITS)
+            _store_small(codes, high_chunk, (high >> 16) + OFFSET, exists, BITS)
 
 
 @triton.jit
 def scale_slots(part, parts, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
     """Return how many places for scales a part fills: one per group and, in the last part, the zeros with
-    which the message ends on 16 bytes. Codes fill whole 16 bytes, so only scales leave a gap.
+    which the message ends on 16 bytes.
     """
     groups = tl.cdiv(blocks, GROUP)
     if BITS == FULL_PRECISION:
         return groups
     total = parts * groups.to(tl.int64)
+    if BITS < 4:  # whose codes do not fill whole 16 bytes, as others do
+        total += parts * blocks.to(tl.int64) * (2 * BITS)
     padding = ((total + 7) // 8 * 8 - total).to(tl.int32)
     return groups + tl.where(part == parts - 1, padding, 0)

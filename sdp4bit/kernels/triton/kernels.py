@@ -33,7 +33,9 @@ from sdp4bit.kernels.triton.chunks import (
     flip_signs,
     float_from_bf16,
     largest_bits,
+    load_for,
     load_mixed,
+    load_small,
     load_values,
     mix16,
     offsets,
@@ -42,6 +44,7 @@ from sdp4bit.kernels.triton.chunks import (
     store_values,
     sum_messages,
     take_off,
+    take_off_small,
 )
 
 # Arguments that Triton must not make constants of, nor compile variants for: they differ from call to call.
@@ -60,36 +63,36 @@ def _read_transformed(
     """Return a tile of a row, transformed. Stride 16 joins the two chunks of a block."""
     if BITS != 4:
         # They are the low and the high one of a slot.
-        first = load_mixed(row, low_chunk, mask, numel, signs, UNIT, 0)
-        second = load_mixed(row, high_chunk, mask, numel, signs, UNIT, 1)
+        first = load_mixed(row, low_chunk, mask, numel, signs, UNIT, 0, BITS)
+        second = load_mixed(row, high_chunk, mask, numel, signs, UNIT, 1, BITS)
         return first + second, first - second
     elif PAIRED:
         # They are the low ones of a pair of slots, and the high ones. Of a last slot without another, the low
         # chunk's block goes on in the group's high chunks, so that it counts here as well.
-        first = load_mixed(row, low_chunk, mask, numel, signs, UNIT, 0)
-        second = load_mixed(row, low_chunk + 1, mask, numel, signs, UNIT, 1)
+        first = load_mixed(row, low_chunk, mask, numel, signs, UNIT, 0, BITS)
+        second = load_mixed(row, low_chunk + 1, mask, numel, signs, UNIT, 1, BITS)
         if is_odd:
             # The high ones of a pair are of two blocks; the others of those are read, and transformed, too.
-            high = load_mixed(row, high_chunk, mask, numel, signs, UNIT, -1)
-            twin = load_mixed(row, high_chunk ^ 1, mask, numel, signs, UNIT, -1)
-            next_high = load_mixed(row, high_chunk + 1, mask, numel, signs, UNIT, -1)
-            next_twin = load_mixed(row, (high_chunk + 1) ^ 1, mask, numel, signs, UNIT, -1)
+            high = load_mixed(row, high_chunk, mask, numel, signs, UNIT, -1, BITS)
+            twin = load_mixed(row, high_chunk ^ 1, mask, numel, signs, UNIT, -1, BITS)
+            next_high = load_mixed(row, high_chunk + 1, mask, numel, signs, UNIT, -1, BITS)
+            next_twin = load_mixed(row, (high_chunk + 1) ^ 1, mask, numel, signs, UNIT, -1, BITS)
             is_first = tl.expand_dims(high_chunk & 1, -1) == 0
             high = tl.where(is_first, high + twin, twin - high)
             next_high = tl.where(is_first, next_twin - next_high, next_high + next_twin)
         else:
-            even = load_mixed(row, high_chunk, mask, numel, signs, UNIT, 0)
-            odd = load_mixed(row, high_chunk + 1, mask, numel, signs, UNIT, 1)
+            even = load_mixed(row, high_chunk, mask, numel, signs, UNIT, 0, BITS)
+            odd = load_mixed(row, high_chunk + 1, mask, numel, signs, UNIT, 1, BITS)
             high = even + odd
             next_high = even - odd
         return first + second, high, first - second, next_high
     else:
         # They are in different threads. The other chunk of each block is read again, from the cache, and
         # transformed again. The first chunk of a block becomes the sum, the second the difference.
-        low = load_mixed(row, low_chunk, mask, numel, signs, UNIT, -1)
-        high = load_mixed(row, high_chunk, mask, numel, signs, UNIT, -1)
-        low_twin = load_mixed(row, low_chunk ^ 1, mask, numel, signs, UNIT, -1)
-        high_twin = load_mixed(row, high_chunk ^ 1, mask, numel, signs, UNIT, -1)
+        low = load_mixed(row, low_chunk, mask, numel, signs, UNIT, -1, BITS)
+        high = load_mixed(row, high_chunk, mask, numel, signs, UNIT, -1, BITS)
+        low_twin = load_mixed(row, low_chunk ^ 1, mask, numel, signs, UNIT, -1, BITS)
+        high_twin = load_mixed(row, high_chunk ^ 1, mask, numel, signs, UNIT, -1, BITS)
         low = tl.where(tl.expand_dims(low_chunk & 1, -1) == 0, low + low_twin, low_twin - low)
         high = tl.where(tl.expand_dims(high_chunk & 1, -1) == 0, high + high_twin, high_twin - high)
         return low, high
@@ -106,11 +109,11 @@ def _read_values(
     if HADAMARD:
         return _read_transformed(row, numel, low_chunk, high_chunk, mask, is_odd, signs, UNIT, BITS, PAIRED)
     else:
-        low = load_values(row, low_chunk, mask, numel, UNIT)
-        high = load_values(row, high_chunk, mask, numel, UNIT)
+        low = load_for(row, low_chunk, mask, numel, UNIT, BITS)
+        high = load_for(row, high_chunk, mask, numel, UNIT, BITS)
         if HAS_REPLICA:
-            low -= load_values(replica, low_chunk, mask, numel, UNIT)
-            high -= load_values(replica, high_chunk, mask, numel, UNIT)
+            low -= load_for(replica, low_chunk, mask, numel, UNIT, BITS)
+            high -= load_for(replica, high_chunk, mask, numel, UNIT, BITS)
         return low, high
 
 
@@ -132,6 +135,7 @@ def quantize_kernel(
     signs,  # to change before the transform, or None
     UNIT: tl.constexpr,
     BITS: tl.constexpr,
+    CLIP: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -170,12 +174,12 @@ def quantize_kernel(
                     UNIT, BITS, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
                 )  # fmt: skip
                 largest = tl.maximum(largest, largest_bits(again))
-        bits, reciprocal = compute_scale(largest, BITS)
+        bits, reciprocal = compute_scale(largest, BITS, CLIP)
         if BITS != FULL_PRECISION:
             tl.store(scales + group, bits.to(tl.int16), mask=group < places)
         store_codes(
             codes, held, reciprocal, group, slot, blocks, is_odd, random, k0, k1, sender_mask,
-            BITS, GROUP, ROUNDING,
+            BITS, GROUP, ROUNDING, CLIP,
         )  # fmt: skip
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
@@ -185,7 +189,7 @@ def quantize_kernel(
                 )  # fmt: skip
                 store_codes(
                     codes, again, reciprocal, group, slot + i, blocks, is_odd, random, k0, k1, sender_mask,
-                    BITS, GROUP, ROUNDING,
+                    BITS, GROUP, ROUNDING, CLIP,
                 )  # fmt: skip
 
 
@@ -360,24 +364,32 @@ def dequantize_kernel(
             high = tl.load(floats + offsets(high_chunk), mask=each, other=0.0)
         else:
             scale = tl.expand_dims(float_from_bf16(tl.load(scales + group, mask=mask, other=0)), -1)
-            if BITS == 8:
-                low_byte = tl.load(codes + offsets(low_chunk), mask=each, other=0)
-                high_byte = tl.load(codes + offsets(high_chunk), mask=each, other=0)
-            else:
-                low_byte = tl.load(codes + offsets(position), mask=each, other=0)
-                high_byte = low_byte
             if first_block_in is not None:
                 random = first_block_in + row * row_blocks_in
                 low_dither = draw_dither(random, low_chunk, k0_in, k1_in) ^ (sender_mask << 1)
                 high_dither = draw_dither(random, high_chunk, k0_in, k1_in) ^ (sender_mask << 1)
-                low = take_off(low_byte, False, low_dither, BITS)
-                high = take_off(high_byte, True, high_dither, BITS)
-            elif BITS == 8:
-                low = decode_int8(low_byte)
-                high = decode_int8(high_byte)
+            if BITS < 4:
+                low = load_small(codes, low_chunk, mask, BITS)
+                high = load_small(codes, high_chunk, mask, BITS)
+                if first_block_in is not None:
+                    low = take_off_small(low, low_dither, BITS)
+                    high = take_off_small(high, high_dither, BITS)
             else:
-                low = decode_int4(low_byte, LOW_NIBBLE, LOW_EXPONENT, LOW_BIAS)
-                high = decode_int4(high_byte, HIGH_NIBBLE, HIGH_EXPONENT, HIGH_BIAS)
+                if BITS == 8:
+                    low_byte = tl.load(codes + offsets(low_chunk), mask=each, other=0)
+                    high_byte = tl.load(codes + offsets(high_chunk), mask=each, other=0)
+                else:
+                    low_byte = tl.load(codes + offsets(position), mask=each, other=0)
+                    high_byte = low_byte
+                if first_block_in is not None:
+                    low = take_off(low_byte, False, low_dither, BITS)
+                    high = take_off(high_byte, True, high_dither, BITS)
+                elif BITS == 8:
+                    low = decode_int8(low_byte)
+                    high = decode_int8(high_byte)
+                else:
+                    low = decode_int4(low_byte, LOW_NIBBLE, LOW_EXPONENT, LOW_BIAS)
+                    high = decode_int4(high_byte, HIGH_NIBBLE, HIGH_EXPONENT, HIGH_BIAS)
             low *= scale
             high *= scale
         if ACCUMULATE:
