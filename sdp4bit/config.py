@@ -1,7 +1,8 @@
-"""What is quantized and how: frozen, keyword-only settings with the paper's method as the default.
+"""What is quantized and how: frozen, keyword-only settings. The default is the paper's method, but for
+subtractive dither between nodes, which costs half as much in loss (docs/numerics.md).
 
-Source of the defaults: SDP4Bit (NeurIPS 2024, arXiv 2410.15526), sections 3 and 5. The ablation names of
-its table 6 are available through :meth:`SDP4BitConfig.preset`.
+Source of the other defaults: SDP4Bit (NeurIPS 2024, arXiv 2410.15526), sections 3 and 5. The ablation names
+of its table 6 are available through :meth:`SDP4BitConfig.preset`.
 """
 
 from __future__ import annotations
@@ -148,9 +149,9 @@ class GradientConfig:
     and back after the last sum: no fixed pattern of gradients then adds up in one place."""
     intra_rounding: Rounding = "stochastic"
     """Rounding of the hop inside a node; nearest is as good at 8 bits."""
-    inter_rounding: Rounding = "stochastic"
-    """Rounding of the hop between nodes. Nearest leaves a bias that averaging over steps cannot remove;
-    "dither" (subtractive) has half the squared error of "stochastic", the paper's, for the same bytes."""
+    inter_rounding: Rounding = "dither"
+    """Rounding of the hop between nodes. Subtractive dither has half the squared error of "stochastic", the
+    paper's, for the same bytes; "nearest" leaves a bias that averaging over steps cannot remove."""
     pipeline_chunks: int | None = _option(
         None,
         flag="gradient-alltoall-pipeline",
@@ -269,8 +270,8 @@ class AlertConfig:
         return self.gradient_error, self.weight_error, self.weight_drift, self.nonfinite_groups
 
 
-PRESETS = ("baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit")
-"""Names of the paper's ablation (table 6), in its order."""
+PRESETS = ("baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit-paper", "sdp4bit")
+"""Names of the paper's ablation (table 6) in its order, and of what this library does by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,13 +311,14 @@ class SDP4BitConfig:
 
     @classmethod
     def preset(cls, name: str) -> SDP4BitConfig:
-        """Return one of the paper's strategies (table 6); ValueError lists the names.
+        """Return one of the paper's strategies (table 6), or the default; ValueError lists the names.
 
         baseline: bf16 weights, fp32 gradients. qw: 4-bit weights. qwd: 4-bit weight differences.
         ulq: 4-bit gradients at both hops. tlq: 8-bit inside a node, 4-bit between nodes.
-        tlq-hs: tlq after a Hadamard transform. sdp4bit: qwd and tlq-hs together.
+        tlq-hs: tlq after a Hadamard transform. sdp4bit-paper: qwd and tlq-hs together, the paper's SDP4Bit.
+        sdp4bit: the same with dithered gradients between nodes, which cost half as much in loss.
         """
-        tlq_hs = GradientConfig()
+        tlq_hs = GradientConfig(inter_rounding="stochastic")
         parts: dict[str, tuple[WeightConfig | None, GradientConfig | None]] = {
             "baseline": (None, None),
             "qw": (WeightConfig(mode="direct"), None),
@@ -324,7 +326,8 @@ class SDP4BitConfig:
             "ulq": (None, replace(tlq_hs, intra_bits=4, hadamard=False)),
             "tlq": (None, replace(tlq_hs, hadamard=False)),
             "tlq-hs": (None, tlq_hs),
-            "sdp4bit": (WeightConfig(), tlq_hs),
+            "sdp4bit-paper": (WeightConfig(), tlq_hs),
+            "sdp4bit": (WeightConfig(), GradientConfig()),
         }
         if name not in parts:
             raise ValueError(f"unknown preset {name!r}: use one of {', '.join(PRESETS)}")

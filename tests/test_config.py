@@ -35,8 +35,9 @@ TABLE_6 = {
     "ulq": (None, GRADIENTS | {"intra_bits": 4, "hadamard": False}),
     "tlq": (None, GRADIENTS | {"hadamard": False}),
     "tlq-hs": (None, GRADIENTS),
-    "sdp4bit": (WEIGHTS, GRADIENTS),
+    "sdp4bit-paper": (WEIGHTS, GRADIENTS),
 }
+DITHERED = GRADIENTS | {"inter_rounding": "dither"}
 
 
 @pytest.mark.parametrize("name", TABLE_6)
@@ -49,14 +50,14 @@ def test_preset_has_exactly_the_settings_of_table_6(name: str) -> None:
     assert dataclasses.asdict(SDP4BitConfig.preset(name)) == expected
 
 
-def test_presets_are_named_in_the_order_of_table_6() -> None:
-    assert tuple(TABLE_6) == PRESETS
+def test_presets_are_named_in_the_order_of_table_6_and_the_default_last() -> None:
+    assert (*TABLE_6, "sdp4bit") == PRESETS
 
 
-def test_defaults_are_the_paper_method() -> None:
+def test_defaults_are_the_paper_method_with_dither_between_nodes() -> None:
     assert SDP4BitConfig() == SDP4BitConfig.preset("sdp4bit")
     assert dataclasses.asdict(WeightConfig()) == WEIGHTS
-    assert dataclasses.asdict(GradientConfig()) == GRADIENTS
+    assert dataclasses.asdict(GradientConfig()) == DITHERED
 
 
 @pytest.mark.parametrize("name", ["SDP4Bit", "tlqhs", ""])

@@ -20,7 +20,7 @@ from sdp4bit.config import (
 )
 from sdp4bit.pretrain.options import SettingError, option, option_flags
 
-Strategy = Literal["baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit"]
+Strategy = Literal["baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit-paper", "sdp4bit"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 DEFAULT_STRATEGY: Strategy = "sdp4bit"
 
@@ -78,7 +78,7 @@ class CommunicationConfig:
     intra_rounding: Annotated[Rounding | None, option("gradient-rounding-intra")] = None
     """Rounding of intra-node gradients; stochastic when not given."""
     inter_rounding: Annotated[Rounding | None, option("gradient-rounding-inter")] = None
-    """Rounding of inter-node gradients; stochastic when not given."""
+    """Rounding of inter-node gradients; when not given dither with sdp4bit, stochastic otherwise."""
     pipeline_chunks: Annotated[int | None, option("gradient-alltoall-pipeline", "pipeline-chunks")] = None
     """Slices whose intra-node and inter-node hops overlap; chosen by the size of a row when not given."""
     start_step: Annotated[int | None, option("gradients-quantization-start-iteration")] = None
@@ -112,7 +112,9 @@ class CommunicationConfig:
                     f"--strategy {strategy} and --quantized-weights / --quantized-gradients both say what is "
                     "quantized: give one of the two"
                 )
-            reference = GradientConfig(intra_group_size=REFERENCE_INTRA_GROUP, hadamard=False)
+            reference = GradientConfig(
+                intra_group_size=REFERENCE_INTRA_GROUP, hadamard=False, inter_rounding="stochastic"
+            )
             base = SDP4BitConfig(
                 weights=WeightConfig() if self.quantized_weights else None,
                 gradients=reference if self.quantized_gradients else None,

@@ -32,7 +32,7 @@ def pretrain_config(*arguments: str) -> PretrainConfig:
 
 
 def test_flags_of_the_reference_scripts_make_the_paper_s_method():
-    expected = SDP4BitConfig.preset("sdp4bit")
+    expected = SDP4BitConfig.preset("sdp4bit-paper")
     expected = replace(expected, seed=1234, gradients=replace(expected.gradients, pipeline_chunks=8))
     assert pretrain_config(*PAPER_FLAGS).quantization == expected
 
@@ -46,7 +46,7 @@ def test_flags_alone_have_the_reference_s_defaults():
     assert (gradients.hadamard, gradients.pipeline_chunks, gradients.start_step) == (False, None, 0)
 
 
-def test_nothing_given_is_the_paper_s_method():
+def test_nothing_given_is_the_default_of_the_library():
     config = pretrain_config()
     assert config.strategy_name == "sdp4bit"
     assert config.quantization == replace(SDP4BitConfig.preset("sdp4bit"), seed=1234)
@@ -60,7 +60,7 @@ def test_strategy_names_are_found_again(strategy):
 def test_flags_that_make_a_strategy_have_its_name_and_others_are_custom():
     assert pretrain_config("--quantized-weights").strategy_name == "qwd"
     assert pretrain_config("--quantized-weights", "--wq-group-size", "64").strategy_name == "custom"
-    assert pretrain_config(*PAPER_FLAGS[:-2]).strategy_name == "sdp4bit"
+    assert pretrain_config(*PAPER_FLAGS[:-2]).strategy_name == "sdp4bit-paper"
 
 
 def test_a_strategy_with_details_changed():
