@@ -232,7 +232,7 @@ class AlertConfig:
     """
 
     gradient_error: float | None = 0.3
-    """Relative error of quantizing a gradient: 4 bits cost 0.12 on bell-shaped values, 0.16 without dither. At 0.3 the noise is
+    """Relative error of quantizing a gradient: 4 bits cost 0.16 on bell-shaped values. At 0.3 the noise is
     that of a batch 8 % smaller."""
     weight_error: float | None = 0.6
     """Relative error of quantizing a weight difference, which the next difference makes good; never above 1
