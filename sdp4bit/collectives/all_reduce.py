@@ -255,18 +255,20 @@ class QuantizedAllReduce:
         return messages
 
     def requantized(self, values: Tensor) -> Tensor:
-        """Return, in fp32, what these values are after passing the quantizers of both halves, unsummed.
+        """Return, in fp32, these values with the errors that the quantizers of both halves make of them.
+
+        What the first half leaves lies on the grid of the second; the sum over ranks, which the second half
+        quantizes, does not. So it is given the values themselves, and the errors are added.
 
         Args:
             values: [n], a sample of a gradient, contiguous.
         """
-        reduced = self._reduction.requantized(values)
-        layout = self._pieces.message_layout(values.numel())
+        layout, exact = self._pieces.message_layout(values.numel()), values.float()
         message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=values.device)
-        self._pieces.quantize(reduced, message, call=0, rank=self._rank)
-        result = torch.empty_like(reduced)
-        self._pieces.restore(message, result, call=0)
-        return result
+        self._pieces.quantize(exact, message, call=0, rank=self._rank)
+        gathered = torch.empty_like(exact)
+        self._pieces.restore(message, gathered, call=0)
+        return self._reduction.requantized(values).add_(gathered).sub_(exact)
 
     def _what(self, level: Level) -> str:
         return f"quantized gradient all-gather of {self._name} over replicas, {PLACES[level]}"
