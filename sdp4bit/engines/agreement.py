@@ -45,6 +45,18 @@ class ShardedRows:
     """Stretches of a row that are quantized apart from each other."""
     whole: str = ""
     """Why its weights cannot be quantized, if so."""
+    are_replicas: bool = False
+    """The ranks hold the same shard, and all-reduce its gradients (HSDP)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """The nodes of the ranks that communicate, by these ranks; the same in one order on all of the job."""
+
+    shards: dict[tuple[int, ...], NodeLayout]
+    """Of those that parameter groups are sharded over."""
+    replicas: dict[tuple[int, ...], NodeLayout]
+    """Of those that hold the same shards (HSDP)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +84,8 @@ class Summary:
     """The topology; of a mesh, the row that holds this rank."""
     groups: tuple[tuple[Sequence[int], bytes], ...]
     """Ranks of each data-parallel group of this rank, and a digest of its parameter groups in order."""
+    replicas: tuple[tuple[Sequence[int], bytes], ...]
+    """The same of those that hold the same shards as this rank."""
     unmatched: tuple[str, ...]
     failed: bool
     checks_layouts: bool = False
@@ -107,7 +121,7 @@ def agree(
     failure: Exception | None,
     check: Callable[[dict[tuple[int, ...], NodeLayout]], None] | None = None,
     within: ProcessGroup | None = None,
-) -> dict[tuple[int, ...], NodeLayout]:
+) -> Layouts:
     """Return the node layout of every data-parallel group; collective over the job, or over `within`.
 
     Steps: 1. all ranks gather a summary of each other's proposal;  2. only if these do not fit, the proposals
@@ -157,7 +171,7 @@ def agree(
     if any(summary.checks_layouts for summary in summaries.values()):
         try:
             if check is not None:
-                check(layouts)
+                check(layouts.shards)
         except ValueError as caught:
             failure = caught
         proposal = replace(proposal, error=None if failure is None else _describe(failure))
@@ -192,9 +206,6 @@ def _check_members(groups: Sequence[ShardedRows], members: Sequence[int]) -> Non
 
 
 def _summary(proposal: Proposal) -> Summary:
-    by_ranks: dict[tuple[int, ...], list[ShardedRows]] = {}
-    for rows in proposal.groups:
-        by_ranks.setdefault(rows.ranks, []).append(rows)
     spec = proposal.topology
     if not isinstance(spec, str | int):
         spec = tuple(row for row in spec if dist.get_rank() in row) or spec  # all of it for an error message
@@ -204,10 +215,18 @@ def _summary(proposal: Proposal) -> Summary:
         ranks_on_node=int(said) if said.isdecimal() else None,
         settings=_digest(proposal.settings),
         spec=spec,
-        groups=tuple((_compact(ranks), _digest(rows)) for ranks, rows in by_ranks.items()),
+        groups=_digests([rows for rows in proposal.groups if not rows.are_replicas]),
+        replicas=_digests([rows for rows in proposal.groups if rows.are_replicas]),
         unmatched=proposal.unmatched,
         failed=proposal.error is not None,
     )
+
+
+def _digests(groups: Sequence[ShardedRows]) -> tuple[tuple[Sequence[int], bytes], ...]:
+    by_ranks: dict[tuple[int, ...], list[ShardedRows]] = {}
+    for rows in groups:
+        by_ranks.setdefault(rows.ranks, []).append(rows)
+    return tuple((_compact(ranks), _digest(rows)) for ranks, rows in by_ranks.items())
 
 
 def _kind(spec: str | int | MeshRows) -> str:
@@ -237,9 +256,16 @@ def _fit(summaries: Mapping[int, Summary]) -> bool:
         return False
     if set.intersection(*(set(summary.unmatched) for summary in everyone)):
         return False
-    listed = {rank: dict(summary.groups) for rank, summary in summaries.items()}
-    digests = {(ranks, digest) for summary in everyone for ranks, digest in summary.groups}
-    return all(listed[rank].get(ranks) == digest for ranks, digest in digests for rank in ranks)
+    shards = {rank: summary.groups for rank, summary in summaries.items()}
+    replicas = {rank: summary.replicas for rank, summary in summaries.items()}
+    return _peers_fit(shards) and _peers_fit(replicas)
+
+
+def _peers_fit(listed: Mapping[int, Sequence[tuple[Sequence[int], bytes]]]) -> bool:
+    """Whether all members of every group list the same of it."""
+    known = {rank: dict(groups) for rank, groups in listed.items()}
+    digests = {group for groups in listed.values() for group in groups}
+    return all(known[rank].get(ranks) == digest for ranks, digest in digests for rank in ranks)
 
 
 def _sendable(topology: TopologySpec) -> str | int | MeshRows:
@@ -308,16 +334,16 @@ def _raise_differences(
 
 def _raise_unlike_peers(proposals: Mapping[int, Proposal]) -> None:
     """Check that all members of a process group list the same parameter groups in the same order."""
-    listed: dict[int, dict[tuple[int, ...], list[ShardedRows]]] = {}
+    listed: dict[int, dict[tuple[tuple[int, ...], bool], list[ShardedRows]]] = {}
     for rank, proposal in proposals.items():
         own_groups = listed.setdefault(rank, {})
         for rows in proposal.groups:
-            own_groups.setdefault(rows.ranks, []).append(rows)
-    for members in dict.fromkeys(ranks for groups in listed.values() for ranks in groups):
-        first, *others = members
-        own = listed[first].get(members, [])
+            own_groups.setdefault((rows.ranks, rows.are_replicas), []).append(rows)
+    for key in dict.fromkeys(key for groups in listed.values() for key in groups):
+        (first, *others), _ = key
+        own = listed[first].get(key, [])
         for peer in others:
-            other = listed[peer].get(members, [])
+            other = listed[peer].get(key, [])
             if other != own:
                 pair = next(
                     (pair for pair in zip(own, other, strict=False) if pair[0] != pair[1]),
@@ -338,7 +364,7 @@ def _raise_unmatched(proposals: Mapping[int, Proposal]) -> None:
         raise ValueError(f"skip={min(nowhere)!r} matches no FSDP module; there are {', '.join(names)}")
 
 
-def _arrange_all(summaries: Mapping[int, Summary]) -> dict[tuple[int, ...], NodeLayout]:
+def _arrange_all(summaries: Mapping[int, Summary]) -> Layouts:
     """Return the layout of every data-parallel group; the topology of ranks without one is ignored."""
     spec = _common_spec(summaries)
     world = range(dist.get_world_size())
@@ -347,10 +373,12 @@ def _arrange_all(summaries: Mapping[int, Summary]) -> dict[tuple[int, ...], Node
         meshes if spec is None else spec,
         hosts=[summaries[rank].host if rank in summaries else "" for rank in world],
     )
-    members = {
-        tuple(ranks) for ranks in {ranks for summary in summaries.values() for ranks, _ in summary.groups}
-    }
-    return {ranks: arrange(ranks, labels) for ranks in sorted(members)}
+    shards = {tuple(ranks) for ranks in {r for summary in summaries.values() for r, _ in summary.groups}}
+    replicas = {tuple(ranks) for ranks in {r for summary in summaries.values() for r, _ in summary.replicas}}
+    return Layouts(
+        shards={ranks: arrange(ranks, labels) for ranks in sorted(shards)},
+        replicas={ranks: arrange(ranks, labels) for ranks in sorted(replicas)},
+    )
 
 
 def _common_spec(summaries: Mapping[int, Summary]) -> str | int | None:

@@ -160,6 +160,14 @@ class FSDPModelCommunication(ModelCommunication[FSDPCommunication]):
         if ended:
             self.measure_step()
 
+    def before_all_reduce(self) -> None:
+        """Notice a step boundary where no shard is gathered, so that the gradients of replicas come first."""
+        if self.step_pending and not self._communicates:
+            self.step_pending = False
+            self.steps += 1
+            self.end_traffic()
+            self.measure_step()
+
     def _was_loaded_in_place(self) -> bool:
         """Whether every parameter that all ranks hold a part of was written to through a state dict.
 
