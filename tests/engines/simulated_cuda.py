@@ -339,8 +339,9 @@ def simulate(
         stack.enter_context(mock.patch("torch.distributed.new_group", _new_simulated_group))
         stack.enter_context(mock.patch("torch.cuda.default_stream", side_effect=default_stream))
         stack.enter_context(mock.patch("torch.accelerator.current_stream", handle["current_stream"]))
-        # Backward as a whole is no call that a mode has to handle.
-        stack.enter_context(mock.patch("torch.autograd.has_torch_function", return_value=False))
+        # Backward as a whole is no call that a mode has to handle; nor is a collective, which may call us.
+        for module in ("autograd", "distributed.distributed_c10d"):
+            stack.enter_context(mock.patch(f"torch.{module}.has_torch_function", return_value=False))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", _resized))
         stack.enter_context(mock.patch.object(FSDPGroup, "device", CUDA))
         stack.enter_context(_OnCUDA())

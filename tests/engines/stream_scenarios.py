@@ -10,6 +10,7 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from sdp4bit import (
@@ -38,6 +39,7 @@ class FSDPRun:
         *,
         topology: int = 2,
         roots: int = 1,
+        is_hybrid: bool = False,
         prepare: Callable[[list[toy.ToyGPT]], None] | None = None,
         params: Callable[[torch.nn.Parameter], bool] = lambda _: True,
         **options: Any,
@@ -46,11 +48,14 @@ class FSDPRun:
 
         Args:
             roots: models that are trained on the same batches, each with its own streams.
+            is_hybrid: two replicas of two shards each (HSDP).
             prepare: is called with them before anything is attached.
             params: which ones this rank gives to its optimizer.
         """
         torch.manual_seed(0)
-        self.models = [toy.shard(toy.ToyGPT(width=16, hidden=36, layers=3)) for _ in range(roots)]
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")) if is_hybrid else None
+        gpts = [toy.ToyGPT(width=16, hidden=36, layers=3) for _ in range(roots)]
+        self.models = [toy.shard(gpt, mesh=mesh) for gpt in gpts]
         if prepare is not None:
             prepare(self.models)
         self.comm: Any = None
@@ -207,6 +212,16 @@ def edit() -> None:
     run.train(1)
 
 
+def accumulate_before_all_reduce() -> None:
+    """Micro-batches that are reduced over shards, and over replicas only with the last."""
+    run = FSDPRun(is_hybrid=True).train(1)
+    for _ in range(2):
+        for is_last in (False, True):
+            run.models[0].set_requires_all_reduce(is_last)
+            run.backward()
+        run.step()
+
+
 def unshard_early(use: Callable[[FSDPRun], object], config: SDP4BitConfig = QUANTIZED) -> None:
     """Between two steps a block is asked for, and something else done before anybody waits for it."""
     run = FSDPRun(config, prepare=unshard_ahead).train(2)
@@ -273,6 +288,12 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "unshard, exact": lambda: FSDPRun(weights(bits=None, replica="full"), prepare=unshard_ahead).train(3),
     "two roots": lambda: FSDPRun(roots=2).train(3),
     "two roots, full replica": lambda: FSDPRun(FULL, roots=2, prepare=prefetch).train(3),
+    "plain HSDP": lambda: FSDPRun(None, is_hybrid=True).train(3),
+    "HSDP": lambda: FSDPRun(MEASURED, is_hybrid=True).train(3),
+    "HSDP, shards between nodes": lambda: FSDPRun(is_hybrid=True, topology=1).train(3),
+    "HSDP, pipeline chunks": lambda: FSDPRun(chunked(), is_hybrid=True, prepare=more_buffers).train(3),
+    "HSDP, accumulation": accumulate_before_all_reduce,
+    "HSDP, two roots": lambda: FSDPRun(is_hybrid=True, roots=2).train(3),
     "load": load,
     "load, full replica": lambda: load(FULL),
     "resync": resync,
@@ -355,5 +376,7 @@ ORDERED_SCENARIOS: dict[str, Callable[[], object]] = {
     "skipped step": skipped,
     "empty shards left out": without_empty_shards,
     "separate group": SCENARIOS["separate group, one skipped"],
+    "HSDP": SCENARIOS["HSDP"],
+    "HSDP, accumulation": accumulate_before_all_reduce,
 }
 """What all ranks go through, to compare the order of their collectives."""

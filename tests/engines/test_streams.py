@@ -248,6 +248,14 @@ MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
         "pipeline chunks",
         lambda: mock.patch.object(exchange, "SLICES_UNDER_WAY", 1),
     ),
+    "message buffers of all-reduces of two roots": (
+        "HSDP, two roots",
+        lambda: mock.patch.object(Stream, "cuda_stream", 0),
+    ),
+    "message buffers of an all-reduce and the next reduce-scatter": (
+        "HSDP",
+        lambda: mock.patch.object(Stream, "cuda_stream", 0),
+    ),
     "message buffers of two unshards": ("unshard", lambda: mock.patch.object(Stream, "cuda_stream", 0)),
 }
 """A kept reference is dropped, memory shared, or something read too early or too late: which scenario must

@@ -221,8 +221,8 @@ def check_settings() -> None:
     """What is not quantized is FSDP2's own all-reduce, counted as a ring; remove() gives the group back."""
     plain = HybridRun(None).train(3).finish()
     rows: list[int] = []
-    for config in (SDP4BitConfig(weights=None, gradients=None), GRADIENTS):
-        run = HybridRun(config if config is not GRADIENTS else starting_at(3)).train(3)
+    for config in (SDP4BitConfig(weights=None, gradients=None), starting_at(3)):
+        run = HybridRun(config).train(3)
         assert run.finish() == plain
         rows = [group.group.shard_numel for group in run.groups]
         traffic = counted(run)
@@ -238,15 +238,15 @@ def check_settings() -> None:
     assert late.train(1).finish() != plain
     assert [group.all_reduces for group in late.groups] == [1] * 4
 
-    longest = max(rows)
-    config = replace(GRADIENTS, gradients=GradientConfig(min_numel=longest // 2))
-    run = HybridRun(config).train(2)
+    # A block is quantized over its shards and over replicas, the root's halves are too short for the latter.
+    block, root = max(rows), rows[0]
+    assert root < block
+    run = HybridRun(replace(GRADIENTS, gradients=GradientConfig(min_numel=root))).train(2)
     for group in run.groups:
-        takes = group.group.shard_numel // 2 >= longest // 2
-        assert (group.gradient_bits, group.all_reduces) == ((4, 2) if takes else (None, 2)) or (
-            group.group.shard_numel < longest // 2 and group.all_reduces == 0
-        )
-        assert ("part below min_numel" in run.comm.explain()) or takes
+        is_block = group.group.shard_numel == block
+        assert group.gradient_bits == (4 if is_block else None)
+        assert group.reductions == (2 if group.group.shard_numel >= root else 0)
+    assert run.comm.explain().count(f"all-reduce: part below min_numel={root}") == 2
 
 
 def starting_at(step: int) -> SDP4BitConfig:
