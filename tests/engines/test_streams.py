@@ -253,7 +253,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: mock.patch.object(Stream, "cuda_stream", 0),
     ),
     "message buffers of an all-reduce and the next reduce-scatter": (
-        "HSDP",
+        "HSDP, shards between nodes",
         lambda: mock.patch.object(Stream, "cuda_stream", 0),
     ),
     "message buffers of two unshards": ("unshard", lambda: mock.patch.object(Stream, "cuda_stream", 0)),
