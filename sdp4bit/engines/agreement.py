@@ -27,9 +27,7 @@ from sdp4bit.collectives.topology import (
 from sdp4bit.config import VERSION
 
 Sent = TypeVar("Sent")
-_CALL = (
-    "quantize_communication, which all ranks call, also those without a model, unless process_group= is given"
-)
+_CALL = "quantize_communication"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +89,11 @@ class Summary:
     checks_layouts: bool = False
 
 
-def participants(process_group: object) -> ProcessGroup | None:
+def participants(process_group: object, *, call: str = _CALL) -> ProcessGroup | None:
     """Return the ranks that attach, as a process group; None for all of the job.
+
+    Args:
+        call: what they call, for errors.
 
     Raises:
         TypeError: not a process group.
@@ -101,9 +102,7 @@ def participants(process_group: object) -> ProcessGroup | None:
     if process_group is None:
         return None
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in process_group: only its ranks call quantize_communication"
-        )
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group: only its ranks call {call}")
     if not isinstance(process_group, ProcessGroup):
         raise TypeError(
             f"process_group={process_group!r} must be a torch.distributed.ProcessGroup, as new_group and "
@@ -121,6 +120,7 @@ def agree(
     failure: Exception | None,
     check: Callable[[dict[tuple[int, ...], NodeLayout]], None] | None = None,
     within: ProcessGroup | None = None,
+    call: str = _CALL,
 ) -> Layouts:
     """Return the node layout of every data-parallel group; collective over the job, or over `within`.
 
@@ -131,6 +131,7 @@ def agree(
         settings: by name, what must be equal on all ranks.
         unmatched: patterns that match none of the groups on this rank; they must match on some rank.
         failure: what is wrong on this rank; every rank then raises it.
+        call: what the ranks have called, for errors.
         check: raises ValueError for layouts that this rank's groups cannot have; every rank then raises it.
 
     Raises:
@@ -138,8 +139,11 @@ def agree(
             group whose ranks do not fill its nodes evenly.
         TypeError: likewise, if nothing is wrong on any rank but the types of arguments.
     """
+    everyone = f"{call}, which all ranks call, also those without a model, unless process_group= is given"
     # Before anything else: versions may not understand each other's proposals.
-    versions = _gather(f"sdp4bit {VERSION}, torch {torch.__version__}", within, what=f"versions in {_CALL}")
+    versions = _gather(
+        f"sdp4bit {VERSION}, torch {torch.__version__}", within, what=f"versions in {everyone}"
+    )
     _raise_differences("versions", versions, verb="run", way_out="install the same on all nodes")
     spec: str | int | MeshRows = ""
     try:
@@ -160,7 +164,7 @@ def agree(
     summaries = _gather(mine, within, what="what to quantize")
     if not _fit(summaries):
         proposals = _gather(proposal, within, what="what to quantize")
-        _raise_errors(proposals, failure)
+        _raise_errors(proposals, failure, call=call)
         _raise_settings(proposals)
         _raise_differences(
             "topologies", {rank: _kind(p.topology) for rank, p in proposals.items() if p.groups}
@@ -175,7 +179,7 @@ def agree(
         except ValueError as caught:
             failure = caught
         proposal = replace(proposal, error=None if failure is None else _describe(failure))
-        _raise_errors(_gather(proposal, within, what="layouts"), failure)
+        _raise_errors(_gather(proposal, within, what="layouts"), failure, call=call)
     _warn_of_hosts(summaries)
     return layouts
 
@@ -278,7 +282,7 @@ def _sendable(topology: TopologySpec) -> str | int | MeshRows:
     )
 
 
-def _raise_errors(proposals: Mapping[int, Proposal], failure: Exception | None) -> None:
+def _raise_errors(proposals: Mapping[int, Proposal], failure: Exception | None, *, call: str) -> None:
     """Raise what is wrong on some ranks; on these, with the traceback of where it was found."""
     failed: dict[str, list[int]] = {}
     for rank, proposal in proposals.items():
@@ -287,7 +291,7 @@ def _raise_errors(proposals: Mapping[int, Proposal], failure: Exception | None) 
     if failed:
         lines = [f"{message} [{ranks_in_words(ranks)}]" for message, ranks in failed.items()]
         kind = TypeError if all(p.is_type_error for p in proposals.values() if p.error) else ValueError
-        refusal = kind("sdp4bit.quantize_communication: " + "; ".join(lines))
+        refusal = kind(f"sdp4bit.{call}: " + "; ".join(lines))
         raise refusal.with_traceback(failure.__traceback__ if failure else None)
 
 
