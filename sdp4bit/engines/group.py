@@ -254,9 +254,9 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
 
     # -- what the handle tells -------------------------------------------------------------------------
 
-    def copies(self) -> ReplicaCopy | None:
-        """Return what this rank holds of the weights, to be compared; None if there is nothing to compare."""
-        return None
+    def copies(self) -> Sequence[ReplicaCopy]:
+        """Return what this rank holds of the weights that others hold too, to be compared."""
+        return []
 
     def stats(self, traffic: Traffic, measures: Measures) -> GroupStats:
         """Return what is reported of the group: its last step's traffic, and what was measured last."""

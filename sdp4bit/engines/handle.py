@@ -272,7 +272,7 @@ class CommHandle(ABC):
     @torch.inference_mode(False)
     def _audit(self, config: AuditConfig) -> bool:
         groups = self._state.groups
-        copies = [copy for comm in groups if (copy := comm.copies()) is not None]
+        copies = [copy for comm in groups for copy in comm.copies()]
         names = audit_replicas(copies, config)
         wrong = [comm for comm in groups if comm.group.name in names]
         return not self._refresh_mismatched(wrong, config=config)

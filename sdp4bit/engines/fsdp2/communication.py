@@ -204,21 +204,35 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
             return None
         return self.group.sample_main(ranges), sample_of(replica.own_shard, ranges)
 
-    def copies(self) -> ReplicaCopy | None:
-        """See GroupCommunication."""
-        if self.replica is None:
-            return None
-        self.replica.wait()
-        if self.replica.rows is None:
-            return None
-        return ReplicaCopy(
-            name=self.group.name,
-            rows=self.replica.rows,
-            layout=self.layout,
-            process_group=self.group.process_group,
-            is_full=self.replica.is_full,
-            traffic=self.weight_traffic,
-        )
+    def copies(self) -> Sequence[ReplicaCopy]:
+        """See GroupCommunication; with HSDP, also a checksum of the main shard, which replicas hold alike."""
+        found = []
+        if self.replica is not None:
+            self.replica.wait()
+            if self.replica.rows is not None:
+                found.append(
+                    ReplicaCopy(
+                        name=self.group.name,
+                        rows=self.replica.rows,
+                        layout=self.layout,
+                        process_group=self.group.process_group,
+                        is_full=self.replica.is_full,
+                        traffic=self.weight_traffic,
+                    )
+                )
+        if self.all_reduce is not None and self.replica_layout is not None:
+            found.append(
+                ReplicaCopy(
+                    name=f"{self.group.name} (main weights)",
+                    rows=checksum(self.group.main_shard(torch.float32)).view(1),
+                    layout=self.replica_layout,
+                    process_group=self.group.replicas,
+                    is_full=True,
+                    traffic=self.all_reduce_traffic,
+                    can_be_refreshed=False,
+                )
+            )
+        return found
 
     def describe_weights(self) -> str:
         """See GroupCommunication."""

@@ -152,10 +152,15 @@ class FSDPGroup:
         return tuple(dist.get_process_group_ranks(self.process_group))
 
     @property
+    def replicas(self) -> ProcessGroup:
+        """The ranks that hold the same shard as this one; only with HSDP."""
+        info = self._hybrid_info
+        return info.mesh.get_group(cast(int, info.replicate_mesh_dim))
+
+    @property
     def replica_ranks(self) -> tuple[int, ...]:
         """Global ranks that hold the same shard as this one, in order; only its own without HSDP."""
-        replicas = self.comms.replicas
-        return (dist.get_rank(),) if replicas is None else tuple(dist.get_process_group_ranks(replicas))
+        return tuple(dist.get_process_group_ranks(self.replicas)) if self.is_hybrid else (dist.get_rank(),)
 
     @property
     def shard_rank(self) -> int:

@@ -66,6 +66,7 @@ class MeshInfo(Protocol):
 class HybridMeshInfo(MeshInfo, Protocol):
     """The ranks of a parameter group that is sharded and replicated (HSDP)."""
 
+    replicate_mesh_dim: int | None
     replicate_mesh_rank: int
     replicate_mesh_size: int
     replicate_process_group: ProcessGroup

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from sdp4bit import AlertConfig, AuditConfig, GradientConfig, SDP4BitConfig
+from sdp4bit import AlertConfig, AuditConfig, GradientConfig, ReplicaMismatchError, SDP4BitConfig
 from sdp4bit.engines.fsdp2.hooks import ReplicaGroup
 from sdp4bit.plan.traffic import RankGrid, all_reduce_exchange, gradient_exchange
 from sdp4bit.traffic import Traffic
@@ -259,9 +259,27 @@ def module_group(module: Any) -> Any:
     return groups[0].mesh_info.replicate_process_group
 
 
+def check_audit() -> None:
+    """Main weights that differ between replicas are found on all ranks that hold them, and no others."""
+    for action in ("error", "resync"):
+        run = HybridRun(replace(QUANTIZED, audit=AuditConfig(on_mismatch=action))).train(1)
+        assert run.comm.audit()
+        if dist.get_rank() == 3:
+            run.model.reshard()
+            run.model.blocks[0].qkv.bias.to_local().data[0] += 2.0**-20
+        if dist.get_rank() in (0, 2):
+            assert run.comm.audit()
+            continue
+        with pytest.raises(
+            ReplicaMismatchError, match=r"blocks\.0 \(main weights\).* of rank 1 and of rank 3 "
+        ):
+            run.comm.audit()
+
+
 @on_ranks(4, timeout=400.0)
-def test_the_precision_fallback_and_what_is_left_to_fsdp2() -> None:
+def test_the_precision_fallback_the_audit_and_what_is_left_to_fsdp2() -> None:
     check_fallback()
+    check_audit()
     check_settings()
 
 
