@@ -9,37 +9,22 @@ from torch import Tensor
 
 from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import all_gather_blocks, start_all_gather_rows
+from sdp4bit.collectives.pieces import is_long_enough, piece_places
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import NodeLayout, Topology
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR, Hadamard
-from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MessageLayout, message_layout
+from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout, message_layout
 from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, draw_signs, pack_stream
 from sdp4bit.traffic import Level, TrafficCounter
-
-
-def piece_places(numel: int, *, ranks: int) -> tuple[int, int]:
-    """Return how far apart the pieces of a tensor begin, and how long each is.
-
-    They begin at multiples of 32 values and end together with the tensor: neighbours overlap by fewer than
-    32 values per rank, so that nothing has to be copied or padded. What overlaps is reduced twice; the
-    rank behind has the last word.
-    """
-    stride = numel // ranks // BLOCK * BLOCK
-    return stride, numel - stride * (ranks - 1)
 
 
 def pieces_of_ranks(values: Tensor, *, ranks: int) -> Tensor:
     """View contiguous values [n] as the pieces of all ranks, [ranks, length]; see piece_places."""
     stride, length = piece_places(values.numel(), ranks=ranks)
     return values.as_strided((ranks, length), (stride, 1))
-
-
-def is_long_enough(numel: int, *, ranks: int, config: GradientConfig) -> bool:
-    """Return whether so many values are quantized: each rank's part is no shorter than `min_numel`."""
-    return numel // ranks >= config.min_numel
 
 
 class PieceQuantizer:

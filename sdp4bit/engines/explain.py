@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from sdp4bit.collectives.all_reduce import is_long_enough
+from sdp4bit.collectives.pieces import is_long_enough
 from sdp4bit.collectives.pipeline import pipeline_chunks
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import GradientConfig, WeightConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from sdp4bit.collectives.all_reduce import is_long_enough, piece_places
+from sdp4bit.collectives.pieces import is_long_enough, piece_places
 from sdp4bit.collectives.pipeline import slice_lengths
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.plan.kernels import Kernel

@@ -389,7 +389,8 @@ def logs() -> dict[str, list[Log]]:
 @pytest.mark.parametrize("name", ORDERED_SCENARIOS)
 def test_all_ranks_call_the_same_collectives_in_one_order(logs: dict[str, list[Log]], name: str) -> None:
     assert len(logs[name][0]) > 50
-    assert len({call.group for call in logs[name][0]}) > (2 if name == "DDP" else 4)
+    # Shards inside a node and replicas between nodes have one level each.
+    assert len({call.group for call in logs[name][0]}) > (2 if "DP" in name else 4)
     assert disorder(logs[name]) == ""
 
 
