@@ -41,6 +41,8 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
         """What sums gradients over replicas; None leaves them to FSDP2, in full precision."""
         self.all_reduces = 0
         """Quantized all-reduces so far, which number the rounding bits."""
+        self.awaits_replicas = False
+        """Gradients have been reduced over shards, and not over replicas since."""
         self.replica_layout = replicas
         nodes, per_node = (1, 1) if replicas is None else (replicas.nodes, replicas.ranks_per_node)
         self.all_reduce_traffic = TrafficCounter(nodes=nodes, ranks_per_node=per_node)
@@ -120,6 +122,12 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
             or any(segments[i].is_on_all_ranks and segments[i].sharded.grad is not None for i in trainable)
         ):
             self.changed |= trainable
+
+    def has_unsummed_gradients(self) -> bool:
+        """Return whether an optimizer sees gradients that were to be summed over replicas, and were not."""
+        if not self.awaits_replicas:
+            return False
+        return any(segment.sharded.grad is not None for segment in self.group.segments)
 
     def due_segments(self) -> frozenset[int]:
         """Return the segments whose difference the next refresh sends; none if nothing has changed.

@@ -192,6 +192,7 @@ class ReduceScatterHook:
         comm, state, numel = self._comm, self._state, output_tensor.numel()
         state.reductions_since_step += 1
         comm.is_reduced = True
+        comm.awaits_replicas = comm.replica_layout is not None
         if state.reductions_since_step == _REDUCTIONS_WITHOUT_STEP * len(state.groups):
             state.warn_once(
                 f"sdp4bit: {_REDUCTIONS_WITHOUT_STEP} gradient reductions without an optimizer step over "
@@ -270,7 +271,7 @@ class ReplicaGroup:
         """
         comm, (values,) = self._comm, tensors
         self._state.before_all_reduce()
-        comm.gradient_bits = None
+        comm.gradient_bits, comm.awaits_replicas = None, False
         parts = [] if comm.all_reduce is None else _quantized_parts(comm, self._state, values.numel())
         if comm.all_reduce is None or not parts:
             self._reduce_densely(values, opts)

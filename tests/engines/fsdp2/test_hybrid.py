@@ -238,6 +238,12 @@ def check_settings() -> None:
     assert late.train(1).finish() != plain
     assert [group.all_reduces for group in late.groups] == [1] * 4
 
+    bypassed = HybridRun(GRADIENTS)
+    info = bypassed.groups[1].group._group.mesh_info
+    info.replicate_process_group = bypassed.replicas
+    with pytest.warns(UserWarning, match=r"not over replicas since \(blocks\.0\)"):
+        bypassed.train(1)
+
     # A block is quantized over its shards and over replicas, the root's halves are too short for the latter.
     block, root = max(rows), rows[0]
     assert root < block
