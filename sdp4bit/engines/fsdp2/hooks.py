@@ -281,6 +281,8 @@ class ReplicaGroup:
         if comm.reduction is None:
             nonfinite = comm.sample_gradient(values, sample_numel=self._state.gradient_sample_numel)
         for index, ranges in enumerate(parts):
+            if not ranges:
+                continue
             with _values_of(values, ranges) as part:
                 if not comm.all_reduce.takes(part.numel()):
                     self._reduce_densely(part, opts)
@@ -336,9 +338,10 @@ def _values_of(tensor: Tensor, ranges: Sequence[Range]) -> Iterator[Tensor]:
         (start, end) = ranges[0]
         yield tensor[start:end]
         return
-    rows = tensor.view(1, -1)
-    with _part_of(tensor, rows, ranges) as (changed, part):
-        yield changed.copy_(part[0])
+    pieces = [tensor[start:end] for start, end in ranges]
+    part = torch.cat(pieces)
+    yield part
+    torch._foreach_copy_(pieces, list(part.split([piece.numel() for piece in pieces])))
 
 
 @contextmanager

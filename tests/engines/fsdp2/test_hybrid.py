@@ -329,6 +329,20 @@ def test_what_tensor_parallel_ranks_hold_alike_stays_equal_over_replicas() -> No
     for name, (_, own) in peers[0].items():
         assert name in split or torch.equal(own, peers[1][name][1]), name
 
+    frozen = TensorParallelHybridRun(QUANTIZED)
+    for name, param in frozen.model.named_parameters():
+        if name in split:  # so that a part of every block has no gradient at all
+            param.requires_grad_(False)
+    frozen.train(2)
+    assert [group.gradient_bits for group in frozen.comm._state.groups] == [4] * 4
+    dist.all_gather_object(peers, frozen.weights())
+    assert all(
+        torch.equal(own, peer[name][1])
+        for peer in peers
+        for name, (_, own) in peers[0].items()
+        if name not in split
+    )
+
 
 @pytest.mark.slow
 @on_ranks(4, timeout=580.0)
