@@ -3,7 +3,8 @@
 All start from the same weights, see the same data and step the same AdamW. FSDP2 strategies shard each
 block and the rest, keep weights gathered between forward and backward (`reshard_after_forward=False`: one
 gather per step, as in the paper) and gather in bf16; all compute in bf16 where the machine is fast at it,
-else in fp32. DDP keeps whole fp32 weights on every rank.
+else in fp32. HSDP shards inside a node and replicates between nodes. DDP keeps whole fp32 weights on every
+rank.
 
 A half that a strategy leaves in full precision goes through the same pairwise exchange as a quantized half:
 gloo's own reduce-scatter sends twice what is needed and its all-gather runs half duplex between two ranks.
@@ -177,9 +178,14 @@ def build_model(workload: Workload) -> GPT:
     return model
 
 
-def shard(model: GPT, *, reduce_dtype: torch.dtype = torch.float32) -> GPT:
-    """Return the model, sharded by FSDP2 over all ranks."""
+def shard(
+    model: GPT, *, reduce_dtype: torch.dtype = torch.float32, replicated_over: Cluster | None = None
+) -> GPT:
+    """Return the model, sharded by FSDP2 over all ranks, or over those of each node of the cluster."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if replicated_over is not None:
+        shape = replicated_over.nodes, replicated_over.ranks_per_node
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
@@ -249,6 +255,7 @@ def _ddp(hook: str | None) -> Callable[[Workload, Cluster], TrainingStep]:
         # With several buckets the follow-up reductions of PowerSGD race on gloo and abort.
         bucket = {"bucket_cap_mb": 4096} if hook == "powersgd" else {}
         model = DistributedDataParallel(build_model(workload), gradient_as_bucket_view=True, **bucket)
+        sent_bytes = None
         if hook == "bf16":
             model.register_comm_hook(None, _bf16_hook)
         elif hook == "powersgd":
@@ -259,9 +266,30 @@ def _ddp(hook: str | None) -> Callable[[Workload, Cluster], TrainingStep]:
                 min_compression_rate=2,
             )
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return TrainingStep(model, workload=workload)
+        elif hook == "sdp4bit":
+            quantized = sdp4bit.DDPCommState(topology=cluster.ranks_per_node)
+            model.register_comm_hook(quantized, sdp4bit.ddp_comm_hook)
+
+            def sent_bytes() -> float:
+                return float(quantized.stats()["total"]["inter_bytes"])
+
+        return TrainingStep(model, workload=workload, sent_bytes=sent_bytes)
 
     return build
+
+
+def _hsdp(workload: Workload, cluster: Cluster) -> TrainingStep:
+    return TrainingStep(shard(build_model(workload), replicated_over=cluster), workload=workload)
+
+
+def _hsdp_quantized(workload: Workload, cluster: Cluster) -> TrainingStep:
+    model = shard(build_model(workload), replicated_over=cluster)
+    comm = sdp4bit.quantize_communication(model, topology=cluster.ranks_per_node)
+    return TrainingStep(
+        model,
+        workload=workload,
+        sent_bytes=lambda: float(comm.stats()["total"]["inter_bytes"]),
+    )
 
 
 def _preset(name: str, *, chunks: int = 1) -> SDP4BitConfig:
@@ -274,7 +302,8 @@ def _preset(name: str, *, chunks: int = 1) -> SDP4BitConfig:
     )
 
 
-FAIR, HIERARCHICAL = "fair", "hierarchical"
+FAIR, HIERARCHICAL, HSDP, HSDP_QUANTIZED = "fair", "hierarchical", "hsdp", "hsdp-sdp4bit"
+_OF_SEVERAL_RANKS_PER_NODE = (HIERARCHICAL, HSDP, HSDP_QUANTIZED)
 _FULL = SDP4BitConfig(weights=FULL_WEIGHTS, gradients=FULL_GRADIENTS)
 
 STRATEGIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
@@ -286,6 +315,9 @@ STRATEGIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
     "ddp": _ddp(None),
     "ddp-bf16": _ddp("bf16"),
     "ddp-powersgd": _ddp("powersgd"),
+    "ddp-sdp4bit": _ddp("sdp4bit"),
+    HSDP: _hsdp,
+    HSDP_QUANTIZED: _hsdp_quantized,
     "qw": _quantized(_preset("qw")),
     "qwd": _quantized(_preset("qwd")),
     "ulq": _quantized(_preset("ulq")),
@@ -299,4 +331,6 @@ STRATEGIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
 
 def strategies_for(cluster: Cluster) -> list[str]:
     """Return the strategies that differ on this cluster: with one rank per node there is one level only."""
-    return [name for name in STRATEGIES if name != HIERARCHICAL or cluster.ranks_per_node > 1]
+    return [
+        name for name in STRATEGIES if name not in _OF_SEVERAL_RANKS_PER_NODE or cluster.ranks_per_node > 1
+    ]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sdp4bit import megatron
     from sdp4bit.collectives.errors import ExchangeError
     from sdp4bit.engines.audit import ReplicaMismatchError
+    from sdp4bit.engines.ddp.hook import DDPCommState, ddp_comm_hook
     from sdp4bit.engines.fallback import Alert
     from sdp4bit.engines.fsdp2.api import quantize_communication
     from sdp4bit.engines.handle import CommHandle
@@ -38,6 +39,7 @@ __all__ = [
     "AlertConfig",
     "AuditConfig",
     "CommHandle",
+    "DDPCommState",
     "ExchangeError",
     "GradientConfig",
     "ReplicaMismatchError",
@@ -45,6 +47,7 @@ __all__ = [
     "TelemetryConfig",
     "WeightConfig",
     "__version__",
+    "ddp_comm_hook",
     "megatron",
     "quantize_communication",
 ]
@@ -52,8 +55,10 @@ __all__ = [
 _IMPORTED_WHEN_USED = {
     "Alert": "sdp4bit.engines.fallback",
     "CommHandle": "sdp4bit.engines.handle",
+    "DDPCommState": "sdp4bit.engines.ddp.hook",
     "ExchangeError": "sdp4bit.collectives.errors",
     "ReplicaMismatchError": "sdp4bit.engines.audit",
+    "ddp_comm_hook": "sdp4bit.engines.ddp.hook",
     "quantize_communication": "sdp4bit.engines.fsdp2.api",
 }
 """Names whose modules import torch, which takes seconds: help, settings and plans do without."""

@@ -20,7 +20,7 @@ SOURCE_SUFFIXES = {".py", ".sh", ".toml", ".yaml", ".yml"}
 # What each room may import besides itself: what stands left of it. A room is the longest of these names that
 # a module's name begins with; "api" stands for the names of `sdp4bit/__init__.py`.
 METHOD = {"config", "quantization", "traffic", "collectives"}
-ENGINES = METHOD | {"engines", "engines.fsdp2", "engines.megatron", "engines.simulated"}
+ENGINES = METHOD | {"engines", "engines.ddp", "engines.fsdp2", "engines.megatron", "engines.simulated"}
 LIBRARY = ENGINES | {"megatron", "api"}
 _IN_PRETRAIN = (
     "options",
@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "traffic": {"config", "quantization.layout"},
     "collectives": {"config", "quantization", "traffic"},
     "engines": METHOD,
-    **{f"engines.{engine}": METHOD | {"engines"} for engine in ("fsdp2", "megatron", "simulated")},
+    **{f"engines.{engine}": METHOD | {"engines"} for engine in ("ddp", "fsdp2", "megatron", "simulated")},
     "megatron": ENGINES,
     "api": ENGINES | {"megatron"},
     **{

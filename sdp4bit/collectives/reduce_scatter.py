@@ -105,6 +105,7 @@ class QuantizedReduceScatter:
         bucket: int,
         traffic: TrafficCounter,
         scratch: Scratch,
+        rank_step: int = 1,
         exchange: MessageExchange | None = None,
         name: str = "",
     ) -> None:
@@ -112,6 +113,8 @@ class QuantizedReduceScatter:
 
         Args:
             rank: numbers those whose gradients are summed, so that no two draw the same rounding bits.
+            rank_step: how far apart the numbers of neighbours in the group are; by it ranks know which key
+                those share whose dither they take off.
             bucket: number of the parameter group, for the same reason.
             scratch: message buffers, shared by the reductions that follow each other.
             exchange: how messages travel; by default through the topology's process groups.
@@ -121,6 +124,7 @@ class QuantizedReduceScatter:
         self.configure(config)
         self._seed = seed
         self._rank = rank
+        self._rank_step = rank_step
         self._bucket = bucket
         self._traffic = traffic
         self._exchange = exchange or GroupExchange(topology, scratch)
@@ -344,7 +348,8 @@ class QuantizedReduceScatter:
         rank, dither = self._rank, hop.rounding == "dither"
         if dither:
             # Ranks whose messages meet share a key, so that their receiver can draw it: that of the first.
-            rank -= hop.own * (1 if hop.level == "intra" else self._topology.ranks_per_node)
+            apart = 1 if hop.level == "intra" else self._topology.ranks_per_node
+            rank -= hop.own * apart * self._rank_step
         stream = pack_stream(step=call, bucket=self._bucket, stage=hop.stage, rank=rank)
         keys = derive_keys(self._seed, stream)
         return RoundingKey(*keys, first=first, row_stride=row_stride, dither=dither, sender=hop.own)

@@ -5,11 +5,12 @@ A message is quantized right where its receiver reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from sdp4bit.collectives.all_reduce import PieceQuantizer, pieces_of_ranks
 from sdp4bit.collectives.exchange import PendingExchange, Use
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
@@ -149,6 +150,55 @@ class SimulatedReduceScatter:
     def of_rank_0(self) -> QuantizedReduceScatter:
         """Rank 0's part of the reduction, whose settings are those of all."""
         return self._members[0]
+
+
+class SimulatedAllReduce:
+    """Sums the tensors of simulated ranks as QuantizedAllReduce does between processes, bit for bit."""
+
+    def __init__(
+        self, layout: NodeLayout, *, config: GradientConfig, seed: int, bucket: int, scratch: Scratch
+    ) -> None:
+        """Prepare; nothing is allocated.
+
+        Args:
+            scratch: memory for messages; buckets may share it.
+        """
+        self._layout = layout
+        self._scratch = scratch
+        self._reduction = SimulatedReduceScatter(
+            layout,
+            config=config,
+            seed=seed,
+            bucket=bucket,
+            traffic=TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node),
+            scratch=scratch,
+        )
+        ranks = range(layout.size)
+        self._pieces = PieceQuantizer(layout, config=config, seed=seed, ranks=ranks, bucket=bucket)
+
+    def __call__(self, values: Sequence[Tensor], *, call: int, multiplier: float = 1.0) -> Tensor:
+        """Return what each rank ends with.
+
+        Args:
+            values: of each rank, [n] of one type, contiguous.
+            call: number of this reduction of the bucket since the start, for the rounding bits.
+        """
+        size, total = self._layout.size, torch.empty_like(values[0])
+        if size == 1 or not total.numel():
+            return values[0] * multiplier
+        for each in values:
+            self._reduction.add(pieces_of_ranks(each, ranks=size).float().contiguous(), call=call)
+        length = pieces_of_ranks(total, ranks=size).shape[1]
+        nbytes = self._pieces.message_layout(length).nbytes
+        messages = self._scratch.messages("gather", size, nbytes, device=total.device)
+
+        def quantize(rank: int, row: Tensor) -> None:
+            message = messages[rank : rank + 1]
+            self._pieces.quantize(row, message, call=call, rank=rank)
+
+        self._reduction.finish(quantize)
+        self._pieces.restore_all(messages, total, call=call, multiplier=multiplier)
+        return total
 
 
 def _advance(slices: list[Iterator[None]]) -> None:

@@ -27,9 +27,7 @@ from sdp4bit.collectives.topology import (
 from sdp4bit.config import VERSION
 
 Sent = TypeVar("Sent")
-_CALL = (
-    "quantize_communication, which all ranks call, also those without a model, unless process_group= is given"
-)
+_CALL = "quantize_communication"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +43,18 @@ class ShardedRows:
     """Stretches of a row that are quantized apart from each other."""
     whole: str = ""
     """Why its weights cannot be quantized, if so."""
+    are_replicas: bool = False
+    """The ranks hold the same shard, and all-reduce its gradients (HSDP)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """The nodes of the ranks that communicate, by these ranks; the same in one order on all of the job."""
+
+    shards: dict[tuple[int, ...], NodeLayout]
+    """Of those that parameter groups are sharded over."""
+    replicas: dict[tuple[int, ...], NodeLayout]
+    """Of those that hold the same shards (HSDP)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +82,18 @@ class Summary:
     """The topology; of a mesh, the row that holds this rank."""
     groups: tuple[tuple[Sequence[int], bytes], ...]
     """Ranks of each data-parallel group of this rank, and a digest of its parameter groups in order."""
+    replicas: tuple[tuple[Sequence[int], bytes], ...]
+    """The same of those that hold the same shards as this rank."""
     unmatched: tuple[str, ...]
     failed: bool
     checks_layouts: bool = False
 
 
-def participants(process_group: object) -> ProcessGroup | None:
+def participants(process_group: object, *, call: str = _CALL) -> ProcessGroup | None:
     """Return the ranks that attach, as a process group; None for all of the job.
+
+    Args:
+        call: what they call, for errors.
 
     Raises:
         TypeError: not a process group.
@@ -87,9 +102,7 @@ def participants(process_group: object) -> ProcessGroup | None:
     if process_group is None:
         return None
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in process_group: only its ranks call quantize_communication"
-        )
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group: only its ranks call {call}")
     if not isinstance(process_group, ProcessGroup):
         raise TypeError(
             f"process_group={process_group!r} must be a torch.distributed.ProcessGroup, as new_group and "
@@ -107,7 +120,8 @@ def agree(
     failure: Exception | None,
     check: Callable[[dict[tuple[int, ...], NodeLayout]], None] | None = None,
     within: ProcessGroup | None = None,
-) -> dict[tuple[int, ...], NodeLayout]:
+    call: str = _CALL,
+) -> Layouts:
     """Return the node layout of every data-parallel group; collective over the job, or over `within`.
 
     Steps: 1. all ranks gather a summary of each other's proposal;  2. only if these do not fit, the proposals
@@ -117,6 +131,7 @@ def agree(
         settings: by name, what must be equal on all ranks.
         unmatched: patterns that match none of the groups on this rank; they must match on some rank.
         failure: what is wrong on this rank; every rank then raises it.
+        call: what the ranks have called, for errors.
         check: raises ValueError for layouts that this rank's groups cannot have; every rank then raises it.
 
     Raises:
@@ -124,8 +139,11 @@ def agree(
             group whose ranks do not fill its nodes evenly.
         TypeError: likewise, if nothing is wrong on any rank but the types of arguments.
     """
+    everyone = f"{call}, which all ranks call, also those without a model, unless process_group= is given"
     # Before anything else: versions may not understand each other's proposals.
-    versions = _gather(f"sdp4bit {VERSION}, torch {torch.__version__}", within, what=f"versions in {_CALL}")
+    versions = _gather(
+        f"sdp4bit {VERSION}, torch {torch.__version__}", within, what=f"versions in {everyone}"
+    )
     _raise_differences("versions", versions, verb="run", way_out="install the same on all nodes")
     spec: str | int | MeshRows = ""
     try:
@@ -146,7 +164,7 @@ def agree(
     summaries = _gather(mine, within, what="what to quantize")
     if not _fit(summaries):
         proposals = _gather(proposal, within, what="what to quantize")
-        _raise_errors(proposals, failure)
+        _raise_errors(proposals, failure, call=call)
         _raise_settings(proposals)
         _raise_differences(
             "topologies", {rank: _kind(p.topology) for rank, p in proposals.items() if p.groups}
@@ -157,11 +175,11 @@ def agree(
     if any(summary.checks_layouts for summary in summaries.values()):
         try:
             if check is not None:
-                check(layouts)
+                check(layouts.shards)
         except ValueError as caught:
             failure = caught
         proposal = replace(proposal, error=None if failure is None else _describe(failure))
-        _raise_errors(_gather(proposal, within, what="layouts"), failure)
+        _raise_errors(_gather(proposal, within, what="layouts"), failure, call=call)
     _warn_of_hosts(summaries)
     return layouts
 
@@ -192,9 +210,6 @@ def _check_members(groups: Sequence[ShardedRows], members: Sequence[int]) -> Non
 
 
 def _summary(proposal: Proposal) -> Summary:
-    by_ranks: dict[tuple[int, ...], list[ShardedRows]] = {}
-    for rows in proposal.groups:
-        by_ranks.setdefault(rows.ranks, []).append(rows)
     spec = proposal.topology
     if not isinstance(spec, str | int):
         spec = tuple(row for row in spec if dist.get_rank() in row) or spec  # all of it for an error message
@@ -204,10 +219,18 @@ def _summary(proposal: Proposal) -> Summary:
         ranks_on_node=int(said) if said.isdecimal() else None,
         settings=_digest(proposal.settings),
         spec=spec,
-        groups=tuple((_compact(ranks), _digest(rows)) for ranks, rows in by_ranks.items()),
+        groups=_digests([rows for rows in proposal.groups if not rows.are_replicas]),
+        replicas=_digests([rows for rows in proposal.groups if rows.are_replicas]),
         unmatched=proposal.unmatched,
         failed=proposal.error is not None,
     )
+
+
+def _digests(groups: Sequence[ShardedRows]) -> tuple[tuple[Sequence[int], bytes], ...]:
+    by_ranks: dict[tuple[int, ...], list[ShardedRows]] = {}
+    for rows in groups:
+        by_ranks.setdefault(rows.ranks, []).append(rows)
+    return tuple((_compact(ranks), _digest(rows)) for ranks, rows in by_ranks.items())
 
 
 def _kind(spec: str | int | MeshRows) -> str:
@@ -237,9 +260,16 @@ def _fit(summaries: Mapping[int, Summary]) -> bool:
         return False
     if set.intersection(*(set(summary.unmatched) for summary in everyone)):
         return False
-    listed = {rank: dict(summary.groups) for rank, summary in summaries.items()}
-    digests = {(ranks, digest) for summary in everyone for ranks, digest in summary.groups}
-    return all(listed[rank].get(ranks) == digest for ranks, digest in digests for rank in ranks)
+    shards = {rank: summary.groups for rank, summary in summaries.items()}
+    replicas = {rank: summary.replicas for rank, summary in summaries.items()}
+    return _peers_fit(shards) and _peers_fit(replicas)
+
+
+def _peers_fit(listed: Mapping[int, Sequence[tuple[Sequence[int], bytes]]]) -> bool:
+    """Whether all members of every group list the same of it."""
+    known = {rank: dict(groups) for rank, groups in listed.items()}
+    digests = {group for groups in listed.values() for group in groups}
+    return all(known[rank].get(ranks) == digest for ranks, digest in digests for rank in ranks)
 
 
 def _sendable(topology: TopologySpec) -> str | int | MeshRows:
@@ -252,7 +282,7 @@ def _sendable(topology: TopologySpec) -> str | int | MeshRows:
     )
 
 
-def _raise_errors(proposals: Mapping[int, Proposal], failure: Exception | None) -> None:
+def _raise_errors(proposals: Mapping[int, Proposal], failure: Exception | None, *, call: str) -> None:
     """Raise what is wrong on some ranks; on these, with the traceback of where it was found."""
     failed: dict[str, list[int]] = {}
     for rank, proposal in proposals.items():
@@ -261,7 +291,7 @@ def _raise_errors(proposals: Mapping[int, Proposal], failure: Exception | None) 
     if failed:
         lines = [f"{message} [{ranks_in_words(ranks)}]" for message, ranks in failed.items()]
         kind = TypeError if all(p.is_type_error for p in proposals.values() if p.error) else ValueError
-        refusal = kind("sdp4bit.quantize_communication: " + "; ".join(lines))
+        refusal = kind(f"sdp4bit.{call}: " + "; ".join(lines))
         raise refusal.with_traceback(failure.__traceback__ if failure else None)
 
 
@@ -308,16 +338,16 @@ def _raise_differences(
 
 def _raise_unlike_peers(proposals: Mapping[int, Proposal]) -> None:
     """Check that all members of a process group list the same parameter groups in the same order."""
-    listed: dict[int, dict[tuple[int, ...], list[ShardedRows]]] = {}
+    listed: dict[int, dict[tuple[tuple[int, ...], bool], list[ShardedRows]]] = {}
     for rank, proposal in proposals.items():
         own_groups = listed.setdefault(rank, {})
         for rows in proposal.groups:
-            own_groups.setdefault(rows.ranks, []).append(rows)
-    for members in dict.fromkeys(ranks for groups in listed.values() for ranks in groups):
-        first, *others = members
-        own = listed[first].get(members, [])
+            own_groups.setdefault((rows.ranks, rows.are_replicas), []).append(rows)
+    for key in dict.fromkeys(key for groups in listed.values() for key in groups):
+        (first, *others), _ = key
+        own = listed[first].get(key, [])
         for peer in others:
-            other = listed[peer].get(members, [])
+            other = listed[peer].get(key, [])
             if other != own:
                 pair = next(
                     (pair for pair in zip(own, other, strict=False) if pair[0] != pair[1]),
@@ -338,7 +368,7 @@ def _raise_unmatched(proposals: Mapping[int, Proposal]) -> None:
         raise ValueError(f"skip={min(nowhere)!r} matches no FSDP module; there are {', '.join(names)}")
 
 
-def _arrange_all(summaries: Mapping[int, Summary]) -> dict[tuple[int, ...], NodeLayout]:
+def _arrange_all(summaries: Mapping[int, Summary]) -> Layouts:
     """Return the layout of every data-parallel group; the topology of ranks without one is ignored."""
     spec = _common_spec(summaries)
     world = range(dist.get_world_size())
@@ -347,10 +377,12 @@ def _arrange_all(summaries: Mapping[int, Summary]) -> dict[tuple[int, ...], Node
         meshes if spec is None else spec,
         hosts=[summaries[rank].host if rank in summaries else "" for rank in world],
     )
-    members = {
-        tuple(ranks) for ranks in {ranks for summary in summaries.values() for ranks, _ in summary.groups}
-    }
-    return {ranks: arrange(ranks, labels) for ranks in sorted(members)}
+    shards = {tuple(ranks) for ranks in {r for summary in summaries.values() for r, _ in summary.groups}}
+    replicas = {tuple(ranks) for ranks in {r for summary in summaries.values() for r, _ in summary.replicas}}
+    return Layouts(
+        shards={ranks: arrange(ranks, labels) for ranks in sorted(shards)},
+        replicas={ranks: arrange(ranks, labels) for ranks in sorted(replicas)},
+    )
 
 
 def _common_spec(summaries: Mapping[int, Summary]) -> str | int | None:

@@ -98,7 +98,7 @@ class _WatchedGroup:
         self._gradients: dict[str, GradientConfig] = {}
         self._weights: dict[str, WeightConfig] = {}
         if group.gradient_config is not None:
-            self._gradients = gradient_precisions(group.gradient_config, group.layout)
+            self._gradients = gradient_precisions(group.gradient_config, *group.gradient_layouts)
         if group.weight_config is not None:
             self._weights = weight_precisions(group.weight_config)
         precisions: dict[TrafficKind, list[str]] = {

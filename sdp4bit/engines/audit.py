@@ -34,6 +34,8 @@ class ReplicaCopy:
     is_full: bool
     """Every rank holds the same; otherwise only ranks with the same local rank do."""
     traffic: TrafficCounter
+    can_be_refreshed: bool = True
+    """From main weights; these themselves are not."""
 
     def peers(self) -> list[list[int]]:
         """Return the sets of group ranks whose copies must be equal."""
@@ -52,10 +54,12 @@ def audit_replicas(copies: Sequence[ReplicaCopy], config: AuditConfig) -> list[s
     all-gather of them;  3. on the host, the same on every rank, the vote.
 
     Raises:
-        ReplicaMismatchError: copies differ and the configuration asks for an error; on all ranks of the set.
+        ReplicaMismatchError: copies differ and the configuration asks for an error, or they can't be
+            refreshed; on all ranks of the set.
     """
     layouts = {copy.layout.ranks: copy.layout for copy in copies}
     wrong: dict[str, str] = {}
+    are_replicas = True
     for ranks in sorted(layouts):
         sharing = [copy for copy in copies if copy.layout.ranks == ranks]
         for copy, sums in zip(sharing, _gather_checksums(sharing), strict=True):
@@ -63,14 +67,20 @@ def audit_replicas(copies: Sequence[ReplicaCopy], config: AuditConfig) -> list[s
             found = [verdict for verdict in verdicts if verdict]
             if found:
                 wrong[copy.name] = f"group {copy.name}: {'; '.join(found)}"
+                are_replicas = are_replicas and copy.can_be_refreshed
     if not wrong:
         return []
     what = "sdp4bit: copies of the same weights differ between ranks. " + ". ".join(wrong.values())
-    if config.on_mismatch == "error":
+    if config.on_mismatch == "error" or not are_replicas:
+        way_out = "Resume from a checkpoint, or copy the weights and optimizer states of one replica to all"
+        if are_replicas:
+            way_out = (
+                "Resume from a checkpoint, call comm.resync() on all ranks to take over the main weights, or "
+                'set AuditConfig(on_mismatch="resync")'
+            )
         raise ReplicaMismatchError(
             f"{what}. A bit has flipped in memory or on the way, or weights were edited on some ranks only. "
-            "Resume from a checkpoint, call comm.resync() on all ranks to take over the main weights, or set "
-            'AuditConfig(on_mismatch="resync")'
+            f"{way_out}"
         )
     warnings.warn(f"{what}. These replicas are refreshed in full precision", stacklevel=2)
     return list(wrong)

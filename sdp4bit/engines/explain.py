@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from sdp4bit.collectives.pieces import is_long_enough
 from sdp4bit.collectives.pipeline import pipeline_chunks
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import GradientConfig, WeightConfig
@@ -69,17 +70,28 @@ def describe_gradients(config: GradientConfig | None, layout: NodeLayout, shard_
     assert config is not None
     if shard_numel < config.min_numel:
         return f"row below min_numel={config.min_numel}"
-    hops = []
-    if layout.ranks_per_node > 1:
-        hops.append("intra " + _hop(config.intra_bits, config.intra_group_size))
-    if layout.nodes > 1:
-        hops.append("inter " + _hop(config.inter_bits, config.inter_group_size))
     options = [
         field.metadata["shown"].format(value)
         for field in fields(config)
         if field.metadata.get("shown") and (value := getattr(config, field.name))
     ]
-    return ", ".join([*hops, *options, *_chunks(config, layout, shard_numel)])
+    return ", ".join([*_hops(config, layout), *options, *_chunks(config, layout, shard_numel)])
+
+
+def describe_all_reduce(config: GradientConfig, layout: NodeLayout, numel: int) -> str:
+    """Return how the gradients of this many values travel between replicas, as text."""
+    if not is_long_enough(numel, ranks=layout.size, config=config):
+        return f"all-reduce: part below min_numel={config.min_numel}"
+    return "all-reduce " + " and ".join(_hops(config, layout))
+
+
+def _hops(config: GradientConfig, layout: NodeLayout) -> list[str]:
+    hops = []
+    if layout.ranks_per_node > 1:
+        hops.append("intra " + _hop(config.intra_bits, config.intra_group_size))
+    if layout.nodes > 1:
+        hops.append("inter " + _hop(config.inter_bits, config.inter_group_size))
+    return hops
 
 
 def _chunks(config: GradientConfig, layout: NodeLayout, shard_numel: int) -> list[str]:

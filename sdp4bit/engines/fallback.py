@@ -223,11 +223,15 @@ class GroupFallback:
         self._over = int(numbers[-1])
 
 
-def gradient_precisions(config: GradientConfig, layout: NodeLayout) -> dict[str, GradientConfig]:
-    """Return the settings of each precision by its name, the configured one first."""
+def gradient_precisions(config: GradientConfig, *layouts: NodeLayout) -> dict[str, GradientConfig]:
+    """Return the settings of each precision by its name, the configured one first.
+
+    Args:
+        layouts: of the ranks that gradients are exchanged over.
+    """
     return _distinct(
         [
-            (_gradient_name(precision, layout), precision)
+            (_gradient_name(precision, layouts), precision)
             for precision in (
                 config,
                 replace(
@@ -254,10 +258,10 @@ def _distinct(precisions: Sequence[tuple[str, Config]]) -> dict[str, Config]:
     return named
 
 
-def _gradient_name(config: GradientConfig, layout: NodeLayout) -> str:
+def _gradient_name(config: GradientConfig, layouts: Sequence[NodeLayout]) -> str:
     """Return the bits of the hops that there are: one number if they are equal."""
-    hops = [config.intra_bits] if layout.ranks_per_node > 1 else []
-    hops += [config.inter_bits] if layout.nodes > 1 else []
+    hops = [config.intra_bits] if any(layout.ranks_per_node > 1 for layout in layouts) else []
+    hops += [config.inter_bits] if any(layout.nodes > 1 for layout in layouts) else []
     return "/".join(dict.fromkeys(_bits_name(bits) for bits in hops))
 
 

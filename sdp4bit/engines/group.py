@@ -6,6 +6,7 @@ is here once: what quantizes it, the reasons where nothing does, counters, measu
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -23,6 +24,7 @@ from sdp4bit.engines.audit import ReplicaCopy
 from sdp4bit.engines.explain import Row, describe_gradients, describe_ranks, describe_weights, with_reason
 from sdp4bit.engines.measures import (
     Deviations,
+    GradientQuantizer,
     GradientSample,
     Measures,
     gradient_deviation,
@@ -136,6 +138,21 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
         """Whether this library communicates for the group, be it in full precision."""
         return self._layout is not None
 
+    @property
+    def counters(self) -> tuple[TrafficCounter, ...]:
+        """What counts the group's bytes, each on a grid of ranks of its own."""
+        return self.weight_traffic, self.gradient_traffic
+
+    @property
+    def gradient_quantizers(self) -> Sequence[GradientQuantizer]:
+        """What a gradient passes, in this order; all have the same settings."""
+        return [] if self.reduction is None else [self.reduction]
+
+    @property
+    def gradient_layouts(self) -> Sequence[NodeLayout]:
+        """The nodes of the ranks that each of these communicates over."""
+        return [] if self.reduction is None else [self.layout]
+
     # -- settings --------------------------------------------------------------------------------------
 
     @property
@@ -146,12 +163,13 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
     @property
     def gradient_config(self) -> GradientConfig | None:
         """The settings of the next reductions; None if they are not quantized."""
-        return None if self.reduction is None else self.reduction.config
+        return self.gradient_quantizers[0].config if self.gradient_quantizers else None
 
     def configure(self, *, gradients: GradientConfig | None, weights: WeightConfig | None) -> None:
         """Do the next reductions and refreshes with these settings; None leaves them as they are."""
-        if self.reduction is not None and gradients is not None:
-            self.reduction.configure(gradients)
+        if gradients is not None:
+            for quantizer in self.gradient_quantizers:
+                quantizer.configure(gradients)
         if self.replica is not None and weights is not None:
             self.replica.configure(weights)
 
@@ -172,9 +190,10 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
         Returns:
             Where the reduction counts quantization groups that are not finite; None if no sample is kept.
         """
-        if self.reduction is None or sample_numel is None or not gradient.numel():
+        quantizers = self.gradient_quantizers
+        if not quantizers or sample_numel is None or not gradient.numel():
             return None
-        unit = self.reduction.group_unit
+        unit = math.lcm(*(quantizer.group_unit for quantizer in quantizers))
         self.gradient_sample = sample_gradient(gradient, sample_numel=sample_numel, unit=unit)
         return self.gradient_sample.nonfinite
 
@@ -211,8 +230,8 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
         """
         numel = self.group.shard_numel
         found, gradient = Deviations(), self.gradient_sample
-        if self.reduction is not None and gradient is not None:
-            deviation = gradient_deviation(gradient, reduction=self.reduction, numel=numel)
+        if self.gradient_quantizers and gradient is not None:
+            deviation = gradient_deviation(gradient, quantizers=self.gradient_quantizers, numel=numel)
             found = Deviations(gradient=deviation, nonfinite=gradient.nonfinite)
         if self.replica is None:
             return found
@@ -235,9 +254,9 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
 
     # -- what the handle tells -------------------------------------------------------------------------
 
-    def copies(self) -> ReplicaCopy | None:
-        """Return what this rank holds of the weights, to be compared; None if there is nothing to compare."""
-        return None
+    def copies(self) -> Sequence[ReplicaCopy]:
+        """Return what this rank holds of the weights that others hold too, to be compared."""
+        return []
 
     def stats(self, traffic: Traffic, measures: Measures) -> GroupStats:
         """Return what is reported of the group: its last step's traffic, and what was measured last."""
@@ -259,11 +278,15 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
         return Row(
             name=self.group.name,
             shard_numel=self.group.shard_numel,
-            ranks=describe_ranks(self.layout) if self.is_replaced else f"{len(self.group.ranks)}",
+            ranks=self.describe_ranks(),
             weights=with_reason(self.describe_weights(), self.fallback_reasons.get("weights")),
             gradients=with_reason(self.describe_gradients(), self.fallback_reasons.get("gradients")),
             sent=traffic,
         )
+
+    def describe_ranks(self) -> str:
+        """Return over which ranks the group is spread, as text."""
+        return describe_ranks(self.layout) if self.is_replaced else f"{len(self.group.ranks)}"
 
     def describe_weights(self) -> str:
         """Return how the weights travel, as text; engines add what they do besides."""

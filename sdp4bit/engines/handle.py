@@ -65,7 +65,8 @@ class ModelCommunication(Generic[GroupT]):
         for comm in self.groups:
             # Timed events between kernels cost a GPU some of its overlap.
             is_due = self.sampled.is_due(steps + 1)
-            comm.weight_traffic.times_device = comm.gradient_traffic.times_device = is_due
+            for counter in comm.counters:
+                counter.times_device = is_due
 
     @property
     def gradient_sample_numel(self) -> int | None:
@@ -75,8 +76,8 @@ class ModelCommunication(Generic[GroupT]):
     def end_traffic(self) -> None:
         """Let what was sent until now be the last step's."""
         for comm in self.groups:
-            comm.weight_traffic.end_step()
-            comm.gradient_traffic.end_step()
+            for counter in comm.counters:
+                counter.end_step()
 
     @torch.no_grad()
     @torch.inference_mode(
@@ -114,8 +115,7 @@ class ModelCommunication(Generic[GroupT]):
 
     def last_traffic(self, comm: GroupT) -> Traffic:
         """Return what a group sent in the last step, which ends with its optimizer step."""
-        counters = (comm.weight_traffic, comm.gradient_traffic)
-        return sum((c.current_step if self.step_pending else c.last_step for c in counters), Traffic())
+        return sum((c.current_step if self.step_pending else c.last_step for c in comm.counters), Traffic())
 
     def detach(self) -> None:
         """Refer to nothing of the model any more; the step count stays."""
@@ -198,9 +198,7 @@ class CommHandle(ABC):
         """
         state = self._state
         last = sum((state.last_traffic(comm) for comm in state.groups), Traffic())
-        total = sum(
-            (comm.weight_traffic.total + comm.gradient_traffic.total for comm in state.groups), Traffic()
-        )
+        total = sum((counter.total for comm in state.groups for counter in comm.counters), Traffic())
         step, measures = state.sampled.totals()
         return {
             "steps": state.steps + int(state.step_pending),
@@ -274,7 +272,7 @@ class CommHandle(ABC):
     @torch.inference_mode(False)
     def _audit(self, config: AuditConfig) -> bool:
         groups = self._state.groups
-        copies = [copy for comm in groups if (copy := comm.copies()) is not None]
+        copies = [copy for comm in groups for copy in comm.copies()]
         names = audit_replicas(copies, config)
         wrong = [comm for comm in groups if comm.group.name in names]
         return not self._refresh_mismatched(wrong, config=config)

@@ -14,10 +14,14 @@ from typing import NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.weight_replica import QuantizedReplica, Range
 from sdp4bit.collectives.work import HostCopy
 from sdp4bit.config import TelemetryConfig
+
+GradientQuantizer = QuantizedReduceScatter | QuantizedAllReduce
+"""What a gradient passes on its way to the optimizer."""
 
 _PIECES = 8
 
@@ -181,10 +185,20 @@ def sample_gradient(gradient: Tensor, *, sample_numel: int, unit: int) -> Gradie
     )
 
 
-def gradient_deviation(sample: GradientSample, *, reduction: QuantizedReduceScatter, numel: int) -> Deviation:
-    """Return what the quantizers make of a gradient of which a shard has `numel` values."""
-    values = sample.values
-    return Deviation(reduction.requantized(values), values.float(), numel / values.numel())
+def gradient_deviation(
+    sample: GradientSample, *, quantizers: Sequence[GradientQuantizer], numel: int
+) -> Deviation:
+    """Return what these make of a gradient, one after another, of which a shard has `numel` values.
+
+    Their errors are added: what one leaves may lie on the grid of the next, while the sum that the next one
+    quantizes does not.
+    """
+    first, *others = quantizers
+    wanted = sample.values.float()
+    found = first.requantized(sample.values)
+    for quantizer in others:
+        found = found + (quantizer.requantized(sample.values) - wanted)
+    return Deviation(found, wanted, numel / wanted.numel())
 
 
 def weight_deviations(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from sdp4bit.collectives.pieces import is_long_enough, piece_places
 from sdp4bit.collectives.pipeline import slice_lengths
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.plan.kernels import Kernel
@@ -132,6 +133,58 @@ def gradient_exchange(
         chunks=max(1, len(slices)),
         kernels=tuple(kernels),
     )
+
+
+def all_reduce_exchange(
+    numel: int, *, grid: RankGrid, config: GradientConfig | None, dense_bytes: int = REDUCED_BYTES
+) -> Exchange:
+    """Return one all-reduce of `numel` values over replicas, quantization having started.
+
+    Args:
+        config: None for full precision; so are values of which a rank's part is below its min_numel.
+        dense_bytes: bytes per value of a reduction in full precision, which a ring sends twice around.
+    """
+    g, n = grid.ranks_per_node, grid.nodes
+    if grid.size == 1 or numel == 0:
+        return Exchange()
+    if config is None or not is_long_enough(numel, ranks=grid.size, config=config):
+        return replace(ring(2 * numel * dense_bytes / grid.size, grid=grid), collectives=1)
+    _, length = piece_places(numel, ranks=grid.size)
+    reduced = gradient_exchange(length, grid=grid, config=replace(config, min_numel=0))
+    bits, size = (
+        (config.inter_bits, config.inter_group_size)
+        if n > 1
+        else (config.intra_bits, config.intra_group_size)
+    )
+    layout = message_layout(numel=length, bits=bits or FULL_PRECISION, group_size=size)
+    return replace(
+        reduced,
+        intra_bytes=reduced.intra_bytes + layout.nbytes * n * (g - 1),
+        inter_bytes=reduced.inter_bytes + layout.nbytes * (n - 1),
+        padding_bytes=reduced.padding_bytes + layout.padding_bytes * (n - 1 + n * (g - 1)),
+        collectives=reduced.collectives + (n > 1) + (g > 1),
+        kernels=(
+            *reduced.kernels,
+            *_gather_kernels(length, ranks=grid.size, bits=bits, nbytes=layout.nbytes),
+        ),
+    )
+
+
+def _gather_kernels(numel: int, *, ranks: int, bits: int | None, nbytes: int) -> tuple[Kernel, Kernel]:
+    """Return what is done to the pieces of an all-reduce after their reduction."""
+    moved = float(nbytes + REDUCED_BYTES * numel)
+    quantize = Kernel(
+        operator="hadamard_quantize_4" if bits == 4 else "hadamard_quantize_8",
+        values=float(numel),
+        nbytes=moved,
+    )
+    restore = Kernel(
+        operator="dequantize_reduce_hadamard",
+        values=float(ranks * numel),
+        messages=1,
+        nbytes=ranks * moved,
+    )
+    return quantize, restore
 
 
 def _reduction_kernels(

@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.simulated import SimulatedReduceScatter, SimulatedReplica, simulated_layout
+from sdp4bit.collectives.simulated import (
+    SimulatedAllReduce,
+    SimulatedReduceScatter,
+    SimulatedReplica,
+    simulated_layout,
+)
 from sdp4bit.collectives.topology import Topology, create_topologies, destroy_topology
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
@@ -56,7 +62,9 @@ def check_exchanges(context: Context) -> dict[str, Any]:
         # To the end, whatever differs: other ranks wait for this one's messages.
         compared = list(
             itertools.chain(
-                _check_gradients(context, topology, name), _check_weights(context, topology, name)
+                _check_gradients(context, topology, name),
+                _check_all_reduces(context, topology, name),
+                _check_weights(context, topology, name),
             )
         )
         context.fail_together(next((failure for failure in compared if failure is not None), None))
@@ -102,6 +110,25 @@ def _check_gradients(context: Context, topology: Topology, layout: str) -> Itera
                 expected.finish(keep)
                 what = f"gradients, {name}, rows of {numel}, {layout}, call {call}"
                 yield _compare(output, results[rank], what)
+
+
+def _check_all_reduces(
+    context: Context, topology: Topology, layout: str
+) -> Iterator[CheckFailedError | None]:
+    size, rank = context.ranks.world_size, context.ranks.rank
+    for name, config in GRADIENTS.items():
+        for numel in _NUMELS:
+            shared: dict[str, Any] = {"config": config, "seed": context.config.seed, "bucket": 4}
+            real = QuantizedAllReduce(
+                topology, ranks=range(size), traffic=_counter(topology), scratch=Scratch(), **shared
+            )
+            expected = SimulatedAllReduce(topology.layout, scratch=Scratch(), **shared)
+            for call in range(_CALLS):
+                values = _values(context, size, numel, seed=numel + call)
+                output = values[rank].clone()
+                real(output, call=call)
+                what = f"all-reduce, {name}, {numel} values, {layout}, call {call}"
+                yield _compare(output, expected(list(values), call=call), what)
 
 
 def _check_weights(context: Context, topology: Topology, layout: str) -> Iterator[CheckFailedError | None]:

@@ -216,7 +216,8 @@ def test_every_strategy_trains_the_same_model_and_sends_what_it_should() -> None
     assert all(values[-1] < values[0] - 0.1 for values in losses.values())
     # Full precision is full precision: only the order of a sum of two may differ, which it does not.
     assert losses["fair"] == losses["fsdp2"]
-    for name in ("fair-bf16", "ddp", "ddp-bf16", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit"):
+    similar = ("fair-bf16", "ddp", "ddp-bf16", "ddp-sdp4bit", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit")
+    for name in similar:
         assert losses[name][-1] == pytest.approx(losses["fsdp2"][-1], abs=0.02), name
     assert losses["sdp4bit-4chunks"] == losses["sdp4bit"]
 
@@ -226,6 +227,7 @@ def test_every_strategy_trains_the_same_model_and_sends_what_it_should() -> None
         assert first[name][1] == pytest.approx(per_value * half, rel=0.01, abs=1), name
     gradient, weight = 0.5 + 2 / 128, 0.5 + 2 / 2048
     quantized = {"qwd": 4 + weight, "tlq-hs": gradient + 2, "sdp4bit": gradient + weight}
+    quantized["ddp-sdp4bit"] = 2 * gradient  # to be reduced, and what has been
     for name, per_value in quantized.items():
         # Short rows: a shorter last group per row and 15 bytes of alignment per message.
         assert first[name][1] == pytest.approx(per_value * half, rel=0.02), name
@@ -237,11 +239,17 @@ def test_every_strategy_trains_the_same_model_and_sends_what_it_should() -> None
 @pytest.mark.slow
 def test_levels_send_less_and_change_no_result_in_full_precision() -> None:
     layout = Cluster(nodes=2, ranks_per_node=2)
-    results = run_ranks(train, 4, ["fair", "hierarchical", "sdp4bit"], layout, timeout=120.0)[0]
+    names = ["fair", "hierarchical", "sdp4bit", "hsdp", "hsdp-sdp4bit"]
+    results = run_ranks(train, 4, names, layout, timeout=240.0)[0]
     # Between nodes and per rank: each of 2 rows in a quarter of the ranks, or one row reduced in the node.
     assert results["fair"][1] == pytest.approx(6 * numel() / 4 * 2, rel=0.01)
     assert results["hierarchical"][1] == pytest.approx(6 * numel() / 4, rel=0.01)
     assert results["hierarchical"][0] == pytest.approx(results["fair"][0], abs=2e-3)
+    # A rank's shard is half of the weights, and twice half of it goes to the other node.
+    gradient = 0.5 + 2 / 128
+    assert results["hsdp-sdp4bit"][1] == pytest.approx(2 * gradient * numel() / 4, rel=0.02)
+    assert results["hsdp"][0] == pytest.approx(results["fair"][0], abs=2e-3)
+    assert results["hsdp-sdp4bit"][0][-1] == pytest.approx(results["hsdp"][0][-1], abs=0.02)
 
 
 def test_batches_differ_by_step_and_rank_and_repeat() -> None:
@@ -254,8 +262,9 @@ def test_batches_differ_by_step_and_rank_and_repeat() -> None:
 
 
 def test_the_hierarchy_is_left_out_where_it_is_no_other_strategy() -> None:
-    assert "hierarchical" not in strategies_for(ONE_PER_NODE)
-    assert "hierarchical" in strategies_for(Cluster(nodes=2, ranks_per_node=2))
+    only_there = {"hierarchical", "hsdp", "hsdp-sdp4bit"}
+    assert only_there.isdisjoint(strategies_for(ONE_PER_NODE))
+    assert only_there < set(strategies_for(Cluster(nodes=2, ranks_per_node=2)))
 
 
 # -- report ------------------------------------------------------------------------------------------

@@ -121,6 +121,46 @@ def reduce_scatter(
     return total[:, :numel] * factor, limit[:, :numel] * abs(multiplier)
 
 
+def all_reduce(
+    inputs: Tensor, *, nodes: int, per_node: int, config: GradientConfig, call: int, multiplier: float
+) -> tuple[Tensor, Tensor]:
+    """Return what all ranks end with, fp32 [n], and how far it may be from the exact sum.
+
+    Args:
+        inputs: [world, n]: what each rank has.
+    """
+    world, numel = inputs.shape
+    if world == 1 or not numel:
+        return inputs[0].float() * multiplier, torch.zeros(numel)
+    stride = numel // world // 32 * 32
+    starts = [rank * stride for rank in range(world)]
+    length = numel - starts[-1]
+    rows = torch.stack([inputs[:, start : start + length] for start in starts], dim=1)
+    sums, bounds = reduce_scatter(
+        rows, nodes=nodes, per_node=per_node, config=config, call=call, multiplier=1.0
+    )
+    last = "inter" if nodes > 1 else "intra"
+    bits, group_size, rounding = (
+        getattr(config, f"{last}_{name}") for name in ("bits", "group_size", "rounding")
+    )
+    total, limit = torch.empty(numel), torch.empty(numel)
+    for rank, start in enumerate(starts):
+        row = padded(sums[rank])
+        row = hadamard32(row.contiguous()) if config.hadamard and bits is not None else row
+        named = {"rounding": rounding, "call": call, "stage": Stage.WEIGHT, "rank": rank}
+        random = rounding_bits(row, **named, sender=0)
+        seen, bound = passed(row, bits, group_size, random, dither=rounding == "dither")
+        factor = torch.tensor(multiplier)
+        if config.hadamard and bits is not None:
+            seen = hadamard32(seen.contiguous())
+            bound = bound.view(-1, 32).mean(-1, keepdim=True).expand(-1, 32).reshape(-1)
+            factor = torch.tensor(multiplier * INVERSE_FACTOR)
+        place = slice(start, start + length)
+        total[place] = seen[:length] * factor
+        limit[place] = (bound[:length] + bounds[rank]) * abs(multiplier)
+    return total, limit
+
+
 def _intra(
     rows: Tensor, *, nodes: int, per_node: int, config: GradientConfig, call: int
 ) -> tuple[Tensor, Tensor]:

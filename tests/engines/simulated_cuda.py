@@ -294,6 +294,10 @@ def _new_simulated_group(*args: Any, backend: Any = None, **options: Any) -> Any
     return _new_group(*args, **options)
 
 
+def _no_override(_: object) -> bool:
+    return False
+
+
 @contextmanager
 def simulate(
     *, rank: int = 0, world: int = 4, sees_operators: bool = True, left_out: str = ""
@@ -339,8 +343,9 @@ def simulate(
         stack.enter_context(mock.patch("torch.distributed.new_group", _new_simulated_group))
         stack.enter_context(mock.patch("torch.cuda.default_stream", side_effect=default_stream))
         stack.enter_context(mock.patch("torch.accelerator.current_stream", handle["current_stream"]))
-        # Backward as a whole is no call that a mode has to handle.
-        stack.enter_context(mock.patch("torch.autograd.has_torch_function", return_value=False))
+        # Backward as a whole is no call that a mode has to handle; nor is a collective, which may call us.
+        for module in ("autograd", "distributed.distributed_c10d"):  # no Mock, which would keep the tensors
+            stack.enter_context(mock.patch(f"torch.{module}.has_torch_function", _no_override))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", _resized))
         stack.enter_context(mock.patch.object(FSDPGroup, "device", CUDA))
         stack.enter_context(_OnCUDA())

@@ -10,17 +10,21 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from sdp4bit import (
     AlertConfig,
     AuditConfig,
+    DDPCommState,
     GradientConfig,
     SDP4BitConfig,
     TelemetryConfig,
     WeightConfig,
+    ddp_comm_hook,
     quantize_communication,
 )
+from sdp4bit.engines.ddp import hook
 from sdp4bit.engines.measures import SampledMeasures
 from tests import toy
 from tests.engines import stream_simulator
@@ -38,6 +42,7 @@ class FSDPRun:
         *,
         topology: int = 2,
         roots: int = 1,
+        is_hybrid: bool = False,
         prepare: Callable[[list[toy.ToyGPT]], None] | None = None,
         params: Callable[[torch.nn.Parameter], bool] = lambda _: True,
         **options: Any,
@@ -46,11 +51,14 @@ class FSDPRun:
 
         Args:
             roots: models that are trained on the same batches, each with its own streams.
+            is_hybrid: two replicas of two shards each (HSDP).
             prepare: is called with them before anything is attached.
             params: which ones this rank gives to its optimizer.
         """
         torch.manual_seed(0)
-        self.models = [toy.shard(toy.ToyGPT(width=16, hidden=36, layers=3)) for _ in range(roots)]
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")) if is_hybrid else None
+        gpts = [toy.ToyGPT(width=16, hidden=36, layers=3) for _ in range(roots)]
+        self.models = [toy.shard(gpt, mesh=mesh) for gpt in gpts]
         if prepare is not None:
             prepare(self.models)
         self.comm: Any = None
@@ -207,6 +215,16 @@ def edit() -> None:
     run.train(1)
 
 
+def accumulate_before_all_reduce() -> None:
+    """Micro-batches that are reduced over shards, and over replicas only with the last."""
+    run = FSDPRun(is_hybrid=True).train(1)
+    for _ in range(2):
+        for is_last in (False, True):
+            run.models[0].set_requires_all_reduce(is_last)
+            run.backward()
+        run.step()
+
+
 def unshard_early(use: Callable[[FSDPRun], object], config: SDP4BitConfig = QUANTIZED) -> None:
     """Between two steps a block is asked for, and something else done before anybody waits for it."""
     run = FSDPRun(config, prepare=unshard_ahead).train(2)
@@ -241,6 +259,71 @@ def fallback() -> None:
     assert {alert.step for alert in run.comm.alerts()} >= {1, 2}
 
 
+class SimulatedFuture:
+    """A torch.futures.Future on a GPU: its value is there when the stream that it was set on is."""
+
+    def __init__(self, *, devices: object = None) -> None:
+        self._value = torch.empty(0)
+
+    def set_result(self, value: torch.Tensor) -> None:
+        self._value, self._event = value, stream_simulator.running().stream.record_event()
+
+    def wait(self) -> torch.Tensor:
+        self._event.wait()
+        return self._value
+
+
+class _Bucket:
+    """What DDP's reducer, which is no Python, passes to a hook."""
+
+    def __init__(self, index: int, params: list[torch.nn.Parameter], *, is_last: bool) -> None:
+        self.params = params
+        self._index = index
+        self._is_last = is_last
+        self._values = torch.zeros(sum(param.numel() for param in params))
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+    def buffer(self) -> torch.Tensor:
+        return self._values
+
+    def views(self) -> list[torch.Tensor]:
+        values = self._values.split([param.numel() for param in self.params])
+        return [value.view_as(param) for value, param in zip(values, self.params, strict=True)]
+
+
+def distributed_data_parallel(*, topology: int = 2) -> None:
+    """DDP's order of things: a bucket goes to the hook when it is full, all are waited for at the end."""
+    torch.manual_seed(0)
+    model = toy.ToyGPT(width=16, hidden=36, layers=2)
+    state = DDPCommState(topology=topology, config=chunked().gradients)
+    params = list(model.parameters())
+    buckets = [_Bucket(at, params[at::3], is_last=at == 2) for at in range(3)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
+    data = toy.batches(rank=0, size=2)
+    batches = [next(data) for _ in range(3)]
+    stream_simulator.running().host_waits.clear()
+    with mock.patch.object(hook, "Future", SimulatedFuture):
+        for batch in batches:
+            torch.autograd.backward(toy.loss_of(model, batch))
+            futures = []
+            for bucket in buckets:
+                for view, param in zip(bucket.views(), bucket.params, strict=True):
+                    view.copy_(cast(torch.Tensor, param.grad))
+                futures.append(ddp_comm_hook(state, bucket))
+            for future, bucket in zip(futures, buckets, strict=True):
+                assert future.wait() is bucket.buffer()
+                for view, param in zip(bucket.views(), bucket.params, strict=True):
+                    cast(torch.Tensor, param.grad).copy_(view)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert state.stats()["steps"] == 3
+
+
 SCENARIOS: dict[str, Callable[[], object]] = {
     "plain FSDP2": lambda: FSDPRun(None).train(3),
     "plain FSDP2, prefetch": lambda: FSDPRun(None, prepare=prefetch).train(3),
@@ -273,6 +356,14 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "unshard, exact": lambda: FSDPRun(weights(bits=None, replica="full"), prepare=unshard_ahead).train(3),
     "two roots": lambda: FSDPRun(roots=2).train(3),
     "two roots, full replica": lambda: FSDPRun(FULL, roots=2, prepare=prefetch).train(3),
+    "plain HSDP": lambda: FSDPRun(None, is_hybrid=True).train(3),
+    "HSDP": lambda: FSDPRun(MEASURED, is_hybrid=True).train(3),
+    "HSDP, shards between nodes": lambda: FSDPRun(is_hybrid=True, topology=1).train(3),
+    "HSDP, pipeline chunks": lambda: FSDPRun(chunked(), is_hybrid=True, prepare=more_buffers).train(3),
+    "HSDP, accumulation": accumulate_before_all_reduce,
+    "HSDP, two roots": lambda: FSDPRun(is_hybrid=True, roots=2).train(3),
+    "DDP": distributed_data_parallel,
+    "DDP, one rank per node": lambda: distributed_data_parallel(topology=1),
     "load": load,
     "load, full replica": lambda: load(FULL),
     "resync": resync,
@@ -355,5 +446,8 @@ ORDERED_SCENARIOS: dict[str, Callable[[], object]] = {
     "skipped step": skipped,
     "empty shards left out": without_empty_shards,
     "separate group": SCENARIOS["separate group, one skipped"],
+    "HSDP": SCENARIOS["HSDP"],
+    "HSDP, accumulation": accumulate_before_all_reduce,
+    "DDP": distributed_data_parallel,
 }
 """What all ranks go through, to compare the order of their collectives."""

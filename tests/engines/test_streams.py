@@ -34,6 +34,7 @@ from tests.engines.stream_scenarios import (
     ORDERED_SCENARIOS,
     SCENARIOS,
     FSDPRun,
+    SimulatedFuture,
 )
 from tests.engines.stream_simulator import Collective, Simulator, Stream
 from tests.ranks import run_ranks
@@ -248,6 +249,18 @@ MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
         "pipeline chunks",
         lambda: mock.patch.object(exchange, "SLICES_UNDER_WAY", 1),
     ),
+    "message buffers of all-reduces of two roots": (
+        "HSDP, two roots",
+        lambda: mock.patch.object(Stream, "cuda_stream", 0),
+    ),
+    "message buffers of an all-reduce and the next reduce-scatter": (
+        "HSDP, shards between nodes",
+        lambda: mock.patch.object(Stream, "cuda_stream", 0),
+    ),
+    "gradients are used before they are averaged": (
+        "DDP",
+        lambda: mock.patch.object(SimulatedFuture, "wait", lambda future: future._value),
+    ),
     "message buffers of two unshards": ("unshard", lambda: mock.patch.object(Stream, "cuda_stream", 0)),
 }
 """A kept reference is dropped, memory shared, or something read too early or too late: which scenario must
@@ -260,7 +273,7 @@ Half = tuple[dict[str, Result], dict[str, bool], dict[str, list[str]]]
 @pytest.fixture(scope="module")
 def fsdp() -> list[Half]:
     """What the scenarios of FSDP2 have come to, each in one of two processes."""
-    return run_ranks(run_fsdp, 2, timeout=480.0)
+    return run_ranks(run_fsdp, 2, timeout=900.0)
 
 
 @pytest.fixture(scope="module")
@@ -363,7 +376,7 @@ def logs_of_rank(names: Sequence[str]) -> dict[str, Log]:
 
 
 def logs_of_all(*names: str) -> dict[str, list[Log]]:
-    ranks = run_ranks(logs_of_rank, 4, names, timeout=480.0)
+    ranks = run_ranks(logs_of_rank, 4, names, timeout=900.0)
     return {name: [logs[name] for logs in ranks] for name in names}
 
 
@@ -376,7 +389,8 @@ def logs() -> dict[str, list[Log]]:
 @pytest.mark.parametrize("name", ORDERED_SCENARIOS)
 def test_all_ranks_call_the_same_collectives_in_one_order(logs: dict[str, list[Log]], name: str) -> None:
     assert len(logs[name][0]) > 50
-    assert len({call.group for call in logs[name][0]}) > 4
+    # Shards inside a node and replicas between nodes have one level each.
+    assert len({call.group for call in logs[name][0]}) > (2 if "DP" in name else 4)
     assert disorder(logs[name]) == ""
 
 

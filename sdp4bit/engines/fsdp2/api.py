@@ -9,16 +9,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import (
-    NodeLayout,
     Topology,
     TopologySpec,
     create_topologies,
@@ -27,7 +28,7 @@ from sdp4bit.collectives.topology import (
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
-from sdp4bit.engines.agreement import ShardedRows, agree, participants
+from sdp4bit.engines.agreement import Layouts, ShardedRows, agree, participants
 from sdp4bit.engines.alerts import Alerts, DecisionRound, saved_positions
 from sdp4bit.engines.fsdp2.checks import (
     check_group,
@@ -40,7 +41,7 @@ from sdp4bit.engines.fsdp2.checks import (
 )
 from sdp4bit.engines.fsdp2.communication import FSDPCommunication, reduce_over_copies
 from sdp4bit.engines.fsdp2.groups import CommObjects, FSDPGroup, find_groups, named_fsdp_modules
-from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook
+from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook, ReplicaGroup
 from sdp4bit.engines.fsdp2.state import load_state, save_state
 from sdp4bit.engines.fsdp2.steps import FSDPModelCommunication, watch_optimizers
 from sdp4bit.engines.fsdp2.torch_internals import check_torch_version
@@ -101,7 +102,12 @@ def quantize_communication(
         skipped, unmatched = match_skipped(groups, skip if callable(skip) else patterns)
         for group in groups:
             check_group(group, config=settings, is_skipped=group.name in skipped)
-        check_numbers(buckets=len(groups), ranks=max((group.data_ranks for group in groups), default=0))
+        # All-reduces over replicas have numbers behind those of the groups.
+        are_replicated = any(group.is_hybrid for group in groups)
+        check_numbers(
+            buckets=len(groups) * (2 if are_replicated else 1),
+            ranks=max((group.data_ranks for group in groups), default=0),
+        )
     except Exception as caught:  # whatever happens on one rank, the others must not wait for it
         failure, groups = caught, []
     rows = [
@@ -116,6 +122,18 @@ def quantize_communication(
         )
         for g in groups
     ]
+    rows += [
+        ShardedRows(
+            name=g.name,
+            ranks=g.replica_ranks,
+            shard_numel=g.shard_numel,
+            dtypes=(str(g.reduce_dtype),),
+            skipped=g.name in skipped,
+            are_replicas=True,
+        )
+        for g in groups
+        if len(g.replica_ranks) > 1
+    ]
     is_staged = any(group.staging_comms for group in groups)
     layouts = agree(
         rows,
@@ -126,7 +144,7 @@ def quantize_communication(
         check=partial(check_staging, groups, config=settings, skipped=skipped) if is_staged else None,
         within=within,
     )
-    if not layouts:
+    if not layouts.shards:
         raise ValueError("sdp4bit.quantize_communication: no rank has passed an FSDP2 model, all passed []")
     note = warn_of_layout(groups, layouts, config=settings, skipped=skipped)
     if any(has_one_queue(group.device) for group in groups):
@@ -160,26 +178,40 @@ class FSDPCommHandle(CommHandle):
         roots: Sequence[nn.Module],
         *,
         groups: Sequence[FSDPGroup],
-        layouts: dict[tuple[int, ...], NodeLayout],
+        layouts: Layouts,
         config: SDP4BitConfig,
         skipped: dict[str, str],
         note: str,
         process_group: ProcessGroup | None,
     ) -> None:
         comms = [
-            FSDPCommunication(group, index=index, layout=layouts[group.ranks])
+            FSDPCommunication(
+                group,
+                index=index,
+                layout=layouts.shards[group.ranks],
+                replicas=layouts.replicas.get(group.replica_ranks) if group.is_hybrid else None,
+            )
             for index, group in enumerate(groups)
         ]
         super().__init__(FSDPModelCommunication(comms, telemetry=config.telemetry), config=config, note=note)
         # Separate process groups: one communicator would run gathers and reductions one after the other.
-        ordered = list(layouts.values())
+        ordered = list(layouts.shards.values())
         weight_topologies: dict[tuple[int, ...], Topology] = {}
         gradient_topologies: dict[tuple[int, ...], Topology] = {}
+        replica_topologies: dict[tuple[int, ...], Topology] = {}
         if config.weights:
             weight_topologies = create_topologies(ordered, purpose="weights", within=process_group)
         if config.gradients:
             gradient_topologies = create_topologies(ordered, purpose="gradients", within=process_group)
-        self._topologies = [*weight_topologies.values(), *gradient_topologies.values()]
+        if config.gradients and layouts.replicas:
+            replica_topologies = create_topologies(
+                list(layouts.replicas.values()), purpose="replicas", within=process_group
+            )
+        self._topologies = [
+            *weight_topologies.values(),
+            *gradient_topologies.values(),
+            *replica_topologies.values(),
+        ]
         weight_scratch, gradient_scratch = Scratch(), Scratch()
         for comm in comms:
             note_reasons(comm, config=config, skipped=skipped)
@@ -207,6 +239,21 @@ class FSDPCommHandle(CommHandle):
                     scratch=gradient_scratch,
                     name=comm.group.name,
                 )
+            if (
+                config.gradients is not None
+                and comm.replica_layout is not None
+                and comm.group.name not in skipped
+            ):
+                comm.all_reduce = QuantizedAllReduce(
+                    replica_topologies[comm.group.replica_ranks],
+                    config=config.gradients,
+                    seed=config.seed,
+                    ranks=comm.group.data_ranks_of_replicas,
+                    bucket=len(comms) + comm.index,
+                    traffic=comm.all_reduce_traffic,
+                    scratch=gradient_scratch,
+                    name=comm.group.name,
+                )
         if config.alerts is not None:
             self._watch(
                 Alerts(comms, rounds=_rounds(comms), sampled=self._state.sampled, config=config.alerts)
@@ -227,7 +274,10 @@ class FSDPCommHandle(CommHandle):
             CommObjects(
                 all_gather=AllGatherHook(comm, self._state, stock=stock.all_gather),
                 reduce_scatter=ReduceScatterHook(comm, self._state, stock=stock.reduce_scatter),
-                force_sum=stock.force_sum or comm.reduction is not None,
+                force_sum=stock.force_sum or bool(comm.gradient_quantizers),
+                replicas=stock.replicas
+                if stock.replicas is None or comm.replica_layout is None
+                else cast(ProcessGroup, ReplicaGroup(comm, self._state, stock=stock.replicas)),
             )
         )
 

@@ -10,6 +10,7 @@ import torch
 
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.engines.agreement import Layouts
 from sdp4bit.engines.explain import OFF, ONE_NODE, ONE_RANK
 from sdp4bit.engines.fsdp2.communication import FSDPCommunication
 from sdp4bit.engines.fsdp2.groups import FSDPGroup
@@ -184,9 +185,15 @@ def _reduced_bytes(shard_numel: int, *, dense: int, config: GradientConfig | Non
     return message_layout(numel=shard_numel, bits=bits, group_size=config.intra_group_size).nbytes
 
 
+def _nodes_of_replicas(group: FSDPGroup, layouts: Layouts) -> int:
+    """Return on how many nodes there are ranks with this rank's shard."""
+    layout = layouts.replicas.get(group.replica_ranks) if group.is_hybrid else None
+    return 1 if layout is None else layout.nodes
+
+
 def warn_of_layout(
     groups: Sequence[FSDPGroup],
-    layouts: Mapping[tuple[int, ...], NodeLayout],
+    layouts: Layouts,
     *,
     config: SDP4BitConfig,
     skipped: Mapping[str, str],
@@ -196,12 +203,14 @@ def warn_of_layout(
     Returns:
         What `explain()` repeats; "" for nothing.
     """
-    note = _note_inside_node(groups, layouts, config, skipped)
+    # What is replicated on other nodes is sharded inside one for a reason.
+    alone = [group for group in groups if _nodes_of_replicas(group, layouts) < 2]
+    note = _note_inside_node(alone, layouts.shards, config, skipped)
     if note:
         warnings.warn(f"sdp4bit: {note}", stacklevel=3)
     whole = []
     for group in groups:
-        because = _weights_unquantized_reason(group, layouts[group.ranks], config.weights, skipped)
+        because = _weights_unquantized_reason(group, layouts.shards[group.ranks], config.weights, skipped)
         if because and because == weights_left_whole_reason(group):
             whole.append(f"{group.name} ({because})")
     if whole:
@@ -216,13 +225,7 @@ def warn_of_layout(
             "when a step is taken: call comm.mark_step() here whenever the other ranks step",
             stacklevel=3,
         )
-    if any(group.is_hybrid for group in groups):
-        warnings.warn(
-            "sdp4bit: with HSDP only the shard dimension is quantized; the all-reduce over replicas stays in "
-            "full precision. One shard dimension over all data-parallel ranks sends less",
-            stacklevel=3,
-        )
-    if groups and all(layouts[group.ranks].size == 1 for group in groups):
+    if groups and all(layouts.shards[g.ranks].size == 1 == len(g.replica_ranks) for g in groups):
         warnings.warn(
             "sdp4bit: every group is sharded over one rank, so nothing is sent and nothing is quantized",
             stacklevel=3,

@@ -10,14 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.collectives.weight_replica import Range, WeightReplica, merge_ranges
 from sdp4bit.engines.audit import ReplicaCopy
+from sdp4bit.engines.explain import describe_all_reduce, describe_ranks
 from sdp4bit.engines.fsdp2.groups import FSDPGroup
 from sdp4bit.engines.group import GroupCommunication
-from sdp4bit.engines.measures import sample_of
+from sdp4bit.engines.measures import GradientQuantizer, sample_of
 from sdp4bit.quantization.checksum import checksum
+from sdp4bit.traffic import TrafficCounter
 
 RefreshKind = Literal["full", "whole row", "trained part"]
 """In full precision, or by differences of all values or of those that train."""
@@ -26,7 +29,23 @@ RefreshKind = Literal["full", "whole row", "trained part"]
 class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
     """Communication of one FSDP2 parameter group, and what has happened to its weights."""
 
-    def __init__(self, group: FSDPGroup, *, index: int, layout: NodeLayout) -> None:
+    def __init__(
+        self, group: FSDPGroup, *, index: int, layout: NodeLayout, replicas: NodeLayout | None
+    ) -> None:
+        """Prepare; nothing is quantized yet.
+
+        Args:
+            replicas: the nodes of the ranks with the same shard (HSDP); None if there is one.
+        """
+        self.all_reduce: QuantizedAllReduce | None = None
+        """What sums gradients over replicas; None leaves them to FSDP2, in full precision."""
+        self.all_reduces = 0
+        """Quantized all-reduces so far, which number the rounding bits."""
+        self.awaits_replicas = False
+        """Gradients have been reduced over shards, and not over replicas since."""
+        self.replica_layout = replicas
+        nodes, per_node = (1, 1) if replicas is None else (replicas.nodes, replicas.ranks_per_node)
+        self.all_reduce_traffic = TrafficCounter(nodes=nodes, ranks_per_node=per_node)
         super().__init__(group, index=index, layout=layout)
         self.resync_wanted = True  # the first refresh is in full precision, too
         self.changed: set[int] = set()
@@ -45,6 +64,22 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
         """The fingerprint, in each of its elements, of the main shard that the loaded one belongs to."""
         self.load_undecided = False
         """A checkpoint was loaded and the ranks have not yet agreed whether to use its shards."""
+
+    @property
+    def counters(self) -> tuple[TrafficCounter, ...]:
+        """See GroupCommunication."""
+        return (*super().counters, self.all_reduce_traffic)
+
+    @property
+    def gradient_quantizers(self) -> Sequence[GradientQuantizer]:
+        """See GroupCommunication."""
+        return [*super().gradient_quantizers, *([] if self.all_reduce is None else [self.all_reduce])]
+
+    @property
+    def gradient_layouts(self) -> Sequence[NodeLayout]:
+        """See GroupCommunication."""
+        over_replicas = [] if self.all_reduce is None else [self.replica_layout]
+        return [*super().gradient_layouts, *(layout for layout in over_replicas if layout is not None)]
 
     def loaded_shard_fits(self) -> bool:
         """Return whether this rank saved the loaded shard when its main shard was bit for bit what it is."""
@@ -87,6 +122,12 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
             or any(segments[i].is_on_all_ranks and segments[i].sharded.grad is not None for i in trainable)
         ):
             self.changed |= trainable
+
+    def has_unsummed_gradients(self) -> bool:
+        """Return whether an optimizer sees gradients that were to be summed over replicas, and were not."""
+        if not self.awaits_replicas:
+            return False
+        return any(segment.sharded.grad is not None for segment in self.group.segments)
 
     def due_segments(self) -> frozenset[int]:
         """Return the segments whose difference the next refresh sends; none if nothing has changed.
@@ -171,21 +212,35 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
             return None
         return self.group.sample_main(ranges), sample_of(replica.own_shard, ranges)
 
-    def copies(self) -> ReplicaCopy | None:
-        """See GroupCommunication."""
-        if self.replica is None:
-            return None
-        self.replica.wait()
-        if self.replica.rows is None:
-            return None
-        return ReplicaCopy(
-            name=self.group.name,
-            rows=self.replica.rows,
-            layout=self.layout,
-            process_group=self.group.process_group,
-            is_full=self.replica.is_full,
-            traffic=self.weight_traffic,
-        )
+    def copies(self) -> Sequence[ReplicaCopy]:
+        """See GroupCommunication; with HSDP, also a checksum of the main shard, which replicas hold alike."""
+        found = []
+        if self.replica is not None:
+            self.replica.wait()
+            if self.replica.rows is not None:
+                found.append(
+                    ReplicaCopy(
+                        name=self.group.name,
+                        rows=self.replica.rows,
+                        layout=self.layout,
+                        process_group=self.group.process_group,
+                        is_full=self.replica.is_full,
+                        traffic=self.weight_traffic,
+                    )
+                )
+        if self.all_reduce is not None and self.replica_layout is not None:
+            found.append(
+                ReplicaCopy(
+                    name=f"{self.group.name} (main weights)",
+                    rows=checksum(self.group.main_shard(torch.float32)).view(1),
+                    layout=self.replica_layout,
+                    process_group=self.group.replicas,
+                    is_full=True,
+                    traffic=self.all_reduce_traffic,
+                    can_be_refreshed=False,
+                )
+            )
+        return found
 
     def describe_weights(self) -> str:
         """See GroupCommunication."""
@@ -200,9 +255,19 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
         if not any(segment.sharded.requires_grad for segment in self.group.segments):
             return "none, all frozen"
         text = super().describe_gradients()
-        if self.reduction is None or self.group.shard_numel < self.reduction.config.min_numel:
-            return text
-        return text + self._describe_copies(min_numel=self.reduction.config.min_numel)
+        if self.reduction is not None and self.group.shard_numel >= self.reduction.config.min_numel:
+            text += self._describe_copies(min_numel=self.reduction.config.min_numel)
+        if self.all_reduce is not None and self.replica_layout is not None:
+            numel = self.group.shard_numel
+            text += f", {describe_all_reduce(self.all_reduce.config, self.replica_layout, numel)}"
+        return text
+
+    def describe_ranks(self) -> str:
+        """See GroupCommunication."""
+        text = super().describe_ranks()
+        return (
+            text if self.replica_layout is None else f"{text}, replicas {describe_ranks(self.replica_layout)}"
+        )
 
     def _describe_copies(self, *, min_numel: int = 0) -> str:
         """Return how what tensor-parallel ranks hold alike travels beside what they split, in one group."""

@@ -1,7 +1,7 @@
 """What the integration reads of FSDP2's parameter groups; the only file that touches their private parts.
 
-`torch_internals` checks that these are what they are in the releases of torch that are tested. Everything
-that changes FSDP2 goes through its public setters.
+`torch_internals` checks that these are what they are in the releases of torch that are tested. What changes
+FSDP2 goes through its public setters, but for the process group of HSDP's replicas, which has none.
 """
 
 from __future__ import annotations
@@ -128,6 +128,8 @@ class CommObjects:
     reduce_scatter: Comm
     force_sum: bool
     """Reductions are asked for as sums, also where they end as means."""
+    replicas: ProcessGroup | None
+    """What gradients are all-reduced over; None without HSDP."""
 
 
 class FSDPGroup:
@@ -150,6 +152,17 @@ class FSDPGroup:
         return tuple(dist.get_process_group_ranks(self.process_group))
 
     @property
+    def replicas(self) -> ProcessGroup:
+        """The ranks that hold the same shard as this one; only with HSDP."""
+        info = self._hybrid_info
+        return info.mesh.get_group(cast(int, info.replicate_mesh_dim))
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """Global ranks that hold the same shard as this one, in order; only its own without HSDP."""
+        return tuple(dist.get_process_group_ranks(self.replicas)) if self.is_hybrid else (dist.get_rank(),)
+
+    @property
     def shard_rank(self) -> int:
         """Which shard this rank holds: the same on HSDP replicas and on tensor-parallel peers.
 
@@ -163,17 +176,20 @@ class FSDPGroup:
 
         It numbers the rounding of gradients: parameters that tensor parallelism replicates stay equal.
         """
-        info = self._group.mesh_info
-        replica = cast(HybridMeshInfo, info).replicate_mesh_rank if self.is_hybrid else 0
-        return replica * info.shard_mesh_size + self.shard_rank
+        replica = self._hybrid_info.replicate_mesh_rank if self.is_hybrid else 0
+        return self.data_ranks_of_replicas[replica]
+
+    @property
+    def data_ranks_of_replicas(self) -> range:
+        """The `data_rank` of each of the `replica_ranks`."""
+        size = self._group.mesh_info.shard_mesh_size
+        return range(self.shard_rank, self.data_ranks, size)
 
     @property
     def data_ranks(self) -> int:
         """How many values `data_rank` has."""
-        info = self._group.mesh_info
-        return info.shard_mesh_size * (
-            cast(HybridMeshInfo, info).replicate_mesh_size if self.is_hybrid else 1
-        )
+        replicas = self._hybrid_info.replicate_mesh_size if self.is_hybrid else 1
+        return self._group.mesh_info.shard_mesh_size * replicas
 
     @property
     def device(self) -> torch.device:
@@ -314,7 +330,12 @@ class FSDPGroup:
             all_gather=self._group._all_gather_comm,
             reduce_scatter=self._group._reduce_scatter_comm,
             force_sum=self._group.force_sum_reduction_for_comms,
+            replicas=self._hybrid_info.replicate_process_group if self.is_hybrid else None,
         )
+
+    @property
+    def _hybrid_info(self) -> HybridMeshInfo:
+        return cast(HybridMeshInfo, self._group.mesh_info)
 
     @property
     def custom_comms(self) -> list[str]:
@@ -363,6 +384,9 @@ class FSDPGroup:
         self.module.set_custom_all_gather(comms.all_gather)
         self.module.set_custom_reduce_scatter(comms.reduce_scatter)
         self.module.set_force_sum_reduction_for_comms(comms.force_sum)
+        if comms.replicas is not None:
+            # There is no setter: FSDP2's hook for all-reduces comes after its own one over the replicas.
+            self._hybrid_info.replicate_process_group = comms.replicas
         return previous
 
 

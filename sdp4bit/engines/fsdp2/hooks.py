@@ -1,4 +1,4 @@
-"""The two objects FSDP2 calls to communicate."""
+"""The objects FSDP2 calls to communicate."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
 from sdp4bit.collectives.weight_replica import Range, WeightReplica
 from sdp4bit.collectives.work import CompletedWork, DeferredWork
@@ -191,13 +192,14 @@ class ReduceScatterHook:
         comm, state, numel = self._comm, self._state, output_tensor.numel()
         state.reductions_since_step += 1
         comm.is_reduced = True
+        comm.awaits_replicas = comm.replica_layout is not None
         if state.reductions_since_step == _REDUCTIONS_WITHOUT_STEP * len(state.groups):
             state.warn_once(
                 f"sdp4bit: {_REDUCTIONS_WITHOUT_STEP} gradient reductions without an optimizer step over "
                 "these parameters; unless the optimizer is a torch.optim.Optimizer, call comm.mark_step()"
             )
         comm.gradient_bits = None
-        parts = self._parts(numel)
+        parts = _quantized_parts(comm, state, numel)
         if comm.reduction is None or not parts:
             self._reduce_densely(output_tensor, input_tensor, group, op)
             return
@@ -221,24 +223,6 @@ class ReduceScatterHook:
                 comm.gradient_bits = comm.reduction.bits
         comm.reductions += 1
 
-    def _parts(self, numel: int) -> list[list[Range]]:
-        """Return the ranges of a row that are reduced apart from each other; none to leave it dense."""
-        comm, config, state = self._comm, self._comm.gradient_config, self._state
-        if config is None or state.steps < config.start_step:
-            return []
-        if numel < config.min_numel:
-            return []
-        parts = comm.gradient_parts(numel)
-        if parts is None:
-            state.warn_once(
-                "sdp4bit: some parameters got no gradient, and which ones is not known: gradients of modules "
-                "in which tensor parallelism splits some parameters and copies others are then reduced in "
-                f"full precision. Apply fully_shard to what is not always used by itself ({comm.group.name})"
-            )
-            return []
-        longest = max(sum(end - start for start, end in ranges) for ranges in parts)
-        return parts if longest >= config.min_numel else []
-
     def _reduce_densely(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object
     ) -> None:
@@ -251,6 +235,113 @@ class ReduceScatterHook:
         else:
             reduce_scatter_dense(output_tensor, input_tensor, group, op, what=what)
         stop()
+
+
+class ReplicaGroup:
+    """Stands for the process group of HSDP's replicas, over which FSDP2 all-reduces gradients.
+
+    FSDP2 calls `torch.distributed.all_reduce` with it, on its all-reduce stream. There it keeps the gradients
+    until the collective is over, and leaves out the reduction of micro-batches that are only accumulated. In
+    tables of process groups this is found where the group it stands for is.
+    """
+
+    def __init__(
+        self, comm: FSDPCommunication, state: FSDPModelCommunication, *, stock: dist.ProcessGroup
+    ) -> None:
+        """Take over from the group itself, which still reduces what is not quantized."""
+        self._comm = comm
+        self._state = state
+        self._stock = stock
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other == self._stock
+
+    def __hash__(self) -> int:
+        return hash(self._stock)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    @torch.no_grad()
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> None:
+        """Reduce one tensor [n], this rank's shard of the gradients, over its replicas in place.
+
+        Args:
+            opts: with the operation, `reduceOp`; the call is synchronous.
+        """
+        comm, (values,) = self._comm, tensors
+        self._state.before_all_reduce()
+        comm.gradient_bits, comm.awaits_replicas = None, False
+        parts = [] if comm.all_reduce is None else _quantized_parts(comm, self._state, values.numel())
+        if comm.all_reduce is None or not parts:
+            self._reduce_densely(values, opts)
+            return
+        multiplier = reduction_multiplier(opts.reduceOp, self._stock, name=comm.group.name, engine="FSDP2")
+        nonfinite = None
+        if comm.reduction is None:
+            nonfinite = comm.sample_gradient(values, sample_numel=self._state.gradient_sample_numel)
+        for index, ranges in enumerate(parts):
+            if not ranges:
+                continue
+            with _values_of(values, ranges) as part:
+                if not comm.all_reduce.takes(part.numel()):
+                    self._reduce_densely(part, opts)
+                    continue
+                comm.all_reduce(
+                    part,
+                    call=comm.all_reduces * len(parts) + index,
+                    multiplier=multiplier,
+                    nonfinite=nonfinite,
+                )
+                comm.gradient_bits = comm.all_reduce.bits
+        comm.all_reduces += 1
+
+    def _reduce_densely(self, values: Tensor, opts: Any) -> None:
+        comm = self._comm
+        if not values.numel():
+            return
+        # As a ring does it: twice around, a part of the values at a time.
+        comm.count_dense(comm.all_reduce_traffic, round(2 * values.nbytes / self._stock.size()))
+        stop = comm.all_reduce_traffic.start_ring_timer(values.device)
+        with comm_error_context(
+            f"full-precision gradient all-reduce of {comm.group.name} over replicas", group=self._stock
+        ):
+            work = self._stock.allreduce([values], opts)
+            if work is not None:
+                work.wait()
+        stop()
+
+
+def _quantized_parts(comm: FSDPCommunication, state: FSDPModelCommunication, numel: int) -> list[list[Range]]:
+    """Return the ranges of a row that are reduced apart from each other; none to leave it dense."""
+    config = comm.gradient_config
+    if config is None or state.steps < config.start_step:
+        return []
+    if numel < config.min_numel:
+        return []
+    parts = comm.gradient_parts(numel)
+    if parts is None:
+        state.warn_once(
+            "sdp4bit: some parameters got no gradient, and which ones is not known: gradients of modules "
+            "in which tensor parallelism splits some parameters and copies others are then reduced in "
+            f"full precision. Apply fully_shard to what is not always used by itself ({comm.group.name})"
+        )
+        return []
+    longest = max(sum(end - start for start, end in ranges) for ranges in parts)
+    return parts if longest >= config.min_numel else []
+
+
+@contextmanager
+def _values_of(tensor: Tensor, ranges: Sequence[Range]) -> Iterator[Tensor]:
+    """Inside the block, [m] stands for these ranges of a tensor [n], to be changed in place."""
+    if len(ranges) == 1:
+        (start, end) = ranges[0]
+        yield tensor[start:end]
+        return
+    pieces = [tensor[start:end] for start, end in ranges]
+    part = torch.cat(pieces)
+    yield part
+    torch._foreach_copy_(pieces, list(part.split([piece.numel() for piece in pieces])))
 
 
 @contextmanager

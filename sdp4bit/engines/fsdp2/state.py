@@ -29,6 +29,7 @@ def save_state(state: FSDPModelCommunication) -> StateDict:
     replica: dict[str, DTensor] = {}
     fingerprints: dict[str, DTensor] = {}
     groups: dict[str, torch.Tensor] = {}
+    all_reduces: dict[str, torch.Tensor] = {}
     for comm in state.groups:
         due = comm.due_segments()
         pending = [int(index in due) for index in range(len(comm.group.segments))]
@@ -46,6 +47,8 @@ def save_state(state: FSDPModelCommunication) -> StateDict:
                 replica[segment.name] = segment.to_dtensor(row)
             fingerprints[comm.group.name] = _spread(fingerprint, comm.group.mesh)
         groups[comm.group.name] = torch.tensor([comm.reductions, comm.refreshes, *pending])
+        if comm.all_reduce is not None:
+            all_reduces[comm.group.name] = torch.tensor(comm.all_reduces)
     return {
         "format_version": FORMAT_VERSION,
         "steps": state.steps + int(state.step_pending),
@@ -53,6 +56,7 @@ def save_state(state: FSDPModelCommunication) -> StateDict:
         "groups": groups,
         "replica": replica,
         "fingerprints": fingerprints,
+        **({"all_reduces": all_reduces} if all_reduces else {}),
     }
 
 
@@ -93,6 +97,7 @@ def load_state(state: FSDPModelCommunication, saved: StateDict) -> None:
         usable = counters is not None and counters.numel() == expected
         values = [int(v) for v in counters] if usable else [0] * expected
         comm.reductions, comm.refreshes = values[0], values[1]
+        comm.all_reduces = int(saved.get("all_reduces", {}).get(comm.group.name, 0))
         comm.changed = {index for index, flag in enumerate(values[2:]) if flag}
         comm.trained = frozenset(comm.changed)
         comm.resync_wanted = True

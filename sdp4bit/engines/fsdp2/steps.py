@@ -80,6 +80,13 @@ class FSDPModelCommunication(ModelCommunication[FSDPCommunication]):
         self.aliases.take_written()  # some optimizers write parameters in ways that look like a load
         for comm in self.groups:
             comm.note_step(by_hand=by_hand)
+            if comm.has_unsummed_gradients():
+                self.warn_once(
+                    "sdp4bit: an optimizer has stepped with gradients that were reduced over shards, and not "
+                    f"over replicas since ({comm.group.name}): either the last backward before it had "
+                    "set_requires_all_reduce(False), or FSDP2 has all-reduced them by itself, in full "
+                    "precision, over another process group than when sdp4bit attached"
+                )
         self._reshard_changed()
 
     def _count_step_alone(self, params: Sequence[object] | None) -> None:
@@ -158,6 +165,14 @@ class FSDPModelCommunication(ModelCommunication[FSDPCommunication]):
                 "find such edits first: call comm.resync() on all ranks after them"
             )
         if ended:
+            self.measure_step()
+
+    def before_all_reduce(self) -> None:
+        """Notice a step boundary where no shard is gathered, so that the gradients of replicas come first."""
+        if self.step_pending and not self._communicates:
+            self.step_pending = False
+            self.steps += 1
+            self.end_traffic()
             self.measure_step()
 
     def _was_loaded_in_place(self) -> bool:

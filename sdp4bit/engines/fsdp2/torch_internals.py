@@ -66,8 +66,11 @@ class MeshInfo(Protocol):
 class HybridMeshInfo(MeshInfo, Protocol):
     """The ranks of a parameter group that is sharded and replicated (HSDP)."""
 
+    replicate_mesh_dim: int | None
     replicate_mesh_rank: int
     replicate_mesh_size: int
+    replicate_process_group: ProcessGroup
+    """What gradients are all-reduced over, by `torch.distributed.all_reduce`."""
 
 
 class ParamModuleInfo(Protocol):
@@ -148,6 +151,8 @@ def param_groups_of(module: Module) -> list[ParamGroup]:
     for group in groups:
         _check(group, relied_on(ParamGroup))
         _check(group.mesh_info, relied_on(MeshInfo))
+        if group._is_hsdp:
+            _check(group.mesh_info, relied_on(HybridMeshInfo))
         for param in group.fsdp_params[:1]:
             _check(param, relied_on(Param))
         for name, arguments in _ARGUMENTS.items():

@@ -105,7 +105,7 @@ def quantize_communication(
         topology=topology,
         failure=failure,
         within=within,
-    )
+    ).shards
     if existing is not None:
         return existing
     _warn(chunks, buckets, layouts)

@@ -186,11 +186,11 @@ class BucketCommunication(GroupCommunication[MegatronBucket, BucketReplica]):
         """See GroupCommunication."""
         return None if self.replica is None else self.replica.sample(ranges)
 
-    def copies(self) -> ReplicaCopy | None:
+    def copies(self) -> Sequence[ReplicaCopy]:
         """See GroupCommunication."""
         if self.replica is None:
-            return None
-        return ReplicaCopy(
+            return []
+        copy = ReplicaCopy(
             name=self.group.name,
             rows=self.group.weights,
             layout=self.layout,
@@ -198,6 +198,7 @@ class BucketCommunication(GroupCommunication[MegatronBucket, BucketReplica]):
             is_full=True,
             traffic=self.weight_traffic,
         )
+        return [copy]
 
     @property
     def replica_place(self) -> str:

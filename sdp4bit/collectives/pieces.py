@@ -1,0 +1,22 @@
+"""Into which pieces an all-reduce cuts a tensor, one for each rank."""
+
+from __future__ import annotations
+
+from sdp4bit.config import GradientConfig
+from sdp4bit.quantization.layout import BLOCK
+
+
+def piece_places(numel: int, *, ranks: int) -> tuple[int, int]:
+    """Return how far apart the pieces of a tensor begin, and how long each is.
+
+    They begin at multiples of 32 values and end together with the tensor: neighbours overlap by fewer than
+    32 values per rank, so that nothing has to be copied or padded. What overlaps is reduced twice; the
+    rank behind has the last word.
+    """
+    stride = numel // ranks // BLOCK * BLOCK
+    return stride, numel - stride * (ranks - 1)
+
+
+def is_long_enough(numel: int, *, ranks: int, config: GradientConfig) -> bool:
+    """Return whether so many values are quantized: each rank's part is no shorter than `min_numel`."""
+    return numel // ranks >= config.min_numel

@@ -1,0 +1,1 @@
+"""SDP4Bit on PyTorch's DistributedDataParallel."""

@@ -1,0 +1,237 @@
+"""A communication hook for DistributedDataParallel: gradients averaged by a quantized all-reduce."""
+
+# Annotations are evaluated here, unlike elsewhere: DDP compares those of a hook with its types.
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.futures import Future
+
+from sdp4bit.collectives.all_reduce import QuantizedAllReduce
+from sdp4bit.collectives.errors import comm_error_context
+from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.topology import TopologySpec, create_topologies
+from sdp4bit.collectives.work import SideStream
+from sdp4bit.config import GradientConfig
+from sdp4bit.engines.agreement import ShardedRows, agree, participants
+from sdp4bit.engines.explain import ONE_RANK, describe_all_reduce, describe_ranks
+from sdp4bit.quantization.random import check_numbers
+from sdp4bit.traffic import TrafficCounter
+
+FORMAT_VERSION = 1
+_QUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class DDPCommState:
+    """What :func:`ddp_comm_hook` keeps for one DistributedDataParallel model; a Stateful for checkpoints.
+
+    Every rank ends with the same bits, so weights stay equal as with plain DDP. Gradients of micro-batches
+    under `no_sync()` are not exchanged; buckets may be of any size and may be built anew.
+    """
+
+    def __init__(
+        self,
+        process_group: ProcessGroup | None = None,
+        *,
+        topology: TopologySpec = "auto",
+        config: GradientConfig | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Create the process groups; all ranks of the process group make this call.
+
+        Args:
+            process_group: that of the model; the default group when not given.
+            topology: which ranks share a node: "auto" (by host name), ranks per node, or an (inter, intra)
+                mesh.
+            config: how gradients are quantized, inside nodes and between them.
+            seed: of the rounding bits.
+
+        Raises:
+            ValueError: the topology or the settings don't allow it; the same on every rank.
+            TypeError: likewise, an argument of another type.
+            RuntimeError: torch.distributed is not initialized.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError("sdp4bit.DDPCommState needs torch.distributed: call init_process_group first")
+        within = participants(process_group, call="DDPCommState")
+        self.config = GradientConfig() if config is None else config
+        """How gradients are quantized."""
+        failure: Exception | None = None
+        if not isinstance(self.config, GradientConfig):
+            failure = TypeError(f"config={config!r} must be a GradientConfig, or None for the default")
+        if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+            failure = ValueError(f"seed={seed!r} must be an integer of at least 0")
+        self._group = process_group
+        ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        rows = ShardedRows(name="the gradients", ranks=ranks, shard_numel=0, dtypes=())
+        layouts = agree(
+            [rows],
+            settings={"config": self.config, "seed": seed},
+            topology=topology,
+            failure=failure,
+            within=within,
+            call="DDPCommState",
+        ).shards
+        check_numbers(buckets=1, ranks=len(ranks))
+        self._layout = layouts[ranks]
+        self._topology = create_topologies(list(layouts.values()), purpose="DDP", within=within)[ranks]
+        self._seed = seed
+        self._scratch = Scratch()
+        self._traffic = TrafficCounter(nodes=self._layout.nodes, ranks_per_node=self._layout.ranks_per_node)
+        self._all_reduces: dict[int, QuantizedAllReduce] = {}
+        self._calls: dict[int, int] = {}
+        self._buckets: dict[int, tuple[int, str]] = {}
+        """Of the last backward: values of each bucket, and how they travelled."""
+        self._streams: dict[torch.device, SideStream] = {}
+        self._has_warned = False
+        self.steps = 0
+        """Backward passes whose gradients have been exchanged."""
+
+    def average(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        """Start to average a bucket's gradients over all ranks; the future holds them."""
+        index, values = bucket.index(), bucket.buffer()
+        how = self._unquantized_reason(values)
+        future = self._average_densely(values) if how else self._average_quantized(index, values)
+        self._buckets[index] = (
+            values.numel(),
+            how or describe_all_reduce(self.config, self._layout, values.numel()),
+        )
+        if bucket.is_last():
+            for old in [number for number in self._buckets if number > index]:
+                del self._buckets[old]
+            self.steps += 1
+            self._traffic.end_step()
+        return future
+
+    def _unquantized_reason(self, values: Tensor) -> str:
+        if self._layout.size == 1:
+            return ONE_RANK
+        if self.steps < self.config.start_step:
+            return f"full precision until step {self.config.start_step}"
+        if values.dtype not in _QUANTIZED_DTYPES:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"sdp4bit: gradients in {values.dtype} are averaged in full precision: only fp32, bf16 "
+                    "and fp16 are quantized",
+                    stacklevel=2,
+                )
+            return f"full precision: {str(values.dtype).removeprefix('torch.')}"
+        if values.numel() // self._layout.size < self.config.min_numel:
+            return describe_all_reduce(self.config, self._layout, values.numel())
+        return ""
+
+    def _average_densely(self, values: Tensor) -> Future[Tensor]:
+        """Average as DDP does without a hook."""
+        if self._layout.size > 1:
+            # As a ring does it: twice around, a part of the values at a time.
+            sent = round(2 * values.nbytes / self._layout.size)
+            self._traffic.count_plain(sent)
+            self._traffic.count_ring(sent)
+        values.div_(self._layout.size)
+        with comm_error_context("full-precision gradient all-reduce of DDP", group=self._group):
+            work: Any = dist.all_reduce(values, group=self._group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _average_quantized(self, index: int, values: Tensor) -> Future[Tensor]:
+        all_reduce = self._all_reduces.get(index)
+        if all_reduce is None:
+            all_reduce = self._all_reduces[index] = QuantizedAllReduce(
+                self._topology,
+                config=self.config,
+                seed=self._seed,
+                ranks=range(self._layout.size),
+                bucket=index,
+                traffic=self._traffic,
+                scratch=self._scratch,
+                name=f"DDP's bucket {index}",
+            )
+        call = self._calls.get(index, 0)
+        self._calls[index] = call + 1
+        device = values.device
+        if device not in self._streams:
+            self._streams[device] = SideStream(device)
+        future: Future[Tensor] = Future(devices=None if device.type == "cpu" else [device])
+
+        def average() -> None:
+            all_reduce(values, call=call, multiplier=1.0 / self._layout.size)
+            # On a GPU the work is queued: whoever waits for the future waits for the stream that is current.
+            future.set_result(values)
+
+        self._streams[device].run(average)
+        return future
+
+    # -- what is known of it ---------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return what this rank sent; cheap, and waits for nothing.
+
+        Returns:
+            "steps": backward passes whose gradients were exchanged. "last_step", "total": bytes this rank
+            sent inside its node ("intra_bytes") and to other nodes ("inter_bytes"), how much of both is
+            padding, and the number of collectives. "compression_ratio": bytes of plain DDP over bytes sent
+            between nodes in the last step, inside the node if there is one.
+        """
+        last = self._traffic.last_step
+        return {
+            "steps": self.steps,
+            "last_step": last.as_dict(),
+            "total": self._traffic.total.as_dict(),
+            "compression_ratio": last.compression_ratio,
+        }
+
+    def explain(self) -> str:
+        """Return a line per bucket of the last backward: its values, and how they travelled or why not."""
+        ranks = f"ranks {describe_ranks(self._layout)}"
+        if not self._buckets:
+            return f"{ranks}; no gradients yet: register_comm_hook(state, sdp4bit.ddp_comm_hook)"
+        lines = [
+            f"bucket {index}: {numel:,} values, {how}"
+            for index, (numel, how) in sorted(self._buckets.items())
+        ]
+        return "\n".join([ranks, *lines])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters that number the rounding bits; the same on all ranks."""
+        return {"format_version": FORMAT_VERSION, "steps": self.steps, "calls": dict(self._calls)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state; call it on all ranks.
+
+        DDP builds its buckets anew after the first backward of a process, also of a resumed one (unless
+        `find_unused_parameters=True`): that one is rounded in other groups than in an uninterrupted run.
+
+        Raises:
+            ValueError: not a state of this class; nothing is changed.
+        """
+        known = isinstance(state_dict, Mapping) and state_dict.get("format_version") == FORMAT_VERSION
+        if not known or not isinstance(state_dict.get("calls"), Mapping):
+            raise ValueError(
+                f"this is not the state of an sdp4bit.DDPCommState of format {FORMAT_VERSION}: {state_dict!r}"
+            )
+        self.steps = int(state_dict["steps"])
+        self._calls = {int(index): int(count) for index, count in state_dict["calls"].items()}
+
+
+def ddp_comm_hook(state: DDPCommState, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    """Average a bucket of gradients with few bits, for `DistributedDataParallel.register_comm_hook`.
+
+    Example::
+
+        state = sdp4bit.DDPCommState()
+        model.register_comm_hook(state, sdp4bit.ddp_comm_hook)
+
+    Args:
+        state: one for the model.
+        bucket: as DDP passes it.
+
+    Returns:
+        A future of the averaged gradients, [n]: those of the bucket, changed in place.
+    """
+    return state.average(bucket)

@@ -1,0 +1,241 @@
+"""The communication hook for DistributedDataParallel, against DDP without one.
+
+Layer: 4 real processes over gloo.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sdp4bit
+from sdp4bit import GradientConfig
+from sdp4bit.plan.traffic import RankGrid, all_reduce_exchange
+from tests.engines.fsdp2.test_bytes import count_sent_bytes
+from tests.ranks import on_ranks
+from tests.toy import ToyGPT, adamw, assert_close, batches, loss_of
+
+ALL = GradientConfig(min_numel=0)
+EXACT = GradientConfig(intra_bits=None, inter_bits=None, min_numel=0)
+BUCKET_MB = 0.02
+"""Several buckets of a model of 130 kB."""
+
+
+class DDPRun:
+    """The toy model in DDP, with a hook unless the configuration is None."""
+
+    def __init__(
+        self,
+        config: GradientConfig | None,
+        *,
+        topology: int = 1,
+        model: nn.Module | None = None,
+        clip: float | None = None,
+        bucket_cap_mb: float = BUCKET_MB,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(model or ToyGPT(), bucket_cap_mb=bucket_cap_mb, **options)
+        self.state: Any = None
+        if config is not None:
+            self.state = sdp4bit.DDPCommState(topology=topology, config=config)
+            self.model.register_comm_hook(self.state, sdp4bit.ddp_comm_hook)
+        self.optimizer = adamw(self.model)
+        self.data = batches()
+        self.clip = clip
+        self.losses: list[float] = []
+
+    def backward(self) -> None:
+        loss = loss_of(self.model, next(self.data))
+        loss.backward()
+        self.losses.append(loss.item())
+
+    def train(self, steps: int, *, accumulate: int = 1) -> DDPRun:
+        for _ in range(steps):
+            for _ in range(accumulate - 1):
+                with self.model.no_sync():
+                    self.backward()
+            self.backward()
+            if self.clip is not None:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def weights(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+    def check_ranks(self) -> None:
+        """All ranks hold the same weights, bit for bit."""
+        held: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(held, self.weights())
+        for other in held:
+            assert all(map(torch.equal, held[0], other))
+
+
+def sizes(state: Any) -> list[int]:
+    return [numel for _, (numel, _) in sorted(state._buckets.items())]
+
+
+def check_training() -> None:
+    """Training tracks plain DDP; buckets are built anew after the first step; bytes are the formula's."""
+    plain = DDPRun(None).train(8).losses
+    for topology, grid in (
+        (1, RankGrid(nodes=4, ranks_per_node=1)),
+        (2, RankGrid(nodes=2, ranks_per_node=2)),
+        (4, RankGrid(nodes=1, ranks_per_node=4)),
+    ):
+        run, buckets = DDPRun(ALL, topology=topology), []
+        for _ in range(2):
+            with count_sent_bytes(topology) as sent:
+                run.train(1)
+            buckets.append(sizes(run.state))
+            expected = [all_reduce_exchange(numel, grid=grid, config=ALL) for numel in buckets[-1]]
+            last = run.state.stats()["last_step"]
+            assert sent["inter"] == last["inter_bytes"] == sum(each.inter_bytes for each in expected)
+            assert sent["intra"] == last["intra_bytes"] == sum(each.intra_bytes for each in expected)
+        first, second = buckets
+        assert len(first) < 3 <= len(second) and sum(first) == sum(second)
+        run.train(6)
+        assert sizes(run.state) == second
+        assert run.losses != plain
+        assert_close(run.losses, plain)
+        run.check_ranks()
+        stats = run.state.stats()
+        assert (
+            stats["steps"] == 8 and stats["total"]["collectives"] > 8 * stats["last_step"]["collectives"] / 2
+        )
+        table = run.state.explain()
+        assert table.startswith(f"ranks {grid.nodes} x {grid.ranks_per_node}\nbucket 0: ")
+        assert table.count("all-reduce ") == len(sizes(run.state))
+        if topology == 1:
+            # Buckets of 5,000 values: longer ones come nearer to 7.76.
+            assert stats["compression_ratio"] > 6.5
+    static = DDPRun(ALL, static_graph=True).train(8)
+    assert_close(static.losses, plain)
+    static.check_ranks()
+    exact = DDPRun(EXACT).train(8)
+    exact.check_ranks()
+    torch.testing.assert_close(torch.tensor(exact.losses), torch.tensor(plain), rtol=1e-3, atol=0)
+
+
+def check_accumulation() -> None:
+    """Micro-batches under no_sync() are not exchanged; gradients are clipped by the same norm everywhere."""
+    plain = DDPRun(None, clip=0.5).train(4, accumulate=3).losses
+    for is_view in (False, True):
+        run = DDPRun(ALL, clip=0.5, gradient_as_bucket_view=is_view).train(4, accumulate=3)
+        assert_close(run.losses, plain)
+        run.check_ranks()
+        assert run.state.steps == 4
+        assert set(run.state._calls.values()) <= {1, 2, 3, 4}
+
+
+class Unused(nn.Module):
+    """One of two layers has a part in the loss, another one in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt, self.calls = ToyGPT(), 0
+        self.layers = nn.ModuleList(nn.Linear(61, 61) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layers[self.calls % 2](self.gpt(tokens))
+
+
+def check_resume() -> None:
+    """Where DDP keeps its buckets, the next losses are repeated bit for bit, and not without the state."""
+
+    def build() -> DDPRun:
+        torch.manual_seed(1)
+        return DDPRun(ALL, model=Unused(), find_unused_parameters=True)
+
+    run = build().train(4)
+    saved = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+    saved = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, saved)
+    state = run.state.state_dict()
+    expected, weights = run.train(3).losses[4:], run.weights()
+    run.check_ranks()
+    for loads in (True, False):
+        resumed = build()
+        resumed.model.load_state_dict(saved["model"])
+        resumed.model.module.calls = 4
+        resumed.optimizer.load_state_dict(saved["optimizer"])
+        for _ in range(4):
+            next(resumed.data)
+        if loads:
+            resumed.state.load_state_dict(state)
+        resumed.train(3)
+        assert (resumed.losses == expected) == loads
+        assert all(map(torch.equal, resumed.weights(), weights)) == loads
+        assert resumed.state.steps == (7 if loads else 3)
+    with pytest.raises(ValueError, match=r"not the state of an sdp4bit\.DDPCommState"):
+        run.state.load_state_dict({"steps": 3})
+
+
+def check_full_precision() -> None:
+    """What is not quantized equals plain DDP bit for bit, and is told and counted."""
+    plain = DDPRun(None).train(3).losses
+    config = replace(ALL, start_step=3)
+    late = DDPRun(config).train(3)
+    assert late.losses == plain
+    assert late.state.explain().count("full precision until step 3") == len(sizes(late.state))
+    stats = late.state.stats()
+    assert stats["compression_ratio"] == 1.0
+    assert stats["last_step"]["inter_bytes"] == pytest.approx(2 * 4 * sum(sizes(late.state)) * 3 / 4, abs=8)
+    late.train(1)
+    assert late.state.explain().count("all-reduce inter int4/128") == len(sizes(late.state))
+    short = DDPRun(GradientConfig(min_numel=1 << 20)).train(3)
+    assert short.losses == plain
+    assert "all-reduce: part below min_numel=1048576" in short.state.explain()
+
+    torch.manual_seed(0)
+    double = DDPRun(ALL, model=nn.Linear(64, 64).double())
+    with pytest.warns(UserWarning, match="torch.float64 are averaged in full precision"):
+        double.model(torch.ones(1, 64).double() * dist.get_rank()).sum().backward()
+    (weight, _) = double.model.parameters()
+    assert weight.grad is not None and (weight.grad == 1.5).all()
+    assert "full precision: float64" in double.state.explain()
+
+
+def check_a_part_of_the_ranks() -> None:
+    """Pairs of ranks have a model each; errors are the same on all ranks that call."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[dist.get_rank() // 2]
+    torch.manual_seed(0)
+    model = DistributedDataParallel(ToyGPT(), process_group=mine)
+    state = sdp4bit.DDPCommState(mine, topology=1, config=ALL)
+    model.register_comm_hook(state, sdp4bit.ddp_comm_hook)
+    loss_of(model, next(batches())).backward()
+    assert state.explain().startswith("ranks 2 x 1\nbucket 0: ")
+    assert "no gradients yet" in sdp4bit.DDPCommState(mine, topology=1).explain()
+    with pytest.raises(ValueError, match=r"the ranks ask for different configurations(.|\n)*seed"):
+        sdp4bit.DDPCommState(mine, topology=1, seed=dist.get_rank())
+    with pytest.raises(TypeError, match=r"sdp4bit\.DDPCommState: config='sdp4bit' must be a GradientConfig"):
+        sdp4bit.DDPCommState(mine, config="sdp4bit")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="only its ranks call DDPCommState"):
+        sdp4bit.DDPCommState(dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]
+
+
+@on_ranks(4, timeout=400.0)
+def test_training_tracks_plain_ddp_with_equal_weights_and_the_bytes_of_the_formula() -> None:
+    check_training()
+
+
+@on_ranks(4, timeout=400.0)
+def test_accumulation_resume_and_what_stays_in_full_precision() -> None:
+    check_accumulation()
+    check_resume()
+    check_full_precision()
+    check_a_part_of_the_ranks()
+
+
+def test_without_a_process_group_the_error_says_how_to_get_one() -> None:
+    with pytest.raises(RuntimeError, match="call init_process_group first"):
+        sdp4bit.DDPCommState()

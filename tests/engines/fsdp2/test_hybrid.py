@@ -1,0 +1,356 @@
+"""FSDP2 integration, HSDP: the all-reduce over replicas, in any placement of shards and replicas.
+
+Layer: 4 real processes over gloo, 2 nodes x 2 ranks. What replicas hold is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from sdp4bit import AlertConfig, AuditConfig, GradientConfig, ReplicaMismatchError, SDP4BitConfig
+from sdp4bit.engines.fsdp2.hooks import ReplicaGroup
+from sdp4bit.plan.traffic import RankGrid, all_reduce_exchange, gradient_exchange
+from sdp4bit.traffic import Traffic
+from tests.engines.fsdp2.test_bytes import count_sent_bytes
+from tests.engines.fsdp2.test_parallelism import split_layers
+from tests.ranks import on_ranks
+from tests.toy import IDENTITY, QUANTIZED, Run, ToyGPT, assert_close, build, shard
+
+PLACEMENTS = {
+    "shards in the node": [[0, 1], [2, 3]],
+    "replicas in the node": [[0, 2], [1, 3]],
+    "replicas only": [[0], [1], [2], [3]],
+}
+"""Ranks of each replica; ranks 0 and 1 are one node."""
+USUAL = "shards in the node"
+GRADIENTS = replace(QUANTIZED, weights=None)
+
+
+def mesh_of(placement: str) -> DeviceMesh:
+    return DeviceMesh("cpu", PLACEMENTS[placement], mesh_dim_names=("replicate", "shard"))
+
+
+class HybridRun(Run):
+    """The toy model on a 2-D mesh; replicas see different data."""
+
+    def __init__(self, config: SDP4BitConfig | None, placement: str = USUAL, **options: Any) -> None:
+        mesh = mesh_of(placement)
+        self.replicas = mesh.get_group("replicate")
+        with warnings.catch_warnings():
+            # Weights in the node are not quantized.
+            warnings.filterwarnings("ignore", "sdp4bit: .* sharded inside one node")
+            super().__init__(build(mesh=mesh), config, **options)
+
+    @property
+    def groups(self) -> list[Any]:
+        return list(self.comm._state.groups)
+
+    def check_replicas(self) -> None:
+        """Weights and what the optimizer keeps of them are the same bits on all ranks with the same shard."""
+        self.model.reshard()
+        states = [s for state in self.optimizer.state.values() for s in state.values()]
+        held = [t.to_local() if isinstance(t, DTensor) else t for t in (*self.model.parameters(), *states)]
+        peers: list[Any] = [None] * self.replicas.size()
+        dist.all_gather_object(peers, [t.detach().clone() for t in held], group=self.replicas)
+        assert len(peers) > 1
+        for other in peers:
+            assert all(map(torch.equal, held, other))
+
+
+def counted(run: HybridRun) -> Traffic:
+    """What the all-reduces of the last step sent."""
+    run.evaluate()
+    counters = [g.all_reduce_traffic for g in run.groups]
+    return sum((c.current_step if run.comm._state.step_pending else c.last_step for c in counters), Traffic())
+
+
+def check_training(placement: str) -> None:
+    plain = HybridRun(None, placement).train(8).finish()
+    exact = HybridRun(IDENTITY, placement)
+    losses = exact.train(8).finish()
+    exact.check_replicas()
+    if placement == "replicas only":
+        assert_close(losses, plain)  # four gradients are added in another order
+    else:
+        assert losses == plain
+    run = HybridRun(QUANTIZED, placement)
+    with count_sent_bytes(2) as sent:
+        run.train(1)
+    first = dict(sent)
+    losses = run.train(7).finish()
+    run.check_replicas()
+    assert losses != plain
+    assert_close(losses, plain)
+    assert run.comm.audit()
+
+    # What was sent is what is counted, and what the planner says.
+    grids = {
+        "shards in the node": (RankGrid(nodes=1, ranks_per_node=2), RankGrid(nodes=2, ranks_per_node=1)),
+        "replicas in the node": (RankGrid(nodes=2, ranks_per_node=1), RankGrid(nodes=1, ranks_per_node=2)),
+        "replicas only": (RankGrid(nodes=1, ranks_per_node=1), RankGrid(nodes=2, ranks_per_node=2)),
+    }
+    sharded, replicated = grids[placement]
+    rows = [group.group.shard_numel for group in run.groups]
+    config = run.comm.config.gradients
+    reduced = [gradient_exchange(row, grid=sharded, config=config) for row in rows]
+    summed = [all_reduce_exchange(row, grid=replicated, config=config) for row in rows]
+    traffic = counted(run)
+    assert traffic.inter_bytes == sum(each.inter_bytes for each in summed)
+    assert traffic.intra_bytes == sum(each.intra_bytes for each in summed)
+    assert traffic.collectives == sum(each.collectives for each in summed)
+    gradients = [*reduced, *summed]
+    if placement != "replicas in the node":  # where weights go between nodes
+        assert first["inter"] == sum(each.inter_bytes for each in gradients)
+        assert first["intra"] == sum(each.intra_bytes for each in gradients)
+        assert run.comm.stats()["last_step"]["inter_bytes"] == first["inter"]
+    assert run.comm.stats()["steps"] == 8
+    assert [group.gradient_bits for group in run.groups] == [
+        8 if placement == "replicas in the node" else 4
+    ] * 4
+    # Rows of 500 to 10,000 values; the ratio of long ones is in test_all_reduce.py.
+    plain_bytes = traffic.plain_inter_bytes + traffic.plain_intra_bytes
+    assert traffic.intra_bytes + traffic.inter_bytes < plain_bytes / (3 if placement == USUAL else 1)
+    table = run.comm.explain()
+    assert table.count("all-reduce ") == 4
+    assert (
+        table.count(
+            {
+                USUAL: "1 x 2, replicas 2 x 1 ",
+                "replicas in the node": "2 x 1, replicas 1 x 2 ",
+                "replicas only": "1 x 1, replicas 2 x 2 ",
+            }[placement]
+        )
+        == 4
+    )
+    measured = run.comm.stats()
+    assert 0.0 < measured["gradient_error"] < 0.4 and measured["nonfinite_groups"] == 0
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@on_ranks(4, timeout=400.0)
+def test_replicas_stay_equal_and_train_as_with_plain_fsdp2(placement: str) -> None:
+    check_training(placement)
+
+
+class Accumulating(HybridRun):
+    """Three micro-batches a step: one not even reduced over shards, one not over replicas."""
+
+    def train(self, steps: int) -> Accumulating:
+        for _ in range(steps):
+            for reduces, all_reduces in ((False, False), (True, False), (True, True)):
+                self.model.set_requires_gradient_sync(reduces)
+                self.model.set_requires_all_reduce(all_reduces)
+                self.backward()
+            self.step()
+        return self
+
+
+def check_accumulation() -> None:
+    """Replicas exchange once per step whatever is accumulated; gradients are clipped by a common norm."""
+    plain = Accumulating(None, clip=0.5).train(4).finish()
+    exact = Accumulating(IDENTITY, clip=0.5).train(4)
+    assert exact.finish() == plain
+    run = Accumulating(QUANTIZED, clip=0.5).train(4)
+    assert_close(run.finish(), plain)
+    run.check_replicas()
+    assert [(group.reductions, group.all_reduces) for group in run.groups] == [(8, 4)] * 4
+    once = HybridRun(QUANTIZED).train(1)
+    assert counted(run).inter_bytes == counted(once).inter_bytes > 0
+
+
+def check_resume() -> None:
+    """A resumed run repeats the next losses and weights bit for bit; state without counters does not."""
+    run = HybridRun(QUANTIZED, clip=1.0).train(3)
+    saved = io.BytesIO()
+    states = {"model": run.model, "optimizer": run.optimizer, "comm": run.comm}
+    torch.save({name: part.state_dict() for name, part in states.items()}, saved)
+    expected = run.train(3).finish()[3:]
+    results = []
+    for forgets in (False, True):
+        saved.seek(0)
+        loaded = torch.load(saved, weights_only=False)
+        if forgets:
+            del loaded["comm"]["all_reduces"]
+        resumed = HybridRun(QUANTIZED, clip=1.0)
+        for _ in range(3):
+            next(resumed.data)
+        resumed.model.load_state_dict(loaded["model"])
+        resumed.optimizer.load_state_dict(loaded["optimizer"])
+        resumed.comm.load_state_dict(loaded["comm"])
+        results.append(resumed.train(3).finish() == expected)
+        resumed.check_replicas()
+    assert results == [True, False]
+
+
+@on_ranks(4, timeout=400.0)
+def test_accumulation_clipping_and_resume() -> None:
+    check_accumulation()
+    check_resume()
+
+
+def check_fallback() -> None:
+    """Alerts move the all-reduce too, from 4 bits to 8 to full precision, on all ranks alike."""
+    alerts = AlertConfig(action="fallback", gradient_error=1e-6, weight_drift=None, weight_error=None)
+    run = HybridRun(replace(QUANTIZED, alerts=alerts, audit=AuditConfig(interval=1)))
+    bits, errors = [], []
+    for _ in range(4):
+        run.train(1)
+        bits.append({group.gradient_bits for group in run.groups})
+        run.evaluate()
+        errors.append(run.comm.stats()["gradient_error"])
+    run.check_replicas()
+    assert bits == [{4}, {8}, {None}, {None}]
+    assert errors[0] > 0.15 > 0.03 > errors[1] > 0.005 and errors[2] == 0
+    changes = [alert.change for alert in run.comm.alerts() if alert.group == "blocks.0"]
+    assert changes[:2] == ["gradients int8/int4 -> int8", "gradients int8 -> full precision"]
+    assert "all-reduce inter fp32/128" not in run.comm.explain()
+    assert run.comm.explain().count("all-reduce inter fp32, since step") == 4
+
+
+def check_settings() -> None:
+    """What is not quantized is FSDP2's own all-reduce, counted as a ring; remove() gives the group back."""
+    plain = HybridRun(None).train(3).finish()
+    rows: list[int] = []
+    for config in (SDP4BitConfig(weights=None, gradients=None), starting_at(3)):
+        run = HybridRun(config).train(3)
+        assert run.finish() == plain
+        rows = [group.group.shard_numel for group in run.groups]
+        traffic = counted(run)
+        assert traffic.inter_bytes == traffic.plain_inter_bytes == sum(4 * row for row in rows)
+        assert all(isinstance(group.group.comms.replicas, ReplicaGroup) for group in run.groups)
+        stock = run.replicas
+        assert all(group.group.comms.replicas == stock for group in run.groups)
+        run.comm.remove()
+        assert all(module_group(block) is stock for block in run.model.blocks)
+    late = HybridRun(starting_at(2)).train(2)
+    assert late.losses == plain[:2]
+    assert [group.all_reduces for group in late.groups] == [0] * 4
+    assert late.train(1).finish() != plain
+    assert [group.all_reduces for group in late.groups] == [1] * 4
+
+    bypassed = HybridRun(GRADIENTS)
+    info = bypassed.groups[1].group._group.mesh_info
+    info.replicate_process_group = bypassed.replicas
+    with pytest.warns(UserWarning, match=r"not over replicas since \(blocks\.0\)"):
+        bypassed.train(1)
+
+    # A block is quantized over its shards and over replicas, the root's halves are too short for the latter.
+    block, root = max(rows), rows[0]
+    assert root < block
+    run = HybridRun(replace(GRADIENTS, gradients=GradientConfig(min_numel=root))).train(2)
+    for group in run.groups:
+        is_block = group.group.shard_numel == block
+        assert group.gradient_bits == (4 if is_block else None)
+        assert group.reductions == (2 if group.group.shard_numel >= root else 0)
+    assert run.comm.explain().count(f"all-reduce: part below min_numel={root}") == 2
+
+
+def starting_at(step: int) -> SDP4BitConfig:
+    return replace(GRADIENTS, gradients=GradientConfig(min_numel=0, start_step=step))
+
+
+def module_group(module: Any) -> Any:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return groups[0].mesh_info.replicate_process_group
+
+
+def check_audit() -> None:
+    """Main weights that differ between replicas are found on all ranks that hold them, and no others."""
+    for action in ("error", "resync"):
+        run = HybridRun(replace(QUANTIZED, audit=AuditConfig(on_mismatch=action))).train(1)
+        assert run.comm.audit()
+        if dist.get_rank() == 3:
+            run.model.reshard()
+            run.model.blocks[0].qkv.bias.to_local().data[0] += 2.0**-20
+        if dist.get_rank() in (0, 2):
+            assert run.comm.audit()
+            continue
+        with pytest.raises(
+            ReplicaMismatchError, match=r"blocks\.0 \(main weights\).* of rank 1 and of rank 3 "
+        ):
+            run.comm.audit()
+
+
+@on_ranks(4, timeout=400.0)
+def test_the_precision_fallback_the_audit_and_what_is_left_to_fsdp2() -> None:
+    check_fallback()
+    check_audit()
+    check_settings()
+
+
+class TensorParallelHybridRun(Run):
+    """Two replicas of one data-parallel rank each, split over two tensor-parallel ranks."""
+
+    def __init__(self, config: SDP4BitConfig | None) -> None:
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+        torch.manual_seed(0)
+        model = ToyGPT(width=64, hidden=128)
+        for block in model.blocks:
+            split_layers(block, mesh["tp"], sequence=False)
+        shard(model, mesh=mesh["replicate", "shard"])
+        params = [
+            {"params": [p for p in model.parameters() if p.device_mesh.ndim == ndim]} for ndim in (2, 3)
+        ]
+        super().__init__(model, config, topology=2, data_rank=mesh.get_local_rank("replicate"), params=params)
+
+    def weights(self) -> dict[str, tuple[bool, Tensor]]:
+        """Every parameter, and whether tensor parallelism splits it."""
+        self.model.reshard()
+        return {
+            name: (p.device_mesh.ndim == 3 and p.placements[2].is_shard(), p.to_local().detach().clone())
+            for name, p in self.model.named_parameters()
+        }
+
+
+@on_ranks(4, timeout=400.0)
+def test_what_tensor_parallel_ranks_hold_alike_stays_equal_over_replicas() -> None:
+    plain = TensorParallelHybridRun(None).train(4).losses
+    assert TensorParallelHybridRun(IDENTITY).train(4).losses == plain
+    run = TensorParallelHybridRun(QUANTIZED).train(4)
+    assert_close(run.losses, plain)
+    assert run.losses != plain
+    peers: list[Any] = [None] * 4
+    dist.all_gather_object(peers, run.weights())
+    for first, second in ((0, 2), (1, 3)):
+        assert all(torch.equal(own, peers[second][name][1]) for name, (_, own) in peers[first].items())
+    split = {name for name, (is_split, _) in peers[0].items() if is_split}
+    assert len(split) == 6
+    for name, (_, own) in peers[0].items():
+        assert name in split or torch.equal(own, peers[1][name][1]), name
+
+    frozen = TensorParallelHybridRun(QUANTIZED)
+    for name, param in frozen.model.named_parameters():
+        if name in split:  # so that a part of every block has no gradient at all
+            param.requires_grad_(False)
+    frozen.train(2)
+    assert [group.gradient_bits for group in frozen.comm._state.groups] == [4] * 4
+    dist.all_gather_object(peers, frozen.weights())
+    assert all(
+        torch.equal(own, peer[name][1])
+        for peer in peers
+        for name, (_, own) in peers[0].items()
+        if name not in split
+    )
+
+
+@pytest.mark.slow
+@on_ranks(4, timeout=580.0)
+def test_replicas_are_equal_bit_for_bit_after_200_steps() -> None:
+    run = HybridRun(QUANTIZED)
+    for _ in range(4):
+        run.train(50)
+        run.check_replicas()
+    plain = HybridRun(None).train(200)
+    ours, theirs = (sum(losses[-20:]) / 20 for losses in (run.losses, plain.losses))
+    assert abs(ours - theirs) < 0.03 * theirs
