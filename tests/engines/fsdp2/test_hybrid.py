@@ -91,7 +91,6 @@ def check_training(placement: str) -> None:
     run.check_replicas()
     assert losses != plain
     assert_close(losses, plain)
-    assert run.comm.audit()
 
     # What was sent is what is counted, and what the planner says.
     grids = {
@@ -134,6 +133,7 @@ def check_training(placement: str) -> None:
     )
     measured = run.comm.stats()
     assert 0.0 < measured["gradient_error"] < 0.4 and measured["nonfinite_groups"] == 0
+    assert run.comm.audit()
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
