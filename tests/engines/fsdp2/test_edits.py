@@ -23,7 +23,7 @@ from sdp4bit import SDP4BitConfig, WeightConfig, quantize_communication
 from sdp4bit.quantization.layout import MessageLayout
 from tests import ROOT
 from tests.engines.fsdp2 import weight_edits
-from tests.engines.fsdp2.edited_runs import WAYS, faults_of
+from tests.engines.fsdp2.edited_runs import METHODS, WAYS, faults_of
 from tests.ranks import on_ranks, run_ranks
 from tests.toy import (
     LOSSLESS,
@@ -357,10 +357,10 @@ def test_frozen_parts_resume_bit_for_bit() -> None:
 # -- the ways that users know -------------------------------------------------------------------------
 
 
-def find_faults(names: list[str], topology: int) -> dict[str, list[str]]:
+def find_faults(names: list[str], topology: int, methods: tuple[str, ...]) -> dict[str, list[str]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {name: faults_of(name, topology) for name in names}
+        return {name: faults_of(name, topology, methods) for name in names}
 
 
 def merged(ranks: list[dict[str, list[str]]]) -> dict[str, list[str]]:
@@ -372,7 +372,7 @@ def merged(ranks: list[dict[str, list[str]]]) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def faults() -> dict[str, list[str]]:
-    return merged(run_ranks(find_faults, 2, list(WAYS), 1, timeout=280))
+    return merged(run_ranks(find_faults, 2, list(WAYS), 1, ("4 bits",), timeout=280))
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -380,9 +380,15 @@ def test_edits_are_followed_as_by_plain_fsdp2(faults: dict[str, list[str]], name
     assert not faults[name], "\n".join(faults[name])
 
 
+@pytest.mark.slow
+def test_edits_are_followed_bit_for_bit_in_full_precision() -> None:
+    found = merged(run_ranks(find_faults, 2, list(WAYS), 1, ("full precision",), timeout=280))
+    assert found == {name: [] for name in WAYS}
+
+
 def test_nodes_of_two_ranks_follow_too() -> None:
     name = "averages_copied_in_and_out"
-    assert merged(run_ranks(find_faults, 4, [name], 2)) == {name: []}
+    assert merged(run_ranks(find_faults, 4, [name], 2, tuple(METHODS))) == {name: []}
 
 
 def test_the_documentation_lists_exactly_these_ways() -> None:
