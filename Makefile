@@ -7,7 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
-PYTEST := -m pytest -q -n 2 --dist loadfile
+# A file's tests share what its fixtures have started. Workers take the files in the order of tests/conftest.py.
+PYTEST := -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # An environment of its own for another torch.
 OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))

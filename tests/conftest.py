@@ -86,8 +86,13 @@ def kind_of(item: pytest.Item) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(kind_of(item))
+    """Mark the kind of every test. Files whose tests start processes or compile come first: they take long,
+    and the short ones behind them fill what is left of the last worker's time."""
+    kinds = {item: kind_of(item) for item in items}
+    for item, kind in kinds.items():
+        item.add_marker(kind)
+    long = {item.path for item, kind in kinds.items() if kind != "unit"}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def _refuse_processes(event: str, _: object) -> None:
