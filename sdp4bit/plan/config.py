@@ -16,7 +16,7 @@ from sdp4bit.plan.kernels import DEVICES, NVLINK_SHARE, DeviceName
 from sdp4bit.plan.model import GPTSize, ShardedGroup, flat_buffer, gpt_groups
 from sdp4bit.plan.paper import ClusterName, Reproduction, reproduce
 from sdp4bit.plan.step import Cluster, ParallelLayout, Plan, plan_step
-from sdp4bit.pretrain.config.communication import DEFAULT_STRATEGY, CommunicationConfig, Strategy
+from sdp4bit.pretrain.config.communication import CommunicationConfig, Strategy
 from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.model.cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelShape
 from sdp4bit.pretrain.options import SettingError, option, require, require_at_least, require_positive
@@ -204,7 +204,8 @@ class LayoutConfig:
     """Share of the communication that runs beside computation, as far as it fits there. Not given: both ends,
     none and all."""
     engine: Engine = "fsdp2"
-    """fsdp2: a group per block; megatron: one flat buffer, gathered once a step and kept."""
+    """Which engine trains, fsdp2: a group per block, megatron: one flat buffer, gathered once a step and
+    kept."""
     reshard_after_forward: bool = True
     """FSDP2 frees a block's weights after forward and gathers them again in backward; off: once a micro
     batch."""
@@ -269,9 +270,28 @@ class PlanConfig:
     @property
     def strategy_name(self) -> str:
         """The strategy, for people."""
-        if self.communication.names_parts:
-            return "custom"
-        return self.strategy or DEFAULT_STRATEGY
+        return self.communication.strategy_name(self.strategy)
+
+    def derived(self) -> dict[str, object]:
+        """Return what options that are not given come to, by field."""
+        size, cluster = self.size(), self.resolved_cluster()
+        return {
+            "strategy": self.strategy_name,
+            "layers": size.layers,
+            "hidden": size.hidden,
+            "vocabulary": size.vocabulary,
+            "sequence_length": size.positions,
+            "cluster": cluster.name,
+            "nodes": cluster.nodes,
+            "devices_per_node": cluster.devices_per_node,
+            "inter_bandwidth": f"{cluster.inter_bandwidth / 1e9:.3g}",
+            "intra_bandwidth": f"{cluster.intra_bandwidth / 1e9:.3g}",
+            "latency_us": f"{1e6 * cluster.latency:g}",
+            "device_tflops": f"{cluster.device_flops / 1e12:.3g}",
+            "communicator_megabytes": f"{cluster.communicator_bytes / 1e6:g}",
+            "micro_batch_size": self.parallel_layout().micro_batch_size,
+            **self.communication.derived(self.quantization),
+        }
 
     def resolved_cluster(self) -> Cluster:
         """Return the cluster; SettingError if something is missing."""

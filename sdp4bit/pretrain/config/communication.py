@@ -140,6 +140,27 @@ class CommunicationConfig:
         except ValueError as error:
             raise SettingError(str(error)) from error
 
+    def strategy_name(self, strategy: Strategy | None) -> str:
+        """Return the name of what is quantized: the strategy's, also where the reference implementation's
+        flags make one, or custom. How a row is cut into slices changes no value and no name."""
+        if not self.names_parts:
+            return strategy or DEFAULT_STRATEGY
+        ours = self.resolve(None, seed=0)
+        uncut = ours.gradients and replace(ours.gradients, pipeline_chunks=None)
+        presets = {name: SDP4BitConfig.preset(name) for name in STRATEGIES}
+        alike = (name for name, p in presets.items() if (p.weights, p.gradients) == (ours.weights, uncut))
+        return next(alike, "custom")
+
+    def derived(self, config: SDP4BitConfig) -> dict[str, object]:
+        """Return what options that are not given come to in the library's settings, by field."""
+        parts = ((_WEIGHTS, config.weights), (_GRADIENTS, config.gradients))
+        return {
+            ours: getattr(part, theirs)
+            for names, part in parts
+            if part is not None
+            for ours, theirs in names.items()
+        }
+
     def restricted_to(self, strategy: Strategy) -> CommunicationConfig:
         """Return these settings without those that the strategy has no use for."""
         preset = SDP4BitConfig.preset(strategy)
