@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sdp4bit.pretrain.checkpoint.config import ExportConfig, ImportConfig
     from sdp4bit.pretrain.config.pretrain import PretrainConfig
     from sdp4bit.pretrain.data.preprocess import PreprocessConfig
+    from sdp4bit.pretrain.data.tokenizer_training import TokenizerTrainingConfig
     from sdp4bit.report.command import ReportConfig
     from sdp4bit.selftest.config import SelftestConfig
 
@@ -164,6 +165,16 @@ def _import(config: ImportConfig) -> int:
     from sdp4bit.pretrain.checkpoint.huggingface import import_model
 
     print(f"sdp4bit: written {import_model(config)}")
+    return 0
+
+
+@_command("tokenizer", settings="sdp4bit.pretrain.data.tokenizer_training:TokenizerTrainingConfig")
+def _tokenizer(config: TokenizerTrainingConfig) -> int:
+    """Learn a byte-level BPE tokenizer from documents (.jsonl, also .gz or .zst, .parquet, text); pretrain,
+    compare and preprocess read it with --tokenizer-model."""
+    from sdp4bit.pretrain.data.tokenizer_training import train_tokenizer
+
+    train_tokenizer(config)
     return 0
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from sdp4bit.plan.config import PlanConfig, reproduction
+from sdp4bit.plan.memory import identifier
 from sdp4bit.plan.paper import (
     FIGURE_8,
     FIGURE_8_MODEL,
@@ -80,6 +81,7 @@ def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
     costs = {
         name: {
             **asdict(cost),
+            "memory": {identifier(use): size for use, size in cost.memory.items()},
             "step_seconds": cost.step_seconds,
             "hidden_seconds_at_most": most.hidden_seconds,
             "step_seconds_at_least": most.step_seconds,

@@ -112,7 +112,8 @@ def pretrain(
     writer = agree(lambda: _open_writer(run, console=console))
     with listening(), _abandoned_after_a_failure(run.checkpointer), closing(writer):
         if ranks.is_first:
-            for line in (describe_run(run), *config.reference.explain(), *_describe_start(run)):
+            notes = (*config.reference.explain(), *run.loop.batches.notes)
+            for line in (describe_run(run), *notes, *_describe_start(run)):
                 writer.say(line)
         if ranks.is_first and config.reliability.alerts != "off":
             run.loop.model.communication.on_alert(partial(_report_alert, writer))

@@ -161,9 +161,7 @@ def test_options_reach_the_plan(capsys: Capture) -> None:
     assert planned(capsys, "--strategy", "tlq")["strategy"] == "tlq"
     full = planned(capsys, "--replica", "full", "--pipeline-chunks", "4")["quantized"]
     assert full["collectives"] > default["quantized"]["collectives"]
-    assert (
-        full["memory"]["weight replica, bf16"] == 4 * default["quantized"]["memory"]["weight replica, bf16"]
-    )
+    assert full["memory"]["weight_replica_bf16"] == 4 * default["quantized"]["memory"]["weight_replica_bf16"]
     once = planned(capsys, "--no-reshard-after-forward")
     assert once["baseline"]["inter_bytes"] < default["baseline"]["inter_bytes"]
     hidden = planned(capsys, "--overlap", "1")

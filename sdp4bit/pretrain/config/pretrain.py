@@ -171,7 +171,7 @@ class PretrainConfig:
     json: bool = False
     """Say it as one JSON object."""
     world_size: int | None = None
-    """Ranks that --dry-run reckons with; --nproc-per-node, or 1, when not given."""
+    """Ranks that --dry-run reckons with; torchrun's, --nproc-per-node, or 1, when not given."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
