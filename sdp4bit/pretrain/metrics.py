@@ -211,7 +211,8 @@ class MetricsWriter:
             message = f"{spike}: training is unstable, lower --lr or raise --lr-warmup-iters"
             self.log_alert(spike.step, None, message, value=spike.norm, threshold=SPIKE_RATIO * spike.median)
         if self._progress is not None and self._task is not None:
-            numbers = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
+            sent = f"{format_bytes(metrics.inter_bytes)} inter-node, {metrics.compression_ratio:.1f}x fewer"
+            numbers = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  {sent}"
             self._progress.update(self._task, completed=metrics.step, numbers=numbers)
         if metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._steps):
             if self._progress is None:
