@@ -57,9 +57,9 @@ def starts_processes(function: object) -> bool:
 
 
 def _starts_processes(function: object, seen: set[int]) -> bool:
-    function = getattr(function, "__wrapped__", function)
-    if function in STARTERS:
+    if function in STARTERS or hasattr(function, "in_rank"):
         return True
+    function = getattr(function, "__wrapped__", function)
     if isinstance(function, type):
         parts = [part for part in vars(function).values() if isinstance(part, FunctionType)]
         return any(_starts_processes(part, seen) for part in parts)
@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _refuse_processes(event: str, _: object) -> None:
-    if _running_unit and event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"):
+    if _running_unit and event in (ranks.STARTED, "subprocess.Popen", "os.fork", "os.posix_spawn"):
         raise AssertionError(f"{_running_unit[-1]} is marked unit, but starts a process ({event})")
 
 

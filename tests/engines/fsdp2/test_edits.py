@@ -350,8 +350,13 @@ def resuming(replica: str) -> None:
 
 @on_ranks(4)
 def test_frozen_parts_resume_bit_for_bit() -> None:
-    for replica in ("node", "full"):
-        resuming(replica)
+    resuming("node")
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_frozen_parts_resume_bit_for_bit_from_a_full_replica() -> None:
+    resuming("full")
 
 
 # -- the ways that users know -------------------------------------------------------------------------
