@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,7 +60,8 @@ def starts_processes(function: object) -> bool:
 def _starts_processes(function: object, seen: set[int]) -> bool:
     if function in STARTERS or hasattr(function, "in_rank"):
         return True
-    function = getattr(function, "__wrapped__", function)
+    drawn = getattr(function, "hypothesis", None)  # of @given, which calls the test that it decorates
+    function = drawn.inner_test if drawn is not None else getattr(function, "__wrapped__", function)
     if isinstance(function, type):
         parts = [part for part in vars(function).values() if isinstance(part, FunctionType)]
         return any(_starts_processes(part, seen) for part in parts)
@@ -100,6 +102,7 @@ def _refuse_processes(event: str, _: object) -> None:
         raise AssertionError(f"{_running_unit[-1]} is marked unit, but starts a process ({event})")
 
 
+platform.processor()  # asks a program, once in a process
 sys.addaudithook(_refuse_processes)
 
 
