@@ -71,8 +71,8 @@ class Option:
     """What stands for the value in `--help`, where it does not follow from the type."""
     is_positional: bool
     """Whether the value stands without a flag."""
-    help: str
-    """What `--help` says."""
+    help: str | None
+    """What `--help` says, where it is not the docstring below the field."""
 
     def parse(self, text: str) -> object:
         """Return the text as a value of the type, as tyro reads it; SettingError with what is possible."""
@@ -88,16 +88,15 @@ class Option:
 def options_of(settings: type) -> dict[str, Option]:
     """Return the option of each field of a settings class."""
     hints = get_type_hints(settings, include_extras=True)
-    docstrings = _docstrings(settings)
     found = {}
     for field in fields(settings):
         marks = getattr(hints[field.name], "__metadata__", ())
-        flags, text, metavar = [field.name.replace("_", "-")], docstrings.get(field.name, ""), None
+        flags, text, metavar = [field.name.replace("_", "-")], None, None
         for mark in marks:
             if getattr(mark, "name", None):
                 flags = [mark.name]
             flags += [alias.removeprefix("--") for alias in getattr(mark, "aliases", None) or ()]
-            text = getattr(mark, "help", None) or text
+            text = text or getattr(mark, "help", None)
             metavar = metavar or getattr(mark, "metavar", None)
         is_switch = isinstance(field.default, bool)
         found[field.name] = Option(
@@ -113,7 +112,7 @@ def options_of(settings: type) -> dict[str, Option]:
     return found
 
 
-def _docstrings(settings: type) -> dict[str, str]:
+def docstrings(settings: type) -> dict[str, str]:
     """Return the docstring below each field, in one line; those of base classes too."""
     found: dict[str, str] = {}
     for each in reversed([base for base in settings.__mro__ if is_dataclass(base)]):

@@ -7,13 +7,13 @@ import re
 import textwrap
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo, UnsupportedTypeAnnotationError
 
-from sdp4bit.pretrain.options import Option, options_of
+from sdp4bit.pretrain.options import Option, docstrings, options_of
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
 _WIDTH = 80
@@ -50,7 +50,7 @@ def help_text(settings: type, *, name: str, description: str, shown: Sequence[st
         group = parser.add_argument_group("options")
         for field in shown:
             option = options[field]
-            sentence = re.split(r"[.;:](?= |$)", option.help, maxsplit=1)[0]
+            sentence = re.split(r"[.;:](?= |$)", option.help or "", maxsplit=1)[0]
             _add(group, option, text=f"{sentence}.", derived=derived.get(field))
         more = len(options) - len(shown)
         group.add_argument(HELP_ALL, action="store_true", help=f"Show the other {more} options too.")
@@ -60,7 +60,7 @@ def help_text(settings: type, *, name: str, description: str, shown: Sequence[st
         for field, option in members.items():
             others = option.flags[1:]
             others += [_opposite(flag) for flag in option.flags if option.has_opposite]
-            text = f"{option.help} Also {', '.join(others)}." if others else option.help
+            text = f"{option.help} Also {', '.join(others)}." if others else f"{option.help}"
             _add(group, option, text=text, derived=derived.get(field))
     return parser.format_help()
 
@@ -82,11 +82,18 @@ def commands_text(commands: Mapping[str, str], *, description: str) -> str:
 
 def _sections(settings: type) -> Iterator[tuple[str, dict[str, Option]]]:
     """Yield the options of the class itself, then those of the classes in it, with their names there."""
-    options = options_of(settings)
+    options = _with_docstrings(settings)
     inner = {field.name: field.default_factory for field in fields(settings) if _is_section(field)}
     yield "", {name: option for name, option in options.items() if name not in inner}
     for name, factory in inner.items():
-        yield name, options_of(type(cast(Any, factory)()))
+        yield name, _with_docstrings(type(cast(Any, factory)()))
+
+
+def _with_docstrings(settings: type) -> dict[str, Option]:
+    """Return the options of a class, each with what there is to say of it."""
+    said = docstrings(settings)
+    options = options_of(settings)
+    return {name: replace(option, help=option.help or said.get(name, "")) for name, option in options.items()}
 
 
 def _is_section(field: Any) -> bool:

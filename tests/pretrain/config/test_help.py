@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pkgutil
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 
 import pytest
 
 import sdp4bit
 from sdp4bit.cli import COMMANDS, main
 from sdp4bit.pretrain.config.reference_flags import ReferenceConfig
-from sdp4bit.pretrain.options import Option, options_of
+from sdp4bit.pretrain.options import Option, docstrings, options_of
 
 
 def printed(capsys, *arguments: str) -> str:
@@ -27,7 +27,12 @@ def all_options(name: str) -> list[Option]:
         factories = {f.name: f.default_factory for f in fields(settings) if f.default_factory is not MISSING}
         nested = {name: type(make()) for name, make in factories.items() if is_dataclass(make())}
         classes += nested.values()
-        found += [option for field, option in options_of(settings).items() if field not in nested]
+        said = docstrings(settings)
+        found += [
+            replace(option, help=option.help or said[field])
+            for field, option in options_of(settings).items()
+            if field not in nested
+        ]
     return found
 
 
