@@ -7,7 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
-PYTEST := -m pytest -q -n 2 --dist loadfile
+# A file's tests share what its fixtures have started. Workers take the files in the order of tests/conftest.py; the
+# third one works while ranks of the others wait for each other.
+PYTEST := -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 # An environment of its own for another torch.
 OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
@@ -31,7 +33,6 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small GPT with and without 4-bit communication, into runs/demo
 	$(BIN)/sdp4bit demo --out runs/demo
 
-# Files of tests are spread over two workers: many tests start four processes, which is enough for a machine.
 test: $(STAMP) ## run the tests
 	$(BIN)/python $(PYTEST)
 

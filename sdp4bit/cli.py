@@ -11,18 +11,24 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from sdp4bit import __version__
+
 if TYPE_CHECKING:
     from sdp4bit.compare.config import CompareConfig, DemoConfig
     from sdp4bit.plan.config import PlanConfig, ProbeConfig
     from sdp4bit.pretrain.checkpoint.config import ExportConfig, ImportConfig
     from sdp4bit.pretrain.config.pretrain import PretrainConfig
     from sdp4bit.pretrain.data.preprocess import PreprocessConfig
+    from sdp4bit.pretrain.data.tokenizer_training import TokenizerTrainingConfig
     from sdp4bit.report.command import ReportConfig
     from sdp4bit.selftest.config import SelftestConfig
 
 EXIT_SETTING = 2
 _PACKAGES = ("tyro", "rich", "tokenizers", "numpy", "matplotlib", "safetensors", "scipy", "jinja2")
-_ABOUT = "4-bit communication for sharded data parallel training."
+_ABOUT = (
+    "4-bit communication for sharded data parallel training. `sdp4bit COMMAND --help` shows the options that "
+    "matter, `--help-all` all of them, `sdp4bit --version` the version."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +40,8 @@ class Command:
     """Its settings class as module:class, imported when the command is chosen."""
     reads_file: bool
     """Whether its options may stand in a file, given by --config-file."""
+    shown: tuple[str, ...]
+    """Fields that `--help` shows; all of them if empty. `--help-all` shows all always."""
     run: Callable[[Any], int]
     """Does what the settings say and returns the exit code."""
 
@@ -43,16 +51,22 @@ class Command:
         return " ".join((self.run.__doc__ or "").split())
 
     def parse(self, options: Sequence[str]) -> Any:
-        """Return the settings; prints help or an error and exits instead where tyro does.
+        """Return the settings; prints help or an error and exits instead where that is due.
 
         Raises:
             SettingError: options that contradict each other.
         """
         import tyro
 
+        from sdp4bit.pretrain.config import help
         from sdp4bit.pretrain.config.file import expand_config_file
 
         settings = pkgutil.resolve_name(self.settings)
+        asked = [option for option in options if option in (*help.HELP, help.HELP_ALL)]
+        if asked:
+            shown = () if help.HELP_ALL in asked else self.shown
+            print(help.help_text(settings, name=self.name, description=self.description, shown=shown), end="")
+            raise SystemExit(0)
         return tyro.cli(
             settings,
             prog=f"sdp4bit {self.name}",
@@ -67,18 +81,28 @@ COMMANDS: dict[str, Command] = {}
 
 
 def _command(
-    name: str, *, settings: str, reads_file: bool = False
+    name: str, *, settings: str, reads_file: bool = False, shown: str = ""
 ) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
     """Return a decorator that registers a function; its docstring is the command's description."""
 
     def register(run: Callable[[Any], int]) -> Callable[[Any], int]:
-        COMMANDS[name] = Command(name=name, settings=settings, reads_file=reads_file, run=run)
+        COMMANDS[name] = Command(
+            name=name, settings=settings, reads_file=reads_file, shown=tuple(shown.split()), run=run
+        )
         return run
 
     return register
 
 
-@_command("pretrain", settings="sdp4bit.pretrain.config.pretrain:PretrainConfig", reads_file=True)
+@_command(
+    "pretrain",
+    settings="sdp4bit.pretrain.config.pretrain:PretrainConfig",
+    reads_file=True,
+    shown="""strategy model_card data_path tokenizer_model vocabulary_size steps micro_batch_size
+    global_batch_size sequence_length learning_rate precision compile eval_interval
+    nproc_per_node ranks_per_node simulated_ranks tensor_model_parallel_size pipeline_model_parallel_size
+    save save_interval auto_resume out log_interval alerts seed dry_run""",
+)
 def _pretrain(config: PretrainConfig) -> int:
     """Pretrain a GPT with FSDP2 and quantized communication. Starts --nproc-per-node processes on this
     machine; under torchrun, torchrun starts them. Options may also stand in a file, with --config-file
@@ -94,7 +118,14 @@ def _pretrain(config: PretrainConfig) -> int:
     return run_on_ranks(pretrain, config=config, parallel=config.parallel)
 
 
-@_command("compare", settings="sdp4bit.compare.config:CompareConfig", reads_file=True)
+@_command(
+    "compare",
+    settings="sdp4bit.compare.config:CompareConfig",
+    reads_file=True,
+    shown="""strategies seeds baseline merge out model_card data_path tokenizer_model vocabulary_size steps
+    micro_batch_size global_batch_size sequence_length learning_rate precision eval_interval
+    nproc_per_node ranks_per_node simulated_ranks log_interval""",
+)
 def _compare(config: CompareConfig) -> int:
     """Train the same model with several strategies and seeds, one after another, and compare their losses.
     Stopped or killed, the same command goes on with the runs that are left."""
@@ -137,6 +168,16 @@ def _import(config: ImportConfig) -> int:
     return 0
 
 
+@_command("tokenizer", settings="sdp4bit.pretrain.data.tokenizer_training:TokenizerTrainingConfig")
+def _tokenizer(config: TokenizerTrainingConfig) -> int:
+    """Learn a byte-level BPE tokenizer from documents (.jsonl, also .gz or .zst, .parquet, text); pretrain,
+    compare and preprocess read it with --tokenizer-model."""
+    from sdp4bit.pretrain.data.tokenizer_training import train_tokenizer
+
+    train_tokenizer(config)
+    return 0
+
+
 @_command("preprocess", settings="sdp4bit.pretrain.data.preprocess:PreprocessConfig")
 def _preprocess(config: PreprocessConfig) -> int:
     """Turn documents (.jsonl, also .gz or .zst, and .parquet) into Megatron's .bin/.idx files, which pretrain
@@ -147,7 +188,14 @@ def _preprocess(config: PreprocessConfig) -> int:
     return 0
 
 
-@_command("plan", settings="sdp4bit.plan.config:PlanConfig", reads_file=True)
+@_command(
+    "plan",
+    settings="sdp4bit.plan.config:PlanConfig",
+    reads_file=True,
+    shown="""strategy model_card cluster device probe nodes devices_per_node inter_bandwidth intra_bandwidth
+    device_tflops tensor_parallel pipeline_parallel micro_batch_size accumulation engine overlap sweep json
+    reproduce_table_2""",
+)
 def _plan(config: PlanConfig) -> int:
     """Say what quantized communication would gain on a cluster: bytes, step time, memory, a verdict. Nothing
     is trained; the clusters are the paper's, described by options, or measured by `sdp4bit probe`."""
@@ -198,6 +246,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from sdp4bit.pretrain.options import SettingError
 
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["--version"]:
+        print(f"sdp4bit {__version__}")
+        return 0
     try:
         if not arguments or arguments[0] not in COMMANDS:
             return _show_commands(arguments)
@@ -212,6 +263,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _show_commands(arguments: Sequence[str]) -> int:
     """Print help, or what is wrong with the arguments, and exit; settings of no command are imported."""
     import tyro
+
+    from sdp4bit.pretrain.config import help
+
+    if any(argument in help.HELP for argument in arguments[:1]):
+        about = {name: command.description for name, command in COMMANDS.items()}
+        print(help.commands_text(about, description=_ABOUT), end="")
+        raise SystemExit(0)
 
     def named(command: Command) -> Callable[[], int]:
         def stand_in() -> int:

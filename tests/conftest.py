@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,9 +58,10 @@ def starts_processes(function: object) -> bool:
 
 
 def _starts_processes(function: object, seen: set[int]) -> bool:
-    function = getattr(function, "__wrapped__", function)
-    if function in STARTERS:
+    if function in STARTERS or hasattr(function, "in_rank"):
         return True
+    drawn = getattr(function, "hypothesis", None)  # of @given, which calls the test that it decorates
+    function = drawn.inner_test if drawn is not None else getattr(function, "__wrapped__", function)
     if isinstance(function, type):
         parts = [part for part in vars(function).values() if isinstance(part, FunctionType)]
         return any(_starts_processes(part, seen) for part in parts)
@@ -86,15 +88,21 @@ def kind_of(item: pytest.Item) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(kind_of(item))
+    """Mark the kind of every test. Files whose tests start processes or compile come first: they take long,
+    and the short ones behind them fill what is left of the last worker's time."""
+    kinds = {item: kind_of(item) for item in items}
+    for item, kind in kinds.items():
+        item.add_marker(kind)
+    long = {item.path for item, kind in kinds.items() if kind != "unit"}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def _refuse_processes(event: str, _: object) -> None:
-    if _running_unit and event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"):
+    if _running_unit and event in (ranks.STARTED, "subprocess.Popen", "os.fork", "os.posix_spawn"):
         raise AssertionError(f"{_running_unit[-1]} is marked unit, but starts a process ({event})")
 
 
+platform.processor()  # asks a program, once in a process
 sys.addaudithook(_refuse_processes)
 
 

@@ -37,6 +37,10 @@ _PRELOADED = [
 ]
 
 
+STARTED = "tests.ranks"
+"""What `sys.audit` tells of processes and threads that are started here, as Python does not."""
+
+
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
@@ -53,6 +57,7 @@ def run_ranks(
         function: a module-level function.
         backend: what serves the operators; the reference by default, which needs no compilation.
     """
+    sys.audit(STARTED, function)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = _context(getattr(sys.modules[function.__module__], "PRELOAD", []))
     with tempfile.TemporaryDirectory() as folder:
@@ -169,6 +174,7 @@ def run_threads(
     """Call function(*args) in world_size threads of this process, with real data through c10d."""
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+    sys.audit(STARTED, function)
     results: list[Any] = [None] * world_size
     failures: list[str] = []
     torch._C._distributed_c10d._set_thread_isolation_mode(True)

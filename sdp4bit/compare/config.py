@@ -60,6 +60,10 @@ class CompareConfig:
         self.runs()
         _ = self.baseline_label
 
+    def derived(self) -> dict[str, object]:
+        """Return what options that are not given come to, by field."""
+        return {**self.runs()[-1].derived(), "baseline": self.baseline_label}
+
     def variants(self) -> list[Variant]:
         """Return the strategies with their options."""
         return parse_variants(self.strategies, shared=self.communication)

@@ -24,8 +24,10 @@ def demo(config: DemoConfig, *, ranks: Ranks) -> None:
     """
     console = Console()
     results: list[TrainingResult] = []
-    for run in config.comparison().runs():
-        results.append(pretrain(run, ranks=ranks, console=console))
+    runs = config.comparison().runs()
+    for number, run in enumerate(runs, start=1):
+        part = f"run {number} of {len(runs)}"
+        results.append(pretrain(run, ranks=ranks, console=console, part=part))
         if results[-1].stopped is not None:
             if ranks.is_first:
                 console.print(f"Stopped by {results[-1].stopped}: the same command begins again.")
@@ -43,7 +45,8 @@ def _write_report(out: Path, results: Sequence[TrainingResult], console: Console
     print_outcome(results, console=console)
     for note in unstable_notes(runs, baseline=results[0].strategy):
         console.print(note, highlight=False, soft_wrap=True)
-    console.print(f"Curves: {out / 'curves.png'}   Summary: {out / 'summary.json'}", highlight=False)
+    console.print(f"Curves and summary are in {out}", highlight=False, soft_wrap=True)
+    console.print(f"Next: sdp4bit report {out}", highlight=False, soft_wrap=True)
 
 
 def print_outcome(results: Sequence[TrainingResult], *, console: Console) -> None:

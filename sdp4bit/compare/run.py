@@ -50,11 +50,14 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
         return _report(records(), baseline=config.baseline_label, planned=len(planned))
 
     stopped = None
-    for variant, run in config.planned():
+    for number, (variant, run) in enumerate(config.planned(), start=1):
         folder = run.logging.out
         if folder in finished:
             continue
-        result = pretrain(run, ranks=ranks, console=console, label=variant.label, keep_diverged=True)
+        part = f"seed {run.seed}, run {number} of {len(planned)}"
+        result = pretrain(
+            run, ranks=ranks, console=console, label=variant.label, part=part, keep_diverged=True
+        )
         stopped = result.stopped
         if stopped is not None:
             break
@@ -117,4 +120,5 @@ def _report(records: Iterable[RunRecord], *, baseline: str | None, planned: int)
 def _conclude(report: Report, out: Path, console: Console) -> None:
     report.write(out)
     report.print(console)
-    console.print(f"Curves, table and summary are in {out}", highlight=False)
+    console.print(f"Curves, table and summary are in {out}", highlight=False, soft_wrap=True)
+    console.print(f"Next: sdp4bit report {out}", highlight=False, soft_wrap=True)

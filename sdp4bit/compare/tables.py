@@ -126,12 +126,18 @@ class Report:
     def cost_table(self) -> list[tuple[str, ...]]:
         """Return titles and rows; bytes are per step, summed over all ranks."""
         titles = ("strategy", "training loss", "intra-node bytes", "inter-node bytes", "seconds")
+        plain = [o.inter_bytes_per_step for o in self.outcomes() if o.strategy == self.baseline]
+
+        def fewer(sent: float) -> str:
+            ratio = plain[0] / sent if plain and sent else 1.0
+            return f" ({ratio:.2f}x fewer)" if ratio > 1 else ""
+
         rows = [
             (
                 outcome.strategy,
                 "-" if outcome.train_loss is None else f"{outcome.train_loss:.4f}",
                 f"{format_bytes(outcome.intra_bytes_per_step)}/step",
-                f"{format_bytes(outcome.inter_bytes_per_step)}/step",
+                f"{format_bytes(outcome.inter_bytes_per_step)}/step{fewer(outcome.inter_bytes_per_step)}",
                 f"{outcome.seconds:.1f}",
             )
             for outcome in self.outcomes()

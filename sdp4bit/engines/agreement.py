@@ -349,15 +349,23 @@ def _raise_unlike_peers(proposals: Mapping[int, Proposal]) -> None:
         for peer in others:
             other = listed[peer].get(key, [])
             if other != own:
-                pair = next(
-                    (pair for pair in zip(own, other, strict=False) if pair[0] != pair[1]),
-                    (f"{len(own)} parameter groups", f"{len(other)}"),
-                )
                 raise ValueError(
                     f"ranks {first} and {peer} share a data-parallel group but not its parameter groups; "
-                    "build the same model and skip the same modules on both. "
-                    f"First difference: {pair[0]} and {pair[1]}"
+                    "build the same model and skip the same modules on both. First difference: "
+                    + _first_difference({first: own, peer: other})
                 )
+
+
+def _first_difference(listed: Mapping[int, Sequence[ShardedRows]]) -> str:
+    """Return which parameter group differs between two ranks, and in which fields."""
+    for number, pair in enumerate(zip(*listed.values(), strict=False), start=1):
+        rows = dict(zip(listed, pair, strict=True))
+        differing = _differing(f"group {number}", rows)
+        if differing:
+            names = dict.fromkeys(each.name for each in pair)
+            fields = (f"{name.partition('.')[2]} {_by_value(values)}" for name, values in differing.items())
+            return f"group {number} ({' or '.join(names)}): {'; '.join(fields)}"
+    return _by_value({rank: f"{len(groups)} groups" for rank, groups in listed.items()})
 
 
 def _raise_unmatched(proposals: Mapping[int, Proposal]) -> None:

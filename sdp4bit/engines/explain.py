@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -16,7 +17,8 @@ ONE_RANK = "one rank"
 ONE_NODE = "one node: differences would save nothing"
 """Reasons why weights or gradients are not quantized, as the table tells them."""
 
-_HEADER = ("group", "values/rank", "ranks", "weights", "gradients", "intra B/step", "inter B/step")
+_WIDTH = 80
+_HEADER = ("group", "values/rank", "ranks", "intra B/step", "inter B/step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,24 +34,49 @@ class Row:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return the table as text, with a line of totals."""
+    """Return the table as text of 80 columns: of each group numbers and how it travels, then totals."""
     lines = [_HEADER]
     for row in rows:
-        values = f"{row.shard_numel:,}"
-        lines.append((row.name, values, row.ranks, row.weights, row.gradients, *_bytes(row.sent)))
+        lines.append((row.name, f"{row.shard_numel:,}", row.ranks, *_bytes(row.sent)))
     total = sum((row.sent for row in rows), Traffic())
-    lines.append(("total", "", "", "", "", *_bytes(total)))
+    lines.append(("total", "", "", *_bytes(total)))
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
-    numeric = {1, 5, 6}
-    rendered = [
-        "  ".join(
-            cell.rjust(width) if column in numeric else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
+    # Names that are too long stand in a line of their own.
+    widths[0] = min(widths[0], _WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1))
+    header, *numbers, totals = (_line(line, widths) for line in lines)
+    rendered = [header, "-" * max(map(len, (header, totals)))]
+    for row, line in zip(rows, numbers, strict=True):
+        rendered += [line, _way("weights", row.weights), _way("gradients", row.gradients)]
+    return "\n".join([*rendered, totals])
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    name, *others = cells
+    numeric = {1, 3, 4}
+    aligned = [
+        cell.rjust(width) if column in numeric else cell.ljust(width)
+        for column, (cell, width) in enumerate(zip(others, widths[1:], strict=True), start=1)
     ]
-    rendered.insert(1, "-" * max(map(len, rendered)))
-    return "\n".join(rendered)
+    apart = f"{name}\n" if len(name) > widths[0] else ""
+    return apart + "  ".join([("" if apart else name).ljust(widths[0]), *aligned]).rstrip()
+
+
+def _way(what: str, text: str) -> str:
+    """Return how weights or gradients travel, below the numbers of their group."""
+    first = f"  {what:<11}"
+    return wrapped(text, first=first, others=" " * len(first))
+
+
+def wrapped(text: str, *, first: str = "", others: str = "") -> str:
+    """Return a text in lines of 80 columns, with what they begin with."""
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def describe_ranks(layout: NodeLayout) -> str:

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from sdp4bit.config import AuditConfig, SDP4BitConfig, TelemetryConfig
 from sdp4bit.engines.alerts import AlertCallback, Alerts
 from sdp4bit.engines.audit import audit_replicas
-from sdp4bit.engines.explain import render
+from sdp4bit.engines.explain import render, wrapped
 from sdp4bit.engines.fallback import Alert
 from sdp4bit.engines.group import AnyGroup, GroupStats
 from sdp4bit.engines.measures import (
@@ -176,7 +176,7 @@ class CommHandle(ABC):
         """Return a table: per group what is quantized, how, bytes of the last step, or why it is not."""
         state = self._state
         table = render([comm.explain(state.last_traffic(comm)) for comm in state.groups])
-        return table + (f"\n{self._note}" if self._note else "")
+        return table + (f"\n{wrapped(self._note)}" if self._note else "")
 
     def stats(self) -> Stats:
         """Return what this rank sent and what quantization cost; cheap, and waits for nothing.

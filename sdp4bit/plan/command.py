@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from sdp4bit.plan.config import PlanConfig, reproduction
+from sdp4bit.plan.memory import identifier
 from sdp4bit.plan.paper import (
     FIGURE_8,
     FIGURE_8_MODEL,
@@ -22,9 +23,15 @@ from sdp4bit.plan.paper import (
     Reproduction,
 )
 from sdp4bit.plan.step import Cluster, Plan, StepCost, at_bandwidth, verdict
-from sdp4bit.pretrain.metrics import format_bytes, save_figure
+from sdp4bit.pretrain.metrics import format_bytes, save_figure, wrapped
 
 NOTABLE_PADDING = 1.05
+_OVERLAPS = {
+    "fsdp2": "from nothing hidden, as in the paper's runs, to all that fits behind computation, where FSDP2 "
+    "puts it by default",
+    "megatron": "from nothing hidden, as in the paper's runs, to all that fits behind computation, where "
+    "--overlap-grad-reduce and --overlap-param-gather put it",
+}
 BANDWIDTHS = 49
 RANGE = 16
 """The bandwidths drawn reach from a part of the cluster's to as many times it."""
@@ -74,6 +81,7 @@ def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
     costs = {
         name: {
             **asdict(cost),
+            "memory": {identifier(use): size for use, size in cost.memory.items()},
             "step_seconds": cost.step_seconds,
             "hidden_seconds_at_most": most.hidden_seconds,
             "step_seconds_at_least": most.step_seconds,
@@ -111,6 +119,23 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
     least, most = config.layout.overlaps
     shared = layout.tensor_parallel > 1 and cluster.inter_bandwidth_shared
     between = (shared or cluster.inter_bandwidth) * cluster.efficiency
+    quantized = plan.quantized
+    per_parameter = quantized.inter_bytes_per_node / (plan.parameters * layout.tensor_parallel)
+    notes = []
+    if plan.padding > NOTABLE_PADDING:
+        notes.append(
+            f"padding: FSDP2 cuts dimension 0 into {plan.grid.size} equal parts and fills up what is missing "
+            f"({plan.most_padded}); --least-padding, tensor parallelism or a flat buffer send less"
+        )
+    if cluster.quantization_bandwidth is None:
+        notes.append(
+            "quantization time is not known and left out: measure it with `sdp4bit probe`, or give --device"
+            if cluster.device is None
+            else "quantization time follows from instructions and bytes, perfectly issued: a lower bound"
+        )
+    overlap = "times of a step: " + _OVERLAPS[config.layout.engine]
+    if least == most:
+        overlap = f"times of a step: {100 * least:.0f} % of the communication overlaps, as far as it fits"
     lines = [
         f"{config.size().name}: {config.size().parameters / 1e9:.3f} billion parameters, "
         f"{plan.parameters / 1e9:.3f} in a data-parallel group",
@@ -120,40 +145,25 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
         f"{cluster.device_flops / 1e12:.4g} TFLOP/s per device",
         f"tensor {layout.tensor_parallel} x pipeline {layout.pipeline_parallel} x data {plan.grid.size} "
         f"({plan.grid.nodes} nodes x {plan.grid.ranks_per_node}), micro batch {layout.micro_batch_size}, "
-        f"accumulation {layout.accumulation}, {config.layout.engine}, "
-        + (f"overlap {100 * least:.0f} %" if least == most else "overlap unknown: none to all that fits"),
+        f"accumulation {layout.accumulation}, {config.layout.engine}",
         "baselines: fp32 or bf16 reduce-scatter of gradients, bf16 all-gather of weights, as rings",
+        overlap,
         "",
         *_table(plan, hidden, strategy=config.strategy_name),
         "",
-        f"speed-up: {_range(plan.speedup, hidden.speedup)} over fp32, "
-        f"{_range(plan.speedup_over_bf16, hidden.speedup_over_bf16)} over bf16 gradients"
-        + ("" if least == most else "; first with nothing hidden, then with all that can be"),
-    ]
-    per_parameter = plan.quantized.inter_bytes_per_node / (plan.parameters * layout.tensor_parallel)
-    lines.append(
         f"inter-node: {per_parameter:.3f} bytes per parameter, node and step; "
-        f"rows are {plan.padding:.3f} x the parameters"
-    )
-    if plan.padding > NOTABLE_PADDING:
-        lines.append(
-            f"padding: FSDP2 cuts dimension 0 into {plan.grid.size} equal parts and fills up what is missing "
-            f"({plan.most_padded}); --least-padding, tensor parallelism or a flat buffer send less"
-        )
-    if cluster.quantization_bandwidth is None:
-        lines.append(
-            "quantization time is not known and left out: measure it with `sdp4bit probe`, or give --device"
-            if cluster.device is None
-            else "quantization time follows from instructions and bytes, perfectly issued: a lower bound"
-        )
-    lines += ["", f"verdict: {verdict(plan, hidden)}"]
-    return "\n".join(lines)
+        f"rows are {plan.padding:.3f} x the parameters",
+        *notes,
+        "",
+        f"verdict: {verdict(plan, hidden)}",
+    ]
+    return wrapped(lines)
 
 
-def _range(first: float, last: float, unit: str = "", digits: int = 2) -> str:
+def _range(first: float, last: float) -> str:
     """Return two numbers as text, or one where they look the same."""
-    texts = [f"{value:.{digits}f}" for value in (first, last)]
-    return (texts[0] if texts[0] == texts[1] else " to ".join(texts)) + unit
+    texts = [f"{value:.1f}" for value in (first, last)]
+    return texts[0] if texts[0] == texts[1] else " to ".join(texts)
 
 
 def _table(plan: Plan, hidden: Plan, *, strategy: str) -> list[str]:
@@ -161,24 +171,24 @@ def _table(plan: Plan, hidden: Plan, *, strategy: str) -> list[str]:
 
     def milliseconds(name: str) -> list[str]:
         both = ((1000 * getattr(cost, name) for cost in pair) for pair in zip(costs, most, strict=True))
-        return [_range(first, last, unit=" ms", digits=1) for first, last in both]
+        return [_range(first, last) for first, last in both]
 
     def sent(name: str) -> list[str]:
         return [format_bytes(getattr(cost, name)) for cost in costs]
 
     rows = [
         ("per step", ["fp32 gradients", "bf16 gradients", strategy]),
-        ("inter-node bytes, per node", sent("inter_bytes_per_node")),
-        ("inter-node bytes, per rank", sent("inter_bytes")),
-        ("intra-node bytes, per node", sent("intra_bytes_per_node")),
-        ("intra-node bytes, per rank", sent("intra_bytes")),
+        ("inter-node, per node", sent("inter_bytes_per_node")),
+        ("inter-node, per rank", sent("inter_bytes")),
+        ("intra-node, per node", sent("intra_bytes_per_node")),
+        ("intra-node, per rank", sent("intra_bytes")),
         ("collectives", [f"{cost.collectives}" for cost in costs]),
-        ("computation", milliseconds("compute_seconds")),
-        ("communication", milliseconds("communication_seconds")),
+        ("computation, ms", milliseconds("compute_seconds")),
+        ("communication, ms", milliseconds("communication_seconds")),
         ("  of it hidden", milliseconds("hidden_seconds")),
-        ("quantization", milliseconds("quantization_seconds")),
-        ("step", milliseconds("step_seconds")),
-        ("memory per rank, no activations", [format_bytes(sum(c.memory.values())) for c in costs]),
+        ("quantization, ms", milliseconds("quantization_seconds")),
+        ("step, ms", milliseconds("step_seconds")),
+        ("memory, no activations", [format_bytes(sum(c.memory.values())) for c in costs]),
     ]
     for use in dict.fromkeys(use for cost in costs for use in cost.memory):
         rows.append((f"  {use}", [format_bytes(c.memory[use]) if use in c.memory else "-" for c in costs]))
@@ -232,41 +242,37 @@ def reproduction_json(found: Reproduction) -> dict[str, Any]:
 
 def reproduction_text(found: Reproduction) -> str:
     """Return the paper's tables beside the planner's, for people."""
-    rows = [
-        (
-            "cluster",
-            "model",
-            "TP/PP",
-            "published",
-            "predicted",
-            "error",
-            "rate from baseline only",
-            "GB/s per node",
-            "TFLOP/s per device",
-            "sent per node, GB",
-        )
-    ]
+    rows = [("cluster", "model", "TP/PP", "published", "predicted", "error", "from baseline")]
+    fitted = [("cluster", "model", "GB/s per node", "TFLOP/s per device", "sent per node, GB")]
     for p in found.rows:
+        names = (p.row.cluster, p.row.model)
         rows.append(
             (
-                p.row.cluster,
-                p.row.model,
+                *names,
                 f"{p.row.tensor_parallel}/{p.row.pipeline_parallel}",
                 f"{p.row.speedup:.2f} x",
                 f"{p.predicted:.2f} x",
                 f"{100 * p.error:+.1f} %",
                 f"{p.predicted_from_baseline:.2f} x",
+            )
+        )
+        fitted.append(
+            (
+                *names,
                 f"{p.bandwidth / 1e9:.1f}",
                 f"{p.device_flops / 1e12:.0f}",
                 f"{p.baseline_bytes / 1e9:.2f} -> {p.quantized_bytes / 1e9:.2f}",
             )
         )
     lines = [
-        "Table 2, speed-up over fp32 gradients and bf16 weights; no overlap, accumulation 1, fp32 scales.",
-        "Fitted to the published step times: a compute rate per row, and two bandwidths per cluster (without",
-        "and with tensor parallelism). 'Rate from baseline only': not fitted to the quantized step.",
+        "Table 2, speed-up over fp32 gradients and bf16 weights; no overlap, accumulation 1, fp32 scales. "
+        "Fitted to the published step times: a compute rate per row, and two bandwidths per cluster (without "
+        "and with tensor parallelism). 'From baseline': with the rate from the baseline alone, not fitted to "
+        "the quantized step.",
         "",
         *_aligned(rows),
+        "",
+        *_aligned(fitted),
         "",
         f"Table 4, held out: gradient exchange of 1.3B on 32 A100, published {TABLE_4_QUANTIZED_MS} ms; "
         f"predicted {found.table_4_ms:.1f} ms at the bandwidth of its own fp32 exchange, "
@@ -288,7 +294,7 @@ def reproduction_text(found: Reproduction) -> str:
             ),
         ]
     )
-    return "\n".join(lines)
+    return wrapped(lines)
 
 
 def draw_sweeps(config: PlanConfig, *, cluster: Cluster, path: Path) -> None:

@@ -16,14 +16,16 @@ from sdp4bit.plan.kernels import DEVICES, NVLINK_SHARE, DeviceName
 from sdp4bit.plan.model import GPTSize, ShardedGroup, flat_buffer, gpt_groups
 from sdp4bit.plan.paper import ClusterName, Reproduction, reproduce
 from sdp4bit.plan.step import Cluster, ParallelLayout, Plan, plan_step
-from sdp4bit.pretrain.config.communication import DEFAULT_STRATEGY, CommunicationConfig, Strategy
-from sdp4bit.pretrain.launch.config import ParallelConfig
+from sdp4bit.pretrain.config.communication import CommunicationConfig, Strategy
+from sdp4bit.pretrain.launch.config import RanksConfig
 from sdp4bit.pretrain.model.cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelShape
 from sdp4bit.pretrain.options import SettingError, option, require, require_at_least, require_positive
 
 Engine = Literal["fsdp2", "megatron"]
 DEFAULT_CLUSTER: ClusterName = "a100"
 PROBE_FORMAT = "sdp4bit-probe-1"
+_OWN = {"nodes", "devices_per_node", "inter_bandwidth", "intra_bandwidth", "device_flops"}
+"""What makes a cluster another one than the paper's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,19 +135,27 @@ class ClusterConfig:
             # What was measured on other devices does not count any more.
             base = {**base, "device": DEVICES[self.device], "quantization_bandwidth": None}
         known = {**base, **values}
-        for name, flag, needed in (
-            ("inter_bandwidth", "--inter-bandwidth", known["nodes"] > 1),
-            ("intra_bandwidth", "--intra-bandwidth", known["devices_per_node"] > 1),
-            ("device_flops", "--device-tflops", True),
+        for name, what, flag, needed in (
+            ("inter_bandwidth", "how fast nodes are connected", "--inter-bandwidth", known["nodes"] > 1),
+            (
+                "intra_bandwidth",
+                "how fast a node is inside",
+                "--intra-bandwidth",
+                known["devices_per_node"] > 1,
+            ),
+            ("device_flops", "how fast its devices compute", "--device-tflops", True),
         ):
             if known.get(name) is None:
                 source = self.probe or f"--device {self.device}"
-                require(not needed, f"{source} does not say {name}: give {flag}")
+                require(not needed, f"{source} does not say {what}: give {flag}")
                 known[name] = math.inf
+        if values.keys() & _OWN and self.probe is None and (self.device is None or self.cluster is not None):
+            known["name"] = f"your cluster, the paper's {known['name']} where nothing else is given"
         try:
             return Cluster(**known)
         except ValueError as error:
-            raise SettingError(str(error)) from error
+            source = f"--probe {self.probe}: " if self.probe else ""
+            raise SettingError(f"{source}{error}") from error
 
     def _base(self, model: str) -> dict[str, Any]:
         """Return what is known before single values are replaced."""
@@ -204,7 +214,8 @@ class LayoutConfig:
     """Share of the communication that runs beside computation, as far as it fits there. Not given: both ends,
     none and all."""
     engine: Engine = "fsdp2"
-    """fsdp2: a group per block; megatron: one flat buffer, gathered once a step and kept."""
+    """Which engine trains, fsdp2: a group per block, megatron: one flat buffer, gathered once a step and
+    kept."""
     reshard_after_forward: bool = True
     """FSDP2 frees a block's weights after forward and gathers them again in backward; off: once a micro
     batch."""
@@ -269,9 +280,28 @@ class PlanConfig:
     @property
     def strategy_name(self) -> str:
         """The strategy, for people."""
-        if self.communication.names_parts:
-            return "custom"
-        return self.strategy or DEFAULT_STRATEGY
+        return self.communication.strategy_name(self.strategy)
+
+    def derived(self) -> dict[str, object]:
+        """Return what options that are not given come to, by field."""
+        size, cluster = self.size(), self.resolved_cluster()
+        return {
+            "strategy": self.strategy_name,
+            "layers": size.layers,
+            "hidden": size.hidden,
+            "vocabulary": size.vocabulary,
+            "sequence_length": size.positions,
+            "cluster": cluster.name,
+            "nodes": cluster.nodes,
+            "devices_per_node": cluster.devices_per_node,
+            "inter_bandwidth": f"{cluster.inter_bandwidth / 1e9:.3g}",
+            "intra_bandwidth": f"{cluster.intra_bandwidth / 1e9:.3g}",
+            "latency_us": f"{1e6 * cluster.latency:g}",
+            "device_tflops": f"{cluster.device_flops / 1e12:.3g}",
+            "communicator_megabytes": f"{cluster.communicator_bytes / 1e6:g}",
+            "micro_batch_size": self.parallel_layout().micro_batch_size,
+            **self.communication.derived(self.quantization),
+        }
 
     def resolved_cluster(self) -> Cluster:
         """Return the cluster; SettingError if something is missing."""
@@ -332,16 +362,12 @@ class ProbeConfig:
     megabytes: float = 16.0
     """MB (1e6 bytes) that each rank sends in one exchange, over all peers of the level together."""
     rounds: int = 5
-    """Timed exchanges of each level, after two that warm up; the median counts."""
+    """Timed exchanges of each level, after two that warm up; the median counts, the spread is shown."""
     quantized_values: int = 4 * 1024**2
     """Values of the tensor that the quantization kernels are timed on."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: RanksConfig = field(default_factory=RanksConfig)
 
     def __post_init__(self) -> None:
-        require(
-            self.parallel.simulated_ranks is None,
-            "--simulated-ranks has no network to measure: leave it out of probe",
-        )
         require_positive(self, "megabytes")
         require_at_least(1, self, "rounds")
         require_at_least(4096, self, "quantized_values")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.tensor import DTensor
 
-from sdp4bit.plan.memory import memory_per_rank
+from sdp4bit.plan.memory import identifier, memory_per_rank
 from sdp4bit.plan.model import GPTSize, gpt_groups
 from sdp4bit.plan.traffic import RankGrid, group_traffic
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
@@ -58,11 +60,16 @@ def dry_run(config: PretrainConfig) -> dict[str, Any]:
 
 
 def print_dry_run(config: PretrainConfig) -> None:
-    """Print the findings, as a table or as one JSON object."""
+    """Print the findings, as a table or as one JSON object; under torchrun, on rank 0 for all its ranks."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        if int(os.environ["RANK"]):
+            return
+        config = replace(config, world_size=config.world_size or int(os.environ["WORLD_SIZE"]))
     found = dry_run(config)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if config.json:
-        console.print(json.dumps(found))
+        sizes = {identifier(use): size for use, size in found["bytes_per_rank"].items()}
+        console.print(json.dumps({**found, "bytes_per_rank": sizes}))
         return
     console.print(
         f"{found['parameters']:,} parameters, at most {found['parameters_per_rank']:,} on one of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from sdp4bit.collectives.pipeline import SLICES_UNDER_WAY, slice_lengths
@@ -108,3 +109,8 @@ def _message_buffers(row: int, *, grid: RankGrid, config: SDP4BitConfig, is_flat
             replicas += grid.size
         total += (1 + replicas) * layout.nbytes
     return total
+
+
+def identifier(use: str) -> str:
+    """Return the name of a use as a key of JSON: "Adam, fp32" is adam_fp32."""
+    return re.sub(r"\W+", "_", use.lower())

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.plan.config import PROBE_FORMAT, ProbeConfig
 from sdp4bit.plan.traffic import RankGrid, gradient_exchange, weight_refresh
 from sdp4bit.pretrain.launch.ranks import Ranks, agree, gather_over_ranks
-from sdp4bit.pretrain.metrics import format_bytes, write_atomically
+from sdp4bit.pretrain.metrics import format_bytes, wrapped, write_atomically
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR, Hadamard
@@ -46,14 +47,25 @@ class Link:
     sent_bytes: int
     """By a rank in one exchange."""
     seconds: float
+    fastest: float
+    slowest: float
+    """Seconds of the fastest and of the slowest round."""
     latency: float
     """Seconds of an exchange of a few bytes."""
 
     @property
     def bandwidth(self) -> float:
         """Bytes per second of a rank, beside the latency."""
+        return self._rate(self.seconds)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The same of the slowest and of the fastest round."""
+        return self._rate(self.slowest), self._rate(self.fastest)
+
+    def _rate(self, seconds: float) -> float:
         # On a very fast or disturbed link the difference would be noise: at most half is latency.
-        return self.sent_bytes / max(self.seconds - self.latency, self.seconds / 2)
+        return self.sent_bytes / max(seconds - self.latency, seconds / 2)
 
 
 def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
@@ -87,7 +99,7 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
         # One rank sends nothing; its kernels are timed as on one of two nodes.
         grid = RankGrid(nodes=2, ranks_per_node=1)
     step, moved = _quantization(config.quantized_values, grid=grid, device=ranks.device)
-    quantization_seconds = _median_seconds(step, rounds=config.rounds, device=ranks.device)
+    quantization_seconds = _seconds(step, rounds=config.rounds, device=ranks.device)
     return {
         "format": PROBE_FORMAT,
         "name": f"{hosts[0]}, {_device_name(ranks.device)}",
@@ -96,7 +108,7 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
         "inter_bandwidth": inter and inter.bandwidth * topology.ranks_per_node,
         "intra_bandwidth": intra and intra.bandwidth,
         "latency": max((link.latency for link in (intra, inter) if link), default=0.0),
-        "quantization_bandwidth": moved / quantization_seconds,
+        "quantization_bandwidth": moved / statistics.median(quantization_seconds),
         "measured": {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "torch": torch.__version__,
@@ -106,7 +118,9 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
             "rounds": config.rounds,
             "intra": intra and vars(intra),
             "inter": inter and vars(inter),
-            "quantization_seconds": quantization_seconds,
+            "quantization_seconds": statistics.median(quantization_seconds),
+            "quantization_fastest": min(quantization_seconds),
+            "quantization_slowest": max(quantization_seconds),
             "quantization_bytes": moved,
             "quantized_values": config.quantized_values,
         },
@@ -129,20 +143,25 @@ def _link(group: ProcessGroup | None, *, sent_bytes: int, rounds: int, device: t
         return None
     peers = group.size() - 1
 
-    def exchange(row_bytes: int) -> float:
+    def exchange(row_bytes: int) -> list[float]:
         sent = torch.zeros(group.size(), row_bytes, dtype=torch.uint8, device=device)
         received = torch.empty_like(sent)
-        return _median_seconds(
-            lambda: start_all_to_all(received, sent, group).wait(), rounds=rounds, device=device
-        )
+        return _seconds(lambda: start_all_to_all(received, sent, group).wait(), rounds=rounds, device=device)
 
     row_bytes = round_up(-(-sent_bytes // peers), TINY_BYTES)
-    latency = exchange(TINY_BYTES)
-    return Link(sent_bytes=row_bytes * peers, seconds=exchange(row_bytes), latency=latency)
+    latency = statistics.median(exchange(TINY_BYTES))
+    seconds = exchange(row_bytes)
+    return Link(
+        sent_bytes=row_bytes * peers,
+        seconds=statistics.median(seconds),
+        fastest=min(seconds),
+        slowest=max(seconds),
+        latency=latency,
+    )
 
 
-def _median_seconds(work: Callable[[], object], *, rounds: int, device: torch.device) -> float:
-    """Return the median over the rounds of the slowest rank's time."""
+def _seconds(work: Callable[[], object], *, rounds: int, device: torch.device) -> list[float]:
+    """Return the slowest rank's time of each round."""
     seconds = torch.zeros(rounds, dtype=torch.float64, device=device)
     for number in range(-WARM_UPS, rounds):
         dist.barrier()
@@ -153,7 +172,7 @@ def _median_seconds(work: Callable[[], object], *, rounds: int, device: torch.de
         if number >= 0:
             seconds[number] = time.perf_counter() - start
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return float(statistics.median(seconds.tolist()))
+    return [float(value) for value in seconds]
 
 
 def _synchronize(device: torch.device) -> None:
@@ -237,22 +256,49 @@ def _report(config: ProbeConfig, result: dict[str, Any]) -> None:
         write_atomically(config.out, json.dumps(result, indent=2) + "\n")
     except OSError as error:
         raise SettingError(f"cannot write --out {config.out}: {error}") from error
+    Console().print(describe(result, out=config.out), highlight=False, markup=False, soft_wrap=True)
+
+
+def describe(result: dict[str, Any], *, out: Path) -> str:
+    """Return what was measured, for people.
+
+    Args:
+        result: as `measure` returns it.
+        out: where it has been written.
+    """
     measured = result["measured"]
     lines = [f"{result['name']}: {result['nodes']} nodes of {result['devices_per_node']} ranks"]
-    for level, what in (("intra", "intra-node, per rank"), ("inter", "inter-node, per node")):
-        bandwidth = result[f"{level}_bandwidth"]
-        if bandwidth is None:
+    links = {level: Link(**measured[level]) for level in ("intra", "inter") if measured[level]}
+    for level, what, ranks in (
+        ("intra", "intra-node, per rank", 1),
+        ("inter", "inter-node, per node", result["devices_per_node"]),
+    ):
+        link = links.get(level)
+        if link is None:
             lines.append(f"{what}: one rank, not measured")
-        else:
-            latency = 1e6 * measured[level]["latency"]
-            lines.append(f"{what}: {format_bytes(bandwidth)}/s and direction, {latency:.0f} us per exchange")
+            continue
+        slowest, fastest = (format_bytes(ranks * rate) for rate in link.spread)
+        lines.append(
+            f"{what}: {format_bytes(ranks * link.bandwidth)}/s and direction ({slowest} to {fastest}/s in "
+            f"{measured['rounds']} rounds), {1e6 * link.latency:.0f} us per exchange"
+        )
+    moved = measured["quantization_bytes"]
+    slowest, fastest = (
+        format_bytes(moved / measured[f"quantization_{end}"]) for end in ("slowest", "fastest")
+    )
     lines.append(
         f"quantization ({measured['kernels']}): {format_bytes(result['quantization_bandwidth'])}/s read and "
-        "written per rank"
+        f"written per rank ({slowest} to {fastest}/s)"
     )
+    if len(links) == 2 and links["intra"].bandwidth < links["inter"].bandwidth:
+        lines.append(
+            f"WARNING: a rank is slower inside its node ({format_bytes(links['intra'].bandwidth)}/s) than "
+            f"between nodes ({format_bytes(links['inter'].bandwidth)}/s): look for missing NVLink or P2P, or "
+            "for --ranks-per-node that is not the machines'"
+        )
     if result["nodes"] > measured["hosts"]:
         lines.append(
             f"note: {result['nodes']} nodes on {measured['hosts']} host: what is between them is no network"
         )
-    lines.append(f"{config.out} is for: sdp4bit plan --probe {config.out} --device-tflops ...")
-    Console().print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    lines.append(f"next: sdp4bit plan --probe {out} --device-tflops ...")
+    return wrapped(lines)

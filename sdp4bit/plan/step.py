@@ -24,6 +24,7 @@ FORWARD_SHARE = 1 / 3
 """Forward takes a third of the arithmetic, backward two."""
 WORTHLESS, SMALL = 0.05, 0.20
 """Below the first gain the verdict is no, below the second it is a maybe."""
+_NO, _PERHAPS = "do not enable", "perhaps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +107,12 @@ class ParallelLayout:
         tensor, pipeline = self.tensor_parallel, self.pipeline_parallel
         if cluster.devices % (tensor * pipeline):
             raise ValueError(
-                f"tensor_parallel={tensor} times pipeline_parallel={pipeline} is {tensor * pipeline}, which "
+                f"--tp {tensor} times --pp {pipeline} is {tensor * pipeline}, which "
                 f"does not divide the {cluster.devices} devices of {cluster.name}"
             )
         if max(tensor, cluster.devices_per_node) % min(tensor, cluster.devices_per_node):
             raise ValueError(
-                f"tensor_parallel={tensor} and the {cluster.devices_per_node} devices of a node do not "
+                f"--tp {tensor} and the {cluster.devices_per_node} devices of a node do not "
                 "divide each other: ranks of a data-parallel group would be spread unevenly"
             )
         ranks = cluster.devices // (tensor * pipeline)
@@ -119,7 +120,7 @@ class ParallelLayout:
         if ranks % ranks_per_node:
             raise ValueError(
                 f"the {ranks} ranks of a data-parallel group do not fill nodes with {ranks_per_node} of them "
-                f"each: choose pipeline_parallel={pipeline} so that stages are made of whole nodes"
+                f"each: choose --pp so that stages are made of whole nodes"
             )
         return RankGrid(nodes=ranks // ranks_per_node, ranks_per_node=ranks_per_node)
 
@@ -190,16 +191,16 @@ class Plan:
     def verdict(self) -> str:
         """Whether to enable it, in plain words."""
         if self.grid.size == 1:
-            return "do not enable: the data-parallel group has one rank, nothing is sent"
+            return f"{_NO}: the data-parallel group has one rank, nothing is sent"
         gain, over_bf16 = self.speedup - 1, self.speedup_over_bf16 - 1
         if gain < WORTHLESS:
-            return f"do not enable: {_gain(gain)}"
+            return f"{_NO}: {_gain(gain)}"
         if over_bf16 < WORTHLESS:
-            return f"do not enable: reduce gradients in bf16 instead; beyond that it {_gain(over_bf16)}"
+            return f"{_NO}: reduce gradients in bf16 instead; beyond that it {_gain(over_bf16)}"
         if over_bf16 < SMALL:
             return (
-                f"perhaps: {_gain(gain)}, and {_gain(over_bf16)} over bf16 gradients; compare losses first, "
-                "and overlap communication first"
+                f"{_PERHAPS}: {_gain(gain)}, and {_gain(over_bf16)} over bf16 gradients; compare losses "
+                "first, and overlap communication first"
             )
         return (
             f"enable: {self.speedup:.2f} times as fast as with fp32 gradients, {self.speedup_over_bf16:.2f} "
@@ -352,19 +353,22 @@ def verdict(unhidden: Plan, hidden: Plan) -> str:
     """
     if unhidden.verdict == hidden.verdict:
         return unhidden.verdict
-    (advice, gain), (hidden_advice, hidden_gain) = (p.verdict.split(": ", 1) for p in (unhidden, hidden))
-    if advice == hidden_advice == "enable":
-        return (
-            f"enable: {unhidden.speedup:.2f} times as fast as with fp32 gradients if nothing is hidden, "
-            f"{hidden.speedup:.2f} if all is that can be; {unhidden.speedup_over_bf16:.2f} and "
-            f"{hidden.speedup_over_bf16:.2f} times as fast as with bf16 gradients"
-        )
-    if advice == hidden_advice:
-        return f"{advice}: {gain} if nothing is hidden, {hidden_gain} if all is that can be"
-    return (
-        f"depends on overlap: {advice} if nothing is hidden ({gain}), {hidden_advice} if all is that can be "
-        f"({hidden_gain})"
+    advice, hidden_advice = (plan.verdict.partition(":")[0] for plan in (unhidden, hidden))
+    over_fp32 = _span(unhidden.speedup, hidden.speedup)
+    over_bf16 = _span(unhidden.speedup_over_bf16, hidden.speedup_over_bf16)
+    times = (
+        f"{over_fp32} times as fast as with fp32 gradients, {over_bf16} times as fast as with bf16 gradients"
     )
+    if advice == hidden_advice:
+        return f"{advice}: {times}"
+    if _NO not in (advice, hidden_advice):
+        return f"{_PERHAPS}: {times}"
+    return f"depends on how much of the communication is hidden: {times}"
+
+
+def _span(first: float, last: float) -> str:
+    low, high = (f"{value:.2f}" for value in sorted((first, last)))
+    return low if low == high else f"{low} to {high}"
 
 
 def exchange_seconds(exchange: Exchange, *, intra: float, inter: float) -> float:

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -26,6 +27,7 @@ from sdp4bit.pretrain.config.pretrain import LoggingConfig
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.stability import SPIKE_RATIO, SpikeDetector
 
+_WIDTH = 80
 WINDOW_SHARE = 20
 """Smoothed values are means over the values divided by this."""
 
@@ -94,6 +96,16 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def wrapped(lines: Iterable[str]) -> str:
+    """Return lines as text of 80 columns; what continues a line is indented."""
+    return "\n".join(
+        textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        if len(line) > _WIDTH
+        else line
+        for line in lines
+    )
 
 
 def write_atomically(path: Path, content: str) -> None:
@@ -199,7 +211,8 @@ class MetricsWriter:
             message = f"{spike}: training is unstable, lower --lr or raise --lr-warmup-iters"
             self.log_alert(spike.step, None, message, value=spike.norm, threshold=SPIKE_RATIO * spike.median)
         if self._progress is not None and self._task is not None:
-            numbers = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
+            sent = f"{format_bytes(metrics.inter_bytes)} inter-node, {metrics.compression_ratio:.1f}x fewer"
+            numbers = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  {sent}"
             self._progress.update(self._task, completed=metrics.step, numbers=numbers)
         if metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._steps):
             if self._progress is None:

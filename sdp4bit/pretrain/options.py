@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
+import textwrap
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from typing import TypeVar, cast, get_args, get_type_hints
 
@@ -61,6 +65,12 @@ class Option:
     """Whether the flag alone says it all."""
     has_opposite: bool
     """Whether there is a --no- form of a switch."""
+    default: object
+    """Value when not given; dataclasses.MISSING if it must be."""
+    metavar: str | None
+    """What stands for the value in `--help`, where it does not follow from the type."""
+    is_positional: bool
+    """Whether the value stands without a flag."""
     help: str | None
     """What `--help` says, where it is not the docstring below the field."""
 
@@ -81,20 +91,40 @@ def options_of(settings: type) -> dict[str, Option]:
     found = {}
     for field in fields(settings):
         marks = getattr(hints[field.name], "__metadata__", ())
-        flags, text = [field.name.replace("_", "-")], None
+        flags, text, metavar = [field.name.replace("_", "-")], None, None
         for mark in marks:
             if getattr(mark, "name", None):
                 flags = [mark.name]
             flags += [alias.removeprefix("--") for alias in getattr(mark, "aliases", None) or ()]
             text = text or getattr(mark, "help", None)
+            metavar = metavar or getattr(mark, "metavar", None)
         is_switch = isinstance(field.default, bool)
         found[field.name] = Option(
             flags=[f"--{flag}" for flag in flags],
             type=get_args(hints[field.name])[0] if marks else hints[field.name],
             is_switch=is_switch,
             has_opposite=is_switch and tyro.conf.FlagCreatePairsOff not in marks,
+            default=field.default,
+            metavar=metavar,
+            is_positional=tyro.conf.Positional in marks,
             help=text,
         )
+    return found
+
+
+def docstrings(settings: type) -> dict[str, str]:
+    """Return the docstring below each field, in one line; those of base classes too."""
+    found: dict[str, str] = {}
+    for each in reversed([base for base in settings.__mro__ if is_dataclass(base)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, below in itertools.pairwise(definition.body):
+            match statement, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    found[name] = " ".join(text.split())
     return found
 
 

@@ -24,7 +24,7 @@ from sdp4bit.pretrain.data.batches import Batches, prepare_dataset
 from sdp4bit.pretrain.launch.ranks import Ranks, agree
 from sdp4bit.pretrain.launch.signals import listening
 from sdp4bit.pretrain.loop import TrainingDivergedError, TrainingLoop
-from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics, write_atomically
+from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics, format_bytes, write_atomically
 from sdp4bit.pretrain.model.gpt import GPT
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.step.optimizer import LossScale, build_optimizer
@@ -93,12 +93,14 @@ def pretrain(
     ranks: Ranks,
     console: Console | None = None,
     label: str | None = None,
+    part: str | None = None,
     keep_diverged: bool = False,
 ) -> TrainingResult:
     """Return the measurements of a training run; called on every rank.
 
     Args:
         label: what the run is called in its result and its output; its strategy's name when not given.
+        part: which run it is of several, for the output; None for one alone, whose end says how to go on.
         keep_diverged: return the measurements up to there if the loss stops being finite.
 
     Raises:
@@ -109,15 +111,16 @@ def pretrain(
     check_same_settings(config)
     config.check_layout(ranks.world_size)
     run = build_run(config, ranks=ranks, label=label or config.strategy_name)
-    writer = agree(lambda: _open_writer(run, console=console))
+    writer = agree(lambda: _open_writer(run, console=console, part=part))
     with listening(), _abandoned_after_a_failure(run.checkpointer), closing(writer):
         if ranks.is_first:
-            for line in (describe_run(run), *config.reference.explain(), *_describe_start(run)):
+            notes = (*config.reference.explain(), *run.loop.batches.notes)
+            for line in (describe_run(run), *notes, *_describe_start(run)):
                 writer.say(line)
         if ranks.is_first and config.reliability.alerts != "off":
             run.loop.model.communication.on_alert(partial(_report_alert, writer))
         train(run, writer=writer, keep_diverged=keep_diverged)
-        for line in _describe_end(run):
+        for line in (*_describe_end(run), *_describe_result(run), *([] if part else _describe_next(run))):
             writer.say(line)
     run.loop.model.communication.remove()
     return run.result
@@ -322,7 +325,38 @@ def _describe_end(run: Run) -> list[str]:
     return [f"left after step {run.loop.progress.step} because of {result.stopped}; {kept}"]
 
 
-def _open_writer(run: Run, *, console: Console | None) -> MetricsWriter:
+def _describe_result(run: Run) -> list[str]:
+    """Return lines about what has been measured: losses, time, bytes; none if nothing was trained."""
+    result = run.result
+    if not result.steps:
+        return []
+    losses = [f"training loss {result.train_loss:.4f}"]
+    losses += [f"validation loss {result.validation_loss:.4f}"] if result.validation else []
+    losses += [] if result.test_loss is None else [f"test loss {result.test_loss:.4f}"]
+    steps, sent = len(result.steps), sum(step.inter_bytes for step in result.steps)
+    ratio = statistics.median(step.compression_ratio for step in result.steps)
+    fewer = f" ({ratio:.2f}x fewer than plain FSDP2)" if result.strategy != "baseline" else ""
+    return [
+        f"{steps} steps in {result.seconds:.1f} s, {1000 * result.seconds / steps:.1f} ms each; "
+        + ", ".join(losses),
+        f"sent between nodes: {format_bytes(result.inter_bytes_per_step)} a step{fewer}, "
+        f"{format_bytes(sent)} in all; inside nodes: {format_bytes(result.intra_bytes_per_step)} a step",
+    ]
+
+
+def _describe_next(run: Run) -> list[str]:
+    """Return lines about what there is now, and what can be done with it."""
+    result, logging, save = run.result, run.config.logging, run.config.checkpoint.save
+    lines = []
+    if result.steps and result.stopped is None:
+        saved = "none, as --save was not given" if save is None else f"{save}, step {run.loop.progress.step}"
+        lines.append(f"checkpoint: {saved}")
+    if result.steps and logging.jsonl:
+        lines.append(f"next: sdp4bit report {logging.out}")
+    return lines
+
+
+def _open_writer(run: Run, *, console: Console | None, part: str | None) -> MetricsWriter:
     """Return what writes and shows metrics on rank 0, and does nothing on the others."""
     config, ranks, progress = run.config, run.loop.ranks, run.loop.progress
     logging, out = config.logging, config.logging.out
@@ -346,7 +380,7 @@ def _open_writer(run: Run, *, console: Console | None) -> MetricsWriter:
             write_atomically(out / "config.json", json.dumps(settings, indent=2, default=str) + "\n")
         return MetricsWriter(
             logging,
-            description=run.result.strategy,
+            description=run.result.strategy if part is None else f"{run.result.strategy}, {part}",
             steps=config.training.steps,
             first_step=progress.step,
             validation_due=progress.validation_due,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from sdp4bit.pretrain.launch.config import ParallelConfig
-from sdp4bit.pretrain.options import SettingError, option, require, require_at_least
+from sdp4bit.pretrain.launch.config import SimulatedRanksConfig
+from sdp4bit.pretrain.options import SettingError, option, require_at_least
 
 CheckName = Literal["facts", "kernels", "exchanges", "streams", "training", "verdict"]
 CHECKS: tuple[CheckName, ...] = ("facts", "kernels", "exchanges", "streams", "training", "verdict")
@@ -30,18 +30,13 @@ class SelftestConfig:
     """Optimizer steps of the check that trains."""
     delays: Annotated[int, option("delay-rounds")] = 3
     """How often each run of the check of streams is repeated with other random delays."""
-    parallel: ParallelConfig = field(
-        default_factory=lambda: ParallelConfig(distributed_timeout_minutes=_TIMEOUT_MINUTES)
+    parallel: SimulatedRanksConfig = field(
+        default_factory=lambda: SimulatedRanksConfig(distributed_timeout_minutes=_TIMEOUT_MINUTES)
     )
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "steps", "delays")
         require_at_least(0, self, "seed")
-        require(
-            self.parallel.model_parallel_size == 1,
-            "the self-test is of data-parallel ranks: leave out --tensor-model-parallel-size and "
-            "--pipeline-model-parallel-size",
-        )
         _ = self.checks
 
     @property

@@ -12,6 +12,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -55,7 +56,7 @@ class _Operators(TorchDispatchMode):
             return NotImplemented  # comes back with the local tensors
         result = func(*args, **kwargs)
         namespace, _, name = func._schema.name.partition("::")
-        reads, writes, is_view = _operands(func._schema, args, kwargs)
+        reads, writes, is_view = _operands(func, args, kwargs)
         if name == "set_" or (is_view and not writes):
             return result
         inputs = [tensor for tensor in (*reads, *writes) if has_memory(tensor)]
@@ -77,25 +78,37 @@ class _Operators(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    if isinstance(value, Tensor):
+        return [value]
+    # Most arguments are numbers.
+    nested = tree_leaves(value) if isinstance(value, list | tuple | dict) else ()
+    return [leaf for leaf in nested if isinstance(leaf, Tensor)]
 
 
-def _operands(schema: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor], bool]:
+@cache
+def _arguments(func: Any) -> list[tuple[str, bool, bool]]:
+    """Return of each argument of an operator its name, whether it is written, and whether it has an alias."""
+    return [
+        (each.name, bool(each.alias_info and each.alias_info.is_write), each.alias_info is not None)
+        for each in func._schema.arguments
+    ]
+
+
+def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor], bool]:
     """Return what an operator reads, what it writes, and whether its result is a view of what it reads."""
-    if schema.name == "fsdp::all_gather_copy_in":  # the schema does not say what it writes
+    if func._schema.name == "fsdp::all_gather_copy_in":  # the schema does not say what it writes
         sources, target, _, numel, rank = args
         return sources, [target.narrow(0, numel * rank, numel)], False
     reads: list[Tensor] = []
     writes: list[Tensor] = []
     is_view = False
-    for index, argument in enumerate(schema.arguments):
-        tensors = _tensors(args[index] if index < len(args) else kwargs.get(argument.name))
-        alias = argument.alias_info
-        if alias is not None and alias.is_write:
+    for index, (name, is_written, has_alias) in enumerate(_arguments(func)):
+        tensors = _tensors(args[index] if index < len(args) else kwargs.get(name))
+        if is_written:
             writes += tensors
         else:
             reads += tensors
-            is_view = is_view or bool(tensors and alias is not None)
+            is_view = is_view or bool(tensors and has_alias)
     return reads, writes, is_view
 
 
@@ -107,8 +120,9 @@ class _OnCUDA(TorchFunctionMode):
     """The library sees CUDA tensors; what it asks for on CUDA it gets on the CPU, and known as such."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func is Tensor.backward:
+            kwargs = dict(kwargs)
             with self:  # which is left while it handles a call, and hooks call the library
                 return torch.autograd.backward(*args, kwargs.pop("gradient"), **kwargs)
         if func in (Tensor.tolist, Tensor.numpy, Tensor.cpu):
@@ -117,6 +131,7 @@ class _OnCUDA(TorchFunctionMode):
             return func(*args, **kwargs)
         if func == _DEVICE:
             return CPU if running().is_on_host(args[0]) else CUDA
+        kwargs = dict(kwargs)
         # FSDP2 asks the library for memory on what it takes for the device: the host has to be named.
         devices = [v for v in (*args, kwargs.get("device")) if isinstance(v, torch.device | str)]
         is_pinned = kwargs.pop("pin_memory", False)

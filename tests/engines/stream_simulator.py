@@ -21,6 +21,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -300,8 +301,18 @@ def has_memory(tensor: object) -> bool:
 _LIBRARY = sdp4bit.__file__.removesuffix("__init__.py")
 
 
+@cache
 def is_library(filename: str) -> bool:
     return filename.startswith(_LIBRARY)
+
+
+@cache
+def _shown(filename: str) -> str:
+    """Return what a place calls a file; empty for one that it leaves out."""
+    if is_library(filename):
+        return f"sdp4bit/{filename.removeprefix(_LIBRARY)}"
+    named = "_fully_shard/" in filename or "megatron/" in filename or "stream_scen" in filename
+    return filename.rpartition("/")[2] if named else ""
 
 
 def place() -> str:
@@ -310,11 +321,11 @@ def place() -> str:
     others: list[str] = []
     frame: Any = sys._getframe(1)
     while frame is not None and len(lines) < 3:
-        name = frame.f_code.co_filename
-        line = f"{name.rpartition('/')[2]}:{frame.f_lineno}"
-        if is_library(name):
-            lines.append(f"sdp4bit/{name.removeprefix(_LIBRARY)}:{frame.f_lineno}")
-        elif len(others) < 3 and ("_fully_shard/" in name or "megatron/" in name or "stream_scen" in name):
-            others.append(line)
+        filename = frame.f_code.co_filename
+        name = _shown(filename)
+        if name:
+            found = lines if is_library(filename) else others
+            if len(found) < 3:
+                found.append(f"{name}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(lines or others)

@@ -83,10 +83,10 @@ def test_cpu_tensors_are_refused_with_the_way_out():
 
 
 INTERPRETED_BY_DEFAULT = {
-    *((128, 0), (128, 1), (128, 32), (128, 33), (128, 3 * 128 + 96), (128, 4096 + 16), (32, 100)),
-    *((96, 96 + 50), (160, 160 * 2 + 96 + 7), (192, 192 * 2 + 64), (2048, 2048 + 96 + 5)),
+    *((128, 0), (128, 1), (128, 33), (128, 3 * 128 + 96), (128, 4096 + 16), (32, 100)),
+    *((96, 96 + 50), (160, 160 * 2 + 96 + 7), (192, 192 * 2 + 64)),
 }
-"""Shapes of the quick tests; the slow tests add the others."""
+"""Shapes of the quick tests; the slow tests add the others. Groups of several tiles are in `long_groups`."""
 
 
 @pytest.fixture(
@@ -147,7 +147,9 @@ class TestOrder:
     def any_order(self):
         """In place of the one that every other test has."""
 
-    @pytest.mark.parametrize("warps", [1, 2, 5, 24, 100])
+    @pytest.mark.parametrize(
+        "warps", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 100)), 24]
+    )
     def test_programs_share_out_all_tiles(self, warps):
         """From one program with every tile to a program per tile."""
         from tests.kernels.program_order import random_order

@@ -29,8 +29,9 @@ def test_parameter_counts_are_the_model_cards(card, capsys):
     found = said(capsys, "--preset", card)
     assert found["parameters"] == parameters_of(card) == found["parameters_per_rank"]
     used = found["bytes_per_rank"]
-    assert used["main weights, fp32"] == 4 * found["parameters"]
-    assert used["Adam, fp32"] == 8 * found["parameters"]
+    assert used["main_weights_fp32"] == 4 * found["parameters"]
+    assert used["adam_fp32"] == 8 * found["parameters"]
+    assert all(key.isidentifier() for key in (*found, *used))
     assert used["total"] == sum(size for use, size in used.items() if use != "total")
 
 
@@ -40,8 +41,8 @@ def test_shards_replica_and_operations_of_a_cluster(capsys):
     # Every dimension 0 but those of the norms and the vocabulary is a multiple of 64; rank 0 has the padding.
     assert parameters / 64 <= found["parameters_per_rank"] < 1.01 * parameters / 64
     used = found["bytes_per_rank"]
-    assert used["main weights, fp32"] == 4 * found["parameters_per_rank"]
-    assert used["weight replica, bf16"] == 2 * 16 * found["parameters_per_rank"]
+    assert used["main_weights_fp32"] == 4 * found["parameters_per_rank"]
+    assert used["weight_replica_bf16"] == 2 * 16 * found["parameters_per_rank"]
     assert found["data_parallel_size"] == 64
     # Table 2's 18.58e12 per sample, 4 samples on each of 64 ranks.
     assert found["flops_per_step"] == pytest.approx(256 * 18.58e12, rel=1e-3)
@@ -57,7 +58,18 @@ def test_model_parallelism_divides_the_parameters(tensor, pipeline, capsys):
     # Embeddings are on the first stage only, and on the last; what tensor ranks have alike is not divided.
     share = found["parameters_per_rank"] * 32 / found["parameters"]
     assert 1 <= share < (1.01 if pipeline == 1 else 1.05)
-    assert found["bytes_per_rank"]["main weights, fp32"] == 4 * found["parameters_per_rank"]
+    assert found["bytes_per_rank"]["main_weights_fp32"] == 4 * found["parameters_per_rank"]
+
+
+def test_under_torchrun_one_rank_says_it_for_all(capsys, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "1")
+    assert main(["pretrain", "--dry-run"]) == 0
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("RANK", "0")
+    assert said(capsys)["world_size"] == 4
+    assert said(capsys, "--world-size", "8")["world_size"] == 8
 
 
 def test_the_table_names_every_use(capsys):

@@ -14,9 +14,9 @@ from sdp4bit.cli import main
 from sdp4bit.collectives import exchange
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.plan.config import ProbeConfig
-from sdp4bit.plan.probe import WARM_UPS, Link, probe
+from sdp4bit.plan.probe import WARM_UPS, Link, describe, probe
 from sdp4bit.plan.traffic import RankGrid, gradient_exchange, weight_refresh
-from sdp4bit.pretrain.launch.config import ParallelConfig
+from sdp4bit.pretrain.launch.config import RanksConfig
 from sdp4bit.pretrain.options import SettingError
 from tests.pretrain.tiny_runs import command_line, this_rank
 from tests.ranks import run_ranks
@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 
 def small(out: Path, *, ranks_per_node: int, **changes: Any) -> ProbeConfig:
     values: dict[str, Any] = {"megabytes": 0.05, "rounds": 3, "quantized_values": 2**15, **changes}
-    return ProbeConfig(out=out, parallel=ParallelConfig(ranks_per_node=ranks_per_node), **values)
+    return ProbeConfig(out=out, parallel=RanksConfig(ranks_per_node=ranks_per_node), **values)
 
 
 def run_probe(config: ProbeConfig) -> tuple[dict[str, Any], int]:
@@ -54,7 +54,7 @@ def test_what_is_timed_is_what_is_counted(tmp_path: Path) -> None:
     for level in ("intra", "inter"):
         link = Link(**found["measured"][level])
         assert link.sent_bytes == 50000  # one peer, a multiple of 16
-        assert link.seconds > 0 and link.latency > 0
+        assert 0 < link.fastest <= link.seconds <= link.slowest and link.latency > 0
         ranks = 1 if level == "intra" else 2
         assert found[f"{level}_bandwidth"] == link.bandwidth * ranks
     assert [sent for _, sent in results] == [exchanges * 2 * (50000 + 16)] * 4
@@ -92,8 +92,45 @@ def test_refusals_are_the_same_on_all_ranks(tmp_path: Path, changes: dict[str, A
 
 
 def test_latency_is_not_taken_for_bandwidth() -> None:
-    assert Link(sent_bytes=1000, seconds=3.0, latency=1.0).bandwidth == 500
-    assert Link(sent_bytes=1000, seconds=1.0, latency=0.9).bandwidth == 2000
+    assert link(3.0, latency=1.0).bandwidth == 500
+    assert link(1.0, latency=0.9).bandwidth == 2000
+    assert link(3.0, latency=1.0, slowest=5.0).spread == (250, 500)
+
+
+def link(seconds: float, *, latency: float, slowest: float | None = None) -> Link:
+    return Link(
+        sent_bytes=1000, seconds=seconds, fastest=seconds, slowest=slowest or seconds, latency=latency
+    )
+
+
+def measured(*, intra: float, inter: float) -> dict[str, Any]:
+    links = {
+        level: vars(link(seconds, latency=0.0, slowest=2 * seconds))
+        for level, seconds in (("intra", intra), ("inter", inter))
+    }
+    ends = {f"quantization_{end}": 1.0 for end in ("seconds", "fastest", "slowest")}
+    return {
+        "name": "somewhere",
+        "nodes": 2,
+        "devices_per_node": 4,
+        "quantization_bandwidth": 1e9,
+        "measured": {**links, **ends, "quantization_bytes": 1e9, "rounds": 5, "kernels": "x", "hosts": 2},
+    }
+
+
+def test_the_spread_is_shown_and_a_node_that_is_slower_inside_is_pointed_out() -> None:
+    usual = describe(measured(intra=1e-6, inter=1e-5), out=Path("probe.json"))
+    assert "inter-node, per node: 400 MB/s and direction (200 MB to 400 MB/s in 5" in usual
+    assert "WARNING" not in usual and max(map(len, usual.splitlines())) <= 80
+    odd = describe(measured(intra=1e-4, inter=1e-5), out=Path("probe.json"))
+    assert "WARNING: a rank is slower inside its node (10 MB/s) than between nodes (100" in odd
+
+
+def test_probe_takes_no_options_of_models(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--simulated-ranks", "--tensor-model-parallel-size", "--recompute-granularity"):
+        with pytest.raises(SystemExit):
+            main(["probe", option, "2"])
+        assert f"Unrecognized options: {option}" in capsys.readouterr().err
 
 
 def test_the_command_starts_ranks_and_the_planner_reads_its_file(

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from sdp4bit.engines.fsdp2.groups import find_groups
 from sdp4bit.engines.simulated.rows import RowLayout
-from sdp4bit.plan.config import ProbeConfig
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
 from sdp4bit.pretrain.checkpoint.load import open_checkpoint
 from sdp4bit.pretrain.config.communication import CommunicationConfig
@@ -271,5 +270,3 @@ def test_settings_that_do_not_go_with_simulated_ranks_are_refused(text: Path, tm
         small(text, tmp_path, parallel=parallel).check_layout(2)
     with pytest.raises(SettingError, match="give --world-size 8 instead"):
         small(text, tmp_path, parallel=parallel, dry_run=True)
-    with pytest.raises(SettingError, match="no network to measure"):
-        ProbeConfig(parallel=parallel)

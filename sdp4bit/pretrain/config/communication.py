@@ -142,6 +142,25 @@ class CommunicationConfig:
         except ValueError as error:
             raise SettingError(str(error)) from error
 
+    def strategy_name(self, strategy: Strategy | None) -> str:
+        """Return the name of what is quantized: that of the preset that flags and details make, or else of
+        the strategy whose details they are, or custom. How a row is cut changes no value and no name."""
+        ours = self.resolve(strategy, seed=0)
+        uncut = ours.gradients and replace(ours.gradients, pipeline_chunks=None)
+        presets = {name: SDP4BitConfig.preset(name) for name in STRATEGIES}
+        alike = (name for name, p in presets.items() if (p.weights, p.gradients) == (ours.weights, uncut))
+        return next(alike, "custom" if self.names_parts else strategy or DEFAULT_STRATEGY)
+
+    def derived(self, config: SDP4BitConfig) -> dict[str, object]:
+        """Return what options that are not given come to in the library's settings, by field."""
+        parts = ((_WEIGHTS, config.weights), (_GRADIENTS, config.gradients))
+        return {
+            ours: getattr(part, theirs)
+            for names, part in parts
+            if part is not None
+            for ours, theirs in names.items()
+        }
+
     def restricted_to(self, strategy: Strategy) -> CommunicationConfig:
         """Return these settings without those that the strategy has no use for."""
         preset = SDP4BitConfig.preset(strategy)

@@ -13,21 +13,21 @@ from typing import Annotated, Literal
 from sdp4bit.config import SDP4BitConfig, TelemetryConfig
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
 from sdp4bit.pretrain.config.communication import (
-    DEFAULT_STRATEGY,
-    STRATEGIES,
     CommunicationConfig,
     ReliabilityConfig,
     Strategy,
 )
 from sdp4bit.pretrain.config.reference_flags import ReferenceConfig
 from sdp4bit.pretrain.config.training import TrainingConfig
-from sdp4bit.pretrain.data.config import DataConfig
+from sdp4bit.pretrain.data.config import DEFAULT_SPLIT, DataConfig
 from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.model.cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelCard, ModelShape
 from sdp4bit.pretrain.options import SettingError, option, require, require_at_least, require_positive
 
 DecayStyle = Literal["cosine", "linear", "constant"]
 
+LOWEST_SHARE = 0.1
+"""Learning rate at the end of the decay over the peak, as in the paper, when none is given."""
 WARMUP_SHARE = 0.01
 """Of the decay steps, as in the paper."""
 
@@ -167,11 +167,11 @@ class PretrainConfig:
     seed: int = 1234
     """Seed of the initial weights, the sample order, dropout and stochastic rounding."""
     dry_run: bool = False
-    """Train nothing; say what the run would take of each rank."""
+    """Say what the run would take of each rank, and train nothing."""
     json: bool = False
     """Say it as one JSON object."""
     world_size: int | None = None
-    """Ranks that --dry-run reckons with; --nproc-per-node, or 1, when not given."""
+    """Ranks that --dry-run reckons with; torchrun's, --nproc-per-node, or 1, when not given."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -211,6 +211,30 @@ class PretrainConfig:
             micro_batches=self.micro_batches(self.parallel.data_parallel_size(world_size)),
         )
 
+    def derived(self) -> dict[str, object]:
+        """Return what options that are not given come to, by field."""
+        shape = self.model_shape
+        return {
+            "strategy": self.strategy_name,
+            "layers": shape.layers,
+            "hidden": shape.hidden,
+            "heads": shape.heads,
+            "positions": shape.positions,
+            "vocabulary_size": self.resolved_data.vocabulary,
+            "split": DEFAULT_SPLIT,
+            "validation_fraction": self.data.held_out,
+            "cache_dir": self.data.cache_folder(),
+            "micro_batch_size": self.micro_batch_size,
+            "accumulation": self.micro_batches(1),
+            "sequence_length": self.sequence_length,
+            "precision": self.training.param_dtype,
+            "learning_rate": self.learning_rate,
+            "min_lr": LOWEST_SHARE * self.learning_rate,
+            "warmup_steps": self.warmup_steps,
+            "decay_steps": self.training.steps,
+            **self.communication.derived(self.quantization),
+        }
+
     @property
     def quantization(self) -> SDP4BitConfig:
         """The library's settings."""
@@ -224,14 +248,7 @@ class PretrainConfig:
     @property
     def strategy_name(self) -> str:
         """The strategy, for people: its name, or what the reference implementation's flags make."""
-        if not self.communication.names_parts:
-            return self.strategy or DEFAULT_STRATEGY
-        ours = self.quantization
-        for name in STRATEGIES:
-            preset = SDP4BitConfig.preset(name)
-            if (preset.weights, preset.gradients) == (ours.weights, ours.gradients):
-                return name
-        return "custom"
+        return self.communication.strategy_name(self.strategy)
 
     @property
     def learning_rate(self) -> float:

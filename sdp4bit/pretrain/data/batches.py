@@ -39,8 +39,8 @@ def prepare_dataset(config: DataConfig, *, ranks: Ranks) -> Dataset:
         SettingError: on all ranks: unreadable text, damaged files, or nodes that read different data.
     """
     if config.source == "mock":
-        split = MockSplit(vocabulary=config.vocabulary)
-        return Dataset(key=f"mock-{config.vocabulary}", train=split, validation=split, test=split)
+        train, validation, test = (MockSplit(vocabulary=config.vocabulary, number=n) for n in range(3))
+        return Dataset(key=f"mock-{config.vocabulary}", train=train, validation=validation, test=test)
     if config.source == "indexed":
         key = _on_every_node(lambda: check_indexed(config), known=lambda key: False, ranks=ranks)
         return agree(lambda: open_indexed(config, key=key))
@@ -117,6 +117,7 @@ def open_indexed(config: DataConfig, *, key: str) -> Dataset:
         train=train,
         validation=validation,
         test=test,
+        needs_test=bool(config.test_data_path),
         tokenizer=config.tokenizer,
         masked_token=masked,
     )
@@ -206,12 +207,20 @@ class Batches:
         self._eval_micro_batches = self._available(
             self._validation, dataset.validation, eval_batches, name="validation", length=sequence_length
         )
-        self._test = None
-        if dataset.test is not None:
-            self._test = dataset.test.samples(sequence_length=sequence_length, seed=None)
-            self._test_micro_batches = self._available(
-                self._test, dataset.test, eval_batches, name="test", length=sequence_length
-            )
+        self._test: Samples | None = None
+        self.notes: list[str] = []
+        """What is to be told at the start of the run."""
+        try:
+            if dataset.test is not None:
+                test = dataset.test.samples(sequence_length=sequence_length, seed=None)
+                self._test_micro_batches = self._available(
+                    test, dataset.test, eval_batches, name="test", length=sequence_length
+                )
+                self._test = test
+        except SettingError as error:
+            if dataset.needs_test:
+                raise
+            self.notes.append(f"no test after training: {error}")
 
     def _available(self, samples: Samples, split: Split, batches: int, *, name: str, length: int) -> int:
         across = self._world_size * self._micro_batch_size

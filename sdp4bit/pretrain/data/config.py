@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from sdp4bit.pretrain.data.tokenizer import BytePairTokenizer, TokenizerFiles
+from sdp4bit.pretrain.data.tokenizer import SMALLEST_VOCABULARY, BytePairTokenizer, TokenizerFiles
 from sdp4bit.pretrain.options import SettingError, require
 
 Source = Literal["standard library", "text", "indexed", "mock"]
@@ -41,7 +41,7 @@ class TokenizerConfig:
     merge_file: Path | None = None
     """GPT-2's merges.txt."""
     tokenizer_model: Path | None = None
-    """A tokenizer.json of the tokenizers library, or the folder it is in."""
+    """A tokenizer.json of the tokenizers library, or the folder it is in; `sdp4bit tokenizer` makes one."""
     eod_token: str | None = None
     """Token that ends a document; <|endoftext|>, </s> and the like are found without."""
 
@@ -97,7 +97,7 @@ class DataConfig(TokenizerConfig):
     library."""
     split: str | None = None
     """Shares of the documents of --data-path's .bin/.idx files for training, validation and test; 969,30,1
-    when not given."""
+    when not given. A share for the test that is too small is left out, and said so."""
     train_data_path: _Paths = ()
     """.bin/.idx prefixes for training alone, instead of --data-path and --split; weights as there."""
     valid_data_path: _Paths = ()
@@ -171,8 +171,9 @@ class DataConfig(TokenizerConfig):
         if source in ("text", "standard library"):
             size = self.vocabulary_size
             require(
-                size is None or self.tokenizer_files is not None or size >= 257,
-                f"--vocab-size {size} must be between 257 (256 bytes and the end of text) and {1 << 20}",
+                size is None or self.tokenizer_files is not None or size >= SMALLEST_VOCABULARY,
+                f"--vocab-size {size} must be between {SMALLEST_VOCABULARY} (256 bytes and the end of text) "
+                f"and {1 << 20}",
             )
             require(
                 self.tokenizer_type != "NullTokenizer",

@@ -54,7 +54,8 @@ class PreprocessConfig(TokenizerConfig):
         require(bool(self.input), "--input: give the files that hold the documents")
         require(
             self.tokenizer_files is not None,
-            "give the tokenizer: --vocab-file and --merge-file, or --tokenizer-model",
+            "give the tokenizer: --vocab-file and --merge-file, or --tokenizer-model; `sdp4bit "
+            "tokenizer` makes one from text",
         )
         require(
             bool(self.json_keys) and len(set(self.json_keys)) == len(self.json_keys),

@@ -54,6 +54,8 @@ class Dataset:
     train: Split
     validation: Split
     test: Split | None = None
+    needs_test: bool = True
+    """Whether a test that is too short is an error; else the run goes without."""
     tokenizer: BytePairTokenizer | None = None
     masked_token: int | None = None
     """Token after which the loss does not count."""
@@ -64,6 +66,8 @@ class MockSplit:
     """Tokens that count up from a random one and jump to another about every 64 tokens."""
 
     vocabulary: int
+    number: int = 0
+    """Training, validation and test have different ones."""
 
     @property
     def tokens(self) -> int:
@@ -76,16 +80,19 @@ class MockSplit:
             vocabulary=self.vocabulary,
             sequence_length=sequence_length,
             seed=_VALIDATION_SEED if seed is None else seed,
+            split=self.number,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MockSamples:
-    """Numbered synthetic samples: the same for the same seed, from nothing but the number of a sample."""
+    """Numbered synthetic samples: the same for the same seed, from nothing but the numbers of split and
+    sample."""
 
     vocabulary: int
     sequence_length: int
     seed: int
+    split: int = 0
     count: int = MOCK_SAMPLES
 
     def rows(self, numbers: Iterable[int]) -> Tokens:
@@ -93,9 +100,9 @@ class MockSamples:
         return np.stack([self._row(number) for number in numbers])
 
     def _row(self, number: int) -> Tokens:
-        # Raw bits of a counter-based generator: frozen in NumPy, and no two numbers share any.
+        # Raw bits of a counter-based generator: frozen in NumPy, and no two pairs of numbers share any.
         length = self.sequence_length + 1
-        generator = np.random.Philox(key=self.seed, counter=[0, 0, number, 0])
+        generator = np.random.Philox(key=self.seed, counter=[0, 0, number, self.split])
         bits = generator.random_raw(2 * length).reshape(2, length)
         steps = np.where(bits[0] % _JUMPS == 0, bits[1] % self.vocabulary, 1).astype(np.int64)
         steps[0] = int(bits[1, 0] % self.vocabulary)

@@ -15,6 +15,8 @@ from sdp4bit.pretrain.options import SettingError
 
 TRAINING_CHARACTERS = 64 << 20
 """The vocabulary is learned from this much text; more changes little and takes minutes."""
+SMALLEST_VOCABULARY = 257
+"""The 256 bytes and the end of text."""
 _ENDS_OF_DOCUMENTS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 
@@ -31,8 +33,13 @@ class BytePairTokenizer:
         """Whether text is cut by GPT-2's pattern and nothing else happens before or after BPE."""
 
     @classmethod
-    def train(cls, documents: Iterable[str], *, vocabulary_size: int) -> BytePairTokenizer:
-        """Return a tokenizer of at most `vocabulary_size` tokens: fewer if the text repeats too little."""
+    def train(
+        cls, documents: Iterable[str], *, vocabulary_size: int, characters: int = TRAINING_CHARACTERS
+    ) -> BytePairTokenizer:
+        """Return a tokenizer of at most `vocabulary_size` tokens: fewer if the text repeats too little.
+
+        It is learned from the first so many characters of the documents.
+        """
         tokenizer = _gpt2_tokenizer(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocabulary_size,
@@ -40,7 +47,7 @@ class BytePairTokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        tokenizer.train_from_iterator(_first_characters(documents), trainer)
+        tokenizer.train_from_iterator(_first_characters(documents, characters), trainer)
         return cls(tokenizer, end_of_text=tokenizer.token_to_id(END_OF_TEXT))
 
     @classmethod
@@ -52,6 +59,11 @@ class BytePairTokenizer:
     def save(self, path: Path) -> None:
         """Write the tokenizer, as JSON."""
         self._tokenizer.save(str(path))
+
+    def save_all(self, folder: Path) -> None:
+        """Write tokenizer.json, and vocab.json and merges.txt, the same BPE in GPT-2's format."""
+        self.save(folder / "tokenizer.json")
+        self._tokenizer.model.save(str(folder))
 
     @property
     def vocabulary_size(self) -> int:
@@ -160,8 +172,7 @@ def _gpt2_tokenizer(model: models.BPE) -> Tokenizer:
     return tokenizer
 
 
-def _first_characters(documents: Iterable[str]) -> Iterator[str]:
-    left = TRAINING_CHARACTERS
+def _first_characters(documents: Iterable[str], left: int) -> Iterator[str]:
     for text in documents:
         yield text[:left]
         left -= len(text)

@@ -18,54 +18,60 @@ from sdp4bit.pretrain.options import (
 )
 
 
-@renamed_fields(RENAMED["parallel"])
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """Processes, nodes and parallelism."""
+class RanksConfig:
+    """Processes and nodes."""
 
     nproc_per_node: int | None = None
     """Processes to start on this machine; one per GPU, or one, when not given. Under torchrun, torchrun's
     option of the same name decides."""
     ranks_per_node: int | None = None
     """Consecutive ranks of the job that count as one node; found by host name when not given."""
-    simulated_ranks: Annotated[int | None, option("simulated-ranks", "virtual-ranks")] = None
-    """Train in one process as this many data-parallel ranks would, with what their communication does to
-    weights and gradients; --ranks-per-node of them count as one node."""
-    tensor_model_parallel_size: int = 1
-    """Ranks that share the matrices of every block; consecutive ranks."""
-    pipeline_model_parallel_size: int = 1
-    """Ranks that share the blocks, one after another; micro batches (--accumulation) keep them busy."""
     distributed_timeout_minutes: float = 10.0
     """Minutes that a rank waits for the others in an exchange before it gives up, with an error that names
     the exchange; longer than the slowest thing that one rank does alone, such as tokenizing a text."""
-    num_layers_per_virtual_pipeline_stage: int | None = None
-    """Blocks in one of several stages that each rank of a pipeline has, interleaved with those of the others;
-    one stage per rank when not given."""
-    recompute_granularity: Recompute = "none"
-    """What is computed again in backward instead of being kept: the attention weights and their products
-    (selective), or whole blocks (full)."""
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "nproc_per_node", "ranks_per_node", "simulated_ranks")
-        require_at_least(1, self, "tensor_model_parallel_size", "pipeline_model_parallel_size")
-        require_at_least(1, self, "num_layers_per_virtual_pipeline_stage")
+        require_at_least(1, self, "nproc_per_node", "ranks_per_node")
         require_positive(self, "distributed_timeout_minutes")
-        per_stage = self.num_layers_per_virtual_pipeline_stage
-        require(
-            per_stage is None or self.pipeline_model_parallel_size > 1,
-            f"--num-layers-per-virtual-pipeline-stage {per_stage} has no effect without "
-            "--pipeline-model-parallel-size",
-        )
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a rank waits for the others."""
+        return timedelta(minutes=self.distributed_timeout_minutes)
+
+    def processes(self, devices: int) -> int:
+        """Return how many processes to start on this machine with so many GPUs."""
+        return self.nproc_per_node or devices or 1
+
+    def check_world(self, world_size: int) -> None:
+        """Raise SettingError unless nodes divide the world."""
+        self._check_nodes(world_size, what=f"{world_size} ranks")
+
+    def _check_nodes(self, ranks: int, *, what: str) -> None:
+        if self.ranks_per_node is not None and ranks % self.ranks_per_node:
+            divisors = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
+            raise SettingError(
+                f"--ranks-per-node {self.ranks_per_node} does not divide the {what}: use one of {divisors}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRanksConfig(RanksConfig):
+    """Processes and nodes, or one process that stands for several."""
+
+    simulated_ranks: Annotated[int | None, option("simulated-ranks", "virtual-ranks")] = None
+    """Train in one process as this many data-parallel ranks would, with what their communication does to
+    weights and gradients; --ranks-per-node of them count as one node."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least(1, self, "simulated_ranks")
         if self.simulated_ranks is not None:
             self._check_simulated(self.simulated_ranks)
 
     def _check_simulated(self, ranks: int) -> None:
         require(ranks > 1, f"--simulated-ranks {ranks}: one rank sends nothing; give at least 2")
-        require(
-            self.model_parallel_size == 1,
-            f"--simulated-ranks {ranks} are data-parallel ranks: leave out --tensor-model-parallel-size and "
-            "--pipeline-model-parallel-size",
-        )
         require(
             self.nproc_per_node in (None, 1),
             f"--simulated-ranks {ranks} are all in one process: leave out --nproc-per-node",
@@ -77,14 +83,57 @@ class ParallelConfig:
             )
         self._check_nodes(ranks, what=f"{ranks} simulated ranks")
 
+    def processes(self, devices: int) -> int:
+        """Return how many processes to start: one if it stands for all."""
+        return super().processes(devices) if self.simulated_ranks is None else 1
+
+    def check_world(self, world_size: int) -> None:
+        """Raise SettingError unless nodes divide the world, or one process stands for all."""
+        if self.simulated_ranks is None:
+            super().check_world(world_size)
+        else:
+            require(
+                world_size == 1,
+                f"--simulated-ranks {self.simulated_ranks} are all in one process, but {world_size} have "
+                "been started: start one",
+            )
+
+
+@renamed_fields(RENAMED["parallel"])
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(SimulatedRanksConfig):
+    """Processes, nodes and parallelism."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share the matrices of every block; consecutive ranks."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the blocks, one after another; micro batches (--accumulation) keep them busy."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Blocks in one of several stages that each rank of a pipeline has, interleaved with those of the others;
+    one stage per rank when not given."""
+    recompute_granularity: Recompute = "none"
+    """What is computed again in backward instead of being kept: the attention weights and their products
+    (selective), or whole blocks (full)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least(1, self, "tensor_model_parallel_size", "pipeline_model_parallel_size")
+        require_at_least(1, self, "num_layers_per_virtual_pipeline_stage")
+        per_stage = self.num_layers_per_virtual_pipeline_stage
+        require(
+            per_stage is None or self.pipeline_model_parallel_size > 1,
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} has no effect without "
+            "--pipeline-model-parallel-size",
+        )
+        require(
+            self.simulated_ranks is None or self.model_parallel_size == 1,
+            f"--simulated-ranks {self.simulated_ranks} are data-parallel ranks: leave out "
+            "--tensor-model-parallel-size and --pipeline-model-parallel-size",
+        )
+
     def data_parallel_size(self, world_size: int) -> int:
         """Return the ranks that read different data, simulated ones if there are any."""
         return self.simulated_ranks or world_size // self.model_parallel_size
-
-    @property
-    def timeout(self) -> timedelta:
-        """How long a rank waits for the others."""
-        return timedelta(minutes=self.distributed_timeout_minutes)
 
     @property
     def model_parallel_size(self) -> int:
@@ -93,27 +142,15 @@ class ParallelConfig:
 
     def check_world(self, world_size: int) -> None:
         """Raise SettingError unless nodes and model-parallel ranks divide the world."""
+        super().check_world(world_size)
         if self.simulated_ranks is not None:
-            require(
-                world_size == 1,
-                f"--simulated-ranks {self.simulated_ranks} are all in one process, but {world_size} have "
-                "been started: start one",
-            )
             return
-        self._check_nodes(world_size, what=f"{world_size} ranks")
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         require(
             world_size % self.model_parallel_size == 0,
             f"--tensor-model-parallel-size {tensor} times --pipeline-model-parallel-size {pipeline} is "
             f"{self.model_parallel_size}, which does not divide the {world_size} ranks",
         )
-
-    def _check_nodes(self, ranks: int, *, what: str) -> None:
-        if self.ranks_per_node is not None and ranks % self.ranks_per_node:
-            divisors = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
-            raise SettingError(
-                f"--ranks-per-node {self.ranks_per_node} does not divide the {what}: use one of {divisors}"
-            )
 
     def check_model(self, *, layers: int, heads: int, vocabulary: int, micro_batches: int) -> None:
         """Raise SettingError unless a model of these sizes can be laid out like this."""

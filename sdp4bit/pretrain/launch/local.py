@@ -26,7 +26,7 @@ from sdp4bit.pretrain.launch.child_processes import (
     start_from_one_import,
     start_server_without,
 )
-from sdp4bit.pretrain.launch.config import ParallelConfig
+from sdp4bit.pretrain.launch.config import RanksConfig
 from sdp4bit.pretrain.launch.ranks import Ranks, join_ranks
 from sdp4bit.pretrain.launch.signals import AGAIN, SIGNALS, listen
 from sdp4bit.pretrain.options import SettingError
@@ -48,9 +48,7 @@ class Program(Protocol[C_contra]):
         ...
 
 
-def run_on_ranks(
-    program: Program[C], *, config: C, parallel: ParallelConfig, leaves_early: bool = True
-) -> int:
+def run_on_ranks(program: Program[C], *, config: C, parallel: RanksConfig, leaves_early: bool = True) -> int:
     """Return the exit code after the program has run on all ranks.
 
     Under torchrun this process is one of the ranks. Otherwise they are started here; when one fails, the
@@ -68,7 +66,7 @@ def run_on_ranks(
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _run_under_torchrun(program, config, parallel.timeout, leaves_early=leaves_early)
-    size = 1 if parallel.simulated_ranks else parallel.nproc_per_node or torch.cuda.device_count() or 1
+    size = parallel.processes(torch.cuda.device_count())
     parallel.check_world(size)
     ranks = _StartedRanks(leaves_early=leaves_early)
     with tempfile.TemporaryDirectory(prefix="sdp4bit-") as name, ranks.receiving_signals():

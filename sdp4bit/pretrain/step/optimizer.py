@@ -10,11 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from sdp4bit.pretrain.config.pretrain import OptimizerConfig
+from sdp4bit.pretrain.config.pretrain import LOWEST_SHARE, OptimizerConfig
 from sdp4bit.pretrain.config.training import TrainingConfig
 
-LOWEST_SHARE = 0.1
-"""Learning rate at the end of the decay over the peak, as in the paper, when none is given."""
 SCALE_GROWTH = 2.0
 SCALE_BACKOFF = 0.5
 

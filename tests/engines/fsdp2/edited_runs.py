@@ -111,11 +111,14 @@ def losses_of(name: str, config: SDP4BitConfig | None, topology: int) -> tuple[l
     return run.losses, run.stale
 
 
-def faults_of(name: str, topology: int) -> list[str]:
-    """Return what is wrong with a way; nothing if the library follows it as plain FSDP2 does."""
+METHODS = {"full precision": LOSSLESS, "4 bits": QUANTIZED}
+
+
+def faults_of(name: str, topology: int, methods: tuple[str, ...]) -> list[str]:
+    """Return what is wrong with a way; nothing if these of `METHODS` follow it as plain FSDP2 does."""
     faults: list[str] = []
     plain: list[float] = []
-    for title, config in (("plain", None), ("full precision", LOSSLESS), ("4 bits", QUANTIZED)):
+    for title, config in (("plain", None), *((method, METHODS[method]) for method in methods)):
         try:
             losses, stale = losses_of(name, config, topology)
         except Exception:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from sdp4bit import Alert, AlertConfig, GradientConfig, SDP4BitConfig, TelemetryConfig
 from tests.ranks import on_ranks, run_ranks
+from tests.tables import explained, flat
 from tests.toy import QUANTIZED, Run, build, loss_of
 
 PLAIN = replace(
@@ -94,9 +95,9 @@ def check_fallback() -> dict[str, Any]:
     train_disturbed(run, range(1, 5), AMPLITUDE)
     run.evaluate()  # the boundary of step 4: the first sample with outliers
     errors.append(error_of(run))
-    line = next(line for line in run.comm.explain().splitlines() if line.startswith(GROUP))
+    line = explained(run.comm.explain())[GROUP]
     assert "inter int8/128, since step 4 (alert: gradient error " in line
-    assert run.comm.explain().count("since step") == 1
+    assert flat(run.comm.explain()).count("since step") == 1
     train_disturbed(run, range(5, LAST + 1), AMPLITUDE)
     run.evaluate()
     errors.append(error_of(run))
@@ -112,7 +113,7 @@ def check_fallback() -> dict[str, Any]:
     logging.getLogger("sdp4bit").removeHandler(handler)
     alerts = run.comm.alerts()
     assert heard == alerts
-    assert "since step" not in run.comm.explain()
+    assert "since step" not in flat(run.comm.explain())
     assert (dist.get_rank() == 0) == bool(records)
 
     resumed = Disturbed(build(), configured(FALLBACK))
@@ -123,7 +124,7 @@ def check_fallback() -> dict[str, Any]:
     resumed.model.load_state_dict(loaded["model"])
     resumed.optimizer.load_state_dict(loaded["optimizer"])
     resumed.comm.load_state_dict(loaded["comm"])
-    assert next(s for s in resumed.comm.explain().splitlines() if s.startswith(GROUP)).count("since step 4")
+    assert "since step 4" in explained(resumed.comm.explain())[GROUP]
     train_disturbed(resumed, range(LAST + 1, STEPS + 1), AMPLITUDE)
     assert resumed.finish() == losses[LAST:]
     assert resumed.comm.alerts() == alerts[1:]
@@ -137,7 +138,7 @@ def check_without() -> dict[str, Any]:
     warned = disturbed(replace(FALLBACK, action="warn"), amplitude=AMPLITUDE)
     losses = quiet.finish()
     assert warned.finish() == losses  # nothing changes but the warning
-    assert "since step" not in warned.comm.explain() and "fallback" not in warned.comm.state_dict()
+    assert "since step" not in flat(warned.comm.explain()) and "fallback" not in warned.comm.state_dict()
     return {
         # All but the size of the weights at the end.
         "clean": clean.finish()[:-1],

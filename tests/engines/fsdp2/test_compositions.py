@@ -21,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.collectives.scratch import Scratch
 from tests.ranks import on_ranks, run_ranks
+from tests.tables import explained
 from tests.toy import QUANTIZED, Run, ToyGPT, adamw, assert_close_to_plain, assert_variants_equal, build
 
 
@@ -217,7 +218,9 @@ def test_gradients_are_dense_before_the_start_step() -> None:
 def test_rows_below_the_minimum_are_reduced_densely_and_counted() -> None:
     run = Run(build(), SDP4BitConfig(weights=None, gradients=GradientConfig(min_numel=1024))).train(1)
     small = 0
-    for line, group in zip(run.comm.explain().splitlines()[2:], run.comm._state.groups, strict=False):
+    groups = explained(run.comm.explain())
+    for group in run.comm._state.groups:
+        line = groups[group.group.name]
         rows, sent = group.group.shard_numel, group.gradient_traffic.current_step
         assert ("below min_numel=1024" in line) == (group.reductions == 0) == (rows < 1024)
         if rows < 1024:

@@ -23,8 +23,9 @@ from sdp4bit import SDP4BitConfig, WeightConfig, quantize_communication
 from sdp4bit.quantization.layout import MessageLayout
 from tests import ROOT
 from tests.engines.fsdp2 import weight_edits
-from tests.engines.fsdp2.edited_runs import WAYS, faults_of
+from tests.engines.fsdp2.edited_runs import METHODS, WAYS, faults_of
 from tests.ranks import on_ranks, run_ranks
+from tests.tables import flat
 from tests.toy import (
     LOSSLESS,
     POLICY,
@@ -101,7 +102,7 @@ def check_sizes() -> None:
     assert edit_block(1.1) == {**dict.fromkeys(usual, 0), "blocks.1": 2.0 * 7734}
     assert fresh_groups(run) == {"blocks.1"}
     assert run.comm.stats()["full_refreshes"] == 1
-    assert "1 times in full precision" in run.comm.explain()
+    assert "1 times in full precision" in flat(run.comm.explain())
     assert_replicas_identical(run.comm)
 
     with warnings.catch_warnings(record=True) as caught:
@@ -350,17 +351,22 @@ def resuming(replica: str) -> None:
 
 @on_ranks(4)
 def test_frozen_parts_resume_bit_for_bit() -> None:
-    for replica in ("node", "full"):
-        resuming(replica)
+    resuming("node")
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_frozen_parts_resume_bit_for_bit_from_a_full_replica() -> None:
+    resuming("full")
 
 
 # -- the ways that users know -------------------------------------------------------------------------
 
 
-def find_faults(names: list[str], topology: int) -> dict[str, list[str]]:
+def find_faults(names: list[str], topology: int, methods: tuple[str, ...]) -> dict[str, list[str]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {name: faults_of(name, topology) for name in names}
+        return {name: faults_of(name, topology, methods) for name in names}
 
 
 def merged(ranks: list[dict[str, list[str]]]) -> dict[str, list[str]]:
@@ -372,7 +378,7 @@ def merged(ranks: list[dict[str, list[str]]]) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def faults() -> dict[str, list[str]]:
-    return merged(run_ranks(find_faults, 2, list(WAYS), 1, timeout=280))
+    return merged(run_ranks(find_faults, 2, list(WAYS), 1, ("4 bits",), timeout=280))
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -380,9 +386,15 @@ def test_edits_are_followed_as_by_plain_fsdp2(faults: dict[str, list[str]], name
     assert not faults[name], "\n".join(faults[name])
 
 
+@pytest.mark.slow
+def test_edits_are_followed_bit_for_bit_in_full_precision() -> None:
+    found = merged(run_ranks(find_faults, 2, list(WAYS), 1, ("full precision",), timeout=280))
+    assert found == {name: [] for name in WAYS}
+
+
 def test_nodes_of_two_ranks_follow_too() -> None:
     name = "averages_copied_in_and_out"
-    assert merged(run_ranks(find_faults, 4, [name], 2)) == {name: []}
+    assert merged(run_ranks(find_faults, 4, [name], 2, tuple(METHODS))) == {name: []}
 
 
 def test_the_documentation_lists_exactly_these_ways() -> None:

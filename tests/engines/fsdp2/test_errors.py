@@ -280,7 +280,8 @@ def test_settings_that_differ_between_ranks_are_refused_and_named() -> None:
         model,
         "ranks 0 and 1 share a data-parallel group but not its parameter groups",
         "skip the same modules on both",
-        "name='blocks.0'",
+        "First difference: group 2 (blocks.0): skipped True [rank 0], False [rank 1]",
+        without="shard_numel",
         skip=lambda name: name == "blocks.0" and first,
         topology=2,
     )
@@ -321,9 +322,14 @@ def test_what_one_rank_cannot_do_is_refused_by_all() -> None:
         refuse(model, "sdp4bit needs torch 2.9 or newer", "this is 2.8.1", "[ranks 0, 1, 2, 3]", topology=2)
     torch.manual_seed(0)
     wider = toy.shard(toy.ToyGPT(width=48 if last else 40))
-    refuse(wider, "ranks 0 and 3 share a data-parallel group", "build the same model", topology=2)
+    differ = "ranks 0 and 3 share a data-parallel group"
+    refuse(
+        wider, differ, "build the same model", "group 1 ((root)): shard_numel ", without="dtypes", topology=2
+    )
     deeper = toy.shard(toy.ToyGPT(layers=3 if last else 2))
-    refuse(deeper, "ranks 0 and 3 share a data-parallel group", "First difference: ", topology=2)
+    refuse(
+        deeper, differ, "group 4 (norm or blocks.2): name 'norm' [rank 0], 'blocks.2' [rank 3]", topology=2
+    )
     accept(model, topology=2)
 
 

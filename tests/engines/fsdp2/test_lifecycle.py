@@ -25,6 +25,7 @@ from sdp4bit.engines.fsdp2.groups import find_groups
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
 from tests import toy
 from tests.ranks import on_ranks, run_ranks
+from tests.tables import explained
 from tests.toy import LOSSLESS, QUANTIZED, Run, ToyGPT, adamw, assert_close_to_plain, build, shard
 
 
@@ -178,11 +179,14 @@ def test_reports_add_up() -> None:
         "gradient_error": None,
         "nonfinite_groups": 0,
     }
-    header, rule, *lines, total = comm.explain().splitlines()
+    header, rule, *lines = comm.explain().splitlines()
     names = [group.group.name for group in comm._state.groups]
-    assert [line.split()[0] for line in lines] == names == ["(root)", "blocks.0", "blocks.1", "norm"]
-    assert all(line.split()[-2:] == ["-", "-"] for line in [*lines, total])
+    numbers = [line for line in lines if not line.startswith(" ")]
+    assert names == ["(root)", "blocks.0", "blocks.1", "norm"]
+    assert [line.split()[0] for line in numbers] == [*names, "total"]
+    assert all(line.split()[-2:] == ["-", "-"] for line in numbers)
     assert header.split()[0] == "group" and set(rule) == {"-"}
+    assert max(map(len, [header, rule, *lines])) <= 80
 
     sums = dict.fromkeys(nothing, 0.0)
     for step in range(2):
@@ -198,13 +202,14 @@ def test_reports_add_up() -> None:
     measured = comm.measure()
     assert 0 < measured["weight_drift"] < 0.1 and measured["gradient_error"] is None  # step 10 has not come
     assert 2 < reported["compression_ratio"] < 16
-    block, norm = table.splitlines()[3], table.splitlines()[5]
+    block, norm = (explained(table)[name] for name in ("blocks.0", "norm"))
     assert "2 x 2" in block and "int4/2048 difference, node replica" in block
     assert "intra int8/128, inter int4/128, Hadamard" in block
     assert norm.count("skipped by 'norm'") == 2
     rows = comm._state.groups[3].group.shard_numel
     # Two bf16 gathers and one fp32 reduction over the ring, half of it between nodes.
-    assert [int(cell.replace(",", "")) for cell in norm.split()[-2:]] == [3 * rows * 4] * 2
+    sent = next(line for line in table.splitlines() if line.startswith("norm")).split()[-2:]
+    assert [int(cell.replace(",", "")) for cell in sent] == [3 * rows * 4] * 2
 
 
 # -- steps, removal and settings of FSDP2 after attaching ---------------------------------------------

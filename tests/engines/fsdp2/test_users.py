@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from sdp4bit import SDP4BitConfig
 from sdp4bit.quantization.layout import MessageLayout
 from tests.ranks import on_ranks, run_ranks
+from tests.tables import explained, flat
 from tests.toy import (
     LOSSLESS,
     POLICY,
@@ -107,10 +108,11 @@ def test_frozen_parameters_are_not_sent_until_they_train() -> None:
     gathers = {"(root)": 1, "blocks.0": 2, "blocks.1": 2, "norm": 2}
     assert sent_by(run) == expected_bytes(run, gathers)
     assert [inter > 0 for _, inter, _, _ in sent_by(run)] == [True, False, True, True]
-    assert "12 frozen not sent" in run.comm.explain() and "10 frozen not sent" in run.comm.explain()
-    lines = run.comm.explain().splitlines()
-    assert [line.split()[0] for line in lines if "none, all frozen" in line] == ["blocks.0"]
-    assert sum("Hadamard" in line for line in lines) == 3
+    told = flat(run.comm.explain())
+    assert "12 frozen not sent" in told and "10 frozen not sent" in told
+    groups = explained(run.comm.explain())
+    assert [name for name, text in groups.items() if "none, all frozen" in text] == ["blocks.0"]
+    assert sum("Hadamard" in text for text in groups.values()) == 3
     run.model.reshard()
     run.model.blocks[1].fc1.requires_grad_(True)
     run.train(3)  # the first refresh after that sends the whole row
@@ -397,7 +399,7 @@ def mixing(config: SDP4BitConfig | None, kind: type[nn.Module], reason: str) -> 
             sent = layer.weight_traffic.last_step
             assert sent.intra_bytes == sent.inter_bytes == 3 * row
             assert (sent.intra_bytes, sent.inter_bytes) == (sent.plain_intra_bytes, sent.plain_inter_bytes)
-        assert run.comm.explain().count(reason) == 2
+        assert flat(run.comm.explain()).count(reason) == 2
         run.comm.state_dict()
     return losses
 
@@ -426,7 +428,7 @@ def resharding(config: SDP4BitConfig | None, topology: int) -> list[float]:
     run = Run(build(reshard_after_forward=2), config, topology=topology).train(2)
     losses = run.finish()
     if config is not None:
-        assert run.comm.explain().count("reshard_after_forward=2") == 4
+        assert flat(run.comm.explain()).count("reshard_after_forward=2") == 4
         for group in run.comm._state.groups:
             # A ring over all ranks in forward and, of rows of twice the size, over a pair in backward.
             sent, row = group.weight_traffic.last_step, group.group.shard_nbytes

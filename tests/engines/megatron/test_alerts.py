@@ -21,6 +21,7 @@ from sdp4bit.quantization.layout import MessageLayout
 from tests.engines.megatron.runs import FP16, MICROBATCHES, MOE, MegatronRun, load, save
 from tests.engines.megatron.test_training import assert_equal_in, replicated
 from tests.ranks import on_ranks, run_ranks
+from tests.tables import explained, flat
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
@@ -82,10 +83,10 @@ def check_fallback(options: dict[str, Any]) -> list[Alert]:
     with outliers_in(comm):
         run.train(2)
     before = run.comm._state.last_traffic(comm).inter_bytes
-    assert run.comm.explain().count("int8/2048") == len(comms)
-    (line,) = (line for line in run.comm.explain().splitlines() if line.startswith(comm.group.name + " "))
+    assert flat(run.comm.explain()).count("int8/2048") == len(comms)
+    line = explained(run.comm.explain())[comm.group.name]
     assert "intra int8/128, inter int8/128, since step 2 (alert: gradient error" in line
-    assert run.comm.explain().count("inter int8/128") == 1
+    assert flat(run.comm.explain()).count("inter int8/128") == 1
     saved = save(run)  # with overlap, before the new weights are sent, which then are so in 8 bits
     with outliers_in(comm):
         run.train(1)
@@ -103,13 +104,13 @@ def check_fallback(options: dict[str, Any]) -> list[Alert]:
     losses = run.train(1).finish()
     assert heard == alerts == run.comm.alerts()
     assert {alert.group for alert in alerts if alert.measure == "gradient_error"} == {comm.group.name}
-    assert run.comm.explain().count("since step") == len(comms)
+    assert flat(run.comm.explain()).count("since step") == len(comms)
     assert {group["weight_bits"] for group in run.comm.group_stats()} == {8}
 
     again = MegatronRun(FALLBACK, seed=7, **options)
     load(again, saved)
     assert again.comm.state_dict()["fallback"].keys() == {f"stage0.{c.group.name}" for c in comms}
-    assert again.comm.explain().count("since step 2") == len(comms) + 1
+    assert flat(again.comm.explain()).count("since step 2") == len(comms) + 1
     for _ in range(2 * MICROBATCHES):
         next(again.data)
     with outliers_in(again.comm._state.groups[-1]):
@@ -164,7 +165,7 @@ def check_tied_embedding(options: dict[str, Any]) -> list[Alert]:
     assert sorted(own[0][0])[:1] == ["stage0.chunk0.bfloat16.0"] and "tied embedding" in own[0][0]
     resumed = MegatronRun(FALLBACK, pp=2, topology=1, overlap=True, **options)
     load(resumed, save(run))
-    assert resumed.comm.explain().count("since step 2") == 1 + len(run.comm._state.groups)
+    assert flat(resumed.comm.explain()).count("since step 2") == 1 + len(run.comm._state.groups)
     return [raised[comm.group.name]]
 
 
@@ -172,17 +173,17 @@ def check_tensor_parallelism(options: dict[str, Any]) -> list[Alert]:
     """Outliers on one tensor-parallel rank move both; what both hold in full stays equal throughout."""
     climbing = replace(UP_AND_DOWN, weight_error=1e-6)
     run = MegatronRun(replace(FALLBACK, alerts=climbing), tp=2, **options)
-    exact = run.comm.explain().count("exact (equal under TP)")
+    exact = flat(run.comm.explain()).count("exact (equal under TP)")
     assert exact == len(run.comm._state.groups)
     spoilt = run.state.get_tensor_model_parallel_rank() == 1
     with outliers_in(run.comm._state.groups[0]) if spoilt else nullcontext():
         run.train(2)
-    assert "int8/2048" in run.comm.explain()
+    assert "int8/2048" in flat(run.comm.explain())
     run.train(4)
     peers = run.state.get_tensor_model_parallel_group()
     run.finish()
-    assert "full precision, in the parameter buffer, since step 4" in run.comm.explain()
-    assert "exact" not in run.comm.explain()
+    assert "full precision, in the parameter buffer, since step 4" in flat(run.comm.explain())
+    assert "exact" not in flat(run.comm.explain())
     assert_equal_in(peers, replicated(run), at_least=8)
     alerts: list[Alert] = run.comm.alerts()
     return alerts
@@ -281,7 +282,7 @@ def refusals() -> None:
     warned = MegatronRun(replace(FALLBACK, alerts=replace(UP_AND_DOWN, action="warn")), topology=1)
     plain = MegatronRun(replace(FALLBACK, alerts=None), topology=1).train(3).finish()
     assert warned.train(3).finish() == plain and warned.comm.alerts()
-    assert "since step" not in warned.comm.explain() and "fallback" not in warned.comm.state_dict()
+    assert "since step" not in flat(warned.comm.explain()) and "fallback" not in warned.comm.state_dict()
     one, other = (
         SimpleNamespace(optimizer=object(), is_expert=False, has_tied_embedding=False) for _ in range(2)
     )

@@ -16,6 +16,7 @@ from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.quantization.layout import MessageLayout
 from tests.engines.megatron.runs import MOE, STOCHASTIC, MegatronRun
 from tests.ranks import on_ranks, run_ranks
+from tests.tables import explained, flat
 from tests.toy import IDENTITY, LOSSLESS, QUANTIZED, assert_close
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
@@ -83,8 +84,7 @@ def fp32_buffer() -> None:
     plain = MegatronRun(None, fp32_norm=True).train(3).finish()
     run = MegatronRun(LOSSLESS, topology=1, fp32_norm=True)
     assert run.train(3).finish() == plain
-    lines = run.comm.explain().splitlines()
-    assert any(line.startswith("chunk0.float32.0") and "float32 parameters" in line for line in lines)
+    assert "float32 parameters" in explained(run.comm.explain())["chunk0.float32.0"]
     quantized = MegatronRun(QUANTIZED, topology=1, fp32_norm=True, **OVERLAP).train(3)
     assert_lossy(quantized.finish(), plain)
     total = quantized.comm.stats()["last_step"]
@@ -103,9 +103,9 @@ def expert_buffer() -> None:
     stock = [vars(group).copy() for group in run.chunks[0].expert_parallel_bucket_groups]
     assert stock and not any("start_grad_sync" in attributes for attributes in stock)
     assert_lossy(run.train(2).finish(), plain)
-    lines = run.comm.explain().splitlines()
-    assert any(line.startswith("chunk0.expert.bfloat16.0") and "expert parallel" in line for line in lines)
-    assert any(line.startswith("chunk0.bfloat16.0") and "int4/2048" in line for line in lines)
+    groups = explained(run.comm.explain())
+    assert "expert parallel" in groups["chunk0.expert.bfloat16.0"]
+    assert "int4/2048" in groups["chunk0.bfloat16.0"]
 
 
 def counted_bytes(*, nodes: int, ranks_per_node: int) -> None:
@@ -161,13 +161,13 @@ def first_steps_in_full_precision() -> None:
     run.train(1)
     assert run.losses == plain[:3]
     assert run.evaluate() != plain[3]
-    assert "from step 2" in run.comm.explain()
+    assert "from step 2" in flat(run.comm.explain())
 
     long = SDP4BitConfig(weights=None, gradients=GradientConfig(min_numel=10_000))
     short_rows = MegatronRun(long, topology=1, **OVERLAP)
     reduced = [comm for comm in short_rows.comm._state.groups if comm.reduction is not None]
     assert 0 < len(reduced) < len(short_rows.comm._state.groups)
-    assert "row below min_numel=10000" in short_rows.comm.explain()
+    assert "row below min_numel=10000" in flat(short_rows.comm.explain())
     short_rows.train(1)
     with_short = MegatronRun(QUANTIZED, topology=1, **OVERLAP).train(1)
     sent = [r.comm.stats()["last_step"]["inter_bytes"] for r in (short_rows, with_short)]
@@ -238,7 +238,7 @@ def test_tensor_parallelism() -> None:
             layouts = {(c.layout.nodes, c.layout.ranks_per_node) for c in run.comm._state.groups}
             assert layouts == {(2, 1)}
             assert_equal_in(run.state.get_tensor_model_parallel_group(), replicated(run), at_least=15)
-            assert "exact (equal under TP)" in run.comm.explain()
+            assert "exact (equal under TP)" in flat(run.comm.explain())
     one_node = MegatronRun(QUANTIZED, tp=2, topology=4).train(2)
     assert {(c.layout.nodes, c.layout.ranks_per_node) for c in one_node.comm._state.groups} == {(1, 2)}
     one_node.finish()

@@ -14,6 +14,7 @@ from torch import nn
 from sdp4bit import AlertConfig, AuditConfig, SDP4BitConfig, TelemetryConfig
 from sdp4bit.collectives.simulated import simulated_layout
 from sdp4bit.engines.simulated.communication import SimulatedCommHandle
+from tests.tables import explained, flat
 
 WATCHED = replace(
     SDP4BitConfig.preset("sdp4bit"),
@@ -56,12 +57,12 @@ def test_alerts_move_groups_and_a_resumed_run_stands_where_it_did() -> None:
     handle.on_alert(heard.append)
     train(handle, main, steps=2)
     assert heard == handle.alerts() and {alert.group for alert in handle.alerts()} == {"(root)", "1"}
-    assert handle.explain().count("since step 1 (alert: gradient error") == 2
+    assert flat(handle.explain()).count("since step 1 (alert: gradient error") == 2
     assert [group["gradient_bits"] for group in handle.group_stats()] == [8, 8]
     again, other = attach(WATCHED)
     other.load_state_dict(main.state_dict())
     again.load_state_dict(handle.state_dict())
-    assert again.explain().count("since step 1") == 2
+    assert flat(again.explain()).count("since step 1") == 2
     train(again, other, steps=1)
     assert [group["gradient_bits"] for group in again.group_stats()] == [8, 8]
 
@@ -72,8 +73,8 @@ def test_what_it_tells_is_what_every_handle_tells() -> None:
     stats, now = handle.stats(), handle.measure()
     assert stats["steps"] == stats["sampled_step"] == 2 and stats["last_step"]["inter_bytes"] > 0
     assert stats["weight_drift"] > 0 and now["weight_drift"] > 0 and 0.05 < stats["gradient_error"] < 0.4
-    table = handle.explain().splitlines()
-    assert "int4/2048 difference, node replica" in table[2] and "inter int4/128, Hadamard" in table[2]
+    root = explained(handle.explain())["(root)"]
+    assert "int4/2048 difference, node replica" in root and "inter int4/128, Hadamard" in root
     assert handle.audit() and handle.alerts() == []
     handle.resync()
     handle.before_forward()

@@ -61,6 +61,10 @@ def test_flags_that_make_a_strategy_have_its_name_and_others_are_custom():
     assert pretrain_config("--quantized-weights").strategy_name == "qwd"
     assert pretrain_config("--quantized-weights", "--wq-group-size", "64").strategy_name == "custom"
     assert pretrain_config(*PAPER_FLAGS[:-2]).strategy_name == "sdp4bit-paper"
+    assert pretrain_config(*PAPER_FLAGS).strategy_name == "sdp4bit-paper"
+    assert pretrain_config("--strategy", "tlq", "--hadamard-transform").strategy_name == "tlq-hs"
+    assert pretrain_config("--strategy", "tlq", "--gq-group-size-inter", "64").strategy_name == "tlq"
+    assert COMMANDS["plan"].parse(PAPER_FLAGS).strategy_name == "sdp4bit-paper"
 
 
 def test_a_strategy_with_details_changed():

@@ -179,14 +179,6 @@ def test_an_unknown_strategy_on_the_command_line_lists_the_choices(capsys):
     assert all(name in output.err + output.out for name in STRATEGIES)
 
 
-def test_help_shows_the_docstring_of_every_setting(capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["pretrain", "--help"])
-    assert exit_info.value.code == 0
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "Micro batches per optimizer step, 1 when not given; gradients are reduced once" in text
-
-
 def test_missing_packages_are_named_with_the_way_out():
     code = (
         "import importlib.util as u, sys; found = u.find_spec\n"

@@ -26,6 +26,7 @@ from sdp4bit.pretrain.data.sample_index import (
     shuffle_samples,
 )
 from sdp4bit.pretrain.data.samples import Dataset, MockSplit
+from sdp4bit.pretrain.launch.ranks import Ranks
 from sdp4bit.pretrain.model.tensor_parallel import IGNORED_TARGET
 from sdp4bit.pretrain.options import SettingError
 from tests.pretrain.data.indexed_corpora import counting_corpus, write_corpus
@@ -338,6 +339,26 @@ class TestBatches:
         with pytest.raises(SettingError, match=r"400 tokens, less than 8 sequences of 100 for 2 ranks"):
             batches(data, rank=0, world_size=2, micro=4, accumulation=1, sequence_length=100)
 
+    def test_a_test_set_that_nobody_asked_for_may_be_empty(self, tmp_path):
+        prefix = counting_corpus(tmp_path / "x", documents=40)
+        for split in (None, "39,1,0.1"):
+            data = dataset(prefix, split=split, cache_dir=tmp_path)
+            assert data.test is not None and not data.needs_test
+            reader = batches(data, rank=0, world_size=1, micro=1, accumulation=1, eval_batches=1)
+            assert not reader.has_test and list(reader.test()) == []
+            (note,) = reader.notes
+            assert note.startswith(
+                "no test after training: the test text has 0 tokens, less than 1 sequences"
+            )
+        # Of several corpora, too.
+        others = [counting_corpus(tmp_path / n, documents=100, seed=i) for i, n in enumerate("yw")]
+        blend = dataset(*others, cache_dir=tmp_path)
+        assert len(batches(blend, rank=0, world_size=1, micro=1, accumulation=1).notes) == 1
+        paths = {"train_data_path": (prefix,), "valid_data_path": (prefix,)}
+        tiny = dataset(**paths, test_data_path=(write_corpus(tmp_path / "z", [[1, 2]]),))
+        with pytest.raises(SettingError, match="the test text has 2 tokens"):
+            batches(tiny, rank=0, world_size=1, micro=1, accumulation=1)
+
     def test_the_loss_after_an_end_of_document_does_not_count(self, tmp_path):
         end = 7
         prefix = write_corpus(tmp_path / "a", [[1, 2, 3, end], [4, end], [5, 6, 1, 2, end]] * 20)
@@ -359,6 +380,9 @@ class TestBatches:
             dataset(prefix, eod_mask_loss=True)
 
 
+ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"))
+
+
 class TestMockData:
     def test_tokens_depend_on_seed_and_number_alone(self):
         split = MockSplit(vocabulary=1000)
@@ -371,6 +395,16 @@ class TestMockData:
         assert len(np.unique(rows[:, 0])) > 30
         following = (np.diff(rows, axis=1) % 1000 == 1).mean()
         assert 0.9 < following < 1
+
+    def test_training_validation_and_test_differ(self):
+        data = prepare_dataset(DataConfig(mock_data=True), ranks=ALONE)
+        seeds = (None, 0, (1 << 64) - 1)
+        rows = [
+            split.samples(sequence_length=20, seed=seed).rows(range(8))
+            for split in (data.train, data.validation, data.test)
+            for seed in seeds
+        ]
+        assert len(np.unique(np.concatenate(rows), axis=0)) == 8 * (9 - 3)  # None is the last of the seeds
 
     def test_the_tokens_are_frozen(self):
         rows = MockSplit(vocabulary=50257).samples(sequence_length=4, seed=1).rows([0, 10**9])
