@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sdp4bit.quantization.hadamard import Hadamard, flip_signs, hadamard32
 from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout
+from sdp4bit.quantization.lossless_reference import decode_change, encode_change
 from sdp4bit.quantization.random import RoundingKey, random_bits16
 
 _ABS_MASK = 0x7FFFFFFF
