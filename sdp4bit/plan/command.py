@@ -22,6 +22,7 @@ from sdp4bit.plan.paper import (
     Reproduction,
 )
 from sdp4bit.plan.step import Cluster, Plan, StepCost, at_bandwidth, verdict
+from sdp4bit.plan.traffic import LOSSLESS_BITS
 from sdp4bit.pretrain.metrics import format_bytes, save_figure
 
 NOTABLE_PADDING = 1.05
@@ -135,6 +136,12 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
         f"inter-node: {per_parameter:.3f} bytes per parameter, node and step; "
         f"rows are {plan.padding:.3f} x the parameters"
     )
+    weights = config.quantization.weights
+    if weights is not None and weights.is_lossless:
+        lines.append(
+            f"assumed: lossless weights cost {LOSSLESS_BITS} bits each, more at learning rates above 1e-4, "
+            "less below; they run on the CPU only so far, and what coding takes is left out"
+        )
     if plan.padding > NOTABLE_PADDING:
         lines.append(
             f"padding: FSDP2 cuts dimension 0 into {plan.grid.size} equal parts and fills up what is missing "

@@ -1,8 +1,9 @@
 """Lossless weights: the change of 16-bit weights in units of the last place, entropy-coded.
 
 Both sides hold the old weights, so only the change of each travels. Bit patterns are ordered as the numbers
-are (:func:`ordered`): the change from one to the next number of the type is 1, and *every* pattern, NaN, signed
-zeros and subnormals included, has its place, so that what arrives is exact whatever the values are.
+are (`lossless_reference.ordered`): from one to the next number of the type the change is 1, and *every*
+pattern, NaN, signed zeros and subnormals included, has its place, so that what arrives is exact whatever the
+values are.
 
 What a change is likely to be, the receiver can tell beforehand. An optimizer moves all weights of a block by
 amounts of about one size; in units of the last place that is the more, the smaller the old exponent: half as
@@ -13,15 +14,15 @@ A message, in a buffer whose size (its capacity) is agreed beforehand:
 
     [header: 6 int64][directory: code, words per block, int32][words of block 0][words of block 1]...[zeros]
 
-A block has 16384 values; all but the last of a message. Value i belongs to lane i % 32 of step i // 32. Each
-lane is an rANS coder with 32 bits of state that emits words of 16 bits; the lanes of a block share one stream
-of words. A block's words are the 32 final states and then the stream, which is read from its end, where the
-encoder, which goes from the last step to the first, has left it. In each step, all lanes that need a word take
-one, in ascending order: a warp of a GPU can decode a block with a ballot and a shuffle, without any other
-coordination, and blocks are independent of each other.
+A block has 16384 values, the last one of a message maybe fewer. Value i belongs to lane i % 32 of step
+i // 32. Each lane is an rANS coder with 32 bits of state that emits words of 16 bits; the lanes of a block
+share one stream of words. A block's words are the 32 final states and then the stream, which is read from its
+end, where the encoder, which goes from the last step to the first, has left it. In each step all lanes that
+need a word take one, in ascending order: a warp of a GPU can decode a block with a ballot and a count of
+bits, without any other coordination, and blocks are independent of each other.
 
-Sources: J. Duda, "Asymmetric numeral systems" (arXiv 1311.2540); F. Giesen, "Interleaved entropy coders" (arXiv
-1402.3392). Contents of tables and messages are this project's own; VERSION changes with them.
+Sources: J. Duda, "Asymmetric numeral systems" (arXiv 1311.2540); F. Giesen, "Interleaved entropy coders"
+(arXiv 1402.3392). Contents of tables and messages are this project's own; VERSION changes with them.
 """
 
 from __future__ import annotations
@@ -34,20 +35,19 @@ import torch
 from torch import Tensor
 
 from sdp4bit.quantization.checksum import checksum
+from sdp4bit.quantization.layout import round_up
+from sdp4bit.quantization.lossless_layout import (
+    ALIGNMENT,
+    BLOCK,
+    HEADER_BYTES,
+    LANES,
+    message_parts,
+    smallest_message,
+)
 
 MAGIC = 0x534C_5050_3454_4200
 """Upper bits of a header's first number; the lowest byte is the version."""
 VERSION = 1
-HEADER_BYTES = 48
-ENTRY_BYTES = 8
-"""Of a block in the directory: its code and the number of its words."""
-ALIGNMENT = 16
-
-LANES = 32
-STEPS = 512
-BLOCK = LANES * STEPS
-"""Values of a block. Each costs 64 bytes for the states of its lanes, 1/32 of a bit per value."""
-
 PROBABILITY_BITS = 10
 STATE_BITS = 16
 """States are at least 2**16 between two steps, and below 2**32."""
@@ -62,14 +62,15 @@ LEAST_SAMPLE = 16
 
 UNCHANGED, RAW = -1, -2
 """Codes of blocks without words: nothing changed, or it was left for the next message; and of blocks that
-hold the new bit patterns themselves, which is the shorter way for the few values of a short block. Other codes
-are the offsets of tables."""
+hold the new bit patterns themselves, which is the shorter way for few values, or for changes without any
+order. Other codes are the offsets of tables."""
 LARGEST_CODE = 1023
 
-# Frequencies, of 1024, of the changes 0, 1, 2, ... and alike of -1, -2, ...; one more is the escape's. Table j is
-# that of changes with a standard deviation of 2**(j / 2 - 6) units: the probability that a number whose place
-# between two neighbours is uniform comes to lie k roundings further after it has moved by a Gaussian amount (94 %)
-# or by one of twice that deviation (6 %), and at least 1 for the nearest.
+# Frequencies, of 1024, of the changes 0, 1, 2, ... and alike of -1, -2, ...; one more is the escape's. Table
+# j is that of movements with a standard deviation of 2**(j / 2 - 6) units: how likely a number that lies
+# anywhere around a 16-bit one rounds to the k-th next after it has moved by a Gaussian amount (94 %) or by
+# one of twice that deviation (6 %), and at least 1 for the nearest. Numbers, not a formula: all ranks must
+# have the same.
 _FREQUENCIES = (
     (1009, 7),
     (1003, 10),
@@ -97,10 +98,10 @@ MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 class DamagedMessageError(RuntimeError):
     """A message is not what its sender wrote; `index` says which of several, `reason` what is wrong."""
 
-    def __init__(self, index: int, reason: str) -> None:
+    def __init__(self, index: int, reason: str, *, message: str = "") -> None:
         self.index = index
         self.reason = reason
-        super().__init__(f"message {index} of lossless weights is damaged: {reason}")
+        super().__init__(message or f"message {index} of lossless weights is damaged: {reason}")
 
 
 class Header(NamedTuple):
@@ -153,30 +154,6 @@ def coding_tables() -> CodingTables:
     return CodingTables(encode, decode)
 
 
-def block_count(numel: int) -> int:
-    """Return how many blocks a row of so many values has."""
-    return -(-numel // BLOCK)
-
-
-def message_parts(numel: int) -> int:
-    """Return where the words of the first block begin in a message of so many values."""
-    return HEADER_BYTES + ENTRY_BYTES * block_count(numel)
-
-
-def _rounded(nbytes: int, to: int) -> int:
-    return -(-nbytes // to) * to
-
-
-def largest_message(numel: int) -> int:
-    """Return the bytes of a message that has room for whatever happens: no block is longer than its values."""
-    return _rounded(message_parts(numel) + 2 * numel, ALIGNMENT)
-
-
-def smallest_message(numel: int) -> int:
-    """Return the bytes of the smallest capacity: with room for any one block, so that each message helps."""
-    return _rounded(message_parts(numel) + 2 * min(numel, BLOCK), ALIGNMENT)
-
-
 def check_row(name: str, row: Tensor) -> None:
     """Raise ValueError unless this is a row, or rows, of a 16-bit floating-point type on the host."""
     if row.dtype not in MANTISSA_BITS:
@@ -194,8 +171,8 @@ def check_messages(name: str, messages: Tensor, *, numel: int) -> None:
         raise ValueError(f"{name} must be uint8, contiguous, on the host")
     if capacity < least or capacity % ALIGNMENT or messages.storage_offset() % ALIGNMENT:
         raise ValueError(
-            f"{name}: a message of {numel} values must have a multiple of {ALIGNMENT} bytes, at least {least}, "
-            f"and begin at such a multiple of its memory, got {capacity} bytes at {messages.storage_offset()}"
+            f"{name}: a message of {numel} values must have a multiple of {ALIGNMENT} bytes, at least "
+            f"{least}, and begin at such a multiple, got {capacity} bytes at {messages.storage_offset()}"
         )
 
 
@@ -217,8 +194,8 @@ def finish_message(message: Tensor, *, numel: int, end: int, needed: int, late: 
         needed: what the end would have been with room for all.
     """
     message[end:] = 0
-    used = _rounded(end, 8)
-    numbers = Header(MAGIC | VERSION, numel, used, _rounded(needed, 8), late, 0)
+    used = round_up(end, 8)
+    numbers = Header(MAGIC | VERSION, numel, used, round_up(needed, 8), late, 0)
     header = message[:HEADER_BYTES].view(torch.int64)
     header.copy_(torch.tensor(numbers, dtype=torch.int64))
     header[-1] = checksum(message[:used])
@@ -240,7 +217,8 @@ def check_integrity(message: Tensor, *, index: int, numel: int) -> Header:
     first = message_parts(numel)
     if not first <= header.used <= message.numel() or header.used % 8:
         raise DamagedMessageError(
-            index, f"{header.used} bytes are said to be used of {message.numel()}, the directory ends at {first}"
+            index,
+            f"{header.used} bytes are said to be used of {message.numel()}, the directory ends at {first}",
         )
     sent = message[: header.used].clone()
     sent[HEADER_BYTES - 8 : HEADER_BYTES] = 0
@@ -271,5 +249,10 @@ def _check_directory(message: Tensor, header: Header, *, index: int) -> None:
         raise DamagedMessageError(
             index, f"block {block} has the code {int(codes[block])} and {int(words[block])} words"
         )
-    if _rounded(end, 8) != header.used:
+    if round_up(end, 8) != header.used:
         raise DamagedMessageError(index, f"its blocks end at byte {end} instead of {header.used}")
+
+
+def words_left(block: int) -> str:
+    """Return the reason why a message is damaged that only decoding finds: its checksum is right."""
+    return f"the words of block {block} do not end where they begin"

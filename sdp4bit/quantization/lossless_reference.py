@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from sdp4bit.quantization.lossless import (
-    BLOCK,
     ESCAPE,
     HIGHEST_CLASS,
-    LANES,
     LARGEST,
     LARGEST_CODE,
     LEAST_SAMPLE,
@@ -27,6 +25,11 @@ from sdp4bit.quantization.lossless import (
     coding_tables,
     directory_of,
     finish_message,
+    words_left,
+)
+from sdp4bit.quantization.lossless_layout import (
+    BLOCK,
+    LANES,
     message_parts,
 )
 
@@ -38,7 +41,8 @@ _SLOTS = (1 << PROBABILITY_BITS) - 1
 def ordered(patterns: Tensor) -> Tensor:
     """Return the places of 16-bit patterns, int64 [...] of 0 to 65535, in the order of their numbers.
 
-    The lowest is the negative NaN with all bits set, the highest the positive one; -0.0 comes right before 0.0.
+    The lowest is the negative NaN with all bits set, the highest the positive one; -0.0 comes right before
+    0.0.
     """
     return torch.where(patterns >= 0x8000, patterns ^ 0xFFFF, patterns ^ 0x8000)
 
@@ -89,8 +93,9 @@ def choose_code(old: Tensor, change: Tensor, *, mantissa_bits: int) -> int:
     largest = int(exponent[is_changed].max())
     up = exponent - largest + 24
     sizes = changes.abs().clamp_(max=4095)
-    total = int(torch.where(up >= 0, sizes << up.clamp(min=0), sizes >> (-up).clamp_(0, 63))[is_changed].sum())
-    # 1526 / 1024 is sqrt(pi / 2), from the mean size to the standard deviation, times 2**(1 / 4), for rounding.
+    sizes = torch.where(up >= 0, sizes << up.clamp(min=0), sizes >> (-up).clamp_(0, 63))
+    total = int(sizes[is_changed].sum())
+    # 1526 / 1024 is sqrt(pi / 2), from the mean size to the standard deviation, times 2**(1 / 4), to round.
     mean = max(total * 1526 // changes.numel(), 1)
     twice_log = half_octaves(mean)
     return max(0, min(twice_log - 20 + 2 * (largest - 24) + 12, LARGEST_CODE))
@@ -268,6 +273,6 @@ def decode_change(messages: Tensor, *, rows: Tensor) -> None:
             new = _decode_blocks(old, list(each), offsets, mantissa_bits=mantissa_bits)
             for block, start, patterns in zip(blocks, starts, new, strict=True):
                 if (patterns < 0).any():
-                    raise DamagedMessageError(index, f"the words of block {block} do not end where they begin")
+                    raise DamagedMessageError(index, words_left(block))
                 values = patterns.flatten()[:length].to(torch.int16).view(row.dtype)
                 row[start : start + length] = values

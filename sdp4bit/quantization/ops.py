@@ -347,7 +347,8 @@ def encode_change(new: Tensor, *, held: Tensor, out: Written) -> None:
     """Write the message by which all who hold the old values of a row get the new ones, bit for bit.
 
     Blocks that do not fit into the message are left out: they are unchanged for its receivers, and so part of
-    the next one. The header tells how many values are late (:func:`sdp4bit.quantization.lossless.read_header`).
+    the next one. The header (:func:`sdp4bit.quantization.lossless.read_header`) tells how many values are
+    late.
 
     Args:
         new: [n], bf16 or fp16; contiguous, on the host.

@@ -25,13 +25,16 @@ from sdp4bit.kernels.cpu import kernels, lossless
 from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout, round_up
 from sdp4bit.quantization.lossless import (
-    HEADER_BYTES,
     MANTISSA_BITS,
     DamagedMessageError,
-    block_count,
     check_integrity,
     coding_tables,
     finish_message,
+    words_left,
+)
+from sdp4bit.quantization.lossless_layout import (
+    HEADER_BYTES,
+    block_count,
     message_parts,
 )
 from sdp4bit.quantization.random import RoundingKey
@@ -291,7 +294,7 @@ def encode_change(new: Tensor, *, held: Tensor, out: Tensor) -> None:
     """See :func:`sdp4bit.quantization.ops.encode_change`."""
     numel, mantissa_bits = new.numel(), MANTISSA_BITS[new.dtype]
     blocks, first = block_count(numel), message_parts(numel)
-    # What the blocks come to is known when all are coded: until then each has room for its values as they are.
+    # What the blocks come to is known when all are coded: until then each has room for its values.
     arena = torch.empty(max(numel, 1), dtype=torch.int16)
     entries = torch.empty(blocks + 1, lossless.ENTRY_NUMBERS, dtype=torch.int32)
     run_kernel(
@@ -325,8 +328,7 @@ def decode_change(messages: Tensor, *, rows: Tensor) -> None:
             work=numel, memory=lossless.STEP_BYTES,
         )  # fmt: skip
         if failed.any():
-            block = int(failed.nonzero()[0])
-            raise DamagedMessageError(index, f"the words of block {block} do not end where they begin")
+            raise DamagedMessageError(index, words_left(int(failed.nonzero()[0])))
 
 
 def _padding(mantissa_bits: int) -> int:

@@ -1,7 +1,7 @@
 """The lossless coder on CPU tensors: the bytes of :mod:`sdp4bit.quantization.lossless_reference`.
 
-The 32 lanes of a block are a vector of 32 numbers, and a step of all lanes is a few dozen instructions without
-a branch. Looking up tables, and picking up or putting down the words of the lanes in need, are the costly ones.
+The 32 lanes of a block are a vector of 32 numbers, and a step of all lanes has no branch. Looking up tables,
+and picking up or putting down the words of the lanes in need, are the costly parts of it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ from sdp4bit.kernels.cpu.vectors import (
     store_u32,
 )
 from sdp4bit.quantization.lossless import (
-    BLOCK,
     ESCAPE,
     HIGHEST_CLASS,
-    LANES,
     LARGEST,
     LARGEST_CODE,
     LEAST_SAMPLE,
@@ -44,6 +42,10 @@ from sdp4bit.quantization.lossless import (
     STATE_BITS,
     TABLES,
     UNCHANGED,
+)
+from sdp4bit.quantization.lossless_layout import (
+    BLOCK,
+    LANES,
 )
 
 _WORD = 0xFFFF
@@ -146,7 +148,7 @@ class _Lanes:
         return self.builder.shl(self.builder.zext(ones, INT64), INT64(1))
 
     def push(self, states, needs, place):
-        """Let the states in need emit their low words from an address on; return them and the next address."""
+        """Let the states in need emit low words from an address on; return them and the next address."""
         builder = self.builder
         words = builder.trunc(states, _V16)
         if _HAS_COMPRESS:
@@ -414,7 +416,10 @@ def _choose_code(new, held, whole, last_new, last_held, steps, mantissa_bits, ev
 
 
 def encode_blocks(thread, threads, parameters):
-    """Write the words of each block to its place in the arena, and code, words and changed values to entries."""
+    """Write the words of each block to its place in the arena, and what they are to its entry.
+
+    An entry is code, number of words, number of changed values.
+    """
     (
         new, held, numel, mantissa_bits, padding, arena, entries, table, blocks, scratch, stride,
     ) = _unpack(parameters, 11)  # fmt: skip
@@ -484,7 +489,7 @@ def pack_blocks(thread, threads, parameters):
 
 
 def decode_blocks(thread, threads, parameters):
-    """Change the blocks of a row as a message says; write the number of a block that cannot be to `failed`."""
+    """Change the blocks of a row as a message says; write to `failed` which ones it does not fit."""
     (
         row, numel, mantissa_bits, padding, directory, first, failed, table, blocks, scratch, stride,
     ) = _unpack(parameters, 11)  # fmt: skip
@@ -507,15 +512,11 @@ def decode_blocks(thread, threads, parameters):
             whole = count // LANES
             for step in range(whole):
                 here = target + step * STEP_BYTES
-                states, place = _decode_step(
-                    states, place, lowest, here, here, code, mantissa_bits, table
-                )
+                states, place = _decode_step(states, place, lowest, here, here, code, mantissa_bits, table)
             if whole * LANES < count:
                 here = target + whole * STEP_BYTES
                 _pad(last, here, count - whole * LANES, padding)
-                states, place = _decode_step(
-                    states, place, lowest, last, last, code, mantissa_bits, table
-                )
+                states, place = _decode_step(states, place, lowest, last, last, code, mantissa_bits, table)
                 _copy_words(here, last, count - whole * LANES)
             is_wrong = place != lowest or not _are_first(states)
         store_u8(failed + block, is_wrong)
