@@ -22,9 +22,9 @@ _LEVELS = 72
 """From all 16 bits of a value down to 1/32 of one."""
 _HEADROOM = 32
 """A capacity has at least a thirty-second more than the largest message of those it is chosen for."""
-_GROWTH = 2
+_GROWTH = 1
 """Levels, each 9 %, that are added when it has turned out too small: the next step may need more yet."""
-_CALM = 8
+_CALM = 4
 """Messages in a row that would have fitted into less before it shrinks."""
 
 
