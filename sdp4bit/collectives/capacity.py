@@ -15,15 +15,18 @@ from sdp4bit.quantization.lossless_layout import (
     smallest_message,
 )
 
-# Eighths of an octave below 1, times 2**20: in integers, since ranks with other mathematical libraries must
+# Sixteenths of an octave below 1, times 2**20: in integers, since ranks with other mathematical libraries must
 # come to the same size.
-_EIGHTHS = (1048576, 961548, 881744, 808563, 741455, 679917, 623487, 571740)
-_LEVELS = 72
+_SIXTEENTHS = (
+    *(1048576, 1004120, 961548, 920782, 881744, 844361, 808563, 774282),
+    *(741455, 710020, 679917, 651091, 623487, 597053, 571740, 547500),
+)
+_LEVELS = 144
 """From all 16 bits of a value down to 1/32 of one."""
-_HEADROOM = 32
-"""A capacity has at least a thirty-second more than the largest message of those it is chosen for."""
+_HEADROOM = 64
+"""A capacity has at least a sixty-fourth more than the largest message of those it is chosen for."""
 _GROWTH = 1
-"""Levels, each 9 %, that are added when it has turned out too small: the next step may need more yet."""
+"""Levels, each 4 %, that are added when it has turned out too small: the next step may need more yet."""
 _CALM = 4
 """Messages in a row that would have fitted into less before it shrinks."""
 
@@ -36,7 +39,7 @@ class Capacity:
 
     def __init__(self) -> None:
         self.level = 0
-        """0 has room for everything; each further one has 8.3 % less."""
+        """0 has room for everything; each further one has 4.2 % less."""
         self._is_first = True
         self._calm: list[int] = []
 
@@ -68,7 +71,7 @@ def room_for(nbytes: int, *, numel: int) -> int:
 def _bytes_at(level: int, numel: int) -> int:
     if level == 0:
         return largest_message(numel)
-    share = 2 * numel * _EIGHTHS[level % len(_EIGHTHS)] >> 20 + level // len(_EIGHTHS)
+    share = 2 * numel * _SIXTEENTHS[level % len(_SIXTEENTHS)] >> 20 + level // len(_SIXTEENTHS)
     return room_for(share, numel=numel)
 
 
