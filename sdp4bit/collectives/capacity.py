@@ -15,8 +15,8 @@ from sdp4bit.quantization.lossless_layout import (
     smallest_message,
 )
 
-# Sixteenths of an octave below 1, times 2**20: in integers, since ranks with other mathematical libraries must
-# come to the same size.
+# Sixteenths of an octave below 1, times 2**20: in integers, since ranks with other mathematical libraries
+# must come to the same size.
 _SIXTEENTHS = (
     *(1048576, 1004120, 961548, 920782, 881744, 844361, 808563, 774282),
     *(741455, 710020, 679917, 651091, 623487, 597053, 571740, 547500),

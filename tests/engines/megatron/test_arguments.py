@@ -46,7 +46,7 @@ def test_official_script() -> None:
 def test_lossless_weights() -> None:
     expected = SDP4BitConfig(weights=WeightConfig(mode="lossless", replica="full"), gradients=None)
     assert config("--quantized-weights --weight-mode lossless") == expected
-    with pytest.raises(ValueError, match='bits=8 has no effect with weights[.]mode="lossless"'):
+    with pytest.raises(ValueError, match="bits=8 has no effect"):
         config("--quantized-weights --weight-mode lossless --weight-quantization-bits 8")
 
 
