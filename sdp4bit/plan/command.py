@@ -103,7 +103,13 @@ def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
         "padding": plan.padding,
         "most_padded_group": plan.most_padded,
         "verdict": verdict(plan, hidden),
+        "assumed_lossless_bits": LOSSLESS_BITS if _is_lossless(config) else None,
     }
+
+
+def _is_lossless(config: PlanConfig) -> bool:
+    weights = config.quantization.weights
+    return weights is not None and weights.is_lossless
 
 
 def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) -> str:
@@ -136,8 +142,7 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
         f"inter-node: {per_parameter:.3f} bytes per parameter, node and step; "
         f"rows are {plan.padding:.3f} x the parameters"
     )
-    weights = config.quantization.weights
-    if weights is not None and weights.is_lossless:
+    if _is_lossless(config):
         lines.append(
             f"assumed: lossless weights cost {LOSSLESS_BITS} bits each, more at learning rates above 1e-4, "
             "less below; they run on the CPU only so far, and what coding takes is left out"

@@ -216,3 +216,19 @@ def test_settings_that_are_not_lossless_are_said_to_have_no_effect() -> None:
     for name, value in (("bits", 8), ("bits", None), ("group_size", 128), ("rounding", "stochastic")):
         with pytest.raises(ValueError, match=f'{name}={value!r} has no effect with weights.mode="lossless"'):
             WeightConfig(mode="lossless", **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "words"),
+    [
+        (torch.bfloat16, "cuda", "blocks.0: .* has no kernels for cuda yet, only for the CPU"),
+        (torch.float32, "cpu", "blocks.0 is gathered in torch.float32"),
+    ],
+)
+def test_other_devices_and_types_are_refused_with_the_way_out(
+    dtype: torch.dtype, device: str, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        lossless_refresh.check_dtype(dtype, torch.device(device), name="blocks.0")
+    assert "weights=None" in str(caught.value)
+    lossless_refresh.check_dtype(torch.float16, torch.device("cpu"), name="blocks.0")
