@@ -14,6 +14,7 @@ from sdp4bit.collectives.exchange import (
     all_gather_blocks,
     start_all_gather_rows,
 )
+from sdp4bit.collectives.lossless_refresh import LosslessCoding, LosslessExchange
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.work import CompletedWork, SideStream
@@ -47,7 +48,8 @@ def common_ranges(first: Sequence[Range], second: Sequence[Range]) -> list[Range
 class QuantizedReplica:
     """The arithmetic of a replica's refresh: what comes before and after the all-gathers, for any rank.
 
-    "difference" sends what has to be added to what is held, "direct" what replaces it.
+    "difference" sends what has to be added to what is held, "direct" what replaces it, and "lossless" the
+    change of the bits that weights are gathered in, which rounds nothing and has no part in this arithmetic.
     """
 
     def __init__(self, config: WeightConfig, *, seed: int, bucket: int, rank: int) -> None:
@@ -62,6 +64,8 @@ class QuantizedReplica:
         self._seed = seed
         self._bucket = bucket
         self._rank = rank
+        self.coding = LosslessCoding()
+        """What lossless refreshes have come to."""
 
     def configure(self, config: WeightConfig) -> None:
         """Do the next refreshes with these settings; all ranks change them between the same two.
@@ -75,8 +79,8 @@ class QuantizedReplica:
 
     @property
     def bits(self) -> int | None:
-        """Bits of a value in a quantized refresh; None if all refreshes are in full precision."""
-        return self.config.bits
+        """Bits of a value in a quantized refresh; None if no refresh loses anything."""
+        return None if self.config.is_lossless else self.config.bits
 
     @property
     def group_size(self) -> int:
@@ -85,12 +89,12 @@ class QuantizedReplica:
 
     @property
     def sends_differences(self) -> bool:
-        """Whether a quantized refresh adds to what is held, rather than replacing it."""
-        return self.config.mode == "difference"
+        """Whether a refresh sends what has changed, rather than the weights."""
+        return self.config.mode != "direct"
 
     def message_layout(self, numel: int) -> MessageLayout:
         """Return the layout of the message that carries a row."""
-        bits = self.config.bits or FULL_PRECISION
+        bits = self.bits or FULL_PRECISION
         return message_layout(numel=numel, bits=bits, group_size=self.config.group_size)
 
     def quantize(self, row: Tensor, held: Tensor, out: Tensor, *, call: int, rank: int) -> None:
@@ -283,10 +287,11 @@ class WeightReplica(QuantizedReplica):
     def start_quantized_refresh(
         self, row: Tensor, *, call: int, ranges: Sequence[Range] | None = None
     ) -> None:
-        """Start to send quantized differences; after wait() the replica has moved by those of all ranks.
+        """Start to send what has changed; after wait() the replica has moved by what all ranks have sent.
 
         Every rank, the owner of a row included, applies the same dequantized difference, so all copies stay
         bit-identical and what rounding left out is part of the next difference.
+        With lossless weights it holds what the main shards are in its type: see LosslessExchange.
         Steps, for each part of a row: 1. subtract, quantize;  2. all-gather of one message between nodes;
         and in wait() 3. "full": all-gather of the messages in the node;  4. dequantize, add.
 
@@ -297,14 +302,19 @@ class WeightReplica(QuantizedReplica):
         """
         self.wait()
         assert self.rows is not None
-        if self.config.bits is None:
-            self.start_full_refresh(row.to(self.rows.dtype))
+        if self.bits is None:
+            row = row.to(self.rows.dtype)
+        if self.bits is None and not self.config.is_lossless:
+            self.start_full_refresh(row)
             return
+        self.coding.begin()
         chosen: list[Sequence[Range] | None] = [ranges]
         if self._parts:
             chosen = [part if ranges is None else common_ranges(part, ranges) for part in self._parts]
         started = [
-            self._start_differences(row, call * len(chosen) + index, part)
+            self._start_lossless(row, index, part)
+            if self.config.is_lossless
+            else self._start_differences(row, call * len(chosen) + index, part)
             for index, part in enumerate(chosen)
             if (row.numel() if part is None else part)
         ]
@@ -315,11 +325,7 @@ class WeightReplica(QuantizedReplica):
         self, row: Tensor, call: int, ranges: Sequence[Range] | None
     ) -> Callable[[], None]:
         """Return what finishes the refresh of these ranges."""
-        assert self.rows is not None
-        replica = self.rows
-        if ranges is not None:
-            row = torch.cat([row[start:end] for start, end in ranges])
-            replica = torch.cat([replica[..., start:end] for start, end in ranges], dim=-1)
+        row, replica = self._taken(row, ranges)
         topology, device = self._topology, row.device
         layout = self.message_layout(row.numel())
         held = replica[topology.node, topology.local_rank] if self.is_full else replica[topology.node]
@@ -353,12 +359,44 @@ class WeightReplica(QuantizedReplica):
         transfer.wait()
         self._apply_all(messages, replica, layout, call)
         self._scratch.free_slot(slot)
-        if ranges is not None:
-            assert self.rows is not None
-            offset = 0
-            for start, end in ranges:
-                self.rows[..., start:end] = replica[..., offset : offset + end - start]
-                offset += end - start
+        self._put_back(replica, ranges)
+
+    def _start_lossless(self, row: Tensor, part: int, ranges: Sequence[Range] | None) -> Callable[[], None]:
+        """Return what finishes the refresh of these ranges, in messages of a part's own capacity."""
+        row, replica = self._taken(row, ranges)
+        exchange = LosslessExchange(
+            self._topology,
+            coding=self.coding,
+            scratch=self._scratch,
+            traffic=self._traffic,
+            is_full=self.is_full,
+            name=self._name,
+        )
+        finish = exchange.start(row, replica, part=part)
+
+        def finish_all() -> None:
+            finish()
+            self._put_back(replica, ranges)
+
+        return finish_all
+
+    def _taken(self, row: Tensor, ranges: Sequence[Range] | None) -> tuple[Tensor, Tensor]:
+        """Return these ranges of a row and of the replica's rows, one behind the other; None for all."""
+        assert self.rows is not None
+        if ranges is None:
+            return row, self.rows
+        taken = torch.cat([row[start:end] for start, end in ranges])
+        return taken, torch.cat([self.rows[..., start:end] for start, end in ranges], dim=-1)
+
+    def _put_back(self, replica: Tensor, ranges: Sequence[Range] | None) -> None:
+        """Write to the replica what _taken took out of it."""
+        if ranges is None:
+            return
+        assert self.rows is not None
+        offset = 0
+        for start, end in ranges:
+            self.rows[..., start:end] = replica[..., offset : offset + end - start]
+            offset += end - start
 
     def _apply_all(self, messages: Tensor, replica: Tensor, layout: MessageLayout, call: int) -> None:
         """Add the differences of this rank's peers between nodes and, to a full replica, of all ranks."""

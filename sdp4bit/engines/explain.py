@@ -87,6 +87,8 @@ def describe_ranks(layout: NodeLayout) -> str:
 def describe_weights(config: WeightConfig | None, *, where: str) -> str:
     """Return how quantized weights travel, and where their replica is, as text."""
     assert config is not None
+    if config.is_lossless:
+        return f"lossless, {where}"
     if config.bits is None:
         return f"full precision, {where}"
     return f"int{config.bits}/{config.group_size} {config.mode}, {where}"

@@ -247,6 +247,8 @@ def gradient_precisions(config: GradientConfig, *layouts: NodeLayout) -> dict[st
 
 def weight_precisions(config: WeightConfig) -> dict[str, WeightConfig]:
     """Return the settings of each precision by its name, the configured one first."""
+    if config.is_lossless:  # nothing is more precise
+        return {"lossless": config}
     precisions = (config, replace(config, bits=_at_least_8(config.bits)), replace(config, bits=None))
     return _distinct([(_bits_name(precision.bits), precision) for precision in precisions])
 

@@ -78,7 +78,13 @@ class GroupStats(Measures):
     intra_seconds: float
     inter_seconds: float
     weight_bits: int | None
-    """As they are now; None for full precision."""
+    """As they are now; None for full precision, or lossless."""
+    lossless_bits: float | None
+    """Bits per weight that lossless weights came to in the last refresh, headers included and padding left
+    out; None for other weights."""
+    late_values: int
+    """Lossless weights that the agreed size of a message had no room for, so that a further one had to bring
+    them in the same refresh: since the start."""
     gradient_bits: int | None
     """Of the last reduction, on its last hop; None for full precision."""
 
@@ -270,6 +276,8 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
             "intra_seconds": traffic.intra_seconds,
             "inter_seconds": traffic.inter_seconds,
             "weight_bits": None if self.replica is None else self.replica.bits,
+            "lossless_bits": None if self.replica is None else self.replica.coding.bits_per_weight,
+            "late_values": 0 if self.replica is None else self.replica.coding.late_values,
             "gradient_bits": self.gradient_bits,
         }
 
@@ -293,6 +301,7 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
         if self.replica is None:
             return self.weights_unquantized_reason
         text = describe_weights(self.replica.config, where=self.replica_place)
+        text += self.replica.coding.describe()
         return text + (f", {self.full_refreshes} times in full precision" if self.full_refreshes else "")
 
     @property

@@ -16,6 +16,9 @@ from sdp4bit.plan.traffic import (
     is_full,
 )
 from sdp4bit.quantization.layout import FULL_PRECISION, message_layout
+from sdp4bit.quantization.lossless_layout import (
+    largest_message,
+)
 
 MAIN_BYTES = 4
 ADAM_BYTES = 8
@@ -103,11 +106,14 @@ def _message_buffers(row: int, *, grid: RankGrid, config: SDP4BitConfig, is_flat
                 total += 2 * size * layout.nbytes
     saves = weights is not None and (is_flat or weights.saves_bytes(nodes=grid.nodes))
     if saves and weights is not None and weights.bits is not None:
-        layout = message_layout(numel=row, bits=weights.bits, group_size=weights.group_size)
+        # The first message of lossless weights has room for all their bits.
+        nbytes = largest_message(row)
+        if not weights.is_lossless:
+            nbytes = message_layout(numel=row, bits=weights.bits, group_size=weights.group_size).nbytes
         replicas = grid.nodes
         if (is_flat or is_full(weights, grid=grid)) and grid.ranks_per_node > 1:
             replicas += grid.size
-        total += (1 + replicas) * layout.nbytes
+        total += (1 + replicas) * nbytes
     return total
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from sdp4bit.collectives.capacity import room_for
 from sdp4bit.collectives.pieces import is_long_enough, piece_places
 from sdp4bit.collectives.pipeline import slice_lengths
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
@@ -24,6 +25,9 @@ from sdp4bit.quantization.layout import (
 
 GATHERED_BYTES = 2
 """Weights are gathered in bf16."""
+LOSSLESS_BITS = 2.5
+"""Bits per weight that lossless weights are taken to cost: an assumption, near the mean over a run whose rate
+decays from 3e-4. They cost 3 to 4 at higher rates and below 1 at 1e-5 (docs/numerics.md)."""
 REDUCED_BYTES = 4
 """Gradients are reduced in fp32."""
 
@@ -229,9 +233,12 @@ def weight_refresh(row_numel: int, *, grid: RankGrid, config: WeightConfig | Non
     if config is None or grid.size == 1 or row_numel == 0:
         return Exchange()
     g, n = grid.ranks_per_node, grid.nodes
-    if config.bits is None:
+    kernels: tuple[Kernel, ...] = ()
+    if config.is_lossless:
+        # On the CPU only, and not by a kernel that is timed here.
+        nbytes, padding, kernels = lossless_bytes(row_numel), 0.0, ()
+    elif config.bits is None:
         nbytes, padding = GATHERED_BYTES * row_numel, 0.0
-        kernels: tuple[Kernel, ...] = ()
     else:
         layout = message_layout(numel=row_numel, bits=config.bits, group_size=config.group_size)
         nbytes, padding = layout.nbytes, layout.padding_bytes
@@ -252,6 +259,11 @@ def weight_refresh(row_numel: int, *, grid: RankGrid, config: WeightConfig | Non
         chunks=1,
         kernels=kernels,
     )
+
+
+def lossless_bytes(row_numel: int) -> int:
+    """Return the size of a message of lossless weights at the bits per weight that are assumed."""
+    return room_for(int(row_numel * LOSSLESS_BITS / 8), numel=row_numel)
 
 
 def weight_gather(row_numel: int, *, grid: RankGrid, config: WeightConfig | None) -> Exchange:

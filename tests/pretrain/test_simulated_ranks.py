@@ -27,6 +27,7 @@ from sdp4bit.pretrain.model.gpt import GPT
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.step.parallelize import RankLayout, shard_chunks
 from sdp4bit.pretrain.step.simulated_model import parameter_groups
+from sdp4bit.quantization.ops import BackendName
 from tests.pretrain.checkpoint.saved_runs import one_rank
 from tests.pretrain.tiny_runs import command_line, losses, read_log, small, this_rank, train_here
 from tests.ranks import run_ranks
@@ -54,11 +55,13 @@ def measured(out: Path) -> list[dict[str, Any]]:
     return [{name: line[name] for name in MEASURED if name in line} for line in read_log(out)]
 
 
-def assert_repeated_alone(configs: list[PretrainConfig], *, ranks: int) -> list[PretrainConfig]:
+def assert_repeated_alone(
+    configs: list[PretrainConfig], *, ranks: int, backend: BackendName = "reference"
+) -> list[PretrainConfig]:
     """Train real ranks, then the same in one process, whose configs are returned; all measures are equal."""
-    run_ranks(train_here, ranks, *configs)
+    run_ranks(train_here, ranks, *configs, backend=backend)
     alone = [simulated(config, ranks=ranks) for config in configs]
-    run_ranks(train_here, 1, *alone)
+    run_ranks(train_here, 1, *alone, backend=backend)
     for real, one in zip(configs, alone, strict=True):
         assert measured(one.logging.out) == measured(real.logging.out)
     return alone
@@ -144,6 +147,18 @@ def test_runs_of_two_ranks_with_full_precision_sums_are_repeated_bit_for_bit(
 ) -> None:
     """Plain FSDP2; weights alone; fp16 with steps that are skipped, and quantization that starts later."""
     assert_repeated_alone(two_ranks(text, tmp_path), ranks=2)
+
+
+def test_runs_with_lossless_weights_equal_plain_ones_bit_for_bit(text: Path, tmp_path: Path) -> None:
+    apart, communication = ParallelConfig(ranks_per_node=1), CommunicationConfig(weight_mode="lossless")
+    plain, lossless = (
+        changed(small(text, tmp_path / name, parallel=apart), {"steps": 4}, strategy=name)
+        for name in ("baseline", "qwd")
+    )
+    lossless = replace(lossless, communication=communication)
+    alone = assert_repeated_alone([plain, lossless], ranks=2, backend="numba")
+    for config in (lossless, alone[1]):
+        assert losses(config.logging.out) == losses(plain.logging.out)
 
 
 def rows_of_fsdp(config: PretrainConfig) -> list[tuple[str, int, list[tuple[str, int, int]]]]:

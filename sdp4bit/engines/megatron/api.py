@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from sdp4bit.collectives.lossless_refresh import check_dtype
 from sdp4bit.collectives.topology import NodeLayout, TopologySpec
 from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig, as_config
@@ -79,7 +80,7 @@ def quantize_communication(
         buckets = find_buckets(chunks, optimizers)
         existing = _existing_handle(buckets, optimizers, settings, topology)
         for bucket in buckets:
-            _check_bucket(bucket)
+            _check_bucket(bucket, settings)
         # One more than there are: tied embeddings have a number of their own.
         check_numbers(buckets=len(buckets) + 1, ranks=max((len(b.ranks) for b in buckets), default=0))
         if settings.alerts is not None:
@@ -149,12 +150,15 @@ def _is_attachable(target: object) -> bool:
     return group is not None and bool(group.size() > 1)
 
 
-def _check_bucket(bucket: MegatronBucket) -> None:
+def _check_bucket(bucket: MegatronBucket, config: SDP4BitConfig) -> None:
     if bucket.param_dtype not in (*REPLICATED_DTYPES, torch.float32):
         raise ValueError(
             f"{bucket.name} holds {bucket.param_dtype} parameters, which have no 16-bit replica: train in "
             "bf16 or fp16 (params_dtype) without fp8 or fp4 parameters"
         )
+    is_replicated = bucket.param_dtype in REPLICATED_DTYPES and not bucket.is_expert
+    if config.weights is not None and config.weights.is_lossless and is_replicated:
+        check_dtype(bucket.param_dtype, bucket.device, name=bucket.name)
 
 
 def _warn(

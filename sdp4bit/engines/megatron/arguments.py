@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import warnings
 from dataclasses import Field, fields
-from typing import Any
+from typing import Any, get_args
 
-from sdp4bit.config import QUANTIZED_BITS, GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.config import QUANTIZED_BITS, GradientConfig, SDP4BitConfig, WeightConfig, WeightMode
 
 _WITHOUT_MEANING: dict[str, dict[str, Any]] = {
     "--no-async-tensor-model-parallel-allreduce": {"action": "store_true"},
@@ -52,8 +52,11 @@ def _add(group: argparse._ArgumentGroup, field: Field[object], *, default: objec
     if isinstance(default, bool):
         group.add_argument(flag, action="store_true", default=default, help=text)
     else:
-        choices = QUANTIZED_BITS if field.name.endswith("bits") else None
-        group.add_argument(flag, type=int, choices=choices, default=default, help=text)
+        choices: tuple[object, ...] | None = QUANTIZED_BITS if field.name.endswith("bits") else None
+        if field.name == "mode":
+            choices = get_args(WeightMode)
+        kind = str if isinstance(default, str) else int
+        group.add_argument(flag, type=kind, choices=choices, default=default, help=text)
 
 
 def _given(args: argparse.Namespace, config: WeightConfig | GradientConfig) -> dict[str, Any]:

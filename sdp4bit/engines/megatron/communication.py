@@ -64,7 +64,7 @@ class BucketReplica(WeightReplica):
         self._group = bucket
         self._exact = WeightReplica(
             topology,
-            config=replace(config, bits=None),
+            config=WeightConfig(bits=None, replica=config.replica),
             seed=seed,
             rank=rank,
             bucket=number,
@@ -78,7 +78,7 @@ class BucketReplica(WeightReplica):
     @property
     def exact_numel(self) -> int:
         """Values per row that travel in full precision beside quantized ones."""
-        return 0 if self.config.bits is None else self._exact_numel
+        return 0 if self.bits is None else self._exact_numel
 
     @property
     def own_exact_ranges(self) -> Sequence[Range]:

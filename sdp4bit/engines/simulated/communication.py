@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from sdp4bit.collectives.lossless_refresh import check_dtype
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.simulated import SimulatedReduceScatter, SimulatedReplica
 from sdp4bit.collectives.topology import NodeLayout
@@ -146,6 +147,8 @@ class SimulatedCommHandle(CommHandle):
         elif not config.weights.saves_bytes(nodes=self.layout.nodes):
             comm.weights_unquantized_reason = ONE_NODE
         else:
+            if config.weights.is_lossless:
+                check_dtype(self._dtype, comm.group.device, name=comm.group.name)
             comm.replica = SimulatedReplica(
                 self.layout,
                 config=config.weights,

@@ -17,6 +17,7 @@ from sdp4bit.config import (
     Rounding,
     SDP4BitConfig,
     WeightConfig,
+    WeightMode,
 )
 from sdp4bit.pretrain.options import SettingError, option, option_flags
 
@@ -28,6 +29,7 @@ REFERENCE_INTRA_GROUP = 512
 """The reference parser's intra-node default; its scripts, the paper and our strategies use 128."""
 
 _WEIGHTS = {
+    "weight_mode": "mode",
     "weight_bits": "bits",
     "weight_group_size": "group_size",
     "weight_rounding": "rounding",
@@ -52,6 +54,9 @@ class CommunicationConfig:
 
     quantized_weights: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Send 4-bit weight differences; instead of --strategy."""
+    weight_mode: WeightMode | None = None
+    """What is sent of the weights: their difference to what devices hold, or direct, themselves; both
+    quantized. lossless: the exact change, entropy-coded. The strategy's when not given."""
     weight_bits: Annotated[Literal[4, 8] | None, option("weight-quantization-bits")] = None
     """Bits of a weight difference; 4 when not given."""
     weight_group_size: Annotated[int | None, option("wq-group-size")] = None
