@@ -60,6 +60,7 @@ def test_measuring_changes_nothing_and_finds_the_errors_of_the_settings(tmp_path
     assert (tmp_path / "run" / "errors.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_without_errors_of_any_kind_a_run_is_the_baseline(tmp_path):
     config = ErrorConfig(
         training=simulated(tmp_path, "exact", "sdp4bit"), exact_gradients=KINDS, exact_weights=KINDS, every=2

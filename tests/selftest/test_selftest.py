@@ -200,7 +200,6 @@ def streams_with_a_difference(monkeys: float) -> str:
 
 
 def test_a_loss_that_depends_on_delays_is_found():
-    assert run_ranks(streams_with_a_difference, 2, 0.0) == ["none", "none"]
     for message in run_ranks(streams_with_a_difference, 2, 1e-6):
         assert message.startswith("node replica: with random delays a step computes something else")
 

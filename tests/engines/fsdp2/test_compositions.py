@@ -75,6 +75,12 @@ def evaluating(
 
 @on_ranks(4)
 def test_evaluations_do_not_change_training() -> None:
+    assert_variants_equal(evaluating, (), ((2, 0, 3), (1, 0, 2)))
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_evaluations_before_a_forward_or_after_a_backward_do_not_either() -> None:
     assert_variants_equal(evaluating, (), ((2, 0, 3),), ((0, 1, 0), (1, 0, 2)))
 
 
@@ -92,9 +98,15 @@ def resharding(
 
 @on_ranks(4)
 def test_resharding_does_not_change_the_result() -> None:
-    assert_variants_equal(resharding, (), (False, True), (False, False), (True, False))
+    assert_variants_equal(resharding, (), (False, False))
     assert resharding(FULL, False, False) == resharding(FULL) == resharding(QUANTIZED)
     assert resharding(None, False, False) != resharding(None)  # FSDP2 itself misses its optimizer's steps
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_resharding_in_one_direction_does_not_either() -> None:
+    assert_variants_equal(resharding, (), (False, True), (True, False))
 
 
 def gathering(config: SDP4BitConfig | None, ahead: bool) -> list[float]:
@@ -147,7 +159,13 @@ def dropping(config: SDP4BitConfig | None, recompute: str = "") -> list[float]:
 
 @on_ranks(4)
 def test_activation_checkpointing_with_dropout_does_not_change_the_result() -> None:
-    assert_variants_equal(dropping, (), ("inside",), ("outside",))
+    assert_variants_equal(dropping, (), ("inside",))
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_activation_checkpointing_outside_of_the_fsdp_modules_does_not_either() -> None:
+    assert_variants_equal(dropping, (), ("outside",))
 
 
 def compiled(config: SDP4BitConfig | None) -> list[float]:

@@ -23,7 +23,7 @@ from sdp4bit import SDP4BitConfig, WeightConfig, quantize_communication
 from sdp4bit.quantization.layout import MessageLayout
 from tests import ROOT
 from tests.engines.fsdp2 import weight_edits
-from tests.engines.fsdp2.edited_runs import METHODS, WAYS, faults_of
+from tests.engines.fsdp2.edited_runs import WAYS, faults_of
 from tests.ranks import on_ranks, run_ranks
 from tests.tables import flat
 from tests.toy import (
@@ -394,7 +394,7 @@ def test_edits_are_followed_bit_for_bit_in_full_precision() -> None:
 
 def test_nodes_of_two_ranks_follow_too() -> None:
     name = "averages_copied_in_and_out"
-    assert merged(run_ranks(find_faults, 4, [name], 2, tuple(METHODS))) == {name: []}
+    assert merged(run_ranks(find_faults, 4, [name], 2, ("4 bits",))) == {name: []}
 
 
 def test_the_documentation_lists_exactly_these_ways() -> None:

@@ -242,13 +242,15 @@ def train_compiled(backend: str | None) -> list[float]:
     return losses
 
 
-@on_ranks(2, timeout=180)
-def test_steps_of_a_compiled_optimizer_are_noticed() -> None:
+def check_compiled(backend: str) -> None:
     expected = train_compiled(None)
     assert expected[-1] < expected[0]
-    for backend in ("eager", "aot_eager"):
-        torch.compiler.reset()
-        assert train_compiled(backend) == expected
+    assert train_compiled(backend) == expected
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.slow)])
+def test_steps_of_a_compiled_optimizer_are_noticed(backend: str) -> None:
+    run_ranks(check_compiled, 2, backend, timeout=180)
 
 
 # -- removal ------------------------------------------------------------------------------------------

@@ -123,11 +123,16 @@ def tensor_parallel(config: SDP4BitConfig | None, topology: int, sequence: bool 
 @on_ranks(4)
 def test_tensor_parallelism_trains_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(tensor_parallel, 2)
-    assert_close_to_plain(tensor_parallel, 2, True)
     plain = tensor_parallel(None, 2)
     for topology in (2, 4):
         assert tensor_parallel(IDENTITY, topology) == plain
         assert tensor_parallel(RANDOM, topology) != plain
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_sequence_parallelism_trains_as_with_plain_fsdp2() -> None:
+    assert_close_to_plain(tensor_parallel, 2, True)
 
 
 def check_parts() -> None:
