@@ -108,7 +108,8 @@ class QuantizedReplica:
             rounding = RoundingKey(*derive_keys(self._seed, stream))
         replica = held if self.sends_differences else None
         layout = self.message_layout(row.numel())
-        ops.subtract_quantize(row, replica=replica, out=out, layout=layout, rounding=rounding)
+        clip = self.config.effective_clip
+        ops.subtract_quantize(row, replica=replica, out=out, layout=layout, rounding=rounding, clip=clip)
 
     def apply(self, messages: Tensor, rows: Tensor) -> None:
         """Let row i of a replica follow message i, in place.

@@ -26,15 +26,20 @@ def padded(rows: Tensor) -> Tensor:
     return full
 
 
-def passed(rows: Tensor, bits: int | None, group_size: int, random: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The values that a receiver sees of rows [..., n], and a bound for their distance from what was sent."""
+def passed(
+    rows: Tensor, bits: int | None, group_size: int, random: Tensor | None, clip: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The values that a receiver sees of rows [..., n], and a bound for their distance from what was sent.
+
+    The bound does not hold for clipped values.
+    """
     if bits is None:
         return rows, torch.zeros_like(rows)
     values, bounds = torch.empty_like(rows), torch.empty_like(rows)
     for start in range(0, rows.shape[-1], group_size):
         span = (..., slice(start, start + group_size))
         draws = None if random is None else random[span]
-        codes, scale = reference.quantize_groups(rows[span].contiguous(), bits, draws)
+        codes, scale = reference.quantize_groups(rows[span].contiguous(), bits, draws, clip)
         scale = scale.float().unsqueeze(-1)
         values[span] = codes.float() * scale
         # A step of the grid, or half of one; 2**-7 more for arithmetic on 16 fractional bits.
@@ -122,7 +127,7 @@ def refresh(replica: Tensor, mains: Tensor, *, config: WeightConfig, call: int) 
         direct = config.mode == "direct"
         row = padded(main.float() if direct else main.float() - held.float())
         random = rounding_bits(row, rounding=config.rounding, call=call, stage=Stage.WEIGHT, rank=rank)
-        values, _ = passed(row, config.bits, config.group_size, random)
+        values, _ = passed(row, config.bits, config.group_size, random, config.effective_clip)
         received = values[: len(main)]
         result[rank] = received if direct else held.float() + received
     return result

@@ -23,7 +23,7 @@ _REFERENCE = GradientConfig(intra_group_size=512, hadamard=False)
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Let the parser take the reference implementation's flags, by its names and defaults; return the parser.
 
-    --hadamard-random-signs is this library's own.
+    --hadamard-random-signs and --wq-clip are this library's own.
     Goes to Megatron as `extra_args_provider`. Flags of the reference's launch scripts that current versions
     of Megatron have dropped are taken and ignored, with a warning by :func:`from_args`.
     """
@@ -53,7 +53,8 @@ def _add(group: argparse._ArgumentGroup, field: Field[object], *, default: objec
         group.add_argument(flag, action="store_true", default=default, help=text)
     else:
         choices = QUANTIZED_BITS if field.name.endswith("bits") else None
-        group.add_argument(flag, type=int, choices=choices, default=default, help=text)
+        kind = float if field.name == "clip" else int
+        group.add_argument(flag, type=kind, choices=choices, default=default, help=text)
 
 
 def _given(args: argparse.Namespace, config: WeightConfig | GradientConfig) -> dict[str, Any]:
