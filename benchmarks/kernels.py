@@ -3,16 +3,18 @@
     python -m benchmarks.kernels --elements 16384,16777216 --backends numba --threads 1,2 --json kernels.json
 
 Before an operator is timed, its bytes are compared with those of the reference. Rounds are interleaved: each
-runs a copy and every operator of every back end, so that a disturbance hits them alike; the median of the
-rounds counts. A share is (bytes read and written / seconds) of an operator over that of `Tensor.copy_` of as
-many fp32 values. `elements` are the values of the tensor that an operator reads or writes; for
-dequantize_reduce_quantize those in all messages together.
+runs a copy and every operator of every back end and width, so that a disturbance hits them alike; the median
+of the rounds counts. A share is (bytes read and written / seconds) of an operator over that of `Tensor.copy_`
+of as many fp32 values. `elements` are the values of the tensor that an operator reads or writes; for
+dequantize_reduce_quantize those in all messages together. `--bits 4,3,2` are the widths of weight differences
+and of the hop between nodes.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -36,6 +38,8 @@ DEFAULT_ELEMENTS = {"cpu": range(14, 29, 2), "cuda": range(14, 29, 2)}
 REFERENCE_ELEMENTS = 1 << 24
 """The reference needs some 100 bytes of memory per element, and seconds beyond this size."""
 MEASURED_SECONDS = 2e-4
+SAME_FOR_ALL_WIDTHS = (COPY, "hadamard_quantize")
+"""What `--bits` does not change: the first hop has 8 bits."""
 
 
 def reason_to_skip(backend: str) -> str | None:
@@ -49,22 +53,30 @@ def reason_to_skip(backend: str) -> str | None:
     return None
 
 
-def check_bytes(backend: str, elements: int) -> None:
+def check_bytes(backend: str, elements: int, bits: int) -> None:
     """Every operator writes the bytes of the reference."""
     outputs = []
     for name in ("reference", backend):
         with ops.use_backend(name):  # type: ignore[arg-type]
-            cases = make_cases(elements, DEVICES[name])
+            cases = make_cases(elements, DEVICES[name], bits=bits)
             for case in cases.values():
                 case.run()
             outputs.append({op: case.output.cpu() for op, case in cases.items()})
     for op, expected in outputs[0].items():
         if not torch.equal(expected, outputs[1][op]):
-            sys.exit(f"{backend}: {op} differs from the reference at {elements} elements; nothing was timed")
+            sys.exit(
+                f"{backend}: {op} differs from the reference at {elements} elements of {bits} bits; "
+                "nothing was timed"
+            )
 
 
 def measure(
-    backends: list[str], elements: int, threads: int | None, rounds: int, budget: float
+    backends: list[str],
+    elements: int,
+    threads: int | None,
+    rounds: int,
+    budget: float,
+    widths: list[int],
 ) -> list[dict[str, Any]]:
     """Time all operators of back ends of one device.
 
@@ -72,35 +84,39 @@ def measure(
         budget: seconds after which a slow operator is left out of further rounds.
     """
     device = DEVICES[backends[0]]
-    runs: dict[tuple[str, str], tuple[Case, int]] = {}
-    for backend in backends:
+    runs: dict[tuple[str, str, int], tuple[Case, int]] = {}
+    for backend, bits in itertools.product(backends, widths):
         with ops.use_backend(backend):  # type: ignore[arg-type]
-            for op, case in make_cases(elements, device).items():
+            for op, case in make_cases(elements, device, bits=bits).items():
+                if op in SAME_FOR_ALL_WIDTHS and bits != widths[0]:
+                    continue
                 if op == COPY and backend != backends[0]:
                     continue
                 case.run()
                 seconds = measure_once(case.run, 1, device)
-                runs[backend, op] = case, max(1, int(MEASURED_SECONDS / max(seconds, 1e-7)))
-    samples: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+                runs[backend, op, bits] = case, max(1, int(MEASURED_SECONDS / max(seconds, 1e-7)))
+    samples: dict[tuple[str, str, int], list[float]] = {key: [] for key in runs}
     for _ in range(rounds):
-        for (backend, op), (case, repetitions) in runs.items():
-            taken = samples[backend, op]
+        for (backend, op, bits), (case, repetitions) in runs.items():
+            taken = samples[backend, op, bits]
             if sum(taken) * repetitions > budget:
                 continue
             with ops.use_backend(backend):  # type: ignore[arg-type]
                 taken.append(measure_once(case.run, repetitions, device))
     medians = {key: statistics.median(taken) for key, taken in samples.items()}
-    copy = runs[backends[0], COPY][0].nbytes / medians[backends[0], COPY]
+    copied = backends[0], COPY, widths[0]
+    copy = runs[copied][0].nbytes / medians[copied]
     return [
         {
             "op": op,
             "backend": "torch" if op == COPY else backend,
+            "bits": None if op in SAME_FOR_ALL_WIDTHS else bits,
             "elements": elements,
             "threads": threads,
-            "seconds": medians[backend, op],
-            "share_of_copy": case.nbytes / medians[backend, op] / copy,
+            "seconds": medians[backend, op, bits],
+            "share_of_copy": case.nbytes / medians[backend, op, bits] / copy,
         }
-        for (backend, op), (case, _) in runs.items()
+        for (backend, op, bits), (case, _) in runs.items()
     ]
 
 
@@ -133,6 +149,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         (
             row["op"],
             row["backend"],
+            "" if row["bits"] is None else str(row["bits"]),
             f"{row['elements']:,}",
             "" if row["threads"] is None else str(row["threads"]),
             f"{row['seconds'] * 1e6:,.1f}",
@@ -140,7 +157,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         )
         for row in rows
     ]
-    titles = ("operator", "back end", "elements", "threads", "microseconds", "share of copy")
+    titles = ("operator", "back end", "bits", "elements", "threads", "microseconds", "share of copy")
     if importlib.util.find_spec("rich") is None:
         for line in (titles, *cells):
             print("  ".join(f"{cell:<28}" if i == 0 else f"{cell:>14}" for i, cell in enumerate(line)))
@@ -164,13 +181,15 @@ def plot(rows: list[dict[str, Any]], machine: dict[str, Any], path: Path) -> Non
     figure, grid = pyplot.subplots(2, 3, figsize=(10, 6), sharex=True, sharey=True)
     panels = list(grid.flat)
     for panel, op in zip(panels, operators, strict=False):
-        lines: dict[tuple[str, int | None], list[tuple[int, float]]] = {}
+        lines: dict[tuple[str, int | None, int | None], list[tuple[int, float]]] = {}
         for row in rows:
             if row["op"] == op:
                 point = row["elements"], 100 * row["share_of_copy"]
-                lines.setdefault((row["backend"], row["threads"]), []).append(point)
-        for (backend, threads), points in lines.items():
+                lines.setdefault((row["backend"], row["threads"], row["bits"]), []).append(point)
+        several = len({bits for *_, bits in lines}) > 1
+        for (backend, threads, bits), points in lines.items():
             label = backend if threads is None else f"{backend}, {threads} thread{'s' * (threads > 1)}"
+            label += f", {bits} bits" if several else ""
             panel.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=label)
         panel.axhline(100, color="gray", linewidth=0.8, linestyle=":")
         panel.set_title(op, fontsize=10)
@@ -196,6 +215,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--elements", type=numbers, help="sizes, such as 16384,16777216; up to 2**28 is 1 GB")
     parser.add_argument("--backends", default="numba,triton", help="of reference, numba, triton")
+    parser.add_argument("--bits", type=numbers, default=[4], help="widths, such as 4,3,2; 8 as well")
     parser.add_argument("--threads", type=numbers, default=[1, torch.get_num_threads()], help="on the CPU")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget", type=float, default=5.0, help="seconds for one operator of one size")
@@ -223,7 +243,8 @@ def main() -> None:
         sizes = arguments.elements or [1 << power for power in DEFAULT_ELEMENTS[device]]
         for backend in backends:
             if backend != "reference":
-                check_bytes(backend, min(max(sizes), CHECKED_ELEMENTS))
+                for bits in arguments.bits:
+                    check_bytes(backend, min(max(sizes), CHECKED_ELEMENTS), bits)
         for threads in sorted(set(arguments.threads)) if device == "cpu" else [None]:
             if threads is not None:
                 torch.set_num_threads(threads)
@@ -234,7 +255,9 @@ def main() -> None:
                         f"skipped reference at {elements:,} elements: measured up to {REFERENCE_ELEMENTS:,}"
                     )
                 if measured:
-                    rows += measure(measured, elements, threads, arguments.rounds, arguments.budget)
+                    rows += measure(
+                        measured, elements, threads, arguments.rounds, arguments.budget, arguments.bits
+                    )
     if not rows:
         sys.exit("no back end can run here")
     print_table(rows)

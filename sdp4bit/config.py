@@ -27,6 +27,8 @@ AlertAction = Literal["warn", "fallback"]
 QUANTIZED_BITS = (2, 3, 4, 8)
 LEAST_CLIP = 0.1
 """Of `WeightConfig.clip`."""
+TERNARY_CLIP = 0.6
+"""`WeightConfig.clip` of 2-bit differences, measured (docs/numerics.md)."""
 HADAMARD_BLOCK = 32
 """Length of the blocks that the Walsh-Hadamard transform mixes; groups are multiples of it."""
 
@@ -50,7 +52,7 @@ def _check_bits(name: str, bits: int | None) -> None:
     is_count = isinstance(bits, int) and not isinstance(bits, bool)
     if bits is not None and not (is_count and bits in QUANTIZED_BITS):
         raise ValueError(
-            f"{name}={bits!r} is not supported: use 4 or 8, or None to send full precision at this hop"
+            f"{name}={bits!r} is not supported: use 2, 3, 4 or 8, or None to send full precision at this hop"
         )
 
 
@@ -80,7 +82,7 @@ def _check_at_least(name: str, value: int, minimum: int) -> None:
         raise ValueError(f"{name}={value!r} must be an integer of at least {minimum}")
 
 
-_OF_QUANTIZED_WEIGHTS = ("bits", "group_size", "rounding")
+_OF_QUANTIZED_WEIGHTS = ("bits", "group_size", "rounding", "clip")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,8 @@ class WeightConfig:
     """Quantized weight differences, qWD (paper section 3.1, algorithm 2)."""
 
     bits: int | None = _option(4, flag="weight-quantization-bits", help="bits per weight difference")
-    """Bits per transmitted value, 4 or 8. None sends the new weights in the model's own dtype."""
+    """Bits per transmitted value: 2, 3, 4 or 8. None sends the new weights in the model's own dtype. Below 4
+    bits groups of 128 are worth their scales (docs/numerics.md)."""
     group_size: int = _option(2048, flag="wq-group-size", help="weight differences that share a scale")
     """Values that share one scale; a multiple of 32."""
     mode: WeightMode = _option(  # noqa: RUF009
@@ -101,6 +104,12 @@ class WeightConfig:
     rounding: Rounding = "nearest"
     """Nearest contracts every group; the reference implementation rounds stochastically. Subtractive dither
     ("dither") has the error of nearest, unbiased."""
+    clip: float | None = _option(
+        None, flag="wq-clip", help="part of a group's largest difference that the largest code stands for"
+    )
+    """Part of a group's largest magnitude that the largest code stands for, from 0.1 to 1; what is larger
+    saturates, and is made good by the next difference. None clips only where that has been measured to pay:
+    0.6 for 2-bit differences that are rounded to nearest, 1 (no clipping) otherwise."""
     replica: ReplicaPlacement = "node"
     """"node" spreads one replica over the ranks of a node, "full" keeps one on every rank."""
 
@@ -116,11 +125,27 @@ class WeightConfig:
                     f'weights.{name}={value!r} has no effect with weights.mode="lossless", which rounds '
                     "nothing: leave it out"
                 )
+        is_number = isinstance(self.clip, int | float) and not isinstance(self.clip, bool)
+        if self.clip is not None and not (is_number and LEAST_CLIP <= self.clip <= 1):
+            raise ValueError(
+                f"weights.clip={self.clip!r} must be from {LEAST_CLIP} to 1, which does not clip, or None, "
+                "which chooses"
+            )
 
     @property
     def is_lossless(self) -> bool:
         """Whether replicas equal the main weights as plain FSDP2 would gather them, bit for bit."""
         return self.mode == "lossless"
+
+    @property
+    def effective_clip(self) -> float:
+        """The clip, chosen if it is None."""
+        if self.clip is not None:
+            return float(self.clip)
+        # Stochastic rounding is there to be unbiased, which clipping is not; weights sent as they are do not
+        # get back what was cut off.
+        feeds_back = self.mode == "difference" and self.rounding == "nearest"
+        return TERNARY_CLIP if self.bits == 2 and feeds_back else 1.0
 
     def saves_bytes(self, *, nodes: int) -> bool:
         """Return whether a replica on so many nodes saves anything.
@@ -138,11 +163,11 @@ class GradientConfig:
     intra_bits: int | None = _option(
         8, flag="gradient-quantization-bits-intra", help="bits per gradient value, intra-node"
     )
-    """Bits inside a node, 4 or 8; None sends fp32."""
+    """Bits inside a node: 2, 3, 4 or 8; None sends fp32."""
     inter_bits: int | None = _option(
         4, flag="gradient-quantization-bits-inter", help="bits per gradient value, inter-node"
     )
-    """Bits between nodes, 4 or 8; None sends fp32."""
+    """Bits between nodes: 2, 3, 4 or 8; None sends fp32."""
     intra_group_size: int = _option(
         128, flag="gq-group-size-intra", help="gradient values that share a scale, intra-node"
     )
@@ -237,10 +262,19 @@ class AuditConfig:
         _check_choice("audit.on_mismatch", self.on_mismatch, get_args(MismatchAction))
 
 
-def _check_positive(name: str, value: float | None) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and 0 < value < math.inf):
-        raise ValueError(f"{name}={value!r} must be a positive number, or None not to watch it")
+def _check_threshold(name: str, value: float | str | None) -> None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if 0 < value < math.inf:
+            return
+    elif value is None or (value == "auto" and not name.endswith("drift")):
+        return
+    auto = "" if name.endswith("drift") else ', "auto" to follow the bits'
+    raise ValueError(f"{name}={value!r} must be a positive number{auto}, or None not to watch it")
+
+
+_USUAL_GRADIENT_ERROR = {2: 2.1, 3: 0.7}
+_USUAL_WEIGHT_ERROR = {2: 0.9, 3: 0.75}
+"""Automatic thresholds below 4 bits, see docs/reliability.md; those of 4 and more bits are 0.3 and 0.6."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,19 +284,19 @@ class AlertConfig:
     The reasons for the defaults are in docs/reliability.md. None does not watch a measure.
     """
 
-    gradient_error: float | None = 0.3
+    gradient_error: float | Literal["auto"] | None = "auto"
     """Relative error of quantizing a gradient: 4 bits cost 0.16 on bell-shaped values. At 0.3 the noise is
-    that of a batch 8 % smaller."""
-    weight_error: float | None = 0.6
+    that of a batch 8 % smaller. "auto" is twice what is usual: 0.3, 0.7 with 3 bits, 2.1 with 2."""
+    weight_error: float | Literal["auto"] | None = "auto"
     """Relative error of quantizing a weight difference, which the next difference makes good; never above 1
-    with nearest rounding."""
+    with nearest rounding. "auto" is 0.6, 0.75 with 3 bits, 0.9 with 2."""
     weight_drift: float | None = 0.05
     """Relative distance from the main weights to what the devices hold after the refresh."""
     nonfinite_groups: int | None = 0
     """Quantization groups of a gradient with a NaN or an infinity; more bits do not help: only warned of."""
     action: AlertAction = "warn"
-    """"warn" changes nothing; "fallback" also moves the group's gradients or weights up, from 4 to 8 bits to
-    full precision, a precision per sample, and back down when calm."""
+    """"warn" changes nothing; "fallback" also moves the group's gradients or weights up, from 2 to 3 to 4 to
+    8 bits to full precision, a precision per sample, and back down when calm."""
     calm_ratio: float = 0.8
     """A sample is calm if one precision down would cost less than this part of each threshold."""
     calm_samples: int = 5
@@ -270,7 +304,7 @@ class AlertConfig:
 
     def __post_init__(self) -> None:
         for name in ("gradient_error", "weight_error", "weight_drift"):
-            _check_positive(f"alerts.{name}", getattr(self, name))
+            _check_threshold(f"alerts.{name}", getattr(self, name))
         if self.nonfinite_groups is not None:
             _check_at_least("alerts.nonfinite_groups", self.nonfinite_groups, 0)
         if str(self.action) == "ladder":  # its name until 0.1
@@ -285,8 +319,23 @@ class AlertConfig:
 
     @property
     def thresholds(self) -> tuple[float | None, ...]:
-        """The thresholds in the order of the measures."""
-        return self.gradient_error, self.weight_error, self.weight_drift, self.nonfinite_groups
+        """The thresholds in the order of the measures; automatic ones for 4 and more bits."""
+        gradient = 0.3 if self.gradient_error == "auto" else self.gradient_error
+        weight = 0.6 if self.weight_error == "auto" else self.weight_error
+        return gradient, weight, self.weight_drift, self.nonfinite_groups
+
+    def for_bits(self, *, gradients: int | None, weights: int | None) -> AlertConfig:
+        """Return these settings with the automatic thresholds of a group whose traffic has so few bits.
+
+        Args:
+            gradients, weights: the fewest bits that are configured for them; None for full precision.
+        """
+        gradient, weight, *_ = self.thresholds
+        if self.gradient_error == "auto":
+            gradient = _USUAL_GRADIENT_ERROR.get(gradients or 0, gradient)
+        if self.weight_error == "auto":
+            weight = _USUAL_WEIGHT_ERROR.get(weights or 0, weight)
+        return replace(self, gradient_error=gradient, weight_error=weight)
 
 
 PRESETS = ("baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit-paper", "sdp4bit")

@@ -6,13 +6,14 @@ import dataclasses
 
 import pytest
 
-from sdp4bit.config import PRESETS, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
+from sdp4bit.config import PRESETS, AlertConfig, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 
 WEIGHTS = {
     "bits": 4,
     "group_size": 2048,
     "mode": "difference",
     "rounding": "nearest",
+    "clip": None,
     "replica": "node",
 }
 GRADIENTS = {
@@ -97,20 +98,46 @@ BITS_FIELDS = [
 
 
 @pytest.mark.parametrize(("cls", "part", "field"), BITS_FIELDS)
-@pytest.mark.parametrize("bits", [0, 3, 5, 16, 32, -4, True, 4.0, "4"])
+@pytest.mark.parametrize("bits", [0, 1, 5, 16, 32, -4, True, 4.0, "4"])
 def test_unsupported_bits_are_refused(cls: type, part: str, field: str, bits: object) -> None:
     with pytest.raises(ValueError) as error:
         cls(**{field: bits})
     message = str(error.value)
     assert f"{part}.{field}={bits!r}" in message
-    assert "use 4 or 8" in message
+    assert "use 2, 3, 4 or 8" in message
     assert "None" in message
 
 
 @pytest.mark.parametrize(("cls", "part", "field"), BITS_FIELDS)
-@pytest.mark.parametrize("bits", [4, 8, None])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, None])
 def test_supported_bits_are_kept(cls: type, part: str, field: str, bits: int | None) -> None:
     assert getattr(cls(**{field: bits}), field) == bits
+
+
+@pytest.mark.parametrize("clip", [0, 0.09, 1.01, -0.6, True, "0.6", float("nan")])
+def test_clips_that_leave_little_or_nothing_are_refused(clip: object) -> None:
+    with pytest.raises(ValueError, match=r"must be from 0\.1 to 1, which does not clip, or None") as error:
+        WeightConfig(clip=clip)  # type: ignore[arg-type]
+    assert f"weights.clip={clip!r}" in str(error.value)
+
+
+def test_only_2_bit_differences_rounded_to_nearest_are_clipped_unasked() -> None:
+    assert WeightConfig(bits=2).effective_clip == 0.6
+    others: list[dict[str, object]] = [{"mode": "direct"}, {"rounding": "stochastic"}]
+    others += [{"bits": bits} for bits in (3, 4, 8, None)]
+    for changed in others:
+        assert WeightConfig(**{"bits": 2} | changed).effective_clip == 1.0  # type: ignore[arg-type]
+        assert WeightConfig(**changed, clip=0.3).effective_clip == 0.3  # type: ignore[arg-type]
+    assert WeightConfig(bits=2, clip=1).effective_clip == 1.0
+
+
+def test_automatic_thresholds_follow_the_bits_and_given_ones_do_not() -> None:
+    auto, given = AlertConfig(), AlertConfig(gradient_error=0.5, weight_error=None)
+    assert auto.thresholds == (0.3, 0.6, 0.05, 0)
+    expected = {None: (0.3, 0.6), 8: (0.3, 0.6), 4: (0.3, 0.6), 3: (0.7, 0.75), 2: (2.1, 0.9)}
+    for bits, thresholds in expected.items():
+        assert auto.for_bits(gradients=bits, weights=bits).thresholds == (*thresholds, 0.05, 0)
+        assert given.for_bits(gradients=bits, weights=bits) == given
 
 
 GROUP_FIELDS = [

@@ -13,14 +13,22 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 
 from sdp4bit.collectives.topology import NodeLayout, arrange, node_labels
-from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
+from sdp4bit.config import (
+    LEAST_CLIP,
+    QUANTIZED_BITS,
+    AuditConfig,
+    GradientConfig,
+    SDP4BitConfig,
+    TelemetryConfig,
+    WeightConfig,
+)
 from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT, MessageLayout, message_layout
 from tests.quantization import property_cases as draws
 from tests.quantization.property_cases import PROFILES, hold
 
 # -- settings -----------------------------------------------------------------------------------------
 
-bits = st.sampled_from([4, 8, None])
+bits = st.sampled_from([*QUANTIZED_BITS, None])
 group_sizes = st.integers(1, 1 << 20).map(lambda blocks: 32 * blocks)
 roundings = st.sampled_from(["nearest", "stochastic"])
 VALID: dict[type, dict[str, st.SearchStrategy[Any]]] = {
@@ -29,6 +37,7 @@ VALID: dict[type, dict[str, st.SearchStrategy[Any]]] = {
         "group_size": group_sizes,
         "mode": st.sampled_from(["difference", "direct"]),
         "rounding": roundings,
+        "clip": st.none() | st.floats(LEAST_CLIP, 1),
         "replica": st.sampled_from(["node", "full"]),
     },
     GradientConfig: {
@@ -72,7 +81,7 @@ def is_valid(name: str, value: Any) -> bool:
     """Whether a field takes a value, said once more in other words."""
     is_int = type(value) is int
     if name.endswith("bits"):
-        return value is None or (is_int and value in (4, 8))
+        return value is None or (is_int and value in QUANTIZED_BITS)
     if name.endswith("group_size"):
         return is_int and value > 0 and value % 32 == 0
     if name in ("hadamard", "random_signs"):
@@ -80,6 +89,9 @@ def is_valid(name: str, value: Any) -> bool:
     if name in ("pipeline_chunks", "start_step", "min_numel", "seed"):
         is_unset = name == "pipeline_chunks" and value is None
         return is_unset or (is_int and value >= (name == "pipeline_chunks"))
+    if name == "clip":
+        is_number = isinstance(value, int | float) and type(value) is not bool
+        return value is None or (is_number and 0.1 <= value <= 1)
     choices = {"mode": ("difference", "direct"), "replica": ("node", "full")}
     if name in ("weights", "gradients", "telemetry", "audit", "alerts"):
         return value is None
@@ -140,7 +152,7 @@ def check_layout(sizes: dict[str, int]) -> None:
     numel, bits, group_size, parts = (sizes[name] for name in ("numel", "bits", "group_size", "parts"))
     assert 0 <= layout.padded_numel - numel < 32 and layout.padded_numel % 32 == 0
     assert layout.code_bytes * 8 == layout.padded_numel * bits
-    assert layout.code_bytes % 16 == 0, "the codes of every part are aligned"
+    assert layout.code_bytes % {2: 8, 3: 4}.get(bits, 16) == 0, "the codes of every part are aligned"
     full, tail = divmod(layout.padded_numel, group_size)
     assert layout.tail == tail and tail % 32 == 0
     assert layout.groups == (0 if bits == 32 else full + (tail > 0))

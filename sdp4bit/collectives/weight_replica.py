@@ -112,7 +112,8 @@ class QuantizedReplica:
         if self.config.rounding == "stochastic":
             stream = pack_stream(step=call, bucket=self._bucket, stage=Stage.WEIGHT, rank=rank)
             rounding = RoundingKey(*derive_keys(self._seed, stream))
-        ops.subtract_quantize(row, replica=replica, out=out, layout=layout, rounding=rounding)
+        clip = self.config.effective_clip
+        ops.subtract_quantize(row, replica=replica, out=out, layout=layout, rounding=rounding, clip=clip)
 
     def apply(self, messages: Tensor, rows: Tensor, *, call: int, first_rank: int = 0, step: int = 1) -> None:
         """Let row i of a replica follow message i, in place.

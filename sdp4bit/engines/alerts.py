@@ -27,6 +27,7 @@ from sdp4bit.engines.fallback import (
     GroupFallback,
     TrafficKind,
     gradient_precisions,
+    thresholds_for,
     weight_precisions,
 )
 from sdp4bit.engines.group import AnyGroup
@@ -105,6 +106,12 @@ class _WatchedGroup:
             "gradients": list(self._gradients),
             "weights": list(self._weights),
         }
+        config = thresholds_for(
+            config,
+            gradients=group.gradient_config,
+            weights=group.weight_config,
+            layouts=group.gradient_layouts,
+        )
         self.fallback = GroupFallback(group.group.name, precisions, config=config)
 
     def apply(self) -> None:

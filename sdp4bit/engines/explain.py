@@ -91,7 +91,8 @@ def describe_weights(config: WeightConfig | None, *, where: str) -> str:
         return f"lossless, {where}"
     if config.bits is None:
         return f"full precision, {where}"
-    return f"int{config.bits}/{config.group_size} {config.mode}, {where}"
+    clip = f" clipped at {config.effective_clip:g}" if config.effective_clip < 1 else ""
+    return f"int{config.bits}/{config.group_size}{clip} {config.mode}, {where}"
 
 
 def describe_gradients(config: GradientConfig | None, layout: NodeLayout, shard_numel: int) -> str:

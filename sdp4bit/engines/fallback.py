@@ -2,7 +2,7 @@
 
 Pure decisions: the same measures give the same alerts and moves on every rank. A group has two kinds of
 traffic, its gradients and its weights, which move by themselves along the precisions that they have: as
-configured, at least 8 bits, full precision.
+configured, then at least 3, 4 and 8 bits, full precision.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
+from sdp4bit.config import QUANTIZED_BITS, AlertConfig, GradientConfig, WeightConfig
 from sdp4bit.engines.measures import MEASURES
 
 TrafficKind = Literal["gradients", "weights"]
@@ -229,27 +229,24 @@ def gradient_precisions(config: GradientConfig, *layouts: NodeLayout) -> dict[st
     Args:
         layouts: of the ranks that gradients are exchanged over.
     """
-    return _distinct(
-        [
-            (_gradient_name(precision, layouts), precision)
-            for precision in (
-                config,
-                replace(
-                    config,
-                    intra_bits=_at_least_8(config.intra_bits),
-                    inter_bits=_at_least_8(config.inter_bits),
-                ),
-                replace(config, intra_bits=None, inter_bits=None),
-            )
-        ]
-    )
+    raised = [
+        replace(
+            config,
+            intra_bits=_at_least(config.intra_bits, bits),
+            inter_bits=_at_least(config.inter_bits, bits),
+        )
+        for bits in QUANTIZED_BITS
+    ]
+    precisions = [config, *raised, replace(config, intra_bits=None, inter_bits=None)]
+    return _distinct([(_gradient_name(precision, layouts), precision) for precision in precisions])
 
 
 def weight_precisions(config: WeightConfig) -> dict[str, WeightConfig]:
     """Return the settings of each precision by its name, the configured one first."""
     if config.is_lossless:  # nothing is more precise
         return {"lossless": config}
-    precisions = (config, replace(config, bits=_at_least_8(config.bits)), replace(config, bits=None))
+    raised = [replace(config, bits=_at_least(config.bits, bits)) for bits in QUANTIZED_BITS]
+    precisions = [config, *raised, replace(config, bits=None)]
     return _distinct([(_bits_name(precision.bits), precision) for precision in precisions])
 
 
@@ -260,15 +257,37 @@ def _distinct(precisions: Sequence[tuple[str, Config]]) -> dict[str, Config]:
     return named
 
 
+def _gradient_bits(config: GradientConfig, layouts: Sequence[NodeLayout]) -> list[int | None]:
+    """Return the bits of the hops that there are."""
+    hops = [config.intra_bits] if any(layout.ranks_per_node > 1 for layout in layouts) else []
+    return hops + ([config.inter_bits] if any(layout.nodes > 1 for layout in layouts) else [])
+
+
 def _gradient_name(config: GradientConfig, layouts: Sequence[NodeLayout]) -> str:
     """Return the bits of the hops that there are: one number if they are equal."""
-    hops = [config.intra_bits] if any(layout.ranks_per_node > 1 for layout in layouts) else []
-    hops += [config.inter_bits] if any(layout.nodes > 1 for layout in layouts) else []
-    return "/".join(dict.fromkeys(_bits_name(bits) for bits in hops))
+    return "/".join(dict.fromkeys(_bits_name(bits) for bits in _gradient_bits(config, layouts)))
 
 
-def _at_least_8(bits: int | None) -> int | None:
-    return None if bits is None else max(bits, 8)
+def thresholds_for(
+    config: AlertConfig,
+    *,
+    gradients: GradientConfig | None,
+    weights: WeightConfig | None,
+    layouts: Sequence[NodeLayout],
+) -> AlertConfig:
+    """Return the settings with automatic thresholds as a group's configured bits need them.
+
+    Args:
+        layouts: of the ranks that gradients are exchanged over.
+    """
+    hops = [] if gradients is None else [bits for bits in _gradient_bits(gradients, layouts) if bits]
+    return config.for_bits(
+        gradients=min(hops, default=None), weights=None if weights is None else weights.bits
+    )
+
+
+def _at_least(bits: int | None, least: int) -> int | None:
+    return None if bits is None else max(bits, least)
 
 
 def _bits_name(bits: int | None) -> str:

@@ -202,26 +202,29 @@ def _reduction_kernels(
     count, bits, nbytes = messages[0]
     kernels = [
         Kernel(
-            operator="hadamard_quantize_4" if bits == 4 else "hadamard_quantize_8",
+            operator="hadamard_quantize_4" if bits <= 4 else "hadamard_quantize_8",
             values=float(ranks * numel),
+            bits=bits,
             nbytes=float(REDUCED_BYTES * ranks * numel + count * nbytes),
         )
     ]
-    for (count, _, nbytes), (sent_count, _, sent_nbytes) in pairwise(messages):
+    for (count, _, nbytes), (sent_count, sent_bits, sent_nbytes) in pairwise(messages):
         kernels.append(
             Kernel(
                 operator="dequantize_reduce_quantize",
                 values=float(nodes * numel),
                 messages=count,
+                bits=sent_bits,
                 nbytes=float(count * nbytes + sent_count * sent_nbytes),
             )
         )
-    count, _, nbytes = messages[-1]
+    count, bits, nbytes = messages[-1]
     kernels.append(
         Kernel(
             operator="dequantize_reduce_hadamard",
             values=float(numel),
             messages=count,
+            bits=bits,
             nbytes=float(count * nbytes + REDUCED_BYTES * numel),
         )
     )
@@ -246,8 +249,13 @@ def weight_refresh(row_numel: int, *, grid: RankGrid, config: WeightConfig | Non
         # The difference is read from two bf16 rows; every row held is read, changed and written.
         row_bytes = 2.0 * GATHERED_BYTES * row_numel + nbytes
         kernels = (
-            Kernel(operator="subtract_quantize", values=float(row_numel), nbytes=row_bytes),
-            Kernel(operator="dequantize_add", values=float(rows * row_numel), nbytes=rows * row_bytes),
+            Kernel(operator="subtract_quantize", values=float(row_numel), bits=config.bits, nbytes=row_bytes),
+            Kernel(
+                operator="dequantize_add",
+                values=float(rows * row_numel),
+                bits=config.bits,
+                nbytes=rows * row_bytes,
+            ),
         )
     inter_copies = n - 1
     intra_copies = n * (g - 1) if is_full(config, grid=grid) else 0

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdp4bit.config import WeightConfig
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
@@ -52,15 +53,29 @@ def _draw(elements: int, seed: int, device: str) -> Tensor:
     return drawn.to(device).repeat(-(-elements // drawn.numel()))[:elements]
 
 
-def make_cases(elements: int, device: str) -> dict[str, Case]:
-    """Return the operators as a training step calls them, with the method's bits and group sizes."""
+def make_cases(elements: int, device: str, *, bits: int = 4) -> dict[str, Case]:
+    """Return the operators as a training step calls them, with the method's group sizes.
+
+    Args:
+        bits: of weight differences and of the hop between nodes; below 4, differences are in groups of 128.
+    """
     main = _draw(elements, 0, device)
     copied = torch.empty_like(main)
 
-    weights = MessageLayout(numel=elements, bits=4, group_size=WEIGHT_GROUP)
+    weights = MessageLayout(
+        numel=elements, bits=bits, group_size=WEIGHT_GROUP if bits >= 4 else GRADIENT_GROUP
+    )
     replica = (main + 0.01 * _draw(elements, 1, device)).bfloat16()
     difference = torch.empty(1, weights.nbytes, dtype=torch.uint8, device=device)
-    ops.subtract_quantize(main, replica=replica, out=difference[0], layout=weights, rounding=None)
+    clip = WeightConfig(bits=bits).effective_clip
+    named: dict[str, Any] = {
+        "replica": replica,
+        "out": difference[0],
+        "layout": weights,
+        "rounding": None,
+        "clip": clip,
+    }
+    ops.subtract_quantize(main, **named)
     updated = replica.clone()[None]
 
     row = elements // (RANKS * NODES)
@@ -69,10 +84,10 @@ def make_cases(elements: int, device: str) -> dict[str, Case]:
     sent = _make_messages(gradient, intra)
     numbered = KEY._replace(row_stride=intra.padded_numel)
 
-    inter = MessageLayout(numel=row, bits=4, group_size=GRADIENT_GROUP)
+    inter = MessageLayout(numel=row, bits=bits, group_size=GRADIENT_GROUP)
     reduced = torch.empty(NODES, inter.nbytes, dtype=torch.uint8, device=device)
 
-    whole = MessageLayout(numel=elements, bits=4, group_size=GRADIENT_GROUP)
+    whole = MessageLayout(numel=elements, bits=bits, group_size=GRADIENT_GROUP)
     arrived = _make_messages(main.expand(NODES, 1, elements), whole)
     result = torch.empty_like(main)
     dithered = numbered._replace(dither=True)
@@ -82,9 +97,7 @@ def make_cases(elements: int, device: str) -> dict[str, Case]:
     return {
         COPY: Case(run=lambda: copied.copy_(main), inputs=(main,), output=copied),
         "subtract_quantize": Case(
-            run=lambda: ops.subtract_quantize(
-                main, replica=replica, out=difference[0], layout=weights, rounding=None
-            ),
+            run=lambda: ops.subtract_quantize(main, **named),
             inputs=(main, replica),
             output=difference,
         ),

@@ -27,16 +27,27 @@ def padded(rows: Tensor) -> Tensor:
 
 
 def passed(
-    rows: Tensor, bits: int | None, group_size: int, random: Tensor | None, *, dither: bool
+    rows: Tensor,
+    bits: int | None,
+    group_size: int,
+    random: Tensor | None,
+    *,
+    dither: bool,
+    clip: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The values that a receiver sees of rows [..., n], and a bound for their distance from what was sent."""
+    """The values that a receiver sees of rows [..., n], and a bound for their distance from what was sent.
+
+    The bound does not hold for clipped values.
+    """
     if bits is None:
         return rows, torch.zeros_like(rows)
     values, bounds = torch.empty_like(rows), torch.empty_like(rows)
     for start in range(0, rows.shape[-1], group_size):
         span = (..., slice(start, start + group_size))
         draws = None if random is None else random[span]
-        codes, scale = reference.quantize_groups(rows[span].contiguous(), bits, draws, dither=dither)
+        codes, scale = reference.quantize_groups(
+            rows[span].contiguous(), bits, draws, clip=clip, dither=dither
+        )
         scale = scale.float().unsqueeze(-1)
         units = codes.float()
         if dither:
@@ -198,7 +209,8 @@ def refresh(replica: Tensor, mains: Tensor, *, config: WeightConfig, call: int) 
         else:
             named = {"rounding": config.rounding, "call": call, "stage": Stage.WEIGHT, "rank": rank}
             random = rounding_bits(row, **named, sender=0)
-        values, _ = passed(row, config.bits, config.group_size, random, dither=config.rounding == "dither")
+        dither, clip = config.rounding == "dither", config.effective_clip
+        values, _ = passed(row, config.bits, config.group_size, random, dither=dither, clip=clip)
         received = values[: len(main)]
         result[rank] = received if direct else held.float() + received
     return result

@@ -21,7 +21,7 @@ from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology, arrange, create_topologies
 from sdp4bit.collectives.weight_replica import Range, WeightReplica, common_ranges, merge_ranges
-from sdp4bit.config import GradientConfig, ReplicaPlacement, WeightConfig
+from sdp4bit.config import QUANTIZED_BITS, GradientConfig, ReplicaPlacement, WeightConfig
 from sdp4bit.plan.traffic import Exchange, RankGrid, gradient_exchange, weight_refresh
 from sdp4bit.traffic import Traffic, TrafficCounter
 from tests.collectives import plain_collectives as plain
@@ -34,7 +34,7 @@ MAX_RANKS = 16
 layouts = st.integers(1, MAX_RANKS).flatmap(
     lambda nodes: st.tuples(st.just(nodes), st.integers(1, MAX_RANKS // nodes))
 )
-bits = st.sampled_from([4, 8, None])
+bits = st.sampled_from([*QUANTIZED_BITS, None])
 group_sizes = st.sampled_from([32, 64, 96, 128, 256, 2048])
 roundings = st.sampled_from(["nearest", "stochastic", "dither"])
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])

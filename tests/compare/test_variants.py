@@ -106,7 +106,7 @@ def test_shared_options_hold_where_the_strategy_has_a_use_for_them_and_its_own_w
         ("qwd:wq-group-size=many", r"wq-group-size=many is not possible: give \{None\}\|INT"),
         ("qwd:wq-group-size", "wq-group-size needs a value"),
         ("qwd:wq-group-size=33", "must be a positive multiple of 32"),
-        ("qwd:weight-quantization-bits=5", r"=5 is not possible: give \{None,4,8\}"),
+        ("qwd:weight-quantization-bits=5", r"=5 is not possible: give \{None,2,3,4,8\}"),
         ("qwd:weight-rounding=up", r"=up is not possible: give \{None,nearest,stochastic,dither\}"),
         ("tlq:hadamard-transform=yes", "is a switch: write it without a value"),
         ("qwd:replica=full:replica=node", "gives replica twice"),

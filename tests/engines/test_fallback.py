@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from sdp4bit import AlertConfig, GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.engines.alerts import saved_positions
-from sdp4bit.engines.fallback import STATE_NUMEL, GroupFallback, gradient_precisions, weight_precisions
+from sdp4bit.engines.fallback import (
+    STATE_NUMEL,
+    GroupFallback,
+    TrafficKind,
+    gradient_precisions,
+    thresholds_for,
+    weight_precisions,
+)
 
 NONE = -1.0
 PRECISIONS = {
@@ -157,6 +166,53 @@ def test_rungs_are_those_that_differ() -> None:
     ]
     assert [precision.bits for precision in weight_precisions(WeightConfig()).values()] == [4, 8, None]
     assert list(weight_precisions(WeightConfig(bits=8))) == ["int8", "full precision"]
+    below = weight_precisions(WeightConfig(bits=2))
+    assert list(below) == ["int2", "int3", "int4", "int8", "full precision"]
+    assert [precision.effective_clip for precision in below.values()] == [0.6, 1.0, 1.0, 1.0, 1.0]
+    assert list(gradient_precisions(GradientConfig(inter_bits=2), layout(2, 2))) == [
+        *("int8/int2", "int8/int3", "int8/int4", "int8", "full precision"),
+    ]
+    assert list(gradient_precisions(GradientConfig(intra_bits=4, inter_bits=3), layout(2, 2))) == [
+        *("int4/int3", "int4", "int8", "full precision"),
+    ]
+
+
+def test_thresholds_are_those_of_the_hop_with_the_fewest_bits() -> None:
+    gradients, weights = GradientConfig(intra_bits=4, inter_bits=2), WeightConfig(bits=3)
+
+    def found(**changed: object) -> tuple[float | None, ...]:
+        named: dict[str, Any] = {"gradients": gradients, "weights": weights, "layout": layout(2, 2)}
+        return thresholds_for(AlertConfig(), **named | changed).thresholds
+
+    assert found() == (2.1, 0.75, 0.05, 0)
+    assert found(layout=layout(1, 4)) == (0.3, 0.75, 0.05, 0)
+    assert found(gradients=None, weights=None) == (0.3, 0.6, 0.05, 0)
+    changed = {"gradients": replace(gradients, inter_bits=None), "weights": WeightConfig(bits=2)}
+    assert found(**changed) == (0.3, 0.9, 0.05, 0)
+
+
+@pytest.mark.parametrize("kind", ["gradients", "weights"])
+def test_2_bits_climb_a_precision_per_sample_and_come_back(kind: TrafficKind) -> None:
+    """2 -> 3 -> 4 -> 8 -> full precision, and as many steps down; what was saved on the way goes on."""
+    names = {
+        "gradients": list(gradient_precisions(GradientConfig(inter_bits=2), layout(2, 1))),
+        "weights": list(weight_precisions(WeightConfig(bits=2))),
+    }
+    config = AlertConfig(action="fallback", calm_samples=2).for_bits(gradients=2, weights=2)
+    subject = GroupFallback("block", names, config=config)  # type: ignore[arg-type]
+    high, low = sample(gradient=4.0, weight=0.95), sample(gradient=0.5, weight=0.5)
+    seen = [names[kind][subject.precision(kind)]]
+    for step in range(1, 8):
+        subject.decide(high, sample(), step=step)
+        seen.append(names[kind][subject.precision(kind)])
+        resumed = GroupFallback("block", names, config=config)  # type: ignore[arg-type]
+        resumed.load(subject.state())
+        subject = resumed
+    assert list(dict.fromkeys(seen)) == ["int2", "int3", "int4", "int8", "full precision"]
+    for step in range(8, 60):
+        subject.decide(low, low, step=step)
+        seen.append(names[kind][subject.precision(kind)])
+    assert list(dict.fromkeys(seen[8:])) == ["full precision", "int8", "int4", "int3", "int2"]
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,28 @@ def test_the_kernels_of_a_step_are_those_of_the_method() -> None:
     assert seconds == pytest.approx(row * (160.5 + 34.5625 + 6.0625) / 3.082e12)
 
 
+def test_kernels_of_fewer_bits_have_instructions_and_bytes_of_their_own() -> None:
+    """2 nodes x 4: 3 bits between nodes, 2 for weights in groups of 128."""
+    grid, row = RankGrid(nodes=2, ranks_per_node=4), 1 << 20
+    gradients = gradient_exchange(row, grid=grid, config=GradientConfig(inter_bits=3, pipeline_chunks=1))
+    int3, int2 = 3 / 8 + 2 / 128, 2 / 8 + 2 / 128
+    assert [(kernel.bits, kernel.nbytes / row) for kernel in gradients.kernels] == [
+        (8, 8 * (FP32 + INT8)),
+        (3, 8 * INT8 + 2 * int3),
+        (3, 2 * int3 + FP32),
+    ]
+    assert gradients.inter_bytes == row * int3
+    weights = weight_refresh(row, grid=grid, config=WeightConfig(bits=2, group_size=128))
+    assert [(kernel.bits, kernel.nbytes / row) for kernel in weights.kernels] == [
+        (2, 4 + int2),
+        (2, 2 * (4 + int2)),
+    ]
+    # B200: 35.05 instructions per ps. 3 bits of 4 messages are 14.6 + 4 x 7.0 = 42.6 instructions a value.
+    kernel = Kernel(operator="dequantize_reduce_hadamard", values=MILLION, messages=4, bits=3, nbytes=0)
+    assert 1e6 * kernel.seconds(DEVICES["b200"]) == pytest.approx(42.6 / 35.05, rel=1e-3)
+    assert kernel.times(2).bits == 3
+
+
 def test_exact_rows_have_no_kernels() -> None:
     grid = RankGrid(nodes=4, ranks_per_node=8)
     assert gradient_exchange(1 << 20, grid=grid, config=None).kernels == ()

@@ -268,6 +268,25 @@ def test_compare_takes_one_process_for_many_ranks(text: Path, tmp_path: Path) ->
     assert 0 < sent["sdp4bit"] < sent["baseline"] / 4
 
 
+@pytest.mark.slow
+def test_compare_takes_variants_of_fewer_bits(text: Path, tmp_path: Path) -> None:
+    """Each sends the bytes of its own width: gradients 3 instead of 4 bits, differences 3 or 2."""
+    gradients = "tlq-hs:gradient-quantization-bits-inter=3"
+    weights = [f"qwd:weight-quantization-bits={bits}:wq-group-size=128" for bits in (3, 2)]
+    done = command_line(
+        *("compare", "--strategies", ",".join(["tlq-hs", "qwd:wq-group-size=128", gradients, *weights])),
+        *("--simulated-ranks", "4", "--ranks-per-node", "2"),
+        *("--layers", "1", "--hidden", "64", "--heads", "2", "--lr", "5e-3", "--seq-length", "32"),
+        *("--data-path", str(text), "--vocab-size", "512", "--cache-dir", str(text.parent / "cache")),
+        *("--steps", "2", "--micro-batch-size", "1", "--out", str(tmp_path)),
+    )
+    assert done.returncode == 0, done.stderr
+    strategies = json.loads((tmp_path / "summary.json").read_text())["strategies"]
+    sent = {name: outcome["inter_bytes_per_step"] for name, outcome in strategies.items()}
+    assert sent[weights[1]] < sent[weights[0]] < sent["qwd:wq-group-size=128"]
+    assert sent[gradients] < sent["tlq-hs"]
+
+
 def test_settings_that_do_not_go_with_simulated_ranks_are_refused(text: Path, tmp_path: Path) -> None:
     def refusal(**settings: Any) -> str:
         with pytest.raises(SettingError) as error:

@@ -23,7 +23,7 @@ _REFERENCE = GradientConfig(intra_group_size=512, hadamard=False)
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Let the parser take the reference implementation's flags, by its names and defaults; return the parser.
 
-    --hadamard-random-signs is this library's own.
+    --hadamard-random-signs and --wq-clip are this library's own.
     Goes to Megatron as `extra_args_provider`. Flags of the reference's launch scripts that current versions
     of Megatron have dropped are taken and ignored, with a warning by :func:`from_args`.
     """
@@ -55,7 +55,7 @@ def _add(group: argparse._ArgumentGroup, field: Field[object], *, default: objec
         choices: tuple[object, ...] | None = QUANTIZED_BITS if field.name.endswith("bits") else None
         if field.name == "mode":
             choices = get_args(WeightMode)
-        kind = str if isinstance(default, str) else int
+        kind = float if field.name == "clip" else str if isinstance(default, str) else int
         group.add_argument(flag, type=kind, choices=choices, default=default, help=text)
 
 

@@ -26,7 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
-from sdp4bit.kernels.triton.chunks import DITHER, NEAREST, STOCHASTIC
+from sdp4bit.kernels.triton.codes import DITHER, NEAREST, STOCHASTIC
 from sdp4bit.kernels.triton.kernels import (
     dequantize_kernel,
     quantize_kernel,

@@ -1,4 +1,4 @@
-"""Device functions of the Triton kernels: how a tile of values is read, transformed, coded and written.
+"""Device functions of the Triton kernels: how a tile of values is read, transformed and written.
 
 Everything in a message is a multiple of 16 values: a half of an int4 group, the lanes that share one half
 of a random word, a 16-byte vector of codes, a word of 2-bit codes. So a row is cut into chunks of 16, two to
@@ -25,40 +25,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 CHUNK = tl.constexpr(16)
 FULL_PRECISION = tl.constexpr(32)
-# Constants of the definition, see sdp4bit.quantization.reference and random.
-_ABS_MASK = tl.constexpr(0x7FFFFFFF)
-_INFINITY_BITS = tl.constexpr(0x7F800000)
-_TINY_BITS = tl.constexpr(0x0D800000)
-_NAN_SCALE = tl.constexpr(0x7FC0)
-_SCALE_ROUND_UP = tl.constexpr(0x10003)
-_HIGH_HALF = tl.constexpr(-65536)
-_HALF = tl.constexpr(0x8000)
-_INT4_OFFSETS = tl.constexpr(0x88 << 16)
-_LOWBIAS_1 = tl.constexpr(0x7FEB352D)
-_LOWBIAS_2 = tl.constexpr(0x846CA68B)
-_EXPONENT_MASK = tl.constexpr(0x7F800000)
-# An int4 code in the mantissa of a float, see _decode_int4.
-LOW_NIBBLE = tl.constexpr(0x0F)
-LOW_EXPONENT = tl.constexpr(0x4B000000)  # 2**23
-LOW_BIAS = tl.constexpr(2.0**23 + 8)
-HIGH_NIBBLE = tl.constexpr(0xF0)
-HIGH_EXPONENT = tl.constexpr(0x49000000)  # 2**19
-HIGH_BIAS = tl.constexpr(2.0**19 + 8)
-# How values are rounded.
-NEAREST = tl.constexpr(0)
-STOCHASTIC = tl.constexpr(1)
-DITHER = tl.constexpr(2)
-# A dithered code and its dither in the mantissa of a float, see take_off.
-_DITHER_BITS = tl.constexpr(0x1FE)
-_DITHER_EXPONENT = tl.constexpr(0x46800000)  # 2**14
-_DITHER_BIAS = tl.constexpr(2.0**14 + 255 / 512)
-_CODE_SHIFT = tl.constexpr(9)
-_CODE_BITS_4 = tl.constexpr(0x1E00)
-_SIGN_8 = tl.constexpr(0x80 << 9)
-_SMALLEST = tl.constexpr(-(2**31))
+ABS_MASK = tl.constexpr(0x7FFFFFFF)
+INFINITY_BITS = tl.constexpr(0x7F800000)
+NAN_SCALE = tl.constexpr(0x7FC0)
 
 
 @triton.jit
@@ -94,7 +66,7 @@ def _load_piece(row, chunk, mask, numel, UNIT: tl.constexpr, FIRST: tl.constexpr
     """
     inside = _inside(chunk, mask, numel, UNIT, FIRST, SIZE)
     place = tl.expand_dims(chunk.to(tl.int64) * CHUNK, -1) + (FIRST + tl.arange(0, SIZE))
-    if _IS_INTERPRETED and row.dtype.element_ty == tl.bfloat16:
+    if IS_INTERPRETED and row.dtype.element_ty == tl.bfloat16:
         bits = tl.load(row.to(tl.pointer_type(tl.int16)) + place, mask=inside, other=0)
         return float_from_bf16(bits)
     else:
@@ -149,7 +121,7 @@ def store_values(row, chunk, value, mask, numel, UNIT: tl.constexpr):
         # whose even neighbour is above. NaN could carry into infinity, or out of the word, and is set apart.
         bits = value.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where((bits & _ABS_MASK) > _INFINITY_BITS, _NAN_SCALE, rounded)
+        rounded = tl.where((bits & ABS_MASK) > INFINITY_BITS, NAN_SCALE, rounded)
         tl.store(row.to(tl.pointer_type(tl.int16)) + offsets(chunk), rounded.to(tl.int16), mask=inside)
     else:
         tl.store(row + offsets(chunk), value.to(row.dtype.element_ty), mask=inside)
@@ -201,54 +173,6 @@ def load_mixed(row, chunk, mask, numel, signs, UNIT: tl.constexpr, HALF: tl.cons
 
 
 @triton.jit
-def _hash32(block, k0, k1, mask):
-    """Return 32 mixed bits, uint32 [..., 16], for the lanes of blocks; see _low16 and _high16.
-
-    A sender's mask, unless it is None, changes the upper 8 bits of both halves.
-    """
-    # A counter is 16 * block + lane. A lane has four bits, which neither a shift by 16 nor an addition to a
-    # multiple of 16 carries anywhere, so all of the first round but the lane is done once per block.
-    block = block.to(tl.uint32)
-    x = (block * 16) ^ k0.to(tl.uint32, bitcast=True)
-    x = tl.expand_dims(x ^ (x >> 16), -1) ^ tl.arange(0, CHUNK).to(tl.uint32)
-    x = x * _LOWBIAS_1
-    # x ^= k1 and x ^= x >> 15, with what the key contributes to both in one number. A key can number 2**28
-    # blocks, so the shift gives 0: zero in a register of the thread, which makes one instruction of
-    # the two xor, where a number that all threads share would make two.
-    key = k1.to(tl.uint32, bitcast=True)
-    key = (key ^ (key >> 15)) ^ tl.expand_dims(block >> 28, -1)
-    x = (x ^ (x >> 15) ^ key) * _LOWBIAS_2
-    if mask is not None:
-        # The last step, in _low16, carries what this changes in the high half over to the low one.
-        x = x ^ (mask.to(tl.uint32, bitcast=True) << 24)
-    return x
-
-
-@triton.jit
-def _low16(mixed):
-    """Return the random bits of lanes 0 to 15, int32: the low half of the hash, whose last step is here."""
-    return ((mixed ^ (mixed >> 16)) & 0xFFFF).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _high16(mixed):
-    """Return the random bits of lanes 16 to 31, int32: the high half, which the last step leaves alone."""
-    return (mixed >> 16).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _random16(first_block, chunk, k0, k1, mask):
-    """Return 16 random bits, int32 [..., 16], for chunks of a row that begins at block `first_block`.
-
-    One hash per value: the other chunk that the hash would serve is in another thread.
-    """
-    mixed = _hash32(first_block + (chunk >> 1), k0, k1, mask)
-    # The low half is moved up and gets its last step there; the high half has had it.
-    moved = tl.expand_dims(((chunk & 1) - 1).to(tl.uint32, bitcast=True) << 16, -1)
-    return _high16(mixed ^ ((mixed << 16) & moved))
-
-
-@triton.jit
 def chunks_of(group, slot, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
     """Return the low and the high chunk of slots of groups in a row of `blocks`, and which slots exist."""
     size = tl.minimum(blocks - group * GROUP, GROUP)  # the last group of a row may be shorter
@@ -275,348 +199,6 @@ def codes_and_scales(message, part, parts, blocks, BITS: tl.constexpr, GROUP: tl
     groups = tl.cdiv(blocks, GROUP).to(tl.int64)
     scales = (message + parts * row_bytes).to(tl.pointer_type(tl.int16))
     return message + part * row_bytes, scales + part * groups
-
-
-@triton.jit
-def decode_int4(byte, nibble, exponent, bias):
-    """Return fp32 of one nibble of bytes, put into the mantissa of 2**23 (low) or 2**19 (high, unshifted).
-
-    To subtract that number and the code's offset of 8 is exact, and one addition does the work of a shift,
-    a subtraction and a conversion, which runs at a fraction of an addition's rate.
-    """
-    bits = (byte.to(tl.int32) & nibble) | exponent
-    return bits.to(tl.float32, bitcast=True) - bias
-
-
-@triton.jit
-def decode_int8(byte):
-    """Return fp32 of int8 codes read as uint8."""
-    return byte.to(tl.int8, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def as_dither(random):
-    """Return random bits as take_off expects them: the upper 8, inverted, as bits 1 to 8 of a float."""
-    return ((random >> 7) & _DITHER_BITS) ^ (_DITHER_EXPONENT | _DITHER_BITS)
-
-
-@triton.jit
-def draw_dither(first_block, chunk, k0, k1):
-    """Return the dither of chunks of a row that begins at block `first_block`, for take_off."""
-    return as_dither(_random16(first_block, chunk, k0, k1, None))
-
-
-@triton.jit
-def draw_dithers(block, k0, k1):
-    """Return the dither of the first and of the second chunk of blocks: they share their hashes."""
-    mixed = _hash32(block, k0, k1, None)
-    return as_dither(_low16(mixed)), as_dither(_high16(mixed))
-
-
-@triton.jit
-def reverse8(number):
-    """Return the low 8 bits of a sender's number in reverse order, its mask, times 2."""
-    pairs = ((number & 0x55) << 1) | ((number >> 1) & 0x55)
-    fours = ((pairs & 0x33) << 2) | ((pairs >> 2) & 0x33)
-    return ((fours & 0x0F) << 5) | ((fours >> 3) & 0x1E)
-
-
-@triton.jit
-def take_off(byte, is_high, dither, BITS: tl.constexpr):
-    """Return what dithered codes stand for, in units of their scale.
-
-    A code c, by t of 8 bits, stands for c + 1/2 - (t + 1/2) / 256, which is (512 * c + 2 * ~t - 255) / 512:
-    the unsigned code from bit 9 on and ~t in bits 1 to 8 make one number, which lies in the mantissa of a
-    float from 2**14 on, where the lowest bit counts 1/512. The lowest code means zero.
-
-    Args:
-        is_high: for int4, whether the code is the high nibble of its byte.
-        dither: int32, changed by the mask of the sender.
-    """
-    if BITS == 8:
-        code = byte.to(tl.int32) << _CODE_SHIFT
-        lowest = _SIGN_8
-        # int8 codes become unsigned by their sign bit.
-        bits = code ^ (dither ^ _SIGN_8)
-        bias = _DITHER_BIAS + 128.0
-    else:
-        code = (byte.to(tl.int32) << tl.where(is_high, _CODE_SHIFT - 4, _CODE_SHIFT)) & _CODE_BITS_4
-        lowest = 0
-        bits = code ^ dither
-        bias = _DITHER_BIAS + 8.0
-    return tl.where(code == lowest, 0.0, bits.to(tl.float32, bitcast=True) - bias)
-
-
-@triton.jit
-def take_off_small(code, dither, BITS: tl.constexpr):
-    """Return what dithered codes of 2 or 3 bits stand for, given as fp32; see take_off."""
-    units = code + (dither.to(tl.float32, bitcast=True) - _DITHER_BIAS)
-    return tl.where(code == -(2.0 ** (BITS - 1)), 0.0, units)
-
-
-@triton.jit
-def _small_words(codes, chunk, BITS: tl.constexpr):
-    """Return where the lower two bits of chunks lie, one word each, and their third bits, half a word."""
-    half = chunk & 1
-    block = codes + (chunk >> 1).to(tl.int64) * (4 * BITS)
-    return block + half * 4, (block + (8 + half * 2)).to(tl.pointer_type(tl.int16))
-
-
-@triton.jit
-def _decode_small(byte, third, LANE: tl.constexpr, BITS: tl.constexpr):
-    """Return fp32 of the codes that are value LANE of a byte each, in the mantissa as in decode_int4."""
-    # Bit 2 * LANE counts ones in a number from 2**(23 - 2 * LANE) on.
-    EXPONENT: tl.constexpr = (127 + 23 - 2 * LANE) << 23
-    bits = (byte & (3 << (2 * LANE))) | EXPONENT
-    if BITS == 3:
-        bits = bits | ((third << (2 + LANE)) & (4 << (2 * LANE)))
-    return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - 2 * LANE) + 2 ** (BITS - 1))
-
-
-@triton.jit
-def load_small(codes, chunk, mask, BITS: tl.constexpr):
-    """Return fp32 of chunks of 2-bit or 3-bit codes, [..., 16]."""
-    words, thirds = _small_words(codes, chunk, BITS)
-    # Read as four bytes, so that a chunk is in one thread, see _load_whole.
-    lane = tl.arange(0, 4)
-    byte = tl.load(tl.expand_dims(words, -1) + lane, mask=tl.expand_dims(mask, -1), other=0).to(tl.int32)
-    third = byte
-    if BITS == 3:
-        third = tl.expand_dims(tl.load(thirds, mask=mask, other=0).to(tl.int32), -1) >> (lane * 4)
-    even = tl.join(_decode_small(byte, third, 0, BITS), _decode_small(byte, third, 2, BITS))
-    odd = tl.join(_decode_small(byte, third, 1, BITS), _decode_small(byte, third, 3, BITS))
-    # [..., byte, value / 2, value % 2]
-    return tl.reshape(tl.join(even, odd), offsets(chunk).shape)
-
-
-@triton.jit
-def _store_small(codes, chunk, number, mask, BITS: tl.constexpr):
-    """Write chunks of codes, int32 [..., 16], offset so that none is negative."""
-    lane = tl.arange(0, CHUNK)
-    words, thirds = _small_words(codes, chunk, BITS)
-    # No two terms share a bit: the sum joins them.
-    number = number.to(tl.uint32)
-    word = tl.sum((number & 3) << (lane * 2), -1).to(tl.int32, bitcast=True)
-    tl.store(words.to(tl.pointer_type(tl.int32)), word, mask=mask)
-    if BITS == 3:
-        third = tl.sum(((number >> 2) & 1) << lane, -1)
-        tl.store(thirds, third.to(tl.int16), mask=mask)
-
-
-@triton.jit
-def _load_codes(codes, scales, chunk, place, group, is_high, mask, dither, BITS: tl.constexpr):
-    """Return fp32 of chunks of a message; `is_high` says which nibble of the bytes at `place` is theirs."""
-    each = tl.expand_dims(mask, -1)
-    if BITS == FULL_PRECISION:
-        return tl.load(codes.to(tl.pointer_type(tl.float32)) + place, mask=each, other=0.0)
-    else:
-        scale = float_from_bf16(tl.load(scales + group, mask=mask, other=0))
-        if BITS < 4:
-            value = load_small(codes, chunk, mask, BITS)
-            if dither is not None:
-                value = take_off_small(value, dither, BITS)
-        else:
-            byte = tl.load(codes + place, mask=each, other=0)
-            high = tl.expand_dims(is_high, -1)
-            if dither is not None:
-                value = take_off(byte, high, dither, BITS)
-            elif BITS == 8:
-                value = decode_int8(byte)
-            else:
-                nibble = tl.where(high, HIGH_NIBBLE, LOW_NIBBLE)
-                exponent = tl.where(high, HIGH_EXPONENT, LOW_EXPONENT)
-                value = decode_int4(byte, nibble, exponent, tl.where(high, HIGH_BIAS, LOW_BIAS))
-        return value * tl.expand_dims(scale, -1)
-
-
-@triton.jit
-def sum_messages(
-    codes, scales, stride, count, chunk, blocks, mask, dither,
-    BITS: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr, SIGNED_ZERO: tl.constexpr,
-):  # fmt: skip
-    """Return the fp32 sum of chunks over messages, in order, from +0.0.
-
-    Without SIGNED_ZERO a zero may have either sign, and one addition per value is saved.
-
-    Every chunk finds its own group, so it does not matter which groups the caller works in. `stride` is the
-    distance of messages in bytes, even. COUNT unrolls the loop; -1 takes the number of messages from count.
-    `dither` is that of the chunks if the codes are dithered, else None.
-    """
-    group = chunk // (2 * GROUP)
-    position = chunk  # of the chunk's codes, in units of 16 bytes
-    is_high = mask
-    if BITS == 4:
-        slot = chunk - group * (2 * GROUP)
-        size = tl.minimum(blocks - group * GROUP, GROUP)
-        is_high = slot >= size
-        position = group * GROUP + tl.where(is_high, slot - size, slot)
-    place = offsets(position)
-    total = tl.zeros(place.shape, tl.float32)
-    if COUNT >= 0:
-        for i in tl.static_range(COUNT):
-            step = i * stride
-            mine = None if dither is None else dither ^ reverse8(i)
-            value = _load_codes(
-                codes + step, scales + (step >> 1), chunk, place, group, is_high, mask, mine, BITS
-            )
-            if i == 0 and not SIGNED_ZERO:
-                total = value
-            else:
-                total += value
-    else:
-        for i in range(count):
-            step = i * stride
-            mine = None if dither is None else dither ^ reverse8(i)
-            total += _load_codes(
-                codes + step, scales + (step >> 1), chunk, place, group, is_high, mask, mine, BITS
-            )
-    return total
-
-
-@triton.jit
-def largest_bits(values):
-    """Return the largest magnitude of each group, int32 [groups, 1]: as bits, NaN > Inf > finite."""
-    # As signed numbers the bits of positive floats are the largest, as unsigned ones those of negative
-    # floats: two maxima per value, of which GPUs take two at a time, instead of a mask and a maximum.
-    signed = values[0].to(tl.int32, bitcast=True)
-    unsigned = values[0].to(tl.uint32, bitcast=True)
-    for i in tl.static_range(1, len(values)):
-        signed = tl.maximum(signed, values[i].to(tl.int32, bitcast=True))
-        unsigned = tl.maximum(unsigned, values[i].to(tl.uint32, bitcast=True))
-    largest = tl.maximum(tl.max(signed, 2), tl.max(unsigned, 2).to(tl.int32, bitcast=True) & _ABS_MASK)
-    return tl.max(largest, 1, keep_dims=True)
-
-
-@triton.jit
-def compute_scale(largest, BITS: tl.constexpr, CLIP: tl.constexpr = 1.0):
-    """Return the scale as bf16 bits in int32, and 65536 / scale, or 0 where all codes are zero."""
-    not_finite = largest >= _INFINITY_BITS
-    step = largest.to(tl.float32, bitcast=True) * (CLIP / (2 ** (BITS - 1) - 1))
-    bits = (step.to(tl.int32, bitcast=True) + _SCALE_ROUND_UP) & _HIGH_HALF
-    if BITS == 2:  # of others no scale is rounded up to infinity
-        not_finite = not_finite | (bits >= _INFINITY_BITS)
-    unused = not_finite | (largest < _TINY_BITS)
-    # 65536 / scale, rounded to nearest. NVIDIA's division of floats calls a function for subnormals, and
-    # registers are spilled around the call. A scale is M * 2**(e - 134), with M from 128 to 255 and e its
-    # exponent field, and 65536 / scale is 2**31 / M * 2**(119 - e). Rounded to an integer (there are no
-    # ties), 2**31 / M has the quotient's 24 bits, which fp32 holds; then their exponent is put right.
-    mantissa = ((bits >> 16) & 0x7F | 0x80).to(tl.uint32)
-    digits = ((mantissa >> 1) + 0x80000000) // mantissa
-    exponent = (119 << 23) - (bits & _EXPONENT_MASK)
-    quotient = (digits.to(tl.float32).to(tl.int32, bitcast=True) + exponent).to(tl.float32, bitcast=True)
-    bits = tl.where(unused, 0, bits >> 16)
-    return tl.where(not_finite, _NAN_SCALE, bits), tl.where(unused, 0.0, quotient)
-
-
-@triton.jit
-def _fixed(value, reciprocal, BITS: tl.constexpr = 0, CLIP: tl.constexpr = 1.0):
-    """Return value * reciprocal in units of 2**-16, int32, cut to an integer and, if CLIP, to the codes."""
-    # In a group without a reciprocal a product is zero or, if the value is NaN or infinite, NaN. GPUs of both
-    # makers convert that to 0; a CPU may give the smallest integer, whose bits that reach a code are 0, too.
-    # Nothing depends on the code: the scale of such a group is NaN.
-    each = tl.expand_dims(reciprocal, -1)
-    fixed = (value * each).to(tl.int32)
-    if CLIP < 1:
-        LIMIT: tl.constexpr = (2 ** (BITS - 1) - 1) * 65536
-        fixed = tl.where(each == 0, 0, tl.minimum(tl.maximum(fixed, -LIMIT), LIMIT))
-    return fixed
-
-
-@triton.jit
-def _round(
-    value, reciprocal, random, BITS: tl.constexpr, ROUNDING: tl.constexpr, CLIP: tl.constexpr = 1.0
-):  # fmt: skip
-    """Return codes in units of 2**-16, rounded but for the cut."""
-    fixed = _fixed(value, reciprocal, BITS, CLIP)
-    if ROUNDING == DITHER:
-        if _IS_INTERPRETED:
-            fixed = tl.where(fixed == _SMALLEST, 0, fixed)  # what a CPU makes of NaN, and GPUs make 0
-        return tl.where(fixed == 0, -(1 << (BITS + 15)), fixed + random)
-    else:
-        return fixed + random
-
-
-@triton.jit
-def _pack(low, high):
-    """Return the bytes of int4 codes of numbers in units of 2**-16, already rounded but for the cut."""
-    # A code is what lies above the fraction of 16 bits. Both, the high one times 16, are added before the
-    # fraction goes, and with them the offset of 8 that each has: a byte of two numbers from 0 to 15.
-    return (((high & _HIGH_HALF) * 16 + low + _INT4_OFFSETS) >> 16).to(tl.uint8)
-
-
-@triton.jit
-def _store_pairs(
-    codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1, mask,
-    GROUP: tl.constexpr, ROUNDING: tl.constexpr,
-):  # fmt: skip
-    """Write the int4 codes of a tile of pairs of slots; none is clipped."""
-    low_chunk, high_chunk, exists = chunks_of(group, slot, blocks, 4, GROUP)
-    _, _, next_exists = chunks_of(group, slot + 1, blocks, 4, GROUP)
-    if ROUNDING == NEAREST:
-        low = _round(values[0], reciprocal, _HALF, 4, ROUNDING)
-        high = _round(values[1], reciprocal, _HALF, 4, ROUNDING)
-        next_low = _round(values[2], reciprocal, _HALF, 4, ROUNDING)
-        next_high = _round(values[3], reciprocal, _HALF, 4, ROUNDING)
-    else:
-        # Rounded as soon as the bits are known, in either branch, so that only one of the two stays in
-        # registers.
-        if is_odd:
-            random = _random16(first_block, high_chunk, k0, k1, mask)
-            next_random = _random16(first_block, high_chunk + 1, k0, k1, mask)
-            high = _round(values[1], reciprocal, random, 4, ROUNDING)
-            next_high = _round(values[3], reciprocal, next_random, 4, ROUNDING)
-        else:
-            mixed = _hash32(first_block + (high_chunk >> 1), k0, k1, mask)
-            high = _round(values[1], reciprocal, _low16(mixed), 4, ROUNDING)
-            next_high = _round(values[3], reciprocal, _high16(mixed), 4, ROUNDING)
-        mixed = _hash32(first_block + (low_chunk >> 1), k0, k1, mask)
-        low = _round(values[0], reciprocal, _low16(mixed), 4, ROUNDING)
-        next_low = _round(values[2], reciprocal, _high16(mixed), 4, ROUNDING)
-    position = group * GROUP + slot
-    tl.store(codes + offsets(position), _pack(low, high), mask=tl.expand_dims(exists, -1))
-    next_exists = tl.expand_dims(next_exists, -1)
-    tl.store(codes + offsets(position + 1), _pack(next_low, next_high), mask=next_exists)
-
-
-@triton.jit
-def store_codes(
-    codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1, mask,
-    BITS: tl.constexpr, GROUP: tl.constexpr, ROUNDING: tl.constexpr, CLIP: tl.constexpr = 1.0,
-):  # fmt: skip
-    """Write the codes of a tile to a row of a message; `first_block` numbers the row for its random bits."""
-    low_chunk, high_chunk, exists = chunks_of(group, slot, blocks, BITS, GROUP)
-    each = tl.expand_dims(exists, -1)
-    if BITS == FULL_PRECISION:
-        floats = codes.to(tl.pointer_type(tl.float32))
-        tl.store(floats + offsets(low_chunk), values[0], mask=each)
-        tl.store(floats + offsets(high_chunk), values[1], mask=each)
-    elif BITS == 4 and len(values) == 4:
-        _store_pairs(
-            codes, values, reciprocal, group, slot, blocks, is_odd, first_block, k0, k1, mask, GROUP, ROUNDING
-        )
-    else:
-        if ROUNDING == NEAREST:
-            low_random = _HALF
-            high_random = _HALF
-        elif BITS != 4:
-            # The two chunks of a block are in one thread, and share their hashes.
-            mixed = _hash32(first_block + (low_chunk >> 1), k0, k1, mask)
-            low_random = _low16(mixed)
-            high_random = _high16(mixed)
-        else:
-            low_random = _random16(first_block, low_chunk, k0, k1, mask)
-            high_random = _random16(first_block, high_chunk, k0, k1, mask)
-        low = _round(values[0], reciprocal, low_random, BITS, ROUNDING, CLIP)
-        high = _round(values[1], reciprocal, high_random, BITS, ROUNDING, CLIP)
-        if BITS == 4:
-            tl.store(codes + offsets(group * GROUP + slot), _pack(low, high), mask=each)
-        elif BITS == 8:
-            tl.store(codes + offsets(low_chunk), (low >> 16).to(tl.uint8), mask=each)
-            tl.store(codes + offsets(high_chunk), (high >> 16).to(tl.uint8), mask=each)
-        else:
-            OFFSET: tl.constexpr = 2 ** (BITS - 1)
-            _store_small(codes, low_chunk, (low >> 16) + OFFSET, exists, BITS)
-            _store_small(codes, high_chunk, (high >> 16) + OFFSET, exists, BITS)
 
 
 @triton.jit

@@ -16,35 +16,39 @@ import triton.language as tl
 
 from sdp4bit.kernels.triton.chunks import (
     FULL_PRECISION,
+    chunks_of,
+    codes_and_scales,
+    ends_odd,
+    flip_signs,
+    float_from_bf16,
+    load_for,
+    load_mixed,
+    load_values,
+    mix16,
+    offsets,
+    scale_slots,
+    store_values,
+)
+from sdp4bit.kernels.triton.codes import (
     HIGH_BIAS,
     HIGH_EXPONENT,
     HIGH_NIBBLE,
     LOW_BIAS,
     LOW_EXPONENT,
     LOW_NIBBLE,
-    chunks_of,
-    codes_and_scales,
     compute_scale,
     decode_int4,
     decode_int8,
-    draw_dither,
-    draw_dithers,
-    ends_odd,
-    flip_signs,
-    float_from_bf16,
     largest_bits,
-    load_for,
-    load_mixed,
     load_small,
-    load_values,
-    mix16,
-    offsets,
-    scale_slots,
     store_codes,
-    store_values,
     sum_messages,
     take_off,
     take_off_small,
+)
+from sdp4bit.kernels.triton.random_bits import (
+    draw_dither,
+    draw_dithers,
 )
 
 # Arguments that Triton must not make constants of, nor compile variants for: they differ from call to call.

@@ -33,6 +33,7 @@ _WEIGHTS = {
     "weight_bits": "bits",
     "weight_group_size": "group_size",
     "weight_rounding": "rounding",
+    "weight_clip": "clip",
     "replica": "replica",
 }
 _GRADIENTS = {
@@ -57,21 +58,24 @@ class CommunicationConfig:
     weight_mode: WeightMode | None = None
     """What is sent of the weights: their difference to what devices hold, or direct, themselves; both
     quantized. lossless: the exact change, entropy-coded. The strategy's when not given."""
-    weight_bits: Annotated[Literal[4, 8] | None, option("weight-quantization-bits")] = None
+    weight_bits: Annotated[Literal[2, 3, 4, 8] | None, option("weight-quantization-bits")] = None
     """Bits of a weight difference; 4 when not given."""
     weight_group_size: Annotated[int | None, option("wq-group-size")] = None
     """Weight differences that share a scale; 2048 when not given."""
     weight_rounding: Rounding | None = None
     """Rounding of weight differences; nearest when not given."""
+    weight_clip: Annotated[float | None, option("wq-clip")] = None
+    """Part of a group's largest weight difference that the largest code stands for, 0.1 to 1; not given:
+    0.6 with 2 bits and nearest rounding, else 1."""
     replica: ReplicaPlacement | None = None
     """Weight replica: node (spread over the ranks of a node, also when not given) or full (on every rank)."""
     quantized_gradients: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Reduce gradients by two quantized all-to-alls; instead of --strategy."""
-    inter_bits: Annotated[Literal[4, 8] | None, option("gradient-quantization-bits-inter")] = None
+    inter_bits: Annotated[Literal[2, 3, 4, 8] | None, option("gradient-quantization-bits-inter")] = None
     """Bits of an inter-node gradient; 4 when not given."""
     inter_group_size: Annotated[int | None, option("gq-group-size-inter")] = None
     """Inter-node gradients that share a scale; 128 when not given."""
-    intra_bits: Annotated[Literal[4, 8] | None, option("gradient-quantization-bits-intra")] = None
+    intra_bits: Annotated[Literal[2, 3, 4, 8] | None, option("gradient-quantization-bits-intra")] = None
     """Bits of an intra-node gradient; 8 when not given."""
     intra_group_size: Annotated[int | None, option("gq-group-size-intra")] = None
     """Intra-node gradients that share a scale; not given: 512 with --quantized-gradients, as in the
@@ -214,12 +218,13 @@ class ReliabilityConfig:
     audit_on_mismatch: MismatchAction = "error"
     """What happens if copies differ: end with an error, or warn and refresh them in full precision."""
     alerts: Literal["off", "warn", "fallback", "ladder"] = "off"
-    """What happens if quantization costs too much: a warning, or also a step up from 4 to 8 to 16 bits
+    """What happens if quantization costs too much: a warning, or also a step up: 2, 3, 4, 8, 16 bits
     (fallback; ladder is its earlier name). Simulated ranks decide on rank 0's measures."""
     alert_gradient_error: float | None = None
-    """Highest relative error of quantized gradients; 0.3 when not given."""
+    """Highest relative error of quantized gradients; when not given 0.3, 0.7 with 3 bits, 2.1 with 2."""
     alert_weight_error: float | None = None
-    """Highest relative error of quantized weight differences; 0.6 when not given."""
+    """Highest relative error of quantized weight differences; when not given 0.6, 0.75 with 3 bits,
+    0.9 with 2."""
     alert_weight_drift: float | None = None
     """Highest relative distance from the main weights to what devices hold; 0.05 when not given."""
     alert_calm_samples: int | None = None

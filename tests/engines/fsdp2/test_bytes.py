@@ -20,13 +20,15 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import sdp4bit
-from sdp4bit import GradientConfig, SDP4BitConfig
+from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.collectives import exchange
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.traffic import Traffic
 from tests.ranks import on_ranks, run_ranks
 from tests.toy import POLICY, QUANTIZED, Run, adamw, batches, build, data_mesh, train
 
+FEWER_BITS = {"8/3 and 2": (8, 3, 2), "3/2 and 3": (3, 2, 3)}
+"""Bits of gradients inside a node and between nodes, and of weight differences."""
 LAYOUTS = [(2, 2), (4, 1), (1, 4), (3, 2)]
 
 
@@ -85,6 +87,12 @@ def measure(per_node: int) -> dict[int | str, Any]:
     for size in (128, 256):
         gradients = GradientConfig(intra_group_size=size, inter_group_size=128)
         result[size] = measure_even(per_node, SDP4BitConfig(gradients=gradients))
+    for name, (intra, inter, weights) in FEWER_BITS.items():
+        config = SDP4BitConfig(
+            gradients=GradientConfig(intra_bits=intra, inter_bits=inter),
+            weights=WeightConfig(bits=weights, group_size=128),
+        )
+        result[name] = measure_even(per_node, config)
     for replica in ("node", "full"):
         result[replica] = measure_odd(per_node, replica)
     return result
@@ -113,11 +121,28 @@ def test_bytes_per_step_equal_the_formula(layout: Any, group_size: int) -> None:
         assert reported["padding_bytes"] == 0
 
 
+@pytest.mark.parametrize("name", FEWER_BITS)
+def test_bytes_of_fewer_bits_equal_the_formula(layout: Any, name: str) -> None:
+    nodes, per_node, measured = layout
+    intra, inter, weights = FEWER_BITS[name]
+    numel, n, g, scale = 2 * 512 * 384, nodes, per_node, 2 / 128
+    intra_gradients = numel * (intra / 8 + scale) * (g - 1) / g
+    between = numel / g * (inter / 8 + scale + weights / 8 + scale) * (n - 1) / n
+    gathers = 2 * 2 * numel * (g - 1) / g
+    for sent, reported in (each[name] for each in measured):
+        assert sent["inter"] == reported["inter_bytes"] == between
+        assert reported["intra_bytes"] == intra_gradients + gathers
+        assert sent["intra"] == intra_gradients + (gathers if nodes > 1 else 0)
+        assert reported["padding_bytes"] == 0
+
+
 def test_the_constants_per_parameter_are_those_of_the_method() -> None:
     """0.516 bytes per parameter / g between nodes for gradients, 0.501 for weights, 1.016 inside."""
     assert MessageLayout(numel=2**20, bits=4, group_size=128).nbytes / 2**20 == 0.515625
     assert MessageLayout(numel=2**20, bits=8, group_size=128).nbytes / 2**20 == 1.015625
     assert MessageLayout(numel=2**20, bits=4, group_size=2048).nbytes / 2**20 == 0.5009765625
+    assert MessageLayout(numel=2**20, bits=3, group_size=128).nbytes / 2**20 == 0.390625
+    assert MessageLayout(numel=2**20, bits=2, group_size=128).nbytes / 2**20 == 0.265625
 
 
 def measure_odd(per_node: int, replica: str) -> list[tuple[int, int, dict[str, int], list[int]]]:

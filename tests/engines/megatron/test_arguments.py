@@ -34,6 +34,16 @@ def test_defaults_of_each_part_are_the_reference_implementations() -> None:
     )
 
 
+def test_fewer_bits_than_4() -> None:
+    line = (
+        "--quantized-weights --weight-quantization-bits 2 --wq-group-size 128 --wq-clip 0.5 "
+        "--quantized-gradients --gradient-quantization-bits-inter 3 --gq-group-size-intra 128 "
+        "--hadamard-transform"
+    )
+    weights = WeightConfig(bits=2, group_size=128, clip=0.5, replica="full")
+    assert config(line) == SDP4BitConfig(weights=weights, gradients=GradientConfig(inter_bits=3))
+
+
 def test_official_script() -> None:
     line = (
         "--quantized-weights --weight-quantization-bits 4 --wq-group-size 2048 --quantized-gradients "
@@ -82,7 +92,7 @@ def test_unsupported_values_are_refused(line: str) -> None:
 
 def test_unsupported_bits_are_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        config("--weight-quantization-bits 3")
+        config("--weight-quantization-bits 5")
     assert "--weight-quantization-bits" in capsys.readouterr().err
 
 

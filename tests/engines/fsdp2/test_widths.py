@@ -1,0 +1,93 @@
+"""FSDP2 with gradients and weight differences of 2 and 3 bits, on 2 nodes of 2 ranks, by gloo."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sdp4bit import AlertConfig, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
+from tests.ranks import run_ranks
+from tests.toy import Run, assert_replicas_identical, build
+
+FEW = SDP4BitConfig(
+    gradients=GradientConfig(inter_bits=3, min_numel=0),
+    weights=WeightConfig(bits=2, group_size=128),
+    telemetry=TelemetryConfig(interval=1),
+)
+MIXES = {
+    "8/3 and 2": FEW,
+    "8/3 and 2, full": replace(FEW, weights=replace(FEW.weights, replica="full")),
+    "3/2 and 3": replace(
+        FEW,
+        gradients=replace(FEW.gradients, intra_bits=3, inter_bits=2),
+        weights=replace(FEW.weights, bits=3),
+    ),
+    "2/exact and 2 unclipped": replace(
+        FEW,
+        gradients=replace(FEW.gradients, intra_bits=2, inter_bits=None),
+        weights=replace(FEW.weights, clip=1.0),
+    ),
+}
+
+
+def run_mixes() -> dict[str, Any]:
+    """Train with each mix, and with alerts that look at thresholds of its own, and of 1 %."""
+    found: dict[str, Any] = {"plain": Run(build(), None).train(3).finish()}
+    for name, config in MIXES.items():
+        run = Run(build(), replace(config, alerts=AlertConfig()), topology=2).train(3)
+        assert_replicas_identical(run.comm)
+        stats = run.comm.stats()
+        found[name] = run.finish(), run.comm.explain(), stats["gradient_error"], stats["weight_error"]
+        found[f"alerts of {name}"] = [alert.message for alert in run.comm.alerts()]
+    strict = AlertConfig(action="fallback", gradient_error=0.01, weight_error=0.001)
+    run = Run(build(), replace(FEW, alerts=strict), topology=2)
+    seen = []
+    for _ in range(7):
+        seen.append(run.comm.group_stats()[1])
+        run.train(1)
+    assert_replicas_identical(run.comm)
+    found["climb"] = [(stats["weight_bits"], stats["gradient_bits"]) for stats in seen]
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(run_mixes, 4, timeout=240, backend="auto")
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_every_mix_trains_with_identical_replicas(ranks: list[dict[str, Any]], name: str) -> None:
+    for each in ranks:
+        losses, plain = each[name][0][:-1], each["plain"][:-1]
+        assert losses != plain
+        assert losses == pytest.approx(plain, rel=0.05)
+
+
+def test_both_kinds_of_replica_are_the_same_run(ranks: list[dict[str, Any]]) -> None:
+    for each in ranks:
+        assert each["8/3 and 2"][0] == each["8/3 and 2, full"][0]
+
+
+def test_the_table_and_the_measures_tell_the_width(ranks: list[dict[str, Any]]) -> None:
+    _, table, gradient_error, weight_error = ranks[0]["8/3 and 2"]
+    assert "int2/128 clipped at 0.6 difference" in table
+    assert "inter int3/128" in table
+    assert 0.35 < gradient_error < 0.7  # 0.39 on bell-shaped values, which these are not
+    assert 0.3 < weight_error < 0.9
+    _, table, *_ = ranks[0]["2/exact and 2 unclipped"]
+    assert "int2/128 difference" in table and "intra int2/128, inter fp32" in table
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_who_chose_few_bits_is_not_alarmed(ranks: list[dict[str, Any]], name: str) -> None:
+    if "unclipped" not in name:  # whose error is indeed beyond what is usual at 2 bits
+        assert ranks[0][f"alerts of {name}"] == []
+
+
+def test_the_fallback_climbs_through_all_widths(ranks: list[dict[str, Any]]) -> None:
+    for each in ranks:
+        weights, gradients = zip(*each["climb"], strict=True)
+        assert list(dict.fromkeys(weights)) == [2, 3, 4, 8, None]
+        assert list(dict.fromkeys(gradients[1:])) == [3, 4, 8, None]  # None before the first step
