@@ -181,11 +181,11 @@ def test_thresholds_are_those_of_the_hop_with_the_fewest_bits() -> None:
     gradients, weights = GradientConfig(intra_bits=4, inter_bits=2), WeightConfig(bits=3)
 
     def found(**changed: object) -> tuple[float | None, ...]:
-        named: dict[str, Any] = {"gradients": gradients, "weights": weights, "layout": layout(2, 2)}
+        named: dict[str, Any] = {"gradients": gradients, "weights": weights, "layouts": [layout(2], 2)}
         return thresholds_for(AlertConfig(), **named | changed).thresholds
 
     assert found() == (2.1, 0.75, 0.05, 0)
-    assert found(layout=layout(1, 4)) == (0.3, 0.75, 0.05, 0)
+    assert found(layouts=[layout(1, 4)]) == (0.3, 0.75, 0.05, 0)
     assert found(gradients=None, weights=None) == (0.3, 0.6, 0.05, 0)
     changed = {"gradients": replace(gradients, inter_bits=None), "weights": WeightConfig(bits=2)}
     assert found(**changed) == (0.3, 0.9, 0.05, 0)

@@ -28,6 +28,7 @@ import triton.language as tl
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 CHUNK = tl.constexpr(16)
 FULL_PRECISION = tl.constexpr(32)
+# Constants of the definition, see sdp4bit.quantization.reference.
 ABS_MASK = tl.constexpr(0x7FFFFFFF)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 NAN_SCALE = tl.constexpr(0x7FC0)

@@ -7,8 +7,10 @@ import triton.language as tl
 
 from sdp4bit.kernels.triton.chunks import CHUNK
 
+# Constants of the definition, see sdp4bit.quantization.random.
 _LOWBIAS_1 = tl.constexpr(0x7FEB352D)
 _LOWBIAS_2 = tl.constexpr(0x846CA68B)
+# Dither in the mantissa of a float, see take_off.
 _DITHER_BITS = tl.constexpr(0x1FE)
 _DITHER_EXPONENT = tl.constexpr(0x46800000)  # 2**14
 
