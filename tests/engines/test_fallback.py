@@ -181,7 +181,7 @@ def test_thresholds_are_those_of_the_hop_with_the_fewest_bits() -> None:
     gradients, weights = GradientConfig(intra_bits=4, inter_bits=2), WeightConfig(bits=3)
 
     def found(**changed: object) -> tuple[float | None, ...]:
-        named: dict[str, Any] = {"gradients": gradients, "weights": weights, "layouts": [layout(2], 2)}
+        named: dict[str, Any] = {"gradients": gradients, "weights": weights, "layouts": [layout(2, 2)]}
         return thresholds_for(AlertConfig(), **named | changed).thresholds
 
     assert found() == (2.1, 0.75, 0.05, 0)
