@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,13 @@ def make_cases(elements: int, device: str, *, bits: int = 4) -> dict[str, Case]:
     replica = (main + 0.01 * _draw(elements, 1, device)).bfloat16()
     difference = torch.empty(1, weights.nbytes, dtype=torch.uint8, device=device)
     clip = WeightConfig(bits=bits).effective_clip
-    named = {"replica": replica, "out": difference[0], "layout": weights, "rounding": None, "clip": clip}
+    named: dict[str, Any] = {
+        "replica": replica,
+        "out": difference[0],
+        "layout": weights,
+        "rounding": None,
+        "clip": clip,
+    }
     ops.subtract_quantize(main, **named)
     updated = replica.clone()[None]
 
