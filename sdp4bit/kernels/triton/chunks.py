@@ -81,15 +81,34 @@ def load_values(row, chunk, mask, numel, UNIT: tl.constexpr):
 
 
 @triton.jit
+def _load_four(row, chunk, mask, numel, UNIT: tl.constexpr, LANE: tl.constexpr):
+    """Return values LANE, LANE + 4, LANE + 8, LANE + 12 of chunks, [..., 2, 2], each read by itself."""
+    first = _load_piece(row, chunk, mask, numel, UNIT, LANE, 1)
+    second = _load_piece(row, chunk, mask, numel, UNIT, LANE + 4, 1)
+    third = _load_piece(row, chunk, mask, numel, UNIT, LANE + 8, 1)
+    fourth = _load_piece(row, chunk, mask, numel, UNIT, LANE + 12, 1)
+    return tl.join(tl.join(first, third), tl.join(second, fourth))
+
+
+@triton.jit
 def _load_whole(row, chunk, mask, numel, UNIT: tl.constexpr):
     """Return what load_values returns, each chunk in one thread whatever else is done with it.
 
     Triton lays a tile out after its accesses to memory. 16 codes of 4 or 8 bits are a vector, which keeps a
     chunk in a thread; smaller codes are words of a whole chunk, and 16 bytes of values are a part of one: the
     transform would exchange values between threads, at three times the instructions. So values are read
-    as tiles of 16 bytes a row, of which a thread takes a whole one.
+    as tiles of 16 bytes a row, of which a thread takes a whole one, or one by one where rows are not aligned.
     """
-    if row.dtype.element_ty == tl.float32:
+    if UNIT % 4 != 0:
+        even = tl.join(
+            _load_four(row, chunk, mask, numel, UNIT, 0), _load_four(row, chunk, mask, numel, UNIT, 2)
+        )
+        odd = tl.join(
+            _load_four(row, chunk, mask, numel, UNIT, 1), _load_four(row, chunk, mask, numel, UNIT, 3)
+        )
+        # Joined from the highest bit of a value's number to the lowest.
+        in_order = tl.join(even, odd)
+    elif row.dtype.element_ty == tl.float32:
         first = _load_piece(row, chunk, mask, numel, UNIT, 0, 4)
         second = _load_piece(row, chunk, mask, numel, UNIT, 4, 4)
         third = _load_piece(row, chunk, mask, numel, UNIT, 8, 4)
