@@ -80,7 +80,7 @@ def gradient_error(values: Tensor, *, bits: int, group_size: int, stochastic: bo
     ops.hadamard_quantize(values[None, None], out=message, rounding=KEY if stochastic else None, **named)
     received = torch.empty_like(values)
     factor = INVERSE_FACTOR if hadamard else 1.0
-    ops.dequantize_reduce_hadamard(message, out=received, multiplier=factor, **named)
+    ops.dequantize_reduce_hadamard(message, out=received, multiplier=factor, **named, dither=None)
     return squared_error(received, values)
 
 
@@ -89,7 +89,7 @@ def weight_error(values: Tensor, *, bits: int, group_size: int, clip: float) -> 
     layout = MessageLayout(numel=values.numel(), bits=bits, group_size=group_size)
     message, received = torch.empty(1, layout.nbytes, dtype=torch.uint8), torch.empty(1, values.numel())
     ops.subtract_quantize(values, replica=None, out=message[0], layout=layout, rounding=None, clip=clip)
-    ops.dequantize_add(message, replica=received, layout=layout, accumulate=False)
+    ops.dequantize_add(message, replica=received, layout=layout, accumulate=False, dither=None)
     return squared_error(received[0], values)
 
 

@@ -80,7 +80,8 @@ def relative_mse(approximation: Tensor, exact: Tensor) -> float:
     return (error.square().sum() / exact.double().square().sum()).item()
 
 
-CLUSTER = Reduction(nodes=4, ranks_per_node=8, config=GradientConfig())
+PAPER = GradientConfig(inter_rounding="stochastic")
+CLUSTER = Reduction(nodes=4, ranks_per_node=8, config=PAPER)
 STRATEGIES = {
     "ulq": CLUSTER.with_config(intra_bits=4, hadamard=False),
     "tlq": CLUSTER.with_config(hadamard=False),
@@ -192,7 +193,7 @@ def is_unbiased(z: Tensor) -> bool:
     return z.abs().max().item() < LARGEST_Z and abs(mean_square - 1) < MEAN_SQUARE_MARGIN
 
 
-SMALL = Reduction(nodes=2, ranks_per_node=2, config=GradientConfig())
+SMALL = Reduction(nodes=2, ranks_per_node=2, config=PAPER)
 ONE_NODE = replace(SMALL, nodes=1, ranks_per_node=4)
 DITHER = {"intra_rounding": "dither", "inter_rounding": "dither"}
 UNBIASED = {

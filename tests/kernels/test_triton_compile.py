@@ -100,10 +100,11 @@ ABOVE_H200 = {
     *("reduce_quantize 4 x 8 to 3", "reduce_hadamard 4 x 3 to fp32"),
     *("reduce_quantize 4 x 8 to 2", "reduce_hadamard 4 x 2 to fp32"),
     *("reduce_quantize 4 x dithered 8 to 4", "reduce_hadamard 4 x dithered 4 to fp32"),
+    "reduce_quantize 4 x 8 to dithered 4",
 }
 ABOVE_B200 = ABOVE_H200 | {
     *("hadamard_quantize bf16 to 8", "hadamard_quantize fp32 to 3", "hadamard_quantize fp32 to 2"),
-    *("reduce_quantize 4 x 8 to 4", "reduce_quantize 8 x 8 to 4", "reduce_quantize 4 x 8 to dithered 4"),
+    *("reduce_quantize 4 x 8 to 4", "reduce_quantize 8 x 8 to 4"),
 }
 
 

@@ -62,7 +62,12 @@ def test_stochastic_rounding_is_unbiased(bits: int, hadamard: Hadamard | None) -
         message = quantized(values, layout, hadamard=hadamard, rounding=RoundingKey(*derive_keys(1, draw)))
         factor = INVERSE_FACTOR if hadamard else 1.0
         ops.dequantize_reduce_hadamard(
-            message, out=received, layout=layout, hadamard=hadamard, multiplier=factor
+            message,
+            out=received,
+            layout=layout,
+            hadamard=hadamard,
+            multiplier=factor,
+            dither=None,
         )
         total += received.double()
     error = total / count - values.flatten().double()
@@ -88,10 +93,10 @@ def test_messages_of_another_width_or_length_are_refused(bits: int) -> None:
     others += [replace(layout, numel=1064), replace(layout, group_size=32), replace(layout, parts=2)]
     for other in others:
         with pytest.raises(ValueError, match=r"uint8|numel"):
-            ops.dequantize_reduce_hadamard(messages, layout=other, **named)
+            ops.dequantize_reduce_hadamard(messages, layout=other, **named, dither=None)
     for cut in (1, 16, layout.nbytes - layout.scales_offset):
         with pytest.raises(ValueError, match=rf"uint8 \[messages, {layout.nbytes}\]"):
-            ops.dequantize_reduce_hadamard(messages[:, :-cut].clone(), layout=layout, **named)
+            ops.dequantize_reduce_hadamard(messages[:, :-cut].clone(), layout=layout, **named, dither=None)
     assert not out.any()
 
 
@@ -101,11 +106,11 @@ def test_a_damaged_code_changes_its_value_and_a_damaged_scale_its_group(bits: in
     message = quantized(values_of(1, 1, 960), layout)
     out, damaged = torch.empty(960), torch.empty(960)
     named = {"layout": layout, "hadamard": None, "multiplier": 1.0}
-    ops.dequantize_reduce_hadamard(message, out=out, **named)
+    ops.dequantize_reduce_hadamard(message, out=out, **named, dither=None)
     for byte in (0, 5, 9, layout.code_bytes - 1, layout.scales_offset + 7):
         broken = message.clone()
         broken[0, byte] ^= 0x80
-        ops.dequantize_reduce_hadamard(broken, out=damaged, **named)
+        ops.dequantize_reduce_hadamard(broken, out=damaged, **named, dither=None)
         changed = (damaged != out).nonzero().flatten().tolist()
         if byte < layout.scales_offset:
             assert len(changed) == 1

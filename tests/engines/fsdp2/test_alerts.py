@@ -22,7 +22,9 @@ from tests.toy import QUANTIZED, Run, build, loss_of
 PLAIN = replace(
     QUANTIZED,
     # Outliers are what the Hadamard transform is for: without it they spoil their neighbours.
-    gradients=GradientConfig(min_numel=1000, hadamard=False),  # the two blocks only
+    gradients=GradientConfig(
+        min_numel=1000, hadamard=False, inter_rounding="stochastic"
+    ),  # the two blocks only
     telemetry=TelemetryConfig(interval=2),
 )
 FALLBACK = AlertConfig(

@@ -126,7 +126,8 @@ def refused_on_trainers(model: nn.Module | None, trainers: Any, others: Any) -> 
     parts = (
         "different topologies; pass the same to all: 1 [rank 0], 4 [rank 1]",
         "topology=3 ranks per node does not divide the 4 ranks",
-        "unknown preset 'nothing': use one of baseline, qw, qwd, ulq, tlq, tlq-hs, sdp4bit [rank 0]",
+        "unknown preset 'nothing': use one of baseline, qw, qwd, ulq, tlq, tlq-hs, sdp4bit-paper, "
+        "sdp4bit [rank 0]",
         "skip='no.such' matches no FSDP module; there are (root), blocks.0",
     )
     for part, text in zip(parts, texts, strict=True):

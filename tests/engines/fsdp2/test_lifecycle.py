@@ -178,6 +178,8 @@ def test_reports_add_up() -> None:
         "weight_error": None,
         "gradient_error": None,
         "nonfinite_groups": 0,
+        "lossless_bits": None,
+        "late_values": 0,
     }
     header, rule, *lines = comm.explain().splitlines()
     names = [group.group.name for group in comm._state.groups]
@@ -245,7 +247,8 @@ def train_compiled(backend: str | None) -> list[float]:
 def check_compiled(backend: str) -> None:
     expected = train_compiled(None)
     assert expected[-1] < expected[0]
-    assert train_compiled(backend) == expected
+    # A compiled Adam rounds otherwise: without any quantization the third loss differs by 1.5e-5 of itself.
+    assert train_compiled(backend) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.slow)])
