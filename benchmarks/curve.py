@@ -14,7 +14,6 @@ one leaves out the next sends. Writes curve.md and curve.png.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Sequence
@@ -26,16 +25,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.law import costs
+from benchmarks.law import costs, write_findings
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.simulated import SimulatedReduceScatter, simulated_layout
 from sdp4bit.config import GradientConfig
 from sdp4bit.pretrain.config.pretrain import ModelConfig
-from sdp4bit.pretrain.metrics import save_figure, write_atomically
+from sdp4bit.pretrain.metrics import save_figure
 from sdp4bit.pretrain.model.gpt import GPT
-from sdp4bit.pretrain.options import SettingError, require
+from sdp4bit.pretrain.options import require
 from sdp4bit.pretrain.paired import PairedDifference
-from sdp4bit.report.runs import Run, find_runs
+from sdp4bit.report.runs import Run
 from sdp4bit.traffic import TrafficCounter
 
 MEASURE = "tlq-hs"
@@ -185,26 +184,5 @@ def draw(found: Sequence[Point], path: Path) -> None:
     save_figure(figure, path, dpi=110)
 
 
-def main() -> int:
-    """Return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.curve",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("runs", nargs="+", type=Path, help="--out folders of sdp4bit compare")
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    try:
-        found = points(find_runs(arguments.runs))
-    except SettingError as error:
-        print(f"benchmarks.curve: {error}", file=sys.stderr)
-        return 2
-    print(table(found))
-    write_atomically(arguments.out / "curve.md", table(found))
-    draw(found, arguments.out / "curve.png")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_findings("curve", __doc__, points=points, table=table, draw=draw))

@@ -14,9 +14,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -141,22 +142,33 @@ def _quantizes_gradients_alone(run: Run) -> bool:
     return gradients is not None and weights is None
 
 
-def main() -> int:
-    """Return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def write_findings(
+    name: str,
+    description: str | None,
+    *,
+    points: Callable[[Sequence[Run]], Sequence[Any]],
+    table: Callable[[Sequence[Any]], str],
+    draw: Callable[[Sequence[Any], Path], None],
+) -> int:
+    """Run a program that makes NAME.md and NAME.png of finished comparisons; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("runs", nargs="+", type=Path, help="--out folders of sdp4bit compare")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     try:
         found = points(find_runs(arguments.runs))
     except SettingError as error:
-        print(f"benchmarks.law: {error}", file=sys.stderr)
+        print(f"benchmarks.{name}: {error}", file=sys.stderr)
         return 2
     print(table(found))
-    write_atomically(arguments.out / "law.md", table(found))
-    draw(found, arguments.out / "law.png")
+    write_atomically(arguments.out / f"{name}.md", table(found))
+    draw(found, arguments.out / f"{name}.png")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_findings("law", __doc__, points=points, table=table, draw=draw))

@@ -298,15 +298,16 @@ class QuantizedReduceScatter:
         yield
         transfer.wait()
 
+        came_by = first
         for hop in rest:
             summed = hop.layout(numel, parts=1)
             sent = self._buffer(hop, "send", index, summed, rows)
-            dither = _as_dither(rounding, row=first.own * layout.parts)
+            dither = _as_dither(rounding, row=came_by.own * layout.parts)
             rounding = self._rounding(hop, call, **numbering)
             ops.dequantize_reduce_quantize(
                 received, received=layout, out=sent, sent=summed, rounding=rounding, dither=dither
             )
-            first, layout = hop, summed
+            came_by, layout = hop, summed
             received, transfer = self._start(hop, sent, index, layout, overlaps)
             yield
             transfer.wait()
@@ -320,7 +321,7 @@ class QuantizedReduceScatter:
             layout=layout,
             hadamard=hadamard,
             multiplier=factor,
-            dither=_as_dither(rounding, row=first.own * layout.parts),
+            dither=_as_dither(rounding, row=came_by.own * layout.parts),
         )
 
     def _start(
