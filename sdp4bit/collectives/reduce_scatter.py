@@ -304,9 +304,7 @@ class QuantizedReduceScatter:
             sent = self._buffer(hop, "send", index, summed, rows)
             dither = _as_dither(rounding, row=came_by.own * layout.parts)
             rounding = self._rounding(hop, call, **numbering)
-            ops.dequantize_reduce_quantize(
-                received, received=layout, out=sent, sent=summed, rounding=rounding, dither=dither
-            )
+            self._requantize(received, layout, sent, summed, rounding=rounding, dither=dither, places=places)
             came_by, layout = hop, summed
             received, transfer = self._start(hop, sent, index, layout, overlaps)
             yield
@@ -322,6 +320,22 @@ class QuantizedReduceScatter:
             hadamard=hadamard,
             multiplier=factor,
             dither=_as_dither(rounding, row=came_by.own * layout.parts),
+        )
+
+    def _requantize(
+        self,
+        received: Tensor,
+        layout: MessageLayout,
+        sent: Tensor,
+        summed: MessageLayout,
+        *,
+        rounding: RoundingKey | None,
+        dither: RoundingKey | None,
+        places: slice,
+    ) -> None:
+        """Write the messages of a sum over the node's messages, whose values have these places in a row."""
+        ops.dequantize_reduce_quantize(
+            received, received=layout, out=sent, sent=summed, rounding=rounding, dither=dither
         )
 
     def _start(
