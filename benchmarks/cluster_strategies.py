@@ -250,25 +250,43 @@ def _bf16_hook(state, bucket):  # type: ignore[no-untyped-def]
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
+def ddp(
+    module: nn.Module, hook: str | None, *, ranks_per_node: int, **power_sgd: Any
+) -> tuple[DistributedDataParallel, sdp4bit.DDPCommState | None]:
+    """Return the module in DDP with a communication hook: "bf16", "powersgd", "sdp4bit", or None.
+
+    Args:
+        power_sgd: further settings of torch's PowerSGDState.
+
+    Returns:
+        The model, and the state of our hook.
+    """
+    # With several buckets the follow-up reductions of PowerSGD race on gloo and abort.
+    bucket = {"bucket_cap_mb": 4096} if hook == "powersgd" else {}
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True, **bucket)
+    if hook == "sdp4bit":
+        quantized = sdp4bit.DDPCommState(topology=ranks_per_node)
+        model.register_comm_hook(quantized, sdp4bit.ddp_comm_hook)
+        return model, quantized
+    if hook == "bf16":
+        model.register_comm_hook(None, _bf16_hook)
+    elif hook == "powersgd":
+        settings = {
+            "matrix_approximation_rank": POWER_SGD_RANK,
+            "start_powerSGD_iter": POWER_SGD_START,
+            "min_compression_rate": 2,
+            **power_sgd,
+        }
+        state = powerSGD_hook.PowerSGDState(None, **settings)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return model, None
+
+
 def _ddp(hook: str | None) -> Callable[[Workload, Cluster], TrainingStep]:
     def build(workload: Workload, cluster: Cluster) -> TrainingStep:
-        # With several buckets the follow-up reductions of PowerSGD race on gloo and abort.
-        bucket = {"bucket_cap_mb": 4096} if hook == "powersgd" else {}
-        model = DistributedDataParallel(build_model(workload), gradient_as_bucket_view=True, **bucket)
+        model, quantized = ddp(build_model(workload), hook, ranks_per_node=cluster.ranks_per_node)
         sent_bytes = None
-        if hook == "bf16":
-            model.register_comm_hook(None, _bf16_hook)
-        elif hook == "powersgd":
-            state = powerSGD_hook.PowerSGDState(
-                None,
-                matrix_approximation_rank=POWER_SGD_RANK,
-                start_powerSGD_iter=POWER_SGD_START,
-                min_compression_rate=2,
-            )
-            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif hook == "sdp4bit":
-            quantized = sdp4bit.DDPCommState(topology=cluster.ranks_per_node)
-            model.register_comm_hook(quantized, sdp4bit.ddp_comm_hook)
+        if quantized is not None:
 
             def sent_bytes() -> float:
                 return float(quantized.stats()["total"]["inter_bytes"])

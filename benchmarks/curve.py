@@ -3,13 +3,14 @@
     sdp4bit compare --strategies baseline,tlq-hs,sdp4bit,... --seeds 1,2,3,4,5,6 --out runs/compare ...
     python -m benchmarks.curve runs/compare [runs/more ...] --out runs/curve
 
-reads comparisons of simulated ranks whose runs include the baseline. Bytes are what a step sends per
-parameter to one other node, by the counted bytes of the runs. A two-level exchange without quantization would
-send 6, an fp32 gradient and a bf16 weight; plain FSDP2, whose collectives know no nodes, sends more. The cost
-is the difference of the validation loss to the baseline with the same seed, with its 95 % interval. Beside it
-stands what was to be expected before the run: the cost of `tlq-hs` times the squared error of the strategy's
-gradients over that of `tlq-hs`, both on normal values; weight differences are expected to cost nothing: what
-one leaves out the next sends. Writes curve.md and curve.png.
+reads comparisons, of simulated ranks or of `benchmarks.ddp_hooks`, whose runs include the baseline. Bytes are
+what a step sends per parameter to one other node, by the counted bytes of the runs. A two-level exchange
+without quantization would send 6, an fp32 gradient and a bf16 weight; plain FSDP2, whose collectives know no
+nodes, sends more. The cost is the difference of the validation loss to the baseline with the same seed, with
+its 95 % interval. Beside it stands what was to be expected before the run: the cost of `tlq-hs` times the
+squared error of the strategy's gradients over that of `tlq-hs`, both on normal values; weight differences are
+expected to cost nothing: what one leaves out the next sends. Nothing is expected of DDP, whose hooks are
+compared with `ddp`. Writes curve.md and curve.png.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.law import costs, write_findings
+from benchmarks.law import BASELINE_OF_DDP, costs, write_findings
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.simulated import SimulatedReduceScatter, simulated_layout
 from sdp4bit.config import GradientConfig
@@ -76,7 +77,7 @@ def points(runs: Sequence[Run]) -> list[Point]:
             label=label,
             bytes_per_parameter=bytes_per_parameter(mine[0]),
             difference=difference,
-            expected=None if rate is None else rate * _squared_error(mine[0]),
+            expected=None if rate is None or _is_ddp(label) else rate * _squared_error(mine[0]),
         )
         for label, (mine, difference) in found.items()
     ]
@@ -87,17 +88,20 @@ def bytes_per_parameter(run: Run) -> float:
     """Return the bytes per parameter that a step of all ranks sends to one other node.
 
     Raises:
-        SettingError: the run is not one of simulated ranks on several nodes.
+        SettingError: the run is not one of ranks on several nodes.
     """
-    ranks, per_node = run.simulated_ranks, run.setting("parallel", "ranks_per_node")
+    ranks, per_node = run.simulated_ranks or run.setting("ranks"), run.setting("parallel", "ranks_per_node")
     require(
-        ranks is not None and ranks > per_node,
-        f"{run.name}: the curve is of simulated ranks on several nodes: --simulated-ranks, --ranks-per-node",
+        bool(ranks and per_node) and ranks > per_node,
+        f"{run.name}: the curve is of ranks on several nodes: give --simulated-ranks and --ranks-per-node",
     )
-    assert ranks is not None
     others = ranks // per_node - 1
     # The first steps also send whole weights.
     return float(np.median(run.column("inter_bytes"))) / (_parameters(run) * others)
+
+
+def _is_ddp(label: str) -> bool:
+    return label.startswith(f"{BASELINE_OF_DDP}-")
 
 
 def _parameters(run: Run) -> int:

@@ -28,6 +28,8 @@ from sdp4bit.report.pairs import validated_together
 from sdp4bit.report.runs import Run, find_runs
 
 BASELINE = "baseline"
+BASELINE_OF_DDP = "ddp"
+"""What `benchmarks.ddp_hooks` calls DDP without a hook, with which those with hooks are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +51,15 @@ class Point:
 def costs(runs: Sequence[Run]) -> dict[str, tuple[list[Run], PairedDifference]]:
     """Return of every strategy its runs and the difference of their validation loss to the baseline's.
 
-    Strategies without three seeds or more in common with the baseline are left out.
+    Strategies without three seeds or more in common with their baseline are left out.
     """
-    baselines = {run.seed: run for run in runs if run.label == BASELINE}
     found = {}
     for label in dict.fromkeys(run.label for run in runs):
-        mine = [run for run in runs if run.label == label and run.seed in baselines]
-        if label is None or label == BASELINE:
+        if label is None or label in (BASELINE, BASELINE_OF_DDP):
             continue
+        plain = BASELINE_OF_DDP if label.startswith(f"{BASELINE_OF_DDP}-") else BASELINE
+        baselines = {run.seed: run for run in runs if run.label == plain}
+        mine = [run for run in runs if run.label == label and run.seed in baselines]
         pairs = {}
         for run in mine:
             together = validated_together(run, baselines[run.seed])

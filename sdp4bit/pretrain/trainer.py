@@ -356,28 +356,33 @@ def _describe_next(run: Run) -> list[str]:
     return lines
 
 
+def write_settings(config: PretrainConfig, *, label: str, ranks: Ranks) -> None:
+    """Write config.json, by which tools know a run."""
+    settings = {
+        **asdict(config),
+        "strategy": config.strategy_name,
+        "label": label,
+        "quantization": asdict(config.quantization),
+        "ranks": ranks.world_size,
+        "versions": {
+            "sdp4bit": sdp4bit.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    write_atomically(config.logging.out / "config.json", json.dumps(settings, indent=2, default=str) + "\n")
+
+
 def _open_writer(run: Run, *, console: Console | None, part: str | None) -> MetricsWriter:
     """Return what writes and shows metrics on rank 0, and does nothing on the others."""
     config, ranks, progress = run.config, run.loop.ranks, run.loop.progress
-    logging, out = config.logging, config.logging.out
+    logging = config.logging
     if not ranks.is_first:
         logging = LoggingConfig(jsonl=False, tensorboard=False)
         console = Console(quiet=True, force_terminal=False)
     try:
         if ranks.is_first:
-            settings = {
-                **asdict(config),
-                "strategy": config.strategy_name,
-                "label": run.result.strategy,
-                "quantization": asdict(config.quantization),
-                "ranks": ranks.world_size,
-                "versions": {
-                    "sdp4bit": sdp4bit.__version__,
-                    "torch": torch.__version__,
-                    "python": platform.python_version(),
-                },
-            }
-            write_atomically(out / "config.json", json.dumps(settings, indent=2, default=str) + "\n")
+            write_settings(config, label=run.result.strategy, ranks=ranks)
         return MetricsWriter(
             logging,
             description=run.result.strategy if part is None else f"{run.result.strategy}, {part}",
@@ -387,4 +392,4 @@ def _open_writer(run: Run, *, console: Console | None, part: str | None) -> Metr
             console=console,
         )
     except OSError as error:
-        raise SettingError(f"cannot write into --out {out}: {error}") from error
+        raise SettingError(f"cannot write into --out {config.logging.out}: {error}") from error

@@ -157,7 +157,20 @@ def test_the_curve_holds_costs_against_bytes_and_what_was_expected(tmp_path):
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_curve_needs_simulated_ranks_of_several_nodes(tmp_path):
+def test_hooks_of_ddp_are_compared_with_ddp(tmp_path):
+    curve_runs(tmp_path / "runs")
+    for path in (tmp_path / "runs").glob("*/config.json"):
+        config = json.loads(path.read_text())
+        label = {"baseline": "ddp", "dithered": "ddp-bf16"}.get(config["strategy"], config["strategy"])
+        quantization = {"gradients": None, "weights": None}
+        ranks = {"parallel": {"simulated_ranks": None, "ranks_per_node": 2}, "ranks": 4}
+        path.write_text(json.dumps(config | ranks | {"strategy": label, "quantization": quantization}))
+    (point,) = curve.points(find_runs([tmp_path / "runs"]))
+    assert (point.label, point.bytes_per_parameter, point.expected) == ("ddp-bf16", 1.0, None)
+    assert point.difference.mean_percent == pytest.approx(0.06, abs=0.001)
+
+
+def test_the_curve_needs_ranks_of_several_nodes(tmp_path):
     curve_runs(tmp_path / "runs", simulated=None)
     with pytest.raises(SettingError, match="--simulated-ranks"):
         curve.points(find_runs([tmp_path / "runs"]))
