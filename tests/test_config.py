@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from sdp4bit.config import PRESETS, AlertConfig, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
+from sdp4bit.quantization.layout import message_layout
 
 WEIGHTS = {
     "bits": 4,
@@ -51,8 +52,22 @@ def test_preset_has_exactly_the_settings_of_table_6(name: str) -> None:
     assert dataclasses.asdict(SDP4BitConfig.preset(name)) == expected
 
 
-def test_presets_are_named_in_the_order_of_table_6_and_the_default_last() -> None:
-    assert (*TABLE_6, "sdp4bit") == PRESETS
+def test_presets_are_named_in_the_order_of_table_6_then_the_default_and_narrower_ones() -> None:
+    assert (*TABLE_6, "sdp4bit", "sdp4bit-3", "sdp4bit-2") == PRESETS
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("sdp4bit", 1.0166), ("sdp4bit-3", 0.6953), ("sdp4bit-2", 0.5703)]
+)
+def test_bytes_per_parameter_of_the_presets(name: str, expected: float) -> None:
+    config, numel = SDP4BitConfig.preset(name), 1 << 20
+    weights, gradients = config.weights, config.gradients
+    assert weights is not None and weights.bits and gradients is not None and gradients.inter_bits
+    sent = (
+        message_layout(numel=numel, bits=weights.bits, group_size=weights.group_size),
+        message_layout(numel=numel, bits=gradients.inter_bits, group_size=gradients.inter_group_size),
+    )
+    assert sum(message.nbytes for message in sent) / numel == pytest.approx(expected, abs=1e-4)
 
 
 def test_defaults_are_the_paper_method_with_dither_between_nodes() -> None:

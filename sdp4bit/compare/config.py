@@ -26,7 +26,7 @@ class CompareConfig:
     """The same training run with several strategies and seeds."""
 
     strategies: str = "baseline,sdp4bit"
-    """Names of the paper's ablation with commas between: baseline, qw, qwd, ulq, tlq, tlq-hs, sdp4bit.
+    """Names of presets with commas between: baseline, qw, qwd, ulq, tlq, tlq-hs, sdp4bit-paper, sdp4bit.
     Options of communication for one of them alone stand behind it, with colons:
     tlq-hs:gq-group-size-inter=64."""
     seeds: str = "1"

@@ -21,7 +21,9 @@ from sdp4bit.config import (
 )
 from sdp4bit.pretrain.options import SettingError, option, option_flags
 
-Strategy = Literal["baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit-paper", "sdp4bit"]
+Strategy = Literal[
+    "baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit-paper", "sdp4bit", "sdp4bit-3", "sdp4bit-2"
+]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 DEFAULT_STRATEGY: Strategy = "sdp4bit"
 

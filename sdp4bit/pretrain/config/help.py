@@ -107,14 +107,16 @@ def _derived(settings: type) -> dict[str, object]:
 
 
 def _add(group: Any, option: Option, *, text: str, derived: object) -> None:
-    default = _default(option, derived=derived)
+    default, metavar = _default(option, derived=derived), _metavar(option)
+    if metavar.startswith("{") and len(f"  {option.flags[0]} {metavar}") > _WIDTH:
+        text, metavar = f"{text} One of {metavar[1:-1].replace(',', ', ')}.", "NAME"
     text = (f"{text} (default: {default})" if default else text).replace("%", "%%")
     if option.is_positional:
-        group.add_argument(_metavar(option), help=text)
+        group.add_argument(metavar, help=text)
     elif option.is_switch:
         group.add_argument(option.flags[0], action="store_true", help=text)
     else:
-        group.add_argument(option.flags[0], metavar=_metavar(option), help=text)
+        group.add_argument(option.flags[0], metavar=metavar, help=text)
 
 
 def _opposite(flag: str) -> str:

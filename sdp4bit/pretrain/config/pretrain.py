@@ -162,8 +162,8 @@ class PretrainConfig:
     """Everything one training run depends on."""
 
     strategy: Strategy | None = None
-    """What is quantized, by the names of the paper's ablation; baseline is plain FSDP2. sdp4bit when neither
-    this nor --quantized-weights nor --quantized-gradients is given."""
+    """What is quantized; baseline is plain FSDP2. sdp4bit when neither this nor --quantized-weights nor
+    --quantized-gradients is given."""
     seed: int = 1234
     """Seed of the initial weights, the sample order, dropout and stochastic rounding."""
     dry_run: bool = False

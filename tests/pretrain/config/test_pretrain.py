@@ -162,7 +162,7 @@ def test_cards_without_a_learning_rate_are_those_the_paper_only_timed():
         (
             ["compare", "--strategies", "fast"],
             "sdp4bit: error: --strategies: 'fast' is unknown: use any of baseline, qw, qwd, ulq, tlq, "
-            "tlq-hs, sdp4bit-paper, sdp4bit\n",
+            "tlq-hs, sdp4bit-paper, sdp4bit, sdp4bit-3, sdp4bit-2\n",
         ),
     ],
 )
