@@ -24,13 +24,14 @@ from sdp4bit.pretrain.data.batches import Batches, prepare_dataset
 from sdp4bit.pretrain.launch.ranks import Ranks, agree
 from sdp4bit.pretrain.launch.signals import listening
 from sdp4bit.pretrain.loop import TrainingDivergedError, TrainingLoop
-from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics, format_bytes, write_atomically
+from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics, write_atomically
 from sdp4bit.pretrain.model.gpt import GPT
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.step.optimizer import LossScale, build_optimizer
 from sdp4bit.pretrain.step.parallelize import build_model, lay_out
 from sdp4bit.pretrain.step.simulated_model import build_simulated_model
 from sdp4bit.pretrain.stopping import StopRequests
+from sdp4bit.traffic import format_bytes
 
 FINAL_STEPS = 20
 

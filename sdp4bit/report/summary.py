@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from sdp4bit.pretrain.metrics import format_bytes
 from sdp4bit.pretrain.model.cards import MODEL_CARDS
 from sdp4bit.pretrain.stability import SPIKE_RATIO
 from sdp4bit.report.pairs import NONE, difference_text, spikes_of
 from sdp4bit.report.runs import TIMES, Run
+from sdp4bit.traffic import format_bytes
 
 FINAL_STEPS = 20
 """Steps whose mean is the final training loss, as in summary.json."""
