@@ -92,9 +92,16 @@ class HostTransfer(NamedTuple):
     nbytes: float
     """That this rank sent."""
     start: float
+    started: float
+    """Until then the host was busy with starting it."""
     waited_from: float
     """Since then the host did nothing but wait for it."""
     end: float
+
+    @property
+    def exposed_seconds(self) -> float:
+        """In which the host did nothing else."""
+        return self.started - self.start + self.end - self.waited_from
 
 
 class DeviceTransfer(NamedTuple):
@@ -113,6 +120,9 @@ MeasuredTransfer = HostTransfer | DeviceTransfer
 class TransferTimer:
     """Is called when a transfer has been waited for; this one measures nothing."""
 
+    def end_start(self) -> None:
+        """Note that the transfer is under way, and that the caller may do something else."""
+
     def begin_wait(self) -> None:
         """Note that the caller has nothing else to do from now on."""
 
@@ -128,7 +138,10 @@ class _HostTimer(TransferTimer):
         self._traffic = traffic
         self._level = level
         self._nbytes = nbytes
-        self._start = self._waited_from = time.perf_counter()
+        self._start = self._started = self._waited_from = time.perf_counter()
+
+    def end_start(self) -> None:
+        self._started = self._waited_from = time.perf_counter()
 
     def begin_wait(self) -> None:
         self._waited_from = time.perf_counter()
@@ -137,7 +150,9 @@ class _HostTimer(TransferTimer):
         end = time.perf_counter()
         self._traffic.add_seconds(self._level, end - self._start)
         if self._counter.is_measured:
-            self._counter.note(HostTransfer(self._level, self._nbytes, self._start, self._waited_from, end))
+            self._counter.note(
+                HostTransfer(self._level, self._nbytes, self._start, self._started, self._waited_from, end)
+            )
 
 
 class _DeviceTimer(TransferTimer):
@@ -197,7 +212,7 @@ class TrafficCounter:
         self.is_measured = False
         """What is sent from now on is noted transfer by transfer; on a GPU it is not timed otherwise."""
         self._transfers: list[MeasuredTransfer] = []
-        self._waited_seconds = 0.0
+        self._exposed_seconds = 0.0
         self._quantizing_seconds: float | None = None
         self._is_quantizing = False
         self._current_events = _EventTimes(self._current)
@@ -270,11 +285,11 @@ class TrafficCounter:
         if not self.is_measured or self._is_quantizing or device.type == "cuda":
             return _do_nothing
         self._is_quantizing = True
-        started, waited = time.perf_counter(), self._waited_seconds
+        started, exposed = time.perf_counter(), self._exposed_seconds
 
         def stop() -> None:
             self._is_quantizing = False
-            spent = time.perf_counter() - started - (self._waited_seconds - waited)
+            spent = time.perf_counter() - started - (self._exposed_seconds - exposed)
             self._quantizing_seconds = (self._quantizing_seconds or 0.0) + spent
 
         return stop
@@ -283,12 +298,12 @@ class TrafficCounter:
         """Note a transfer of a measured step."""
         self._transfers.append(transfer)
         if isinstance(transfer, HostTransfer):
-            self._waited_seconds += transfer.end - transfer.waited_from
+            self._exposed_seconds += transfer.exposed_seconds
 
     def take_measured(self) -> tuple[list[MeasuredTransfer], float | None]:
         """Return the transfers noted since the last call, and the seconds of quantizing; None if unknown."""
         taken = self._transfers, self._quantizing_seconds
-        self._transfers, self._quantizing_seconds, self._waited_seconds = [], None, 0.0
+        self._transfers, self._quantizing_seconds, self._exposed_seconds = [], None, 0.0
         return taken
 
     def count_messages(self, layout: MessageLayout, *, level: Level, peers: int, copies: int = 1) -> None:

@@ -60,7 +60,8 @@ class PendingExchange:
         self._timer: TransferTimer | None = None
 
     def timed_by(self, timer: TransferTimer) -> PendingExchange:
-        """Return this; the timer is told of the wait for the transfers, and of its end."""
+        """Return this, which has just been started; the timer is told of the wait, and of its end."""
+        timer.end_start()
         self._timer = timer
         return self
 

@@ -103,8 +103,9 @@ class StepTimes:
 
         The bytes of the full-precision exchange pass at the measured rates; a ring keeps both levels busy at
         once, a quantized exchange uses one after the other. What its transfers took beyond their bytes, the
-        others' lateness and latency, stays. On a CPU quantizing falls away; computation hides either the
-        same share of the exchange as now, or the same seconds. On a GPU it hides all of it, or nothing.
+        others' lateness and latency, stays. On a CPU, at least, quantizing falls away and computation hides
+        the same share of the exchange as now; at most, summing and copying in full precision takes as long
+        as quantizing, and computation hides the same seconds. On a GPU it hides all of it, or nothing.
 
         Returns:
             None if the transfers were too small to tell, or not timed.
@@ -125,12 +126,12 @@ class StepTimes:
         if self.waited is None:
             hidden, exposed = max(self.seconds, plain), self.seconds - in_flight + plain
             return min(hidden, exposed), max(hidden, exposed)
-        computing = max(0.0, self.seconds - self.waited - (self.quantizing or 0.0))
-        hidden = max(0.0, in_flight - self.waited)
+        quantizing, hidden = self.quantizing or 0.0, max(0.0, in_flight - self.waited)
+        computing = max(0.0, self.seconds - self.waited - quantizing)
         same_share = min(computing, plain * hidden / in_flight)
-        times = (computing + max(0.0, plain - each) for each in (same_share, hidden))
-        least, most = sorted(times)
-        return least, most
+        least = computing + max(0.0, plain - same_share)
+        most = computing + quantizing + max(0.0, plain - hidden)
+        return min(least, most), max(least, most)
 
     def timing(self) -> StepTiming:
         """Return what `stats()` reports."""
@@ -165,9 +166,9 @@ class StepTimes:
             )
         least, most = (each / self.seconds for each in plain)
         if most * _PAYS < 1:
-            return f"{exchange}; sdp4bit makes a step about {1 / most:.1f}x slower here: it does not pay"
+            return f"{exchange}; sdp4bit makes a step at least {1 / most:.1f}x slower here: it does not pay"
         if most >= _PAYS:
-            return f"{exchange}; sdp4bit makes a step about {_times(least, most)} faster here"
+            return f"{exchange}; sdp4bit makes a step {_times(least, most)} faster here"
         if is_one_node:
             return f"little to gain: all ranks are on one node; {exchange}"
         return f"{exchange}: little to gain"
@@ -242,7 +243,7 @@ class StepClock:
                 step=step,
                 seconds=time.perf_counter() - begun,
                 spans=[Span(t.level, t.nbytes, t.start - begun, t.end - begun) for t in on_host],
-                waited=sum(t.end - t.waited_from for t in on_host),
+                waited=sum(t.exposed_seconds for t in on_host),
                 quantizing=quantizing,
                 sent=sent,
             )
@@ -296,5 +297,7 @@ def _time(seconds: float) -> str:
 
 
 def _times(least: float, most: float) -> str:
-    low, high = f"{max(1.0, least):.1f}x", f"{most:.1f}x"
-    return high if low == high else f"{low} to {high}"
+    low, high = f"{least:.1f}x", f"{most:.1f}x"
+    if low == high:
+        return f"about {high}"
+    return f"about {low} to {high}" if least > 1 else f"at most {high}"
