@@ -155,6 +155,8 @@ class StepTimes:
         if not self.is_timed:
             return "not measured: most of the exchange is not this library's own"
         exchange = f"exchange was {_share(self._exchange, self.seconds)} of your step"
+        if (sent.intra_bytes, sent.inter_bytes) == (sent.plain_intra_bytes, sent.plain_inter_bytes):
+            return f"{exchange}; nothing in it was quantized"
         is_one_node = not sent.inter_bytes and not sent.plain_inter_bytes
         if plain is None:
             if is_one_node:
@@ -195,7 +197,7 @@ class StepTimes:
 
     def _estimate(self) -> str:
         plain, sent = self.plain_seconds(), self.sent
-        if plain is None:
+        if plain is None or sent.compression_ratio == 1.0:
             return ""
         pairs: dict[Level, tuple[float, float]] = {
             "inter": (sent.plain_inter_bytes, sent.inter_bytes),

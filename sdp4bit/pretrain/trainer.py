@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 import sdp4bit
+from sdp4bit.config import PRESETS
 from sdp4bit.pretrain.checkpoint.checkpointer import Checkpointer
 from sdp4bit.pretrain.checkpoint.folder import TOKENIZER, Progress, RunRecord
 from sdp4bit.pretrain.checkpoint.load import Start, choose_start
@@ -295,10 +296,12 @@ def describe_run(run: Run) -> str:
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in GPT(config.model_shape).parameters())
     compute_dtype = str(model.chunks[0].compute_dtype).removeprefix("torch.")
+    name = config.strategy_name
     return (
         f"{parameters / 1e6:,.1f} million parameters on {model.describe_ranks()}, "
         f"{batches.global_batch_size} sequences of {config.sequence_length} tokens a step, "
         f"param dtype {config.training.param_dtype}, compute dtype {compute_dtype}"
+        + (f", flags = preset {name}" if config.communication.names_parts and name in PRESETS else "")
     )
 
 
@@ -337,11 +340,14 @@ def _describe_result(run: Run) -> list[str]:
     steps, sent = len(result.steps), sum(step.inter_bytes for step in result.steps)
     ratio = statistics.median(step.compression_ratio for step in result.steps)
     fewer = f" ({ratio:.2f}x fewer than plain FSDP2)" if result.strategy != "baseline" else ""
+    timing = run.loop.model.communication.stats()["timing"]
+    verdict = [] if timing is None else [f"step {timing['step']} on the first rank: {timing['verdict']}"]
     return [
         f"{steps} steps in {result.seconds:.1f} s, {1000 * result.seconds / steps:.1f} ms each; "
         + ", ".join(losses),
         f"sent between nodes: {format_bytes(result.inter_bytes_per_step)} a step{fewer}, "
         f"{format_bytes(sent)} in all; inside nodes: {format_bytes(result.intra_bytes_per_step)} a step",
+        *verdict,
     ]
 
 

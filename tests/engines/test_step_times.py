@@ -146,6 +146,10 @@ def test_where_waiting_is_not_measured_all_is_hidden_or_nothing() -> None:
             "take (at most 9 kB between nodes, 262 kB are needed)",
         ),
         (
+            step(SHORT, waited=0.1, plain_inter_bytes=MEGABYTE),
+            "exchange was 10 % of your step; nothing in it was quantized",
+        ),
+        (
             step(SHORT, waited=0.1, collectives=9),
             "not measured: most of the exchange is not this library's own",
         ),
