@@ -133,12 +133,23 @@ class TransferTimer:
 class _HostTimer(TransferTimer):
     """Times a transfer by the host's clock."""
 
-    def __init__(self, counter: TrafficCounter, traffic: Traffic, level: Level, nbytes: float) -> None:
-        self._counter = counter
+    def __init__(self, traffic: Traffic, level: Level) -> None:
         self._traffic = traffic
         self._level = level
+        self._start = time.perf_counter()
+
+    def __call__(self) -> None:
+        self._traffic.add_seconds(self._level, time.perf_counter() - self._start)
+
+
+class _MeasuredHostTimer(_HostTimer):
+    """Also notes since when the host had nothing else to do."""
+
+    def __init__(self, counter: TrafficCounter, traffic: Traffic, level: Level, nbytes: float) -> None:
+        super().__init__(traffic, level)
+        self._counter = counter
         self._nbytes = nbytes
-        self._start = self._started = self._waited_from = time.perf_counter()
+        self._started = self._waited_from = self._start
 
     def end_start(self) -> None:
         self._started = self._waited_from = time.perf_counter()
@@ -149,10 +160,9 @@ class _HostTimer(TransferTimer):
     def __call__(self) -> None:
         end = time.perf_counter()
         self._traffic.add_seconds(self._level, end - self._start)
-        if self._counter.is_measured:
-            self._counter.note(
-                HostTransfer(self._level, self._nbytes, self._start, self._started, self._waited_from, end)
-            )
+        self._counter.note(
+            HostTransfer(self._level, self._nbytes, self._start, self._started, self._waited_from, end)
+        )
 
 
 class _DeviceTimer(TransferTimer):
@@ -260,9 +270,11 @@ class TrafficCounter:
         Args:
             nbytes: that this rank sends.
         """
-        if device.type != "cuda":
-            return _HostTimer(self, self._current, level, nbytes)
-        return _DeviceTimer(self, self._current_events, level, nbytes) if self.is_measured else _UNTIMED
+        if device.type == "cuda":
+            return _DeviceTimer(self, self._current_events, level, nbytes) if self.is_measured else _UNTIMED
+        if self.is_measured:
+            return _MeasuredHostTimer(self, self._current, level, nbytes)
+        return _HostTimer(self._current, level)
 
     def start_ring_timer(
         self, device: torch.device, *, row_bytes: float, members: Sequence[int] | None = None
