@@ -15,6 +15,8 @@ Level = Literal["intra", "inter"]
 """Inside a node, or between nodes."""
 
 _MOST_PENDING = 256
+_MOST_MEASURED = 4096
+"""Transfers of one counter; a step with twice as many is not judged."""
 
 
 @dataclass
@@ -307,8 +309,9 @@ class TrafficCounter:
         return stop
 
     def note(self, transfer: MeasuredTransfer) -> None:
-        """Note a transfer of a measured step."""
-        self._transfers.append(transfer)
+        """Note a transfer of a measured step, up to a number: an evaluation may lie in it."""
+        if len(self._transfers) < _MOST_MEASURED:
+            self._transfers.append(transfer)
         if isinstance(transfer, HostTransfer):
             self._exposed_seconds += transfer.exposed_seconds
 

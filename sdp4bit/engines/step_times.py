@@ -83,7 +83,7 @@ class StepTimes:
 
     @property
     def is_timed(self) -> bool:
-        """Whether most collectives were timed; those that the engine starts by itself are not."""
+        """Whether most collectives were timed: not those that the engine starts by itself, nor too many."""
         return 2 * len(self.spans) >= self.sent.collectives
 
     def rate(self, level: Level) -> float | None:
@@ -153,7 +153,7 @@ class StepTimes:
         if not sent.collectives:
             return "nothing to gain: this rank exchanges nothing"
         if not self.is_timed:
-            return "not measured: most of the exchange is not this library's own"
+            return "not measured: most of the exchange was not timed"
         exchange = f"exchange was {_share(self._exchange, self.seconds)} of your step"
         if (sent.intra_bytes, sent.inter_bytes) == (sent.plain_intra_bytes, sent.plain_inter_bytes):
             return f"{exchange}; nothing in it was quantized"
