@@ -52,7 +52,7 @@ def main() -> None:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     torch.manual_seed(dist.get_rank())
-    for step in range(10):
+    for step in range(12):
         x = torch.randn(16, WIDTH, device=device)
         loss = nn.functional.mse_loss(model(x).float(), x.sum(dim=1, keepdim=True) / WIDTH**0.5)
         loss.backward()

@@ -1,17 +1,26 @@
 """The one new line in a Megatron-Core training loop.
 
     torchrun --nproc-per-node 4 examples/megatron_minimal.py
+    torchrun --nproc-per-node 4 examples/megatron_minimal.py --plain      # the same without it
 
-Needs GPUs, one per rank, and `pip install sdp4bit[megatron]`. Four ranks stand for two nodes of two:
-`topology=2` says so. On a cluster leave it out, and nodes are found by host name.
+Needs `pip install sdp4bit[megatron]`. The ranks stand for two nodes: `topology` says so. On a cluster leave
+it out: nodes are found by host name. Without GPUs, one per rank, it trains on the CPU, where Megatron-Core
+does not run by itself: `megatron_on_cpu.py` stands in for what it asks of CUDA.
 """
 
+import argparse
 import os
 from collections.abc import Iterator
 from functools import partial
 
 import torch
 import torch.distributed as dist
+
+if not torch.cuda.is_available():
+    import megatron_on_cpu
+
+    megatron_on_cpu.install()
+
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -28,7 +37,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import sdp4bit
 
-VOCABULARY, LENGTH, BATCH, MICROBATCHES = 512, 128, 4, 2
+VOCABULARY, LENGTH, BATCH, MICROBATCHES = 512, 64, 4, 2
 
 
 def batches(seed: int) -> Iterator[torch.Tensor]:
@@ -55,15 +64,20 @@ def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tenso
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plain", action="store_true", help="train without sdp4bit")
+    parser.add_argument("--steps", type=int, default=20)
+    chosen = parser.parse_args()
+    has_gpus = torch.cuda.is_available()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if dist.is_nccl_available() else "gloo")
+    dist.init_process_group("nccl" if has_gpus else "gloo")
     parallel_state.initialize_model_parallel()
     torch.manual_seed(0)
     model_parallel_cuda_manual_seed(0)
 
     config = TransformerConfig(
-        num_layers=4,
-        hidden_size=256,
+        num_layers=2,
+        hidden_size=128,
         num_attention_heads=4,
         bf16=True,
         params_dtype=torch.bfloat16,
@@ -94,13 +108,16 @@ def main() -> None:
         ),
         [model],
     )
-    comm = sdp4bit.megatron.quantize_communication([model], optimizer, topology=2)  # the new line
+    comm = None
+    if not chosen.plain:
+        per_node = max(1, dist.get_world_size() // 2)
+        comm = sdp4bit.megatron.quantize_communication([model], optimizer, topology=per_node)  # the new line
 
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = model.no_sync
     data = batches(parallel_state.get_data_parallel_rank())
-    for step in range(20):
+    for step in range(chosen.steps):
         model.zero_grad_buffer()
         optimizer.zero_grad()
         results = get_forward_backward_func()(
@@ -117,10 +134,9 @@ def main() -> None:
             loss = torch.stack([result["loss"] for result in results]).mean()
             print(f"step {step + 1}: loss {loss.item():.4f}")
 
-    stats = comm.stats()
-    if dist.get_rank() == 0:
+    if comm is not None and dist.get_rank() == 0:
         print(comm.explain())
-        print(stats)
+        print(comm.stats())
     dist.destroy_process_group()
 
 

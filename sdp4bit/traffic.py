@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -15,6 +15,8 @@ Level = Literal["intra", "inter"]
 """Inside a node, or between nodes."""
 
 _MOST_PENDING = 256
+_MOST_MEASURED = 4096
+"""Transfers of one counter; a step with twice as many is not judged."""
 
 
 @dataclass
@@ -76,6 +78,114 @@ class Traffic:
         }
 
 
+def format_bytes(count: float) -> str:
+    """Return a byte count in decimal units, with three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+class HostTransfer(NamedTuple):
+    """A transfer of a measured step, in seconds of `time.perf_counter`."""
+
+    level: Level
+    nbytes: float
+    """That this rank sent."""
+    start: float
+    started: float
+    """Until then the host was busy with starting it."""
+    waited_from: float
+    """Since then the host did nothing but wait for it."""
+    end: float
+
+    @property
+    def exposed_seconds(self) -> float:
+        """In which the host did nothing else."""
+        return self.started - self.start + self.end - self.waited_from
+
+
+class DeviceTransfer(NamedTuple):
+    """A transfer of a measured step on a GPU, between two timed events."""
+
+    level: Level
+    nbytes: float
+    """That this rank sent."""
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+MeasuredTransfer = HostTransfer | DeviceTransfer
+
+
+class TransferTimer:
+    """Is called when a transfer has been waited for; this one measures nothing."""
+
+    def end_start(self) -> None:
+        """Note that the transfer is under way, and that the caller may do something else."""
+
+    def begin_wait(self) -> None:
+        """Note that the caller has nothing else to do from now on."""
+
+    def __call__(self) -> None:
+        """Note that the transfer has been waited for."""
+
+
+class _HostTimer(TransferTimer):
+    """Times a transfer by the host's clock."""
+
+    def __init__(self, traffic: Traffic, level: Level) -> None:
+        self._traffic = traffic
+        self._level = level
+        self._start = time.perf_counter()
+
+    def __call__(self) -> None:
+        self._traffic.add_seconds(self._level, time.perf_counter() - self._start)
+
+
+class _MeasuredHostTimer(_HostTimer):
+    """Also notes since when the host had nothing else to do."""
+
+    def __init__(self, counter: TrafficCounter, traffic: Traffic, level: Level, nbytes: float) -> None:
+        super().__init__(traffic, level)
+        self._counter = counter
+        self._nbytes = nbytes
+        self._started = self._waited_from = self._start
+
+    def end_start(self) -> None:
+        self._started = self._waited_from = time.perf_counter()
+
+    def begin_wait(self) -> None:
+        self._waited_from = time.perf_counter()
+
+    def __call__(self) -> None:
+        end = time.perf_counter()
+        self._traffic.add_seconds(self._level, end - self._start)
+        self._counter.note(
+            HostTransfer(self._level, self._nbytes, self._start, self._started, self._waited_from, end)
+        )
+
+
+class _DeviceTimer(TransferTimer):
+    """Times a transfer by events on the streams that are current when it starts and ends."""
+
+    def __init__(self, counter: TrafficCounter, events: _EventTimes, level: Level, nbytes: float) -> None:
+        self._counter = counter
+        self._events = events
+        self._level = level
+        self._nbytes = nbytes
+        self._start, self._end = recorded_event(), torch.cuda.Event(enable_timing=True)
+
+    def __call__(self) -> None:
+        self._end.record()
+        self._events.add(self._level, self._start, self._end)
+        self._counter.note(DeviceTransfer(self._level, self._nbytes, self._start, self._end))
+
+
+_UNTIMED = TransferTimer()
+
+
 class _EventTimes:
     """Transfers of one step on a GPU whose times are not known yet."""
 
@@ -111,8 +221,12 @@ class TrafficCounter:
         self._ranks_per_node = ranks_per_node
         self._total = Traffic()
         self._current, self._last = Traffic(), Traffic()
-        self.times_device = False
-        """Transfers on a GPU are bound by timed events from now on; elsewhere the host's clock times all."""
+        self.is_measured = False
+        """What is sent from now on is noted transfer by transfer; on a GPU it is not timed otherwise."""
+        self._transfers: list[MeasuredTransfer] = []
+        self._exposed_seconds = 0.0
+        self._quantizing_seconds: float | None = None
+        self._is_quantizing = False
         self._current_events = _EventTimes(self._current)
         self._timed: tuple[Traffic, _EventTimes] | None = None
 
@@ -149,32 +263,63 @@ class TrafficCounter:
         self._last, self._current = self._current, Traffic()
         self._current_events = _EventTimes(self._current)
 
-    def start_timer(self, level: Level, device: torch.device) -> Callable[[], None]:
+    def start_timer(self, level: Level, device: torch.device, *, nbytes: float) -> TransferTimer:
         """Return what is to be called when a transfer that starts now has been waited for.
 
-        On a GPU, if `times_device`, events on the current streams bound it, which are read when they have
+        On a GPU, in a measured step, events on the current streams bound it, which are read when they have
         passed.
+
+        Args:
+            nbytes: that this rank sends.
         """
         if device.type == "cuda":
-            if not self.times_device:
-                return _do_nothing
-            begin, end, events = _recorded_event(), torch.cuda.Event(enable_timing=True), self._current_events
+            return _DeviceTimer(self, self._current_events, level, nbytes) if self.is_measured else _UNTIMED
+        if self.is_measured:
+            return _MeasuredHostTimer(self, self._current, level, nbytes)
+        return _HostTimer(self._current, level)
 
-            def stop_device() -> None:
-                end.record()
-                events.add(level, begin, end)
+    def start_ring_timer(
+        self, device: torch.device, *, row_bytes: float, members: Sequence[int] | None = None
+    ) -> TransferTimer:
+        """Return what is to be called after a collective that the communication library performs.
 
-            return stop_device
-        started, traffic = time.perf_counter(), self._current
+        Args:
+            row_bytes, members: see count_ring.
+        """
+        intra, inter = self._ring(row_bytes, members)
+        level: Level = "intra" if self._nodes == 1 else "inter"
+        return self.start_timer(level, device, nbytes=intra if level == "intra" else inter)
 
-        def stop_host() -> None:
-            traffic.add_seconds(level, time.perf_counter() - started)
+    def start_quantizing(self, device: torch.device) -> Callable[[], None]:
+        """Return what is to be called when a quantized exchange that starts now has come to its end.
 
-        return stop_host
+        In a measured step, what it does besides waiting for transfers counts as quantizing, by the host's
+        clock: on a GPU nothing is measured. Of exchanges inside of each other the outermost counts.
+        """
+        if not self.is_measured or self._is_quantizing or device.type == "cuda":
+            return _do_nothing
+        self._is_quantizing = True
+        started, exposed = time.perf_counter(), self._exposed_seconds
 
-    def start_ring_timer(self, device: torch.device) -> Callable[[], None]:
-        """Return what is to be called after a collective that the communication library performs."""
-        return self.start_timer("intra" if self._nodes == 1 else "inter", device)
+        def stop() -> None:
+            self._is_quantizing = False
+            spent = time.perf_counter() - started - (self._exposed_seconds - exposed)
+            self._quantizing_seconds = (self._quantizing_seconds or 0.0) + spent
+
+        return stop
+
+    def note(self, transfer: MeasuredTransfer) -> None:
+        """Note a transfer of a measured step, up to a number: an evaluation may lie in it."""
+        if len(self._transfers) < _MOST_MEASURED:
+            self._transfers.append(transfer)
+        if isinstance(transfer, HostTransfer):
+            self._exposed_seconds += transfer.exposed_seconds
+
+    def take_measured(self) -> tuple[list[MeasuredTransfer], float | None]:
+        """Return the transfers noted since the last call, and the seconds of quantizing; None if unknown."""
+        taken = self._transfers, self._quantizing_seconds
+        self._transfers, self._quantizing_seconds, self._exposed_seconds = [], None, 0.0
+        return taken
 
     def count_messages(self, layout: MessageLayout, *, level: Level, peers: int, copies: int = 1) -> None:
         """Count `copies` messages of this layout to each of `peers` ranks of the level."""
@@ -207,7 +352,7 @@ class TrafficCounter:
         self._current.inter_bytes += inter
         self._current.collectives += 1
 
-    def _ring(self, row_bytes: int, members: Sequence[int] | None) -> tuple[float, float]:
+    def _ring(self, row_bytes: float, members: Sequence[int] | None) -> tuple[float, float]:
         size, between = self._nodes * self._ranks_per_node, self._nodes if self._nodes > 1 else 0
         if members is not None:
             nodes = [rank // self._ranks_per_node for rank in members]
@@ -220,7 +365,8 @@ def _do_nothing() -> None:
     pass
 
 
-def _recorded_event() -> torch.cuda.Event:
+def recorded_event() -> torch.cuda.Event:
+    """Return a timed event that the current stream has just been given."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -208,6 +208,7 @@ class QuantizedAllReduce:
             if multiplier != 1.0:
                 values.mul_(multiplier)
             return
+        stop = self._traffic.start_quantizing(values.device)
         pieces = pieces_of_ranks(values, ranks=topology.size)
         own = torch.empty(pieces.shape[1], dtype=torch.float32, device=values.device)
         self._reduction(own, pieces, call=call, nonfinite=nonfinite)
@@ -219,6 +220,7 @@ class QuantizedAllReduce:
         self._pieces.quantize(own, message, call=call, rank=self._rank)
         messages = self._gather(message, layout)
         self._pieces.restore_all(messages, values, call=call, multiplier=multiplier)
+        stop()
 
     def _gather(self, message: Tensor, layout: MessageLayout) -> Tensor:
         """Return the messages of all ranks, uint8 [ranks, nbytes], of which this rank's is [1, nbytes]."""
@@ -226,20 +228,20 @@ class QuantizedAllReduce:
         peers = message
         if topology.inter is not None:
             peers = self._scratch.messages("gather inter", topology.nodes, layout.nbytes, device=device)
-            stop = self._traffic.start_timer("inter", device)
+            others = topology.nodes - 1
+            timer = self._traffic.start_timer("inter", device, nbytes=layout.nbytes * others)
             transfer = start_all_gather_rows(peers, message[0], topology.inter, what=self._what("inter"))
-            transfer.timed_by(stop).wait()
-            self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
+            transfer.timed_by(timer).wait()
+            self._traffic.count_messages(layout, level="inter", peers=others)
         if topology.intra is None:
             return peers
         messages = self._scratch.messages("gather intra", topology.size, layout.nbytes, device=device)
         blocks = messages.view(topology.nodes, topology.ranks_per_node, layout.nbytes)
-        stop = self._traffic.start_timer("intra", device)
+        copies, others = topology.nodes, topology.ranks_per_node - 1
+        timer = self._traffic.start_timer("intra", device, nbytes=layout.nbytes * copies * others)
         all_gather_blocks(blocks, peers, topology.intra, what=self._what("intra"))
-        stop()
-        self._traffic.count_messages(
-            layout, level="intra", peers=topology.ranks_per_node - 1, copies=topology.nodes
-        )
+        timer()
+        self._traffic.count_messages(layout, level="intra", peers=others, copies=copies)
         return messages
 
     def requantized(self, values: Tensor) -> Tensor:

@@ -150,11 +150,11 @@ class LosslessExchange:
         if topology.inter is None:
             messages[0].copy_(own)
         else:
-            stop = self._traffic.start_timer("inter", device)
+            peers = topology.nodes - 1
+            timer = self._traffic.start_timer("inter", device, nbytes=capacity * peers)
             transfer = start_all_gather_rows(
                 messages, own, topology.inter, what=self._what("inter")
-            ).timed_by(stop)
-            peers = topology.nodes - 1
+            ).timed_by(timer)
             self._traffic.count_bytes(capacity, level="inter", peers=peers, padding=padding)
 
         def apply() -> list[Header]:
@@ -175,12 +175,11 @@ class LosslessExchange:
         gathered = self._scratch.messages("intra receive", topology.size, capacity, device=messages.device)
         blocks = gathered.view(topology.nodes, topology.ranks_per_node, capacity)
         padding = sum(capacity - read_header(message).used for message in messages)
-        stop = self._traffic.start_timer("intra", messages.device)
+        nbytes, peers = capacity * topology.nodes, topology.ranks_per_node - 1
+        timer = self._traffic.start_timer("intra", messages.device, nbytes=nbytes * peers)
         all_gather_blocks(blocks, messages, topology.intra, what=self._what("intra"))
-        stop()
-        self._traffic.count_bytes(
-            capacity * topology.nodes, level="intra", peers=topology.ranks_per_node - 1, padding=padding
-        )
+        timer()
+        self._traffic.count_bytes(nbytes, level="intra", peers=peers, padding=padding)
         return self._decode(gathered, replica.view(topology.size, -1), senders=ranks)
 
     def _decode(self, messages: Tensor, rows: Tensor, *, senders: Sequence[int]) -> list[Header]:

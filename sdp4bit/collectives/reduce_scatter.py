@@ -167,6 +167,7 @@ class QuantizedReduceScatter:
         Raises:
             ValueError: input is not size times as long as output.
         """
+        stop = self._traffic.start_quantizing(input.device)
         waiting = self.begin(output, input, call=call, multiplier=multiplier, nonfinite=nonfinite)
         under_way: list[Iterator[None]] = []
         while waiting or under_way:
@@ -174,6 +175,7 @@ class QuantizedReduceScatter:
                 under_way.insert(0, waiting.pop(0))
             # Newest first: each slice starts its next transfer before an older one is waited for.
             under_way = [reduction for reduction in under_way if next(reduction, _DONE) is not _DONE]
+        stop()
 
     def begin(
         self,
@@ -342,7 +344,8 @@ class QuantizedReduceScatter:
         self, hop: _Hop, sent: Tensor, index: int, layout: MessageLayout, overlaps: bool
     ) -> tuple[Tensor, PendingExchange]:
         received = self._buffer(hop, "receive", index, layout, sent)
-        stop = self._traffic.start_timer(hop.level, sent.device)
+        peers = hop.size - 1
+        timer = self._traffic.start_timer(hop.level, sent.device, nbytes=layout.nbytes * peers)
         transfer = self._exchange.start(
             received,
             sent,
@@ -350,8 +353,8 @@ class QuantizedReduceScatter:
             index=index,
             overlaps=overlaps,
             what=f"{self._what}, all-to-all {PLACES[hop.level]}",
-        ).timed_by(stop)
-        self._traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
+        ).timed_by(timer)
+        self._traffic.count_messages(layout, level=hop.level, peers=peers)
         return received, transfer
 
     def _buffer(self, hop: _Hop, use: Use, index: int, layout: MessageLayout, like: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from sdp4bit.collectives.weight_replica import QuantizedReplica
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.lossless import Header
-from sdp4bit.traffic import Level, TrafficCounter
+from sdp4bit.traffic import Level, TrafficCounter, TransferTimer
 
 
 def simulated_layout(ranks: int, *, ranks_per_node: int) -> NodeLayout:
@@ -34,7 +34,7 @@ class _NoTransfer(PendingExchange):
     def __init__(self) -> None:
         super().__init__([])
 
-    def timed_by(self, stop: Callable[[], None]) -> PendingExchange:
+    def timed_by(self, timer: TransferTimer) -> PendingExchange:
         """Return this; what passes until the peers have written theirs is no time in exchange."""
         return self
 

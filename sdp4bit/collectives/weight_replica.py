@@ -235,8 +235,11 @@ class WeightReplica(QuantizedReplica):
             self._beside.wait()
         pending, self._pending = self._pending, None
         if pending is not None:
+            assert self.rows is not None
+            stop = self._traffic.start_quantizing(self.rows.device)
             with torch.no_grad(), torch.inference_mode(False):
                 pending()
+            stop()
 
     def run_beside(self, stream: SideStream, function: Callable[[], None]) -> CompletedWork:
         """Refresh or gather on a side stream, by this function; later uses of the rows wait for it."""
@@ -266,11 +269,12 @@ class WeightReplica(QuantizedReplica):
             if topology.inter is None:
                 mine[0].copy_(row)
             else:
-                stop = self._traffic.start_timer("inter", row.device)
+                peers = topology.nodes - 1
+                timer = self._traffic.start_timer("inter", row.device, nbytes=row.nbytes * peers)
                 transfer = start_all_gather_rows(
                     mine, row, topology.inter, what=self._what("full-precision", "inter")
-                ).timed_by(stop)
-                self._traffic.count_bytes(row.nbytes, level="inter", peers=topology.nodes - 1)
+                ).timed_by(timer)
+                self._traffic.count_bytes(row.nbytes, level="inter", peers=peers)
         self._pending = partial(self._finish_full, transfer, row, mine)
 
     def _finish_full(self, transfer: PendingExchange, row: Tensor, mine: Tensor) -> None:
@@ -278,12 +282,11 @@ class WeightReplica(QuantizedReplica):
         transfer.wait()
         if self.is_full and topology.intra is not None:
             assert self.rows is not None
-            stop = self._traffic.start_timer("intra", row.device)
+            nbytes, peers = row.nbytes * topology.nodes, topology.ranks_per_node - 1
+            timer = self._traffic.start_timer("intra", row.device, nbytes=nbytes * peers)
             all_gather_blocks(self.rows, mine, topology.intra, what=self._what("full-precision", "intra"))
-            stop()
-            self._traffic.count_bytes(
-                row.nbytes * topology.nodes, level="intra", peers=topology.ranks_per_node - 1
-            )
+            timer()
+            self._traffic.count_bytes(nbytes, level="intra", peers=peers)
 
     def start_quantized_refresh(
         self, row: Tensor, *, call: int, ranges: Sequence[Range] | None = None
@@ -308,6 +311,7 @@ class WeightReplica(QuantizedReplica):
         if self.bits is None and not self.config.is_lossless:
             self.start_full_refresh(row)
             return
+        stop = self._traffic.start_quantizing(row.device)
         self.coding.begin()
         chosen: list[Sequence[Range] | None] = [ranges]
         if self._parts:
@@ -321,6 +325,7 @@ class WeightReplica(QuantizedReplica):
         ]
         if started:
             self._pending = partial(_call_all, started)
+        stop()
 
     def _start_differences(
         self, row: Tensor, call: int, ranges: Sequence[Range] | None
@@ -340,11 +345,12 @@ class WeightReplica(QuantizedReplica):
         if topology.inter is None:
             messages[0].copy_(own)
         else:
-            stop = self._traffic.start_timer("inter", device)
+            peers = topology.nodes - 1
+            timer = self._traffic.start_timer("inter", device, nbytes=layout.nbytes * peers)
             transfer = start_all_gather_rows(
                 messages, own, topology.inter, what=self._what("quantized", "inter")
-            ).timed_by(stop)
-            self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
+            ).timed_by(timer)
+            self._traffic.count_messages(layout, level="inter", peers=peers)
         return partial(self._finish_differences, transfer, messages, replica, layout, call, ranges, slot)
 
     def _finish_differences(
@@ -412,12 +418,12 @@ class WeightReplica(QuantizedReplica):
         )
         # In the order of the rows, so that one launch applies all of them.
         blocks = gathered.view(topology.nodes, topology.ranks_per_node, layout.nbytes)
-        stop = self._traffic.start_timer("intra", messages.device)
+        copies, peers = topology.nodes, topology.ranks_per_node - 1
+        nbytes = layout.nbytes * copies * peers
+        timer = self._traffic.start_timer("intra", messages.device, nbytes=nbytes)
         all_gather_blocks(blocks, messages, topology.intra, what=self._what("quantized", "intra"))
-        stop()
-        self._traffic.count_messages(
-            layout, level="intra", peers=topology.ranks_per_node - 1, copies=topology.nodes
-        )
+        timer()
+        self._traffic.count_messages(layout, level="intra", peers=peers, copies=copies)
         self.apply(gathered, replica.view(topology.size, -1), call=call)
 
     def gather(self, output: Tensor) -> None:
@@ -429,10 +435,11 @@ class WeightReplica(QuantizedReplica):
         self.wait()
         assert self.rows is not None and not self.is_full and topology.intra is not None
         blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
-        stop = self._traffic.start_timer("intra", output.device)
+        nbytes, peers = self.rows.nbytes, topology.ranks_per_node - 1
+        timer = self._traffic.start_timer("intra", output.device, nbytes=nbytes * peers)
         all_gather_blocks(blocks, self.rows, topology.intra, what=self._what("replica", "intra"))
-        stop()
-        self._traffic.count_bytes(self.rows.nbytes, level="intra", peers=topology.ranks_per_node - 1)
+        timer()
+        self._traffic.count_bytes(nbytes, level="intra", peers=peers)
 
     def _what(self, kind: str, level: Level) -> str:
         return f"{kind} weight all-gather of {self._name}, {PLACES[level]}"

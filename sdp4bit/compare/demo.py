@@ -13,8 +13,9 @@ from sdp4bit.compare.config import DemoConfig
 from sdp4bit.compare.finished_run import FinishedRun
 from sdp4bit.compare.tables import unstable_notes
 from sdp4bit.pretrain.launch.ranks import Ranks, agree
-from sdp4bit.pretrain.metrics import format_bytes, write_atomically
+from sdp4bit.pretrain.metrics import write_atomically
 from sdp4bit.pretrain.trainer import TrainingResult, pretrain
+from sdp4bit.traffic import format_bytes
 
 
 def demo(config: DemoConfig, *, ranks: Ranks) -> None:

@@ -23,6 +23,7 @@ from sdp4bit.engines.measures import (
     sum_squares,
     total_measures,
 )
+from sdp4bit.engines.step_times import StepClock, StepTiming
 from sdp4bit.traffic import Traffic
 
 GroupT = TypeVar("GroupT", bound=AnyGroup)
@@ -40,6 +41,7 @@ class Stats(Measures):
     lossless_bits: float | None
     late_values: int
     sampled_step: int | None
+    timing: StepTiming | None
 
 
 class ModelCommunication(Generic[GroupT]):
@@ -51,6 +53,7 @@ class ModelCommunication(Generic[GroupT]):
         self.step_listeners: list[Callable[[int], None]] = []
         """Called once per optimizer step, with its number, on all ranks alike: when the step's measures are
         available, and before anything that follows it is sent. The ranks may communicate in it."""
+        self.step_clock = StepClock(self._device)
         self.steps = 0
         self.step_pending = False
         """An optimizer has stepped, and the step has not reached its boundary, which FSDP2 shows at the next
@@ -68,7 +71,7 @@ class ModelCommunication(Generic[GroupT]):
             # Timed events between kernels cost a GPU some of its overlap.
             is_due = self.sampled.is_due(steps + 1)
             for counter in comm.counters:
-                counter.times_device = is_due
+                counter.is_measured = is_due
 
     @property
     def gradient_sample_numel(self) -> int | None:
@@ -89,6 +92,7 @@ class ModelCommunication(Generic[GroupT]):
         """Measure the step that has just reached its boundary, if it is due, and tell the listeners."""
         is_due = self.sampled.is_due(self.steps)
         if is_due:
+            self._end_timing()
             sample_numel = self.sampled.sample_numel
             deviations = [comm.deviations(sample_numel=sample_numel) for comm in self.groups]
             self.sampled.publish(sum_squares(deviations, device=self._device), step=self.steps)
@@ -98,6 +102,19 @@ class ModelCommunication(Generic[GroupT]):
             for comm in self.groups:
                 # A group without a gradient in the next measured step is not to report this one again.
                 comm.gradient_sample = None
+        if self.sampled.is_due(self.steps + 1):
+            self.step_clock.begin(self.steps + 1)
+
+    def _end_timing(self) -> None:
+        counters = [counter for comm in self.groups for counter in comm.counters]
+        measured = [counter.take_measured() for counter in counters]
+        known = [quantizing for _, quantizing in measured if quantizing is not None]
+        self.step_clock.end(
+            [transfer for transfers, _ in measured for transfer in transfers],
+            step=self.steps,
+            sent=sum((counter.last_step for counter in counters), Traffic()),
+            quantizing=sum(known) if known else None,
+        )
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -183,10 +200,16 @@ class CommHandle(ABC):
     # -- what all engines tell -------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """Return a table: per group what is quantized, how, bytes of the last step, or why it is not."""
+        """Return a table: per group what is quantized, how, bytes of the last step, or why it is not.
+
+        Below it, once a step has been measured: its parts, what it would have taken without quantization, as
+        an estimate, and a verdict.
+        """
         state = self._state
         table = render([comm.explain(state.last_traffic(comm)) for comm in state.groups])
-        return table + (f"\n{wrapped(self._note)}" if self._note else "")
+        times = state.step_clock.latest()
+        said = [self._note, "" if times is None else times.describe()]
+        return "\n".join([table, *(wrapped(text) for text in said if text)])
 
     def stats(self) -> Stats:
         """Return what this rank sent and what quantization cost; cheap, and waits for nothing.
@@ -207,8 +230,11 @@ class CommHandle(ABC):
             "weight_error": relative error of quantizing these; "gradient_error": that of the gradients; None
             where they do not apply. "nonfinite_groups": quantization groups of the gradients that reached
             this rank with a NaN or an infinity.
+            "timing": a :class:`StepTiming` of the last measured step, None before the first: its seconds,
+            those of the exchange, and a verdict.
         """
         state = self._state
+        times = state.step_clock.latest()
         last = sum((state.last_traffic(comm) for comm in state.groups), Traffic())
         total = sum((counter.total for comm in state.groups for counter in comm.counters), Traffic())
         step, measures = state.sampled.totals()
@@ -222,6 +248,7 @@ class CommHandle(ABC):
             "lossless_bits": _lossless_bits(state.groups),
             "late_values": sum(c.replica.coding.late_values for c in state.groups if c.replica is not None),
             "sampled_step": step,
+            "timing": None if times is None else times.timing(),
             **measures,
         }
 

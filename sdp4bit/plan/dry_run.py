@@ -73,8 +73,9 @@ def print_dry_run(config: PretrainConfig) -> None:
         return
     console.print(
         f"{found['parameters']:,} parameters, at most {found['parameters_per_rank']:,} on one of "
-        f"{found['world_size']} ranks; {found['micro_batches']} micro batches a step"
+        f"{found['world_size']} ranks"
     )
+    console.print(f"{found['micro_batches']} micro batches a step")
     for use, size in found["bytes_per_rank"].items():
         console.print(f"  {use:<28}{size / 1e9:>10.3f} GB")
     console.print("Activations are not counted.")

@@ -29,12 +29,13 @@ from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.plan.config import PROBE_FORMAT, ProbeConfig
 from sdp4bit.plan.traffic import RankGrid, gradient_exchange, weight_refresh
 from sdp4bit.pretrain.launch.ranks import Ranks, agree, gather_over_ranks
-from sdp4bit.pretrain.metrics import format_bytes, wrapped, write_atomically
+from sdp4bit.pretrain.metrics import wrapped, write_atomically
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR, Hadamard
 from sdp4bit.quantization.layout import BLOCK, message_layout, round_up
 from sdp4bit.quantization.random import RoundingKey, derive_keys
+from sdp4bit.traffic import format_bytes
 
 WARM_UPS = 2
 TINY_BYTES = 16

@@ -26,6 +26,7 @@ from rich.progress import (
 from sdp4bit.pretrain.config.pretrain import LoggingConfig
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.stability import SPIKE_RATIO, SpikeDetector
+from sdp4bit.traffic import format_bytes
 
 _WIDTH = 80
 WINDOW_SHARE = 20
@@ -87,15 +88,6 @@ class CommunicationMetrics:
     step: int
     groups: Sequence[Mapping[str, object]]
     """As `group_stats()` of the communication gives them."""
-
-
-def format_bytes(count: float) -> str:
-    """Return a byte count in decimal units, with three digits."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def wrapped(lines: Iterable[str]) -> str:

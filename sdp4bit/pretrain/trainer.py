@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 import sdp4bit
+from sdp4bit.config import PRESETS
 from sdp4bit.pretrain.checkpoint.checkpointer import Checkpointer
 from sdp4bit.pretrain.checkpoint.folder import TOKENIZER, Progress, RunRecord
 from sdp4bit.pretrain.checkpoint.load import Start, choose_start
@@ -24,13 +25,14 @@ from sdp4bit.pretrain.data.batches import Batches, prepare_dataset
 from sdp4bit.pretrain.launch.ranks import Ranks, agree
 from sdp4bit.pretrain.launch.signals import listening
 from sdp4bit.pretrain.loop import TrainingDivergedError, TrainingLoop
-from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics, format_bytes, write_atomically
+from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics, write_atomically
 from sdp4bit.pretrain.model.gpt import GPT
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.step.optimizer import LossScale, build_optimizer
 from sdp4bit.pretrain.step.parallelize import build_model, lay_out
 from sdp4bit.pretrain.step.simulated_model import build_simulated_model
 from sdp4bit.pretrain.stopping import StopRequests
+from sdp4bit.traffic import format_bytes
 
 FINAL_STEPS = 20
 
@@ -294,10 +296,12 @@ def describe_run(run: Run) -> str:
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in GPT(config.model_shape).parameters())
     compute_dtype = str(model.chunks[0].compute_dtype).removeprefix("torch.")
+    name = config.strategy_name
     return (
         f"{parameters / 1e6:,.1f} million parameters on {model.describe_ranks()}, "
         f"{batches.global_batch_size} sequences of {config.sequence_length} tokens a step, "
         f"param dtype {config.training.param_dtype}, compute dtype {compute_dtype}"
+        + (f", flags = preset {name}" if config.communication.names_parts and name in PRESETS else "")
     )
 
 
@@ -336,11 +340,14 @@ def _describe_result(run: Run) -> list[str]:
     steps, sent = len(result.steps), sum(step.inter_bytes for step in result.steps)
     ratio = statistics.median(step.compression_ratio for step in result.steps)
     fewer = f" ({ratio:.2f}x fewer than plain FSDP2)" if result.strategy != "baseline" else ""
+    timing = run.loop.model.communication.stats()["timing"]
+    verdict = [] if timing is None else [f"step {timing['step']} on the first rank: {timing['verdict']}"]
     return [
         f"{steps} steps in {result.seconds:.1f} s, {1000 * result.seconds / steps:.1f} ms each; "
         + ", ".join(losses),
         f"sent between nodes: {format_bytes(result.inter_bytes_per_step)} a step{fewer}, "
         f"{format_bytes(sent)} in all; inside nodes: {format_bytes(result.intra_bytes_per_step)} a step",
+        *verdict,
     ]
 
 

@@ -23,6 +23,7 @@ from sdp4bit.report.figures import DASHES, figures, line_styles
 from sdp4bit.report.pairs import pair_rows, pair_titles
 from sdp4bit.report.runs import Alert, Run
 from sdp4bit.report.summary import fact_rows, setting_rows, summary_rows
+from sdp4bit.report.verdict import verdict
 
 ALERTS_SHOWN = 200
 """Lines of the table of alerts; further ones are counted below it."""
@@ -58,6 +59,7 @@ def render_page(runs: Sequence[Run], *, now: datetime) -> str:
         strategies=list(dict.fromkeys(run.label or "unknown strategy" for run in runs)),
         made=f"{now:%Y-%m-%d %H:%M %Z}",
         version=sdp4bit.__version__,
+        verdict=verdict(runs),
         summary=summary_rows(runs),
         pairs=pair_rows(runs),
         pair_titles=pair_titles(runs),

@@ -56,11 +56,11 @@ def pair_titles(runs: Sequence[Run]) -> tuple[str, ...]:
     )
 
 
-def pair_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return one row per strategy, of the seeds that it and the first run's strategy have both validated.
+def paired_losses(runs: Sequence[Run]) -> tuple[dict[str, dict[int, tuple[float, float]]], set[int]]:
+    """Return, by strategy and seed, the losses of a run and of the first run's strategy; and unstable seeds.
 
-    Nothing if there is no such pair. Where the two have done different numbers of steps, their losses are
-    those of the last common one.
+    Of the seeds that both have validated, at the last common step. Unstable are those with which the first
+    run's strategy had spikes of the gradient norm.
     """
     pairs: dict[str, dict[int, tuple[float, float]]] = {}
     unstable: set[int] = set()
@@ -73,6 +73,16 @@ def pair_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
             pairs.setdefault(run.label, {}).setdefault(run.seed, found[1:])
         if spikes_of(reference):
             unstable.add(run.seed)
+    return pairs, unstable
+
+
+def pair_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """Return one row per strategy, of the seeds that it and the first run's strategy have both validated.
+
+    Nothing if there is no such pair. Where the two have done different numbers of steps, their losses are
+    those of the last common one.
+    """
+    pairs, unstable = paired_losses(runs)
     if not pairs:
         return []
     references = {seed: losses[1] for found in pairs.values() for seed, losses in found.items()}

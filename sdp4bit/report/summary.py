@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from sdp4bit.pretrain.metrics import format_bytes
 from sdp4bit.pretrain.model.cards import MODEL_CARDS
 from sdp4bit.pretrain.stability import SPIKE_RATIO
 from sdp4bit.report.pairs import NONE, difference_text, spikes_of
 from sdp4bit.report.runs import TIMES, Run
+from sdp4bit.traffic import format_bytes
 
 FINAL_STEPS = 20
 """Steps whose mean is the final training loss, as in summary.json."""
@@ -119,7 +119,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
         yield "Strategy", run.strategy or "not recorded"
         if "quantization" in settings:
             yield "Quantization", _quantization(run)
-        yield "Ranks", _ranks(run)
+        yield "Ranks", ranks_text(run)
         yield "Seed", str(run.setting("seed"))
         precision = run.setting("training", "precision")
         flags = [name for name in ("fp16", "bf16") if run.setting("training", name) is True]
@@ -170,7 +170,8 @@ def _quantization(run: Run) -> str:
     return "; ".join(parts) or "none"
 
 
-def _ranks(run: Run) -> str:
+def ranks_text(run: Run) -> str:
+    """Return how many ranks a run had, and how they were arranged, for people."""
     if run.simulated_ranks is not None:
         nodes = run.setting("parallel", "ranks_per_node")
         return f"{run.simulated_ranks} simulated in one process, {nodes} per node"

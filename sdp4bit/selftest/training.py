@@ -26,7 +26,6 @@ from sdp4bit.plan.model import GPTSize, gpt_groups
 from sdp4bit.plan.traffic import RankGrid, group_traffic
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.launch.config import ParallelConfig
-from sdp4bit.pretrain.metrics import format_bytes
 from sdp4bit.pretrain.model.gpt import GPT
 from sdp4bit.pretrain.step.optimizer import build_optimizer
 from sdp4bit.pretrain.step.parallelize import lay_out
@@ -35,6 +34,7 @@ from sdp4bit.pretrain.step.simulated_step import SimulatedTrainingStep
 from sdp4bit.pretrain.timers import Timers
 from sdp4bit.selftest.check import CheckFailedError, CheckSkippedError, Context
 from sdp4bit.selftest.model import batches, loss_of, sharded_toy, topology_of, toy_config
+from sdp4bit.traffic import format_bytes
 
 TOLERANCE = 0.03
 """Relative difference of a loss to plain FSDP2's; rounding gradients to 4 bits makes far less in 20 steps."""

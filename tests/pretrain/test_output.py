@@ -9,6 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
+from sdp4bit.pretrain.config.communication import CommunicationConfig
 from sdp4bit.pretrain.config.pretrain import LoggingConfig
 from sdp4bit.pretrain.launch.config import ParallelConfig
 from sdp4bit.pretrain.metrics import MetricsWriter
@@ -31,7 +32,10 @@ def test_a_run_ends_with_what_it_has_measured_and_how_to_go_on(text, tmp_path):
     run = small(text, tmp_path / "out")
     run = replace(run, training=replace(run.training, steps=2), parallel=ParallelConfig(ranks_per_node=1))
     saving = replace(run, checkpoint=CheckpointConfig(save=tmp_path / "saved"), strategy="baseline")
-    alone, saved, one = run_ranks(outputs, 2, [run, saving, run], [None, None, "seed 5, run 1 of 6"])[0]
+    flags = CommunicationConfig(quantized_weights=True)
+    measured = replace(run.logging, telemetry_interval=1)
+    flagged = replace(run, strategy=None, communication=flags, logging=measured)
+    alone, saved, one = run_ranks(outputs, 2, [run, saving, flagged], [None, None, "seed 5, run 1 of 6"])[0]
     steps, sent, checkpoint, following = (line.removeprefix("sdp4bit: ") for line in alone[-4:])
     assert steps.startswith("2 steps in ") and ", training loss " not in steps.partition(";")[0]
     assert "; training loss " in steps and ", validation loss " in steps
@@ -45,8 +49,10 @@ def test_a_run_ends_with_what_it_has_measured_and_how_to_go_on(text, tmp_path):
     assert saved[-2] == f"baseline: checkpoint: {tmp_path / 'saved'}, step 2"
     assert "fewer than plain" not in saved[-3]
     # One of several leaves that to the command that trains them, and says which it is in every line.
-    assert all(line.startswith("sdp4bit, seed 5, run 1 of 6: ") for line in one)
-    assert "sent between nodes" in one[-1]
+    assert all(line.startswith("qwd, seed 5, run 1 of 6: ") for line in one)
+    assert one[0].endswith(", flags = preset qwd") and "preset" not in alone[0]
+    assert "sent between nodes" in one[-2]
+    assert re.search(r": step \d on the first rank: exchange was \d+ % of your step", one[-1])
 
 
 def test_the_bar_shows_bytes(tmp_path):

@@ -67,7 +67,9 @@ class AllGatherHook:
         if replica is None:
             comm.count_dense(comm.weight_traffic, row_bytes, members=members)
             what = f"full-precision weight all-gather of {comm.group.name}"
-            stop = comm.weight_traffic.start_ring_timer(input_tensor.device)
+            timer = comm.weight_traffic.start_ring_timer(
+                input_tensor.device, row_bytes=row_bytes, members=members
+            )
             return all_gather_dense(
                 output_tensor,
                 input_tensor,
@@ -75,7 +77,7 @@ class AllGatherHook:
                 gather=self._stock,
                 async_op=async_op,
                 what=what,
-                stop=stop,
+                timer=timer,
             )
         comm.weight_traffic.count_plain(row_bytes)
         # A GPU's current stream is the one to compute on if FSDP2 gathers with async_op, as torch's pipeline
@@ -229,12 +231,12 @@ class ReduceScatterHook:
         traffic = self._comm.gradient_traffic
         self._comm.count_dense(traffic, output_tensor.nbytes)
         what = f"full-precision gradient reduce-scatter of {self._comm.group.name}"
-        stop = traffic.start_ring_timer(input_tensor.device)
+        timer = traffic.start_ring_timer(input_tensor.device, row_bytes=output_tensor.nbytes)
         if self._comm.reduction is None:
             reduce_scatter_dense(output_tensor, input_tensor, group, op, reduce=self._stock, what=what)
         else:
             reduce_scatter_dense(output_tensor, input_tensor, group, op, what=what)
-        stop()
+        timer()
 
 
 class ReplicaGroup:
@@ -301,15 +303,16 @@ class ReplicaGroup:
         if not values.numel():
             return
         # As a ring does it: twice around, a part of the values at a time.
-        comm.count_dense(comm.all_reduce_traffic, round(2 * values.nbytes / self._stock.size()))
-        stop = comm.all_reduce_traffic.start_ring_timer(values.device)
+        row_bytes = round(2 * values.nbytes / self._stock.size())
+        comm.count_dense(comm.all_reduce_traffic, row_bytes)
+        timer = comm.all_reduce_traffic.start_ring_timer(values.device, row_bytes=row_bytes)
         with comm_error_context(
             f"full-precision gradient all-reduce of {comm.group.name} over replicas", group=self._stock
         ):
             work = self._stock.allreduce([values], opts)
             if work is not None:
                 work.wait()
-        stop()
+        timer()
 
 
 def _quantized_parts(comm: FSDPCommunication, state: FSDPModelCommunication, numel: int) -> list[list[Range]]:

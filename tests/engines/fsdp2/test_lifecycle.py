@@ -174,6 +174,7 @@ def test_reports_add_up() -> None:
         "exchange_seconds": 0.0,
         "full_refreshes": 0,
         "sampled_step": None,
+        "timing": None,
         "weight_drift": None,
         "weight_error": None,
         "gradient_error": None,
