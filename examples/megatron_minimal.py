@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/megatron_minimal.py
 
-Needs GPUs, one per rank, and `pip install sdp4bit[megatron]`. Four ranks stand for two nodes of two:
+Needs GPUs, one per rank, and `pip install "sdp4bit[megatron]"`. Four ranks stand for two nodes of two:
 `topology=2` says so. On a cluster leave it out, and nodes are found by host name.
 """
 

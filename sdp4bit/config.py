@@ -12,7 +12,7 @@ import warnings
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar, get_args
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 """Of the package; all ranks of a job run the same."""
 
 TESTED_TORCH = "torch 2.9 to 2.14"
