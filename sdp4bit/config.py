@@ -328,7 +328,8 @@ class AlertConfig:
         """Return these settings with the automatic thresholds of a group whose traffic has so few bits.
 
         Args:
-            gradients, weights: the fewest bits that are configured for them; None for full precision.
+            gradients: the fewest bits that are configured for them; None for full precision.
+            weights: likewise.
         """
         gradient, weight, *_ = self.thresholds
         if self.gradient_error == "auto":
@@ -347,7 +348,9 @@ class SDP4BitConfig:
     """What sharded data parallelism quantizes; a part that is None stays in full precision."""
 
     weights: WeightConfig | None = field(default_factory=WeightConfig)
+    """How weights travel after a step."""
     gradients: GradientConfig | None = field(default_factory=GradientConfig)
+    """How gradients are reduced."""
     seed: int = 0
     """Seed of the rounding bits; the global random state is never touched."""
     telemetry: TelemetryConfig | None = field(default_factory=TelemetryConfig)
