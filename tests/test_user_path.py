@@ -26,10 +26,9 @@ BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE |
 RANKS = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 README_MODEL = """
-import torch
-from torch import nn
+from torch import distributed, nn
 
-torch.distributed.init_process_group("gloo")
+distributed.init_process_group("gloo")
 model = nn.Module()
 model.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
 model.forward = lambda x: model.layers[1](model.layers[0](x))
@@ -41,7 +40,7 @@ for _ in range(2):
     optimizer.step()
     optimizer.zero_grad()
 assert comm.stats()["total"]["intra_bytes"] and comm.stats()["compression_ratio"] > 1, comm.stats()
-torch.distributed.destroy_process_group()
+distributed.destroy_process_group()
 """
 
 OPTIONAL_FEATURES = """
