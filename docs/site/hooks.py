@@ -30,31 +30,28 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Fill in the files that a page includes; what is linked outside docs/ and no page is named only."""
+    """Fill in the files that a page includes; what is linked outside docs/ and is no page is named only."""
+    up = "../" * page.file.src_uri.count("/")
+    outside = f"../{up}"
+
+    def upwards(found: re.Match[str]) -> str:
+        is_outside = found[3].startswith(outside)
+        return _from_root(found, found[3].removeprefix(outside), up=up) if is_outside else found[0]
 
     def included(found: re.Match[str]) -> str:
         text, _, _ = (ROOT / found[1]).read_text(encoding="utf-8").partition(END)
-        return LINK.sub(from_root, text)
-
-    def from_root(found: re.Match[str]) -> str:
-        is_image, text, target, anchor = found.groups(default="")
-        if target.startswith(("http:", "https:", "mailto:")):
-            return found[0]
-        if target.startswith("docs/"):
-            return f"{is_image}[{text}]({target.removeprefix('docs/')}{anchor})"
-        return f"[{text}]({PAGES[target]}{anchor})" if target in PAGES else text
-
-    def upwards(found: re.Match[str]) -> str:
-        outside = (Path(page.file.src_uri).parent / found[3]).as_posix()
-        depth = page.file.src_uri.count("/")
-        if not found[3].startswith("../" * (depth + 1)):
-            return found[0]
-        target = outside.rpartition("../")[2]
-        return (
-            f"[{found[2]}]({'../' * depth}{PAGES[target]}{found[4] or ''})" if target in PAGES else found[2]
-        )
+        return LINK.sub(lambda link: _from_root(link, link[3], up=up), text)
 
     return INCLUDE.sub(included, LINK.sub(upwards, markdown))
+
+
+def _from_root(found: re.Match[str], target: str, *, up: str) -> str:
+    """Return a link to a file, named from the root of the repository, for a page that is `up` from docs/."""
+    is_image, text, _, anchor = found.groups(default="")
+    if ":" in target:
+        return found[0]
+    inside = target.removeprefix("docs/") if target.startswith("docs/") else PAGES.get(target)
+    return f"{is_image}[{text}]({up}{inside}{anchor})" if inside else text
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
