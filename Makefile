@@ -16,7 +16,7 @@ OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 OTHER_INSTALL = $(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constraints.txt torch==$(VERSION)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-unit test-slow test-torch test-pytorch check format clean
+.PHONY: help install demo docs test test-unit test-slow test-torch test-pytorch check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## train a small GPT with and without 4-bit communication, into runs/demo
 	$(BIN)/sdp4bit demo --out runs/demo
+
+docs: $(STAMP) ## build the documentation site, into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python $(PYTEST)

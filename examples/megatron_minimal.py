@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/megatron_minimal.py
     torchrun --nproc-per-node 4 examples/megatron_minimal.py --plain      # the same without it
 
-Needs `pip install sdp4bit[megatron]`. The ranks stand for two nodes: `topology` says so. On a cluster leave
+Needs `pip install "sdp4bit[megatron]"`. The ranks stand for two nodes: `topology` says so. On a cluster leave
 it out: nodes are found by host name. Without GPUs, one per rank, it trains on the CPU, where Megatron-Core
 does not run by itself: `megatron_on_cpu.py` stands in for what it asks of CUDA.
 """

@@ -24,7 +24,22 @@ if TYPE_CHECKING:
     from sdp4bit.selftest.config import SelftestConfig
 
 EXIT_SETTING = 2
-_PACKAGES = ("tyro", "rich", "tokenizers", "numpy", "matplotlib", "safetensors", "scipy", "jinja2")
+_PACKAGES = (
+    *(
+        "jinja2",
+        "matplotlib",
+        "plotly",
+        "rich",
+        "safetensors",
+        "scipy",
+        "tensorboard",
+        "tokenizers",
+        "tyro",
+        "yaml",
+    ),
+    *(("tomli",) if sys.version_info < (3, 11) else ()),
+)
+"""What the extra `pretrain` installs, by the names that are imported."""
 _ABOUT = (
     "4-bit communication for sharded data parallel training. `sdp4bit COMMAND --help` shows the options that "
     "matter, `--help-all` all of them, `sdp4bit --version` the version."
@@ -240,15 +255,15 @@ def _report(config: ReportConfig) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code of the command: 0, 2 for a wrong setting, 1 or a signal's for a failed run."""
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
-    if missing:
-        return _wrong_setting(f"this command needs {', '.join(missing)}: pip install sdp4bit[pretrain]")
-    from sdp4bit.pretrain.options import SettingError
-
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["--version"]:
         print(f"sdp4bit {__version__}")
         return 0
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        return _wrong_setting(f'this command needs {", ".join(missing)}: pip install "sdp4bit[pretrain]"')
+    from sdp4bit.pretrain.options import SettingError
+
     try:
         if not arguments or arguments[0] not in COMMANDS:
             return _show_commands(arguments)

@@ -12,7 +12,7 @@ import warnings
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar, get_args
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 """Of the package; all ranks of a job run the same."""
 
 TESTED_TORCH = "torch 2.9 to 2.14"
@@ -328,7 +328,8 @@ class AlertConfig:
         """Return these settings with the automatic thresholds of a group whose traffic has so few bits.
 
         Args:
-            gradients, weights: the fewest bits that are configured for them; None for full precision.
+            gradients: the fewest bits that are configured for them; None for full precision.
+            weights: likewise.
         """
         gradient, weight, *_ = self.thresholds
         if self.gradient_error == "auto":
@@ -350,7 +351,9 @@ class SDP4BitConfig:
     """What sharded data parallelism quantizes; a part that is None stays in full precision."""
 
     weights: WeightConfig | None = field(default_factory=WeightConfig)
+    """How weights travel after a step."""
     gradients: GradientConfig | None = field(default_factory=GradientConfig)
+    """How gradients are reduced."""
     seed: int = 0
     """Seed of the rounding bits; the global random state is never touched."""
     telemetry: TelemetryConfig | None = field(default_factory=TelemetryConfig)

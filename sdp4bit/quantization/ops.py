@@ -40,7 +40,8 @@ from sdp4bit.quantization.random import RoundingKey
 
 BackendName = Literal["auto", "reference", "numba", "triton"]
 
-_REQUIREMENT = {"numba": "numba", "triton": "triton"}
+_EXTRA = {"numba": "cpu", "triton": "cuda"}
+"""The package that a back end needs, which has its name, comes with this extra."""
 _MODULE = {"numba": "sdp4bit.kernels.cpu.backend", "triton": "sdp4bit.kernels.triton.backend"}
 _AUTOMATIC = {"cpu": "numba", "cuda": "triton"}
 
@@ -49,11 +50,16 @@ _forced: list[BackendName] = []
 
 
 def _is_available(name: str) -> bool:
-    return all(importlib.util.find_spec(part) is not None for part in (_REQUIREMENT[name], _MODULE[name]))
+    return importlib.util.find_spec(name) is not None
 
 
 def _load(name: str) -> ModuleType:
     if name not in _loaded:
+        if not _is_available(name):
+            raise ModuleNotFoundError(
+                f'the back end {name!r} needs the package {name}: pip install "sdp4bit[{_EXTRA[name]}]"',
+                name=name,
+            )
         # numba starts its threads on import and with them sets the number of torch's, if both use one OpenMP.
         threads = torch.get_num_threads()
         _loaded[name] = importlib.import_module(_MODULE[name])
@@ -69,7 +75,7 @@ def _automatic_backend(device_type: str) -> ModuleType:
         if name is not None and _is_available(name):
             _loaded[key] = _load(name)
         else:
-            wanted = "" if name is None else f"; `pip install {_REQUIREMENT[name]}` brings the fast ones"
+            wanted = "" if name is None else f'; `pip install "sdp4bit[{_EXTRA[name]}]"` brings the fast ones'
             warnings.warn(
                 f"sdp4bit: no fast kernels for {device_type} tensors, using the plain PyTorch reference, "
                 f"which is many times slower{wanted}",

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from sdp4bit.config import VERSION
 from sdp4bit.pretrain.checkpoint.config import CheckpointConfig
 from sdp4bit.pretrain.checkpoint.storage import METADATA
 from sdp4bit.pretrain.config.pretrain import ModelConfig, PretrainConfig
@@ -142,7 +143,7 @@ def errors_of(run: PretrainConfig, folder: Path) -> dict[str, str]:
             pretrain(changed, ranks=this_rank())
         messages[case.__name__] = str(error.value)
     for where in ("sdp4bit.pretrain.config.same_settings", "sdp4bit.engines.agreement"):
-        version = "0.0.9" if dist.get_rank() else "0.1.0"
+        version = "0.0.9" if dist.get_rank() else VERSION
         with mock.patch(f"{where}.VERSION", version), pytest.raises(SettingError) as error:
             pretrain(run, ranks=this_rank())
         messages[where] = str(error.value)
@@ -158,7 +159,9 @@ def test_what_cannot_work_is_one_error_on_every_rank(text: Path, tmp_path: Path)
         assert message in first[case.__name__], case
         assert "\n" not in first[case.__name__]
     assert not (tmp_path / "executed").exists()
-    assert "sdp4bit is 0.1.0 on rank 0, 0.0.9 on rank 1" in first["sdp4bit.pretrain.config.same_settings"]
+    assert (
+        f"sdp4bit is {VERSION} on rank 0, 0.0.9 on rank 1" in first["sdp4bit.pretrain.config.same_settings"]
+    )
     attached: Any = first["sdp4bit.engines.agreement"]
     assert "the ranks run different versions; install the same on all nodes" in attached
     assert "sdp4bit 0.0.9, torch " in attached and attached.endswith(" [rank 1]")

@@ -417,5 +417,11 @@ def test_device_without_fast_kernels_warns_once_and_uses_the_reference(
 def test_missing_package_is_named_in_the_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_loaded", {})
     monkeypatch.setattr(ops, "_is_available", lambda name: False)
-    with ops.use_backend("auto"), pytest.warns(UserWarning, match="pip install numba"):
+    with ops.use_backend("auto"), pytest.warns(UserWarning, match=r'pip install "sdp4bit\[cpu\]"'):
         assert ops.backend_name("cpu") == "reference"
+    for name, extra in ("numba", "cpu"), ("triton", "cuda"):
+        with (
+            pytest.raises(ModuleNotFoundError, match=rf'pip install "sdp4bit\[{extra}\]"'),
+            ops.use_backend(name),
+        ):
+            pass

@@ -52,7 +52,8 @@ def check_chunks(chunks: Sequence[Chunk]) -> None:
         if not hasattr(chunk, "bucket_groups") or not hasattr(chunk, "ddp_config"):
             raise ValueError(
                 f"{what} is a {type(chunk).__name__}: wrap it in megatron.core.distributed."
-                "DistributedDataParallel with use_distributed_optimizer=True first"
+                "DistributedDataParallel with use_distributed_optimizer=True first "
+                '(pip install "sdp4bit[megatron]")'
             )
         _check_ddp_config(what, chunk.ddp_config)
         _check_graphs(what, chunk.config)

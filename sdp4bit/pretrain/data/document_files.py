@@ -213,4 +213,4 @@ def _package(name: str, *, path: Path) -> Any:
         return import_module(name)
     except ImportError:
         package = name.partition(".")[0]
-        raise SettingError(f"{path} needs the package {package}: pip install sdp4bit[data]") from None
+        raise SettingError(f'{path} needs the package {package}: pip install "sdp4bit[data]"') from None

@@ -190,5 +190,6 @@ def test_missing_packages_are_named_with_the_way_out():
     )
     assert done.returncode == 2
     assert (
-        done.stderr == "sdp4bit: error: this command needs tyro, tokenizers: pip install sdp4bit[pretrain]\n"
+        done.stderr
+        == 'sdp4bit: error: this command needs tokenizers, tyro: pip install "sdp4bit[pretrain]"\n'
     )

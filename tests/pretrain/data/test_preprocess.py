@@ -238,7 +238,9 @@ class TestInputs:
         path.write_bytes(b"")
         for name in (package, f"{package}.parquet"):
             monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(SettingError, match=rf"needs the package {package}: pip install sdp4bit\[data\]"):
+        with pytest.raises(
+            SettingError, match=rf'needs the package {package}: pip install "sdp4bit\[data\]"'
+        ):
             run(vocabulary, path, to=tmp_path / "x")
 
     def test_nothing_to_do_is_an_error(self, vocabulary, tmp_path):

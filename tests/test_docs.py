@@ -1,0 +1,144 @@
+"""The documentation: links between files of the repository, and the site that `make docs` builds.
+
+Layer: files; one process builds the site."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from functools import cache
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import sdp4bit
+from tests import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+NEEDED = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python")
+FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
+"""Attributes whose targets a browser loads by itself."""
+
+
+@cache
+def markdown(path: Path) -> str:
+    """Return a page without its blocks and spans of code, and with the files that it includes."""
+    text = re.sub(
+        r"^<!-- include (\S+) -->$", lambda m: (ROOT / m[1]).read_text(), path.read_text(), flags=re.MULTILINE
+    )
+    return re.sub(r"^```.*?^```$|^    .*?$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", markdown(path), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_files_lead_somewhere(page: Path) -> None:
+    if page.read_text().startswith("<!-- include"):
+        return  # whose links are those of the file
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", markdown(page))):
+        parts = urlsplit(target)
+        if parts.scheme:
+            assert parts.scheme == "https" and parts.netloc, target
+            continue
+        file = page.parent / unquote(parts.path) if parts.path else page
+        assert file.exists(), f"{page.name}: {target}"
+        if parts.fragment and file.suffix == ".md" and file.parent.name != "reference":
+            assert parts.fragment in anchors(file.resolve()), f"{page.name}: {target}"
+
+
+@dataclass
+class Page(HTMLParser):
+    """A page of the site: what it links, what a browser loads for it, and its anchors."""
+
+    path: Path
+    links: list[str] = field(default_factory=list)
+    fetched: list[str] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.feed(self.path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.ids |= {given[name] for name in ("id", "name") if name in given}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        is_canonical = given.get("rel") in ("canonical", "next", "prev")
+        if FETCHED.get(tag) in given and not is_canonical:
+            self.fetched.append(given[FETCHED[tag]])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
+    """Return the pages of the site, which has been built without a warning."""
+    missing = [name for name in NEEDED if find_spec(name.partition(".")[0]) is None]
+    if missing:
+        pytest.skip(f'{", ".join(missing)} not installed: pip install "sdp4bit[docs]"')
+    folder = tmp_path_factory.mktemp("site").resolve()
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {path: Page(path) for path in folder.rglob("*.html")}
+
+
+def test_links_of_the_site_lead_somewhere(site: dict[Path, Page]) -> None:
+    assert len(site) > 30
+    for page in site.values():
+        if page.path.name == "404.html":  # whose links are from the root of a server
+            continue
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme:
+                assert parts.scheme in ("https", "mailto"), f"{page.path.name}: {link}"
+                continue
+            target = (page.path.parent / unquote(parts.path)).resolve() if parts.path else page.path
+            target = target / "index.html" if target.is_dir() else target
+            assert target.exists(), f"{page.path.name}: {link}"
+            if parts.fragment and target in site:
+                assert unquote(parts.fragment) in site[target].ids | {"__top"}, f"{page.path.name}: {link}"
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: dict[Path, Page]) -> None:
+    for page in site.values():
+        for target in page.fetched:
+            assert not urlsplit(target).netloc and not target.startswith("//"), f"{page.path.name}: {target}"
+    folder = min(site, key=lambda path: len(path.parts)).parent
+    for sheet in folder.rglob("*.css"):
+        outside = re.findall(r"(?:@import|url\()\s*['\"]?((?:https?:)?//[^'\")]+)", sheet.read_text())
+        assert not outside, f"{sheet.name}: {outside}"
+
+
+def test_lists_and_tables_are_drawn(site: dict[Path, Page]) -> None:
+    """Not shown as they stand, as where they are nested by two spaces or follow a paragraph at once."""
+    for page in site.values():
+        text = re.sub(r"<pre.*?</pre>", "", page.path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert not re.search(r"\|\s*:?---|^(?:<p>)?(?:[*-]|\d+\.) ", text, re.MULTILINE), page.path.name
+
+
+def test_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:
+    ids = {each for page in site.values() if page.path.parent.name == "reference" for each in page.ids}
+    undocumented = {"__version__", "PRESETS", "megatron"}
+    names = {f"sdp4bit.{name}" for name in sdp4bit.__all__ if name not in undocumented}
+    names |= {f"sdp4bit.megatron.{name}" for name in sdp4bit.megatron.__all__}
+    assert names <= ids, names - ids
