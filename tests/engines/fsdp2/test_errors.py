@@ -123,22 +123,6 @@ def test_models_that_cannot_be_quantized_are_refused() -> None:
     accept(summed, config="qwd", topology=2)
 
 
-@on_ranks(4, timeout=LIMIT)
-def test_a_mesh_per_parameter_is_refused() -> None:
-    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
-    if not hasattr(common, "ShardPlacementResult"):
-        return  # torch before 2.12 has one mesh per module
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    meshes = {8: toy.data_mesh(), 12: mesh["inner"]}
-
-    def place(param: nn.Parameter) -> Any:
-        info = common.FSDPMeshInfo(mesh=meshes[param.shape[0]], shard_mesh_dim=0)
-        return common.ShardPlacementResult(placement=None, mesh_info=info)
-
-    model = held(torch.ones(8), torch.ones(12), shard_placement_fn=place)
-    refuse(model, "Holder has 2 parameter groups (a mesh per parameter)", "one mesh per module")
-
-
 class OtherAllGather:
     """Somebody else's communication; never called here."""
 
