@@ -435,7 +435,8 @@ def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
         if not fsdp_modules:
             raise ValueError(
                 f"{type(root).__name__} has no FSDP2 modules: call torch.distributed.fsdp.fully_shard on its "
-                "blocks and on itself before sdp4bit.quantize_communication"
+                "blocks and on itself before sdp4bit.quantize_communication; for DistributedDataParallel and "
+                "replicate() there is sdp4bit.ddp_comm_hook"
             )
         for name, module in fsdp_modules:
             own = param_groups_of(cast(Module, module))

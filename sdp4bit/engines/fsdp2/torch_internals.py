@@ -150,6 +150,7 @@ def param_groups_of(module: Module) -> list[ParamGroup]:
         groups = [] if only is None else [only]
     for group in groups:
         _check(group, relied_on(ParamGroup))
+        _refuse_replicated(group, module)
         _check(group.mesh_info, relied_on(MeshInfo))
         if group._is_hsdp:
             _check(group.mesh_info, relied_on(HybridMeshInfo))
@@ -161,6 +162,18 @@ def param_groups_of(module: Module) -> list[ParamGroup]:
         for group in groups:
             _check_setters(group, groups)
     return list(groups)
+
+
+def _refuse_replicated(group: ParamGroup, module: Module) -> None:
+    """Raise ValueError for a group of `replicate()`, which gathers and scatters nothing."""
+    info = group.mesh_info
+    if hasattr(info, "replicate_process_group") and not hasattr(info, "shard_process_group"):
+        raise ValueError(
+            f"{type(module).__name__} is replicated over {info.mesh.size()} ranks by replicate(), for whose "
+            "all-reduce FSDP2 has no hook. Call fully_shard with a mesh of (ranks, 1) instead: one rank per "
+            "shard, the same memory, and its all-reduce over replicas is quantized; or use "
+            "DistributedDataParallel with sdp4bit.ddp_comm_hook"
+        )
 
 
 class _OneGroup:

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._composable import replicate, replicate_with_fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import optimizer as optimizers
 
@@ -121,6 +122,27 @@ def test_models_that_cannot_be_quantized_are_refused() -> None:
     summed = held(torch.ones(40, 40), policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
     refuse(summed, "reduces gradients in torch.float64", "reduce_dtype=torch.float32", topology=2)
     accept(summed, config="qwd", topology=2)
+
+
+@on_ranks(4, timeout=LIMIT)
+def test_replicated_models_are_refused_with_the_way_out() -> None:
+    """By both that torch has: one on FSDP2's parameter groups, and one on DistributedDataParallel."""
+    refuse(replicate(nn.Linear(8, 8)), "Linear has no FSDP2 modules", "there is sdp4bit.ddp_comm_hook")
+    model = replicate_with_fsdp.replicate(
+        nn.Sequential(nn.Linear(8, 8)), mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",))
+    )
+    process_groups = len(dist.distributed_c10d._world.pg_map)
+    texts: list[str] = [""] * 4
+    with pytest.raises(ValueError, match="ReplicateSequential is replicated over 4 ranks") as refusal:
+        quantize_communication(model, topology=2)
+    dist.all_gather_object(texts, str(refusal.value))
+    assert len(set(texts)) == 1 and "DistributedDataParallel with sdp4bit.ddp_comm_hook" in texts[0]
+    assert len(dist.distributed_c10d._world.pg_map) == process_groups
+    model(torch.ones(1, 8)).sum().backward()
+
+    assert "fully_shard with a mesh of (ranks, 1)" in texts[0]
+    way_out = DeviceMesh("cpu", [[0], [1], [2], [3]], mesh_dim_names=("replicate", "shard"))
+    accept(held(torch.ones(40, 40), mesh=way_out), topology=2)
 
 
 class OtherAllGather:
