@@ -56,6 +56,7 @@ def check_mode(overlap: bool) -> None:
     assert losses != plain
     assert_close(losses, plain)
     assert {g["gradient_bits"] for g in run.comm.group_stats()} == {4}
+    assert run.comm.stats()["steps"] == run.comm.stats()["sampled_step"] == 3
     assert all(g["weight_drift"] > 0 for g in run.comm.group_stats() if "expert" not in g["name"])
     run.comm.audit()
     rows = explained(run.comm.explain())
