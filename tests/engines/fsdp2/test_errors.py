@@ -5,6 +5,7 @@ Layer: gloo, 4 processes as 2 nodes x 2 ranks. Hosts are stood in for by patchin
 
 from __future__ import annotations
 
+import inspect
 import traceback
 import warnings
 from typing import Any
@@ -128,6 +129,8 @@ def test_models_that_cannot_be_quantized_are_refused() -> None:
 def test_replicated_models_are_refused_with_the_way_out() -> None:
     """By both that torch has: one on FSDP2's parameter groups, and one on DistributedDataParallel."""
     refuse(replicate(nn.Linear(8, 8)), "Linear has no FSDP2 modules", "there is sdp4bit.ddp_comm_hook")
+    if "mesh" not in inspect.signature(replicate_with_fsdp.replicate).parameters:
+        return  # torch 2.9 makes it of the way out
     model = replicate_with_fsdp.replicate(
         nn.Sequential(nn.Linear(8, 8)), mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",))
     )
