@@ -184,15 +184,23 @@ class _OneGroup:
     the module for its state and the state for its groups, and change nothing else.
     """
 
-    set_custom_all_gather = FSDPModule.set_custom_all_gather
-    set_custom_reduce_scatter = FSDPModule.set_custom_reduce_scatter
-    set_force_sum_reduction_for_comms = FSDPModule.set_force_sum_reduction_for_comms
-
     def __init__(self, group: ParamGroup) -> None:
         self._fsdp_param_groups = [group]
 
     def _get_fsdp_state(self) -> _OneGroup:
         return self
+
+    def set_custom_all_gather(self, comm: Comm) -> None:
+        """Call FSDP2's setter."""
+        FSDPModule.set_custom_all_gather(cast(FSDPModule, self), cast(Any, comm))
+
+    def set_custom_reduce_scatter(self, comm: Comm) -> None:
+        """Call FSDP2's setter."""
+        FSDPModule.set_custom_reduce_scatter(cast(FSDPModule, self), cast(Any, comm))
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Call FSDP2's setter."""
+        FSDPModule.set_force_sum_reduction_for_comms(cast(FSDPModule, self), enable)
 
 
 def setters_of(group: ParamGroup) -> Module:

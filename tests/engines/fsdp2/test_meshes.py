@@ -250,7 +250,7 @@ def two_groups() -> Iterator[Any]:
 
 
 def test_groups_of_one_owner_are_numbered(two_groups: Any) -> None:
-    comm = quantize_communication(two_groups, topology=2)
+    comm = quantize_communication(two_groups, topology=1)
     assert [group.group.name for group in comm._state.groups] == ["(root)", "(root) (2)"]
 
 
