@@ -7,6 +7,7 @@ that torchtitan settles on, its attention, and sums with a factor. Its trainer i
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ class TitanRun:
     """A model of one MoE layer, two ranks with different experts, two with the same; and its training."""
 
     def __init__(self, config: SDP4BitConfig | None) -> None:
-        from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+        from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
         from torchtitan.distributed import ParallelDims
         from torchtitan.distributed import utils as distributed_utils
         from torchtitan.models.qwen3 import model_registry
@@ -49,12 +50,15 @@ class TitanRun:
         distributed_utils.set_spmd_backend(parallelism.spmd_backend)
         spec = model_registry("debugmodel_moe", attn_backend="flex")
         spec.model.layers = spec.model.layers[:1]
+        training = TrainingConfig(local_batch_size=1, seq_len=LENGTH)
+        job = SimpleNamespace(training=training, parallelism=parallelism, debug=DebugConfig())
+        spec.model.update_from_config(config=job)  # how each part is sharded
         with torch.device("meta"):
             model = spec.model.build()
         self.model = spec.parallelize_fn(
             model,
             parallel_dims=dims,
-            training=TrainingConfig(local_batch_size=1, seq_len=LENGTH),
+            training=training,
             parallelism=parallelism,
             compile_config=CompileConfig(),
             ac_config=None,
