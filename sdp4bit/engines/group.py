@@ -100,17 +100,17 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
     group, and by `sample_weights`.
     """
 
-    def __init__(self, group: GroupT, *, index: int, layout: NodeLayout | None) -> None:
+    def __init__(self, group: GroupT, *, index: int, layout: NodeLayout) -> None:
         """Prepare; nothing is quantized yet.
 
         Args:
             index: number of the group in its model, the same on all its ranks.
-            layout: the nodes of its ranks; None where nothing is replaced or counted.
+            layout: the nodes of its ranks.
         """
         self.group = group
         self.index = index
-        self._layout = layout
-        nodes, ranks = (1, len(group.ranks)) if layout is None else (layout.nodes, layout.ranks_per_node)
+        self.layout = layout
+        nodes, ranks = layout.nodes, layout.ranks_per_node
         self.weight_traffic = TrafficCounter(nodes=nodes, ranks_per_node=ranks)
         self.gradient_traffic = TrafficCounter(nodes=nodes, ranks_per_node=ranks)
         self.replica: ReplicaT | None = None
@@ -132,17 +132,6 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
         """Of the last reduction, on its last hop; None for full precision."""
         self.gradient_sample: GradientSample | None = None
         """Of the last reduction in a step that is to be measured."""
-
-    @property
-    def layout(self) -> NodeLayout:
-        """The nodes of the group's ranks; only of a group that communicates."""
-        assert self._layout is not None
-        return self._layout
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether this library communicates for the group, be it in full precision."""
-        return self._layout is not None
 
     @property
     def counters(self) -> tuple[TrafficCounter, ...]:
@@ -294,7 +283,7 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
 
     def describe_ranks(self) -> str:
         """Return over which ranks the group is spread, as text."""
-        return describe_ranks(self.layout) if self.is_replaced else f"{len(self.group.ranks)}"
+        return describe_ranks(self.layout)
 
     def describe_weights(self) -> str:
         """Return how the weights travel, as text; engines add what they do besides."""

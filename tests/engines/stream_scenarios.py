@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
 from sdp4bit import (
@@ -28,6 +29,7 @@ from sdp4bit.engines.ddp import hook
 from sdp4bit.engines.measures import SampledMeasures
 from tests import toy
 from tests.engines import stream_simulator
+from tests.engines.fsdp2.toy_moe import HAS_MESH_PER_PARAM
 from tests.engines.megatron import runs as megatron_runs
 from tests.tables import flat
 
@@ -44,6 +46,7 @@ class FSDPRun:
         topology: int = 2,
         roots: int = 1,
         is_hybrid: bool = False,
+        place: Callable[[torch.nn.Parameter], Any] | None = None,
         prepare: Callable[[list[toy.ToyGPT]], None] | None = None,
         params: Callable[[torch.nn.Parameter], bool] = lambda _: True,
         **options: Any,
@@ -53,13 +56,14 @@ class FSDPRun:
         Args:
             roots: models that are trained on the same batches, each with its own streams.
             is_hybrid: two replicas of two shards each (HSDP).
+            place: on which mesh a parameter is sharded.
             prepare: is called with them before anything is attached.
             params: which ones this rank gives to its optimizer.
         """
         torch.manual_seed(0)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")) if is_hybrid else None
         gpts = [toy.ToyGPT(width=16, hidden=36, layers=3) for _ in range(roots)]
-        self.models = [toy.shard(gpt, mesh=mesh) for gpt in gpts]
+        self.models = [toy.shard(gpt, mesh=mesh, shard_placement_fn=place) for gpt in gpts]
         if prepare is not None:
             prepare(self.models)
         self.comm: Any = None
@@ -239,6 +243,14 @@ def unshard_early(use: Callable[[FSDPRun], object], config: SDP4BitConfig = QUAN
     run.train(2)
 
 
+def mesh_per_parameter() -> None:
+    """Feed-forward matrices are sharded across the nodes only, as experts are; two groups in every block."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "other"))["experts"]
+    info = _fsdp_common.FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
+    result = _fsdp_common.ShardPlacementResult(placement=None, mesh_info=info)
+    FSDPRun(MEASURED, place=lambda param: result if 36 in param.shape else None).train(3)
+
+
 def audit() -> None:
     run = FSDPRun(replace(MEASURED, audit=AuditConfig(interval=1)), prepare=prefetch).train(3)
     assert run.comm.audit()
@@ -363,6 +375,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "HSDP, pipeline chunks": lambda: FSDPRun(chunked(), is_hybrid=True, prepare=more_buffers).train(3),
     "HSDP, accumulation": accumulate_before_all_reduce,
     "HSDP, two roots": lambda: FSDPRun(is_hybrid=True, roots=2).train(3),
+    **({"mesh per parameter": mesh_per_parameter} if HAS_MESH_PER_PARAM else {}),
     "DDP": distributed_data_parallel,
     "DDP, one rank per node": lambda: distributed_data_parallel(topology=1),
     "load": load,
@@ -450,5 +463,6 @@ ORDERED_SCENARIOS: dict[str, Callable[[], object]] = {
     "HSDP": SCENARIOS["HSDP"],
     "HSDP, accumulation": accumulate_before_all_reduce,
     "DDP": distributed_data_parallel,
+    **({"mesh per parameter": SCENARIOS["mesh per parameter"]} if HAS_MESH_PER_PARAM else {}),
 }
 """What all ranks go through, to compare the order of their collectives."""

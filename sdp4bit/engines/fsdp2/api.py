@@ -377,7 +377,7 @@ def _rounds(comms: Sequence[FSDPCommunication]) -> list[DecisionRound]:
 
 def _further(comms: Sequence[FSDPCommunication], ranks: tuple[int, ...]) -> list[ProcessGroup]:
     """Return the process groups along which other ranks hold the same parameters or parts of them."""
-    mesh = max((comm.group.mesh for comm in comms), key=lambda mesh: mesh.ndim)
+    mesh = max((comm.group.mesh for comm in comms if comm.layout.ranks == ranks), key=lambda mesh: mesh.ndim)
     along = [mesh.get_group(dim) for dim in range(mesh.ndim)] if mesh.ndim > 1 else []
     members = [tuple(dist.get_process_group_ranks(group)) for group in along]
     if ranks not in members:

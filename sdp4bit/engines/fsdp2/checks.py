@@ -39,12 +39,19 @@ def match_skipped(
     groups: Sequence[FSDPGroup], skip: Sequence[str] | Callable[[str], bool]
 ) -> tuple[dict[str, str], list[str]]:
     """Return the names of the groups to leave dense, with the reason, and the patterns that match none."""
-    names = [group.name for group in groups]
-    if callable(skip):
-        return {name: "skipped" for name in names if skip(name)}, []
-    matched = {pattern: fnmatch.filter(names, pattern) for pattern in skip}
-    reasons = {name: f"skipped by {pattern!r}" for pattern, found in matched.items() for name in found}
-    return reasons, [pattern for pattern, found in matched.items() if not found]
+    reasons: dict[str, str] = {}
+    used: set[str] = set()
+    for group in groups:
+        # A module with several groups is meant by its own name, and each of them by theirs.
+        names = dict.fromkeys((group.module_name, group.name))
+        if callable(skip):
+            reasons |= {group.name: "skipped"} if any(map(skip, names)) else {}
+            continue
+        for pattern in skip:
+            if fnmatch.filter(names, pattern):
+                reasons[group.name] = f"skipped by {pattern!r}"
+                used.add(pattern)
+    return reasons, [] if callable(skip) else [pattern for pattern in skip if pattern not in used]
 
 
 def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) -> None:

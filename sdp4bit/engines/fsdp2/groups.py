@@ -6,9 +6,11 @@ FSDP2 goes through its public setters, but for the process group of HSDP's repli
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, count, takewhile
 from typing import cast
 
 import torch
@@ -29,6 +31,7 @@ from sdp4bit.engines.fsdp2.torch_internals import (
     ParamGroup,
     RootContext,
     param_groups_of,
+    setters_of,
 )
 from sdp4bit.engines.measures import pieces_of
 
@@ -135,10 +138,27 @@ class CommObjects:
 class FSDPGroup:
     """One FSDP2 parameter group: the parameters that are gathered and reduced together."""
 
-    def __init__(self, module: Module, group: ParamGroup, *, name: str, module_names: dict[int, str]) -> None:
+    def __init__(
+        self,
+        module: Module,
+        group: ParamGroup,
+        *,
+        name: str,
+        module_name: str,
+        module_names: dict[int, str],
+        siblings: Sequence[ParamGroup],
+    ) -> None:
+        """Describe a group.
+
+        Args:
+            module_names: of all modules of the model, by identity.
+            siblings: all groups of the module, in the order in which they are gathered.
+        """
         self.name = name or "(root)"
+        self.module_name = module_name or "(root)"
         self.module = module
         self._group = group
+        self._siblings = siblings
         self._module_names = module_names
 
     @property
@@ -207,8 +227,8 @@ class FSDPGroup:
         return self._group.is_unsharded
 
     def leads(self, leader: object) -> bool:
-        """Return whether this is a group of the module whose state that is."""
-        return self.module._get_fsdp_state() is leader
+        """Return whether this is the first group of the module whose state that is."""
+        return self._siblings[0] is self._group and self.module._get_fsdp_state() is leader
 
     @property
     def is_training(self) -> bool:
@@ -381,11 +401,14 @@ class FSDPGroup:
     def install(self, comms: CommObjects) -> CommObjects:
         """Let the group communicate through the given objects; return what it used before, for install()."""
         previous = self.comms
-        self.module.set_custom_all_gather(comms.all_gather)
-        self.module.set_custom_reduce_scatter(comms.reduce_scatter)
-        self.module.set_force_sum_reduction_for_comms(comms.force_sum)
+        setters = self.module if len(self._siblings) == 1 else setters_of(self._group)
+        setters.set_custom_all_gather(comms.all_gather)
+        setters.set_custom_reduce_scatter(comms.reduce_scatter)
+        setters.set_force_sum_reduction_for_comms(comms.force_sum)
         if comms.replicas is not None:
-            # There is no setter: FSDP2's hook for all-reduces comes after its own one over the replicas.
+            # There is no setter: FSDP2's hook for all-reduces comes after its own one over the replicas. The
+            # record is this group's own from here on: placement functions give one to many groups.
+            self._group.mesh_info = copy(self._group.mesh_info)
             self._hybrid_info.replicate_process_group = comms.replicas
         return previous
 
@@ -401,7 +424,7 @@ def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
     """Return the parameter groups of the models, each once, in the order of `named_modules`; none for none.
 
     Raises:
-        ValueError: not FSDP2 modules, no parameters, or several parameter groups on one module.
+        ValueError: not FSDP2 modules, or no parameters.
     """
     groups: list[FSDPGroup] = []
     seen: set[int] = set()
@@ -412,26 +435,46 @@ def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
         if not fsdp_modules:
             raise ValueError(
                 f"{type(root).__name__} has no FSDP2 modules: call torch.distributed.fsdp.fully_shard on its "
-                "blocks and on itself before sdp4bit.quantize_communication"
+                "blocks and on itself before sdp4bit.quantize_communication; for DistributedDataParallel and "
+                "replicate() there is sdp4bit.ddp_comm_hook"
             )
         for name, module in fsdp_modules:
             own = param_groups_of(cast(Module, module))
-            if len(own) > 1:
-                raise ValueError(
-                    f"{prefix}{name or type(module).__name__} has {len(own)} parameter groups (a mesh per "
-                    "parameter), which FSDP2's communication hooks do not support: use one mesh per module"
-                )
-            # fully_shard([a, b]) gives several modules one group.
-            if own and id(own[0]) not in seen and own[0].fsdp_params:
-                seen.add(id(own[0]))
+            for group in own:
+                # fully_shard([a, b]) gives several modules one group.
+                if id(group) in seen or not group.fsdp_params:
+                    continue
+                seen.add(id(group))
+                module_name = group_name = (prefix + name).rstrip(".")
+                if len(own) > 1:
+                    group_name = _name_among(groups, _common_owner(group, module_names))
                 groups.append(
                     FSDPGroup(
                         cast(Module, module),
-                        own[0],
-                        name=(prefix + name).rstrip("."),
+                        group,
+                        name=group_name,
+                        module_name=module_name,
                         module_names=module_names,
+                        siblings=own,
                     )
                 )
     if roots and not groups:
         raise ValueError("the FSDP2 modules of this model hold no parameters")
     return groups
+
+
+def _common_owner(group: ParamGroup, module_names: Mapping[int, str]) -> str:
+    """Return the name of the innermost module that all parameters of a group are below."""
+    owners = [
+        clean_name(module_names.get(id(p._module_info.module), "")).split(".") for p in group.fsdp_params
+    ]
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))
+    return ".".join(parts[0] for parts in shared)
+
+
+def _name_among(groups: Sequence[FSDPGroup], name: str) -> str:
+    """Return the name, with a number behind it if a group has it already."""
+    taken = {group.name for group in groups}
+    name = name or "(root)"
+    numbered = (f"{name} ({number})" for number in count(2))
+    return next(each for each in chain([name], numbered) if each not in taken)

@@ -147,7 +147,8 @@ def _local(value: object) -> torch.Tensor | None:
 
 
 def _layout(state: FSDPModelCommunication) -> dict[str, int]:
-    layout = state.groups[0].layout
+    """Return the layout of most ranks; rows of groups on smaller meshes are compared by themselves."""
+    layout = max((comm.layout for comm in state.groups), key=lambda layout: layout.size)
     return {
         "ranks": layout.size,
         "nodes": layout.nodes,

@@ -71,7 +71,9 @@ class BucketAlerts(Alerts):
         Args:
             takes_steps: this stage has weights to train, so that it gets to step boundarys.
         """
-        watched = [comm for comm in comms if comm.replica is not None or comm.reduction is not None]
+        # The weights of experts move when a step has been decided on.
+        quantized = [comm for comm in comms if comm.replica is not None or comm.reduction is not None]
+        watched = [comm for comm in quantized if not comm.group.is_expert]
         tied = _tied_on_all_stages(chunks, watched)
         self._stages = pipeline_group(chunks)
         stage = 0 if self._stages is None else self._stages.rank()

@@ -95,7 +95,6 @@ def quantize_communication(
             dtypes=(str(b.param_dtype), str(b.gradients.dtype)),
         )
         for b in buckets
-        if not b.is_expert
     ]
     layouts = agree(
         rows,
@@ -128,7 +127,7 @@ def _existing_handle(
     topology: object,
 ) -> MegatronCommHandle | None:
     """Return the handle that all of these are attached to, None if none is; else raise ValueError."""
-    targets = [*(bucket.bucket_group for bucket in buckets if not bucket.is_expert), *optimizers]
+    targets = [*(bucket.bucket_group for bucket in buckets), *optimizers]
     handles = [vars(target).get(MARK) for target in targets]
     marked = {id(handle): handle for handle in handles if handle is not None}
     if not marked:
@@ -156,7 +155,7 @@ def _check_bucket(bucket: MegatronBucket, config: SDP4BitConfig) -> None:
             f"{bucket.name} holds {bucket.param_dtype} parameters, which have no 16-bit replica: train in "
             "bf16 or fp16 (params_dtype) without fp8 or fp4 parameters"
         )
-    is_replicated = bucket.param_dtype in REPLICATED_DTYPES and not bucket.is_expert
+    is_replicated = bucket.param_dtype in REPLICATED_DTYPES
     if config.weights is not None and config.weights.is_lossless and is_replicated:
         check_dtype(bucket.param_dtype, bucket.device, name=bucket.name)
 

@@ -183,8 +183,10 @@ class BucketCommunication(GroupCommunication[MegatronBucket, BucketReplica]):
     """The second half of a reduction is issued with the first half of the next bucket's."""
 
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
-        """See GroupCommunication."""
-        return None if self.replica is None else self.replica.sample(ranges)
+        """See GroupCommunication; at a step's boundary experts have no new weights yet."""
+        if self.replica is None or (self.group.is_expert and not may_wait):
+            return None
+        return self.replica.sample(ranges)
 
     def copies(self) -> Sequence[ReplicaCopy]:
         """See GroupCommunication."""

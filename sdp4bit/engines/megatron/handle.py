@@ -33,13 +33,16 @@ from sdp4bit.engines.megatron.patches import GroupPatch, OptimizerPatch
 from sdp4bit.engines.megatron.state import checked, load_counters, save_counters
 from sdp4bit.engines.megatron.tensor_parallel import TensorParallelCopies
 
+EXPERTS_SPLIT = "experts under tensor parallelism"
+"""Why a bucket of experts is not quantized."""
+
 
 class MegatronCommHandle(CommHandle):
     """Quantized communication of a Megatron-Core model.
 
     Made by :func:`sdp4bit.megatron.quantize_communication`. Its state travels in the optimizer's part of
     Megatron's own checkpoints; `state_dict` and `load_state_dict` are for programs that save otherwise.
-    A step ends when the optimizer has updated the main weights. Expert buckets do not count in `stats()`.
+    A step ends when the optimizer has updated the main weights; that of experts updates theirs behind it.
     """
 
     _state: MegatronModelCommunication
@@ -56,13 +59,11 @@ class MegatronCommHandle(CommHandle):
         process_group: ProcessGroup | None,
     ) -> None:
         comms = [
-            BucketCommunication(
-                bucket, index=index, layout=None if bucket.is_expert else layouts[bucket.ranks]
-            )
+            BucketCommunication(bucket, index=index, layout=layouts[bucket.ranks])
             for index, bucket in enumerate(buckets)
         ]
-        # A step's boundary is when the buckets that are quantized have new weights. The optimizer of expert
-        # buckets steps later, when the others' may have been sent.
+        # A step's boundary is when the buckets without experts have new weights. The optimizer of experts
+        # steps later, when the others' may have been sent.
         counted = [
             optimizer
             for optimizer in optimizers
@@ -111,7 +112,7 @@ class MegatronCommHandle(CommHandle):
         weight_scratch, gradient_scratch = Scratch(), Scratch()
         for comm in self._state.groups:
             bucket = comm.group
-            reason = _unquantized_reason(comm)
+            reason = _unquantized_reason(comm, is_split=self._copies.are_sought)
             comm.weights_unquantized_reason = reason or ("" if config.weights else OFF)
             comm.gradients_unquantized_reason = reason or ("" if config.gradients else OFF)
             if config.weights is not None and not reason:
@@ -152,7 +153,7 @@ class MegatronCommHandle(CommHandle):
     def _group_patches(self) -> list[GroupPatch]:
         comms_of: dict[int, list[BucketCommunication]] = {}
         for comm in self._state.groups:
-            if comm.is_replaced and comm.layout.size > 1:
+            if comm.layout.size > 1:
                 comms_of.setdefault(id(comm.group.bucket_group), []).append(comm)
         if not comms_of:
             return []
@@ -244,13 +245,17 @@ class MegatronCommHandle(CommHandle):
         self._removed = True
 
 
-def _unquantized_reason(comm: BucketCommunication) -> str:
-    """Return why neither weights nor gradients of a bucket are quantized; "" if they can be."""
+def _unquantized_reason(comm: BucketCommunication, *, is_split: bool) -> str:
+    """Return why neither weights nor gradients of a bucket are quantized; "" if they can be.
+
+    Args:
+        is_split: tensor parallelism is used, and with it experts may be split, copied or whole.
+    """
     bucket = comm.group
-    if bucket.is_expert:
-        return "expert parallel"
     if comm.layout.size == 1:
         return ONE_RANK
+    if bucket.is_expert and is_split:
+        return EXPERTS_SPLIT
     if bucket.param_dtype not in REPLICATED_DTYPES:
         return f"{str(bucket.param_dtype).removeprefix('torch.')} parameters"
     return ""

@@ -38,6 +38,8 @@ class TensorParallelCopies:
         self.parameters: list[nn.Parameter] = []
         self._unaveraged: list[nn.Parameter] = []
         self._marked: list[nn.Parameter] = []
+        self.are_sought = any(tensor_parallel_group(chunk) is not None for chunk in chunks)
+        """There are other tensor-parallel ranks, and what they hold in full has been looked for."""
         for chunk in chunks:
             group = tensor_parallel_group(chunk)
             if group is None:

@@ -5,6 +5,7 @@ Layer: gloo, 4 processes as 2 nodes x 2 ranks. Hosts are stood in for by patchin
 
 from __future__ import annotations
 
+import inspect
 import traceback
 import warnings
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._composable import replicate, replicate_with_fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import optimizer as optimizers
 
@@ -124,19 +126,26 @@ def test_models_that_cannot_be_quantized_are_refused() -> None:
 
 
 @on_ranks(4, timeout=LIMIT)
-def test_a_mesh_per_parameter_is_refused() -> None:
-    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
-    if not hasattr(common, "ShardPlacementResult"):
-        return  # torch before 2.12 has one mesh per module
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    meshes = {8: toy.data_mesh(), 12: mesh["inner"]}
+def test_replicated_models_are_refused_with_the_way_out() -> None:
+    """By both that torch has: one on FSDP2's parameter groups, and one on DistributedDataParallel."""
+    refuse(replicate(nn.Linear(8, 8)), "Linear has no FSDP2 modules", "there is sdp4bit.ddp_comm_hook")
+    if "mesh" not in inspect.signature(replicate_with_fsdp.replicate).parameters:
+        return  # torch 2.9 makes it of the way out
+    model = replicate_with_fsdp.replicate(
+        nn.Sequential(nn.Linear(8, 8)), mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",))
+    )
+    process_groups = len(dist.distributed_c10d._world.pg_map)
+    texts: list[str] = [""] * 4
+    with pytest.raises(ValueError, match="ReplicateSequential is replicated over 4 ranks") as refusal:
+        quantize_communication(model, topology=2)
+    dist.all_gather_object(texts, str(refusal.value))
+    assert len(set(texts)) == 1 and "DistributedDataParallel with sdp4bit.ddp_comm_hook" in texts[0]
+    assert len(dist.distributed_c10d._world.pg_map) == process_groups
+    model(torch.ones(1, 8)).sum().backward()
 
-    def place(param: nn.Parameter) -> Any:
-        info = common.FSDPMeshInfo(mesh=meshes[param.shape[0]], shard_mesh_dim=0)
-        return common.ShardPlacementResult(placement=None, mesh_info=info)
-
-    model = held(torch.ones(8), torch.ones(12), shard_placement_fn=place)
-    refuse(model, "Holder has 2 parameter groups (a mesh per parameter)", "one mesh per module")
+    assert "fully_shard with a mesh of (ranks, 1)" in texts[0]
+    way_out = DeviceMesh("cpu", [[0], [1], [2], [3]], mesh_dim_names=("replicate", "shard"))
+    accept(held(torch.ones(40, 40), mesh=way_out), topology=2)
 
 
 class OtherAllGather:

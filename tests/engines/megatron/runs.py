@@ -37,6 +37,7 @@ MOE: dict[str, Any] = {
     "add_bias_linear": False,
     "moe_router_load_balancing_type": "none",
 }
+EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 VOCABULARY, BATCH, MICROBATCHES = 64, 2, 2
 """The vocabulary is divided by tensor parallelism; the tokens of `toy` are below it."""
 
@@ -83,11 +84,7 @@ class MegatronRun:
             pp,
             virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
             create_gloo_process_groups=True,
-            **(
-                {"expert_model_parallel_size": transformer["expert_model_parallel_size"]}
-                if transformer and "expert_model_parallel_size" in transformer
-                else {}
-            ),
+            **{name: size for name, size in (transformer or {}).items() if name in EXPERT_SIZES},
         )
         self.state = parallel_state
         torch.manual_seed(1234 + seed)
@@ -291,7 +288,7 @@ class MegatronRun:
     def assert_replicas_identical(self) -> None:
         """All data-parallel ranks hold the same bits of all parameters and of the padding."""
         for chunk in self.chunks:
-            for group in (*chunk.bucket_groups,):
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 for bucket in group.buckets:
                     mine = bucket.param_data.view(torch.uint8).clone()
                     peers = group.intra_distributed_optimizer_instance_group
@@ -302,14 +299,15 @@ class MegatronRun:
 
 def save(run: MegatronRun) -> bytes:
     """Return what Megatron's checkpoints hold: model, optimizer entry, and this rank's shards."""
-    (part,) = run.optimizer.chained_optimizers
-    params = [param for group in part.model_float16_groups for param in group]
     buffer = io.BytesIO()
     torch.save(
         {
             "model": [chunk.state_dict() for chunk in run.chunks],
             "optimizer": run.optimizer.state_dict(),
-            "shards": [part._get_main_param_and_optimizer_states(param) for param in params],
+            "shards": [
+                [part._get_main_param_and_optimizer_states(param) for param in params]
+                for part, params in _parts(run)
+            ],
         },
         buffer,
     )
@@ -324,9 +322,18 @@ def load(run: MegatronRun, saved: bytes, *, communication: bool = True) -> None:
     if not communication:
         del state["optimizer"]["optimizer"]["sdp4bit"]
     run.optimizer.load_state_dict(state["optimizer"])
-    (part,) = run.optimizer.chained_optimizers
-    for tensors in part.optimizer.state.values():
-        tensors["step"] = tensors["step"].clone()  # Megatron-Core gives torch's Adam one for all parameters
-    params = [param for group in part.model_float16_groups for param in group]
-    for param, tensors in zip(params, state["shards"], strict=True):
-        part._set_main_param_and_optimizer_states(param, tensors)
+    for (part, params), shards in zip(_parts(run), state["shards"], strict=True):
+        for tensors in part.optimizer.state.values():
+            tensors["step"] = tensors[
+                "step"
+            ].clone()  # Megatron-Core gives torch's Adam one for all parameters
+        for param, tensors in zip(params, shards, strict=True):
+            part._set_main_param_and_optimizer_states(param, tensors)
+
+
+def _parts(run: MegatronRun) -> list[tuple[Any, list[torch.nn.Parameter]]]:
+    """Return the distributed optimizers and the parameters of each; experts have one of their own."""
+    return [
+        (part, [param for group in part.model_float16_groups for param in group])
+        for part in run.optimizer.chained_optimizers
+    ]

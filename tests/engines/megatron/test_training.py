@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
+from sdp4bit.engines.explain import ONE_RANK
 from sdp4bit.quantization.layout import MessageLayout
 from tests.engines.megatron.runs import MOE, STOCHASTIC, MegatronRun
 from tests.ranks import on_ranks, run_ranks
@@ -96,7 +97,7 @@ def fp32_buffer() -> None:
 
 
 def expert_buffer() -> None:
-    """Expert parameters stay Megatron's, and explain() says so; the others are quantized."""
+    """Experts on one rank each stay Megatron's, and explain() says so; the others are quantized."""
     plain = MegatronRun(None, transformer=MOE).train(2).finish()
     assert MegatronRun(LOSSLESS, topology=1, transformer=MOE).train(2).finish() == plain
     run = MegatronRun(QUANTIZED, topology=1, transformer=MOE)
@@ -104,7 +105,7 @@ def expert_buffer() -> None:
     assert stock and not any("start_grad_sync" in attributes for attributes in stock)
     assert_lossy(run.train(2).finish(), plain)
     groups = explained(run.comm.explain())
-    assert "expert parallel" in groups["chunk0.expert.bfloat16.0"]
+    assert ONE_RANK in groups["chunk0.expert.bfloat16.0"]
     assert "int4/2048" in groups["chunk0.bfloat16.0"]
 
 

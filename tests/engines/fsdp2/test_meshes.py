@@ -1,0 +1,275 @@
+"""FSDP2 integration, a mesh per parameter: modules with several parameter groups, each on ranks of its own.
+
+Layer: 4 real processes over gloo, 2 nodes x 2 ranks, a model with experts; units with FSDP2's setters.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+from sdp4bit import AlertConfig, ReplicaMismatchError, quantize_communication
+from sdp4bit.engines.explain import ONE_NODE, ONE_RANK
+from sdp4bit.engines.fsdp2.torch_internals import _OneGroup, param_groups_of
+from sdp4bit.plan.traffic import RankGrid, gradient_exchange, weight_gather, weight_refresh
+from tests.engines.fsdp2 import toy_moe
+from tests.engines.fsdp2.test_bytes import count_sent_bytes
+from tests.engines.fsdp2.toy_moe import MoERun, build_moe, expert_mesh
+from tests.plan.test_large_worlds import fake_world
+from tests.ranks import on_ranks, run_ranks
+from tests.toy import IDENTITY, LOSSLESS, QUANTIZED, Run, assert_close
+
+pytestmark = pytest.mark.skipif(not toy_moe.HAS_MESH_PER_PARAM, reason="torch 2.12 and newer")
+
+ACROSS, INSIDE, ALONE = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]
+"""Ranks 0 and 1 are a node. Columns shard the same experts: across the nodes, inside one, not at all."""
+NAMES = ["(root)", "blocks.0", "blocks.0.moe.experts", "blocks.1", "blocks.1.moe.experts"]
+BETWEEN = {True: RankGrid(nodes=2, ranks_per_node=1), False: RankGrid(nodes=2, ranks_per_node=2)}
+"""Of the experts' groups, and of the others."""
+LIMIT = 400.0
+
+
+def groups_of(run: Run) -> list[Any]:
+    return list(run.comm._state.groups)
+
+
+def stock_objects(run: Run) -> list[str]:
+    groups = [g for block in run.model.blocks for g in param_groups_of(block)]
+    return [type(c).__name__ for g in groups for c in (g._all_gather_comm, g._reduce_scatter_comm)]
+
+
+def measure() -> dict[str, Any]:
+    """Train in all ways; return losses, bytes and tables."""
+    found: dict[str, Any] = {"plain": MoERun(None, ACROSS).train(2).finish()}
+    found["exact"] = MoERun(IDENTITY, ACROSS).train(2).finish()
+    found["separate"] = MoERun(QUANTIZED, ACROSS, separate=True).train(2).finish()
+    run = MoERun(QUANTIZED, ACROSS).train(1)
+    with count_sent_bytes(2) as sent:
+        run.train(1)
+    found["sent"], found["counted"] = sent, run.comm.stats()["last_step"]
+    found["names"] = [group.group.name for group in groups_of(run)]
+    found["rows"] = [group.group.shard_numel for group in groups_of(run)]
+    found["one module"] = run.finish()
+    found["explained"] = run.comm.explain()
+    run.comm.remove()
+    found["removed"] = stock_objects(run)
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[dict[str, Any]]:
+    """What each rank has found; all in the same processes."""
+    return run_ranks(measure, 4, timeout=LIMIT)
+
+
+def test_full_precision_equals_plain_fsdp2_bit_for_bit(measured: Any) -> None:
+    for found in measured:
+        assert found["exact"] == found["plain"]
+
+
+def test_quantized_groups_of_one_module_equal_the_same_groups_as_modules(measured: Any) -> None:
+    for found in measured:
+        assert found["one module"] == found["separate"] != found["plain"]
+        assert_close(found["one module"], found["plain"])
+
+
+def test_every_group_sends_over_its_own_mesh_what_the_planner_says(measured: Any) -> None:
+    for found in measured:
+        assert found["names"] == NAMES
+        inter = intra = 0.0
+        for name, row in zip(NAMES, found["rows"], strict=True):
+            grid = BETWEEN[name.endswith("experts")]
+            parts = [
+                gradient_exchange(row, grid=grid, config=QUANTIZED.gradients),
+                weight_refresh(row, grid=grid, config=QUANTIZED.weights),
+                # The root's weights stay since the forward.
+                weight_gather(row, grid=grid, config=QUANTIZED.weights).times(1 if name == "(root)" else 2),
+            ]
+            inter += sum(part.inter_bytes for part in parts)
+            intra += sum(part.intra_bytes for part in parts)
+        assert found["sent"] == {"inter": inter, "intra": intra}
+        assert found["counted"]["inter_bytes"] == inter
+        assert found["counted"]["intra_bytes"] == intra
+        assert found["explained"].count("2 x 1") == 2 and found["explained"].count("2 x 2") == 3
+
+
+def test_remove_gives_every_group_its_own_objects_back(measured: Any) -> None:
+    for found in measured:
+        assert found["removed"] == ["DefaultAllGather", "DefaultReduceScatter"] * 4
+
+
+def reasons(ranks: list[list[int]], **options: Any) -> dict[str, tuple[str, str]]:
+    """Return why the groups of each name are not quantized, weights and gradients."""
+    model = build_moe(expert_mesh(ranks))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "sdp4bit: .* sharded inside one node")
+        comm = quantize_communication(model, topology=2, **options)
+    found = {
+        group.group.name: (group.weights_unquantized_reason, group.gradients_unquantized_reason)
+        for group in comm._state.groups
+    }
+    table = comm.explain()
+    comm.remove()
+    assert all(text in table for pair in found.values() for text in pair)
+    return found
+
+
+@on_ranks(4, timeout=LIMIT)
+def test_groups_that_gain_nothing_are_left_to_fsdp2_with_the_reason() -> None:
+    experts, others = NAMES[2::2], NAMES[:2] + NAMES[3:4]
+    inside = reasons(INSIDE)
+    assert all(inside[name] == (ONE_NODE, "") for name in experts), inside
+    assert all(inside[name] == ("", "") for name in others)
+    alone = reasons(ALONE)
+    assert all(alone[name] == (ONE_RANK, ONE_RANK) for name in experts), alone
+    assert all(alone[name] == ("", "") for name in others)
+    # By the name of the group, and of the module.
+    skipped = reasons(ACROSS, skip=["*.experts"])
+    assert {name for name, pair in skipped.items() if pair == ("skipped by '*.experts'",) * 2} == set(experts)
+    skipped = reasons(ACROSS, skip=lambda name: name == "blocks.1")
+    assert {name for name, pair in skipped.items() if pair == ("skipped",) * 2} == set(NAMES[3:])
+
+
+@pytest.mark.slow
+@on_ranks(4, timeout=LIMIT)
+def test_experts_inside_a_node_and_alone_train_as_with_plain_fsdp2() -> None:
+    for ranks in (INSIDE, ALONE):
+        plain = MoERun(None, ranks).train(2).finish()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "sdp4bit: .* sharded inside one node")
+            assert MoERun(LOSSLESS, ranks).train(2).finish() == plain
+            losses = MoERun(QUANTIZED, ranks).train(2).finish()
+        assert losses != plain
+        assert_close(losses, plain)
+
+
+@pytest.mark.slow
+@on_ranks(4, timeout=LIMIT)
+def test_groups_on_hybrid_meshes_of_one_record_all_reduce_for_themselves() -> None:
+    """Placement functions give all blocks one record of the mesh, which holds the replicas' process group."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "sdp4bit: .* sharded inside one node")
+        plain = MoERun(None, ACROSS, replicate=mesh).train(2).finish()
+        assert MoERun(IDENTITY, ACROSS, replicate=mesh).train(2).finish() == plain
+        run = MoERun(QUANTIZED, ACROSS, replicate=mesh).train(1)
+        sent = {g.group.name: g.all_reduce_traffic.current_step.inter_bytes for g in groups_of(run)}
+        assert {name for name, nbytes in sent.items() if nbytes} == {"blocks.0", "blocks.1"}
+        losses = run.train(1).finish()
+    assert losses != plain
+    assert_close(losses, plain)
+    hybrid = [g.group for g in groups_of(run) if g.group.is_hybrid]
+    run.comm.remove()
+    assert [group.comms.replicas for group in hybrid] == [mesh.get_group("replicate")] * 2
+
+
+@pytest.mark.slow
+def test_a_resume_from_a_checkpoint_repeats_the_run_bit_for_bit(tmp_path: Path) -> None:
+    whole = run_ranks(train_and_save, 4, str(tmp_path), timeout=LIMIT)
+    assert run_ranks(resume, 4, str(tmp_path), timeout=LIMIT) == whole
+
+
+def checkpoint_of(run: Run) -> dict[str, Any]:
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    return {"model": model, "optimizer": optimizer}
+
+
+def train_and_save(folder: str) -> list[float]:
+    run = MoERun(QUANTIZED, ACROSS).train(2)
+    dcp.save({**checkpoint_of(run), "comm": run.comm}, checkpoint_id=folder)
+    return run.train(2).finish()[2:]
+
+
+def resume(folder: str) -> list[float]:
+    run = MoERun(QUANTIZED, ACROSS)
+    state = checkpoint_of(run)
+    dcp.load({**state, "comm": run.comm}, checkpoint_id=folder)
+    set_state_dict(
+        run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    for _ in range(2):
+        next(run.data)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "sdp4bit:")
+        losses = run.train(2).finish()
+    assert [group.full_refreshes for group in groups_of(run)] == [0] * 5
+    return losses
+
+
+@pytest.mark.slow
+@on_ranks(4, timeout=LIMIT)
+def test_audit_and_fallback_see_every_group_on_its_own_ranks() -> None:
+    strict = AlertConfig(action="fallback", gradient_error=0.05)
+    run = MoERun(replace(QUANTIZED, alerts=strict), ACROSS).train(1)
+    run.comm.audit()
+    run.train(1)
+    run.backward()
+    raised: list[Any] = [None] * 4
+    dist.all_gather_object(raised, [group.gradient_bits for group in groups_of(run)])
+    assert raised == [[8] * 5] * 4
+    run.step()
+    run.evaluate()
+    (experts,) = (group for group in groups_of(run) if group.group.name == "blocks.0.moe.experts")
+    if dist.get_rank() == 3:
+        experts.replica.rows.view(torch.int16)[0, 0] ^= 1
+    # The ranks that hold these experts find it; the others have nothing to find.
+    if dist.get_rank() in (1, 3):
+        with pytest.raises(ReplicaMismatchError, match=r"group blocks.0.moe.experts: .*ranks? .*3"):
+            run.comm.audit()
+    else:
+        run.comm.audit()
+
+
+@pytest.fixture
+def two_groups() -> Iterator[Any]:
+    """A module with a parameter on each of two meshes, of a fake process group."""
+    with fake_world(4, rank=0):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        meshes = {8: init_device_mesh("cpu", (4,)), 12: mesh["inner"]}
+        infos = {size: _fsdp_common.FSDPMeshInfo(mesh=m, shard_mesh_dim=0) for size, m in meshes.items()}
+        model = nn.Module()
+        model.a, model.b = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(12))
+        yield fully_shard(
+            model,
+            mesh=meshes[8],
+            shard_placement_fn=lambda p: _fsdp_common.ShardPlacementResult(None, infos[p.shape[0]]),
+        )
+
+
+def test_groups_of_one_owner_are_numbered(two_groups: Any) -> None:
+    comm = quantize_communication(two_groups, topology=1)
+    assert [group.group.name for group in comm._state.groups] == ["(root)", "(root) (2)"]
+
+
+def test_a_torch_whose_setters_differ_is_refused_and_nothing_is_changed(
+    two_groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = param_groups_of(two_groups)
+    before = [(g._all_gather_comm, g._reduce_scatter_comm, g.force_sum_reduction_for_comms) for g in groups]
+
+    def on_first(self: Any, comm: Any) -> None:
+        groups[0]._all_gather_comm = comm
+
+    def renamed(self: Any, comm: Any) -> None:
+        self._get_fsdp_state()._param_groups[0]._all_gather_comm = comm
+
+    for setter, problem in ((on_first, "do not set what this one uses"), (renamed, "fail .AttributeError")):
+        monkeypatch.setattr(_OneGroup, "set_custom_all_gather", setter)
+        with pytest.raises(ValueError, match=rf"in torch .*: setters of one of several .* {problem}.*Tested"):
+            quantize_communication(two_groups, topology=2)
+        assert before == [
+            (g._all_gather_comm, g._reduce_scatter_comm, g.force_sum_reduction_for_comms) for g in groups
+        ]
