@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,11 @@ PREFIX = "sdp4bit/"
 _MEASURES = ("weight_drift", "weight_error", "gradient_error")
 
 
-def require(*packages: str, extra: str) -> None:
-    """Raise ImportError that names the extra of this package, unless these packages are installed."""
-    missing = [package for package in packages if find_spec(package) is None]
-    if missing:
-        raise ImportError(
-            f"sdp4bit.trainers.{extra} needs {' and '.join(missing)}: pip install 'sdp4bit[{extra}]'"
-        )
+def missing(extra: str, cause: ImportError) -> ImportError:
+    """Return the error for a trainer's package that cannot be imported; it names the extra that brings it."""
+    return ImportError(
+        f"sdp4bit.trainers.{extra} cannot import its trainer ({cause}): pip install 'sdp4bit[{extra}]'"
+    )
 
 
 def attach(
@@ -73,7 +70,9 @@ def attach(
             found = "there is one process, which communicates with nobody"
         else:
             found = "no module of the model has been sharded"
-        raise ValueError(f"{caller} needs a model that the trainer has sharded with FSDP2, but {found}. {switch}")
+        raise ValueError(
+            f"{caller} needs a model that the trainer has sharded with FSDP2, but {found}. {switch}"
+        )
     return quantize_communication(model, topology=topology, config=config, skip=skip)
 
 
@@ -81,10 +80,10 @@ def log_values(comm: CommHandle) -> dict[str, float]:
     """Return what a trainer logs; cheap, waits for nothing, and is this rank's own.
 
     Returns:
-        "sdp4bit/inter_bytes", "sdp4bit/intra_bytes": that this rank has sent in the last step that has ended,
-        which is at the first forward after it. "sdp4bit/compression_ratio": bytes of plain FSDP2 over these.
-        "sdp4bit/full_refreshes": so far. "sdp4bit/weight_drift", "sdp4bit/weight_error",
-        "sdp4bit/gradient_error": of the last measured step, if there was one. Nothing before a step has ended.
+        "sdp4bit/inter_bytes", "sdp4bit/intra_bytes": that this rank has sent in the last step.
+        "sdp4bit/compression_ratio": bytes of plain FSDP2 over these. "sdp4bit/full_refreshes": so far.
+        "sdp4bit/weight_drift", "sdp4bit/weight_error", "sdp4bit/gradient_error": of the last measured step,
+        if there was one. Nothing before the first step.
     """
     stats = comm.stats()
     if not stats["total"]["collectives"] or not stats["last_step"]["collectives"]:
@@ -107,8 +106,8 @@ def save(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
 def load(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
     """Continue from what `save` has written; call it on all ranks, once model and optimizer are loaded.
 
-    Without it, and where it does not fit, the replicas start from the loaded weights in full precision, with a
-    warning: the loss goes on from there, but not bit for bit as without the interruption.
+    Without it, and where it does not fit, the replicas start from the loaded weights in full precision, with
+    a warning: the loss goes on from there, but not bit for bit as without the interruption.
     """
     folder = Path(checkpoint) / FOLDER
     found: list[bool] = [False] * dist.get_world_size()

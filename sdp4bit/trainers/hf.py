@@ -13,12 +13,13 @@ from sdp4bit.engines.fsdp2.api import Skip
 from sdp4bit.engines.handle import CommHandle
 from sdp4bit.trainers import attachment
 
-attachment.require("transformers", "accelerate", extra="hf")
-
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
-from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
-from transformers.training_args import TrainingArguments
+try:
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+    from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+    from transformers.training_args import TrainingArguments
+except ImportError as error:
+    raise attachment.missing("hf", error) from error
 
 _SWITCH = (
     "Trainer uses FSDP2 with TrainingArguments(fsdp=True, fsdp_config={'version': 2}), or with "
@@ -78,10 +79,10 @@ class SDP4BitCallback(TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """Attach to the sharded model, whose checkpoint is loaded by now, and load the communication's state."""
+        """Attach to the sharded model, whose checkpoint is loaded by now; load the communication's state."""
         assert model is not None
-        if self.comm is None or model is not self._model:
-            if self.comm is not None:
+        if self.comm is None or not self.comm.is_attached or model is not self._model:
+            if self.comm is not None and self.comm.is_attached:
                 self.comm.remove()
             self.comm = attachment.attach(
                 model,
@@ -102,7 +103,7 @@ class SDP4BitCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Save the communication's state into the checkpoint that has just been written."""
-        if self.comm is not None and not args.save_only_model:
+        if self.comm is not None and self.comm.is_attached and not args.save_only_model:
             attachment.save(self.comm, _checkpoint(args, state))
 
     def on_log(
@@ -114,7 +115,7 @@ class SDP4BitCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Add this rank's bytes to what is logged of training, and to the Trainer's history of it."""
-        if self.comm is None or logs is None or "loss" not in logs:
+        if self.comm is None or not self.comm.is_attached or logs is None or "loss" not in logs:
             return
         values = attachment.log_values(self.comm)
         logs.update(values)
@@ -124,5 +125,4 @@ class SDP4BitCallback(TrainerCallback):
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     """Return the folder that Trainer gives a checkpoint of this step."""
-    run = state.trial_name if state.is_hyper_param_search and state.trial_name else ""
-    return Path(args.output_dir or ".") / run / f"checkpoint-{state.global_step}"
+    return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
