@@ -27,7 +27,8 @@ def as_launched() -> None:
     """Set what torchrun would have set; the process group is there already."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1", HF_HUB_OFFLINE="1")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1", HF_HUB_OFFLINE="1", TORCHELASTIC_RUN_ID="0")
+    os.environ.update(GROUP_RANK="0")
 
 
 def let_accelerate_shard_on_the_cpu() -> None:
