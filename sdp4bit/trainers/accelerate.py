@@ -21,8 +21,8 @@ except ImportError as error:
 __all__ = ["log_values", "quantize_communication"]
 
 _SWITCH = (
-    "Accelerate uses FSDP2 with Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)), or with "
-    "`fsdp_version: 2` in the file of `accelerate launch`, on several processes; call this after "
+    "Accelerate uses FSDP2 with Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)), or "
+    "with `fsdp_version: 2` in the file of `accelerate launch`, on several processes; call this after "
     "accelerator.prepare(model, optimizer), with the model that it returns"
 )
 

@@ -52,7 +52,7 @@ class SDP4BitCallback(Callback):
         self._was_loaded = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach to the model that configure_model has sharded, and save with every checkpoint from now on."""
+        """Attach to what configure_model has sharded, and save with every checkpoint from now on."""
         if self.comm is not None and self.comm.is_attached:
             self.comm.remove()
         self._was_loaded = False
@@ -86,7 +86,7 @@ class SDP4BitCallback(Callback):
 
 
 def _save_with(trainer: Trainer, comm: CommHandle) -> None:
-    """Have the strategy save the communication's state, too: callbacks are not told where a checkpoint goes."""
+    """Have the strategy save the communication's state, too: callbacks are not told where to."""
     strategy = trainer.strategy
     # A second fit wraps the strategy's own method again, not the first one's.
     own = type(strategy).save_checkpoint.__get__(strategy)

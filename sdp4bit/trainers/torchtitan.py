@@ -97,8 +97,8 @@ def quantize(
     """
     if type(config) is not Trainer.Config:
         raise TypeError(
-            f"{type(config).__qualname__} belongs to another trainer, which this would replace: derive from it "
-            "as sdp4bit.trainers.torchtitan.SDP4BitTrainer derives from Trainer"
+            f"{type(config).__qualname__} belongs to another trainer, which this would replace: derive "
+            "from it as sdp4bit.trainers.torchtitan.SDP4BitTrainer derives from Trainer"
         )
     options = CommunicationOptions(
         preset=preset, ranks_per_node=ranks_per_node, skip=list(skip or []), config=communication
