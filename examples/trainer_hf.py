@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/trainer_hf.py
 
-Two ranks stand for two nodes: `topology=1` says so. On a cluster leave it out. Needs pip install 'sdp4bit[hf]'
-and datasets.
+Two ranks stand for two nodes: `topology=1` says so. On a cluster leave it out. Needs datasets and pip install
+'sdp4bit[hf]'.
 """
 
 import tempfile

@@ -96,8 +96,9 @@ class SDP4BitCallback(TrainerCallback):
             self._model = model
         if state.global_step:
             given = self._resume_from or args.resume_from_checkpoint
-            is_path = given is not None and Path(given).is_dir()
-            attachment.load(self.comm, given if is_path else _checkpoint(args, state))
+            if given is None or not Path(given).is_dir():
+                given = _checkpoint(args, state)
+            attachment.load(self.comm, given)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 pytest.importorskip("spmd_types", reason="torchtitan is not installed: make test-ecosystem")
-pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-ecosystem")
 pytest.importorskip("tests.ecosystem.titan_device")
 
 from torch.distributed.fsdp import FSDPModule
@@ -28,12 +27,12 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config import ConfigManager, ParallelismConfig, TrainingConfig
 from torchtitan.models import llama3
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.trainer import Trainer
 
-from sdp4bit.trainers.torchtitan import quantize
+from sdp4bit.trainers.torchtitan import CommunicationOptions, SDP4BitTrainer, quantize
 from tests.ecosystem import on_cpu
 from tests.ecosystem.on_cpu import CONFIGS, QUANTIZED, TOKENS, WORLD
 from tests.ranks import run_ranks
@@ -228,6 +227,13 @@ def test_a_resume_repeats_the_run_bit_for_bit(runs: Any) -> None:
     for rank in runs[1]:
         assert rank["resumed"]["losses"] == rank["quantized"]["losses"][SAVED:]
         assert rank["resumed"]["weights"] == rank["quantized"]["weights"]
+
+
+def test_the_example_is_found_by_torchtitan_and_takes_options() -> None:
+    names = ["--module", "examples.trainer_torchtitan", "--config", "llama3_debugmodel_sdp4bit"]
+    config = ConfigManager().parse_args([*names, "--sdp4bit.preset", "qwd", "--sdp4bit.skip", "lm_head"])
+    assert config.sdp4bit == CommunicationOptions(preset="qwd", skip=["lm_head"])
+    assert type(config) is SDP4BitTrainer.Config and config._owner is SDP4BitTrainer
 
 
 def test_another_trainers_config_is_refused() -> None:
