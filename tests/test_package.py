@@ -20,6 +20,8 @@ else:
     import tomli as tomllib
 
 OPTIONAL = [
+    "accelerate",
+    "lightning",
     "matplotlib",
     "megatron",
     "numba",
@@ -27,6 +29,8 @@ OPTIONAL = [
     "scipy",
     "tensorboard",
     "tokenizers",
+    "torchtitan",
+    "transformers",
     "triton",
     "tyro",
 ]

@@ -15,6 +15,8 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed: make test-ecosystem")
 pytest.importorskip("accelerate", reason="accelerate is not installed: make test-ecosystem")
 
+from transformers import TrainerCallback
+
 from sdp4bit.trainers.hf import SDP4BitCallback
 from tests.ecosystem import on_cpu
 from tests.ecosystem.on_cpu import CONFIGS, QUANTIZED, WORLD
@@ -150,6 +152,17 @@ def test_the_export_is_a_model_of_transformers(full: Any) -> None:
     assert any(not torch.equal(plain[name], quantized[name]) for name in plain)
 
 
+class Reporter(TrainerCallback):
+    """Keeps what it is given to report."""
+
+    def __init__(self) -> None:
+        self.told: list[float | None] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "loss" in logs:
+            self.told.append(logs.get("sdp4bit/inter_bytes"))
+
+
 def run_lora(folder: Path) -> dict[str, Any]:
     """Fine-tune adapters with TRL's SFTTrainer in all configurations; resume the quantized run."""
     from datasets import Dataset
@@ -172,11 +185,14 @@ def run_lora(folder: Path) -> dict[str, Any]:
             processing_class=on_cpu.tiny_tokenizer(),
             peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
         )
+        reporter = Reporter()
+        trainer.add_callback(reporter)  # as those for TensorBoard and so on: before callbacks of the user
         if callback is not None:
             callback.add_to(trainer)
         with on_cpu.count_sent_bytes() as sent:
             trainer.train(resume_from_checkpoint=name == "resumed" and str(output / "checkpoint-3"))
         result[name] = outcome(trainer, sent, callback)
+        result[name]["told"] = reporter.told
         result[name]["evaluated"] = trainer.evaluate(trainer.train_dataset)["eval_loss"]
     return result
 
@@ -193,6 +209,9 @@ def test_adapters_are_fine_tuned_by_trl(lora: list[dict[str, Any]]) -> None:
     for rank in lora:
         assert rank["resumed"]["losses"] == rank["quantized"]["losses"]
         assert rank["resumed"]["weights"] == rank["quantized"]["weights"]
+        # Added in front, the callback adds its values before others report.
+        assert len(rank["quantized"]["told"]) == 6 and None not in rank["quantized"]["told"]
+        assert rank["plain"]["told"] == [None] * 6
         # Frozen weights are sent once, at the first forward.
         on_cpu.assert_bytes(rank["plain"], rank["quantized"], least=9)
 

@@ -37,6 +37,7 @@ from tests.ecosystem import on_cpu
 from tests.ecosystem.on_cpu import CONFIGS, QUANTIZED, TOKENS, WORLD
 from tests.ranks import run_ranks
 
+PRELOAD = ["tests.ecosystem.titan_device", "torchtitan.trainer", "torchtitan.models.llama3"]
 STEPS, SAVED = 6, 3
 
 
