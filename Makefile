@@ -15,8 +15,14 @@ PYTEST := -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 OTHER_INSTALL = $(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constraints.txt torch==$(VERSION)
 
+# An environment of its own for the trainers of other packages. torchtitan asks for older packages than it needs.
+ECOSYSTEM := .venv-ecosystem
+ECOSYSTEM_INSTALL := $(ECOSYSTEM)/bin/python -m pip install --quiet -c constraints.txt -c constraints-ecosystem.txt
+TRAINERS := accelerate datasets lightning peft tensorboard transformers trl
+TORCHTITAN_NEEDS := einops spmd_types torch_checkpointing torchdata triton tyro
+
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test test-unit test-slow test-torch test-pytorch check format clean
+.PHONY: help install demo docs test test-unit test-slow test-ecosystem test-torch test-pytorch check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +50,16 @@ test-unit: $(STAMP) ## run the tests that start no process
 
 test-slow: $(STAMP) ## run the tests marked slow
 	$(BIN)/python -m pytest -q -m slow
+
+test-ecosystem: $(ECOSYSTEM)/.installed ## run the tests of the trainers: Hugging Face, Lightning, torchtitan
+	$(ECOSYSTEM)/bin/python -m pytest -q tests/ecosystem
+
+$(ECOSYSTEM)/.installed: pyproject.toml constraints.txt constraints-ecosystem.txt
+	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
+	$(ECOSYSTEM_INSTALL) torch setuptools
+	$(ECOSYSTEM_INSTALL) --no-build-isolation -e . pytest pytest-timeout $(TRAINERS) $(TORCHTITAN_NEEDS)
+	$(ECOSYSTEM_INSTALL) --no-deps torchtitan
+	touch $@
 
 test-torch: ## run the tests on another torch: VERSION=2.14.1, and PYTHON=python3.12 if need be
 	@test -n '$(VERSION)' || { echo 'which torch? make test-torch VERSION=2.14.1 [PYTHON=python3.12]'; exit 2; }

@@ -24,13 +24,14 @@ import pytest
 from tests import ranks
 
 ECOSYSTEM = (
+    "tests/ecosystem/",
     "tests/engines/megatron/",
     "tests/kernels/",
     "tests/pretrain/checkpoint/test_huggingface.py",
     "tests/report/test_page.py",
 )
 """Where tests need another package's programs or compilers: Megatron-Core, numba and Triton, transformers, a
-browser."""
+browser, trainers."""
 STARTERS = (
     ranks.run_ranks,
     ranks.run_threads,

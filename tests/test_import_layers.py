@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "engines": METHOD,
     **{f"engines.{engine}": METHOD | {"engines"} for engine in ("ddp", "fsdp2", "megatron", "simulated")},
     "megatron": ENGINES,
+    "trainers": ENGINES,
     "api": ENGINES | {"megatron"},
     **{
         f"pretrain.{part}": LIBRARY | {f"pretrain.{left}" for left in _IN_PRETRAIN[:place]}

@@ -22,6 +22,8 @@ else:
     import tomli as tomllib
 
 OPTIONAL = [
+    "accelerate",
+    "lightning",
     "matplotlib",
     "megatron",
     "numba",
@@ -29,6 +31,8 @@ OPTIONAL = [
     "scipy",
     "tensorboard",
     "tokenizers",
+    "torchtitan",
+    "transformers",
     "triton",
     "tyro",
 ]

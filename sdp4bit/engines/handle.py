@@ -197,6 +197,11 @@ class CommHandle(ABC):
     def remove(self) -> None:
         """Communicate as before; call it on all ranks."""
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether the model communicates through this handle: until `remove`."""
+        return not self._removed
+
     # -- what all engines tell -------------------------------------------------------------------------
 
     def explain(self) -> str:

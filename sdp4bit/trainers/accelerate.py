@@ -1,0 +1,70 @@
+"""FSDP2 models that `accelerate.Accelerator` has prepared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from sdp4bit.collectives.topology import TopologySpec
+from sdp4bit.config import SDP4BitConfig
+from sdp4bit.engines.fsdp2.api import Skip
+from sdp4bit.engines.handle import CommHandle
+from sdp4bit.trainers import attachment
+from sdp4bit.trainers.attachment import log_values
+
+try:
+    from accelerate import Accelerator
+except ImportError as error:
+    raise attachment.missing("accelerate", error) from error
+
+__all__ = ["log_values", "quantize_communication"]
+
+_SWITCH = (
+    "Accelerate uses FSDP2 with Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)), or "
+    "with `fsdp_version: 2` in the file of `accelerate launch`, on several processes; call this after "
+    "accelerator.prepare(model, optimizer), with the model that it returns"
+)
+
+
+def quantize_communication(
+    accelerator: Accelerator,
+    *,
+    model: nn.Module,
+    config: SDP4BitConfig | str | None = None,
+    topology: TopologySpec = "auto",
+    skip: Skip = None,
+) -> CommHandle:
+    """Quantize the communication of a prepared model, and have save_state and load_state keep its state.
+
+    Call it on every rank, right after `model, optimizer = accelerator.prepare(model, optimizer)`. For
+    the trackers: `accelerator.log({"loss": loss, **log_values(comm)})`.
+
+    Args:
+        model: as `accelerator.prepare` has returned it.
+        config, topology, skip: as in `sdp4bit.quantize_communication`.
+
+    Raises:
+        ValueError: the model is not sharded by FSDP2; also as `sdp4bit.quantize_communication`.
+    """
+    comm = attachment.attach(
+        model,
+        caller="sdp4bit.trainers.accelerate.quantize_communication",
+        switch=_SWITCH,
+        config=config,
+        topology=topology,
+        skip=skip,
+    )
+
+    def after_saving(_: list[Any], __: list[Any], folder: str) -> None:
+        if comm.is_attached:
+            attachment.save(comm, folder)
+
+    def after_loading(_: list[Any], folder: str) -> None:
+        if comm.is_attached:
+            attachment.load(comm, folder)
+
+    # Accelerate calls "pre" hooks once FSDP2's model and optimizer are written and read, on all ranks.
+    accelerator.register_save_state_pre_hook(after_saving)
+    accelerator.register_load_state_pre_hook(after_loading)
+    return comm

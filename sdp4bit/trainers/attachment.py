@@ -1,0 +1,127 @@
+"""What the trainers share: attaching to the model they have sharded, their checkpoints, their logs."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from sdp4bit.collectives.topology import TopologySpec
+from sdp4bit.config import SDP4BitConfig
+from sdp4bit.engines.fsdp2.api import Skip, quantize_communication
+from sdp4bit.engines.handle import CommHandle
+
+FOLDER = "sdp4bit"
+"""Of the communication's state, in a trainer's checkpoint."""
+PREFIX = "sdp4bit/"
+"""Of the names in a trainer's logs."""
+_MEASURES = ("weight_drift", "weight_error", "gradient_error")
+
+
+def missing(extra: str, cause: ImportError) -> ImportError:
+    """Return the error for a trainer's package that cannot be imported; it names the extra that brings it."""
+    return ImportError(
+        f"sdp4bit.trainers.{extra} cannot import its trainer ({cause}): pip install 'sdp4bit[{extra}]'"
+    )
+
+
+def attach(
+    model: nn.Module | list[nn.Module],
+    *,
+    caller: str,
+    switch: str,
+    is_ddp: bool = False,
+    config: SDP4BitConfig | str | None = None,
+    topology: TopologySpec = "auto",
+    skip: Skip = None,
+) -> CommHandle:
+    """Quantize the communication of a model that a trainer has sharded; call it on all ranks.
+
+    Args:
+        caller: the name of what users have switched on, for errors.
+        switch: how this trainer is told to use FSDP2, for errors.
+        is_ddp: whether the trainer wraps the model in DistributedDataParallel, where the model does not show.
+        config, topology, skip: as in `quantize_communication`.
+
+    Raises:
+        ValueError: the trainer uses something else than FSDP2; also as `quantize_communication`.
+    """
+    roots = [model] if isinstance(model, nn.Module) else model
+    modules = [module for root in roots for module in root.modules()]
+    if not any(isinstance(module, FSDPModule) for module in modules):
+        if any(isinstance(module, FullyShardedDataParallel) for module in modules):
+            found = "it uses FSDP1, whose communication has no such hooks"
+        elif is_ddp or any(isinstance(module, DistributedDataParallel) for module in modules):
+            found = (
+                "it uses DistributedDataParallel. For quantized gradients there, register "
+                "sdp4bit.ddp_comm_hook with the wrapped model (docs/ddp.md)"
+            )
+        elif not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            found = "there is one process, which communicates with nobody"
+        else:
+            found = "no module of the model has been sharded"
+        raise ValueError(
+            f"{caller} needs a model that the trainer has sharded with FSDP2, but {found}. {switch}"
+        )
+    return quantize_communication(model, topology=topology, config=config, skip=skip)
+
+
+def log_values(comm: CommHandle) -> dict[str, float]:
+    """Return what a trainer logs; cheap, waits for nothing, and is this rank's own.
+
+    Returns:
+        "sdp4bit/inter_bytes", "sdp4bit/intra_bytes": that this rank has sent in the last step.
+        "sdp4bit/compression_ratio": bytes of plain FSDP2 over these. "sdp4bit/full_refreshes": so far.
+        "sdp4bit/weight_drift", "sdp4bit/weight_error", "sdp4bit/gradient_error": of the last measured step,
+        if there was one. Nothing before the first step.
+    """
+    stats = comm.stats()
+    if not stats["total"]["collectives"] or not stats["last_step"]["collectives"]:
+        return {}
+    values: dict[str, Any] = {
+        "inter_bytes": stats["last_step"]["inter_bytes"],
+        "intra_bytes": stats["last_step"]["intra_bytes"],
+        "compression_ratio": stats["compression_ratio"],
+        "full_refreshes": stats["full_refreshes"],
+        **{name: stats[name] for name in _MEASURES},  # type: ignore[literal-required]
+    }
+    return {PREFIX + name: float(value) for name, value in values.items() if value is not None}
+
+
+def save(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
+    """Save what a bit-exact resume needs into a folder of the trainer's checkpoint; call it on all ranks."""
+    save_state(comm.state_dict(), storage_writer=FileSystemWriter(Path(checkpoint) / FOLDER))
+
+
+def load(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
+    """Continue from what `save` has written; call it on all ranks, once model and optimizer are loaded.
+
+    Without it, and where it does not fit, the replicas start from the loaded weights in full precision, with
+    a warning: the loss goes on from there, but not bit for bit as without the interruption.
+    """
+    folder = Path(checkpoint) / FOLDER
+    found: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(found, (folder / ".metadata").is_file())
+    if not all(found):
+        where = "" if not any(found) else f" for ranks {[rank for rank, has in enumerate(found) if not has]}"
+        warnings.warn(
+            f"sdp4bit: {folder} holds no state of the communication{where}: replicas start from the loaded "
+            "weights in full precision, and the run does not repeat the interrupted one bit for bit",
+            stacklevel=2,
+        )
+        return
+    state = comm.state_dict()
+    # What another configuration has not saved stays as it is: the loaded weights.
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    load_state(state, storage_reader=FileSystemReader(folder), planner=planner)
+    comm.load_state_dict(state)

@@ -1,0 +1,129 @@
+"""A callback for transformers' Trainer and what derives from it, such as TRL's trainers, with FSDP2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from sdp4bit.collectives.topology import TopologySpec
+from sdp4bit.config import SDP4BitConfig, as_config
+from sdp4bit.engines.fsdp2.api import Skip
+from sdp4bit.engines.handle import CommHandle
+from sdp4bit.trainers import attachment
+
+try:
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+    from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+    from transformers.training_args import TrainingArguments
+except ImportError as error:
+    raise attachment.missing("hf", error) from error
+
+_SWITCH = (
+    "Trainer uses FSDP2 with TrainingArguments(fsdp=True, fsdp_config={'version': 2}), or with "
+    "`fsdp_version: 2` in the file of `accelerate launch`, on several processes"
+)
+_UNSHARDED = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
+"""What accelerate calls DistributedDataParallel."""
+
+
+class SDP4BitCallback(TrainerCallback):
+    """Quantize a Trainer's FSDP2 communication: `Trainer(..., callbacks=[SDP4BitCallback()])`.
+
+    Attaches when training begins, after the model was sharded and checkpoints were loaded. Saves what a
+    bit-exact resume needs into the Trainer's checkpoints, and adds bytes and compression to what it logs.
+    """
+
+    comm: CommHandle | None = None
+    """The handle, once training has begun: `explain()`, `stats()` and more."""
+
+    def __init__(
+        self,
+        config: SDP4BitConfig | str | None = None,
+        *,
+        topology: TopologySpec = "auto",
+        skip: Skip = None,
+        resume_from_checkpoint: str | Path | None = None,
+    ) -> None:
+        """Keep the settings; those of `quantize_communication`.
+
+        Args:
+            resume_from_checkpoint: the checkpoint that is given to `train`, where that is none of
+                `output_dir`: callbacks are not told.
+
+        Raises:
+            ValueError: no preset of this name.
+            TypeError: the configuration is of another type.
+        """
+        self._config = as_config(config)
+        self._topology, self._skip = topology, skip
+        self._resume_from = resume_from_checkpoint
+        self._model: nn.Module | None = None
+
+    def add_to(self, trainer: Any) -> SDP4BitCallback:
+        """Add this callback to a Trainer in front of its others, and return it.
+
+        Trainer calls those that report to TensorBoard, Weights & Biases and so on before the ones of
+        `callbacks=[...]`, so that these report what is logged here only if added this way.
+        """
+        trainer.callback_handler.callbacks.insert(0, self)
+        return self
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **_: Any,
+    ) -> None:
+        """Attach to the sharded model, whose checkpoint is loaded by now; load the communication's state."""
+        assert model is not None
+        if self.comm is None or not self.comm.is_attached or model is not self._model:
+            if self.comm is not None and self.comm.is_attached:
+                self.comm.remove()
+            self.comm = attachment.attach(
+                model,
+                caller="SDP4BitCallback",
+                switch=_SWITCH,
+                is_ddp=AcceleratorState().distributed_type in _UNSHARDED,
+                config=self._config,
+                topology=self._topology,
+                skip=self._skip,
+            )
+            self._model = model
+        if state.global_step:
+            given = self._resume_from or args.resume_from_checkpoint
+            if given is None or not Path(given).is_dir():
+                given = _checkpoint(args, state)
+            attachment.load(self.comm, given)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Save the communication's state into the checkpoint that has just been written."""
+        if self.comm is not None and self.comm.is_attached and not args.save_only_model:
+            attachment.save(self.comm, _checkpoint(args, state))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Add this rank's bytes to what is logged of training, and to the Trainer's history of it."""
+        if self.comm is None or not self.comm.is_attached or logs is None or "loss" not in logs:
+            return
+        values = attachment.log_values(self.comm)
+        logs.update(values)
+        if state.log_history:
+            state.log_history[-1].update(values)
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    """Return the folder that Trainer gives a checkpoint of this step."""
+    return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"

@@ -1,0 +1,109 @@
+"""A callback for Lightning's Trainer with ModelParallelStrategy, that is, FSDP2."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from sdp4bit.collectives.topology import TopologySpec
+from sdp4bit.config import SDP4BitConfig, as_config
+from sdp4bit.engines.fsdp2.api import Skip
+from sdp4bit.engines.handle import CommHandle
+from sdp4bit.trainers import attachment
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise attachment.missing("lightning", error) from error
+
+_SWITCH = (
+    "Lightning uses FSDP2 with Trainer(strategy=ModelParallelStrategy(data_parallel_size=..., "
+    "tensor_parallel_size=1)), whose LightningModule calls fully_shard in configure_model; FSDPStrategy is "
+    "FSDP1"
+)
+
+
+class SDP4BitCallback(Callback):
+    """Quantize a Trainer's FSDP2 communication: `Trainer(..., callbacks=[SDP4BitCallback()])`.
+
+    Attaches when fitting begins, after configure_model. Saves what a bit-exact resume needs into distributed
+    checkpoints, and logs bytes and compression with `self.log_dict`.
+    """
+
+    comm: CommHandle | None = None
+    """The handle, while the model is fitted and after: `explain()`, `stats()` and more."""
+
+    def __init__(
+        self,
+        config: SDP4BitConfig | str | None = None,
+        *,
+        topology: TopologySpec = "auto",
+        skip: Skip = None,
+    ) -> None:
+        """Keep the settings; those of `quantize_communication`.
+
+        Raises:
+            ValueError: no preset of this name.
+            TypeError: the configuration is of another type.
+        """
+        self._config = as_config(config)
+        self._topology, self._skip = topology, skip
+        self._was_loaded = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach to what configure_model has sharded, and save with every checkpoint from now on."""
+        if self.comm is not None and self.comm.is_attached:
+            self.comm.remove()
+        self._was_loaded = False
+        self.comm = attachment.attach(
+            trainer.strategy.model,
+            caller="SDP4BitCallback",
+            switch=_SWITCH,
+            config=self._config,
+            topology=self._topology,
+            skip=self._skip,
+        )
+        _save_with(trainer, self.comm)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Note that the run resumes; model and optimizer are loaded before training starts."""
+        self._was_loaded = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Load the communication's state, if the run resumes."""
+        if self._was_loaded and self.comm is not None and trainer.ckpt_path is not None:
+            attachment.load(self.comm, trainer.ckpt_path)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log this rank's bytes."""
+        if self.comm is not None and self.comm.is_attached:
+            pl_module.log_dict(attachment.log_values(self.comm))
+
+
+def _save_with(trainer: Trainer, comm: CommHandle) -> None:
+    """Have the strategy save the communication's state, too: callbacks are not told where to."""
+    strategy = trainer.strategy
+    # A second fit wraps the strategy's own method again, not the first one's.
+    own = type(strategy).save_checkpoint.__get__(strategy)
+
+    def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        own(checkpoint, filepath, storage_options)
+        path = Path(strategy.broadcast(filepath))
+        if not comm.is_attached:
+            return
+        if strategy.broadcast(path.is_dir()):
+            attachment.save(comm, path)
+        else:
+            warnings.warn(
+                f"sdp4bit: {path} is a single file, which does not hold the state of the communication: a "
+                "run that resumes from it starts its replicas in full precision. For a bit-exact resume use "
+                "ModelParallelStrategy(save_distributed_checkpoint=True)",
+                stacklevel=2,
+            )
+
+    strategy.save_checkpoint = save_checkpoint

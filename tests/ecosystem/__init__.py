@@ -1,0 +1,1 @@
+"""Trainers of other packages, with and without sdp4bit; `make test-ecosystem` has the packages."""

@@ -1,0 +1,50 @@
+"""The examples of the trainers run, and the blocks that their pages begin with import what there is."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import ROOT
+
+LAUNCHERS = {
+    "hf": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "accelerate": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "lightning": [],
+}
+PACKAGES = {"hf": "trl", "accelerate": "accelerate", "lightning": "lightning"}
+
+
+@pytest.mark.parametrize("trainer", LAUNCHERS)
+def test_example_runs_and_logs_bytes(trainer: str) -> None:
+    package = PACKAGES[trainer]
+    pytest.importorskip(package, reason=f"{package} is not installed: make test-ecosystem")
+    done = subprocess.run(
+        [sys.executable, *LAUNCHERS[trainer], f"examples/trainer_{trainer}.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "sdp4bit/inter_bytes" in done.stdout + done.stderr
+    assert "int4/2048 difference" in done.stdout and "inter int4/128, Hadamard" in done.stdout
+
+
+@pytest.mark.parametrize("trainer", LAUNCHERS)
+def test_page_begins_with_a_block_whose_imports_exist(trainer: str) -> None:
+    package = PACKAGES[trainer]
+    pytest.importorskip(package, reason=f"{package} is not installed: make test-ecosystem")
+    page = (ROOT / f"docs/trainers/{trainer}.md").read_text()
+    block = page.split("```python\n")[1].split("```")[0]
+    assert page.index("```python") < 200
+    tree = ast.parse(block)
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom | ast.Import)]
+    assert any("sdp4bit.trainers" in ast.unparse(node) for node in imports)
+    exec(compile(ast.Module(imports, []), "block", "exec"), {})

@@ -1,0 +1,1 @@
+"""The room `trainers`, without the trainers; with them: tests/ecosystem."""
