@@ -107,7 +107,7 @@ def assert_bytes(plain: dict[str, Any], quantized: dict[str, Any], *, least: flo
     assert sum(plain["sent"].values()) / quantized["reported"] > least
 
 
-def assert_losses(ranks: list[dict[str, Any]]) -> None:
+def assert_losses(ranks: list[dict[str, Any]], *, learned: float = 0.3) -> None:
     """Full precision equals plain FSDP2 bit for bit; quantized does not, but each loss is within 2 %."""
     for rank in ranks:
         plain, lossless, quantized = rank["plain"], rank["lossless"], rank["quantized"]
@@ -116,4 +116,4 @@ def assert_losses(ranks: list[dict[str, Any]]) -> None:
         assert quantized["weights"] != plain["weights"]
         assert quantized["losses"] == pytest.approx(plain["losses"], rel=0.02)
         assert quantized["evaluated"] == pytest.approx(plain["evaluated"], rel=0.02)
-        assert plain["losses"][-1] < plain["losses"][0] - 0.3
+        assert plain["losses"][-1] < plain["losses"][0] - learned
