@@ -49,6 +49,7 @@ def test_a_command_of_the_gallery_can_be_given(words: list[str], tmp_path: Path)
     if words[0] == "sdp4bit":
         COMMANDS[words[1]].parse(words[2:])
         return
+    words = [word.replace(".", "/") + ".py" if word.startswith("examples.") else word for word in words]
     programs = [ROOT / word for word in words if word.startswith("examples/")]
     assert programs
     for program in programs:
