@@ -327,6 +327,7 @@ def test_a_small_cluster_is_measured_from_end_to_end(tmp_path: Path) -> None:
         assert sent["sdp4bit"] * 5 < sent["hierarchical"] < 0.55 * sent["fair"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("warmup_steps", "spikes"), [(20, []), (1, [11])])
 def test_the_training_of_the_benchmark_spikes_without_its_warm_up(
     warmup_steps: int, spikes: list[int]

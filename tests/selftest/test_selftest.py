@@ -81,6 +81,7 @@ def test_the_command_passes_here_and_writes_what_a_bug_report_needs(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_one_process_does_what_one_gpu_can(tmp_path):
     path = tmp_path / "selftest.json"
     options = ["--simulated-ranks", "4", "--ranks-per-node", "2", "--steps", "3", "--delay-rounds", "1"]

@@ -26,9 +26,9 @@ except ImportError as error:
     ("extra", "packages"),
     [
         ("hf", ["accelerate", "transformers"]),
-        ("accelerate", ["accelerate"]),
-        ("lightning", ["lightning"]),
-        ("torchtitan", ["torchtitan"]),
+        pytest.param("accelerate", ["accelerate"], marks=pytest.mark.slow),
+        pytest.param("lightning", ["lightning"], marks=pytest.mark.slow),
+        pytest.param("torchtitan", ["torchtitan"], marks=pytest.mark.slow),
     ],
 )
 def test_a_missing_trainer_is_an_error_that_names_the_extra(extra: str, packages: list[str]) -> None:

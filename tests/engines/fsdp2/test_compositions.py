@@ -293,6 +293,7 @@ def compare(topology: int, replica: str) -> None:
     assert_variants_equal(scenario, usual, (topology, replica, True, True))
 
 
+@pytest.mark.slow
 def test_prefetched_weights_equal_others_bit_for_bit_on_one_rank_per_node() -> None:
     run_ranks(compare, 2, 1, "node")
 

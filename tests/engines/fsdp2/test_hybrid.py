@@ -136,7 +136,13 @@ def check_training(placement: str) -> None:
     assert run.comm.audit()
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name != "shards in the node" else [])
+        for name in PLACEMENTS
+    ],
+)
 @on_ranks(4, timeout=400.0)
 def test_replicas_stay_equal_and_train_as_with_plain_fsdp2(placement: str) -> None:
     check_training(placement)

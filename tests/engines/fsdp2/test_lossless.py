@@ -103,6 +103,7 @@ def train_partly_frozen(steps: int) -> None:
     assert train(NODE, steps, freeze=True)[0] == train(None, steps, freeze=True)[0]
 
 
+@pytest.mark.slow
 def test_what_is_frozen_is_not_sent_and_the_rest_is_equal() -> None:
     run_ranks(train_partly_frozen, 4, 4, timeout=LIMIT, backend="numba")
 

@@ -276,6 +276,7 @@ def hybrid(config: SDP4BitConfig | None, topology: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_hybrid_sharding_trains_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(hybrid, 1)
