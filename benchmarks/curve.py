@@ -40,6 +40,8 @@ from sdp4bit.traffic import TrafficCounter
 
 MEASURE = "tlq-hs"
 """The strategy by whose cost that of others is predicted."""
+_HALF = 2.0
+"""Bytes per parameter, more than which a half in full precision takes alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,36 +158,48 @@ def table(found: Sequence[Point]) -> str:
 
 
 def draw(found: Sequence[Point], path: Path) -> None:
-    """Write the picture of cost over bytes."""
+    """Write the picture of cost over bytes; what leaves a half in full precision is on the right."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    parts = [
+        [p for p in found if p.bytes_per_parameter < _HALF],
+        [p for p in found if p.bytes_per_parameter >= _HALF],
+    ]
+    titles = ("weights and gradients quantized", "one of them in full precision")
+    shown = [(part, title) for part, title in zip(parts, titles, strict=True) if part]
     markers = itertools.cycle("os^vPX*")
-    for point in found:
-        low, high = point.interval
-        mean = point.difference.mean_percent
-        (line, *_) = axes.errorbar(
-            *(point.bytes_per_parameter, mean),
-            yerr=[[mean - low], [high - mean]],
-            fmt=next(markers),
-            capsize=3,
-            label=point.label,
-        )
-        if point.expected is not None:
-            hollow: dict[str, Any] = {"marker": "D", "facecolors": "none", "edgecolors": line.get_color()}
-            axes.scatter(point.bytes_per_parameter, point.expected, s=28, **hollow)
-    axes.axhline(0, color="black", linewidth=0.6)
-    axes.set_xscale("log")
-    ticks = [tick for tick in (0.5, 0.7, 1, 1.5, 2, 3, 4, 6) if tick <= 1.1 * found[-1].bytes_per_parameter]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.set_xlabel("bytes per parameter and step to another node (unquantized two-level exchange: 6)")
-    axes.set_ylabel("difference of the validation loss to the baseline (%)")
-    axes.set_title("measured with 95 % interval (filled), expected (diamonds)", fontsize=10)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8)
+    for axes, (part, title) in zip(
+        figure.subplots(1, len(shown), sharey=True, squeeze=False).flat, shown, strict=True
+    ):
+        for point in part:
+            _draw_point(axes, point, marker=next(markers))
+        axes.axhline(0, color="black", linewidth=0.6)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("bytes per parameter and step to another node")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("difference of the validation loss to the baseline (%)")
+    figure.suptitle(
+        "measured with 95 % interval (filled), expected (diamonds); unquantized two-level exchange: 6 bytes",
+        fontsize=10,
+    )
+    figure.legend(loc="outside lower center", fontsize=8, ncols=2)
     save_figure(figure, path, dpi=110)
+
+
+def _draw_point(axes: Any, point: Point, *, marker: str) -> None:
+    low, high = point.interval
+    mean = point.difference.mean_percent
+    (line, *_) = axes.errorbar(
+        *(point.bytes_per_parameter, mean),
+        yerr=[[mean - low], [high - mean]],
+        fmt=marker,
+        capsize=3,
+        label=point.label,
+    )
+    if point.expected is not None:
+        hollow: dict[str, Any] = {"marker": "D", "facecolors": "none", "edgecolors": line.get_color()}
+        axes.scatter(point.bytes_per_parameter, point.expected, s=28, **hollow)
 
 
 if __name__ == "__main__":
