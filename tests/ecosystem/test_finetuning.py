@@ -117,6 +117,7 @@ def test_the_table_pairs_the_seeds(measured: Any) -> None:
 
 
 def test_pairs_are_names_and_first_sentences() -> None:
-    method = 'class A:\n    def f(self, x=1, *y):\n        """Return x\n        twice. And more.\n\n        Long."""\n'
+    docstring = '"""Return x\n        twice. And more.\n\n        Long."""'
+    method = f"class A:\n    def f(self, x=1, *y):\n        {docstring}\n"
     (pair,) = pairs_of(method + "def undocumented(): pass\n")
     assert "def f(self, x=1, *y)" in pair["prompt"] and pair["completion"] == " Return x twice."
