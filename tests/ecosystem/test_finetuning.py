@@ -83,14 +83,14 @@ def test_variants_start_alike_and_differ_by_what_quantization_does(measured: Any
     for kind in ("full", "lora"):
         plain, quantized = runs[f"{kind}-plain"], runs[f"{kind}-sdp4bit"]
         assert len(plain.train_losses) == STEPS
-        assert quantized.loss != plain.loss == pytest.approx(quantized.loss, rel=1e-3)
+        assert quantized.loss != plain.loss == pytest.approx(quantized.loss, rel=0.02)
         assert plain.loss < plain.train_losses[0]
 
 
 def test_bytes_are_those_of_what_is_trained(measured: Any) -> None:
     folder, runs = measured
     full, lora = runs["full-sdp4bit"], runs["lora-sdp4bit"]
-    # Two gathers (one of the embedding) and a reduction of 16 bits each, against 8.13 bits in all.
+    # Two gathers (one of the embeddings) and a reduction of 16 bits each, against 8.13 bits in all.
     assert 32 / 8.13 < full.plain_bytes / full.later_bytes < 48 / 8.13
     assert runs["full-plain"].later_bytes is None
     # Frozen weights are sent in the first step only.
