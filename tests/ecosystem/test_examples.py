@@ -16,7 +16,7 @@ LAUNCHERS = {
     "accelerate": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "lightning": [],
 }
-PACKAGES = {"hf": "trl", "accelerate": "accelerate", "lightning": "lightning"}
+PACKAGES = {"hf": "trl", "accelerate": "accelerate", "lightning": "lightning", "finetuning": "peft"}
 
 
 @pytest.mark.parametrize("trainer", LAUNCHERS)
@@ -37,7 +37,7 @@ def test_example_runs_and_logs_bytes(trainer: str) -> None:
     assert "int4/2048 difference" in done.stdout and "inter int4/128, Hadamard" in done.stdout
 
 
-@pytest.mark.parametrize("trainer", LAUNCHERS)
+@pytest.mark.parametrize("trainer", PACKAGES)
 def test_page_begins_with_a_block_whose_imports_exist(trainer: str) -> None:
     package = PACKAGES[trainer]
     pytest.importorskip(package, reason=f"{package} is not installed: make test-ecosystem")
