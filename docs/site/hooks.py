@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds the site: pages made of files outside docs/, the section of trainers."""
+"""What MkDocs calls while it builds the site: pages made of files outside docs/."""
 
 from __future__ import annotations
 
@@ -18,15 +18,6 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 """Files outside docs/ that are pages of the site."""
-
-
-def on_config(config: Any) -> Any:
-    """Add the pages of docs/trainers, if there are any, between the guides and the reference."""
-    pages = sorted((ROOT / "docs/trainers").glob("*.md"), key=lambda page: (page.stem != "index", page.stem))
-    if pages:
-        place = next(number for number, entry in enumerate(config.nav) if "Reference" in entry)
-        config.nav.insert(place, {"Trainers": [f"trainers/{page.name}" for page in pages]})
-    return config
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
