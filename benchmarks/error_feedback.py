@@ -32,7 +32,7 @@ from torch import Tensor
 
 from sdp4bit.cli import COMMANDS
 from sdp4bit.collectives import simulated
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, _as_dither
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, as_dither
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.launch.ranks import Ranks, join_ranks
 from sdp4bit.pretrain.options import SettingError, require
@@ -98,7 +98,7 @@ def reduction_with_feedback(*, beta: float, reset: int | None) -> type[Quantized
                     layout=layout,
                     hadamard=None,
                     multiplier=1.0,
-                    dither=_as_dither(rounding, row=node),
+                    dither=as_dither(rounding, row=node),
                 )
             return restored
 

@@ -68,7 +68,7 @@ def _hops(topology: Topology, config: GradientConfig) -> list[_Hop]:
     return hops
 
 
-def _as_dither(rounding: RoundingKey | None, *, row: int = 0) -> RoundingKey | None:
+def as_dither(rounding: RoundingKey | None, *, row: int = 0) -> RoundingKey | None:
     """Return the key by which the receiver of rows from this one on takes off the dither of all senders.
 
     Args:
@@ -229,7 +229,7 @@ class QuantizedReduceScatter:
         for hop in rest:
             received, layout = layout, hop.layout(numel, parts=1)
             sent = values.new_empty(1, layout.nbytes, dtype=torch.uint8)
-            dither, rounding = _as_dither(rounding), self._sample_key(hop)
+            dither, rounding = as_dither(rounding), self._sample_key(hop)
             ops.dequantize_reduce_quantize(
                 message, received=received, out=sent, sent=layout, rounding=rounding, dither=dither
             )
@@ -242,7 +242,7 @@ class QuantizedReduceScatter:
             layout=layout,
             hadamard=hadamard,
             multiplier=factor,
-            dither=_as_dither(rounding),
+            dither=as_dither(rounding),
         )
         return result
 
@@ -304,7 +304,7 @@ class QuantizedReduceScatter:
         for hop in rest:
             summed = hop.layout(numel, parts=1)
             sent = self._buffer(hop, "send", index, summed, rows)
-            dither = _as_dither(rounding, row=came_by.own * layout.parts)
+            dither = as_dither(rounding, row=came_by.own * layout.parts)
             rounding = self._rounding(hop, call, **numbering)
             self._requantize(received, layout, sent, summed, rounding=rounding, dither=dither, places=places)
             came_by, layout = hop, summed
@@ -321,7 +321,7 @@ class QuantizedReduceScatter:
             layout=layout,
             hadamard=hadamard,
             multiplier=factor,
-            dither=_as_dither(rounding, row=came_by.own * layout.parts),
+            dither=as_dither(rounding, row=came_by.own * layout.parts),
         )
 
     def _requantize(
