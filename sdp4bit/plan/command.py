@@ -101,6 +101,7 @@ def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
         "cluster": asdict(cluster),
         "layout": asdict(config.parallel_layout()),
         "data_parallel": asdict(plan.grid),
+        "replicas": asdict(plan.replicas),
         "engine": config.layout.engine,
         "overlap": config.layout.overlaps,
         "strategy": config.strategy_name,
@@ -149,6 +150,7 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
     overlap = "times of a step: " + _OVERLAPS[config.layout.engine]
     if least == most:
         overlap = f"times of a step: {100 * least:.0f} % of the communication overlaps, as far as it fits"
+    reductions = "reduce-scatter" if plan.replicas.size == 1 else "reduce-scatter and all-reduce"
     lines = [
         f"{config.size().name}: {config.size().parameters / 1e9:.3f} billion parameters, "
         f"{plan.parameters / 1e9:.3f} in a data-parallel group",
@@ -156,10 +158,10 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
         f"{_rate(between)} inter-node (per node and direction), "
         f"{_rate(cluster.intra_bandwidth * cluster.efficiency)} intra-node (per device), "
         f"{cluster.device_flops / 1e12:.4g} TFLOP/s per device",
-        f"tensor {layout.tensor_parallel} x pipeline {layout.pipeline_parallel} x data {plan.grid.size} "
-        f"({plan.grid.nodes} nodes x {plan.grid.ranks_per_node}), micro batch {layout.micro_batch_size}, "
-        f"accumulation {layout.accumulation}, {config.layout.engine}",
-        "baselines: fp32 or bf16 reduce-scatter of gradients, bf16 all-gather of weights, as rings",
+        f"tensor {layout.tensor_parallel} x pipeline {layout.pipeline_parallel} x "
+        f"data {plan.grid.size * plan.replicas.size} ({_placement(plan)}), micro batch "
+        f"{layout.micro_batch_size}, accumulation {layout.accumulation}, {config.layout.engine}",
+        f"baselines: fp32 or bf16 {reductions} of gradients, bf16 all-gather of weights, as rings",
         overlap,
         "",
         *_table(plan, hidden, strategy=config.strategy_name),
@@ -173,9 +175,17 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
     return wrapped(lines)
 
 
+def _placement(plan: Plan) -> str:
+    if plan.replicas.size == 1:
+        return f"{plan.grid.nodes} nodes x {plan.grid.ranks_per_node}"
+    shards, replicas = (f"{each.nodes} x {each.ranks_per_node}" for each in (plan.grid, plan.replicas))
+    return f"nodes x ranks: shards {shards}, replicas {replicas}"
+
+
 def _range(first: float, last: float) -> str:
-    """Return two numbers as text, or one where they look the same."""
-    texts = [f"{value:.1f}" for value in (first, last)]
+    """Return two numbers as text, or one where they look the same; from 1,000 on without decimals."""
+    digits = 0 if max(first, last) >= 1000 else 1
+    texts = [f"{value:.{digits}f}" for value in (first, last)]
     return texts[0] if texts[0] == texts[1] else " to ".join(texts)
 
 

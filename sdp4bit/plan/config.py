@@ -206,6 +206,8 @@ class LayoutConfig:
     """Tensor-parallel ranks, intra-node."""
     pipeline_parallel: Annotated[int, option("pipeline-model-parallel-size", "pp")] = 1
     """Pipeline stages, over nodes."""
+    replicas: int = 1
+    """FSDP2 (HSDP): how many replicas of the sharded model; with as many as nodes, each node holds one."""
     micro_batch_size: int | None = None
     """Sequences per rank in one forward; the card's when not given."""
     accumulation: int = 1
@@ -223,7 +225,8 @@ class LayoutConfig:
     """FSDP2 shards each parameter along the dimension that pads least (shard_placement_fn)."""
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "tensor_parallel", "pipeline_parallel", "micro_batch_size", "accumulation")
+        require_at_least(1, self, "tensor_parallel", "pipeline_parallel", "replicas")
+        require_at_least(1, self, "micro_batch_size", "accumulation")
         require(
             self.overlap is None or 0 <= self.overlap <= 1,
             f"--overlap {self.overlap} must be between 0 and 1",
@@ -231,6 +234,7 @@ class LayoutConfig:
         for given, flag in (
             (not self.reshard_after_forward, "--no-reshard-after-forward"),
             (self.least_padding, "--least-padding"),
+            (self.replicas > 1, "--replicas"),
         ):
             require(
                 not given or self.engine == "fsdp2",
@@ -319,6 +323,7 @@ class PlanConfig:
             pipeline_parallel=layout.pipeline_parallel,
             micro_batch_size=layout.micro_batch_size or MODEL_CARDS[self.model.model_card].micro_batch_size,
             accumulation=layout.accumulation,
+            replicas=layout.replicas,
         )
 
     def plan_on(self, cluster: Cluster, *, overlap: float, accumulation: int | None = None) -> Plan:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from sdp4bit.collectives.pieces import is_long_enough, piece_places
 from sdp4bit.collectives.pipeline import SLICES_UNDER_WAY, slice_lengths
-from sdp4bit.config import SDP4BitConfig
+from sdp4bit.config import GradientConfig, SDP4BitConfig
 from sdp4bit.plan.model import ShardedGroup
 from sdp4bit.plan.traffic import (
     GATHERED_BYTES,
+    ONE_RANK,
     REDUCED_BYTES,
     GroupTraffic,
     RankGrid,
+    gathered_layout,
     is_full,
 )
 from sdp4bit.quantization.layout import FULL_PRECISION, message_layout
-from sdp4bit.quantization.lossless_layout import (
-    largest_message,
-)
+from sdp4bit.quantization.lossless_layout import largest_message
 
 MAIN_BYTES = 4
 ADAM_BYTES = 8
@@ -37,6 +38,7 @@ def memory_per_rank(
     grid: RankGrid,
     config: SDP4BitConfig,
     accumulation: int,
+    replicas: RankGrid = ONE_RANK,
     communicator_bytes: float = 0,
 ) -> dict[str, int]:
     """Return bytes by use: main weights, Adam, gradients, gathered weights, replica, buffers, communicators.
@@ -64,57 +66,84 @@ def memory_per_rank(
     if weights is not None and ranks > 1 and not is_flat and weights.saves_bytes(nodes=grid.nodes):
         held = ranks if is_full(weights, grid=grid) else grid.nodes
         used["weight replica, bf16"] = GATHERED_BYTES * held * sum(rows)
-    messages = _message_buffers(largest, grid=grid, config=config, is_flat=is_flat)
+    messages = _message_buffers(largest, grid=grid, replicas=replicas, config=config, is_flat=is_flat)
     if messages:
         used["message buffers"] = messages
-    if communicator_bytes and ranks > 1:
-        count = communicators(grid=grid, config=config, is_flat=is_flat)
+    if communicator_bytes and ranks * replicas.size > 1:
+        count = communicators(grid=grid, replicas=replicas, config=config, is_flat=is_flat)
         used["communicators"] = round(count * communicator_bytes)
     return used
 
 
-def communicators(*, grid: RankGrid, config: SDP4BitConfig, is_flat: bool = False) -> int:
+def communicators(
+    *, grid: RankGrid, config: SDP4BitConfig, replicas: RankGrid = ONE_RANK, is_flat: bool = False
+) -> int:
     """Return how many communicators a data-parallel rank uses: the engine's, and one per level and purpose.
 
     Weights and gradients have their own, as one communicator carries out its collectives one by one.
     """
-    levels = (grid.ranks_per_node > 1) + (grid.nodes > 1)
     weights = config.weights
     saves = weights is not None and (is_flat or weights.saves_bytes(nodes=grid.nodes))
-    return 1 + levels * (saves + (config.gradients is not None))
+    quantizes = config.gradients is not None
+    engines = 1 + (replicas.size > 1)
+    return engines + _levels(grid) * (saves + quantizes) + _levels(replicas) * quantizes
 
 
-def _message_buffers(row: int, *, grid: RankGrid, config: SDP4BitConfig, is_flat: bool) -> int:
+def _levels(grid: RankGrid) -> int:
+    return (grid.ranks_per_node > 1) + (grid.nodes > 1)
+
+
+def _message_buffers(
+    row: int, *, grid: RankGrid, replicas: RankGrid, config: SDP4BitConfig, is_flat: bool
+) -> int:
     """Return the bytes of the buffers that the largest group needs; all groups share them."""
-    if grid.size == 1:
-        return 0
     total = 0
     gradients, weights = config.gradients, config.weights
     if gradients is not None and row >= gradients.min_numel:
-        hops = []
-        if grid.ranks_per_node > 1:
-            hops.append((gradients.intra_bits, gradients.intra_group_size, grid.nodes, grid.ranks_per_node))
-        if grid.nodes > 1:
-            hops.append((gradients.inter_bits, gradients.inter_group_size, 1, grid.nodes))
-        lengths = slice_lengths(row, config=gradients, nodes=grid.nodes, ranks_per_node=grid.ranks_per_node)
-        # The first ones are the longest, and those after them use their buffers.
-        for numel in lengths[:SLICES_UNDER_WAY]:
-            for bits, group_size, parts, size in hops:
-                layout = message_layout(
-                    numel=numel, bits=bits or FULL_PRECISION, group_size=group_size, parts=parts
-                )
-                total += 2 * size * layout.nbytes
+        total += _reduction_buffers(row, grid=grid, config=gradients)
+    if gradients is not None and is_long_enough(row, ranks=replicas.size, config=gradients):
+        _, piece = piece_places(row, ranks=replicas.size)
+        total += _reduction_buffers(piece, grid=replicas, config=gradients)
+        total += _gather_buffers(piece, grid=replicas, config=gradients)
     saves = weights is not None and (is_flat or weights.saves_bytes(nodes=grid.nodes))
-    if saves and weights is not None and weights.bits is not None:
+    if grid.size > 1 and saves and weights is not None and weights.bits is not None:
         # The first message of lossless weights has room for all their bits.
         nbytes = largest_message(row)
         if not weights.is_lossless:
             nbytes = message_layout(numel=row, bits=weights.bits, group_size=weights.group_size).nbytes
-        replicas = grid.nodes
+        rows = grid.nodes
         if (is_flat or is_full(weights, grid=grid)) and grid.ranks_per_node > 1:
-            replicas += grid.size
-        total += (1 + replicas) * nbytes
+            rows += grid.size
+        total += (1 + rows) * nbytes
     return total
+
+
+def _reduction_buffers(row: int, *, grid: RankGrid, config: GradientConfig) -> int:
+    """Return the bytes that are sent and received by a reduction of rows of this length."""
+    hops = []
+    if grid.ranks_per_node > 1:
+        hops.append((config.intra_bits, config.intra_group_size, grid.nodes, grid.ranks_per_node))
+    if grid.nodes > 1:
+        hops.append((config.inter_bits, config.inter_group_size, 1, grid.nodes))
+    total = 0
+    lengths = slice_lengths(row, config=config, nodes=grid.nodes, ranks_per_node=grid.ranks_per_node)
+    # The first ones are the longest, and those after them use their buffers.
+    for numel in lengths[:SLICES_UNDER_WAY]:
+        for bits, group_size, parts, size in hops:
+            layout = message_layout(
+                numel=numel, bits=bits or FULL_PRECISION, group_size=group_size, parts=parts
+            )
+            total += 2 * size * layout.nbytes
+    return total
+
+
+def _gather_buffers(piece: int, *, grid: RankGrid, config: GradientConfig) -> int:
+    """Return the bytes of the messages that an all-reduce gathers after its reduction."""
+    if grid.size == 1:
+        return 0
+    levels = (grid.nodes, grid.nodes > 1), (grid.size, grid.ranks_per_node > 1)
+    messages = 1 + sum(count for count, sends in levels if sends)
+    return messages * gathered_layout(piece, grid=grid, config=config).nbytes
 
 
 def identifier(use: str) -> str:

@@ -117,9 +117,8 @@ def _run(size_of: SizeOf, row: Published, *, nodes: int = NODES) -> _Run:
     size = size_of(row.model, row.tensor_parallel)
     devices, parts = DEVICES_PER_NODE[row.cluster], row.tensor_parallel * row.pipeline_parallel
     cluster = paper_nodes(row.cluster, nodes=nodes)
-    grid = ParallelLayout(tensor_parallel=row.tensor_parallel, pipeline_parallel=row.pipeline_parallel).grid(
-        cluster
-    )
+    layout = ParallelLayout(tensor_parallel=row.tensor_parallel, pipeline_parallel=row.pipeline_parallel)
+    grid, _ = layout.grids(cluster)
     # Stages are taken to be equal; the last one has an output embedding of its own.
     parameters = size.parameters + (size.vocabulary * size.hidden if row.pipeline_parallel > 1 else 0)
     return _Run(

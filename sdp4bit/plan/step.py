@@ -92,18 +92,41 @@ class ParallelLayout:
     """Sequences per rank in one forward."""
     accumulation: int = 1
     """Micro batches per step."""
+    replicas: int = 1
+    """Of the sharded model (HSDP): each is sharded over as many neighbouring data-parallel ranks."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "pipeline_parallel", "micro_batch_size", "accumulation"):
+        for name in ("tensor_parallel", "pipeline_parallel", "micro_batch_size", "accumulation", "replicas"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
-    def grid(self, cluster: Cluster) -> RankGrid:
-        """Return the data-parallel group of a rank.
+    def grids(self, cluster: Cluster) -> tuple[RankGrid, RankGrid]:
+        """Return the ranks among which a rank's model is sharded, and those that hold the same shard.
 
         Raises:
-            ValueError: model-parallel ranks do not divide the cluster, or its nodes.
+            ValueError: model-parallel ranks do not divide the cluster or its nodes, or replicas do not
+                divide its data-parallel ranks.
         """
+        whole = self._data_parallel(cluster)
+        if whole.size % self.replicas:
+            raise ValueError(
+                f"--replicas {self.replicas} does not divide the {whole.size} ranks of a data-parallel group"
+            )
+        shards = whole.size // self.replicas
+        if max(shards, whole.ranks_per_node) % min(shards, whole.ranks_per_node):
+            raise ValueError(
+                f"--replicas {self.replicas} shards the model over {shards} ranks, which do not fill nodes "
+                f"with {whole.ranks_per_node} of them each evenly"
+            )
+        inside = min(shards, whole.ranks_per_node)
+        beside = whole.ranks_per_node // inside
+        return (
+            RankGrid(nodes=shards // inside, ranks_per_node=inside),
+            RankGrid(nodes=self.replicas // beside, ranks_per_node=beside),
+        )
+
+    def _data_parallel(self, cluster: Cluster) -> RankGrid:
+        """Return all ranks of a data-parallel group, replicas included."""
         tensor, pipeline = self.tensor_parallel, self.pipeline_parallel
         if cluster.devices % (tensor * pipeline):
             raise ValueError(
@@ -164,6 +187,9 @@ class Plan:
     row_numel: int
     """Values in the rows of one rank, FSDP2's padding included."""
     grid: RankGrid
+    """The ranks among which the model is sharded."""
+    replicas: RankGrid
+    """The ranks that hold the same shard: one, but with HSDP."""
     baseline: StepCost
     """fp32 gradients, reduce-scattered; bf16 weights, gathered."""
     bf16_baseline: StepCost
@@ -190,7 +216,7 @@ class Plan:
     @property
     def verdict(self) -> str:
         """Whether to enable it, in plain words."""
-        if self.grid.size == 1:
+        if self.grid.size * self.replicas.size == 1:
             return f"{_NO}: the data-parallel group has one rank, nothing is sent"
         gain, over_bf16 = self.speedup - 1, self.speedup_over_bf16 - 1
         if gain < WORTHLESS:
@@ -238,12 +264,18 @@ def plan_step(
     """
     if not 0 <= overlap <= 1:
         raise ValueError(f"overlap={overlap} must be between 0 and 1")
-    grid = layout.grid(cluster)
+    grid, replicas = layout.grids(cluster)
     parts = layout.tensor_parallel * layout.pipeline_parallel
     sequences = layout.micro_batch_size * layout.accumulation
     arithmetic = flops_per_sequence * sequences / parts / cluster.device_flops
     model = _StepModel(
-        cluster=cluster, layout=layout, grid=grid, arithmetic=arithmetic, overlap=overlap, groups=groups
+        cluster=cluster,
+        layout=layout,
+        grid=grid,
+        replicas=replicas,
+        arithmetic=arithmetic,
+        overlap=overlap,
+        groups=groups,
     )
 
     def cost(name: str, config: SDP4BitConfig, dense_bytes: int) -> StepCost:
@@ -251,6 +283,7 @@ def plan_step(
             group_traffic(
                 group,
                 grid=grid,
+                replicas=replicas,
                 config=config,
                 accumulation=layout.accumulation,
                 dense_bytes=dense_bytes,
@@ -267,6 +300,7 @@ def plan_step(
         parameters=sum(group.numel for group in groups),
         row_numel=sum(rows),
         grid=grid,
+        replicas=replicas,
         baseline=cost("fp32 gradients, bf16 weights", BASELINE, REDUCED_BYTES),
         bf16_baseline=cost("bf16 gradients, bf16 weights", BASELINE, BF16_BYTES),
         quantized=cost("quantized", config, REDUCED_BYTES),
@@ -281,6 +315,7 @@ class _StepModel:
     cluster: Cluster
     layout: ParallelLayout
     grid: RankGrid
+    replicas: RankGrid
     arithmetic: float
     """Seconds of computation, without waiting for other pipeline stages."""
     overlap: float
@@ -291,7 +326,9 @@ class _StepModel:
         exchanges = [exchange for group in traffic for exchange in group.exchanges]
         intra = sum(exchange.intra_bytes for exchange in exchanges)
         inter = sum(exchange.inter_bytes for exchange in exchanges)
-        gradients = self._seconds(group.gradients for group in traffic)
+        gradients = self._seconds(
+            exchange for group in traffic for exchange in (group.gradients, group.all_reduce)
+        )
         refresh = self._seconds(group.refresh for group in traffic)
         gathers = self._seconds(group.gathers for group in traffic)
         bubble = (self.layout.pipeline_parallel - 1) / self.layout.accumulation
@@ -312,6 +349,7 @@ class _StepModel:
                 self.groups,
                 traffic,
                 grid=self.grid,
+                replicas=self.replicas,
                 config=config,
                 accumulation=self.layout.accumulation,
                 communicator_bytes=self.cluster.communicator_bytes,

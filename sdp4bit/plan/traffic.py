@@ -45,6 +45,9 @@ class RankGrid:
         return self.nodes * self.ranks_per_node
 
 
+ONE_RANK = RankGrid(nodes=1, ranks_per_node=1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     """What one rank sends in one or more collectives, and how their levels follow each other."""
@@ -155,12 +158,7 @@ def all_reduce_exchange(
         return replace(ring(2 * numel * dense_bytes / grid.size, grid=grid), collectives=1)
     _, length = piece_places(numel, ranks=grid.size)
     reduced = gradient_exchange(length, grid=grid, config=replace(config, min_numel=0))
-    bits, size = (
-        (config.inter_bits, config.inter_group_size)
-        if n > 1
-        else (config.intra_bits, config.intra_group_size)
-    )
-    layout = message_layout(numel=length, bits=bits or FULL_PRECISION, group_size=size)
+    layout = gathered_layout(length, grid=grid, config=config)
     return replace(
         reduced,
         intra_bytes=reduced.intra_bytes + layout.nbytes * n * (g - 1),
@@ -169,9 +167,17 @@ def all_reduce_exchange(
         collectives=reduced.collectives + (n > 1) + (g > 1),
         kernels=(
             *reduced.kernels,
-            *_gather_kernels(length, ranks=grid.size, bits=bits, nbytes=layout.nbytes),
+            *_gather_kernels(length, ranks=grid.size, bits=layout.bits, nbytes=layout.nbytes),
         ),
     )
+
+
+def gathered_layout(piece: int, *, grid: RankGrid, config: GradientConfig) -> MessageLayout:
+    """Return the layout of the message in which an all-reduce gathers a rank's piece of the sum."""
+    bits, size = config.intra_bits, config.intra_group_size
+    if grid.nodes > 1:
+        bits, size = config.inter_bits, config.inter_group_size
+    return message_layout(numel=piece, bits=bits or FULL_PRECISION, group_size=size)
 
 
 def _gather_kernels(numel: int, *, ranks: int, bits: int | None, nbytes: int) -> tuple[Kernel, Kernel]:
@@ -300,13 +306,15 @@ class GroupTraffic:
     """Parameters of the group on this model-parallel rank, without padding."""
     row_numel: int
     gradients: Exchange
+    all_reduce: Exchange
+    """Of gradients, over the replicas of HSDP."""
     refresh: Exchange
     gathers: Exchange
 
     @property
-    def exchanges(self) -> tuple[Exchange, Exchange, Exchange]:
+    def exchanges(self) -> tuple[Exchange, Exchange, Exchange, Exchange]:
         """All of it."""
-        return self.gradients, self.refresh, self.gathers
+        return self.gradients, self.all_reduce, self.refresh, self.gathers
 
 
 def group_traffic(
@@ -314,6 +322,7 @@ def group_traffic(
     *,
     grid: RankGrid,
     config: SDP4BitConfig,
+    replicas: RankGrid = ONE_RANK,
     accumulation: int = 1,
     dense_bytes: int = REDUCED_BYTES,
     least_padding: bool = False,
@@ -321,6 +330,8 @@ def group_traffic(
     """Return what a steady step sends for a group: gradients reduced once, after the last micro batch.
 
     Args:
+        grid: the ranks among which the group is sharded.
+        replicas: the ranks that hold the same shard, which sum its gradients (HSDP).
         accumulation: micro batches per step; FSDP2 gathers the weights anew for each.
         dense_bytes: bytes per gradient of a reduction in full precision.
         least_padding: parameters are cut along the dimension that pads least, see `least_padded_dim`.
@@ -338,6 +349,7 @@ def group_traffic(
         numel=group.numel,
         row_numel=row,
         gradients=gradient_exchange(row, grid=grid, config=config.gradients, dense_bytes=dense_bytes),
+        all_reduce=all_reduce_exchange(row, grid=replicas, config=config.gradients, dense_bytes=dense_bytes),
         refresh=weight_refresh(row, grid=grid, config=weights),
         gathers=weight_gather(row, grid=grid, config=weights).times(gathers),
     )

@@ -88,12 +88,18 @@ def test_a_plan_as_text_has_bytes_times_memory_and_a_verdict(capsys: Capture) ->
     assert text.count("verdict") == 1
 
 
+H100S = ("--device", "h100", "--nodes", "4", "--devices-per-node", "8", "--device-tflops", "400",
+         "--inter-bandwidth", "12.5", "--preset", "6.7B")  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         (),
         ("--reproduce-table-2",),
         ("--cluster", "h800", "--nodes", "512", "--hidden-size", "1024", "--num-layers", "8"),
+        (*H100S, "--micro-batch-size", "4", "--accumulation", "4"),
+        (*H100S, "--replicas", "4"),
         ("--device", "b200", "--nodes", "128", "--devices-per-node", "8", "--inter-bandwidth", "400",
          "--device-tflops", "1000", "--preset", "18B", "--accumulation", "64", "--engine", "megatron"),
     ],
@@ -102,6 +108,10 @@ def test_a_plan_fits_80_columns(capsys: Capture, arguments: tuple[str, ...]) -> 
     assert main(["plan", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 20 and max(map(len, lines)) <= 80
+    if "--reproduce-table-2" not in arguments:
+        # No row of the table is wrapped.
+        table = lines[lines.index("") + 1 :]
+        assert len({len(line) for line in table[: table.index("")]}) == 1
 
 
 def test_a_cluster_of_ones_own_is_not_called_the_paper_s(capsys: Capture) -> None:
@@ -186,6 +196,21 @@ def test_options_reach_the_plan(capsys: Capture) -> None:
     assert micro["baseline"]["compute_seconds"] == pytest.approx(2 * default["baseline"]["compute_seconds"])
 
 
+def test_replicas_share_nothing_but_gradients_between_nodes(capsys: Capture) -> None:
+    sharded, replicated = planned(capsys), planned(capsys, "--replicas", "16")
+    assert replicated["data_parallel"] == {"nodes": 1, "ranks_per_node": 4}
+    assert replicated["replicas"] == {"nodes": 16, "ranks_per_node": 1}
+    fp32, quantized = (replicated[name]["inter_bytes"] for name in ("baseline", "quantized"))
+    assert fp32 / quantized == pytest.approx(7.76, abs=0.01)
+    assert replicated["bf16_baseline"]["inter_bytes"] == fp32 / 2
+    weights = "main_weights_fp32"
+    assert replicated["quantized"]["memory"][weights] == 16 * sharded["quantized"]["memory"][weights]
+    assert main(["plan", "--replicas", "16"]) == 0
+    assert "data 64 (nodes x ranks: shards 1 x 4, replicas 16 x 1)" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 PAGE = (Path(__file__).parents[2] / "docs/planning.md").read_text()
 GPUS = ("--device", "h100", "--inter-bandwidth", "50", "--device-tflops", "400", "--preset", "6.7B")
 
@@ -267,6 +292,12 @@ def test_a_sweep_is_drawn(capsys: Capture, tmp_path: Path) -> None:
         (("--probe", "nowhere.json"), "--probe nowhere.json cannot be read"),
         (("--cluster", "a100", "--probe", "x"), "both name a cluster"),
         (("--nodes", "3", "--pp", "8"), "does not divide the 12 devices"),
+        (("--replicas", "3"), "--replicas 3 does not divide the 64 ranks of a data-parallel group"),
+        (
+            ("--nodes", "6", "--replicas", "4"),
+            "shards the model over 6 ranks, which do not fill nodes with 4",
+        ),
+        (("--engine", "megatron", "--replicas", "2"), "--replicas has no effect with --engine megatron"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(

@@ -126,6 +126,18 @@ def test_communicators_are_one_per_level_and_purpose(
     assert communicators(grid=RankGrid(nodes=nodes, ranks_per_node=ranks_per_node), config=config) == count
 
 
+@pytest.mark.parametrize(
+    ("grid", "replicas", "count"),
+    # FSDP2's two, the reduction's levels, the all-reduce's
+    [((1, 8), (4, 1), 2 + 1 + 1), ((2, 4), (1, 2), 2 + 4 + 1), ((1, 2), (4, 4), 2 + 1 + 2)],
+)
+def test_replicas_have_communicators_of_their_own(
+    grid: tuple[int, int], replicas: tuple[int, int], count: int
+) -> None:
+    sharded, replicated = (RankGrid(nodes=n, ranks_per_node=g) for n, g in (grid, replicas))
+    assert communicators(grid=sharded, replicas=replicated, config=SDP4BitConfig()) == count
+
+
 H100 = Cluster(
     name="h100",
     nodes=4,

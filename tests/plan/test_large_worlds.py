@@ -24,7 +24,7 @@ import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.plan.memory import memory_per_rank
 from sdp4bit.plan.model import ShardedGroup, least_padded_dim
-from sdp4bit.plan.traffic import GroupTraffic, RankGrid, group_traffic
+from sdp4bit.plan.traffic import ONE_RANK, GroupTraffic, RankGrid, group_traffic
 from sdp4bit.quantization import ops
 from tests.toy import POLICY
 
@@ -55,9 +55,9 @@ class Sent:
 class CountCollectives(TorchDispatchMode):
     """Counts what c10d is asked to send, without the library's help."""
 
-    def __init__(self, *, world: int, per_node: int) -> None:
+    def __init__(self, *, per_node: int) -> None:
         super().__init__()
-        self.world, self.per_node, self.sent = world, per_node, Sent()
+        self.per_node, self.sent = per_node, Sent()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -66,30 +66,37 @@ class CountCollectives(TorchDispatchMode):
 
     def _count(self, name: str, args: Any) -> None:
         if name == "allreduce_":
+            nbytes, ranks = sum(tensor.nbytes for tensor in args[0]), self._ranks(args[1])
             # Whether weights were edited between micro-batches: a few bytes, which nothing counts.
-            assert sum(flags.nbytes for flags in args[0]) <= 64
+            if nbytes > 64:
+                self._add(2 * nbytes / len(ranks), ranks)
             return
         output, given = args[0], args[1]
         if name == "allgather_into_tensor_coalesced_":  # of several blocks, in one call
             name, given = "_allgather_base_", torch.cat([block.view(-1) for block in given])
-        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[2]))
         if name == "alltoall_base_":
-            to_each_peer = given.nbytes / len(ranks)
+            to_each_peer = given.nbytes / len(self._ranks(args[2]))
         elif name == "_allgather_base_":
             to_each_peer = given.nbytes
         elif name == "_reduce_scatter_base_":
             to_each_peer = output.nbytes
         else:
             raise AssertionError(f"unexpected collective {name}")
+        self._add(to_each_peer, self._ranks(args[2]))
+
+    def _ranks(self, group: Any) -> list[int]:
+        return dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
+
+    def _add(self, to_each_peer: float, ranks: list[int]) -> None:
+        sent, nodes = to_each_peer * (len(ranks) - 1), len({rank // self.per_node for rank in ranks})
         self.sent.calls += 1
-        sent = to_each_peer * (len(ranks) - 1)
-        if len(ranks) == self.world and self.per_node not in (1, self.world):
-            self.sent.intra += sent * (self.per_node - 1) / self.per_node
-            self.sent.inter += sent / self.per_node
-        elif ranks[0] // self.per_node == ranks[-1] // self.per_node:
+        if nodes == 1:
             self.sent.intra += sent
         else:
-            self.sent.inter += sent
+            # Of a ring in rank order only the last rank of a node sends to another one.
+            inside = len(ranks) // nodes
+            self.sent.intra += sent * (inside - 1) / inside
+            self.sent.inter += sent / inside
 
 
 class Blocks(nn.Module):
@@ -132,7 +139,8 @@ class Measured:
         assert reported["intra_bytes"] == round(self.planned_total("intra_bytes"))
         assert reported["padding_bytes"] == round(self.planned_total("padding_bytes"))
         assert self.planned_memory.get("weight replica, bf16", 0) == self.replica_bytes
-        assert self.planned_memory.get("message buffers", 0) == self.message_bytes
+        if not any(group.all_reduce.collectives for group in self.planned):
+            assert self.planned_memory.get("message buffers", 0) == self.message_bytes
 
 
 def measure(
@@ -143,8 +151,9 @@ def measure(
     reshard: bool = True,
     accumulation: int = 1,
     least_padding: bool = False,
+    replicas: RankGrid = ONE_RANK,
 ) -> Measured:
-    world, per_node = grid.size, grid.ranks_per_node
+    world, per_node = grid.size * replicas.size, grid.ranks_per_node * replicas.ranks_per_node
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     placement = None
     if least_padding:
@@ -153,8 +162,12 @@ def measure(
             return Shard(least_padded_dim(parameter.shape, ranks=world))
 
     with fake_world(world, rank=world - 1):
+        mesh = init_device_mesh("cpu", (world,))
+        if replicas.size > 1:
+            names = ("replicate", "shard")
+            mesh = init_device_mesh("cpu", (replicas.size, grid.size), mesh_dim_names=names)
         options: dict[str, Any] = {
-            "mesh": init_device_mesh("cpu", (world,)),
+            "mesh": mesh,
             "mp_policy": POLICY,
             "shard_placement_fn": placement,
         }
@@ -164,15 +177,19 @@ def measure(
         comm = sdp4bit.quantize_communication(model, topology=per_node, config=config)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):  # the first step sends replicas in full precision
-            with CountCollectives(world=world, per_node=per_node) as counter:
+            with CountCollectives(per_node=per_node) as counter:
                 for micro in range(accumulation):
                     model.set_requires_gradient_sync(micro == accumulation - 1)
                     model(torch.randn(1, model.width)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        replicas = [group.replica for group in comm._state.groups if group.replica is not None]
+        weights = [group.replica for group in comm._state.groups if group.replica is not None]
         reductions = [g.reduction for g in comm._state.groups if g.reduction is not None]
-        users = (*(replica._scratch for replica in replicas), *(r._exchange._scratch for r in reductions))
+        users = (
+            *(replica._scratch for replica in weights),
+            *(reduction._exchange._scratch for reduction in reductions),
+            *(g.all_reduce._scratch for g in comm._state.groups if g.all_reduce is not None),
+        )
         scratches = {id(scratch): scratch for scratch in users}
         reported = comm.stats()["last_step"]
     groups = [
@@ -183,16 +200,14 @@ def measure(
         )
         for group in dict.fromkeys(map(group_of, shapes))
     ]
-    planned = [
-        group_traffic(group, grid=grid, config=config, accumulation=accumulation, least_padding=least_padding)
-        for group in groups
-    ]
+    options = {"grid": grid, "replicas": replicas, "config": config, "accumulation": accumulation}
+    planned = [group_traffic(group, **options, least_padding=least_padding) for group in groups]
     return Measured(
         counted=counter.sent,
         reported=reported,
         planned=planned,
-        planned_memory=memory_per_rank(groups, planned, grid=grid, config=config, accumulation=accumulation),
-        replica_bytes=sum(replica.rows.nbytes for replica in replicas if replica.rows is not None),
+        planned_memory=memory_per_rank(groups, planned, **options),
+        replica_bytes=sum(replica.rows.nbytes for replica in weights if replica.rows is not None),
         message_bytes=sum(scratch.nbytes for scratch in scratches.values()),
     )
 
@@ -222,6 +237,19 @@ def test_bytes_and_calls_of_every_configuration_are_as_planned(
 ) -> None:
     grid = RankGrid(nodes=nodes, ranks_per_node=per_node)
     measure(Blocks(), grid=grid, config=config).assert_equal()
+
+
+@pytest.mark.parametrize("config", [DEFAULT, ALL_ROWS, SDP4BitConfig.preset("baseline")])
+@pytest.mark.parametrize(("shards", "replicas"), [((1, 8), (4, 1)), ((1, 2), (2, 4)), ((2, 4), (4, 1))])
+def test_replicas_send_what_is_planned(
+    shards: tuple[int, int], replicas: tuple[int, int], config: SDP4BitConfig
+) -> None:
+    grid, over = (RankGrid(nodes=nodes, ranks_per_node=ranks) for nodes, ranks in (shards, replicas))
+    measured = measure(Blocks(), grid=grid, replicas=over, config=config)
+    measured.assert_equal()
+    # What is planned for a GPU, where the all-reduce has a stream and so buffers of its own.
+    held, planned = measured.message_bytes, measured.planned_memory.get("message buffers", 0)
+    assert held <= planned <= 2 * held
 
 
 @pytest.mark.parametrize(("reshard", "accumulation"), [(False, 1), (True, 3), (False, 2)])

@@ -281,11 +281,13 @@ def test_memory_follows_the_replica() -> None:
         ({"tensor_parallel": 3}, "does not divide the 32 devices"),
         ({"tensor_parallel": 16, "pipeline_parallel": 4}, "does not divide"),
         ({"pipeline_parallel": 0}, "must be at least 1"),
+        ({"replicas": 3}, "--replicas 3 does not divide the 32 ranks"),
+        ({"tensor_parallel": 2, "replicas": 0}, "replicas=0 must be at least 1"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(layout: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ParallelLayout(**layout).grid(CLUSTER)
+        ParallelLayout(**layout).grids(CLUSTER)
 
 
 @pytest.mark.parametrize(
