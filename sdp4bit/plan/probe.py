@@ -90,6 +90,8 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
         SettingError: ranks that do not fill the nodes; on all ranks.
     """
     hosts = gather_over_ranks(host_name(), what="names of the hosts")
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    date, *_ = gather_over_ranks(now, what="clocks of the hosts")
     topology = agree(lambda: _topology(config, hosts))
     per_rank = round(config.megabytes * 1e6)
     intra = _link(topology.intra, sent_bytes=per_rank, rounds=config.rounds, device=ranks.device)
@@ -111,7 +113,7 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
         "latency": max((link.latency for link in (intra, inter) if link), default=0.0),
         "quantization_bandwidth": moved / statistics.median(quantization_seconds),
         "measured": {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "date": date,
             "torch": torch.__version__,
             "backend": dist.get_backend(),
             "kernels": ops.backend_name(ranks.device.type),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from sdp4bit.cli import main
 from sdp4bit.collectives import exchange
 from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.plan import probe as measuring
 from sdp4bit.plan.config import ProbeConfig
 from sdp4bit.plan.probe import WARM_UPS, Link, describe, probe
 from sdp4bit.plan.traffic import RankGrid, gradient_exchange, weight_refresh
@@ -36,11 +39,19 @@ def run_probe(config: ProbeConfig) -> tuple[dict[str, Any], int]:
         sent += tensor.nbytes
         return original(tensor, *args, **kwargs)
 
-    exchange.dist.isend = counting
-    try:
+    with (
+        patch.object(exchange.dist, "isend", counting),
+        patch.object(measuring, "datetime", ClockOfARank),
+    ):
         return probe(config, ranks=this_rank()), sent
-    finally:
-        exchange.dist.isend = original
+
+
+class ClockOfARank(datetime):
+    """Of a rank whose clock goes wrong by as many seconds as its number."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:
+        return datetime.now(tz) + timedelta(seconds=dist.get_rank())
 
 
 def test_what_is_timed_is_what_is_counted(tmp_path: Path) -> None:
