@@ -93,7 +93,7 @@ class ParallelLayout:
     accumulation: int = 1
     """Micro batches per step."""
     replicas: int = 1
-    """Of the sharded model (HSDP): each is sharded over as many neighbouring data-parallel ranks."""
+    """Copies of the sharded model (HSDP), each on neighbouring data-parallel ranks."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "pipeline_parallel", "micro_batch_size", "accumulation", "replicas"):
