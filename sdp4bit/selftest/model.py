@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from sdp4bit.collectives.topology import TopologySpec, host_name
@@ -36,10 +37,17 @@ def toy_config(context: Context) -> PretrainConfig:
     )
 
 
-def sharded_toy(context: Context, ranks: Ranks) -> GPT:
-    """Return the GPT under FSDP2, with the same weights in every call; nothing is attached to it."""
-    config = toy_config(context)
-    (model,) = shard_chunks(config, layout=lay_out(config, ranks=ranks))
+def sharded_toy(context: Context, ranks: Ranks, *, replicas: int = 1) -> GPT:
+    """Return the GPT under FSDP2, with the same weights in every call; nothing is attached to it.
+
+    Args:
+        replicas: of the sharded model, so many (HSDP).
+    """
+    config, mesh = toy_config(context), None
+    if replicas > 1:
+        shape, names = (replicas, ranks.world_size // replicas), ("replicate", "shard")
+        mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=names)
+    (model,) = shard_chunks(config, layout=lay_out(config, ranks=ranks), mesh=mesh)
     model.to_empty(device=context.device)
     model.reset_parameters(seed=config.seed)
     return model

@@ -1,4 +1,4 @@
-"""Twenty steps of a small GPT: plain FSDP2, without quantizers, and with them."""
+"""Twenty steps of a small GPT: plain FSDP2, without quantizers, with them, and with a replica per node."""
 
 from __future__ import annotations
 
@@ -79,10 +79,15 @@ def check_training(context: Context) -> dict[str, Any]:
     context.fail_together(_too_different(plain.losses, quantized.losses))
     if context.is_cuda:
         _train(context, replace(_QUANTIZED, audit=None), forbids_waiting=True)
+    losses = {"plain": plain.losses, "sdp4bit": quantized.losses}
+    replicas = _grid(context).nodes
+    if replicas > 1:
+        losses["HSDP, sdp4bit"] = _train(context, _QUANTIZED, replicas=replicas).losses
+        context.fail_together(_too_different(plain.losses, losses["HSDP, sdp4bit"], how="HSDP and sdp4bit"))
     alone = _seconds_alone(context)
     total, exchange = quantized.stats["total"], quantized.stats["exchange_seconds"]
     findings = {
-        "losses": {"plain": plain.losses, "sdp4bit": quantized.losses},
+        "losses": losses,
         "step_seconds": {"alone": alone, "plain": plain.step_seconds, "sdp4bit": quantized.step_seconds},
         "exchange_seconds": exchange,
         "overlapped_share": _overlapped(quantized.step_seconds - alone, exchange),
@@ -92,8 +97,8 @@ def check_training(context: Context) -> dict[str, Any]:
         "planned_bytes": _planned_bytes(context),
         "audits": context.config.steps,
     }
-    last = f"{plain.losses[-1]:.4f} and {quantized.losses[-1]:.4f}"
-    context.say(f"      losses of plain FSDP2 and sdp4bit after {context.config.steps} steps: {last}")
+    last = ", ".join(f"{name} {values[-1]:.4f}" for name, values in losses.items())
+    context.say(f"      losses after {context.config.steps} steps: {last}")
     context.say(
         f"      {format_bytes(total['inter_bytes'])} inter-node in all, "
         f"{quantized.stats['compression_ratio']:.2f}x fewer; replicas equal on all ranks after every step"
@@ -101,11 +106,13 @@ def check_training(context: Context) -> dict[str, Any]:
     return findings
 
 
-def _too_different(plain: Sequence[float], quantized: Sequence[float]) -> CheckFailedError | None:
+def _too_different(
+    plain: Sequence[float], quantized: Sequence[float], *, how: str = "sdp4bit"
+) -> CheckFailedError | None:
     for step, (expected, found) in enumerate(zip(plain, quantized, strict=True), start=1):
         if not abs(found - expected) <= TOLERANCE * expected:
             return CheckFailedError(
-                f"the loss of step {step} is {found:.4f} with sdp4bit and {expected:.4f} without: "
+                f"the loss of step {step} is {found:.4f} with {how} and {expected:.4f} with plain FSDP2: "
                 f"{100 * (found / expected - 1):+.1f} %, more than {100 * TOLERANCE:.0f} %",
                 case=f"step {step}",
             )
@@ -114,16 +121,19 @@ def _too_different(plain: Sequence[float], quantized: Sequence[float]) -> CheckF
 
 def _planned_bytes(context: Context) -> int:
     """Return what the planner reckons with for the quantized run, activations left out."""
-    config, size = toy_config(context), context.ranks.world_size
-    topology = topology_of(context, context.ranks)
-    per_node = topology if isinstance(topology, int) else context.ranks.local_world_size
-    grid = RankGrid(nodes=size // per_node, ranks_per_node=per_node)
+    config, grid = toy_config(context), _grid(context)
     groups = gpt_groups(
         GPTSize.of(config.model_shape, name="self-test", sequence_length=config.sequence_length)
     )
     traffic = [group_traffic(group, grid=grid, config=_QUANTIZED) for group in groups]
     used = memory_per_rank(groups, traffic, grid=grid, config=_QUANTIZED, accumulation=1)
     return sum(used.values())
+
+
+def _grid(context: Context) -> RankGrid:
+    topology = topology_of(context, context.ranks)
+    per_node = topology if isinstance(topology, int) else context.ranks.local_world_size
+    return RankGrid(nodes=context.ranks.world_size // per_node, ranks_per_node=per_node)
 
 
 def _first_difference(one: _Trained, other: _Trained) -> str:
@@ -140,9 +150,11 @@ def _overlapped(exposed: float, exchange: float) -> float | None:
     return min(1.0, max(0.0, 1 - exposed / exchange)) if exchange > 0 else None
 
 
-def _train(context: Context, config: SDP4BitConfig | None, *, forbids_waiting: bool = False) -> _Trained:
+def _train(
+    context: Context, config: SDP4BitConfig | None, *, forbids_waiting: bool = False, replicas: int = 1
+) -> _Trained:
     ranks = context.ranks
-    model = sharded_toy(context, ranks)
+    model = sharded_toy(context, ranks, replicas=replicas)
     handle: CommHandle | None = None
     if config is not None:
         handle = quantize_communication(model, topology=topology_of(context, ranks), config=config)

@@ -195,11 +195,16 @@ def build_model(config: PretrainConfig, *, layout: RankLayout) -> ShardedModel:
     )
 
 
-def shard_chunks(config: PretrainConfig, *, layout: RankLayout) -> list[GPT]:
-    """Return what this rank has of the model, split and sharded, without memory."""
+def shard_chunks(config: PretrainConfig, *, layout: RankLayout, mesh: DeviceMesh | None = None) -> list[GPT]:
+    """Return what this rank has of the model, split and sharded, without memory.
+
+    Args:
+        mesh: what FSDP2 gets instead of the data-parallel ranks in one dimension; with two it replicates
+            over the first.
+    """
     stages = config.parallel.stages(config.model_shape.layers)
     return [
-        _shard_chunk(config, layers=stages[stage], layout=layout)
+        _shard_chunk(config, layers=stages[stage], layout=layout, mesh=mesh or layout.data)
         for stage in _stages_here(config, layout=layout)
     ]
 
@@ -209,7 +214,7 @@ def _stages_here(config: PretrainConfig, *, layout: RankLayout) -> list[int]:
     return list(range(layout.pipeline.get_local_rank(), stages, layout.pipeline.size()))
 
 
-def _shard_chunk(config: PretrainConfig, *, layers: range, layout: RankLayout) -> GPT:
+def _shard_chunk(config: PretrainConfig, *, layers: range, layout: RankLayout, mesh: DeviceMesh) -> GPT:
     training, device = config.training, layout.ranks.device
     param_dtype = dtype_of(training.param_dtype)
     with torch.device("meta"):
@@ -227,7 +232,7 @@ def _shard_chunk(config: PretrainConfig, *, layers: range, layout: RankLayout) -
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    shard = partial(fully_shard, mesh=layout.data, mp_policy=policy)
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
     apart = layout.tensor.size() > 1
     for block in model.blocks.values():
         assert isinstance(block, Block)
