@@ -1,7 +1,14 @@
-"""What an emulated cluster's samples say: rows, ratios of steps of one round, bytes, a table and a plot."""
+"""What an emulated cluster's samples say: rows, ratios of steps of one round, bytes, a table and a plot.
+
+    python -m benchmarks.cluster_report RUN1.json RUN2.json RUN3.json --plot FILE.png
+
+says it of several runs of the same command: medians of the runs' medians, and the lowest and highest of them.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
 import shlex
@@ -98,6 +105,48 @@ def _ratio(reference: Sequence[Sample], target: Sequence[Sample]) -> dict[str, A
     }
 
 
+def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return several runs as one: the median, the lowest and the highest of their medians.
+
+    Raises:
+        ValueError: runs that differ in nodes, model, rates or strategies.
+    """
+    kinds = [(r["nodes"], r["ranks_per_node"], r["parameters"], sorted(_by_row(r))) for r in results]
+    if any(kind != kinds[0] for kind in kinds):
+        raise ValueError(
+            "the runs differ in nodes, model, rates or strategies: give runs of the same command"
+        )
+    rows = []
+    for row in results[0]["rows"]:
+        same = [_by_row(result)[row["rate"], row["strategy"]] for result in results]
+        seconds = [each["seconds_per_step"] for each in same]
+        median = statistics.median(seconds)
+        rows.append(
+            {
+                **row,
+                "seconds_per_step": median,
+                "spread": (max(seconds) - min(seconds)) / median,
+                "fastest": min(seconds),
+                "slowest": max(seconds),
+                "rounds": sum(each["rounds"] for each in same),
+                "bytes_agree": None if row["bytes_agree"] is None else all(e["bytes_agree"] for e in same),
+            }
+        )
+    # Runs of the same strategies and rates have the same ratios in the same order.
+    same_ratios = zip(*(result["ratios"] for result in results), strict=True)
+    return {**results[0], "rows": rows, "ratios": [_combined_ratio(same) for same in same_ratios]}
+
+
+def _combined_ratio(same: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    medians = [ratio["ratio"] for ratio in same]
+    middle, lowest, highest = statistics.median(medians), min(medians), max(medians)
+    return {**same[0], "ratio": middle, "lowest": lowest, "highest": highest}
+
+
+def _by_row(result: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["rate"], row["strategy"]): row for row in result["rows"]}
+
+
 def describe_machine(arguments: Sequence[str] | None) -> dict[str, Any]:
     """Hardware, versions, date and command."""
     from benchmarks import kernels
@@ -158,7 +207,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         medians = [rows[name]["seconds_per_step"] for name in names]
         below = [rows[name]["seconds_per_step"] - rows[name]["fastest"] for name in names]
         above = [rows[name]["slowest"] - rows[name]["seconds_per_step"] for name in names]
-        colors = ["tab:green" if name.startswith(FASTEST) else "tab:gray" for name in names]
+        colors = ["tab:green" if FASTEST in name else "tab:gray" for name in names]
         panel.barh(names, medians, xerr=[below, above], color=colors, error_kw={"elinewidth": 0.8})
         panel.set_title(f"{rate} per link", fontsize=10)
         panel.set_xlabel("seconds per step", fontsize=9)
@@ -171,3 +220,27 @@ def plot(result: dict[str, Any], path: Path) -> None:
     )
     figure.tight_layout()
     figure.savefig(path, dpi=100)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the tables of several runs, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cluster_report",
+        description="Show several runs of benchmarks.cluster as one.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="what --json has written")
+    parser.add_argument("--plot", type=Path, help="file for the figure")
+    chosen = parser.parse_args(arguments)
+    try:
+        result = combine([json.loads(path.read_text()) for path in chosen.runs])
+    except (OSError, ValueError, KeyError) as error:
+        print(f"benchmarks.cluster_report: {error}", file=sys.stderr)
+        return 2
+    print_tables(result)
+    if chosen.plot:
+        plot(result, chosen.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

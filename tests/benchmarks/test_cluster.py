@@ -303,6 +303,33 @@ def test_rows_hold_medians_and_ratios_are_those_of_one_round() -> None:
     ]
 
 
+def test_several_runs_are_shown_by_the_medians_of_their_medians(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    for number, seconds in enumerate([2.0, 8.0, 3.0]):
+        samples = [sample("fair", seconds, i) for i in range(3)] + [
+            sample("sdp4bit", 1.0, i) for i in range(3)
+        ]
+        result = cluster_report.summarize(samples, cluster=ONE_PER_NODE, parameters=1, arguments=[])
+        files.append(tmp_path / f"{number}.json")
+        files[-1].write_text(json.dumps(result))
+    combined = cluster_report.combine([json.loads(file.read_text()) for file in files])
+    fair, _ = combined["rows"]
+    assert (fair["seconds_per_step"], fair["fastest"], fair["slowest"]) == (3.0, 2.0, 8.0)
+    assert (fair["spread"], fair["rounds"]) == (2.0, 9)
+    (ratio,) = combined["ratios"]
+    assert (ratio["ratio"], ratio["lowest"], ratio["highest"]) == (3.0, 2.0, 8.0)
+    figure = tmp_path / "three.png"
+    assert cluster_report.main([*map(str, files), "--plot", str(figure)]) == 0
+    assert "| 1gbit | fair | sdp4bit | 3.00 (2.00 to 8.00) |" in capsys.readouterr().out
+    assert figure.stat().st_size > 10_000
+    alone = cluster_report.summarize(samples[:3], cluster=ONE_PER_NODE, parameters=1, arguments=[])
+    files[0].write_text(json.dumps(alone))
+    assert cluster_report.main([*map(str, files)]) == 2
+    assert "the runs differ in nodes" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @needs_namespaces
 def test_a_small_cluster_is_measured_from_end_to_end(tmp_path: Path) -> None:
