@@ -2,6 +2,8 @@ PYTHON ?= python3
 
 # Tests and the demo run several processes on one machine: one thread each, unless the user says otherwise.
 export OMP_NUM_THREADS ?= 1
+# They start hundreds of processes, each of which would compile the library's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -30,6 +30,7 @@ def test_codes_are_prefix_codes_and_the_table_reads_them(bits: float) -> None:
             assert (entry >> 4, entry & 15) == (symbol, length)
 
 
+@pytest.mark.slow
 def test_normal_values_come_close_to_the_bound() -> None:
     groups = normal(64)
     found = {bits: measured(groups, bits).squared_error for bits in BUDGETS}
@@ -75,6 +76,7 @@ def taken(path: str, text: str) -> list[tuple[tuple[int, ...], float]]:
     return [(groups.shape, float(np.square(groups).mean())) for groups in samples.values()]
 
 
+@pytest.mark.slow
 def test_gradients_of_a_run_are_taken(tmp_path) -> None:
     (samples,) = run_ranks(taken, 1, str(tmp_path / "run"), str(write_text(tmp_path / "text")))
     (shape, square), (other_shape, other_square) = samples
@@ -97,6 +99,7 @@ def test_errors_name_the_option(arguments, named, tmp_path, capsys) -> None:
     assert all(text in message for text in named), message
 
 
+@pytest.mark.slow
 def test_packed_codes_err_as_the_law_says() -> None:
     groups = torch.from_numpy(normal(64)).numpy()
     assert coding.packed_error(groups, bits=4, dither=False) == pytest.approx(0.0277, rel=0.02)

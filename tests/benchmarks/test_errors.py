@@ -124,9 +124,9 @@ def test_a_law_needs_three_seeds(tmp_path):
 def curve_runs(folder: Path, simulated: int | None = 4) -> None:
     """Write the runs of the law as simulated ranks' that have counted their bytes."""
     law_runs(folder, {"tlq-hs": (0.1, 0.001), "dithered": (0.07, 0.0006)})
-    parameters = sum(
-        p.numel() for p in GPT(ModelConfig().shape(vocabulary=512, sequence_length=64)).parameters()
-    )
+    with torch.device("meta"):
+        model = GPT(ModelConfig().shape(vocabulary=512, sequence_length=64))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     for path in folder.glob("*/config.json"):
         config = json.loads(path.read_text())
         rounding = "dither" if path.parent.name.startswith("dithered") else "stochastic"
