@@ -194,19 +194,22 @@ def run_lora(folder: Path) -> dict[str, Any]:
         result[name] = outcome(trainer, sent, callback)
         result[name]["told"] = reporter.told
         result[name]["evaluated"] = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+        if name != "resumed":
+            trainer.save_model(str(folder / name / "exported"))
     return result
 
 
 @pytest.fixture(scope="module")
-def lora(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def lora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     pytest.importorskip("trl", reason="trl is not installed: make test-ecosystem")
     pytest.importorskip("peft", reason="peft is not installed: make test-ecosystem")
-    return run_ranks(run_lora, WORLD, tmp_path_factory.mktemp("lora"))
+    folder = tmp_path_factory.mktemp("lora")
+    return folder, run_ranks(run_lora, WORLD, folder)
 
 
-def test_adapters_are_fine_tuned_by_trl(lora: list[dict[str, Any]]) -> None:
-    on_cpu.assert_losses(lora, learned=0.0)  # adapters start slowly
-    for rank in lora:
+def test_adapters_are_fine_tuned_by_trl(lora: Any) -> None:
+    on_cpu.assert_losses(lora[1], learned=0.0)  # adapters start slowly
+    for rank in lora[1]:
         assert rank["resumed"]["losses"] == rank["quantized"]["losses"]
         assert rank["resumed"]["weights"] == rank["quantized"]["weights"]
         # Added in front, the callback adds its values before others report.
@@ -214,6 +217,17 @@ def test_adapters_are_fine_tuned_by_trl(lora: list[dict[str, Any]]) -> None:
         assert rank["plain"]["told"] == [None] * 6
         # Frozen weights are sent once, at the first forward.
         on_cpu.assert_bytes(rank["plain"], rank["quantized"], least=9)
+
+
+def test_the_exported_adapters_are_those_of_peft(lora: Any) -> None:
+    from peft import PeftModel, get_peft_model_state_dict
+
+    plain, lossless, quantized = (
+        get_peft_model_state_dict(PeftModel.from_pretrained(on_cpu.tiny_llama(), lora[0] / name / "exported"))
+        for name in CONFIGS
+    )
+    assert plain and all(torch.equal(plain[name], lossless[name]) for name in plain)
+    assert any(not torch.equal(plain[name], quantized[name]) for name in plain)
 
 
 def refuse(folder: Path) -> str:

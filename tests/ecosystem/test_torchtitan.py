@@ -20,6 +20,7 @@ import torch.distributed as dist
 pytest.importorskip("spmd_types", reason="torchtitan is not installed: make test-ecosystem")
 pytest.importorskip("tests.ecosystem.titan_device")
 
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
@@ -141,7 +142,7 @@ def config_of(folder: Path) -> Any:
             local_batch_size=4, global_batch_size=16, seq_len=12, steps=STEPS, disable_cuda_graphs=True
         ),
         metrics=MetricsProcessor.Config(log_freq=1, enable_tensorboard=True),
-        checkpoint=CheckpointManager.Config(enable=True, interval=SAVED, last_save_model_only=False),
+        checkpoint=CheckpointManager.Config(enable=True, interval=SAVED, last_save_model_only=True),
     )
 
 
@@ -228,6 +229,19 @@ def test_a_resume_repeats_the_run_bit_for_bit(runs: Any) -> None:
     for rank in runs[1]:
         assert rank["resumed"]["losses"] == rank["quantized"]["losses"][SAVED:]
         assert rank["resumed"]["weights"] == rank["quantized"]["weights"]
+
+
+def test_the_last_checkpoint_is_the_model_alone(runs: Any, tmp_path: Path) -> None:
+    folder, _ = runs
+    exported = {}
+    for name in CONFIGS:
+        dcp_to_torch_save(folder / name / f"checkpoint/step-{STEPS}", tmp_path / f"{name}.pt")
+        exported[name] = torch.load(tmp_path / f"{name}.pt")
+    plain, lossless, quantized = exported.values()
+    # What torchtitan's own conversion takes: the parameters by name, whole, without anything of ours.
+    assert plain.keys() == lossless.keys() == quantized.keys() and "tok_embeddings.weight" in plain
+    assert all(torch.equal(plain[name], lossless[name]) for name in plain)
+    assert any(not torch.equal(plain[name], quantized[name]) for name in plain)
 
 
 def test_the_example_is_found_by_torchtitan_and_takes_options() -> None:
