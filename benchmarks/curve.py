@@ -157,6 +157,10 @@ def table(found: Sequence[Point]) -> str:
     return text
 
 
+_PROPORTIONAL = 0.1
+_TICKS = (-0.05, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
 def draw(found: Sequence[Point], path: Path) -> None:
     """Write the picture of cost over bytes; what leaves a half in full precision is on the right."""
     from matplotlib.figure import Figure
@@ -177,6 +181,9 @@ def draw(found: Sequence[Point], path: Path) -> None:
         axes.axhline(0, color="black", linewidth=0.6)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("bytes per parameter and step to another node")
+        # In proportion up to a tenth of a percent, where most lie; beyond it by factors.
+        axes.set_yscale("symlog", linthresh=_PROPORTIONAL)
+        axes.set_yticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("difference of the validation loss to the baseline (%)")
     figure.suptitle(
