@@ -94,6 +94,7 @@ def megatron() -> list[str]:
     return run("megatron_minimal.py", "--steps", "6")
 
 
+@pytest.mark.slow
 def test_the_megatron_example_trains_on_a_cpu(megatron: list[str]) -> None:
     found = losses(megatron)
     assert len(found) == 6 and found[-1] < found[0] - 0.2

@@ -57,8 +57,8 @@ DEFAULTS = [
     dequantize_reduce_quantize,
     dequantize_reduce_hadamard,
 ]
-# Every target has a compiler of its own, or a generation of it; the other ones differ little from these.
-QUICK = ("sm_90", "sm_100", "gfx942")
+# One of either compiler; code for the other generations differs little from these.
+QUICK = ("sm_90", "gfx942")
 EACH_TARGET = [
     pytest.param(target, marks=[] if target in QUICK else [pytest.mark.slow]) for target in TARGETS
 ]

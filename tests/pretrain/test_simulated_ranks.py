@@ -142,6 +142,7 @@ def two_ranks(text: Path, folder: Path) -> list[PretrainConfig]:
     ]
 
 
+@pytest.mark.slow
 def test_runs_of_two_ranks_with_full_precision_sums_are_repeated_bit_for_bit(
     text: Path, tmp_path: Path
 ) -> None:
@@ -149,6 +150,7 @@ def test_runs_of_two_ranks_with_full_precision_sums_are_repeated_bit_for_bit(
     assert_repeated_alone(two_ranks(text, tmp_path), ranks=2)
 
 
+@pytest.mark.slow
 def test_runs_with_lossless_weights_equal_plain_ones_bit_for_bit(text: Path, tmp_path: Path) -> None:
     apart, communication = ParallelConfig(ranks_per_node=1), CommunicationConfig(weight_mode="lossless")
     plain, lossless = (

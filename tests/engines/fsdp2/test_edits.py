@@ -376,12 +376,25 @@ def merged(ranks: list[dict[str, list[str]]]) -> dict[str, list[str]]:
     }
 
 
+VARIANTS = (
+    *("averaged_model_foreach", "averages_as_local_tensors", "foreach_lerp", "foreach_operations"),
+    *("hard_target_update", "sharpness_aware_restored", "clipping_of_one_parameter", "step_by_hand"),
+    *("pruning_mask_on_local_tensors", "numpy_views", "set_state_dict_from_host"),
+)
+"""Ways that change weights as another one does; the slow tests have them."""
+
+
 @pytest.fixture(scope="module")
-def faults() -> dict[str, list[str]]:
-    return merged(run_ranks(find_faults, 2, list(WAYS), 1, ("4 bits",), timeout=280))
+def faults(request: pytest.FixtureRequest) -> dict[str, list[str]]:
+    """Return the faults of the ways that are tested in this session."""
+    tests = (item for item in request.session.items if item.nodeid.startswith(f"{request.node.nodeid}::"))
+    names = {test.callspec.params["name"] for test in tests if "faults" in getattr(test, "fixturenames", ())}
+    return merged(run_ranks(find_faults, 2, sorted(names), 1, ("4 bits",), timeout=280))
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in VARIANTS else []) for n in WAYS]
+)
 def test_edits_are_followed_as_by_plain_fsdp2(faults: dict[str, list[str]], name: str) -> None:
     assert not faults[name], "\n".join(faults[name])
 

@@ -319,6 +319,7 @@ class TensorParallelHybridRun(Run):
         }
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=400.0)
 def test_what_tensor_parallel_ranks_hold_alike_stays_equal_over_replicas() -> None:
     plain = TensorParallelHybridRun(None).train(4).losses
