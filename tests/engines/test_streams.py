@@ -13,7 +13,7 @@ import itertools
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -89,20 +89,31 @@ def needed(results: dict[str, Result], scenarios: dict[str, Callable[[], object]
     return {site: any(found) for site, found in tried.items() if found}
 
 
-def fsdp_half() -> dict[str, Result]:
-    """Return what every second of the scenarios has come to."""
-    return {name: run_scenario(name, SCENARIOS) for name in list(SCENARIOS)[dist.get_rank() :: 2]}
+def half_of(names: Iterable[str]) -> list[str]:
+    """Return every second name; before any scenario, which puts other process groups in place of ours."""
+    return list(names)[dist.get_rank() :: 2]
+
+
+def outcomes(names: Sequence[str]) -> dict[str, Result]:
+    """Return what these scenarios have come to."""
+    return {name: run_scenario(name, SCENARIOS) for name in names}
 
 
 def run_fsdp() -> Half:
     """Return what half of the scenarios have come to, and the faults of half of the quick mutations."""
-    return fsdp_half(), mutated_half(QUICK_MUTATIONS)
+    scenarios, mutations = half_of(SCENARIOS), half_of(QUICK_MUTATIONS)
+    return outcomes(scenarios), faults_of(mutations)
 
 
-def mutated_half(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the faults of every second of these mutations."""
+def run_mutations(names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the faults of half of these mutations."""
+    return faults_of(half_of(names))
+
+
+def faults_of(mutations: Sequence[str]) -> dict[str, list[str]]:
+    """Return the faults that the simulator finds with each of these mutations."""
     found = {}
-    for name in names[dist.get_rank() :: 2]:
+    for name in mutations:
         scenario, mutation = MUTATIONS[name]
         with mutation():
             found[name] = run_scenario(scenario, SCENARIOS)[0]
@@ -111,7 +122,7 @@ def mutated_half(names: Sequence[str]) -> dict[str, list[str]]:
 
 def needed_on_fsdp() -> dict[str, bool]:
     """Return which waits half of the scenarios need."""
-    return needed(fsdp_half(), SCENARIOS)
+    return needed(outcomes(half_of(SCENARIOS)), SCENARIOS)
 
 
 def _forget(at: int) -> Any:
@@ -361,7 +372,7 @@ def test_there_is_a_fault_if_memory_is_freed_shared_or_read_too_early_or_late(fs
 @pytest.mark.slow
 def test_there_is_a_fault_with_each_of_the_other_mutations() -> None:
     others = [name for name in MUTATIONS if name not in QUICK_MUTATIONS]
-    check_mutations(run_ranks(mutated_half, 2, others, timeout=900.0), others)
+    check_mutations(run_ranks(run_mutations, 2, others, timeout=900.0), others)
 
 
 def check_mutations(halves: list[dict[str, list[str]]], names: Sequence[str]) -> None:
