@@ -38,6 +38,7 @@ def plain(config: PretrainConfig) -> float:
     return pretrain(config, ranks=this_rank()).validation_loss
 
 
+@pytest.mark.slow
 def test_measuring_changes_nothing_and_finds_the_errors_of_the_settings(tmp_path):
     config = simulated(tmp_path, "run", "sdp4bit")
     (loss,) = run_ranks(measured, 1, ErrorConfig(training=config, every=2))

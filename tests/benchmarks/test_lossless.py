@@ -29,6 +29,7 @@ def measured(config: PretrainConfig) -> None:
     weight_entropy.train_and_measure(config, ranks=this_rank(), every=1, parts=2)
 
 
+@pytest.mark.slow
 def test_entropy_and_bits_of_a_run(tmp_path: Path) -> None:
     run_ranks(measured, 1, config(tmp_path), backend="numba")
     records = [json.loads(line) for line in (tmp_path / "run" / "entropy.jsonl").read_text().splitlines()]

@@ -220,6 +220,7 @@ def transfers_of_one_rank() -> tuple[list[str], list[str], list[str]]:
     return *map(streams_of_transfers, names), attached_to_one_queue()  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_a_transfer_that_is_waited_for_at_once_is_on_the_stream_that_waits() -> None:
     """One slice's are on FSDP2's own reduce-scatter stream, those of several on the communicators'."""
     ((at_once, overlapping, told),) = run_ranks(transfers_of_one_rank, 1, timeout=240.0)

@@ -29,8 +29,9 @@ from sdp4bit.kernels.triton import backend as cuda
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.selftest import kernel_cases
 from sdp4bit.selftest.kernel_buffers import guarded_messages, make_values
-from sdp4bit.selftest.kernel_cases import KEY, SHAPES, Shape
+from sdp4bit.selftest.kernel_cases import KEY, SHAPES, TROUBLE, Shape
 from tests.kernels.byte_tests import ByteTests, compare
 from tests.quantization.property_cases import CALLS, hold
 
@@ -83,7 +84,9 @@ def test_cpu_tensors_are_refused_with_the_way_out():
 
 
 INTERPRETED_BY_DEFAULT = {(128, 0), (128, 3 * 128 + 96), (32, 100), (160, 160 * 2 + 96 + 7)}
-"""Shapes of the quick tests; the slow tests add the others. Groups of several tiles are in `long_groups`."""
+"""Shapes of the quick tests; the slow tests add the others."""
+LONG = (kernel_cases.long_groups, kernel_cases.special_values)
+"""Cases that the interpreter takes half of its time for: groups of several tiles, and NaN and infinities."""
 
 
 @pytest.fixture(
@@ -126,6 +129,13 @@ class TestBytes(ByteTests):
 
     def compare(self, *args: Any, **named: Any) -> None:
         compare_unless_too_old(*args, **named)
+
+    @pytest.mark.parametrize(
+        "make",
+        [pytest.param(m, marks=[pytest.mark.slow] if m in LONG else [], id=m.__name__) for m in TROUBLE],
+    )
+    def test_trouble(self, make):
+        super().test_trouble(make)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", CALLS)

@@ -230,6 +230,7 @@ def demo_here(config: DemoConfig) -> None:
     demo_module.demo(config, ranks=this_rank())
 
 
+@pytest.mark.slow
 def test_demo_summary_has_its_shape(tmp_path):
     config = DemoConfig(steps=2, out=tmp_path / "demo", cache_dir=tmp_path / "cache")
     run_ranks(demo_here, DEMO_PROCESSES, config, timeout=250)

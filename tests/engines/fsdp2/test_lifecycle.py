@@ -252,7 +252,8 @@ def check_compiled(backend: str) -> None:
     assert train_compiled(backend) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 def test_steps_of_a_compiled_optimizer_are_noticed(backend: str) -> None:
     run_ranks(check_compiled, 2, backend, timeout=180)
 
