@@ -203,6 +203,7 @@ def numel() -> int:
     return TINY.layers * per_layer + (TINY.vocabulary + TINY.sequence_length) * hidden + 2 * hidden
 
 
+@pytest.mark.slow
 def test_every_strategy_trains_the_same_model_and_sends_what_it_should() -> None:
     names = strategies_for(ONE_PER_NODE)
     first, second = run_ranks(train, 2, names, ONE_PER_NODE, timeout=60.0)

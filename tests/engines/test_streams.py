@@ -271,6 +271,7 @@ def run_megatron_hooks() -> dict[str, tuple[int, set[int]]]:
     return {name: kernels_behind_own_transfers(name) for name in ("overlap", "one queue")}
 
 
+@pytest.mark.slow
 def test_with_one_queue_no_kernel_is_issued_behind_a_transfer_that_has_just_begun() -> None:
     pytest.importorskip("megatron.core")
     (found,) = run_ranks(run_megatron_hooks, 1, timeout=240.0)

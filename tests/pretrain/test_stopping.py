@@ -67,6 +67,7 @@ def test_one_rank_s_reason_to_leave_is_every_rank_s():
     assert [found[4:] for found in outcomes] == [[None, "SIGUSR1", "SIGUSR1", None]] * 2
 
 
+@pytest.mark.slow
 def test_a_run_left_at_an_interval_resumes_to_the_same_losses(text, tmp_path):
     whole = small(text, tmp_path / "whole", parallel=ParallelConfig(ranks_per_node=1))
     folder = CheckpointConfig(save=tmp_path / "checkpoints")

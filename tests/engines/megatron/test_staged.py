@@ -83,6 +83,7 @@ def train_both_ways(options: dict[str, Any]) -> tuple[list[Event], list[Event]]:
     return events, events_at_once
 
 
+@pytest.mark.slow
 def test_the_second_half_of_a_bucket_goes_with_the_first_half_of_the_next() -> None:
     ranks = run_ranks(train_both_ways, 4, {"topology": 2})
     for rank, (events, at_once) in enumerate(ranks):

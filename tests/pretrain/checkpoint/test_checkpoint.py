@@ -331,6 +331,7 @@ def resume_alone(run: PretrainConfig) -> tuple[dict[str, list[float]], list[str]
     return curves, texts
 
 
+@pytest.mark.slow
 def test_resuming_elsewhere_or_with_other_quantization_continues_the_loss(run):
     """To other strategies and from 2 ranks to 1: the loss of the next steps is that of the run itself.
 
