@@ -386,7 +386,7 @@ VARIANTS = (
 
 @pytest.fixture(scope="module")
 def faults(request: pytest.FixtureRequest) -> dict[str, list[str]]:
-    """Return the faults of the ways that are tested in this session."""
+    """Return the faults of the ways that are tested this time."""
     tests = (item for item in request.session.items if item.nodeid.startswith(f"{request.node.nodeid}::"))
     names = {test.callspec.params["name"] for test in tests if "faults" in getattr(test, "fixturenames", ())}
     return merged(run_ranks(find_faults, 2, sorted(names), 1, ("4 bits",), timeout=280))
