@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -35,6 +34,13 @@ from tests.ranks import run_ranks
 
 VOCABULARY = 1 << 20
 FROZEN_SHUFFLES = "2971fbe3679a616d78eb2112fa2d2666197ce4605a2297c2261b28154fa49ad1"
+
+
+def rows_by_kept_order(prefix: Path) -> np.ndarray:
+    """Return 200 samples, read by an order that is kept on disk, by the first who needs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_index, "CACHED_FROM", 1)
+        return open_split(prefix).samples(sequence_length=7, seed=5).rows(range(200))
 
 
 def open_split(prefix: Path, **changes: object) -> IndexedSplit:
@@ -148,19 +154,13 @@ class TestSampleIndex:
     def test_an_order_kept_on_disk_is_the_same(self, tmp_path, monkeypatch):
         split = open_split(counting_corpus(tmp_path / "x", documents=60))
         in_memory = split.samples(sequence_length=7, seed=5).rows(range(200))
-        monkeypatch.setattr(sample_index, "CACHED_FROM", 1)
-
-        def read(_: int) -> np.ndarray:
-            return split.samples(sequence_length=7, seed=5).rows(range(200))
-
-        with ThreadPoolExecutor(4) as pool:
-            for rows in pool.map(read, range(4), timeout=60):
-                assert np.array_equal(rows, in_memory)
+        for rows in run_ranks(rows_by_kept_order, 4, tmp_path / "x", timeout=60):
+            assert np.array_equal(rows, in_memory)
         epochs = -(-200 // split.samples(sequence_length=7, seed=5).count)
         kept = sorted((tmp_path / "cache").iterdir())
         assert len(kept) == epochs and all(path.is_dir() for path in kept)
         monkeypatch.setattr(sample_index, "make_epoch", None)
-        assert np.array_equal(read(0), in_memory)
+        assert np.array_equal(rows_by_kept_order(tmp_path / "x"), in_memory)
 
     def test_a_rank_that_comes_late_to_the_order_leaves_no_lock_file(self, tmp_path, monkeypatch):
         """It saw no folder, and opened the lock file only after the maker had removed it."""
