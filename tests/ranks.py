@@ -19,8 +19,10 @@ from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ForkServer
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -100,17 +102,25 @@ def on_ranks(
     return decorate
 
 
-_preloaded: list[str] = []
-"""What the server of this process has imported, beside `_PRELOADED`."""
+_servers: dict[tuple[str, ...], ForkServer] = {}
+"""The servers that ranks are copies of, by what each has imported beside `_PRELOADED`."""
 
 
 def _context(modules: list[str]) -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    if modules != _preloaded:
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
-        _preloaded[:] = modules
-    context.set_forkserver_preload([*_PRELOADED, *modules])
-    return context
+    """Return a context of processes that have imported these.
+
+    The server of each set of modules stays; multiprocessing knows only one, so it is told which.
+    """
+    server = _servers.setdefault(tuple(modules), ForkServer())
+    server.set_forkserver_preload([*_PRELOADED, *modules])
+    forkserver.connect_to_new_process = server.connect_to_new_process  # type: ignore[attr-defined]
+    return multiprocessing.get_context("forkserver")
+
+
+def users_of(request: pytest.FixtureRequest) -> list[pytest.Item]:
+    """Return the tests of this run that use the fixture, which works for these only."""
+    in_file = (item for item in request.session.items if item.nodeid.startswith(f"{request.node.nodeid}::"))
+    return [item for item in in_file if request.fixturename in getattr(item, "fixturenames", ())]
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[Any]:

@@ -209,7 +209,13 @@ UNBIASED = {
 }
 
 
-@pytest.mark.parametrize("name", UNBIASED)
+MIXES = {"int4 alone", "dither, int4 alone", "ulq", "dither without a transform"}
+"""Operators that the others have too, put together in another way; the slow tests have them."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in MIXES else []) for n in UNBIASED]
+)
 def test_random_rounding_leaves_the_mean_gradient_unbiased(name: str) -> None:
     assert is_unbiased(z_scores(UNBIASED[name], student_t(4, 1024, seed=5)))
 

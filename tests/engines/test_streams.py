@@ -37,7 +37,7 @@ from tests.engines.stream_scenarios import (
     SimulatedFuture,
 )
 from tests.engines.stream_simulator import Collective, Simulator, Stream
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, users_of
 
 PRELOAD = ["tests.engines.stream_scenarios"]
 
@@ -55,6 +55,20 @@ MAY_WAIT = {
     "alerts": "engines/alerts.py",  # the host decides
 }
 """Scenarios in which the host has a reason to wait in a step, and the file that does it."""
+
+VARIANTS = (
+    *(
+        "plain FSDP2, prefetch",
+        "plain FSDP2, unshard",
+        "plain FSDP2, separate group",
+        "plain FSDP2, two roots",
+    ),
+    *("node replica, one node", "node replica, exact", "full replica, exact", "full replica, prefetch"),
+    *("one rank per node", "weights only", "more input buffers", "separate group", "unshard, full replica"),
+    *("unshard, saved meanwhile", "unshard, exact", "two roots, full replica"),
+    *("HSDP, shards between nodes", "HSDP, pipeline chunks", "HSDP, two roots", "DDP, one rank per node"),
+)
+"""Scenarios of FSDP2 and DDP whose parts others have too; the slow tests have them."""
 
 MOST_TRIED = 8
 """Scenarios in which a call is left out until one needs it: an all-to-all of several slices is rare."""
@@ -99,9 +113,9 @@ def outcomes(names: Sequence[str]) -> dict[str, Result]:
     return {name: run_scenario(name, SCENARIOS) for name in names}
 
 
-def run_fsdp() -> Half:
-    """Return what half of the scenarios have come to, and the faults of half of the quick mutations."""
-    scenarios, mutations = half_of(SCENARIOS), half_of(QUICK_MUTATIONS)
+def run_fsdp(names: Sequence[str], mutations: Sequence[str]) -> Half:
+    """Return what half of these scenarios have come to, and the faults of half of these mutations."""
+    scenarios, mutations = half_of(names), half_of(mutations)
     return outcomes(scenarios), faults_of(mutations)
 
 
@@ -318,9 +332,12 @@ QUICK_MUTATIONS = [
 
 
 @pytest.fixture(scope="module")
-def fsdp() -> list[Half]:
-    """What the scenarios of FSDP2 have come to, each in one of two processes."""
-    return run_ranks(run_fsdp, 2, timeout=900.0)
+def fsdp(request: pytest.FixtureRequest) -> list[Half]:
+    """What this time's scenarios of FSDP2 have come to, each in one of two processes."""
+    params = [test.callspec.params for test in users_of(request) if hasattr(test, "callspec")]
+    names = [each["name"] for each in params]
+    mutations = QUICK_MUTATIONS if len(params) < len(users_of(request)) else []
+    return run_ranks(run_fsdp, 2, names, mutations, timeout=900.0)
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +359,9 @@ def check(halves: list[Half], name: str) -> None:
         assert of_library == []
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in VARIANTS else []) for n in SCENARIOS]
+)
 def test_nothing_races_and_the_host_does_not_wait_on_fsdp2(fsdp: list[Half], name: str) -> None:
     check(fsdp, name)
 

@@ -83,10 +83,10 @@ def test_cpu_tensors_are_refused_with_the_way_out():
         ops.subtract_quantize(torch.zeros(64), replica=None, out=out, layout=layout, rounding=None)
 
 
-INTERPRETED_BY_DEFAULT = {(128, 0), (128, 3 * 128 + 96), (32, 100), (160, 160 * 2 + 96 + 7)}
+INTERPRETED_BY_DEFAULT = {(128, 0), (128, 3 * 128 + 96), (160, 160 * 2 + 96 + 7)}
 """Shapes of the quick tests; the slow tests add the others."""
-LONG = (kernel_cases.long_groups, kernel_cases.special_values)
-"""Cases that the interpreter takes half of its time for: groups of several tiles, and NaN and infinities."""
+LONG = (kernel_cases.long_groups, kernel_cases.special_values, kernel_cases.special_scales)
+"""Cases that the interpreter takes most of its time for: groups of several tiles, and NaN and infinities."""
 
 
 @pytest.fixture(

@@ -29,7 +29,7 @@ from tests.toy import POLICY, QUANTIZED, Run, adamw, batches, build, data_mesh, 
 
 FEWER_BITS = {"8/3 and 2": (8, 3, 2), "3/2 and 3": (3, 2, 3)}
 """Bits of gradients inside a node and between nodes, and of weight differences."""
-LAYOUTS = [(2, 2), (4, 1), (1, 4), (3, 2)]
+LAYOUTS = [(2, 2), (1, 4), (3, 2), pytest.param((4, 1), marks=pytest.mark.slow)]
 
 
 @contextmanager

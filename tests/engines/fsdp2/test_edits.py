@@ -24,7 +24,7 @@ from sdp4bit.quantization.layout import MessageLayout
 from tests import ROOT
 from tests.engines.fsdp2 import weight_edits
 from tests.engines.fsdp2.edited_runs import WAYS, faults_of
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks, run_ranks, users_of
 from tests.tables import flat
 from tests.toy import (
     LOSSLESS,
@@ -379,7 +379,9 @@ def merged(ranks: list[dict[str, list[str]]]) -> dict[str, list[str]]:
 VARIANTS = (
     *("averaged_model_foreach", "averages_as_local_tensors", "foreach_lerp", "foreach_operations"),
     *("hard_target_update", "sharpness_aware_restored", "clipping_of_one_parameter", "step_by_hand"),
-    *("pruning_mask_on_local_tensors", "numpy_views", "set_state_dict_from_host"),
+    *("pruning_mask_on_local_tensors", "numpy_views", "set_state_dict_from_host", "soft_target_update"),
+    *("weight_clipping", "data_of_parameters", "local_tensors_of_detached", "step_by_hand_on_local_tensors"),
+    *("load_state_dict_of_a_part", "set_full_state_dict", "pruned_modules", "sharpness_aware_subtracted"),
 )
 """Ways that change weights as another one does; the slow tests have them."""
 
@@ -387,8 +389,7 @@ VARIANTS = (
 @pytest.fixture(scope="module")
 def faults(request: pytest.FixtureRequest) -> dict[str, list[str]]:
     """Return the faults of the ways that are tested this time."""
-    tests = (item for item in request.session.items if item.nodeid.startswith(f"{request.node.nodeid}::"))
-    names = {test.callspec.params["name"] for test in tests if "faults" in getattr(test, "fixturenames", ())}
+    names = {test.callspec.params["name"] for test in users_of(request)}
     return merged(run_ranks(find_faults, 2, sorted(names), 1, ("4 bits",), timeout=280))
 
 
