@@ -170,7 +170,7 @@ def draw(found: Sequence[Point], path: Path) -> None:
         [p for p in found if p.bytes_per_parameter < _HALF],
         [p for p in found if p.bytes_per_parameter >= _HALF],
     ]
-    titles = ("weights and gradients quantized", "one of them in full precision")
+    titles = ("all of it in few bits", "a part in 16 or 32 bits")
     shown = [(part, title) for part, title in zip(parts, titles, strict=True) if part]
     markers = itertools.cycle("os^vPX*")
     for axes, (part, title) in zip(
