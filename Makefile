@@ -10,8 +10,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 # A file's tests share what its fixtures have started. Workers take the files in the order of tests/conftest.py; the
-# third and the fourth work while ranks of the others wait for each other.
-PYTEST := -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
+# third works while ranks of the others wait for each other, and more only take the cores from ranks that would not.
+PYTEST := -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 # An environment of its own for another torch.
 OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))

@@ -232,6 +232,7 @@ def losses_grow_with_replicas(*args: Any, replicas: int = 1, **options: Any) -> 
     return replace(trained, losses=[loss * (1 + 0.1 * (replicas > 1)) for loss in trained.losses])
 
 
+@pytest.mark.slow
 def test_training_that_is_not_exact_or_not_close_is_found():
     # A quantizer where there must be none, and one that is far coarser than what may pass.
     assert run_ranks(trained_with, 2, {"_LOSSLESS": training._QUANTIZED})[0].startswith(

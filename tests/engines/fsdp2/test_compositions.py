@@ -96,6 +96,7 @@ def resharding(
     return Run(model, config).train(2).finish()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_resharding_does_not_change_the_result() -> None:
     assert_variants_equal(resharding, (), (False, False))
@@ -157,6 +158,7 @@ def dropping(config: SDP4BitConfig | None, recompute: str = "") -> list[float]:
     return Run(model, config).train(2).finish()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_activation_checkpointing_with_dropout_does_not_change_the_result() -> None:
     assert_variants_equal(dropping, (), ("inside",))

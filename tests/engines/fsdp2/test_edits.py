@@ -349,6 +349,7 @@ def resuming(replica: str) -> None:
         assert runs[0] == runs[1], thaw
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_frozen_parts_resume_bit_for_bit() -> None:
     resuming("node")

@@ -288,6 +288,7 @@ def check_audit() -> None:
             run.comm.audit()
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=400.0)
 def test_the_precision_fallback_the_audit_and_what_is_left_to_fsdp2() -> None:
     check_fallback()
