@@ -144,6 +144,7 @@ def test_probe_takes_no_options_of_models(capsys: pytest.CaptureFixture[str]) ->
         assert f"Unrecognized options: {option}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_starts_ranks_and_the_planner_reads_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

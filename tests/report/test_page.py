@@ -193,6 +193,7 @@ def test_text_of_the_files_is_shown_and_never_run(tmp_path):
     assert found["title"].startswith("Training report") and attack in found["alert"]
 
 
+@pytest.mark.slow
 def test_odd_numbers_are_drawn_as_well(tmp_path):
     odd = [
         train_event(
