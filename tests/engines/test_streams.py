@@ -57,16 +57,12 @@ MAY_WAIT = {
 """Scenarios in which the host has a reason to wait in a step, and the file that does it."""
 
 VARIANTS = (
-    *(
-        "plain FSDP2, prefetch",
-        "plain FSDP2, unshard",
-        "plain FSDP2, separate group",
-        "plain FSDP2, two roots",
-    ),
-    *("node replica, one node", "node replica, exact", "full replica, exact", "full replica, prefetch"),
-    *("one rank per node", "weights only", "more input buffers", "separate group", "unshard, full replica"),
-    *("unshard, saved meanwhile", "unshard, exact", "two roots, full replica"),
-    *("HSDP, shards between nodes", "HSDP, pipeline chunks", "HSDP, two roots", "DDP, one rank per node"),
+    *("plain FSDP2, prefetch", "plain FSDP2, unshard", "plain FSDP2, separate group"),
+    *("plain FSDP2, two roots", "node replica, one node", "node replica, exact", "full replica, exact"),
+    *("full replica, prefetch", "one rank per node", "weights only", "more input buffers"),
+    *("separate group", "unshard, full replica", "unshard, saved meanwhile", "unshard, exact"),
+    *("two roots, full replica", "HSDP, shards between nodes", "HSDP, pipeline chunks"),
+    *("HSDP, two roots", "DDP, one rank per node"),
 )
 """Scenarios of FSDP2 and DDP whose parts others have too; the slow tests have them."""
 
