@@ -228,6 +228,7 @@ def test_training_tracks_plain_ddp_with_equal_weights_and_the_bytes_of_the_formu
     check_training()
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=400.0)
 def test_accumulation_resume_and_what_stays_in_full_precision() -> None:
     check_accumulation()

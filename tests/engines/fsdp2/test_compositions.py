@@ -73,6 +73,7 @@ def evaluating(
     return run.finish()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_evaluations_do_not_change_training() -> None:
     assert_variants_equal(evaluating, (), ((2, 0, 3), (1, 0, 2)))

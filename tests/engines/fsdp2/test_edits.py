@@ -318,6 +318,7 @@ def train_alone(config: SDP4BitConfig | None) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_what_steps_change_does_not_depend_on_the_optimizer_of_one_rank() -> None:
     check_filtered()

@@ -131,6 +131,7 @@ def resume(folder: str, exact: list[tuple[list[float], list[int]]]) -> None:
         assert Job(FULL, at=2).load(folder, comm="not").train(4) == losses
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
     exact = run_ranks(save_and_go_on, 4, str(tmp_path), timeout=LIMIT, backend="numba")
     run_ranks(resume, 4, str(tmp_path), exact, timeout=LIMIT, backend="numba")

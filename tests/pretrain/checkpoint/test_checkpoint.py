@@ -111,6 +111,7 @@ def straight(run: PretrainConfig) -> dict[tuple[str, int], float]:
     return losses(run.logging.out)
 
 
+@pytest.mark.slow
 def test_saving_beside_training_changes_nothing_and_resumes_bit_for_bit(run, straight):
     base = run.logging.out.parent
     assert losses(base / "overlapped") == losses(base / "at-once") == straight
