@@ -2,7 +2,8 @@
 
     for rate in 5e-4 1e-3 2e-3; do for warmup in 15 40 60; do
         sdp4bit pretrain --strategy baseline --lr $rate --lr-warmup-iters $warmup --train-iters 150 \\
-            --nproc-per-node 1 --micro-batch-size 16 --seed 1 --out runs/recipe/$rate-$warmup-1
+            --nproc-per-node 1 --micro-batch-size 16 --eval-iters 16 --compute-dtype bf16 \\
+            --seed 1 --out runs/recipe/$rate-$warmup-1
     done; done
     python -m benchmarks.recipe runs/recipe
 

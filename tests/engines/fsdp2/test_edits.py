@@ -383,8 +383,8 @@ VARIANTS = (
     *("hard_target_update", "sharpness_aware_restored", "clipping_of_one_parameter", "step_by_hand"),
     *("pruning_mask_on_local_tensors", "numpy_views", "set_state_dict_from_host", "soft_target_update"),
     *("weight_clipping", "data_of_parameters", "local_tensors_of_detached", "step_by_hand_on_local_tensors"),
-    *("load_state_dict_of_a_part", "set_full_state_dict", "pruned_modules", "sharpness_aware_subtracted"),
-    *("lerp", "data_of_local_tensors", "detached_parameters"),
+    *("load_state_dict_of_a_part", "set_full_state_dict", "pruned_modules", "data_of_local_tensors"),
+    "detached_parameters",
 )
 """Ways that change weights as another one does; the slow tests have them."""
 
