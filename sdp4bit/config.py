@@ -1,5 +1,6 @@
 """What is quantized and how: frozen, keyword-only settings. The default is the paper's method, but for
-subtractive dither between nodes, which costs half as much in loss (docs/numerics.md).
+subtractive dither between nodes, which costs half as much in loss (docs/numerics.md), and for parameters that
+are quantized separately.
 
 Source of the other defaults: SDP4Bit (NeurIPS 2024, arXiv 2410.15526), sections 3 and 5. The ablation names
 of its table 6 are available through :meth:`SDP4BitConfig.preset`.
@@ -111,7 +112,8 @@ class WeightConfig:
     saturates, and is made good by the next difference. None clips only where that has been measured to pay:
     0.6 for 2-bit differences that are rounded to nearest, 1 (no clipping) otherwise."""
     replica: ReplicaPlacement = "node"
-    """"node" spreads one replica over the ranks of a node, "full" keeps one on every rank."""
+    """"node" spreads one replica over the ranks of a node, "full" keeps one on every rank. If all ranks are
+    on one node, "node" leaves the weights in full precision."""
 
     def __post_init__(self) -> None:
         _check_bits("weights.bits", self.bits)
@@ -147,8 +149,8 @@ class WeightConfig:
         feeds_back = self.mode == "difference" and self.rounding == "nearest"
         return TERNARY_CLIP if self.bits == 2 and feeds_back else 1.0
 
-    def saves_bytes(self, *, nodes: int) -> bool:
-        """Return whether a replica on so many nodes saves anything.
+    def applies_to(self, *, nodes: int) -> bool:
+        """Return whether weights of ranks on so many nodes travel as differences.
 
         One that is spread over the ranks of a node is gathered inside the node whenever it is used. Where
         that is all there is, differences would be sent, and precision lost, for nothing.
@@ -206,12 +208,20 @@ class GradientConfig:
     start_step: int = _option(
         0,
         flag="gradients-quantization-start-iteration",
-        help="optimizer steps with gradients in full precision before quantization starts",
+        help="steps with gradients in full precision before quantization starts",
         shown="from step {}",
     )
-    """Optimizer steps that are reduced in full precision before quantization starts."""
+    """Steps whose gradients are reduced in full precision before quantization starts. A step is a backward
+    pass whose gradients are reduced, whatever optimizer uses them."""
     min_numel: int = 1024
     """Rows (one rank's share of one reduction) shorter than this are reduced in full precision."""
+    inside_one_node: bool = _option(
+        False,
+        flag="gradients-inside-one-node",
+        help="quantize gradients also where all ranks that share a parameter are on one node",
+    )
+    """Quantize also where all ranks that share a group's parameters, replicas included, are on one node.
+    Links there are fast, so that rounding costs precision and gains little: full precision by default."""
 
     def __post_init__(self) -> None:
         _check_bits("gradients.intra_bits", self.intra_bits)
@@ -231,6 +241,11 @@ class GradientConfig:
             _check_at_least("gradients.pipeline_chunks", self.pipeline_chunks, 1)
         _check_at_least("gradients.start_step", self.start_step, 0)
         _check_at_least("gradients.min_numel", self.min_numel, 0)
+        _check_flag("gradients.inside_one_node", self.inside_one_node)
+
+    def applies_to(self, *, nodes: int) -> bool:
+        """Return whether the gradients of ranks on so many nodes are quantized."""
+        return nodes > 1 or self.inside_one_node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +253,7 @@ class TelemetryConfig:
     """How often, and on how many values, the cost of quantization is measured while training."""
 
     interval: int = 10
-    """Optimizer steps from one measured step to the next; counted alike on all ranks."""
+    """Steps from one measured step to the next; counted alike on all ranks."""
     sample_numel: int = 4096
     """Values per parameter group and rank that a measure looks at, rounded to whole quantization groups."""
 
@@ -252,7 +267,7 @@ class AuditConfig:
     """How often the copies of a weight replica are compared, and what happens if they differ."""
 
     interval: int = 100
-    """Optimizer steps from one audit to the next."""
+    """Steps from one audit to the next."""
     on_mismatch: MismatchAction = "error"
     """"error" raises ReplicaMismatchError on all ranks that share the group; "resync" warns, and refreshes
     the group's replica in full precision at the next forward."""
@@ -341,7 +356,7 @@ class AlertConfig:
 
 PRESETS = (
     *("baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit-paper"),
-    *("sdp4bit", "sdp4bit-3", "sdp4bit-2"),
+    *("sdp4bit", "sdp4bit-w2g3", "sdp4bit-w2g2"),
 )
 """Names of the paper's ablation (table 6) in its order, and of what this library does by default."""
 
@@ -354,6 +369,10 @@ class SDP4BitConfig:
     """How weights travel after a step."""
     gradients: GradientConfig | None = field(default_factory=GradientConfig)
     """How gradients are reduced."""
+    separate_parameters: bool = True
+    """No scale group and no Hadamard block has values of two parameters, and parameters of at most one
+    dimension travel in at least 8 bits, in the same messages. False: rows are quantized as a whole, as in the
+    paper. Only FSDP2 and simulated ranks follow it; Megatron-Core cuts its buffers anywhere."""
     seed: int = 0
     """Seed of the rounding bits; the global random state is never touched."""
     telemetry: TelemetryConfig | None = field(default_factory=TelemetryConfig)
@@ -365,6 +384,7 @@ class SDP4BitConfig:
     """Thresholds on what quantization costs; looked at whenever telemetry measures."""
 
     def __post_init__(self) -> None:
+        _check_flag("separate_parameters", self.separate_parameters)
         _check_at_least("seed", self.seed, 0)
         kinds = {
             "weights": WeightConfig,
@@ -390,9 +410,10 @@ class SDP4BitConfig:
         baseline: bf16 weights, fp32 gradients. qw: 4-bit weights. qwd: 4-bit weight differences.
         ulq: 4-bit gradients at both hops. tlq: 8-bit inside a node, 4-bit between nodes.
         tlq-hs: tlq after a Hadamard transform. sdp4bit-paper: qwd and tlq-hs together, the paper's SDP4Bit.
-        sdp4bit: the same with dithered gradients between nodes, which cost half as much in loss.
-        sdp4bit-3, sdp4bit-2: gradients of 3 and 2 bits between nodes, weight differences of 2, in smaller
-        groups: 0.70 and 0.57 bytes per parameter instead of 1.02, for more loss (docs/numerics.md).
+        sdp4bit: the same with dithered gradients between nodes, which cost half as much in loss, and with
+        parameters that are quantized separately.
+        sdp4bit-w2g3, sdp4bit-w2g2: weight differences of 2 bits, and gradients of 3 or 2 between nodes, in
+        smaller groups: 0.70 and 0.57 bytes per parameter instead of 1.02, for more loss (docs/numerics.md).
 
         Raises:
             ValueError: another name; lists these.
@@ -408,13 +429,15 @@ class SDP4BitConfig:
             "tlq-hs": (None, tlq_hs),
             "sdp4bit-paper": (WeightConfig(), tlq_hs),
             "sdp4bit": (WeightConfig(), GradientConfig()),
-            "sdp4bit-3": (narrow, GradientConfig(inter_bits=3, inter_group_size=32)),
-            "sdp4bit-2": (narrow, GradientConfig(inter_bits=2, inter_group_size=32)),
+            "sdp4bit-w2g3": (narrow, GradientConfig(inter_bits=3, inter_group_size=32)),
+            "sdp4bit-w2g2": (narrow, GradientConfig(inter_bits=2, inter_group_size=32)),
         }
         if name not in parts:
             raise ValueError(f"unknown preset {name!r}: use one of {', '.join(PRESETS)}")
         weights, gradients = parts[name]
-        return cls(weights=weights, gradients=gradients)
+        # The paper's strategies quantize rows as a whole.
+        separate = name.startswith("sdp4bit") and name != "sdp4bit-paper"
+        return cls(weights=weights, gradients=gradients, separate_parameters=separate)
 
 
 def as_config(config: SDP4BitConfig | str | None) -> SDP4BitConfig:

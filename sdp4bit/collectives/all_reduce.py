@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import all_gather_blocks, start_all_gather_rows
 from sdp4bit.collectives.pieces import is_long_enough, piece_places
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, RowPart
 from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.sections import WHOLE, Section, split_messages, whole_row
 from sdp4bit.collectives.topology import NodeLayout, Topology
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR, Hadamard
-from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout, message_layout
+from sdp4bit.quantization.layout import JointLayout, MessageLayout
 from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, draw_signs, pack_stream
 from sdp4bit.traffic import Level, TrafficCounter
 
 
-def pieces_of_ranks(values: Tensor, *, ranks: int) -> Tensor:
-    """View contiguous values [n] as the pieces of all ranks, [ranks, length]; see piece_places."""
-    stride, length = piece_places(values.numel(), ranks=ranks)
-    return values.as_strided((ranks, length), (stride, 1))
+@dataclass(frozen=True, kw_only=True)
+class PieceSection:
+    """A section of what is reduced, which is a piece of it for each rank."""
+
+    section: Section
+    values: Tensor
+    """[m], contiguous."""
+
+    def pieces(self, *, ranks: int) -> Tensor:
+        """View the values as the pieces of all ranks, [ranks, length]; see piece_places."""
+        stride, length = piece_places(self.values.numel(), ranks=ranks, unit=self.section.unit)
+        return self.values.as_strided((ranks, length), (stride, 1))
+
+
+def sections_of(values: Tensor, sections: Sequence[Section]) -> list[PieceSection]:
+    """Return the sections of values [n], contiguous; () for one."""
+    chosen = sections or whole_row(values.numel())
+    return [PieceSection(section=section, values=section.take(values)) for section in chosen]
 
 
 class PieceQuantizer:
@@ -55,24 +73,37 @@ class PieceQuantizer:
         self._group_size = config.inter_group_size if between_nodes else config.intra_group_size
         self._rounding = config.inter_rounding if between_nodes else config.intra_rounding
 
-    def message_layout(self, numel: int) -> MessageLayout:
-        """Return the layout of the message that carries a piece."""
-        return message_layout(numel=numel, bits=self.bits or FULL_PRECISION, group_size=self._group_size)
+    def _layout_of(self, piece: Tensor, section: Section) -> MessageLayout:
+        return section.layout(piece.numel(), bits=self.bits, group_size=self._group_size)
 
-    def quantize(self, piece: Tensor, out: Tensor, *, call: int, rank: int) -> None:
-        """Write the message that carries a piece.
+    def message_layout(self, pieces: Sequence[Tensor], sections: Sequence[PieceSection]) -> JointLayout:
+        """Return the layout of the message that carries a rank's pieces of all sections."""
+        pairs = zip(pieces, sections, strict=True)
+        return JointLayout(tuple(self._layout_of(piece, each.section) for piece, each in pairs))
+
+    def quantize_all(
+        self, pieces: Sequence[Tensor], out: Tensor, *, call: int, rank: int, sections: Sequence[PieceSection]
+    ) -> None:
+        """Write the message that carries a rank's pieces of all sections; see quantize."""
+        messages = split_messages(out, self.message_layout(pieces, sections))
+        for piece, part, each in zip(pieces, messages, sections, strict=True):
+            self.quantize(piece, part, call=call, rank=rank, section=each.section)
+
+    def quantize(self, piece: Tensor, out: Tensor, *, call: int, rank: int, section: Section = WHOLE) -> None:
+        """Write the message that carries a piece of a section.
 
         Args:
             piece: [n], fp32.
             out: uint8 [1, nbytes] of the layout.
             rank: numbers the one whose piece it is, for the rounding bits.
         """
+        number = section.call(call)
         ops.hadamard_quantize(
             piece.view(1, 1, -1),
             out=out,
-            layout=self.message_layout(piece.numel()),
-            hadamard=self._transform(call),
-            rounding=None if self._rounding == "nearest" else self._key(call=call, rank=rank),
+            layout=self._layout_of(piece, section),
+            hadamard=self._transform(number),
+            rounding=None if self._rounding == "nearest" else self._key(call=number, rank=rank),
         )
 
     def _key(self, *, call: int, rank: int) -> RoundingKey:
@@ -80,7 +111,16 @@ class PieceQuantizer:
         stream = pack_stream(step=call, bucket=self._bucket, stage=Stage.WEIGHT, rank=rank)
         return RoundingKey(*derive_keys(self._seed, stream), dither=self._rounding == "dither")
 
-    def restore(self, message: Tensor, out: Tensor, *, call: int, rank: int, multiplier: float = 1.0) -> None:
+    def restore(
+        self,
+        message: Tensor,
+        out: Tensor,
+        *,
+        call: int,
+        rank: int,
+        multiplier: float = 1.0,
+        section: Section = WHOLE,
+    ) -> None:
         """Write the piece that a message carries, times the multiplier.
 
         Args:
@@ -88,27 +128,39 @@ class PieceQuantizer:
             out: [n], fp32, bf16 or fp16, contiguous.
             rank: as its sender had it.
         """
-        hadamard = self._transform(call)
+        number = section.call(call)
+        hadamard = self._transform(number)
         ops.dequantize_reduce_hadamard(
             message,
             out=out,
-            layout=self.message_layout(out.numel()),
+            layout=self._layout_of(out, section),
             hadamard=hadamard,
             multiplier=multiplier * INVERSE_FACTOR if hadamard else multiplier,
-            dither=self._key(call=call, rank=rank) if self._rounding == "dither" else None,
+            dither=self._key(call=number, rank=rank) if self._rounding == "dither" else None,
         )
 
-    def restore_all(self, messages: Tensor, values: Tensor, *, call: int, multiplier: float = 1.0) -> None:
+    def restore_all(
+        self,
+        messages: Tensor,
+        values: Tensor,
+        *,
+        call: int,
+        sections: Sequence[PieceSection],
+        multiplier: float = 1.0,
+    ) -> None:
         """Write the pieces of all ranks, times the multiplier, to their places.
 
         Args:
             messages: uint8 [ranks, nbytes], in the order of the ranks.
-            values: [n], fp32, bf16 or fp16, contiguous.
+            values: [n], fp32, bf16 or fp16, contiguous, of which these are the sections.
         """
-        pieces = pieces_of_ranks(values, ranks=self._layout.size)
-        # One by one, in the order of the ranks: neighbours overlap.
-        for message, piece, rank in zip(messages.split(1), pieces.unbind(), self._ranks, strict=True):
-            self.restore(message, piece, call=call, rank=rank, multiplier=multiplier)
+        of_all = [each.pieces(ranks=self._layout.size) for each in sections]
+        layout = self.message_layout([pieces[0] for pieces in of_all], sections)
+        for pieces, parts, each in zip(of_all, split_messages(messages, layout), sections, strict=True):
+            # One by one, in the order of the ranks: neighbours overlap.
+            for part, piece, rank in zip(parts.split(1), pieces.unbind(), self._ranks, strict=True):
+                self.restore(part, piece, call=call, rank=rank, multiplier=multiplier, section=each.section)
+            each.section.put(each.values, values)
 
     def _transform(self, call: int) -> Hadamard | None:
         if self.bits is None or not self._config.hadamard:
@@ -188,7 +240,13 @@ class QuantizedAllReduce:
         return is_long_enough(numel, ranks=self._topology.size, config=self.config)
 
     def __call__(
-        self, values: Tensor, *, call: int, multiplier: float = 1.0, nonfinite: Tensor | None = None
+        self,
+        values: Tensor,
+        *,
+        call: int,
+        multiplier: float = 1.0,
+        nonfinite: Tensor | None = None,
+        sections: Sequence[Section] = (),
     ) -> None:
         """Replace values by their sum over all ranks, times the multiplier.
 
@@ -201,46 +259,51 @@ class QuantizedAllReduce:
             values: [n], fp32, bf16 or fp16, contiguous; changed in place.
             call: number of this reduction of the bucket since the start, the same on all ranks, for the
                 rounding bits and the random signs.
-            nonfinite: see QuantizedReduceScatter; of this rank's piece.
+            nonfinite: see QuantizedReduceScatter; of this rank's pieces.
+            sections: of the values, which together are all of them; () for one. A rank has a piece of each.
         """
         topology, numel = self._topology, values.numel()
         if topology.size == 1 or not numel:
             if multiplier != 1.0:
                 values.mul_(multiplier)
             return
-        stop = self._traffic.start_quantizing(values.device)
-        pieces = pieces_of_ranks(values, ranks=topology.size)
-        own = torch.empty(pieces.shape[1], dtype=torch.float32, device=values.device)
-        self._reduction(own, pieces, call=call, nonfinite=nonfinite)
-        # A ring goes around twice; the reduce-scatter has counted once, for pieces that overlap.
-        once = pieces.shape[1] * values.element_size()
-        self._traffic.count_plain(round(2 * values.nbytes / topology.size) - once)
-        layout = self._pieces.message_layout(own.numel())
+        cut = sections_of(values, sections)
+        rows = [each.pieces(ranks=topology.size) for each in cut]
+        # The sums lie apart: the rows are read until the last of them is there.
+        lengths = [row.shape[1] for row in rows]
+        own = torch.empty(sum(lengths), dtype=torch.float32, device=values.device).split(lengths)
+        self._reduction.reduce_parts(
+            [
+                RowPart(section=each.section, rows=row, output=output)
+                for each, row, output in zip(cut, rows, own, strict=True)
+            ],
+            call=call,
+            nonfinite=nonfinite,
+        )
+        # As a ring does it: twice around, a part of the values at a time.
+        self._traffic.count_plain(round(2 * values.nbytes / topology.size))
+        layout = self._pieces.message_layout(own, cut)
         message = self._scratch.messages("gather send", 1, layout.nbytes, device=values.device)
-        self._pieces.quantize(own, message, call=call, rank=self._rank)
+        self._pieces.quantize_all(own, message, call=call, rank=self._rank, sections=cut)
         messages = self._gather(message, layout)
-        self._pieces.restore_all(messages, values, call=call, multiplier=multiplier)
-        stop()
+        self._pieces.restore_all(messages, values, call=call, multiplier=multiplier, sections=cut)
 
-    def _gather(self, message: Tensor, layout: MessageLayout) -> Tensor:
+    def _gather(self, message: Tensor, layout: JointLayout) -> Tensor:
         """Return the messages of all ranks, uint8 [ranks, nbytes], of which this rank's is [1, nbytes]."""
         topology, device = self._topology, message.device
         peers = message
         if topology.inter is not None:
             peers = self._scratch.messages("gather inter", topology.nodes, layout.nbytes, device=device)
             others = topology.nodes - 1
-            timer = self._traffic.start_timer("inter", device, nbytes=layout.nbytes * others)
             transfer = start_all_gather_rows(peers, message[0], topology.inter, what=self._what("inter"))
-            transfer.timed_by(timer).wait()
+            transfer.wait()
             self._traffic.count_messages(layout, level="inter", peers=others)
         if topology.intra is None:
             return peers
         messages = self._scratch.messages("gather intra", topology.size, layout.nbytes, device=device)
         blocks = messages.view(topology.nodes, topology.ranks_per_node, layout.nbytes)
         copies, others = topology.nodes, topology.ranks_per_node - 1
-        timer = self._traffic.start_timer("intra", device, nbytes=layout.nbytes * copies * others)
         all_gather_blocks(blocks, peers, topology.intra, what=self._what("intra"))
-        timer()
         self._traffic.count_messages(layout, level="intra", peers=others, copies=copies)
         return messages
 
@@ -253,7 +316,8 @@ class QuantizedAllReduce:
         Args:
             values: [n], a sample of a gradient, contiguous.
         """
-        layout, exact = self._pieces.message_layout(values.numel()), values.float()
+        exact = values.float()
+        layout = self._pieces.message_layout([exact], sections_of(exact, ()))
         message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=values.device)
         self._pieces.quantize(exact, message, call=0, rank=self._rank)
         gathered = torch.empty_like(exact)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,7 +17,17 @@ from sdp4bit.traffic import Level
 
 PLACES: dict[Level, str] = {"intra": "inside the node", "inter": "between nodes"}
 """The levels in words."""
-_SIGNS = ("gloo/transport", "Timed out waiting", "Connection closed by peer", "Connection reset by peer")
+_SIGNS = (
+    "gloo/transport",
+    "connectFullMesh failed",
+    "Timed out waiting",
+    "timeout caused pair closure",  # the next use of a process group in which an exchange has timed out
+    "Connection closed by peer",
+    "Connection reset by peer",
+)
+"""What gloo says, which has no class of errors, when a rank is lost."""
+_OWN_FAULTS = ("out of memory", "ncclInvalidUsage", "ncclInvalidArgument")
+"""What NCCL's errors say that are this rank's, not another's."""
 
 
 class ExchangeError(RuntimeError):
@@ -36,7 +47,11 @@ class ExchangeError(RuntimeError):
 
 
 class comm_error_context:
-    """Inside the block, an error of the communication library becomes one that names the exchange."""
+    """Inside the block, a lost connection or a timeout becomes an error that names the exchange.
+
+    Other errors, such as a lack of memory, stay what they are; from Python 3.11 on, a note names the
+    exchange.
+    """
 
     __slots__ = ("_group", "_start", "_what")
 
@@ -57,8 +72,12 @@ class comm_error_context:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, ExchangeError):
+        if error is None or isinstance(error, ExchangeError):
+            return
+        if is_communication_failure(error):
             raise exchange_error(error, what=self._what, group=self._group, start=self._start) from error
+        if sys.version_info >= (3, 11):
+            error.add_note(f"sdp4bit: in the {self._what}")
 
 
 def exchange_error(
@@ -84,16 +103,17 @@ def exchange_error(
     return ExchangeError(
         f"{what}: rank {me} has waited {seconds:.1f} s for {ranks_in_words(others)} "
         f"({_reason(error)}). A rank has ended or hangs: the first error of the job says which, or the rank "
-        "that reports none. If ranks are only slow, give init_process_group a longer timeout "
-        "(sdp4bit pretrain: --distributed-timeout-minutes)",
+        "that reports none. If ranks are only slow, give init_process_group a longer timeout",
         seconds=seconds,
     )
 
 
 def is_communication_failure(error: BaseException) -> bool:
-    """Return whether an error is one of the communication library: of a lost connection, or of a timeout."""
-    if isinstance(error, ExchangeError | dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
+    """Return whether an error says that a rank is lost: by a closed connection, or by a timeout."""
+    if isinstance(error, ExchangeError | dist.DistNetworkError | dist.DistStoreError):
         return True
+    if isinstance(error, dist.DistBackendError):  # of NCCL, whatever the reason
+        return not any(sign in str(error) for sign in _OWN_FAULTS)
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 

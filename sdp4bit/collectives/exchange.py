@@ -16,12 +16,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup
 
-from sdp4bit.collectives.errors import comm_error_context, exchange_error
+from sdp4bit.collectives.errors import comm_error_context, exchange_error, is_communication_failure
 from sdp4bit.collectives.pipeline import SLICES_UNDER_WAY
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.work import DeferredWork
-from sdp4bit.traffic import Level, TransferTimer
+from sdp4bit.traffic import Level
 
 # torch 2.13 renames these two; the old names warn there and are the only ones before.
 _all_gather_native: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -57,13 +57,6 @@ class PendingExchange:
         self._what = what
         self._group = group
         self._peers = peers
-        self._timer: TransferTimer | None = None
-
-    def timed_by(self, timer: TransferTimer) -> PendingExchange:
-        """Return this, which has just been started; the timer is told of the wait, and of its end."""
-        timer.end_start()
-        self._timer = timer
-        return self
 
     def wait(self) -> None:
         """Wait for all transfers; on CUDA, the current stream does.
@@ -72,21 +65,18 @@ class PendingExchange:
             ExchangeError: a rank has ended, or has not answered within the timeout of the process group.
         """
         works, self._works = self._works, []
-        timer, self._timer = self._timer, None
-        if timer is not None:
-            timer.begin_wait()
         start = time.monotonic()
         for index, work in enumerate(works):
             if work is not None:
                 try:
                     work.wait()
                 except RuntimeError as error:
+                    if not is_communication_failure(error):
+                        raise
                     peers = None if self._peers is None else [self._peers[index]]
                     raise exchange_error(
                         error, what=self._what, group=self._group, start=start, peers=peers
                     ) from error
-        if timer is not None:
-            timer()
 
 
 def _is_pairwise(group: ProcessGroup) -> bool:
@@ -188,23 +178,19 @@ def all_gather_dense(
     gather: Callable[..., Any] = _all_gather_native,
     async_op: bool = False,
     what: str = "all-gather",
-    timer: TransferTimer | None = None,
 ) -> Any:
     """Gather every rank's `sent` [n] to `received` [size * n], by the communication library's own way.
 
     Args:
         gather: takes the first three and async_op; returns a work handle, or None if synchronous.
-        timer: is told when the gather has been waited for.
 
     Returns:
         A work handle, or None if the call is synchronous.
     """
     with comm_error_context(what, group=group):
         work = gather(received, sent, group=group, async_op=async_op)
-    timer = timer or TransferTimer()
     if work is not None:
-        return DeferredWork(PendingExchange([work], what=what, group=group).timed_by(timer).wait)
-    timer()
+        return DeferredWork(PendingExchange([work], what=what, group=group).wait)
     return None
 
 

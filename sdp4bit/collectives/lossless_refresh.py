@@ -151,10 +151,7 @@ class LosslessExchange:
             messages[0].copy_(own)
         else:
             peers = topology.nodes - 1
-            timer = self._traffic.start_timer("inter", device, nbytes=capacity * peers)
-            transfer = start_all_gather_rows(
-                messages, own, topology.inter, what=self._what("inter")
-            ).timed_by(timer)
+            transfer = start_all_gather_rows(messages, own, topology.inter, what=self._what("inter"))
             self._traffic.count_bytes(capacity, level="inter", peers=peers, padding=padding)
 
         def apply() -> list[Header]:
@@ -176,9 +173,7 @@ class LosslessExchange:
         blocks = gathered.view(topology.nodes, topology.ranks_per_node, capacity)
         padding = sum(capacity - read_header(message).used for message in messages)
         nbytes, peers = capacity * topology.nodes, topology.ranks_per_node - 1
-        timer = self._traffic.start_timer("intra", messages.device, nbytes=nbytes * peers)
         all_gather_blocks(blocks, messages, topology.intra, what=self._what("intra"))
-        timer()
         self._traffic.count_bytes(nbytes, level="intra", peers=peers, padding=padding)
         return self._decode(gathered, replica.view(topology.size, -1), senders=ranks)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from sdp4bit.config import GradientConfig
-from sdp4bit.quantization.layout import FULL_PRECISION, SCALE_BYTES, round_up
+from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, SCALE_BYTES, round_up
 
 INTRA_RATE, INTER_RATE = 300e9, 25e9
 """Bytes per second that one rank is taken to send inside its node (NVLink of an H100) and to other nodes
@@ -43,18 +44,37 @@ def _message_bytes(numel: int, bits: int | None, group_size: int) -> float:
     return numel * (bits / 8 + SCALE_BYTES / group_size)
 
 
-def slice_lengths(numel: int, *, config: GradientConfig, nodes: int, ranks_per_node: int) -> list[int]:
-    """Return the lengths of the slices of a row, which divide no quantization group of either level.
+def slice_places(
+    lengths: Sequence[int], *, config: GradientConfig, nodes: int, ranks_per_node: int
+) -> list[list[tuple[int, slice]]]:
+    """Return what each slice of a row has of the row's sections; no quantization group is divided.
 
     Args:
-        numel: of the row; none has no slices.
+        lengths: of the sections, none of them 0.
+
+    Returns:
+        For each slice the numbers of its sections and the places in them; none if there are no sections.
     """
-    chunks = pipeline_chunks(numel, config=config, nodes=nodes, ranks_per_node=ranks_per_node)
-    length = round_up(-(-numel // chunks), group_unit(config, nodes=nodes, ranks_per_node=ranks_per_node))
-    return [min(length, numel - start) for start in range(0, numel, length or 1)]
+    total = sum(lengths)
+    chunks = pipeline_chunks(total, config=config, nodes=nodes, ranks_per_node=ranks_per_node)
+    unit = group_unit(config, nodes=nodes, ranks_per_node=ranks_per_node)
+    length = round_up(-(-total // chunks), unit)
+    slices: list[list[tuple[int, slice]]] = []
+    room = 0
+    for section, numel in enumerate(lengths):
+        start = 0
+        while start < numel:
+            if room <= 0:
+                slices.append([])
+                room = length
+            end = min(numel, start + round_up(room, unit))
+            slices[-1].append((section, slice(start, end)))
+            room -= end - start
+            start = end
+    return slices
 
 
 def group_unit(config: GradientConfig, *, nodes: int, ranks_per_node: int) -> int:
     """Return the shortest range of values that divides no quantization group of either level."""
     sizes = [config.intra_group_size] * (ranks_per_node > 1) + [config.inter_group_size] * (nodes > 1)
-    return math.lcm(*sizes)
+    return math.lcm(BLOCK, *sizes)

@@ -43,6 +43,7 @@ def create_process_groups(
     timeout: timedelta | None,
     description: str,
     within: ProcessGroup | None = None,
+    backend: str | None = None,
 ) -> list[ProcessGroup | None]:
     """Return, for each round, the new process group that this rank is a member of, or None.
 
@@ -55,7 +56,8 @@ def create_process_groups(
         rounds: disjoint groups, as ascending global ranks; at least one per round.
         timeout: how long the groups wait for a rank; None for half an hour.
         description: of the groups, for the communication library's own messages.
-        within: the ranks that take part, and the back end of the groups; the default group when not given.
+        within: the ranks that take part; the default group when not given.
+        backend: of the groups; that of `within` when not given.
 
     Raises:
         ValueError: `within` is a part of the job, and this torch or this back end has all ranks create each
@@ -69,7 +71,7 @@ def create_process_groups(
     if not obstacle:
         name = f"sdp4bit_{_agreed_number(within):016x}"
         return [
-            _create_own(groups, f"{name}_{number}", timeout, description, within)
+            _create_own(groups, f"{name}_{number}", timeout, description, within, backend)
             for number, groups in enumerate(rounds)
         ]
     if within is not None:
@@ -77,8 +79,10 @@ def create_process_groups(
             f"process groups cannot be created by a part of the job's ranks, because {obstacle}: call it on "
             "all ranks, without a process group"
         )
-    options = {"timeout": timeout, "group_desc": description}
-    return [_create_all(groups, {**options, "pg_options": _nccl_options(None, timeout)}) for groups in rounds]
+    options: dict[str, Any] = {"timeout": timeout, "group_desc": description, "backend": backend}
+    if backend is None:
+        options["pg_options"] = _nccl_options(None, timeout)
+    return [_create_all(groups, options) for groups in rounds]
 
 
 def _create_own(
@@ -87,6 +91,7 @@ def _create_own(
     timeout: timedelta | None,
     description: str,
     within: ProcessGroup | None,
+    backend: str | None,
 ) -> ProcessGroup | None:
     """Create this rank's group of a round."""
     me = dist.get_rank()
@@ -108,8 +113,8 @@ def _create_own(
             group_size=len(ranks),
             group_rank=None if own is None else ranks.index(me),
             global_ranks_in_group=ranks,
-            backend=dist.get_backend(within),
-            backend_options=_nccl_options(within, timeout),
+            backend=backend or dist.get_backend(within),
+            backend_options=None if backend else _nccl_options(within, timeout),
             store=c10d._get_default_store(),
             group_name=f"{name}_{own}",
             timeout=timeout,

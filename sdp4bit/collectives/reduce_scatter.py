@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import GroupExchange, MessageExchange, PendingExchange, Use
-from sdp4bit.collectives.pipeline import group_unit, slice_lengths
+from sdp4bit.collectives.pipeline import group_unit, slice_places
 from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.sections import WHOLE, Section, split_messages, whole_row
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.config import GradientConfig, Rounding
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR, Hadamard
-from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MessageLayout, message_layout, round_up
+from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, JointLayout, MessageLayout, round_up
 from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, draw_signs, pack_stream
 from sdp4bit.traffic import Level, TrafficCounter
 
@@ -31,12 +31,30 @@ class _Hop:
     size: int
     own: int
     """Number of this rank among them."""
-    bits: int
+    bits: int | None
     group_size: int
     rounding: Rounding
 
-    def layout(self, numel: int, *, parts: int) -> MessageLayout:
-        return message_layout(numel=numel, bits=self.bits, group_size=self.group_size, parts=parts)
+    def layout(self, numel: int, *, parts: int, section: Section = WHOLE) -> MessageLayout:
+        return section.layout(numel, bits=self.bits, group_size=self.group_size, parts=parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPart:
+    """A section of the rows of all ranks that are reduced."""
+
+    section: Section
+    rows: Tensor
+    """[size, m], row r for group rank r; contiguous rows, any stride between them."""
+    output: Tensor
+    """[m], contiguous: receives this rank's row of the sum."""
+    target: Tensor | None = None
+    """[n], a row that the output is copied to at last, if it is not a part of it."""
+
+    def finish(self) -> None:
+        """Copy the output to its place."""
+        if self.target is not None:
+            self.section.put(self.output, self.target)
 
 
 def _hops(topology: Topology, config: GradientConfig) -> list[_Hop]:
@@ -48,7 +66,7 @@ def _hops(topology: Topology, config: GradientConfig) -> list[_Hop]:
                 stage=Stage.INTRA,
                 size=topology.ranks_per_node,
                 own=topology.local_rank,
-                bits=config.intra_bits or FULL_PRECISION,
+                bits=config.intra_bits,
                 group_size=config.intra_group_size,
                 rounding=config.intra_rounding,
             )
@@ -60,7 +78,7 @@ def _hops(topology: Topology, config: GradientConfig) -> list[_Hop]:
                 stage=Stage.INTER,
                 size=topology.nodes,
                 own=topology.node,
-                bits=config.inter_bits or FULL_PRECISION,
+                bits=config.inter_bits,
                 group_size=config.inter_group_size,
                 rounding=config.inter_rounding,
             )
@@ -135,7 +153,7 @@ class QuantizedReduceScatter:
         self.config = config
         self._hops = _hops(self._topology, config)
         # Without a quantizer the transform would only add rounding errors.
-        self._hadamard = config.hadamard and any(hop.bits != FULL_PRECISION for hop in self._hops)
+        self._hadamard = config.hadamard and any(hop.bits is not None for hop in self._hops)
         self._random_signs = config.random_signs and self._hadamard
 
     def __call__(
@@ -146,11 +164,13 @@ class QuantizedReduceScatter:
         call: int,
         multiplier: float = 1.0,
         nonfinite: Tensor | None = None,
+        sections: Sequence[Section] = (),
     ) -> None:
         """Reduce rows over all ranks to this rank's row of the sum, times the multiplier.
 
         Steps, for each slice of a row (`pipeline_chunks`):
-        1. Hadamard transform, quantize, one message per rank of the node;  2. all-to-all in the node;
+        1. Hadamard transform and quantize each section, one message of all sections per rank of the node;
+        2. all-to-all in the node;
         3. dequantize, sum over the node, requantize, one message per node;  4. all-to-all between nodes;
         5. dequantize, sum over nodes, inverse transform.
         Hops of different slices overlap: slice i + 1 is in step 2 while slice i is in step 4. The result does
@@ -163,19 +183,27 @@ class QuantizedReduceScatter:
                 rounding bits and the random signs.
             nonfinite: a scalar on the device, to which the number of quantization groups is added that came
                 in with the last hop and are not finite; with 32 bits, the number of such values.
+            sections: of a row, which together are all of it; () for one. The same on all ranks.
 
         Raises:
             ValueError: input is not size times as long as output.
         """
-        stop = self._traffic.start_quantizing(input.device)
-        waiting = self.begin(output, input, call=call, multiplier=multiplier, nonfinite=nonfinite)
+        slices = self.begin(
+            output, input, call=call, multiplier=multiplier, nonfinite=nonfinite, sections=sections
+        )
+        self._run(slices, input.device)
+
+    def reduce_parts(self, parts: Sequence[RowPart], *, call: int, nonfinite: Tensor | None = None) -> None:
+        """Reduce sections that are not parts of one row; see a call for the rest."""
+        self._run(self.begin_parts(parts, call=call, nonfinite=nonfinite), parts[0].rows.device)
+
+    def _run(self, waiting: list[Iterator[None]], device: torch.device) -> None:
         under_way: list[Iterator[None]] = []
         while waiting or under_way:
             if waiting:
                 under_way.insert(0, waiting.pop(0))
             # Newest first: each slice starts its next transfer before an older one is waited for.
             under_way = [reduction for reduction in under_way if next(reduction, _DONE) is not _DONE]
-        stop()
 
     def begin(
         self,
@@ -185,6 +213,7 @@ class QuantizedReduceScatter:
         call: int,
         multiplier: float = 1.0,
         nonfinite: Tensor | None = None,
+        sections: Sequence[Section] = (),
         whole: bool = False,
     ) -> list[Iterator[None]]:
         """Return the reductions of the slices; each yields whenever a transfer of it is under way.
@@ -205,20 +234,46 @@ class QuantizedReduceScatter:
         if not self._hops:
             output.copy_(input if multiplier == 1.0 else input * multiplier)
             return []
+        rows = input.view(topology.size, numel)
+        parts = []
+        for section in sections or whole_row(numel):
+            is_view = len(section.ranges) == 1
+            place = section.take(output) if is_view else output.new_empty(section.numel)
+            target = None if is_view else output
+            parts.append(RowPart(section=section, rows=section.take(rows), output=place, target=target))
         self._traffic.count_plain(numel * input.element_size())
-        rows = input.view(topology.nodes, topology.ranks_per_node, numel)
-        slices = [slice(0, numel)] if whole else self._slices(numel)
-        overlaps = whole or len(slices) > 1
+        return self.begin_parts(parts, call=call, multiplier=multiplier, nonfinite=nonfinite, whole=whole)
+
+    def begin_parts(
+        self,
+        parts: Sequence[RowPart],
+        *,
+        call: int,
+        multiplier: float = 1.0,
+        nonfinite: Tensor | None = None,
+        whole: bool = False,
+    ) -> list[Iterator[None]]:
+        """Return the reductions of the slices of sections that are not parts of one row; see begin."""
+        if not parts:
+            return []
+        lengths = [part.output.numel() for part in parts]
+        places = [[(number, slice(0, numel)) for number, numel in enumerate(lengths)]]
+        if not whole:
+            nodes, ranks_per_node = self._topology.nodes, self._topology.ranks_per_node
+            places = slice_places(lengths, config=self.config, nodes=nodes, ranks_per_node=ranks_per_node)
+        overlaps = whole or len(places) > 1
         return [
-            self._reduce_slice(index, places, output, rows, call, multiplier, nonfinite, overlaps)
-            for index, places in enumerate(slices)
+            self._reduce_slice(
+                index, [(parts[i], there) for i, there in chosen], call, multiplier, nonfinite, overlaps
+            )
+            for index, chosen in enumerate(places)
         ]
 
     def requantized(self, values: Tensor) -> Tensor:
         """Return, in fp32, what these values are after passing the quantizers of all hops, unsummed.
 
         Args:
-            values: [n], a sample of a gradient, contiguous.
+            values: [n], a sample of a gradient, contiguous; quantized as one section, whatever it holds.
         """
         numel, first, *rest = values.numel(), *self._hops
         layout, hadamard = first.layout(numel, parts=1), self._transform(0)
@@ -256,8 +311,7 @@ class QuantizedReduceScatter:
     @property
     def bits(self) -> int | None:
         """Bits of a value on the last hop, which is the one between nodes if there are several."""
-        bits = self._hops[-1].bits
-        return None if bits == FULL_PRECISION else bits
+        return self._hops[-1].bits
 
     @property
     def group_unit(self) -> int:
@@ -265,64 +319,83 @@ class QuantizedReduceScatter:
         topology = self._topology
         return group_unit(self.config, nodes=topology.nodes, ranks_per_node=topology.ranks_per_node)
 
-    def _slices(self, numel: int) -> list[slice]:
-        """Cut a row; see slice_lengths."""
-        nodes, ranks_per_node = self._topology.nodes, self._topology.ranks_per_node
-        lengths = slice_lengths(numel, config=self.config, nodes=nodes, ranks_per_node=ranks_per_node)
-        return [slice(end - n, end) for n, end in zip(lengths, accumulate(lengths), strict=True)]
-
     def _reduce_slice(
         self,
         index: int,
-        places: slice,
-        output: Tensor,
-        rows: Tensor,
+        pieces: list[tuple[RowPart, slice]],
         call: int,
         multiplier: float,
         nonfinite: Tensor | None,
         overlaps: bool,
     ) -> Iterator[None]:
-        """Reduce rows[..., places] into output[places]; yields whenever a transfer is under way.
+        """Reduce these places of sections; yields whenever a transfer is under way.
 
-        A row's random bits are numbered by its values' places in the whole row, so slicing changes nothing.
+        A section's random bits are numbered by its values' places in it, so slicing changes nothing.
         """
         first, *rest = self._hops
-        numel, hadamard = places.stop - places.start, self._transform(call)
-        numbering = {"first": places.start, "row_stride": round_up(output.numel(), BLOCK)}
-        part = rows[..., places]  # [nodes, ranks_per_node, numel]
-        by_destination = part.transpose(0, 1) if first.level == "intra" else part
-
-        layout = first.layout(numel, parts=by_destination.shape[1])
-        sent = self._buffer(first, "send", index, layout, rows)
-        rounding = self._rounding(first, call, **numbering)
-        ops.hadamard_quantize(by_destination, out=sent, layout=layout, hadamard=hadamard, rounding=rounding)
+        topology, device = self._topology, pieces[0][0].rows.device
+        calls = [part.section.call(call) for part, _ in pieces]
+        hadamards = [self._transform(number) for number in calls]
+        rounding: list[RoundingKey | None] = []
+        sources, layouts = [], []
+        for part, places in pieces:
+            grid = part.rows.unflatten(0, (topology.nodes, topology.ranks_per_node))[..., places]
+            by_destination = grid.transpose(0, 1) if first.level == "intra" else grid
+            sources.append(by_destination)
+            count, numel = by_destination.shape[1:]
+            layouts.append(first.layout(numel, parts=count, section=part.section))
+        layout = JointLayout(tuple(layouts))
+        sent = self._buffer(first, "send", index, layout, device)
+        for i, out in enumerate(split_messages(sent, layout)):
+            rounding.append(self._rounding(first, calls[i], *pieces[i]))
+            ops.hadamard_quantize(
+                sources[i], out=out, layout=layouts[i], hadamard=hadamards[i], rounding=rounding[i]
+            )
         received, transfer = self._start(first, sent, index, layout, overlaps)
         yield
         transfer.wait()
 
         came_by = first
         for hop in rest:
-            summed = hop.layout(numel, parts=1)
-            sent = self._buffer(hop, "send", index, summed, rows)
-            dither = as_dither(rounding, row=came_by.own * layout.parts)
-            rounding = self._rounding(hop, call, **numbering)
-            self._requantize(received, layout, sent, summed, rounding=rounding, dither=dither, places=places)
-            came_by, layout = hop, summed
+            before, messages = layout, split_messages(received, layout)
+            layout = JointLayout(
+                tuple(
+                    hop.layout(each.numel, parts=1, section=part.section)
+                    for each, (part, _) in zip(before.layouts, pieces, strict=True)
+                )
+            )
+            sent = self._buffer(hop, "send", index, layout, device)
+            for i, out in enumerate(split_messages(sent, layout)):
+                dither = as_dither(rounding[i], row=came_by.own * before.layouts[i].parts)
+                rounding[i] = self._rounding(hop, calls[i], *pieces[i])
+                self._requantize(
+                    messages[i],
+                    before.layouts[i],
+                    out,
+                    layout.layouts[i],
+                    rounding=rounding[i],
+                    dither=dither,
+                    place=(pieces[i][0].section.number, pieces[i][1].start),
+                )
+            came_by = hop
             received, transfer = self._start(hop, sent, index, layout, overlaps)
             yield
             transfer.wait()
 
-        if nonfinite is not None:
-            nonfinite += count_nonfinite(received, layout)
-        factor = multiplier * INVERSE_FACTOR if hadamard else multiplier
-        ops.dequantize_reduce_hadamard(
-            received,
-            out=output[places],
-            layout=layout,
-            hadamard=hadamard,
-            multiplier=factor,
-            dither=as_dither(rounding, row=came_by.own * layout.parts),
-        )
+        for i, messages_of_part in enumerate(split_messages(received, layout)):
+            (part, places), own_layout = pieces[i], layout.layouts[i]
+            if nonfinite is not None:
+                nonfinite += count_nonfinite(messages_of_part, own_layout)
+            ops.dequantize_reduce_hadamard(
+                messages_of_part,
+                out=part.output[places],
+                layout=own_layout,
+                hadamard=hadamards[i],
+                multiplier=multiplier * INVERSE_FACTOR if hadamards[i] else multiplier,
+                dither=as_dither(rounding[i], row=came_by.own * own_layout.parts),
+            )
+            if places.stop == part.output.numel():  # slices end in the order in which they begin
+                part.finish()
 
     def _requantize(
         self,
@@ -333,19 +406,21 @@ class QuantizedReduceScatter:
         *,
         rounding: RoundingKey | None,
         dither: RoundingKey | None,
-        places: slice,
+        place: tuple[int, int],
     ) -> None:
-        """Write the messages of a sum over the node's messages, whose values have these places in a row."""
+        """Write the messages of a sum over the node's messages.
+
+        Args:
+            place: number of the section, and of the first value in it.
+        """
         ops.dequantize_reduce_quantize(
             received, received=layout, out=sent, sent=summed, rounding=rounding, dither=dither
         )
 
     def _start(
-        self, hop: _Hop, sent: Tensor, index: int, layout: MessageLayout, overlaps: bool
+        self, hop: _Hop, sent: Tensor, index: int, layout: JointLayout, overlaps: bool
     ) -> tuple[Tensor, PendingExchange]:
-        received = self._buffer(hop, "receive", index, layout, sent)
-        peers = hop.size - 1
-        timer = self._traffic.start_timer(hop.level, sent.device, nbytes=layout.nbytes * peers)
+        received = self._buffer(hop, "receive", index, layout, sent.device)
         transfer = self._exchange.start(
             received,
             sent,
@@ -353,14 +428,14 @@ class QuantizedReduceScatter:
             index=index,
             overlaps=overlaps,
             what=f"{self._what}, all-to-all {PLACES[hop.level]}",
-        ).timed_by(timer)
-        self._traffic.count_messages(layout, level=hop.level, peers=peers)
+        )
+        self._traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
         return received, transfer
 
-    def _buffer(self, hop: _Hop, use: Use, index: int, layout: MessageLayout, like: Tensor) -> Tensor:
-        return self._exchange.messages(hop.level, use, index, nbytes=layout.nbytes, device=like.device)
+    def _buffer(self, hop: _Hop, use: Use, index: int, layout: JointLayout, device: torch.device) -> Tensor:
+        return self._exchange.messages(hop.level, use, index, nbytes=layout.nbytes, device=device)
 
-    def _rounding(self, hop: _Hop, call: int, *, first: int, row_stride: int) -> RoundingKey | None:
+    def _rounding(self, hop: _Hop, call: int, part: RowPart, places: slice) -> RoundingKey | None:
         if hop.rounding == "nearest":
             return None
         rank, dither = self._rank, hop.rounding == "dither"
@@ -370,7 +445,8 @@ class QuantizedReduceScatter:
             rank -= hop.own * apart * self._rank_step
         stream = pack_stream(step=call, bucket=self._bucket, stage=hop.stage, rank=rank)
         keys = derive_keys(self._seed, stream)
-        return RoundingKey(*keys, first=first, row_stride=row_stride, dither=dither, sender=hop.own)
+        stride = round_up(part.output.numel(), BLOCK)
+        return RoundingKey(*keys, first=places.start, row_stride=stride, dither=dither, sender=hop.own)
 
     def _transform(self, call: int) -> Hadamard | None:
         if not self._hadamard:

@@ -10,33 +10,23 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.all_reduce import PieceQuantizer, pieces_of_ranks
+from sdp4bit.collectives.all_reduce import PieceQuantizer, sections_of
 from sdp4bit.collectives.exchange import PendingExchange, Use
 from sdp4bit.collectives.lossless_refresh import decode_from, room_for_rest
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, RowPart
 from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.sections import Section, split_messages, whole_row
 from sdp4bit.collectives.topology import NodeLayout, Topology, arrange
 from sdp4bit.collectives.weight_replica import QuantizedReplica
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.lossless import Header
-from sdp4bit.traffic import Level, TrafficCounter, TransferTimer
+from sdp4bit.traffic import Level, TrafficCounter
 
 
 def simulated_layout(ranks: int, *, ranks_per_node: int) -> NodeLayout:
     """Return ranks 0 .. ranks - 1, node by node; ValueError if they do not fill the nodes."""
     return arrange(range(ranks), [rank // ranks_per_node for rank in range(ranks)])
-
-
-class _NoTransfer(PendingExchange):
-    """Messages that are where they belong already."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-
-    def timed_by(self, timer: TransferTimer) -> PendingExchange:
-        """Return this; what passes until the peers have written theirs is no time in exchange."""
-        return self
 
 
 class SimulatedExchange:
@@ -66,7 +56,7 @@ class SimulatedExchange:
         self, received: Tensor, sent: Tensor, *, level: Level, index: int, overlaps: bool, what: str
     ) -> PendingExchange:
         """Return at once: messages are where they belong, when the peers have written theirs."""
-        return _NoTransfer()
+        return PendingExchange([])
 
 
 class SimulatedReduceScatter:
@@ -114,7 +104,14 @@ class SimulatedReduceScatter:
         self._under_way: list[list[Iterator[None]]] = []
         self._row: Tensor | None = None
 
-    def add(self, rows: Tensor, *, call: int, nonfinite: Tensor | None = None) -> None:
+    def add(
+        self,
+        rows: Tensor,
+        *,
+        call: int,
+        nonfinite: Tensor | None = None,
+        sections: Sequence[Section] = (),
+    ) -> None:
         """Add the next rank's rows, one for each rank, to the sum.
 
         Args:
@@ -122,12 +119,26 @@ class SimulatedReduceScatter:
             call: number of this reduction of the bucket since the start, for the rounding bits.
             nonfinite: counts the groups that are not finite and come in to this rank, as in a call of
                 QuantizedReduceScatter.
+            sections: of a row, the same for all ranks; () for one.
         """
-        rank, per_node = len(self._under_way), self._layout.ranks_per_node
+        rank = len(self._under_way)
         if self._row is None or self._row.shape != rows.shape[1:] or self._row.device != rows.device:
             self._row = rows.new_empty(rows.shape[1])
-        slices = self._members[rank].begin(self._row, rows.view(-1), call=call, nonfinite=nonfinite)
+        self._take(
+            self._members[rank].begin(
+                self._row, rows.view(-1), call=call, nonfinite=nonfinite, sections=sections
+            )
+        )
+
+    def add_parts(self, parts: Sequence[RowPart], row: Tensor, *, call: int) -> None:
+        """Add the next rank's sections, whose outputs together are this row, which `finish` hands on."""
+        self._row = row
+        self._take(self._members[len(self._under_way)].begin_parts(parts, call=call))
+
+    def _take(self, slices: list[Iterator[None]]) -> None:
+        """Let the next rank send its messages, and those of a node that is complete theirs to others."""
         self._under_way.append(slices)
+        rank, per_node = len(self._under_way) - 1, self._layout.ranks_per_node
         _advance(slices)
         if self._layout.nodes > 1 and per_node > 1 and (rank + 1) % per_node == 0:
             for member in self._under_way[-per_node:]:
@@ -179,28 +190,42 @@ class SimulatedAllReduce:
         ranks = range(layout.size)
         self._pieces = PieceQuantizer(layout, config=config, seed=seed, ranks=ranks, bucket=bucket)
 
-    def __call__(self, values: Sequence[Tensor], *, call: int, multiplier: float = 1.0) -> Tensor:
+    def __call__(
+        self,
+        values: Sequence[Tensor],
+        *,
+        call: int,
+        multiplier: float = 1.0,
+        sections: Sequence[Section] = (),
+    ) -> Tensor:
         """Return what each rank ends with.
 
         Args:
             values: of each rank, [n] of one type, contiguous.
             call: number of this reduction of the bucket since the start, for the rounding bits.
+            sections: of the values; () for one.
         """
         size, total = self._layout.size, torch.empty_like(values[0])
         if size == 1 or not total.numel():
             return values[0] * multiplier
+        cut = sections_of(total, sections)
+        lengths = [each.pieces(ranks=size).shape[1] for each in cut]
+        row = torch.empty(sum(lengths), dtype=torch.float32, device=total.device)
         for each in values:
-            self._reduction.add(pieces_of_ranks(each, ranks=size).float().contiguous(), call=call)
-        length = pieces_of_ranks(total, ranks=size).shape[1]
-        nbytes = self._pieces.message_layout(length).nbytes
+            parts = [
+                RowPart(section=part.section, rows=part.pieces(ranks=size), output=output)
+                for part, output in zip(sections_of(each, sections), row.split(lengths), strict=True)
+            ]
+            self._reduction.add_parts(parts, row, call=call)
+        nbytes = self._pieces.message_layout(row.split(lengths), cut).nbytes
         messages = self._scratch.messages("gather", size, nbytes, device=total.device)
 
         def quantize(rank: int, row: Tensor) -> None:
             message = messages[rank : rank + 1]
-            self._pieces.quantize(row, message, call=call, rank=rank)
+            self._pieces.quantize_all(row.split(lengths), message, call=call, rank=rank, sections=cut)
 
         self._reduction.finish(quantize)
-        self._pieces.restore_all(messages, total, call=call, multiplier=multiplier)
+        self._pieces.restore_all(messages, total, call=call, multiplier=multiplier, sections=cut)
         return total
 
 
@@ -249,11 +274,12 @@ class SimulatedReplica(QuantizedReplica):
             peers = layout.ranks_per_node - 1
             self._traffic.count_bytes(row_bytes * layout.nodes, level="intra", peers=peers)
 
-    def refresh(self, rows: Tensor, held: Tensor, *, call: int) -> None:
+    def refresh(self, rows: Tensor, held: Tensor, *, call: int, sections: Sequence[Section] = ()) -> None:
         """Move what is held towards the given rows by their quantized differences.
 
         Args:
             call: number of this refresh of the bucket since the start, for the rounding bits.
+            sections: of a row; () for one.
         """
         if self.config.is_lossless:
             self._refresh_losslessly(rows.to(held.dtype), held)
@@ -261,11 +287,15 @@ class SimulatedReplica(QuantizedReplica):
         if self.bits is None:
             self.refresh_fully(rows, held)
             return
-        layout, message = self._layout, self.message_layout(rows.shape[1])
+        chosen = sections or whole_row(rows.shape[1])
+        layout, message = self._layout, self.message_layout(chosen)
         sent = self._scratch.messages("weights", layout.size, message.nbytes, device=rows.device)
-        for rank in range(layout.size):
-            self.quantize(rows[rank], held[rank], sent[rank], call=call, rank=rank)
-        self.apply(sent, held, call=call)
+        for section, part in zip(chosen, split_messages(sent, message), strict=True):
+            main, replica = section.take(rows), section.take(held)
+            for rank in range(layout.size):
+                self.quantize(main[rank], replica[rank], part[rank], call=call, rank=rank, section=section)
+            self.apply(part, replica, call=call, section=section)
+            section.put(replica, held)
         if layout.nodes > 1:
             self._traffic.count_messages(message, level="inter", peers=layout.nodes - 1)
         if self._is_full and layout.ranks_per_node > 1:

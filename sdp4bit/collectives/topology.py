@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -209,6 +210,22 @@ def create_topologies(
     return topologies
 
 
+def create_host_groups(
+    layouts: Sequence[NodeLayout], *, purpose: str, within: ProcessGroup | None = None
+) -> dict[tuple[int, ...], ProcessGroup]:
+    """Return new process groups for tensors on the host, one over all ranks of each layout this rank is in.
+
+    Collective over `within`, as :func:`create_topologies`.
+    """
+    rounds = [[layout.ranks for layout in batch] for batch in _disjoint_batches(layouts)]
+    created = create_process_groups(
+        rounds, timeout=job_timeout(), description=f"sdp4bit {purpose}", within=within, backend="gloo"
+    )
+    me = dist.get_rank()
+    own = [next((ranks for ranks in groups if me in ranks), ()) for groups in rounds]
+    return {ranks: group for ranks, group in zip(own, created, strict=True) if group is not None}
+
+
 def _disjoint_batches(layouts: Sequence[NodeLayout]) -> list[list[NodeLayout]]:
     """Return the layouts in lists in which no rank occurs twice, each in the first list that has room."""
     batches: list[tuple[set[int], list[NodeLayout]]] = []
@@ -233,7 +250,8 @@ def destroy_topology(topology: Topology) -> None:
     """Release the process groups of the topology, which must not be used again."""
     for group in (topology.intra, topology.inter):
         if group is not None:
-            dist.destroy_process_group(group)
+            with suppress(ValueError):  # destroy_process_group() has released it with all others
+                dist.destroy_process_group(group)
 
 
 def host_name() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -15,34 +16,16 @@ from sdp4bit.collectives.exchange import (
     start_all_gather_rows,
 )
 from sdp4bit.collectives.lossless_refresh import LosslessCoding, LosslessExchange
+from sdp4bit.collectives.reduce_scatter import count_nonfinite
 from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.sections import WHOLE, Range, Section, split_messages, whole_row
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.work import CompletedWork, SideStream
 from sdp4bit.config import WeightConfig
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout, message_layout
+from sdp4bit.quantization.layout import JointLayout, MessageLayout
 from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
 from sdp4bit.traffic import Level, TrafficCounter
-
-Range = tuple[int, int]
-"""Start and end of a range of a row."""
-
-
-def merge_ranges(ranges: Sequence[Range]) -> list[Range]:
-    """Return ranges, in ascending order, as few as possible: none is empty, no two touch."""
-    merged: list[Range] = []
-    for start, end in ranges:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], end)
-        elif start < end:
-            merged.append((start, end))
-    return merged
-
-
-def common_ranges(first: Sequence[Range], second: Sequence[Range]) -> list[Range]:
-    """Return what two lists of ranges, each in ascending order, have in common."""
-    pairs = [(max(a, c), min(b, d)) for a, b in first for c, d in second]
-    return [(start, end) for start, end in pairs if start < end]
 
 
 class QuantizedReplica:
@@ -92,44 +75,57 @@ class QuantizedReplica:
         """Whether a refresh sends what has changed, rather than the weights."""
         return self.config.mode != "direct"
 
-    def message_layout(self, numel: int) -> MessageLayout:
-        """Return the layout of the message that carries a row."""
-        bits = self.bits or FULL_PRECISION
-        return message_layout(numel=numel, bits=bits, group_size=self.config.group_size)
+    def message_layout(self, sections: Sequence[Section]) -> JointLayout:
+        """Return the layout of the message that carries these sections of a row."""
+        return JointLayout(tuple(self._layout_of(section.numel, section) for section in sections))
 
-    def quantize(self, row: Tensor, held: Tensor, out: Tensor, *, call: int, rank: int) -> None:
-        """Write the message that carries what has to be added to what is held of a row, or to replace it.
+    def _layout_of(self, numel: int, section: Section) -> MessageLayout:
+        return section.layout(numel, bits=self.bits, group_size=self.config.group_size)
+
+    def quantize(
+        self, row: Tensor, held: Tensor, out: Tensor, *, call: int, rank: int, section: Section = WHOLE
+    ) -> None:
+        """Write the message that carries what has to be added to what is held of a section, or to replace it.
 
         Args:
-            row: [n], the main shard of a rank, fp32 or in the type that weights are gathered in.
+            row: [n], the section of a rank's main shard, fp32 or in the type that weights are gathered in.
             held: [n], what the replica holds of it.
             out: uint8 [nbytes] of the layout.
             call: number of this refresh of the bucket since the start, for the rounding bits.
         """
         replica = held if self.sends_differences else None
-        layout = self.message_layout(row.numel())
-        rounding = self._dither(layout, call=call, first_rank=rank)
+        layout, number = self._layout_of(row.numel(), section), section.call(call)
+        rounding = self._dither(layout, call=number, first_rank=rank)
         if self.config.rounding == "stochastic":
-            stream = pack_stream(step=call, bucket=self._bucket, stage=Stage.WEIGHT, rank=rank)
+            stream = pack_stream(step=number, bucket=self._bucket, stage=Stage.WEIGHT, rank=rank)
             rounding = RoundingKey(*derive_keys(self._seed, stream))
-        clip = self.config.effective_clip
+        clip = 1.0 if section.is_fine else self.config.effective_clip
         ops.subtract_quantize(row, replica=replica, out=out, layout=layout, rounding=rounding, clip=clip)
 
-    def apply(self, messages: Tensor, rows: Tensor, *, call: int, first_rank: int = 0, step: int = 1) -> None:
-        """Let row i of a replica follow message i, in place.
+    def apply(
+        self,
+        messages: Tensor,
+        rows: Tensor,
+        *,
+        call: int,
+        first_rank: int = 0,
+        step: int = 1,
+        section: Section = WHOLE,
+    ) -> None:
+        """Let row i of a section of a replica follow message i, in place.
 
         Args:
             messages: uint8 [k, nbytes], message i from rank first_rank + i * step.
             rows: [k, n].
             call: as the senders had it.
         """
-        layout = self.message_layout(rows.shape[1])
+        layout = self._layout_of(rows.shape[1], section)
         ops.dequantize_add(
             messages,
             replica=rows,
             layout=layout,
             accumulate=self.sends_differences,
-            dither=self._dither(layout, call=call, first_rank=first_rank, step=step),
+            dither=self._dither(layout, call=section.call(call), first_rank=first_rank, step=step),
         )
 
     def _dither(
@@ -149,10 +145,10 @@ class QuantizedReplica:
 
         Args:
             row: [n], a part of the main shard, of whole quantization groups: then nearest rounding gives
-                what the refresh of the whole row gives.
+                what the refresh of a row without sections gives. With sections it is an estimate.
             held: [n], what the replica holds there.
         """
-        layout = self.message_layout(row.numel())
+        layout = self._layout_of(row.numel(), WHOLE)
         message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=row.device)
         received = torch.empty(1, row.numel(), dtype=torch.float32, device=row.device)
         self.quantize(row, held, message[0], call=0, rank=self._rank)
@@ -181,26 +177,27 @@ class WeightReplica(QuantizedReplica):
         bucket: int,
         traffic: TrafficCounter,
         scratch: Scratch,
-        parts: Sequence[Sequence[Range]] = (),
+        sections: Sequence[Section] = (),
         name: str = "",
     ) -> None:
         """Prepare; nothing is allocated or sent before the first refresh.
 
         Args:
-            parts: ranges of a row, each list in a quantized message of its own: how one is rounded does
-                not depend on what the others hold. Together they are the row; () for one message.
+            sections: of a row, which together are all of it; () for one. The same on all ranks.
             name: of the parameter group, for errors.
         """
         super().__init__(config, seed=seed, bucket=bucket, rank=rank)
         self._topology = topology
         self._traffic = traffic
         self._scratch = scratch
-        self._parts = parts
+        self._sections = sections
         self._name = name or f"group {bucket}"
         self._pending: Callable[[], None] | None = None
         self._beside: CompletedWork | None = None
         self.rows: Tensor | None = None
         """[nodes, n], or [nodes, ranks_per_node, n] for "full"; None before the first refresh."""
+        self.nonfinite = torch.zeros((), dtype=torch.bool)
+        """Whether what this rank has sent in the last refresh held NaN or infinity, on the device."""
 
     def configure(self, config: WeightConfig) -> None:
         """See QuantizedReplica; a refresh that is under way is waited for."""
@@ -235,11 +232,8 @@ class WeightReplica(QuantizedReplica):
             self._beside.wait()
         pending, self._pending = self._pending, None
         if pending is not None:
-            assert self.rows is not None
-            stop = self._traffic.start_quantizing(self.rows.device)
             with torch.no_grad(), torch.inference_mode(False):
                 pending()
-            stop()
 
     def run_beside(self, stream: SideStream, function: Callable[[], None]) -> CompletedWork:
         """Refresh or gather on a side stream, by this function; later uses of the rows wait for it."""
@@ -255,6 +249,7 @@ class WeightReplica(QuantizedReplica):
             row: [n], what the devices shall hold of this rank's shard, contiguous; unchanged until wait().
         """
         self.wait()
+        self.nonfinite = _is_nonfinite(row)
         topology, numel = self._topology, row.numel()
         shape = (topology.nodes, topology.ranks_per_node, numel) if self.is_full else (topology.nodes, numel)
         # Plain tensors even under inference_mode: training updates them in place later.
@@ -270,10 +265,9 @@ class WeightReplica(QuantizedReplica):
                 mine[0].copy_(row)
             else:
                 peers = topology.nodes - 1
-                timer = self._traffic.start_timer("inter", row.device, nbytes=row.nbytes * peers)
                 transfer = start_all_gather_rows(
                     mine, row, topology.inter, what=self._what("full-precision", "inter")
-                ).timed_by(timer)
+                )
                 self._traffic.count_bytes(row.nbytes, level="inter", peers=peers)
         self._pending = partial(self._finish_full, transfer, row, mine)
 
@@ -283,9 +277,7 @@ class WeightReplica(QuantizedReplica):
         if self.is_full and topology.intra is not None:
             assert self.rows is not None
             nbytes, peers = row.nbytes * topology.nodes, topology.ranks_per_node - 1
-            timer = self._traffic.start_timer("intra", row.device, nbytes=nbytes * peers)
             all_gather_blocks(self.rows, mine, topology.intra, what=self._what("full-precision", "intra"))
-            timer()
             self._traffic.count_bytes(nbytes, level="intra", peers=peers)
 
     def start_quantized_refresh(
@@ -296,8 +288,8 @@ class WeightReplica(QuantizedReplica):
         Every rank, the owner of a row included, applies the same dequantized difference, so all copies stay
         bit-identical and what rounding left out is part of the next difference.
         With lossless weights it holds what the main shards are in its type: see LosslessExchange.
-        Steps, for each part of a row: 1. subtract, quantize;  2. all-gather of one message between nodes;
-        and in wait() 3. "full": all-gather of the messages in the node;  4. dequantize, add.
+        Steps: 1. subtract and quantize each section;  2. all-gather of one message between nodes; and in
+        wait() 3. "full": all-gather of the messages in the node;  4. dequantize and add each section.
 
         Args:
             row: [n], this rank's main shard.
@@ -311,66 +303,59 @@ class WeightReplica(QuantizedReplica):
         if self.bits is None and not self.config.is_lossless:
             self.start_full_refresh(row)
             return
-        stop = self._traffic.start_quantizing(row.device)
+        self.nonfinite = torch.zeros((), dtype=torch.bool, device=row.device)
+        if self.rows.dtype == torch.float16:
+            # Finite weights and differences may sum to more than fp16 holds; bf16 has fp32's range.
+            self.nonfinite = _is_nonfinite(row.to(torch.float16))
         self.coding.begin()
-        chosen: list[Sequence[Range] | None] = [ranges]
-        if self._parts:
-            chosen = [part if ranges is None else common_ranges(part, ranges) for part in self._parts]
-        started = [
-            self._start_lossless(row, index, part)
-            if self.config.is_lossless
-            else self._start_differences(row, call * len(chosen) + index, part)
-            for index, part in enumerate(chosen)
-            if (row.numel() if part is None else part)
-        ]
-        if started:
-            self._pending = partial(_call_all, started)
-        stop()
+        sections = self._sections or whole_row(row.numel())
+        if self.config.is_lossless:  # which rounds nothing: blocks may have values of several parameters
+            sections = whole_row(row.numel())
+        if ranges is not None:
+            within = [section.within(ranges) for section in sections]
+            sections = [section for section in within if section.ranges]
+        if sections:
+            start = self._start_lossless if self.config.is_lossless else self._start_differences
+            self._pending = start(row, call, sections)
 
-    def _start_differences(
-        self, row: Tensor, call: int, ranges: Sequence[Range] | None
-    ) -> Callable[[], None]:
-        """Return what finishes the refresh of these ranges."""
-        row, replica = self._taken(row, ranges)
+    def _start_differences(self, row: Tensor, call: int, sections: Sequence[Section]) -> Callable[[], None]:
+        """Return what finishes the refresh of these sections."""
+        assert self.rows is not None
         topology, device = self._topology, row.device
-        layout = self.message_layout(row.numel())
-        held = replica[topology.node, topology.local_rank] if self.is_full else replica[topology.node]
+        layout = self.message_layout(sections)
+        replicas = [section.take(self.rows) for section in sections]
 
         slot = self._scratch.take_slot()
         name = f"inter receive {slot}"
         messages = self._scratch.messages(name, topology.nodes, layout.nbytes, device=device)
-        own = self._scratch.messages(f"send {slot}", 1, layout.nbytes, device=device)[0]
-        self.quantize(row, held, own, call=call, rank=self._rank)
+        own = self._scratch.messages(f"send {slot}", 1, layout.nbytes, device=device)
+        for section, replica, out in zip(sections, replicas, split_messages(own, layout), strict=True):
+            held = replica[topology.node, topology.local_rank] if self.is_full else replica[topology.node]
+            self.quantize(section.take(row), held, out[0], call=call, rank=self._rank, section=section)
+        for part, out in zip(layout.layouts, split_messages(own, layout), strict=True):
+            self.nonfinite |= count_nonfinite(out, part) > 0
         transfer = PendingExchange([])
         if topology.inter is None:
-            messages[0].copy_(own)
+            messages.copy_(own)
         else:
             peers = topology.nodes - 1
-            timer = self._traffic.start_timer("inter", device, nbytes=layout.nbytes * peers)
             transfer = start_all_gather_rows(
-                messages, own, topology.inter, what=self._what("quantized", "inter")
-            ).timed_by(timer)
+                messages, own[0], topology.inter, what=self._what("quantized", "inter")
+            )
             self._traffic.count_messages(layout, level="inter", peers=peers)
-        return partial(self._finish_differences, transfer, messages, replica, layout, call, ranges, slot)
 
-    def _finish_differences(
-        self,
-        transfer: PendingExchange,
-        messages: Tensor,
-        replica: Tensor,
-        layout: MessageLayout,
-        call: int,
-        ranges: Sequence[Range] | None,
-        slot: int,
-    ) -> None:
-        transfer.wait()
-        self._apply_all(messages, replica, layout, call)
-        self._scratch.free_slot(slot)
-        self._put_back(replica, ranges)
+        def finish() -> None:
+            transfer.wait()
+            self._apply_all(messages, sections, replicas, layout, call)
+            self._scratch.free_slot(slot)
 
-    def _start_lossless(self, row: Tensor, part: int, ranges: Sequence[Range] | None) -> Callable[[], None]:
-        """Return what finishes the refresh of these ranges, in messages of a part's own capacity."""
-        row, replica = self._taken(row, ranges)
+        return finish
+
+    def _start_lossless(self, row: Tensor, call: int, sections: Sequence[Section]) -> Callable[[], None]:
+        """Return what finishes the refresh of this section, of which there is one."""
+        assert self.rows is not None
+        (section,) = sections
+        replica = section.take(self.rows)
         exchange = LosslessExchange(
             self._topology,
             coding=self.coding,
@@ -379,52 +364,48 @@ class WeightReplica(QuantizedReplica):
             is_full=self.is_full,
             name=self._name,
         )
-        finish = exchange.start(row, replica, part=part)
+        finish = exchange.start(section.take(row), replica, part=0)
 
         def finish_all() -> None:
             finish()
-            self._put_back(replica, ranges)
+            assert self.rows is not None
+            section.put(replica, self.rows)
 
         return finish_all
 
-    def _taken(self, row: Tensor, ranges: Sequence[Range] | None) -> tuple[Tensor, Tensor]:
-        """Return these ranges of a row and of the replica's rows, one behind the other; None for all."""
-        assert self.rows is not None
-        if ranges is None:
-            return row, self.rows
-        taken = torch.cat([row[start:end] for start, end in ranges])
-        return taken, torch.cat([self.rows[..., start:end] for start, end in ranges], dim=-1)
-
-    def _put_back(self, replica: Tensor, ranges: Sequence[Range] | None) -> None:
-        """Write to the replica what _taken took out of it."""
-        if ranges is None:
-            return
-        assert self.rows is not None
-        offset = 0
-        for start, end in ranges:
-            self.rows[..., start:end] = replica[..., offset : offset + end - start]
-            offset += end - start
-
-    def _apply_all(self, messages: Tensor, replica: Tensor, layout: MessageLayout, call: int) -> None:
+    def _apply_all(
+        self,
+        messages: Tensor,
+        sections: Sequence[Section],
+        replicas: Sequence[Tensor],
+        layout: JointLayout,
+        call: int,
+    ) -> None:
         """Add the differences of this rank's peers between nodes and, to a full replica, of all ranks."""
         topology = self._topology
-        if not self.is_full or topology.intra is None:
-            rows = replica[:, 0] if self.is_full else replica
-            first, step = self._rank - topology.node * topology.ranks_per_node, topology.ranks_per_node
-            self.apply(messages, rows, call=call, first_rank=first, step=step)
-            return
+        first, step = self._rank - topology.node * topology.ranks_per_node, topology.ranks_per_node
+        if self.is_full and topology.intra is not None:
+            first, step = 0, 1
+            messages = self._gather_messages(messages, layout)
+        assert self.rows is not None
+        for section, replica, part in zip(sections, replicas, split_messages(messages, layout), strict=True):
+            rows = replica.view(-1, replica.shape[-1]) if step == 1 else replica
+            self.apply(part, rows, call=call, first_rank=first, step=step, section=section)
+            section.put(replica, self.rows)
+
+    def _gather_messages(self, messages: Tensor, layout: JointLayout) -> Tensor:
+        """Return the messages of all ranks, uint8 [ranks, nbytes], from this rank's [nodes, nbytes]."""
+        topology = self._topology
+        assert topology.intra is not None
         gathered = self._scratch.messages(
             "intra receive", topology.size, layout.nbytes, device=messages.device
         )
         # In the order of the rows, so that one launch applies all of them.
         blocks = gathered.view(topology.nodes, topology.ranks_per_node, layout.nbytes)
         copies, peers = topology.nodes, topology.ranks_per_node - 1
-        nbytes = layout.nbytes * copies * peers
-        timer = self._traffic.start_timer("intra", messages.device, nbytes=nbytes)
         all_gather_blocks(blocks, messages, topology.intra, what=self._what("quantized", "intra"))
-        timer()
         self._traffic.count_messages(layout, level="intra", peers=peers, copies=copies)
-        self.apply(gathered, replica.view(topology.size, -1), call=call)
+        return gathered
 
     def gather(self, output: Tensor) -> None:
         """Gather the rows of all ranks to `output` [size * n], from the ranks of this node.
@@ -436,15 +417,15 @@ class WeightReplica(QuantizedReplica):
         assert self.rows is not None and not self.is_full and topology.intra is not None
         blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
         nbytes, peers = self.rows.nbytes, topology.ranks_per_node - 1
-        timer = self._traffic.start_timer("intra", output.device, nbytes=nbytes * peers)
         all_gather_blocks(blocks, self.rows, topology.intra, what=self._what("replica", "intra"))
-        timer()
         self._traffic.count_bytes(nbytes, level="intra", peers=peers)
 
     def _what(self, kind: str, level: Level) -> str:
         return f"{kind} weight all-gather of {self._name}, {PLACES[level]}"
 
 
-def _call_all(functions: Sequence[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
+def _is_nonfinite(row: Tensor) -> Tensor:
+    if not row.numel():
+        return torch.zeros((), dtype=torch.bool, device=row.device)
+    largest: Tensor = torch.linalg.vector_norm(row, math.inf)
+    return largest.isfinite().logical_not()

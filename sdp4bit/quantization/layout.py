@@ -20,8 +20,10 @@ With 2 and 3 bits 16 values are thus a word of 32 bits and half a word, wherever
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 
 BLOCK = 32
 """Rows are padded to multiples of this; also the Hadamard block."""
@@ -102,6 +104,29 @@ class MessageLayout:
         """Bytes beyond bits / 8 per value and 2 per group_size values: the cost of raggedness."""
         scales = 0.0 if self.bits == FULL_PRECISION else SCALE_BYTES / self.group_size
         return self.nbytes - self.parts * self.numel * (self.bits / 8 + scales)
+
+
+@dataclass(frozen=True)
+class JointLayout:
+    """Layout of a message of several parts, one behind the other, each aligned for wide loads."""
+
+    layouts: tuple[MessageLayout, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return sum(layout.nbytes for layout in self.layouts)
+
+    @cached_property
+    def padding_bytes(self) -> float:
+        """Bytes that the raggedness of the parts costs; see MessageLayout."""
+        return math.fsum(layout.padding_bytes for layout in self.layouts)
+
+    @cached_property
+    def places(self) -> tuple[slice, ...]:
+        """Where the parts lie in the message."""
+        ends = tuple(accumulate(layout.nbytes for layout in self.layouts))
+        return tuple(slice(start, end) for start, end in pairwise((0, *ends)))
 
 
 def message_layout(*, numel: int, bits: int, group_size: int, parts: int = 1) -> MessageLayout:

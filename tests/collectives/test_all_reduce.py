@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sdp4bit.collectives.all_reduce import QuantizedAllReduce, pieces_of_ranks
+from sdp4bit.collectives.all_reduce import PieceSection, QuantizedAllReduce
 from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.sections import Section
 from sdp4bit.collectives.simulated import SimulatedAllReduce, simulated_layout
 from sdp4bit.collectives.topology import create_topologies
 from sdp4bit.config import GradientConfig
@@ -241,11 +242,13 @@ def test_pieces_begin_at_blocks_and_cover_everything_without_a_copy() -> None:
     for numel in (1, 31, 100, 1000, 4097):
         for ranks in (1, 2, 3, 8):
             values = torch.zeros(numel)
-            pieces = pieces_of_ranks(values, ranks=ranks)
-            assert pieces.data_ptr() == values.data_ptr()
-            assert pieces.stride(0) % 32 == 0 and pieces.shape[1] < numel // ranks + 32 * ranks + 1
-            pieces.fill_(1.0)
-            assert values.all()
+            for unit in (32, 384):
+                section = PieceSection(section=Section(unit=unit), values=values.zero_())
+                pieces = section.pieces(ranks=ranks)
+                assert pieces.data_ptr() == values.data_ptr()
+                assert pieces.stride(0) % unit == 0 and pieces.shape[1] < numel // ranks + unit * ranks + 1
+                pieces.fill_(1.0)
+                assert values.all()
 
 
 def reduce_with_numbers_apart() -> Tensor:

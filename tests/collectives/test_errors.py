@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import islice
 from typing import Any
@@ -58,7 +60,8 @@ def sections(failure: str) -> dict[int, str]:
 
 
 NAMES = {
-    "sdp4bit": r"(quantized|full-precision|replica) (weight all-gather|gradient reduce-scatter) of [^\s,]+"
+    "sdp4bit": r"(agreement on changed weights|(quantized|full-precision|replica) "
+    r"(weight all-gather|gradient reduce-scatter) of [^\s,]+)"
     r"(, (all-to-all )?(inside the node|between nodes))?",
     "baseline": r"full-precision (weight all-gather|gradient reduce-scatter) of \S+",
 }
@@ -79,7 +82,8 @@ def test_the_ranks_that_are_left_name_the_exchange_and_the_rank(preset: str, han
     reports = sections(str(failure.value))
     message = re.compile(
         rf"sdp4bit\S*ExchangeError: {NAMES[preset]}: rank (\d) has waited [\d.]+ s for ranks? [\d, ]+ \(.*"
-        r"--distributed-timeout-minutes"
+        r"give init_process_group a longer timeout$",
+        flags=re.M,
     )
     for rank in (0, 1, 2):
         found = message.search(reports[rank])
@@ -90,6 +94,57 @@ def test_the_ranks_that_are_left_name_the_exchange_and_the_rank(preset: str, han
 
 def _train(preset: str, hangs: bool) -> None:
     train_until_rank_3_is_gone(preset, hangs=hangs)
+
+
+ROW = torch.ones(1000)
+
+
+def messages_of_a_pair(group: dist.ProcessGroup) -> None:
+    works = [dist.irecv(ROW.clone(), group=group, group_src=1), dist.isend(ROW, group=group, group_dst=1)]
+    for work in works if group.rank() != 1 else []:
+        work.wait()
+
+
+OPERATIONS: dict[str, Callable[[dist.ProcessGroup], object]] = {
+    "send and receive": lambda group: group.rank() == 1 or messages_of_a_pair(group),
+    "all-reduce": lambda group: dist.all_reduce(ROW.clone(), group=group),
+    "future": lambda group: dist.all_reduce(ROW.clone(), group=group, async_op=True).get_future().wait(),
+    "sparse all-reduce": lambda group: dist.all_reduce(torch.eye(9).to_sparse(), group=group),
+    "all-gather": lambda group: dist.all_gather([ROW.clone() for _ in range(3)], ROW, group=group),
+    "objects": lambda group: dist.all_gather_object([None] * 3, "x", group=group),
+    "all-to-all": lambda group: dist.all_to_all_single(torch.empty(999), ROW[:999], group=group),
+    "broadcast": lambda group: dist.broadcast(ROW.clone(), src=1, group=group),
+    "barrier": lambda group: dist.barrier(group=group),
+}
+
+
+def lose_rank_1(hangs: bool) -> None:
+    """Every operation, in a group of its own, says in its own words that rank 1 is lost."""
+    groups = {name: dist.new_group(timeout=timedelta(seconds=1)) for name in OPERATIONS}
+    if dist.get_rank() == 1:
+        time.sleep(60 if hangs else 0)
+        os._exit(1)
+    unnamed = []
+    # A second time, after the first has timed out, the words are others.
+    for name, group in (pair for pair in groups.items() for _ in range(2)):
+        try:
+            with comm_error_context(name, group=group):
+                OPERATIONS[name](group)
+        except sdp4bit.ExchangeError:
+            continue
+        except Exception as error:
+            unnamed.append(f"{name}: {error!r}")
+            continue
+        unnamed.append(f"{name}: no error")
+    raise AssertionError(f"not named: {unnamed}")
+
+
+@pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_lost_rank_is_known_from_the_words_of_every_operation(hangs: bool) -> None:
+    with pytest.raises(AssertionError) as failure:
+        run_ranks(lose_rank_1, 3, hangs, timeout=60)
+    reports = sections(str(failure.value))
+    assert "not named: []" in reports[0] and "not named: []" in reports[2], reports
 
 
 def failing(error: Exception) -> Any:
@@ -114,8 +169,21 @@ def test_only_errors_of_the_communication_are_renamed() -> None:
             )
         assert "(Connection closed by peer [::1]:5)" in str(error.value)
         assert isinstance(error.value.__cause__, RuntimeError)
+        for mine in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("shapes differ")):
+            with pytest.raises(type(mine)) as kept:
+                failing(mine)
+            assert kept.value is mine
+            if sys.version_info >= (3, 11):
+                assert mine.__notes__ == ["sdp4bit: in the sum of something"]
         start = time.monotonic()
         named = exchange_error(RuntimeError(""), what="x", group=None, start=start, peers=[0, 0])
         assert "for rank 0 (RuntimeError)" in str(named)
     assert is_communication_failure(RuntimeError("Timed out waiting 5ms for recv operation to complete"))
     assert not is_communication_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    for text, is_lost in (
+        ("NCCL error: ncclRemoteError: A call failed possibly due to a network error", True),
+        ("NCCL communicator was aborted on rank 1", True),
+        ("ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 'out of memory'", False),
+        ("ncclInvalidUsage: This usually reflects invalid usage of NCCL library", False),
+    ):
+        assert is_communication_failure(dist.DistBackendError(text)) == is_lost

@@ -39,7 +39,7 @@ def told_of(sent: Traffic, coding: LosslessCoding) -> tuple[float | None, ...]:
 class Replicas:
     """This rank's replica, and the main shards of all ranks, which every rank can compute."""
 
-    def __init__(self, placement: ReplicaPlacement, *, parts: Any = ()) -> None:
+    def __init__(self, placement: ReplicaPlacement) -> None:
         layout = arrange(range(4), [0, 0, 1, 1])
         (topology,) = create_topologies([layout], purpose="weights").values()
         self.traffic = TrafficCounter(nodes=2, ranks_per_node=2)
@@ -52,7 +52,6 @@ class Replicas:
             bucket=0,
             traffic=self.traffic,
             scratch=Scratch(),
-            parts=parts,
             name="blocks.0",
         )
         self._random = torch.Generator().manual_seed(1)
@@ -136,12 +135,11 @@ def test_replicas_are_exact_also_when_a_step_needs_more_than_was_agreed(placemen
     assert told == simulate(placement)
 
 
-def train_parts() -> None:
-    """What does not train is not looked at, and parts of a row travel in messages of their own."""
-    parts = [[(0, 7000), (15000, LENGTH)], [(7000, 15000)]]
+def train_ranges() -> None:
+    """What does not train is not looked at."""
     with ops.use_backend("numba"):
-        for placement, kept in (("node", ()), ("full", parts)):
-            replicas = Replicas(placement, parts=kept)  # type: ignore[arg-type]
+        for placement in ("node", "full"):
+            replicas = Replicas(placement)  # type: ignore[arg-type]
             ranges = [(100, 5000), (9000, 16001)]
             for size in (1e-4, 1e-2, 1e-4):
                 replicas.move(size, ranges)
@@ -153,8 +151,8 @@ def train_parts() -> None:
             assert replicas.replica.coding.further_rounds >= 1
 
 
-def test_parts_and_ranges_of_a_row() -> None:
-    run_ranks(train_parts, 4)
+def test_ranges_of_a_row() -> None:
+    run_ranks(train_ranges, 4)
 
 
 def be_sent_damage(placement: ReplicaPlacement, bit: int) -> str:

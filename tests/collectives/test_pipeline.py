@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
-from sdp4bit.collectives.pipeline import MOST_SLICES, pipeline_chunks, slice_lengths
+from sdp4bit.collectives.pipeline import MOST_SLICES, pipeline_chunks, slice_places
 from sdp4bit.collectives.topology import NodeLayout, arrange
 from sdp4bit.config import GradientConfig
 from sdp4bit.engines.explain import describe_gradients
@@ -43,11 +45,28 @@ def test_a_row_is_cut_where_that_saves_more_than_it_costs(
 def test_what_is_asked_for_is_done() -> None:
     config = GradientConfig(pipeline_chunks=7, intra_group_size=96, inter_group_size=128)
     assert pipeline_chunks(10, config=config, nodes=1, ranks_per_node=4) == 7
-    lengths = slice_lengths(10_000, config=config, nodes=2, ranks_per_node=2)
+    slices = slice_places([10_000], config=config, nodes=2, ranks_per_node=2)
+    lengths = [place.stop - place.start for ((_, place),) in slices]
     assert sum(lengths) == 10_000 and all(length % 384 == 0 for length in lengths[:-1])
     assert len(lengths) == 7
-    assert slice_lengths(0, config=config, nodes=2, ranks_per_node=2) == []
-    assert slice_lengths(10_000, config=config, nodes=1, ranks_per_node=2)[0] == 1440  # groups of 96 only
+    assert slice_places([], config=config, nodes=2, ranks_per_node=2) == []
+    ((_, first),), *_ = slice_places([10_000], config=config, nodes=1, ranks_per_node=2)
+    assert first.stop == 1440  # groups of 96 only
+
+
+def test_slices_hold_several_sections_and_cut_them_between_groups() -> None:
+    config = GradientConfig(pipeline_chunks=3, intra_group_size=96, inter_group_size=128)
+    lengths = [100, 5000, 33, 400, 1]
+    slices = slice_places(lengths, config=config, nodes=2, ranks_per_node=2)
+    assert len(slices) == 3
+    found: list[list[slice]] = [[] for _ in lengths]
+    for chosen in slices:
+        for section, place in chosen:
+            found[section].append(place)
+    for length, places in zip(lengths, found, strict=True):
+        assert places[0].start == 0 and places[-1].stop == length
+        for before, after in pairwise(places):
+            assert before.stop == after.start and after.start % 384 == 0
 
 
 def test_the_table_tells_what_was_chosen() -> None:

