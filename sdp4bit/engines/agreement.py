@@ -39,8 +39,8 @@ class ShardedRows:
     shard_numel: int
     dtypes: tuple[str, ...]
     skipped: bool = False
-    parts: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """Stretches of a row that are quantized apart from each other."""
+    parameters: tuple[tuple[int, int], ...] = ()
+    """Values and dimensions of each parameter in a row, which is quantized by them."""
     whole: str = ""
     """Why its weights cannot be quantized, if so."""
     are_replicas: bool = False
@@ -118,7 +118,7 @@ def agree(
     topology: TopologySpec,
     unmatched: Sequence[str] = (),
     failure: Exception | None,
-    check: Callable[[dict[tuple[int, ...], NodeLayout]], None] | None = None,
+    check: Callable[[Layouts], None] | None = None,
     within: ProcessGroup | None = None,
     call: str = _CALL,
 ) -> Layouts:
@@ -175,7 +175,7 @@ def agree(
     if any(summary.checks_layouts for summary in summaries.values()):
         try:
             if check is not None:
-                check(layouts.shards)
+                check(layouts)
         except ValueError as caught:
             failure = caught
         proposal = replace(proposal, error=None if failure is None else _describe(failure))

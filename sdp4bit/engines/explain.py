@@ -14,7 +14,8 @@ from sdp4bit.traffic import Traffic
 
 OFF = "off in the configuration"
 ONE_RANK = "one rank"
-ONE_NODE = "one node: differences would save nothing"
+ONE_NODE = 'full precision: sharded inside one node (WeightConfig(replica="full") quantizes)'
+ONE_NODE_GRADIENTS = "full precision: all ranks on one node (GradientConfig(inside_one_node=True) quantizes)"
 """Reasons why weights or gradients are not quantized, as the table tells them."""
 
 _WIDTH = 80
@@ -31,6 +32,31 @@ class Row:
     weights: str
     gradients: str
     sent: Traffic
+
+
+def one_node_reason(part: WeightConfig | GradientConfig | None, *, nodes: int) -> str:
+    """Return why weights or gradients of ranks on so many nodes are not quantized; "" if they are."""
+    if part is None:
+        return OFF
+    if part.applies_to(nodes=nodes):
+        return ""
+    return ONE_NODE if isinstance(part, WeightConfig) else ONE_NODE_GRADIENTS
+
+
+def one_node_note(reasons: Sequence[tuple[str, str]]) -> str:
+    """Return the note that groups stay in full precision because they are on one node; "" if none does.
+
+    Args:
+        reasons: for each group, why its weights and why its gradients are not quantized.
+    """
+    inside = sum(ONE_NODE in pair or ONE_NODE_GRADIENTS in pair for pair in reasons if "" not in pair)
+    if not inside:
+        return ""
+    which = "all" if inside == len(reasons) else f"{inside} of {len(reasons)}"
+    return (
+        f"{which} parameter groups have their ranks on one node, and stay in full precision. To quantize "
+        'these too: WeightConfig(replica="full") and GradientConfig(inside_one_node=True)'
+    )
 
 
 def render(rows: Sequence[Row]) -> str:

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
+from sdp4bit.collectives.sections import FINE_BITS, Range
 from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.collectives.weight_replica import QuantizedReplica, Range
+from sdp4bit.collectives.weight_replica import QuantizedReplica
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.engines.audit import ReplicaCopy
 from sdp4bit.engines.explain import Row, describe_gradients, describe_ranks, describe_weights, with_reason
@@ -33,6 +34,31 @@ from sdp4bit.engines.measures import (
     weight_deviations,
 )
 from sdp4bit.traffic import Traffic, TrafficCounter
+
+SMALL_EDIT = 1 / 128
+"""Changes up to this share of a group's weights (Euclidean norms) are sent as differences: 4 bits then leave
+an error of about a quarter of it, which is what rounding weights to bf16 costs. Larger ones, such as other
+weights altogether, are sent in full precision."""
+
+
+def change_squares(main: Tensor, held: Tensor) -> Tensor:
+    """Return |main - held|^2 and |main|^2 of weights and of what a replica holds of them, fp64 [2].
+
+    Args:
+        main: in the type of the replica.
+    """
+    change = main.float() - held.float()
+    return torch.stack([change.square().sum(), main.float().square().sum()]).double()
+
+
+def is_large_change(squares: Tensor) -> Tensor:
+    """Return which changes are sent in full precision, bool [n]; those that are not finite are among them.
+
+    Args:
+        squares: [n, 2], of each group the sum of `change_squares` over its ranks.
+    """
+    change, size = squares.unbind(-1)
+    return ~(change <= SMALL_EDIT**2 * size)
 
 
 class ParameterGroup(Protocol):
@@ -73,10 +99,6 @@ class GroupStats(Measures):
     """Bytes sent to other nodes in the last step."""
     compression_ratio: float
     """Bytes of the engine without sdp4bit over those sent, between nodes."""
-    exchange_seconds: float
-    """From the start of each transfer of the last step to the end of the wait for it, summed."""
-    intra_seconds: float
-    inter_seconds: float
     weight_bits: int | None
     """As they are now; None for full precision, or lossless."""
     lossless_bits: float | None
@@ -113,6 +135,8 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
         nodes, ranks = layout.nodes, layout.ranks_per_node
         self.weight_traffic = TrafficCounter(nodes=nodes, ranks_per_node=ranks)
         self.gradient_traffic = TrafficCounter(nodes=nodes, ranks_per_node=ranks)
+        self.separate_parameters = False
+        """Rows are cut into sections of whole parameters, see `SDP4BitConfig`."""
         self.replica: ReplicaT | None = None
         self.weights_unquantized_reason = ""
         self.reduction: QuantizedReduceScatter | None = None
@@ -124,8 +148,6 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
         self.full_refreshes = 0
         """Refreshes in full precision, the first left out: after loads, and after edits of the weights."""
         self._was_refreshed = False
-        self.resync_wanted = False
-        """The next refresh is in full precision."""
         self.reductions = 0
         """Quantized reductions so far, which number the rounding bits."""
         self.gradient_bits: int | None = None
@@ -167,6 +189,11 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
                 quantizer.configure(gradients)
         if self.replica is not None and weights is not None:
             self.replica.configure(weights)
+
+    @property
+    def refresh_is_full(self) -> bool:
+        """Whether the next refresh is in full precision, for a reason of its own."""
+        return False
 
     def count_full_refresh(self) -> None:
         """Count a refresh in full precision; the first is not among those that are reported."""
@@ -241,7 +268,7 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
             main,
             held,
             replica=self.replica,
-            exact=self.resync_wanted or self.replica.bits is None,
+            exact=self.refresh_is_full or self.replica.bits is None,
             refreshed=sample_numel is not None,
             numel=numel,
         )
@@ -261,9 +288,6 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
             "inter_bytes": round(traffic.inter_bytes),
             "compression_ratio": traffic.compression_ratio,
             **measures,
-            "exchange_seconds": traffic.exchange_seconds,
-            "intra_seconds": traffic.intra_seconds,
-            "inter_seconds": traffic.inter_seconds,
             "weight_bits": None if self.replica is None else self.replica.bits,
             "lossless_bits": None if self.replica is None else self.replica.coding.bits_per_weight,
             "late_values": 0 if self.replica is None else self.replica.coding.late_values,
@@ -290,7 +314,7 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
         if self.replica is None:
             return self.weights_unquantized_reason
         text = describe_weights(self.replica.config, where=self.replica_place)
-        text += self.replica.coding.describe()
+        text += self.replica.coding.describe() + self._describe_fine([self.replica.bits])
         return text + (f", {self.full_refreshes} times in full precision" if self.full_refreshes else "")
 
     @property
@@ -303,7 +327,16 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
         """Return how the gradients travel, as text; engines add what they do besides."""
         if self.reduction is None:
             return self.gradients_unquantized_reason
-        return describe_gradients(self.reduction.config, self.layout, self.group.shard_numel)
+        config, numel = self.reduction.config, self.group.shard_numel
+        text = describe_gradients(config, self.layout, numel)
+        if numel < config.min_numel:
+            return text
+        return text + self._describe_fine([config.intra_bits, config.inter_bits])
+
+    def _describe_fine(self, bits: Sequence[int | None]) -> str:
+        """Return that norms and biases have more bits than these, if so."""
+        has_fewer = any(each is not None and each < FINE_BITS for each in bits)
+        return f", 1-D in {FINE_BITS} bits" if self.separate_parameters and has_fewer else ""
 
 
 AnyGroup = GroupCommunication[Any, Any]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.config import AuditConfig, SDP4BitConfig, TelemetryConfig
@@ -23,7 +24,7 @@ from sdp4bit.engines.measures import (
     sum_squares,
     total_measures,
 )
-from sdp4bit.engines.step_times import StepClock, StepTiming
+from sdp4bit.engines.time_steps import StepTimes, time_steps
 from sdp4bit.traffic import Traffic
 
 GroupT = TypeVar("GroupT", bound=AnyGroup)
@@ -36,12 +37,10 @@ class Stats(Measures):
     last_step: dict[str, int]
     total: dict[str, int]
     compression_ratio: float
-    exchange_seconds: float
     full_refreshes: int
     lossless_bits: float | None
     late_values: int
     sampled_step: int | None
-    timing: StepTiming | None
 
 
 class ModelCommunication(Generic[GroupT]):
@@ -51,27 +50,13 @@ class ModelCommunication(Generic[GroupT]):
         self.groups: Sequence[GroupT] = groups
         self.sampled = SampledMeasures(telemetry, [comm.group.name for comm in groups])
         self.step_listeners: list[Callable[[int], None]] = []
-        """Called once per optimizer step, with its number, on all ranks alike: when the step's measures are
+        """Called once per step, with its number, on all ranks alike: when the step's measures are
         available, and before anything that follows it is sent. The ranks may communicate in it."""
-        self.step_clock = StepClock(self._device)
         self.steps = 0
+        """Steps that have reached their boundary."""
         self.step_pending = False
         """An optimizer has stepped, and the step has not reached its boundary, which FSDP2 shows at the next
         forward only."""
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps that have reached their boundary."""
-        return self._steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self._steps = steps
-        for comm in self.groups:
-            # Timed events between kernels cost a GPU some of its overlap.
-            is_due = self.sampled.is_due(steps + 1)
-            for counter in comm.counters:
-                counter.is_measured = is_due
 
     @property
     def gradient_sample_numel(self) -> int | None:
@@ -92,29 +77,15 @@ class ModelCommunication(Generic[GroupT]):
         """Measure the step that has just reached its boundary, if it is due, and tell the listeners."""
         is_due = self.sampled.is_due(self.steps)
         if is_due:
-            self._end_timing()
             sample_numel = self.sampled.sample_numel
             deviations = [comm.deviations(sample_numel=sample_numel) for comm in self.groups]
-            self.sampled.publish(sum_squares(deviations, device=self._device), step=self.steps)
+            self.sampled.publish(sum_squares(deviations, device=self.device), step=self.steps)
         for listener in self.step_listeners:
             listener(self.steps)
         if is_due:
             for comm in self.groups:
                 # A group without a gradient in the next measured step is not to report this one again.
                 comm.gradient_sample = None
-        if self.sampled.is_due(self.steps + 1):
-            self.step_clock.begin(self.steps + 1)
-
-    def _end_timing(self) -> None:
-        counters = [counter for comm in self.groups for counter in comm.counters]
-        measured = [counter.take_measured() for counter in counters]
-        known = [quantizing for _, quantizing in measured if quantizing is not None]
-        self.step_clock.end(
-            [transfer for transfers, _ in measured for transfer in transfers],
-            step=self.steps,
-            sent=sum((counter.last_step for counter in counters), Traffic()),
-            quantizing=sum(known) if known else None,
-        )
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -122,14 +93,15 @@ class ModelCommunication(Generic[GroupT]):
         """Return the squares of now: weights over whole shards, gradients as last sampled."""
         # One after the other, for each takes the memory of several shards.
         squares = [
-            sum_squares([comm.deviations(sample_numel=None)], device=self._device) for comm in self.groups
+            sum_squares([comm.deviations(sample_numel=None)], device=self.device) for comm in self.groups
         ]
         if not squares:
             return sum_squares([])
         return self.sampled.with_last_gradients(Squares(*map(torch.cat, zip(*squares, strict=True))))
 
     @property
-    def _device(self) -> torch.device | None:
+    def device(self) -> torch.device | None:
+        """Where the groups compute; None on a rank without any."""
         return self.groups[0].group.device if self.groups else None
 
     def last_traffic(self, comm: GroupT) -> Traffic:
@@ -157,6 +129,8 @@ class CommHandle(ABC):
     """Quantized communication of a model, and what is known of it."""
 
     _state: ModelCommunication[Any]
+    _hint = ""
+    """Last line of `explain()`."""
 
     def __init__(self, state: ModelCommunication[Any], *, config: SDP4BitConfig, note: str = "") -> None:
         """Take over an attached model.
@@ -169,6 +143,8 @@ class CommHandle(ABC):
         self._note = note
         self._alerts: Alerts | None = None
         self._removed = False
+        self._process_group: ProcessGroup | None = None
+        """The ranks that have parts of the model; None for all."""
         if config.audit is not None:
             state.step_listeners.append(self._audit_if_due)
 
@@ -207,24 +183,22 @@ class CommHandle(ABC):
     def explain(self) -> str:
         """Return a table: per group what is quantized, how, bytes of the last step, or why it is not.
 
-        Below it, once a step has been measured: its parts, what it would have taken without quantization, as
-        an estimate, and a verdict.
+        Once a step has been taken it also names `time_steps`, as bytes are not time.
         """
         state = self._state
         table = render([comm.explain(state.last_traffic(comm)) for comm in state.groups])
-        times = state.step_clock.latest()
-        said = [self._note, "" if times is None else times.describe()]
-        return "\n".join([table, *(wrapped(text) for text in said if text)])
+        hint = self._hint if state.groups and (state.steps or state.step_pending) else ""
+        return "\n".join([table, *(wrapped(text) for text in (self._note, hint) if text)])
 
     def stats(self) -> Stats:
         """Return what this rank sent and what quantization cost; cheap, and waits for nothing.
 
         Returns:
-            "steps": optimizer steps so far. "last_step", "total": bytes this rank sent inside its node
-            ("intra_bytes") and to other nodes ("inter_bytes"), how much of both is padding, and the number of
+            "steps": so far; on FSDP2, backward passes whose gradients were reduced. "last_step", "total":
+            bytes this rank sent inside its node ("intra_bytes") and to other nodes ("inter_bytes"), how much
+            of both is padding, and the number of
             collectives. "compression_ratio": bytes of the engine without sdp4bit over bytes sent between
-            nodes in the last step. "exchange_seconds": from the start of each transfer of that step (on a GPU
-            of the last measured one) to the end of the wait for it, summed; transfers overlap.
+            nodes in the last step.
             "lossless_bits": bits per weight that lossless weights came to in the last refreshes, None without
             any; "late_values": how many of them took a further message, since the start.
             "full_refreshes": how often a group's weights were sent in full precision, after loads and large
@@ -235,11 +209,8 @@ class CommHandle(ABC):
             "weight_error": relative error of quantizing these; "gradient_error": that of the gradients; None
             where they do not apply. "nonfinite_groups": quantization groups of the gradients that reached
             this rank with a NaN or an infinity.
-            "timing": a :class:`StepTiming` of the last measured step, None before the first: its seconds,
-            those of the exchange, and a verdict.
         """
         state = self._state
-        times = state.step_clock.latest()
         last = sum((state.last_traffic(comm) for comm in state.groups), Traffic())
         total = sum((counter.total for comm in state.groups for counter in comm.counters), Traffic())
         step, measures = state.sampled.totals()
@@ -248,12 +219,10 @@ class CommHandle(ABC):
             "last_step": self._reported(last),
             "total": self._reported(total),
             "compression_ratio": last.compression_ratio,
-            "exchange_seconds": last.exchange_seconds,
             "full_refreshes": sum(comm.full_refreshes for comm in state.groups),
             "lossless_bits": _lossless_bits(state.groups),
             "late_values": sum(c.replica.coding.late_values for c in state.groups if c.replica is not None),
             "sampled_step": step,
-            "timing": None if times is None else times.timing(),
             **measures,
         }
 
@@ -265,12 +234,11 @@ class CommHandle(ABC):
         """Return one dictionary per group about this rank; cheap, and waits for nothing.
 
         Returns:
-            "name"; of the last step "intra_bytes", "inter_bytes", "compression_ratio", "exchange_seconds" and
-            its parts "intra_seconds" and "inter_seconds"; of the last measured step "gradient_error",
-            "weight_error", "weight_drift" and "nonfinite_groups", as in `stats()`; "weight_bits" and
-            "gradient_bits" (on the last hop) as they are now, None for full precision; of lossless weights
-            "lossless_bits", bits per weight of the last refresh, and "late_values", how many took a further
-            message so far.
+            "name"; of the last step "intra_bytes", "inter_bytes" and "compression_ratio"; of the last
+            measured step "gradient_error", "weight_error", "weight_drift" and "nonfinite_groups", as in
+            `stats()`; "weight_bits" and "gradient_bits" (on the last hop) as they are now, None for full
+            precision; of lossless weights "lossless_bits", bits per weight of the last refresh, and
+            "late_values", how many took a further message so far.
         """
         state = self._state
         measured = state.sampled.by_group()
@@ -287,6 +255,53 @@ class CommHandle(ABC):
             "nonfinite_groups": of the gradients that were sampled last. As in `stats()`.
         """
         return total_measures(self._state.measure())
+
+    def time_steps(self, step: Callable[[], object], *, repeats: int = 10) -> StepTimes:
+        """Measure training steps with and without quantization, on this model, network and data.
+
+        Takes 6 x `repeats` steps, three with quantization and three without in turn. The first of each three
+        is not timed: it gathers weights in full precision. Every one is a step of the training that it
+        interrupts, half of them with plain communication, and nothing has to be restored. FSDP2 only.
+        Call it on all ranks, between two steps.
+
+        Args:
+            step: takes one training step: forward, backward, optimizer.
+            repeats: blocks of steps of each kind, at least 1.
+
+        Returns:
+            Seconds of the slowest rank, both medians, their ratio and its spread; printed as one line.
+
+        Raises:
+            TypeError: `step` is not callable.
+            ValueError: `repeats` is less than 1.
+            RuntimeError: the handle has been removed, forward or backward is running, or the engine
+                cannot switch.
+            Exception: what `step` raises. The model then communicates quantized again.
+        """
+        self._check_attached()
+        if not callable(step):
+            raise TypeError(f"time_steps needs a function that takes a training step, got {step!r}")
+        if repeats < 1:
+            raise ValueError(f"time_steps needs at least 1 repeat, got repeats={repeats}")
+        self._check_switch()
+        return time_steps(
+            step,
+            repeats=repeats,
+            switch=self._switch,
+            device=self._state.device,
+            process_group=self._process_group,
+        )
+
+    def _check_switch(self) -> None:
+        """Raise RuntimeError unless `_switch` can be called now; engines that can switch override both."""
+        raise RuntimeError(
+            f"{type(self).__name__} cannot switch quantization off and on during training, which time_steps "
+            "does: it is for FSDP2. Compare a run with sdp4bit to one without it"
+        )
+
+    def _switch(self, is_quantized: bool) -> None:
+        """Let the model communicate quantized or in full precision from the next step on; sends nothing."""
+        self._check_switch()
 
     def alerts(self) -> list[Alert]:
         """Return the alerts so far, oldest first, at most the last thousand.

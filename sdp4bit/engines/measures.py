@@ -16,7 +16,8 @@ from torch import Tensor
 
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
-from sdp4bit.collectives.weight_replica import QuantizedReplica, Range
+from sdp4bit.collectives.sections import Range
+from sdp4bit.collectives.weight_replica import QuantizedReplica
 from sdp4bit.collectives.work import HostCopy
 from sdp4bit.config import TelemetryConfig
 

@@ -237,7 +237,8 @@ class _Group(dist.ProcessGroup):
                     count = max(output.numel(), input.numel()) // max(1, min(output.numel(), input.numel()))
                     source = input.reshape(-1)[: output.numel()].clone()
                     output.view(-1).copy_(source.repeat(count) if output.numel() > input.numel() else source)
-        running().launch(kind, reads=inputs, writes=outputs, on=stream)
+        if not all(map(running().is_on_host, (*inputs, *outputs))):  # else over gloo, and done
+            running().launch(kind, reads=inputs, writes=outputs, on=stream)
         return _Work(stream.record_event(), *tensors)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> _Work:

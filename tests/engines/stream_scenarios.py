@@ -33,7 +33,7 @@ from tests.engines.fsdp2.toy_moe import HAS_MESH_PER_PARAM
 from tests.engines.megatron import runs as megatron_runs
 from tests.tables import flat
 
-QUANTIZED = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
+QUANTIZED = SDP4BitConfig(gradients=GradientConfig(min_numel=0, inside_one_node=True))
 
 
 class FSDPRun:
@@ -427,7 +427,7 @@ MEGATRON_SCENARIOS: dict[str, Callable[[], object]] = {
     "no overlap": lambda: megatron(overlap=False),
     "overlap": megatron,
     "one rank per node": lambda: megatron(topology=1),
-    "one node": lambda: megatron(topology=4),
+    "one node": lambda: megatron(replace(FULL, telemetry=MEASURED.telemetry), topology=4),
     "pipeline chunks": lambda: megatron(chunked()),
     "one queue": megatron_staged,
     "one queue, one level": lambda: megatron_staged(topology=1),

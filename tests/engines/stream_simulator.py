@@ -114,9 +114,6 @@ class Event:
     def synchronize(self) -> None:
         _sim.host_waits_for(self.clock, "Event.synchronize")
 
-    def elapsed_time(self, _: Event) -> float:
-        return 0.0
-
 
 @dataclass(frozen=True)
 class Access:

@@ -82,7 +82,8 @@ def test_totals_weigh_groups_by_their_squares_and_leave_out_what_is_not_finite()
 @on_ranks(4)
 def test_what_is_measured_before_a_refresh_is_what_it_does() -> None:
     """The drift and the error measured before a refresh are those that it leaves and makes."""
-    run = Run(build(), replace(QUANTIZED, telemetry=WHOLE_ROWS))
+    # Samples are quantized as one section.
+    run = Run(build(), replace(QUANTIZED, telemetry=WHOLE_ROWS, separate_parameters=False))
     run.train(3)
     comm = run.comm
     assert comm.stats()["sampled_step"] == 2
@@ -102,9 +103,7 @@ def test_what_is_measured_before_a_refresh_is_what_it_does() -> None:
     assert [group["name"] for group in groups] == [each.group.name for each in comm._state.groups]
     for key in ("intra_bytes", "inter_bytes"):
         assert sum(group[key] for group in groups) == pytest.approx(stats["last_step"][key], abs=4)
-    assert sum(group["exchange_seconds"] for group in groups) == pytest.approx(stats["exchange_seconds"])
     for group in groups:
-        assert group["exchange_seconds"] == group["intra_seconds"] + group["inter_seconds"] > 0
         assert (group["weight_bits"], group["gradient_bits"], group["nonfinite_groups"]) == (4, 4, 0)
         assert 0 < group["weight_drift"] < group["weight_error"] < 0.5
         assert group["compression_ratio"] > 2
@@ -179,7 +178,7 @@ def test_measured_steps_read_nothing_from_the_device_and_give_the_same_losses() 
 
 
 def check_nonfinite() -> tuple[list[int], list[int], dict[str, Any]]:
-    run = Run(build(), QUANTIZED, clip=None)
+    run = Run(build(), replace(QUANTIZED, separate_parameters=False), clip=None)
     run.train(2)
     loss = loss_of(run.model, next(run.data))
     (loss * (math.nan if dist.get_rank() == 3 else 1.0)).backward()
@@ -209,14 +208,7 @@ def test_what_is_not_quantized_has_no_error_and_nothing_is_measured_where_it_is_
     run.evaluate()
     stats = run.comm.stats()
     assert stats["sampled_step"] is None and stats["gradient_error"] is None
-    assert stats["last_step"]["intra_bytes"] > 0 and stats["exchange_seconds"] > 0
-    # An asynchronous gather lasts until it has been waited for.
-    block, traffic = run.model.blocks[0], run.comm._state.groups[1].weight_traffic
-    before = traffic.current_step.intra_seconds
-    gathering = block.unshard(async_op=True)
-    assert traffic.current_step.intra_seconds == before
-    gathering.wait()
-    assert traffic.current_step.intra_seconds > before
+    assert stats["last_step"]["intra_bytes"] > 0
     dense = WeightConfig(bits=None, replica="full")
     mixed = SDP4BitConfig(weights=dense, gradients=GradientConfig(min_numel=1 << 20), telemetry=WHOLE_ROWS)
     run = Run(build(), mixed, topology=4).train(2)
@@ -225,7 +217,6 @@ def test_what_is_not_quantized_has_no_error_and_nothing_is_measured_where_it_is_
         assert (group["weight_bits"], group["gradient_bits"]) == (None, None)
         assert (group["weight_error"], group["gradient_error"]) == (None, None)
         assert 0 < group["weight_drift"] < 2**-8  # what rounding to bf16 leaves
-        assert group["inter_seconds"] == 0 < group["intra_seconds"]
 
 
 def test_communication_and_alerts_are_in_all_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

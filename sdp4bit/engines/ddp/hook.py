@@ -19,7 +19,7 @@ from sdp4bit.collectives.topology import TopologySpec, create_topologies
 from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import GradientConfig
 from sdp4bit.engines.agreement import ShardedRows, agree, participants
-from sdp4bit.engines.explain import ONE_RANK, describe_all_reduce, describe_ranks
+from sdp4bit.engines.explain import ONE_NODE_GRADIENTS, ONE_RANK, describe_all_reduce, describe_ranks
 from sdp4bit.quantization.random import check_numbers
 from sdp4bit.traffic import TrafficCounter
 
@@ -84,11 +84,16 @@ class DDPCommState:
         self._scratch = Scratch()
         self._traffic = TrafficCounter(nodes=self._layout.nodes, ranks_per_node=self._layout.ranks_per_node)
         self._all_reduces: dict[int, QuantizedAllReduce] = {}
-        self._calls: dict[int, int] = {}
         self._buckets: dict[int, tuple[int, str]] = {}
         """Of the last backward: values of each bucket, and how they travelled."""
         self._streams: dict[torch.device, SideStream] = {}
         self._has_warned = False
+        if ranks[1:] and not self.config.applies_to(nodes=self._layout.nodes):
+            warnings.warn(
+                "sdp4bit: all ranks are on one node, so that gradients stay in full precision. To quantize "
+                "them: GradientConfig(inside_one_node=True)",
+                stacklevel=2,
+            )
         self.steps = 0
         """Backward passes whose gradients have been exchanged."""
 
@@ -111,6 +116,10 @@ class DDPCommState:
     def _unquantized_reason(self, values: Tensor) -> str:
         if self._layout.size == 1:
             return ONE_RANK
+        if not self.config.applies_to(nodes=self._layout.nodes):
+            return ONE_NODE_GRADIENTS
+        if values.layout != torch.strided:
+            return "full precision: sparse gradients"
         if self.steps < self.config.start_step:
             return f"full precision until step {self.config.start_step}"
         if values.dtype not in _QUANTIZED_DTYPES:
@@ -128,12 +137,18 @@ class DDPCommState:
 
     def _average_densely(self, values: Tensor) -> Future[Tensor]:
         """Average as DDP does without a hook."""
-        if self._layout.size > 1:
+        if values.layout == torch.strided:
+            values.mul_(1.0 / self._layout.size)
             # As a ring does it: twice around, a part of the values at a time.
             sent = round(2 * values.nbytes / self._layout.size)
+        else:
+            values.div_(self._layout.size)
+            # The communication library gathers the rows that each rank has, once it has coalesced them.
+            values = values.coalesce()
+            sent = values.indices().nbytes + values.values().nbytes
+        if self._layout.size > 1:
             self._traffic.count_plain(sent)
             self._traffic.count_ring(sent)
-        values.div_(self._layout.size)
         with comm_error_context("full-precision gradient all-reduce of DDP", group=self._group):
             work: Any = dist.all_reduce(values, group=self._group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
@@ -152,14 +167,13 @@ class DDPCommState:
                 scratch=self._scratch,
                 name=f"DDP's bucket {index}",
             )
-        call = self._calls.get(index, 0)
-        self._calls[index] = call + 1
-        device = values.device
+        device, call = values.device, self.steps
         if device not in self._streams:
             self._streams[device] = SideStream(device)
         future: Future[Tensor] = Future(devices=None if device.type == "cpu" else [device])
 
         def average() -> None:
+            # A backward pass exchanges every bucket once: its number and the bucket's tell the calls apart.
             all_reduce(values, call=call, multiplier=1.0 / self._layout.size)
             # On a GPU the work is queued: whoever waits for the future waits for the stream that is current.
             future.set_result(values)
@@ -198,8 +212,8 @@ class DDPCommState:
         return "\n".join([ranks, *lines])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters that number the rounding bits; the same on all ranks."""
-        return {"format_version": FORMAT_VERSION, "steps": self.steps, "calls": dict(self._calls)}
+        """Return the counter that numbers the rounding bits; the same on all ranks, and of fixed size."""
+        return {"format_version": FORMAT_VERSION, "steps": self.steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; call it on all ranks.
@@ -211,12 +225,11 @@ class DDPCommState:
             ValueError: not a state of this class; nothing is changed.
         """
         known = isinstance(state_dict, Mapping) and state_dict.get("format_version") == FORMAT_VERSION
-        if not known or not isinstance(state_dict.get("calls"), Mapping):
+        if not known or not isinstance(state_dict.get("steps"), int):
             raise ValueError(
                 f"this is not the state of an sdp4bit.DDPCommState of format {FORMAT_VERSION}: {state_dict!r}"
             )
-        self.steps = int(state_dict["steps"])
-        self._calls = {int(index): int(count) for index, count in state_dict["calls"].items()}
+        self.steps = state_dict["steps"]
 
 
 def ddp_comm_hook(state: DDPCommState, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import cast
 
@@ -22,6 +23,7 @@ from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import (
     Topology,
     TopologySpec,
+    create_host_groups,
     create_topologies,
     destroy_topology,
 )
@@ -30,6 +32,7 @@ from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import Layouts, ShardedRows, agree, participants
 from sdp4bit.engines.alerts import Alerts, DecisionRound, saved_positions
+from sdp4bit.engines.explain import ONE_RANK
 from sdp4bit.engines.fsdp2.checks import (
     check_group,
     check_staging,
@@ -39,11 +42,18 @@ from sdp4bit.engines.fsdp2.checks import (
     warn_of_layout,
     weights_left_whole_reason,
 )
-from sdp4bit.engines.fsdp2.communication import FSDPCommunication, reduce_over_copies
-from sdp4bit.engines.fsdp2.groups import CommObjects, FSDPGroup, find_groups, named_fsdp_modules
+from sdp4bit.engines.fsdp2.group_state import FSDPCommunication
+from sdp4bit.engines.fsdp2.groups import (
+    CommObjects,
+    FSDPGroup,
+    find_groups,
+    named_fsdp_modules,
+    reduce_over_copies,
+)
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook, ReplicaGroup
+from sdp4bit.engines.fsdp2.observers import in_backward
+from sdp4bit.engines.fsdp2.refresh import FSDPModelCommunication
 from sdp4bit.engines.fsdp2.state import load_state, save_state
-from sdp4bit.engines.fsdp2.steps import FSDPModelCommunication, watch_optimizers
 from sdp4bit.engines.fsdp2.torch_internals import check_torch_version
 from sdp4bit.engines.group import AnyGroup
 from sdp4bit.engines.handle import CommHandle, StateDict
@@ -117,7 +127,7 @@ def quantize_communication(
             shard_numel=g.shard_numel,
             dtypes=tuple(sorted(map(str, g.param_dtypes))),
             skipped=g.name in skipped,
-            parts=tuple(map(tuple, g.part_ranges)),
+            parameters=tuple((s.end - s.start, s.sharded.dim()) for s in g.segments),
             whole=weights_left_whole_reason(g),
         )
         for g in groups
@@ -172,6 +182,7 @@ class FSDPCommHandle(CommHandle):
     """
 
     _state: FSDPModelCommunication
+    _hint = "comm.time_steps(step) measures your steps with and without quantization."
 
     def __init__(
         self,
@@ -212,9 +223,15 @@ class FSDPCommHandle(CommHandle):
             *gradient_topologies.values(),
             *replica_topologies.values(),
         ]
+        # NCCL alone takes no tensors on the host, and on the device a decision would wait for computation.
+        if config.weights and "cpu:" not in dist.get_backend_config(process_group):
+            self._state.decision_groups = create_host_groups(
+                ordered, purpose="decisions", within=process_group
+            )
         weight_scratch, gradient_scratch = Scratch(), Scratch()
         for comm in comms:
-            note_reasons(comm, config=config, skipped=skipped)
+            note_reasons(comm, layouts, config=config, skipped=skipped)
+            comm.separate_parameters = config.separate_parameters
             prepare_checksums(comm.group.device)
             if config.weights is not None and not comm.weights_unquantized_reason:
                 comm.replica = WeightReplica(
@@ -225,7 +242,12 @@ class FSDPCommHandle(CommHandle):
                     bucket=comm.index,
                     traffic=comm.weight_traffic,
                     scratch=weight_scratch,
-                    parts=comm.group.part_ranges,
+                    sections=comm.group.sections(
+                        comm.group.shard_numel,
+                        unit=config.weights.group_size,
+                        separate=config.separate_parameters,
+                    )
+                    or (),
                     name=comm.group.name,
                 )
             if config.gradients is not None and not comm.gradients_unquantized_reason:
@@ -242,7 +264,7 @@ class FSDPCommHandle(CommHandle):
             if (
                 config.gradients is not None
                 and comm.replica_layout is not None
-                and comm.group.name not in skipped
+                and comm.gradients_unquantized_reason in ("", ONE_RANK)
             ):
                 comm.all_reduce = QuantizedAllReduce(
                     replica_topologies[comm.group.replica_ranks],
@@ -258,8 +280,10 @@ class FSDPCommHandle(CommHandle):
             self._watch(
                 Alerts(comms, rounds=_rounds(comms), sampled=self._state.sampled, config=config.alerts)
             )
+        self._process_group = process_group
         self._previous = [self._install(comm) for comm in comms]
-        self._hooks = [watch_optimizers(self._state)] if groups else []
+        self._is_quantized = True
+        self._hooks = [self._state.steps_seen.watch_optimizers()] if groups else []
         for group in groups:
             self._hooks += self._state.aliases.watch(group)
         for root in roots:
@@ -282,18 +306,37 @@ class FSDPCommHandle(CommHandle):
         )
 
     def mark_step(self) -> None:
-        """Note an optimizer step; only needed for optimizers that are not `torch.optim.Optimizer`s."""
-        self._state.mark_changed()
+        """Note a step of an optimizer that is not a `torch.optim.Optimizer`.
+
+        Its changes are found without it, as edits; with it they are sent as differences, whatever their size.
+        """
+        self._state.steps_seen.note_step()
 
     def resync(self) -> None:
         """Refresh the replicas in full precision at the next forward; call it on all ranks.
 
-        Edits of the weights are found without it (docs/fsdp2.md, "What we follow"). It makes the next
-        weights exact where they would be sent as a quantized difference: those that replace the weights
-        right after an optimizer step, before any forward.
+        Edits of the weights are found without it (docs/fsdp2.md, "What we follow"). It makes the next weights
+        exact if they replace the others right after an optimizer step, in training mode, before any forward.
         """
-        self._state.reshard()
         self._state.request_resync()
+
+    def _check_switch(self) -> None:
+        groups = [comm.group for comm in self._state.groups]
+        if in_backward() or any(group.forward_leader or not group.is_idle for group in groups):
+            raise RuntimeError(
+                "time_steps was called during forward or backward: call it between two training steps"
+            )
+
+    def _switch(self, is_quantized: bool) -> None:
+        if is_quantized == self._is_quantized:
+            return
+        for index, comm in enumerate(self._state.groups):
+            if comm.replica is not None:
+                comm.replica.wait()
+            self._previous[index] = comm.group.install(self._previous[index])
+        self._is_quantized = is_quantized
+        # Plain steps have moved the main weights, and parameters that stayed unsharded would hide that.
+        self.resync()
 
     def _refresh_mismatched(self, wrong: Sequence[AnyGroup], *, config: AuditConfig) -> Sequence[AnyGroup]:
         state = self._state
@@ -301,14 +344,10 @@ class FSDPCommHandle(CommHandle):
             flags = torch.tensor(
                 [int(comm in wrong) for comm in state.groups], device=state.groups[0].group.device
             )
-            reduce_over_copies(flags, state.groups, op=dist.ReduceOp.MAX)
+            reduce_over_copies(flags, [comm.group for comm in state.groups], op=dist.ReduceOp.MAX)
             wrong = [comm for comm, flag in zip(state.groups, flags.tolist(), strict=True) if flag]
         mismatched = [comm for comm in state.groups if comm in wrong]
-        for comm in mismatched:
-            # Parameters that stayed unsharded would hide the refresh; those in use are not taken away.
-            if comm.group.is_unsharded and comm.group.is_idle:
-                comm.group.module.reshard()
-        state.request_resync(only=mismatched)
+        state.request_resync(mismatched)
         return mismatched
 
     def state_dict(self) -> StateDict:
@@ -339,19 +378,28 @@ class FSDPCommHandle(CommHandle):
         """Let the model communicate as before; all hooks and process groups go. Call it on all ranks.
 
         Between two steps: parameters that stayed unsharded since a forward are freed, so that the next one
-        gathers the main weights.
+        gathers the main weights. Also after `destroy_process_group`.
         """
         for hook in self._hooks:
             hook.remove()
-        for comm in self._state.groups:
-            if comm.replica is not None:
-                comm.replica.wait()
+        try:
+            for comm in self._state.groups:
+                if comm.replica is not None:
+                    comm.replica.wait()
+        finally:  # a refresh that has failed leaves nothing half removed
+            self._remove()
+
+    def _remove(self) -> None:
         for comm, previous in zip(self._state.groups, self._previous, strict=True):
             comm.group.install(previous)
             if comm.group.is_unsharded and comm.group.is_idle:
                 comm.group.module.reshard()
         for topology in self._topologies:
             destroy_topology(topology)
+        for group in self._state.decision_groups.values():
+            with suppress(ValueError):  # after dist.destroy_process_group() it is gone already
+                dist.destroy_process_group(group)
+        self._state.decision_groups = {}
         self._hooks, self._previous, self._topologies = [], [], []
         if self._alerts is not None:
             self._alerts.detach()
@@ -387,7 +435,6 @@ def _further(comms: Sequence[FSDPCommunication], ranks: tuple[int, ...]) -> list
 
 def _resync_after_load(state: FSDPModelCommunication) -> Callable[..., None]:
     def after_load(*_: object) -> None:
-        state.reshard()
-        state.request_resync(keep_loaded=True)
+        state.note_load()
 
     return after_load

@@ -12,11 +12,10 @@ from sdp4bit.collectives.lossless_refresh import check_dtype
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.engines.agreement import Layouts
-from sdp4bit.engines.explain import OFF, ONE_NODE, ONE_RANK
-from sdp4bit.engines.fsdp2.communication import FSDPCommunication
+from sdp4bit.engines.explain import OFF, ONE_RANK, one_node_note, one_node_reason
+from sdp4bit.engines.fsdp2.group_state import FSDPCommunication
 from sdp4bit.engines.fsdp2.groups import FSDPGroup
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook
-from sdp4bit.quantization.layout import FULL_PRECISION, message_layout
 
 QUANTIZED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 """Types of parameters and gradients that can be quantized."""
@@ -91,17 +90,19 @@ def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) ->
 
 def check_staging(
     groups: Sequence[FSDPGroup],
-    layouts: Mapping[tuple[int, ...], NodeLayout],
+    layouts: Layouts,
     *,
     config: SDP4BitConfig,
     skipped: Mapping[str, str],
 ) -> None:
     """Raise ValueError if FSDP2 was asked for other memory for a collective that is replaced."""
     for group in groups:
-        layout, staging = layouts[group.ranks], group.staging_comms
-        if "weights" in staging and not _weights_unquantized_reason(group, layout, config.weights, skipped):
+        staging = group.staging_comms
+        if "weights" in staging and not _weights_unquantized_reason(group, layouts, config.weights, skipped):
             raise _staged(group, staging["weights"], "all-gather of its weights", "weights=None")
-        if "gradients" in staging and not _unquantized_reason(group, layout, config.gradients, skipped):
+        if "gradients" in staging and not _gradients_unquantized_reason(
+            group, layouts, config.gradients, skipped
+        ):
             raise _staged(group, staging["gradients"], "reduce-scatter of its gradients", "gradients=None")
 
 
@@ -127,24 +128,50 @@ def weights_left_whole_reason(group: FSDPGroup) -> str:
     return ""
 
 
-def note_reasons(comm: FSDPCommunication, *, config: SDP4BitConfig, skipped: Mapping[str, str]) -> None:
+def note_reasons(
+    comm: FSDPCommunication, layouts: Layouts, *, config: SDP4BitConfig, skipped: Mapping[str, str]
+) -> None:
     """Note in a group's communication why its weights or its gradients are not quantized, if so."""
     comm.weights_unquantized_reason = _weights_unquantized_reason(
-        comm.group, comm.layout, config.weights, skipped
+        comm.group, layouts, config.weights, skipped
     )
-    comm.gradients_unquantized_reason = _unquantized_reason(
-        comm.group, comm.layout, config.gradients, skipped
+    comm.gradients_unquantized_reason = _gradients_unquantized_reason(
+        comm.group, layouts, config.gradients, skipped
     )
 
 
 def _weights_unquantized_reason(
-    group: FSDPGroup, layout: NodeLayout, config: WeightConfig | None, skipped: Mapping[str, str]
+    group: FSDPGroup, layouts: Layouts, config: WeightConfig | None, skipped: Mapping[str, str]
 ) -> str:
     """Return why a group's weights are not quantized; "" if they are."""
+    layout = layouts.shards[group.ranks]
     because = _unquantized_reason(group, layout, config, skipped)
-    if not because and config is not None and not config.saves_bytes(nodes=layout.nodes):
-        return ONE_NODE
-    return because or weights_left_whole_reason(group)
+    return because or one_node_reason(config, nodes=layout.nodes) or weights_left_whole_reason(group)
+
+
+def _gradients_unquantized_reason(
+    group: FSDPGroup, layouts: Layouts, config: GradientConfig | None, skipped: Mapping[str, str]
+) -> str:
+    """Return why a group's gradients are not quantized; "" if they are.
+
+    ONE_RANK is of the shards alone: gradients may still be summed over the replicas of HSDP.
+    """
+    because = _unquantized_reason(group, layouts.shards[group.ranks], config, skipped)
+    if because not in ("", ONE_RANK) or group.name in skipped or len(group.sharing_ranks) == 1:
+        return because
+    return one_node_reason(config, nodes=_nodes_of(group, layouts)) or because
+
+
+def _nodes_of(group: FSDPGroup, layouts: Layouts) -> int:
+    """Return 1 if all ranks that share the group's parameters are on one node, else more.
+
+    The same on all these ranks: a rank of HSDP asks for the layouts of the other shards and replicas too.
+    """
+    if not group.is_hybrid:
+        return layouts.shards[group.ranks].nodes
+    sharing = group.sharing_ranks
+    everything = [*layouts.shards.items(), *layouts.replicas.items()]
+    return max(layout.nodes for ranks, layout in everything if sharing.issuperset(ranks))
 
 
 def _unquantized_reason(
@@ -155,50 +182,6 @@ def _unquantized_reason(
     if part is None:
         return OFF
     return skipped.get(group.name, "")
-
-
-def _note_inside_node(
-    groups: Sequence[FSDPGroup],
-    layouts: Mapping[tuple[int, ...], NodeLayout],
-    config: SDP4BitConfig,
-    skipped: Mapping[str, str],
-) -> str:
-    """Return what is to be said of groups whose weights are not quantized as they are inside one node."""
-    inside = [
-        group
-        for group in groups
-        if _weights_unquantized_reason(group, layouts[group.ranks], config.weights, skipped) == ONE_NODE
-    ]
-    if not inside:
-        return ""
-    weights = plain = sent = 0
-    for group in inside:
-        peers = layouts[group.ranks].size - 1
-        weights += peers * group.shard_nbytes
-        dense = group.shard_numel * group.reduce_dtype.itemsize
-        plain += peers * dense
-        sent += peers * _reduced_bytes(group.shard_numel, dense=dense, config=config.gradients)
-    which = "all" if len(inside) == len(groups) else f"{len(inside)} of {len(groups)}"
-    return (
-        f"{which} parameter groups are sharded inside one node, where there is little to gain: a rank sends "
-        f"{sent:,} instead of {plain:,} bytes to reduce their gradients, and {weights:,} to gather their "
-        "weights, as without sdp4bit, because differences would save nothing. To quantize these too, for 2 "
-        'bytes of memory per parameter, use WeightConfig(replica="full")'
-    )
-
-
-def _reduced_bytes(shard_numel: int, *, dense: int, config: GradientConfig | None) -> int:
-    """Return what goes to each other rank of the node in a reduction."""
-    if config is None or shard_numel < config.min_numel:
-        return dense
-    bits = config.intra_bits or FULL_PRECISION
-    return message_layout(numel=shard_numel, bits=bits, group_size=config.intra_group_size).nbytes
-
-
-def _nodes_of_replicas(group: FSDPGroup, layouts: Layouts) -> int:
-    """Return on how many nodes there are ranks with this rank's shard."""
-    layout = layouts.replicas.get(group.replica_ranks) if group.is_hybrid else None
-    return 1 if layout is None else layout.nodes
 
 
 def warn_of_layout(
@@ -213,14 +196,22 @@ def warn_of_layout(
     Returns:
         What `explain()` repeats; "" for nothing.
     """
-    # What is replicated on other nodes is sharded inside one for a reason.
-    alone = [group for group in groups if _nodes_of_replicas(group, layouts) < 2]
-    note = _note_inside_node(alone, layouts.shards, config, skipped)
+    reasons = [
+        (
+            _weights_unquantized_reason(group, layouts, config.weights, skipped),
+            _gradients_unquantized_reason(group, layouts, config.gradients, skipped),
+        )
+        # Replicas on other nodes are a reason to shard inside one.
+        if _nodes_of(group, layouts) == 1
+        else ("", "")
+        for group in groups
+    ]
+    note = one_node_note(reasons)
     if note:
         warnings.warn(f"sdp4bit: {note}", stacklevel=3)
     whole = []
     for group in groups:
-        because = _weights_unquantized_reason(group, layouts.shards[group.ranks], config.weights, skipped)
+        because = _weights_unquantized_reason(group, layouts, config.weights, skipped)
         if because and because == weights_left_whole_reason(group):
             whole.append(f"{group.name} ({because})")
     if whole:

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from sdp4bit.collectives.weight_replica import Range, common_ranges, merge_ranges
+from sdp4bit.collectives.errors import comm_error_context
+from sdp4bit.collectives.sections import Range, RowParameter, Section, common_ranges, cut_row, whole_row
 from sdp4bit.engines.fallback import TrafficKind
 from sdp4bit.engines.fsdp2.torch_internals import (
     Comm,
@@ -147,10 +148,12 @@ class FSDPGroup:
         module_name: str,
         module_names: dict[int, str],
         siblings: Sequence[ParamGroup],
+        root: str,
     ) -> None:
         """Describe a group.
 
         Args:
+            root: prefix of names below one of several local roots; "" if there is one.
             module_names: of all modules of the model, by identity.
             siblings: all groups of the module, in the order in which they are gathered.
         """
@@ -160,6 +163,8 @@ class FSDPGroup:
         self._group = group
         self._siblings = siblings
         self._module_names = module_names
+        self.root = root
+        self._cut: dict[tuple[tuple[int, ...], int, bool], tuple[Section, ...]] = {}
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -181,6 +186,13 @@ class FSDPGroup:
     def replica_ranks(self) -> tuple[int, ...]:
         """Global ranks that hold the same shard as this one, in order; only its own without HSDP."""
         return tuple(dist.get_process_group_ranks(self.replicas)) if self.is_hybrid else (dist.get_rank(),)
+
+    @property
+    def sharing_ranks(self) -> frozenset[int]:
+        """Global ranks that share the group's parameters: its shards, with HSDP those of all replicas."""
+        if not self.is_hybrid:
+            return frozenset(self.ranks)
+        return frozenset(self._hybrid_info.mesh.mesh.flatten().tolist())
 
     @property
     def shard_rank(self) -> int:
@@ -236,6 +248,11 @@ class FSDPGroup:
         return self.module.training
 
     @property
+    def reduces_gradients(self) -> bool:
+        """Whether the next backward reduces gradients, and does not only accumulate them."""
+        return self._group.reduce_grads
+
+    @property
     def is_idle(self) -> bool:
         """Whether neither forward nor backward of the group's modules is running."""
         return self._group._training_state.name == "IDLE"
@@ -270,16 +287,9 @@ class FSDPGroup:
         return result
 
     @cached_property
-    def parts(self) -> list[list[ParamSegment]]:
-        """The parameters by the tensor-parallel ranks that they are split over; one part without such.
-
-        What tensor-parallel ranks hold alike has to be rounded alike, so it must share neither scales nor
-        blocks of the Hadamard transform with what they split.
-        """
-        parts: dict[frozenset[tuple[int, ...]], list[ParamSegment]] = {}
-        for segment in self.segments:
-            parts.setdefault(frozenset(segment.split_over), []).append(segment)
-        return list(parts.values())
+    def _kinds(self) -> list[frozenset[tuple[int, ...]]]:
+        """Which tensor-parallel ranks each parameter is split over; several kinds if some are copied."""
+        return [frozenset(segment.split_over) for segment in self.segments]
 
     @cached_property
     def copied_over(self) -> list[ProcessGroup]:
@@ -287,15 +297,43 @@ class FSDPGroup:
 
         When one of these ranks refreshes the replica in another way, or at another time, all must.
         """
-        if len(self.parts) == 1:
+        if len(set(self._kinds)) == 1:
             return []
-        return list({ranks: g for part in self.parts for ranks, g in part[0].split_over.items()}.values())
+        found = {ranks: group for segment in self.segments for ranks, group in segment.split_over.items()}
+        return list(found.values())
 
-    @property
-    def part_ranges(self) -> list[list[Range]]:
-        """The ranges of a row of each part; none if it is all in one."""
-        ranges = [merge_ranges([(segment.start, segment.end) for segment in part]) for part in self.parts]
-        return ranges if len(ranges) > 1 else []
+    def sections(self, numel: int, *, unit: int, separate: bool) -> tuple[Section, ...] | None:
+        """Return the sections of a row [numel], cached; None if tensor-parallel copies could drift apart.
+
+        FSDP2 does not tell which parameters got a gradient and are in a row. Its length tells whether all
+        are, or all that train. If it is neither, the row is one section, unless what tensor-parallel ranks
+        hold alike is in it: that has to be rounded alike, so it shares nothing with what they split.
+
+        Args:
+            unit: of `cut_row`.
+            separate: `SDP4BitConfig.separate_parameters`. Tensor-parallel copies are separated in any case.
+        """
+        if not separate and not self.copied_over:
+            return whole_row(numel)
+        segments, lengths = self.segments, [segment.end - segment.start for segment in self.segments]
+        present = list(range(len(segments)))
+        if sum(lengths) != numel:
+            present = [i for i, segment in enumerate(segments) if segment.sharded.requires_grad]
+        if sum(lengths[i] for i in present) != numel:
+            return None if self.copied_over else whole_row(numel)
+        key = (tuple(present), unit, separate)
+        if key not in self._cut:
+            parameters = [
+                RowParameter(
+                    numel=lengths[i],
+                    is_fine=separate and segments[i].sharded.dim() <= 1,
+                    number=i,
+                    kind=self._kinds[i],
+                )
+                for i in present
+            ]
+            self._cut[key] = cut_row(parameters, unit=unit, count=len(segments))
+        return self._cut[key]
 
     @property
     def shard_numel(self) -> int:
@@ -378,6 +416,13 @@ class FSDPGroup:
         data = [param._sharded_param_data for param in self._group.fsdp_params]
         return torch.cat([d.to(device=self.device, dtype=dtype) for d in data])
 
+    def gathered_shard(self) -> Tensor | None:
+        """Return this rank's main shard [n] in the type of the gather; None if there are several types."""
+        dtypes = self.param_dtypes
+        if len(dtypes) > 1 or self.extension_params or not next(iter(dtypes)).is_floating_point:
+            return None
+        return self.main_shard(next(iter(dtypes)))
+
     def sample_main(self, ranges: Sequence[Range]) -> Tensor:
         """Return these ascending ranges of this rank's main shard, one behind the other, in fp32."""
         pieces: list[Tensor] = []
@@ -387,11 +432,11 @@ class FSDPGroup:
             pieces += pieces_of(segment.param._sharded_param_data, own) if own else []
         return torch.cat([piece.to(self.device, non_blocking=True) for piece in pieces]).float()
 
-    def fingerprint(self) -> Tensor:
-        """Return an int64 scalar that tells main shards apart: the sum of the bit patterns of this rank's."""
+    def fingerprints(self) -> Tensor:
+        """Return the sum of the bit patterns of this rank's shard of each parameter, int64 [segments]."""
         shards = [cast(DTensor, segment.sharded).to_local().detach() for segment in self.segments]
         patterns = [shard.reshape(-1).view(_BIT_PATTERNS[shard.element_size()]) for shard in shards]
-        return torch.stack([pattern.sum(dtype=torch.int64) for pattern in patterns]).sum()
+        return torch.stack([pattern.sum(dtype=torch.int64) for pattern in patterns]).to(self.device)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -411,6 +456,24 @@ class FSDPGroup:
             self._group.mesh_info = copy(self._group.mesh_info)
             self._hybrid_info.replicate_process_group = comms.replicas
         return previous
+
+
+def reduce_over_copies(values: Tensor, groups: Sequence[FSDPGroup], *, op: dist.ReduceOp.RedOpType) -> None:
+    """Reduce values in place over the tensor-parallel ranks that hold copies of a part of a group.
+
+    Called when the data-parallel ranks have agreed: all tensor-parallel ranks then take the same refresh.
+    Nothing is sent for groups without such copies.
+
+    Args:
+        values: [n, ...], a row for each of the n groups.
+        groups: the same on all of these ranks, but for those without copies.
+    """
+    for copied_over in dict.fromkeys(each for group in groups for each in group.copied_over):
+        chosen = [index for index, group in enumerate(groups) if copied_over in group.copied_over]
+        part = values[chosen]
+        with comm_error_context("agreement of tensor-parallel ranks", group=copied_over):
+            dist.all_reduce(part, op=op, group=copied_over)
+        values[chosen] = part
 
 
 def named_fsdp_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -456,6 +519,7 @@ def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
                         module_name=module_name,
                         module_names=module_names,
                         siblings=own,
+                        root=prefix,
                     )
                 )
     if roots and not groups:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,21 +12,22 @@ from torch import Tensor
 
 from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
-from sdp4bit.collectives.weight_replica import Range, WeightReplica
+from sdp4bit.collectives.sections import Section
+from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.collectives.work import CompletedWork, DeferredWork
-from sdp4bit.engines.fsdp2.communication import FSDPCommunication, RefreshKind
-from sdp4bit.engines.fsdp2.steps import FSDPModelCommunication, in_backward
+from sdp4bit.engines.fsdp2.group_state import FSDPCommunication
+from sdp4bit.engines.fsdp2.observers import in_backward
+from sdp4bit.engines.fsdp2.refresh import Event, FSDPModelCommunication, Refresh
 from sdp4bit.engines.fsdp2.torch_internals import Comm
 from sdp4bit.engines.group import reduction_multiplier
-
-_REDUCTIONS_WITHOUT_STEP = 1000
+from sdp4bit.engines.measures import GradientQuantizer
 
 
 class AllGatherHook:
     """FSDP2's all-gather, served from a replica that a quantized difference updates once per step."""
 
     def __init__(self, comm: FSDPCommunication, state: FSDPModelCommunication, *, stock: Comm) -> None:
-        """Take over from FSDP2's own object, which still gathers what is not quantized."""
+        """Take over from FSDP2's own object, which still gathers groups without a replica."""
         self._comm = comm
         self._state = state
         self._stock = stock
@@ -51,116 +51,133 @@ class AllGatherHook:
         Args:
             input_tensor: [n], this rank's shard in the model's type; a row of output_tensor.
         """
-        comm, row_bytes = self._comm, input_tensor.nbytes
-        replica, members = comm.replica, None
-        if group.size() != comm.layout.size:
-            if replica is not None:
-                raise ValueError(
-                    f"{comm.group.name}: gathered over {group.size()} instead of {comm.layout.size} ranks; "
-                    "an int reshard_after_forward must be set before quantize_communication, and keeps "
-                    'weights in full precision: use True and WeightConfig(replica="node")'
-                )
-            members = [comm.layout.ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
+        comm, replica = self._comm, self._comm.replica
+        members = self._members(group)
         outside_backward = not in_backward()
         if outside_backward:
             self._state.before_unshard(comm)
         if replica is None:
-            comm.count_dense(comm.weight_traffic, row_bytes, members=members)
-            what = f"full-precision weight all-gather of {comm.group.name}"
-            timer = comm.weight_traffic.start_ring_timer(
-                input_tensor.device, row_bytes=row_bytes, members=members
-            )
-            return all_gather_dense(
-                output_tensor,
-                input_tensor,
-                group,
-                gather=self._stock,
-                async_op=async_op,
-                what=what,
-                timer=timer,
-            )
-        comm.weight_traffic.count_plain(row_bytes)
-        # A GPU's current stream is the one to compute on if FSDP2 gathers with async_op, as torch's pipeline
-        # schedules do: what is sent then goes beside it.
+            return self._gather_densely(output_tensor, input_tensor, group, async_op, members)
+        comm.weight_traffic.count_plain(input_tensor.nbytes)
+        with torch.inference_mode(False):
+            refresh = self._due_refresh(replica, input_tensor, outside_backward=outside_backward)
+            # Read on the current stream: the optimizer may write the main shard before a side stream gets
+            # there.
+            main = self._main_shard(replica, input_tensor) if refresh.ranges != "none" else None
+        loaded = comm.loaded_shard
+        # A GPU's current stream is the one that computes if FSDP2 gathers with async_op, as torch's pipeline
+        # schedules do: the refresh then goes beside it, on a stream of its own.
         is_beside = async_op and input_tensor.device.type == "cuda"
-        loaded, main, start = comm.loaded_shard, None, None
-        if replica.rows is None or outside_backward:
-            with torch.inference_mode(False):
-                main, start = self._due_refresh(replica, input_tensor, outside_backward=outside_backward)
-        # The refresh is only queued here. It reads the input, a view of memory that FSDP2 allocated for the
-        # output on its copy-in stream, or a loaded row or a copy of the main shard from the compute stream;
-        # freed on return, they could be overwritten before. FSDP2 keeps the output until its streams have
-        # been made to wait for its copy-out (its "Note: Overlapping all-gather copy-in and all-gather"): the
-        # output keeps them too.
+        # The refresh is only queued below. It reads the input, a view of memory that FSDP2 allocated for the
+        # output on its copy-in stream, or a loaded row or a copy of the main shard from the compute stream.
+        # Freed on return, they could be overwritten first. FSDP2 keeps the output until its streams wait for
+        # its copy-out (its "Note: Overlapping all-gather copy-in and all-gather"): the output keeps them too.
         read = (input_tensor.untyped_storage(), loaded, main if is_beside else None)
         output_tensor.read_by_refresh = read  # type: ignore[attr-defined]
         if is_beside:
-
-            def serve() -> None:
-                self._begin(replica, output_tensor, start)()
-
+            serve = partial(self._serve, replica, output_tensor, input_tensor, loaded, main, refresh)
             return replica.run_beside(self._state.unshard_stream, serve)
-        finish = self._begin(replica, output_tensor, start)
+        self._refresh(replica, input_tensor, loaded, main, refresh)
         if replica.is_pending and output_tensor.device.type == "cpu":
             # FSDP2 waits for it when it needs the weights: at once, unless they are prefetched. On a GPU the
             # streams do this.
-            return DeferredWork(finish)
-        finish()
+            return DeferredWork(partial(self._fill, replica, output_tensor))
+        self._fill(replica, output_tensor)
         return CompletedWork(output_tensor.device) if async_op else None
 
-    def _begin(
-        self, replica: WeightReplica, output: Tensor, start: Callable[[], None] | None
-    ) -> Callable[[], None]:
-        """Start the refresh that is due, if any; return what then fills the output with the replica."""
-        if start is not None:
-            with torch.inference_mode(False):
-                start()
+    def _members(self, group: dist.ProcessGroup) -> list[int] | None:
+        """Return the places in the layout of the ranks that gather; None for all."""
+        comm = self._comm
+        if group.size() == comm.layout.size:
+            return None
+        if comm.replica is not None:
+            raise ValueError(
+                f"{comm.group.name}: gathered over {group.size()} instead of {comm.layout.size} ranks; "
+                "an int reshard_after_forward must be set before quantize_communication, and keeps "
+                'weights in full precision: use True and WeightConfig(replica="node")'
+            )
+        return [comm.layout.ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
+
+    def _gather_densely(
+        self,
+        output: Tensor,
+        row: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool,
+        members: list[int] | None,
+    ) -> Any:
+        self._comm.count_dense(self._comm.weight_traffic, row.nbytes, members=members)
+        return all_gather_dense(
+            output,
+            row,
+            group,
+            gather=self._stock,
+            async_op=async_op,
+            what=f"full-precision weight all-gather of {self._comm.group.name}",
+        )
+
+    def _due_refresh(self, replica: WeightReplica, row: Tensor, *, outside_backward: bool) -> Refresh:
+        """Take the refresh that the state of the group asks for."""
+        if not outside_backward and replica.rows is not None:
+            return self._comm.apply(Event.GATHER_IN_BACKWARD)
+        if replica.rows is not None and replica.rows.dtype != row.dtype:
+            self._comm.apply(Event.RESYNC)
+        return self._comm.apply(Event.GATHER)
+
+    def _main_shard(self, replica: WeightReplica, row: Tensor) -> Tensor:
+        """Return the main shard [n] whose difference is sent."""
+        # Of the fp32 weights, not of rounded ones: docs/numerics.md, "Differences of fp32 weights".
+        is_rounded = self._comm.group.rounds_weights and replica.bits is not None
+        return self._comm.group.main_shard(torch.float32) if is_rounded else row
+
+    def _serve(
+        self,
+        replica: WeightReplica,
+        output: Tensor,
+        row: Tensor,
+        loaded: Tensor | None,
+        main: Tensor | None,
+        refresh: Refresh,
+    ) -> None:
+        """Refresh the replica and fill the output, all on the current stream."""
+        self._refresh(replica, row, loaded, main, refresh)
+        self._fill(replica, output)
+
+    @torch.inference_mode(False)
+    def _refresh(
+        self,
+        replica: WeightReplica,
+        row: Tensor,
+        loaded: Tensor | None,
+        main: Tensor | None,
+        refresh: Refresh,
+    ) -> None:
+        """Start the transfers of a refresh.
+
+        Args:
+            row: [n], the main shard in the type that is gathered.
+            loaded: [n], the row of a checkpoint.
+            main: [n], the main shard whose difference is sent.
+        """
+        if refresh.kind == "none":
+            return
+        comm = self._comm
+        if refresh.is_full:
+            replica.start_full_refresh(row if loaded is None else loaded)
+        if main is not None:
+            replica.start_quantized_refresh(main, call=comm.refreshes, ranges=comm.ranges_of(refresh))
+            comm.refreshes += 1
+        comm.note_refresh(row, refresh=refresh)
+        self._state.warn_of_full_refreshes(comm)
+
+    def _fill(self, replica: WeightReplica, output: Tensor) -> None:
+        """Fill the output with the weights of all ranks, and wait for the refresh."""
         if not replica.is_full:
-            return partial(replica.gather, output)
+            replica.gather(output)
+            return
+        replica.wait()
         assert replica.rows is not None
         output.set_(replica.rows.view(-1))  # type: ignore[call-overload]  # FSDP2 copies out of the replica itself
-        return replica.wait
-
-    def _due_refresh(
-        self, replica: WeightReplica, row: Tensor, *, outside_backward: bool
-    ) -> tuple[Tensor | None, Callable[[], None] | None]:
-        """Return the main shard, if its difference has to be sent, and what starts the refresh that is due.
-
-        The main shard is read here, on the current stream: the optimizer may write it before a side stream
-        has got so far.
-        """
-        comm = self._comm
-        is_full = comm.resync_wanted or replica.rows is None or replica.rows.dtype != row.dtype
-        if is_full and comm.load_undecided:
-            self._state.agree_on_loaded_shards(comm)
-        main = None
-        if comm.changed and outside_backward and (comm.loaded_shard is not None or not is_full):
-            # Of the fp32 weights, not of rounded ones: docs/numerics.md, "Differences of fp32 weights".
-            is_rounded = comm.group.rounds_weights and replica.bits is not None
-            main = comm.group.main_shard(torch.float32) if is_rounded else row
-        if not is_full and main is None:
-            return None, None
-        return main, partial(self._start_refresh, replica, row, main, is_full=is_full)
-
-    def _start_refresh(
-        self, replica: WeightReplica, row: Tensor, main: Tensor | None, *, is_full: bool
-    ) -> None:
-        comm = self._comm
-        kind: RefreshKind = "full"
-        if is_full:
-            loaded, comm.loaded_shard = comm.loaded_shard, None
-            replica.start_full_refresh(row if loaded is None else loaded)
-            comm.resync_wanted = False
-            if loaded is None:
-                comm.changed.clear()
-        if main is not None:
-            ranges = comm.due_ranges()
-            replica.start_quantized_refresh(main, call=comm.refreshes, ranges=ranges)
-            comm.refreshes += 1
-            if not is_full:
-                kind = "whole row" if ranges is None else "trained part"
-        comm.note_refresh(row, kind=kind)
-        self._state.warn_of_full_refreshes(comm)
 
 
 class ReduceScatterHook:
@@ -192,37 +209,24 @@ class ReduceScatterHook:
         Only parameters that got a gradient are in the rows, so n changes from call to call.
         """
         comm, state, numel = self._comm, self._state, output_tensor.numel()
-        state.reductions_since_step += 1
-        comm.is_reduced = True
+        state.note_reduction(comm)
         comm.awaits_replicas = comm.replica_layout is not None
-        if state.reductions_since_step == _REDUCTIONS_WITHOUT_STEP * len(state.groups):
-            state.warn_once(
-                f"sdp4bit: {_REDUCTIONS_WITHOUT_STEP} gradient reductions without an optimizer step over "
-                "these parameters; unless the optimizer is a torch.optim.Optimizer, call comm.mark_step()"
-            )
         comm.gradient_bits = None
-        parts = _quantized_parts(comm, state, numel)
-        if comm.reduction is None or not parts:
+        sections = _quantized_sections(comm, state, numel, comm.reduction)
+        if comm.reduction is None or not sections:
             self._reduce_densely(output_tensor, input_tensor, group, op)
             return
         multiplier = reduction_multiplier(op, group, name=comm.group.name, engine="FSDP2")
         nonfinite = comm.sample_gradient(input_tensor, sample_numel=state.gradient_sample_numel)
-        rows = input_tensor.view(group.size(), numel)
-        for index, ranges in enumerate(parts):
-            if not ranges:
-                continue
-            with _part_of(output_tensor, rows, ranges) as (reduced, part):
-                if reduced.numel() < comm.reduction.config.min_numel:
-                    self._reduce_densely(reduced, part.reshape(-1), group, op)
-                    continue
-                comm.reduction(
-                    reduced,
-                    part,
-                    call=comm.reductions * len(parts) + index,
-                    multiplier=multiplier,
-                    nonfinite=nonfinite,
-                )
-                comm.gradient_bits = comm.reduction.bits
+        comm.reduction(
+            output_tensor,
+            input_tensor,
+            call=comm.reductions,
+            multiplier=multiplier,
+            nonfinite=nonfinite,
+            sections=sections,
+        )
+        comm.gradient_bits = comm.reduction.bits
         comm.reductions += 1
 
     def _reduce_densely(
@@ -231,12 +235,10 @@ class ReduceScatterHook:
         traffic = self._comm.gradient_traffic
         self._comm.count_dense(traffic, output_tensor.nbytes)
         what = f"full-precision gradient reduce-scatter of {self._comm.group.name}"
-        timer = traffic.start_ring_timer(input_tensor.device, row_bytes=output_tensor.nbytes)
         if self._comm.reduction is None:
             reduce_scatter_dense(output_tensor, input_tensor, group, op, reduce=self._stock, what=what)
         else:
             reduce_scatter_dense(output_tensor, input_tensor, group, op, what=what)
-        timer()
 
 
 class ReplicaGroup:
@@ -272,30 +274,20 @@ class ReplicaGroup:
             opts: with the operation, `reduceOp`; the call is synchronous.
         """
         comm, (values,) = self._comm, tensors
-        self._state.before_all_reduce()
+        self._state.before_all_reduce(self._comm)
         comm.gradient_bits, comm.awaits_replicas = None, False
-        parts = [] if comm.all_reduce is None else _quantized_parts(comm, self._state, values.numel())
-        if comm.all_reduce is None or not parts:
+        sections = _quantized_sections(comm, self._state, values.numel(), comm.all_reduce)
+        if comm.all_reduce is None or not sections or not comm.all_reduce.takes(values.numel()):
             self._reduce_densely(values, opts)
             return
         multiplier = reduction_multiplier(opts.reduceOp, self._stock, name=comm.group.name, engine="FSDP2")
         nonfinite = None
         if comm.reduction is None:
             nonfinite = comm.sample_gradient(values, sample_numel=self._state.gradient_sample_numel)
-        for index, ranges in enumerate(parts):
-            if not ranges:
-                continue
-            with _values_of(values, ranges) as part:
-                if not comm.all_reduce.takes(part.numel()):
-                    self._reduce_densely(part, opts)
-                    continue
-                comm.all_reduce(
-                    part,
-                    call=comm.all_reduces * len(parts) + index,
-                    multiplier=multiplier,
-                    nonfinite=nonfinite,
-                )
-                comm.gradient_bits = comm.all_reduce.bits
+        comm.all_reduce(
+            values, call=comm.all_reduces, multiplier=multiplier, nonfinite=nonfinite, sections=sections
+        )
+        comm.gradient_bits = comm.all_reduce.bits
         comm.all_reduces += 1
 
     def _reduce_densely(self, values: Tensor, opts: Any) -> None:
@@ -305,58 +297,30 @@ class ReplicaGroup:
         # As a ring does it: twice around, a part of the values at a time.
         row_bytes = round(2 * values.nbytes / self._stock.size())
         comm.count_dense(comm.all_reduce_traffic, row_bytes)
-        timer = comm.all_reduce_traffic.start_ring_timer(values.device, row_bytes=row_bytes)
         with comm_error_context(
             f"full-precision gradient all-reduce of {comm.group.name} over replicas", group=self._stock
         ):
             work = self._stock.allreduce([values], opts)
             if work is not None:
                 work.wait()
-        timer()
 
 
-def _quantized_parts(comm: FSDPCommunication, state: FSDPModelCommunication, numel: int) -> list[list[Range]]:
-    """Return the ranges of a row that are reduced apart from each other; none to leave it dense."""
+def _quantized_sections(
+    comm: FSDPCommunication,
+    state: FSDPModelCommunication,
+    numel: int,
+    quantizer: GradientQuantizer | None,
+) -> Sequence[Section]:
+    """Return the sections of a row that is reduced with few bits; none to leave it dense."""
     config = comm.gradient_config
-    if config is None or state.steps < config.start_step:
-        return []
-    if numel < config.min_numel:
-        return []
-    parts = comm.gradient_parts(numel)
-    if parts is None:
+    if quantizer is None or config is None or state.steps < config.start_step or numel < config.min_numel:
+        return ()
+    sections = comm.group.sections(numel, unit=quantizer.group_unit, separate=comm.separate_parameters)
+    if sections is None:
         state.warn_once(
             "sdp4bit: some parameters got no gradient, and which ones is not known: gradients of modules "
             "in which tensor parallelism splits some parameters and copies others are then reduced in "
             f"full precision. Apply fully_shard to what is not always used by itself ({comm.group.name})"
         )
-        return []
-    longest = max(sum(end - start for start, end in ranges) for ranges in parts)
-    return parts if longest >= config.min_numel else []
-
-
-@contextmanager
-def _values_of(tensor: Tensor, ranges: Sequence[Range]) -> Iterator[Tensor]:
-    """Inside the block, [m] stands for these ranges of a tensor [n], to be changed in place."""
-    if len(ranges) == 1:
-        (start, end) = ranges[0]
-        yield tensor[start:end]
-        return
-    pieces = [tensor[start:end] for start, end in ranges]
-    part = torch.cat(pieces)
-    yield part
-    torch._foreach_copy_(pieces, list(part.split([piece.numel() for piece in pieces])))
-
-
-@contextmanager
-def _part_of(output: Tensor, rows: Tensor, ranges: Sequence[Range]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inside the block, [m] and [ranks, m] stand for these ranges of output [n] and of rows [ranks, n]."""
-    if len(ranges) == 1:
-        (start, end) = ranges[0]
-        yield output[start:end], rows[:, start:end]
-        return
-    part = torch.cat([rows[:, start:end] for start, end in ranges], dim=1)
-    reduced = output.new_empty(part.shape[1])
-    yield reduced, part
-    values = reduced.split([end - start for start, end in ranges])
-    for (start, end), each in zip(ranges, values, strict=True):
-        output[start:end] = each
+        return ()
+    return sections

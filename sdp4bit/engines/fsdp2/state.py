@@ -8,56 +8,72 @@ whether a row is loaded by the rank that saved it and together with the weights 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from sdp4bit.engines.fsdp2.communication import FSDPCommunication
-from sdp4bit.engines.fsdp2.steps import FSDPModelCommunication
+from sdp4bit.engines.fsdp2.group_state import FSDPCommunication
+from sdp4bit.engines.fsdp2.refresh import FROM_CHECKPOINT, Event, FSDPModelCommunication
 from sdp4bit.engines.handle import StateDict
 
-FORMAT_VERSION = 1
-_PARTS = ("layout", "groups", "replica", "fingerprints")
+FORMAT_VERSION = 2
+_PARTS = ("counters", "replica", "fingerprints")
 _FINGERPRINT_SLOTS = 1024
 
 
 def save_state(state: FSDPModelCommunication) -> StateDict:
-    """Return the state: replica rows as DTensors sharded like the parameters, counters as int64 tensors."""
+    """Return the state, keyed by parameter: names and shapes depend on the model alone.
+
+    So any layout can load it with plain `torch.distributed.checkpoint.load`: pipeline stages have keys of
+    their own, and parameters that are not quantized have the same keys as others.
+    """
+    counters: dict[str, torch.Tensor] = {}
     replica: dict[str, DTensor] = {}
     fingerprints: dict[str, DTensor] = {}
-    groups: dict[str, torch.Tensor] = {}
-    all_reduces: dict[str, torch.Tensor] = {}
-    for comm in state.groups:
-        due = comm.due_segments()
-        pending = [int(index in due) for index in range(len(comm.group.segments))]
-        if comm.replica is not None:
-            row, fingerprint = comm.loaded_shard, comm.loaded_fingerprint
-            if row is None or fingerprint is None:
-                fingerprint = comm.group.fingerprint()
-                if comm.replica.rows is None or comm.resync_wanted:
-                    # A refresh in full precision is due; a resumed run does the same with nothing pending.
-                    row = comm.group.main_shard(next(iter(comm.group.param_dtypes)))
-                    pending = [0] * len(pending)
-                else:
-                    row = comm.replica.own_shard
-            for segment in comm.group.segments:
-                replica[segment.name] = segment.to_dtensor(row)
-            fingerprints[comm.group.name] = _spread(fingerprint, comm.group.mesh)
-        groups[comm.group.name] = torch.tensor([comm.reductions, comm.refreshes, *pending])
-        if comm.all_reduce is not None:
-            all_reduces[comm.group.name] = torch.tensor(comm.all_reduces)
+    for comm, keys in zip(state.groups, _keys(state), strict=True):
+        row, marks, due = comm.loaded_shard, comm.loaded_fingerprints, comm.due_segments()
+        if row is None or marks is None:
+            marks = comm.fingerprints()
+            if comm.state in FROM_CHECKPOINT:
+                # This rank's row was not usable: let it fit nowhere, so that no rank uses its own.
+                marks = marks + 1
+            if comm.replica is None or comm.replica.rows is None or comm.refresh_is_full:
+                # A refresh in full precision is due; a resumed run does the same with nothing pending.
+                row, due = comm.group.gathered_shard(), frozenset()
+            else:
+                row = comm.replica.own_shard
+                # A load or an edit that no forward has used, and a replica with NaN or infinity: let nothing
+                # fit, so that the resumed run starts in full precision, as this one would go on.
+                edited = comm.has_edits()
+                is_unusable = ~row.isfinite().all() if edited is None else edited | ~row.isfinite().all()
+                marks = marks + is_unusable.to(marks.dtype) + int(comm.was_loaded)
+        numbers = [comm.reductions, comm.refreshes, comm.all_reduces]
+        for index, (key, segment) in enumerate(zip(keys, comm.group.segments, strict=True)):
+            counters[key] = torch.tensor([*numbers, int(index in due)])
+            fingerprints[key] = _spread(marks[index], comm.group.mesh)
+            if row is not None:
+                replica[key] = segment.to_dtensor(row)
     return {
         "format_version": FORMAT_VERSION,
         "steps": state.steps + int(state.step_pending),
-        "layout": _layout(state),
-        "groups": groups,
+        "counters": counters,
         "replica": replica,
         "fingerprints": fingerprints,
-        **({"all_reduces": all_reduces} if all_reduces else {}),
     }
+
+
+def _keys(state: FSDPModelCommunication) -> list[list[str]]:
+    """Return the keys of each group's parameters: their names in the model, also below several local roots.
+
+    Stages of a pipeline are roots whose parameters have names of their own; copies of one model are not.
+    """
+    keys = [[s.name.removeprefix(comm.group.root) for s in comm.group.segments] for comm in state.groups]
+    every = [key for names in keys for key in names]
+    if len(set(every)) == len(every):
+        return keys
+    return [[segment.name for segment in comm.group.segments] for comm in state.groups]
 
 
 def _spread(fingerprint: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -72,39 +88,27 @@ def _spread(fingerprint: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def load_state(state: FSDPModelCommunication, saved: StateDict) -> None:
-    """Counters are as saved; replicas are restored at the next forward, when the ranks agree that they fit.
+    """Take over the counters; the ranks agree at the next forward whether rows fit. All ranks must load.
 
-    State of another layout (ranks, nodes, parameter groups) cannot be continued bit for bit: the replicas are
-    then refreshed in full precision, with a warning. All ranks must load.
+    Rows that another rank has saved, or with other weights or on other nodes, do not fit: all ranks then
+    start from the main weights, in full precision, with a warning.
 
     Raises:
         ValueError: not a communication state, or of an unknown format; nothing is changed.
     """
     _check(saved)
-    same_layout = dict(saved["layout"]) == _layout(state)
-    if not same_layout:
-        warnings.warn(
-            "sdp4bit: the communication state was saved by another layout "
-            f"({dict(saved['layout'])}, now {_layout(state)}): replicas are refreshed in full precision",
-            stacklevel=3,
-        )
     state.steps, state.step_pending = int(saved["steps"]), False
-    state.reductions_since_step = 0
-    state.reshard()
-    for comm in state.groups:
-        counters = saved["groups"].get(comm.group.name)
-        expected = 2 + len(comm.group.segments)
-        usable = counters is not None and counters.numel() == expected
-        values = [int(v) for v in counters] if usable else [0] * expected
-        comm.reductions, comm.refreshes = values[0], values[1]
-        comm.all_reduces = int(saved.get("all_reduces", {}).get(comm.group.name, 0))
-        comm.changed = {index for index, flag in enumerate(values[2:]) if flag}
-        comm.trained = frozenset(comm.changed)
-        comm.resync_wanted = True
-        comm.load_undecided = comm.replica is not None and same_layout
-        comm.loaded_shard = _row(comm, saved["replica"]) if usable and same_layout else None
-        fingerprint = _local(saved["fingerprints"].get(comm.group.name))
-        comm.loaded_fingerprint = None if fingerprint is None else fingerprint.to(comm.group.device)
+    state.reshard(state.groups)
+    for comm, keys in zip(state.groups, _keys(state), strict=True):
+        values = [[int(v) for v in saved["counters"].get(key, [0, 0, 0, 0])] for key in keys]
+        comm.reductions, comm.refreshes, comm.all_reduces, _ = values[0]
+        due = frozenset(index for index, numbers in enumerate(values) if numbers[3])
+        comm.trained = due
+        marks = [_local(saved["fingerprints"].get(key)) for key in keys]
+        known = [mark.to(comm.group.device) for mark in marks if mark is not None]
+        comm.loaded_fingerprints = torch.stack(known) if len(known) == len(marks) else None
+        comm.loaded_shard = _row(comm, keys, saved["replica"])
+        comm.apply(Event.STEPPED_STATE_LOADED if due else Event.STATE_LOADED)
 
 
 def _check(saved: object) -> None:
@@ -124,15 +128,15 @@ def _check(saved: object) -> None:
         raise ValueError(f"{what}: {', '.join(wrong)} should be dictionaries")
 
 
-def _row(comm: FSDPCommunication, replica: Mapping[str, object]) -> torch.Tensor | None:
+def _row(comm: FSDPCommunication, keys: Sequence[str], replica: Mapping[str, object]) -> torch.Tensor | None:
     """Return the saved row of a group, or None if a part is missing or has another shape."""
     if comm.replica is None:
         return None
     row = torch.zeros(
         comm.group.shard_numel, dtype=next(iter(comm.group.param_dtypes)), device=comm.group.device
     )
-    for segment in comm.group.segments:
-        local = _local(replica.get(segment.name))
+    for key, segment in zip(keys, comm.group.segments, strict=True):
+        local = _local(replica.get(key))
         view = segment.local_view(row)
         if local is None or local.numel() != view.numel():
             return None
@@ -144,14 +148,3 @@ def _local(value: object) -> torch.Tensor | None:
     if isinstance(value, DTensor):
         return value.to_local().detach()
     return value if isinstance(value, torch.Tensor) else None
-
-
-def _layout(state: FSDPModelCommunication) -> dict[str, int]:
-    """Return the layout of most ranks; rows of groups on smaller meshes are compared by themselves."""
-    layout = max((comm.layout for comm in state.groups), key=lambda layout: layout.size)
-    return {
-        "ranks": layout.size,
-        "nodes": layout.nodes,
-        "ranks_per_node": layout.ranks_per_node,
-        "groups": len(state.groups),
-    }

@@ -102,6 +102,7 @@ class ParamGroup(Protocol):
     mp_policy: MixedPrecisionPolicy
     device: torch.device
     is_unsharded: bool
+    reduce_grads: bool
     force_sum_reduction_for_comms: bool
     post_forward_mesh_info: MeshInfo
     _all_gather_comm: Comm

@@ -49,7 +49,8 @@ def quantize_communication(
         model_chunks: the DistributedDataParallel chunks of this rank, all that the optimizer updates.
         optimizer: what `get_megatron_optimizer` returned for them.
         config: what to quantize, or the name of a preset; the default is the paper's method. The replica is
-            Megatron's parameter buffer, which every rank holds: `weights.replica` makes no difference.
+            Megatron's parameter buffer, which every rank holds. `weights.replica` only says whether weights
+            are quantized inside one node, as on FSDP2.
         topology: which ranks share a node: "auto" (by host name), ranks of the job per node, or an
             (inter, intra) mesh of the data-parallel group.
         process_group: the ranks that Megatron-Core runs on, if other ranks of the job do something else.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from sdp4bit.collectives.weight_replica import Range
+from sdp4bit.collectives.sections import Range
 from sdp4bit.engines.megatron.objects import (
     Bucket,
     BucketGroup,

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.sections import Range
 from sdp4bit.collectives.topology import Topology
-from sdp4bit.collectives.weight_replica import Range, WeightReplica
+from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import TelemetryConfig, WeightConfig
 from sdp4bit.engines.audit import ReplicaCopy
 from sdp4bit.engines.explain import describe_gradients

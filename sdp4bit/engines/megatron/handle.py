@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
@@ -17,7 +19,7 @@ from sdp4bit.collectives.topology import (
 )
 from sdp4bit.collectives.work import SideStream, StagedCollectives, has_one_queue
 from sdp4bit.config import AuditConfig, SDP4BitConfig
-from sdp4bit.engines.explain import OFF, ONE_RANK, describe_gradients
+from sdp4bit.engines.explain import ONE_RANK, describe_gradients, one_node_note, one_node_reason
 from sdp4bit.engines.group import AnyGroup
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.megatron.alerts import BucketAlerts
@@ -77,6 +79,11 @@ class MegatronCommHandle(CommHandle):
         self._topologies: list[Topology] = []
         self._staged: StagedCollectives | None = None
         self._choose(list(layouts.values()))
+        self._note = one_node_note(
+            [(comm.weights_unquantized_reason, comm.gradients_unquantized_reason) for comm in comms]
+        )
+        if self._note:
+            warnings.warn(f"sdp4bit: {self._note}", stacklevel=3)
         self._groups = self._group_patches()
         self._optimizers = [
             OptimizerPatch(
@@ -101,7 +108,7 @@ class MegatronCommHandle(CommHandle):
         self._patches: list[GroupPatch | OptimizerPatch] = [*self._groups, *self._optimizers]
         for patch in self._patches:
             patch.install(self)
-        self._copies.install(gradients_quantized=config.gradients is not None)
+        self._copies.install(gradients_quantized=any(comm.reduction is not None for comm in comms))
 
     def _choose(self, layouts: Sequence[NodeLayout]) -> None:
         """Give every bucket what quantizes its weights and its gradients, or the reason why nothing does."""
@@ -112,10 +119,10 @@ class MegatronCommHandle(CommHandle):
         weight_scratch, gradient_scratch = Scratch(), Scratch()
         for comm in self._state.groups:
             bucket = comm.group
-            reason = _unquantized_reason(comm, is_split=self._copies.are_sought)
-            comm.weights_unquantized_reason = reason or ("" if config.weights else OFF)
-            comm.gradients_unquantized_reason = reason or ("" if config.gradients else OFF)
-            if config.weights is not None and not reason:
+            reason, nodes = _unquantized_reason(comm, is_split=self._copies.are_sought), comm.layout.nodes
+            comm.weights_unquantized_reason = reason or one_node_reason(config.weights, nodes=nodes)
+            comm.gradients_unquantized_reason = reason or one_node_reason(config.gradients, nodes=nodes)
+            if config.weights is not None and not comm.weights_unquantized_reason:
                 comm.replica = BucketReplica(
                     bucket,
                     weights[bucket.ranks],
@@ -126,7 +133,7 @@ class MegatronCommHandle(CommHandle):
                     exact_ranges=replicated_ranges(bucket, self._copies.parameters),
                     traffic=comm.weight_traffic,
                 )
-            if config.gradients is None or reason:
+            if config.gradients is None or comm.gradients_unquantized_reason:
                 continue
             if bucket.shard_numel < config.gradients.min_numel:
                 comm.gradients_unquantized_reason = describe_gradients(
@@ -230,9 +237,17 @@ class MegatronCommHandle(CommHandle):
             self._alerts.load(fallback)
 
     def remove(self) -> None:
-        """Let Megatron-Core communicate as before, from the main weights; call it on all ranks."""
-        if not self._removed:
-            self.resync()
+        """Let Megatron-Core communicate as before, from the main weights; call it on all ranks.
+
+        After `destroy_process_group` the parameters stay what the ranks hold, as nothing can be sent.
+        """
+        try:
+            if not self._removed and dist.is_initialized():
+                self.resync()
+        finally:  # a resync that fails leaves nothing half removed
+            self._remove()
+
+    def _remove(self) -> None:
         for patch in self._patches:
             patch.remove()
         self._copies.remove()

@@ -13,17 +13,16 @@ from torch import Tensor, nn
 
 from sdp4bit.collectives.lossless_refresh import check_dtype
 from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.sections import Range, RowParameter, Section, cut_row, whole_row
 from sdp4bit.collectives.simulated import SimulatedReduceScatter, SimulatedReplica
 from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.collectives.weight_replica import Range
 from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.engines.alerts import Alerts, saved_positions
-from sdp4bit.engines.explain import OFF, ONE_NODE
-from sdp4bit.engines.group import AnyGroup, GroupCommunication
+from sdp4bit.engines.explain import one_node_reason
+from sdp4bit.engines.group import AnyGroup, GroupCommunication, change_squares, is_large_change
 from sdp4bit.engines.handle import CommHandle, ModelCommunication, StateDict
 from sdp4bit.engines.measures import sample_of
 from sdp4bit.engines.simulated.rows import RowLayout
-from sdp4bit.engines.step_times import StepClock
 from sdp4bit.traffic import Traffic
 
 FORMAT_VERSION = 1
@@ -39,6 +38,18 @@ class SimulatedGroup:
         self.ranks = tuple(range(rows.ranks))
         self.shard_numel = rows.numel
         self.device = next(iter(main.values())).device
+
+    def sections(self, *, unit: int, separate: bool) -> tuple[Section, ...]:
+        """Return the sections of a row, as those of FSDP2's; see `cut_row`."""
+        if not separate:
+            return whole_row(self.shard_numel)
+        parameters = [
+            RowParameter(
+                numel=segment.end - segment.start, is_fine=self._main[segment.name].dim() <= 1, number=number
+            )
+            for number, segment in enumerate(self.rows.segments)
+        ]
+        return cut_row(parameters, unit=unit, count=len(parameters))
 
     def sample_main(self, ranges: Sequence[Range]) -> Tensor:
         """Return these ranges of rank 0's main shard, one behind the other, in fp32."""
@@ -67,8 +78,16 @@ class SimulatedGroupCommunication(GroupCommunication[SimulatedGroup, SimulatedRe
         self.is_gathered = False
         self.is_changed = False
         """Whether an optimizer has changed the main weights since the last refresh."""
+        self.weight_sections: tuple[Section, ...] = ()
+        self.gradient_sections: tuple[Section, ...] = ()
+        """Of a row of weights and of gradients."""
         self.was_loaded = False
         """What is held comes from a checkpoint; the next refresh, in full precision, is with that."""
+
+    @property
+    def refresh_is_full(self) -> bool:
+        """See GroupCommunication."""
+        return self.resync_wanted
 
     def configure(self, *, gradients: GradientConfig | None, weights: WeightConfig | None) -> None:
         """See GroupCommunication."""
@@ -121,6 +140,7 @@ class SimulatedCommHandle(CommHandle):
         self._main_parameters = dict(main.named_parameters())
         self._main = {name: parameter.detach() for name, parameter in self._main_parameters.items()}
         self._held = {name: parameter.detach() for name, parameter in compute.named_parameters()}
+        self._compute = compute
         self._is_shared = main is compute
         self._dtype = next(iter(self._held.values())).dtype
         self._reduced: dict[str, Tensor] = {}
@@ -135,23 +155,24 @@ class SimulatedCommHandle(CommHandle):
                 held=self._held,
                 stays_gathered=index == 0 or not reshard,
             )
+            comm.separate_parameters = config.separate_parameters
             self._choose(comm, config)
             comms.append(comm)
         super().__init__(ModelCommunication(comms, telemetry=config.telemetry), config=config)
-        # One process computes the ranks one after another: how long a step takes says nothing of theirs.
-        self._state.step_clock = StepClock(None)
         if config.alerts is not None:
             self._watch(Alerts(comms, rounds=[], sampled=self._state.sampled, config=config.alerts))
 
     def _choose(self, comm: SimulatedGroupCommunication, config: SDP4BitConfig) -> None:
         """Give a group what quantizes its weights and its gradients, or the reason why nothing does."""
-        if config.weights is None:
-            comm.weights_unquantized_reason = OFF
-        elif not config.weights.saves_bytes(nodes=self.layout.nodes):
-            comm.weights_unquantized_reason = ONE_NODE
-        else:
+        nodes = self.layout.nodes
+        comm.weights_unquantized_reason = one_node_reason(config.weights, nodes=nodes)
+        comm.gradients_unquantized_reason = one_node_reason(config.gradients, nodes=nodes)
+        if config.weights is not None and not comm.weights_unquantized_reason:
             if config.weights.is_lossless:
                 check_dtype(self._dtype, comm.group.device, name=comm.group.name)
+            comm.weight_sections = comm.group.sections(
+                unit=config.weights.group_size, separate=config.separate_parameters
+            )
             comm.replica = SimulatedReplica(
                 self.layout,
                 config=config.weights,
@@ -160,8 +181,7 @@ class SimulatedCommHandle(CommHandle):
                 traffic=comm.weight_traffic,
                 scratch=self._scratch,
             )
-        if config.gradients is None:
-            comm.gradients_unquantized_reason = OFF
+        if config.gradients is None or comm.gradients_unquantized_reason:
             return
         comm.reductions_of_all = SimulatedReduceScatter(
             self.layout,
@@ -172,6 +192,9 @@ class SimulatedCommHandle(CommHandle):
             scratch=self._scratch,
         )
         comm.reduction = comm.reductions_of_all.of_rank_0
+        comm.gradient_sections = comm.group.sections(
+            unit=comm.reduction.group_unit, separate=config.separate_parameters
+        )
 
     @property
     def row_layouts(self) -> list[RowLayout]:
@@ -237,13 +260,18 @@ class SimulatedCommHandle(CommHandle):
         held, rows = self._rows("held", comm, self._dtype), self._rows("main", comm, torch.float32)
         layout.write_rows(self._held, held)
         layout.write_rows(self._main, rows)
+        is_evaluated = comm.is_changed and not comm.resync_wanted and not self._compute.training
+        if is_evaluated and comm.replica.sends_differences:
+            # As on FSDP2, the size of a step decides when an evaluation is the first to use it.
+            by_rank = [change_squares(row.to(self._dtype), own) for row, own in zip(rows, held, strict=True)]
+            comm.resync_wanted = bool(is_large_change(torch.stack(by_rank).sum(0)))
         if comm.resync_wanted:
             comm.replica.refresh_fully(held if comm.was_loaded else rows, held)
             comm.count_full_refresh()
             comm.is_changed = comm.is_changed and comm.was_loaded
             comm.resync_wanted = comm.was_loaded = False
         if comm.is_changed:
-            comm.replica.refresh(rows, held, call=comm.refreshes)
+            comm.replica.refresh(rows, held, call=comm.refreshes, sections=comm.weight_sections)
             comm.refreshes += 1
             comm.is_changed = False
         layout.read_rows(held, self._held)
@@ -278,7 +306,9 @@ class SimulatedCommHandle(CommHandle):
                 nonfinite = None
                 if rank == 0:
                     nonfinite = comm.sample_gradient(rows.view(-1), sample_numel=state.gradient_sample_numel)
-                comm.reductions_of_all.add(rows, call=comm.reductions, nonfinite=nonfinite)
+                comm.reductions_of_all.add(
+                    rows, call=comm.reductions, nonfinite=nonfinite, sections=comm.gradient_sections
+                )
                 continue
             for segment in comm.group.rows.segments:
                 total, gradient = self._sum_of(segment.name), gradients[segment.name]

@@ -1,27 +1,40 @@
 """The communication hook for DistributedDataParallel, against DDP without one.
 
-Layer: 4 real processes over gloo.
+Layer: 2 and 4 real processes over gloo.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sdp4bit
 from sdp4bit import GradientConfig
 from sdp4bit.plan.traffic import RankGrid, all_reduce_exchange
+from tests import mutations
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
-from tests.ranks import on_ranks
-from tests.toy import ToyGPT, adamw, assert_close, batches, loss_of
+from tests.ranks import on_ranks, run_ranks
+from tests.toy import (
+    Result,
+    ToyGPT,
+    adamw,
+    assert_close,
+    assert_close_to_plain,
+    assert_equal,
+    batches,
+    gradient_of,
+    loss_of,
+)
 
-ALL = GradientConfig(min_numel=0)
+ALL = GradientConfig(min_numel=0, inside_one_node=True)
 EXACT = GradientConfig(intra_bits=None, inter_bits=None, min_numel=0)
 BUCKET_MB = 0.02
 """Several buckets of a model of 130 kB."""
@@ -50,6 +63,7 @@ class DDPRun:
         self.data = batches()
         self.clip = clip
         self.losses: list[float] = []
+        self.gradients: list[torch.Tensor] = []
 
     def backward(self) -> None:
         loss = loss_of(self.model, next(self.data))
@@ -62,11 +76,18 @@ class DDPRun:
                 with self.model.no_sync():
                     self.backward()
             self.backward()
+            self.gradients.append(gradient_of(self.model))
             if self.clip is not None:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
             self.optimizer.step()
             self.optimizer.zero_grad()
         return self
+
+    def finish(self) -> Result:
+        """Return the losses and the size of the weights; all ranks hold the same ones."""
+        self.check_ranks()
+        size = sum(values.double().abs().sum().item() for values in self.weights())
+        return Result([*self.losses, size], self.gradients)
 
     def weights(self) -> list[torch.Tensor]:
         return [p.detach().clone() for p in self.model.parameters()]
@@ -83,9 +104,25 @@ def sizes(state: Any) -> list[int]:
     return [numel for _, (numel, _) in sorted(state._buckets.items())]
 
 
-def check_training() -> None:
-    """Training tracks plain DDP; buckets are built anew after the first step; bytes are the formula's."""
-    plain = DDPRun(None).train(8).losses
+def training(config: GradientConfig | None, options: dict[str, Any], accumulate: int = 1) -> Result:
+    """Micro-batches under no_sync() are not exchanged."""
+    run = DDPRun(config, **options).train(2, accumulate=accumulate)
+    assert run.state is None or run.state.steps == 2
+    return run.finish()
+
+
+CHECKS = [(EXACT, assert_equal), (ALL, assert_close)]
+"""A mean of two is exact."""
+
+
+@on_ranks(2)
+def test_gradients_are_averaged_as_by_plain_ddp() -> None:
+    for options in ({}, {"static_graph": True}):
+        assert_close_to_plain(training, options, checks=CHECKS, harmless=mutations.WEIGHTS)
+
+
+def check_bytes() -> None:
+    """Buckets are built anew after the first step; bytes are the formula's."""
     for topology, grid in (
         (1, RankGrid(nodes=4, ranks_per_node=1)),
         (2, RankGrid(nodes=2, ranks_per_node=2)),
@@ -102,14 +139,12 @@ def check_training() -> None:
             assert sent["intra"] == last["intra_bytes"] == sum(each.intra_bytes for each in expected)
         first, second = buckets
         assert len(first) < 3 <= len(second) and sum(first) == sum(second)
-        run.train(6)
+        run.train(2)
         assert sizes(run.state) == second
-        assert run.losses != plain
-        assert_close(run.losses, plain)
         run.check_ranks()
         stats = run.state.stats()
         assert (
-            stats["steps"] == 8 and stats["total"]["collectives"] > 8 * stats["last_step"]["collectives"] / 2
+            stats["steps"] == 4 and stats["total"]["collectives"] > 4 * stats["last_step"]["collectives"] / 2
         )
         table = run.state.explain()
         assert table.startswith(f"ranks {grid.nodes} x {grid.ranks_per_node}\nbucket 0: ")
@@ -117,23 +152,14 @@ def check_training() -> None:
         if topology == 1:
             # Buckets of 5,000 values: longer ones come nearer to 7.76.
             assert stats["compression_ratio"] > 6.5
-    static = DDPRun(ALL, static_graph=True).train(8)
-    assert_close(static.losses, plain)
-    static.check_ranks()
-    exact = DDPRun(EXACT).train(8)
-    exact.check_ranks()
-    torch.testing.assert_close(torch.tensor(exact.losses), torch.tensor(plain), rtol=1e-3, atol=0)
 
 
-def check_accumulation() -> None:
-    """Micro-batches under no_sync() are not exchanged; gradients are clipped by the same norm everywhere."""
-    plain = DDPRun(None, clip=0.5).train(4, accumulate=3).losses
+@pytest.mark.slow
+@on_ranks(2)
+def test_accumulated_and_clipped_gradients_are_averaged_as_by_plain_ddp() -> None:
     for is_view in (False, True):
-        run = DDPRun(ALL, clip=0.5, gradient_as_bucket_view=is_view).train(4, accumulate=3)
-        assert_close(run.losses, plain)
-        run.check_ranks()
-        assert run.state.steps == 4
-        assert set(run.state._calls.values()) <= {1, 2, 3, 4}
+        options = {"clip": 0.5, "gradient_as_bucket_view": is_view}
+        assert_close_to_plain(training, options, 3, checks=CHECKS, harmless=mutations.WEIGHTS)
 
 
 class Unused(nn.Module):
@@ -195,6 +221,12 @@ def check_full_precision() -> None:
     assert short.losses == plain
     assert "all-reduce: part below min_numel=1048576" in short.state.explain()
 
+    with pytest.warns(UserWarning, match="all ranks are on one node"):
+        inside = DDPRun(GradientConfig(min_numel=0), topology=4).train(3)
+    assert inside.losses == plain
+    table = inside.state.explain()
+    assert table.count("GradientConfig(inside_one_node=True) quantizes") == len(sizes(inside.state))
+
     torch.manual_seed(0)
     double = DDPRun(ALL, model=nn.Linear(64, 64).double())
     with pytest.warns(UserWarning, match="torch.float64 are averaged in full precision"):
@@ -223,15 +255,88 @@ def check_a_part_of_the_ranks() -> None:
         sdp4bit.DDPCommState(dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]
 
 
+class SparseEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 40, sparse=True), nn.Linear(40, 50)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens))
+
+
+@pytest.mark.parametrize("config", [ALL, GradientConfig()], ids=["quantized", "rows that are too short"])
+@on_ranks(3)
+def test_sparse_gradients_are_averaged_as_without_a_hook(config: GradientConfig) -> None:
+    def backward(hooked: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(SparseEmbedding())
+        state = sdp4bit.DDPCommState(topology=1, config=config)
+        if hooked:
+            model.register_comm_hook(state, sdp4bit.ddp_comm_hook)
+        torch.manual_seed(dist.get_rank())
+        # Tokens repeat, and ranks have different ones.
+        tokens = torch.randint(10 + 10 * dist.get_rank(), (4, 30))
+        model(tokens).square().mean().backward()
+        module = model.module
+        assert module.embed.weight.grad.is_sparse
+        return module.embed.weight.grad.coalesce(), module.head.weight.grad, state
+
+    rows, dense, _ = backward(False)
+    ours, quantized, state = backward(True)
+    assert torch.equal(ours.indices(), rows.indices()) and torch.equal(ours.values(), rows.values())
+    assert torch.equal(quantized, dense) == (config != ALL)
+    assert state.explain().count("values, full precision: sparse gradients") == 1
+    assert state.stats()["steps"] == 1
+
+
+def dcp_run() -> DDPRun:
+    torch.manual_seed(1)
+    return DDPRun(ALL, model=Unused(), find_unused_parameters=True)
+
+
+def train_and_save(folder: str) -> list[list[torch.Tensor]]:
+    """Return the gradients of the two steps after the checkpoint."""
+    run = dcp_run().train(4)
+    dcp.save({"model": run.model.state_dict(), "comm": run.state}, checkpoint_id=folder)
+    return gradients_of_two_steps(run)
+
+
+def gradients_of_two_steps(run: DDPRun) -> list[list[torch.Tensor]]:
+    found = []
+    for _ in range(2):
+        run.backward()
+        found.append([p.grad.clone() for p in run.model.parameters() if p.grad is not None])
+        run.model.zero_grad()
+    return found
+
+
+def load_and_go_on(folder: str, loads: bool) -> list[list[torch.Tensor]]:
+    run = dcp_run()
+    saved = {"model": run.model.state_dict()} | ({"comm": run.state} if loads else {})
+    dcp.load(saved, checkpoint_id=folder)
+    run.model.load_state_dict(saved["model"])
+    run.model.module.calls = 4
+    for _ in range(4):
+        next(run.data)
+    return gradients_of_two_steps(run)
+
+
+def test_a_new_process_continues_from_a_distributed_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+    expected = run_ranks(train_and_save, 2, str(tmp_path))
+    for loads in (True, False):
+        resumed = run_ranks(load_and_go_on, 2, str(tmp_path), loads)
+        for step, (theirs, ours) in enumerate(zip(expected[0], resumed[0], strict=True)):
+            assert all(map(torch.equal, theirs, ours)) == loads, (step, loads)
+
+
 @on_ranks(4, timeout=400.0)
-def test_training_tracks_plain_ddp_with_equal_weights_and_the_bytes_of_the_formula() -> None:
-    check_training()
+def test_weights_stay_equal_with_the_bytes_of_the_formula() -> None:
+    check_bytes()
 
 
 @pytest.mark.slow
 @on_ranks(4, timeout=400.0)
-def test_accumulation_resume_and_what_stays_in_full_precision() -> None:
-    check_accumulation()
+def test_resume_and_what_stays_in_full_precision() -> None:
     check_resume()
     check_full_precision()
     check_a_part_of_the_ranks()

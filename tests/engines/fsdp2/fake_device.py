@@ -21,7 +21,7 @@ import json
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,8 @@ class Stream:
 class Event:
     """An event that has passed when it is looked at for the second time."""
 
-    def __init__(self, *_: Any, enable_timing: bool = False, **__: Any) -> None:
-        self.recorded, self._looks, self._timed = False, 0, enable_timing
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.recorded, self._looks = False, 0
 
     def record(self, stream: Stream | None = None) -> None:
         self.recorded, self._looks = True, 0
@@ -114,11 +114,6 @@ class Event:
     def query(self) -> bool:
         self._looks += 1
         return not self.recorded or self._looks > 1
-
-    def elapsed_time(self, end: Event) -> float:
-        # As CUDA has it: an error for an event that has not passed.
-        assert self._timed and end._timed and self.recorded and end.recorded and end._looks > 1
-        return 1.0
 
     def synchronize(self) -> None:
         WAITS.add("Event.synchronize")
@@ -192,8 +187,10 @@ class Watch(TorchDispatchMode):
         name = func._schema.name
         if func.namespace == "c10d":
             self.collectives.append(f"{name.removeprefix('c10d::')} {tensors[0].dtype}")
+            # Flags on which the ranks agree travel between hosts.
+            device = torch.device("cpu") if tensors[0].dtype == torch.int32 else CUDA
             for tensor in tensors:
-                assert tensor.device == CUDA and tensor.is_contiguous(), (name, tensor)
+                assert tensor.device == device and tensor.is_contiguous(), (name, tensor)
             if name.endswith("coalesced_"):  # which torch has no definition of for FakeTensors
                 return FakeWork().boxed()
         if tensors and torch.Tag.data_dependent_output in func.tags:
@@ -282,6 +279,15 @@ class Training:
                 audit=sdp4bit.AuditConfig(interval=AUDIT_INTERVAL) if audited else None,
             ),
         )
+        # The flags that come back have no values here: what this rank has seen has been seen by all.
+        state = self.comm._state
+        reduce_flags = state._reduced_flags
+
+        def own_flags(comms: Sequence[Any]) -> list[list[int]]:
+            reduce_flags(comms)
+            return [[int(comm.has_stepped), 0, 0, 0, 0, 0] for comm in comms]
+
+        state._reduced_flags = own_flags
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
         self.data = torch.randn(8, WIDTH, device="cuda")
 

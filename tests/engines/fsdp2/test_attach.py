@@ -127,7 +127,7 @@ def refused_on_trainers(model: nn.Module | None, trainers: Any, others: Any) -> 
         "different topologies; pass the same to all: 1 [rank 0], 4 [rank 1]",
         "topology=3 ranks per node does not divide the 4 ranks",
         "unknown preset 'nothing': use one of baseline, qw, qwd, ulq, tlq, tlq-hs, sdp4bit-paper, "
-        "sdp4bit, sdp4bit-3, sdp4bit-2 [rank 0]",
+        "sdp4bit, sdp4bit-w2g3, sdp4bit-w2g2 [rank 0]",
         "skip='no.such' matches no FSDP module; there are (root), blocks.0",
     )
     for part, text in zip(parts, texts, strict=True):

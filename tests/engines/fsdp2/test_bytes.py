@@ -17,14 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.collectives import exchange
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.traffic import Traffic
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import run_ranks
+from tests.tables import flat
 from tests.toy import POLICY, QUANTIZED, Run, adamw, batches, build, data_mesh, train
 
 FEWER_BITS = {"8/3 and 2": (8, 3, 2), "3/2 and 3": (3, 2, 3)}
@@ -85,11 +86,11 @@ def measure(per_node: int) -> dict[int | str, Any]:
     """Return what is sent with each group size and with each kind of replica."""
     result: dict[int | str, Any] = {}
     for size in (128, 256):
-        gradients = GradientConfig(intra_group_size=size, inter_group_size=128)
+        gradients = GradientConfig(intra_group_size=size, inter_group_size=128, inside_one_node=True)
         result[size] = measure_even(per_node, SDP4BitConfig(gradients=gradients))
     for name, (intra, inter, weights) in FEWER_BITS.items():
         config = SDP4BitConfig(
-            gradients=GradientConfig(intra_bits=intra, inter_bits=inter),
+            gradients=GradientConfig(intra_bits=intra, inter_bits=inter, inside_one_node=True),
             weights=WeightConfig(bits=weights, group_size=128),
         )
         result[name] = measure_even(per_node, config)
@@ -147,8 +148,7 @@ def test_the_constants_per_parameter_are_those_of_the_method() -> None:
 
 def measure_odd(per_node: int, replica: str) -> list[tuple[int, int, dict[str, int], list[int]]]:
     model = build()
-    config = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
-    config = replace(config, weights=replace(config.weights, replica=replica))
+    config = replace(QUANTIZED, weights=WeightConfig(replica=replica), separate_parameters=False)
     comm = sdp4bit.quantize_communication(model, topology=per_node, config=config)
     optimizer, data = adamw(model), batches()
     train(model, optimizer, data, 1, clip=None)
@@ -179,34 +179,41 @@ def test_odd_sizes_cost_the_formula_plus_the_padding_that_is_reported(layout: An
         assert 0 < reported["padding_bytes"] < 0.05 * (intra + inter)
 
 
-@on_ranks(2)
-def test_on_one_node_weights_are_quantized_only_where_that_saves_bytes() -> None:
-    """Weights equal plain FSDP2's bit for bit unless quantizing them saves bytes; what is left is told."""
-    plain = Run(build(), None).train(2).finish()
-    configs = [replace(QUANTIZED, gradients=None), QUANTIZED]
-    configs.append(replace(configs[0], weights=replace(QUANTIZED.weights, replica="full")))
-    for config in configs:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run = Run(build(), config, topology=2)
-        texts = [str(w.message).removeprefix("sdp4bit: ") for w in caught if "sdp4bit" in str(w.message)]
-        is_full = config is configs[2]
-        table = run.comm.explain()
-        assert table.count("one node: differences would save nothing") == (0 if is_full else 4)
-        assert len(texts) == (0 if is_full else 1)
-        assert max(map(len, table.splitlines())) <= 80
-        assert (
-            table.splitlines()[-1].startswith("total")
-            if is_full
-            else " ".join(table.split()).endswith(texts[0])
-        )
-        assert (run.train(2).finish() == plain) == (config is configs[0])
-        groups = run.comm._state.groups
-        weights = sum((group.weight_traffic.last_step for group in groups), Traffic())
-        gradients = sum((group.gradient_traffic.last_step for group in groups), Traffic())
-        assert (weights.intra_bytes < weights.plain_intra_bytes) == is_full
-        if config is QUANTIZED:
-            rows = sum(group.group.shard_numel for group in groups)
-            assert gradients.plain_intra_bytes == 4 * rows
-            assert f"sends {gradients.intra_bytes:,.0f} instead of {4 * rows:,} bytes to reduce" in texts[0]
-            assert f"and {2 * rows:,} to gather their weights" in texts[0]
+ON_ONE_NODE = {
+    "nothing asked for": (SDP4BitConfig(), False, False),
+    "gradients asked for": (QUANTIZED, False, True),
+    "weights asked for": (SDP4BitConfig(weights=WeightConfig(replica="full")), True, False),
+    "weights alone, not asked for": (SDP4BitConfig(gradients=None), False, False),
+}
+"""Settings, and whether weights and gradients are then quantized where all ranks are on one node."""
+
+
+@pytest.mark.parametrize("name", ON_ONE_NODE)
+@pytest.mark.parametrize("is_hybrid", [False, True], ids=["shards", "shards and replicas"])
+def test_on_one_node_nothing_is_quantized_unless_asked_for(name: str, is_hybrid: bool) -> None:
+    run_ranks(one_node, 4 if is_hybrid else 2, name, is_hybrid)
+
+
+def one_node(name: str, is_hybrid: bool) -> None:
+    """What is not quantized equals plain FSDP2 bit for bit, and the reason and the way to ask are given."""
+    config, weights, gradients = ON_ONE_NODE[name]
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if is_hybrid else None
+    plain = Run(build(mesh=mesh), None).train(2).finish()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = Run(build(mesh=mesh), config, topology=world)
+    texts = [str(w.message).removeprefix("sdp4bit: ") for w in caught if "sdp4bit" in str(w.message)]
+    table, count = run.comm.explain(), len(run.comm._state.groups)
+    assert flat(table).count('sharded inside one node (WeightConfig(replica="full")') == count * (not weights)
+    is_unquantized = not gradients and config.gradients is not None
+    assert flat(table).count("GradientConfig(inside_one_node=True) quantizes") == count * is_unquantized
+    assert max(map(len, table.splitlines())) <= 80
+    assert len(texts) == (not weights and not gradients)
+    assert all(flat(table).endswith(text) for text in texts)
+    assert (run.train(2).finish() == plain) == (not weights and not gradients)
+    groups = run.comm._state.groups
+    assert [group.replica is not None for group in groups] == [weights] * count
+    assert [bool(group.gradient_quantizers) for group in groups] == [gradients] * count
+    if is_hybrid and not gradients:
+        assert all(group.all_reduce is None for group in groups)

@@ -1,8 +1,7 @@
 """FSDP2 integration, compositions: other features of FSDP2 and PyTorch beside quantized communication.
 
 Layer: real processes over gloo, 2 nodes x 2 ranks, or x 1 rank for what is the same on one level. A feature
-trains with plain FSDP2, with replicas that lose nothing (bit-equal to plain FSDP2) and quantized (a few
-steps within 3 % of its losses).
+trains with plain FSDP2, without quantizers on the same paths (bit-equal to plain FSDP2), and quantized.
 """
 
 from __future__ import annotations
@@ -22,7 +21,15 @@ from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.collectives.scratch import Scratch
 from tests.ranks import on_ranks, run_ranks
 from tests.tables import explained
-from tests.toy import QUANTIZED, Run, ToyGPT, adamw, assert_close_to_plain, assert_variants_equal, build
+from tests.toy import (
+    QUANTIZED,
+    Run,
+    ToyGPT,
+    adamw,
+    assert_close_to_plain,
+    assert_variants_equal,
+    build,
+)
 
 
 def accumulate(config: SDP4BitConfig | None, reductions: int) -> list[float]:
@@ -35,7 +42,7 @@ def accumulate(config: SDP4BitConfig | None, reductions: int) -> list[float]:
         run.step()
     if config is QUANTIZED:
         assert [group.reductions for group in run.comm._state.groups] == [2 * reductions] * 4
-        assert run.comm.stats()["steps"] == 2
+        assert run.comm.stats()["steps"] == 2 * reductions
     return run.finish()
 
 
@@ -61,7 +68,7 @@ def evaluating(
     config: SDP4BitConfig | None, before: tuple[int, ...] = (0, 0, 0), after: tuple[int, ...] = (0, 0, 0)
 ) -> list[float]:
     """Three steps with some evaluations before the forward and after the backward of each."""
-    run = Run(build(), config)
+    run = Run(build(), config, topology=1)
     for step in range(3):
         for index in range(before[step]):
             # FSDP2 itself cannot train after a first forward under inference_mode.
@@ -74,13 +81,13 @@ def evaluating(
 
 
 @pytest.mark.slow
-@on_ranks(4)
+@on_ranks(2)
 def test_evaluations_do_not_change_training() -> None:
     assert_variants_equal(evaluating, (), ((2, 0, 3), (1, 0, 2)))
 
 
 @pytest.mark.slow
-@on_ranks(4)
+@on_ranks(2)
 def test_evaluations_before_a_forward_or_after_a_backward_do_not_either() -> None:
     assert_variants_equal(evaluating, (), ((2, 0, 3),), ((0, 1, 0), (1, 0, 2)))
 
@@ -94,7 +101,7 @@ def resharding(
 ) -> list[float]:
     model = build(reshard_after_forward=after_forward)
     model.set_reshard_after_backward(after_backward)
-    return Run(model, config).train(2).finish()
+    return Run(model, config, ordered=True).train(2).finish()
 
 
 @pytest.mark.slow
@@ -114,7 +121,7 @@ def test_resharding_in_one_direction_does_not_either() -> None:
 def gathering(config: SDP4BitConfig | None, ahead: bool) -> list[float]:
     """Groups are gathered when needed, or ahead: asynchronously by hand and by FSDP2's setters."""
     model = build()
-    run = Run(model, config)
+    run = Run(model, config, ordered=True)
     first, second = model.blocks
     if ahead:
         model.set_modules_to_forward_prefetch([first])
@@ -156,17 +163,17 @@ def dropping(config: SDP4BitConfig | None, recompute: str = "") -> list[float]:
     if recompute == "outside":
         model.blocks = nn.ModuleList(map(checkpoint_wrapper, model.blocks))
     torch.manual_seed(dist.get_rank())
-    return Run(model, config).train(2).finish()
+    return Run(model, config, topology=1).train(2).finish()
 
 
 @pytest.mark.slow
-@on_ranks(4)
+@on_ranks(2)
 def test_activation_checkpointing_with_dropout_does_not_change_the_result() -> None:
     assert_variants_equal(dropping, (), ("inside",))
 
 
 @pytest.mark.slow
-@on_ranks(4)
+@on_ranks(2)
 def test_activation_checkpointing_outside_of_the_fsdp_modules_does_not_either() -> None:
     assert_variants_equal(dropping, (), ("outside",))
 
@@ -274,7 +281,7 @@ def scenario(
         prefetch_blocks(model)
     if config is not None:
         config = replace(config, weights=replace(config.weights, replica=replica))
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"ordered": True}
     if part:  # then only ranges of a row are refreshed
         options["params"] = [p for name, p in model.named_parameters() if "bias" not in name]
     run = Run(model, config, topology=topology, **options).train(2)

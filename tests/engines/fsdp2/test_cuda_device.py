@@ -84,8 +84,8 @@ def test_all_that_a_step_uses_is_on_the_device(name: str, report: dict[str, Any]
     for what in ("gradients", "optimizer", "held"):
         assert run[what]["cuda:0"] > 3
     assert set(run["gradients"]) == set(run["optimizer"]) == {"cuda:0"}
-    # Measures on their way to the host.
-    assert set(run["held on the host"]) == {"torch.float64 pinned"}
+    # Measures and flags on their way to the host.
+    assert set(run["held on the host"]) == {"torch.float64 pinned", "torch.bool pinned"}
     assert run["sampled step"] == fake_device.STEPS - 1
 
 

@@ -174,7 +174,8 @@ def test_other_memory_is_refused_for_what_is_quantized_and_else_used() -> None:
     allocating = toy.build()
     getattr(allocating, setter)(True)
     refuse(allocating, f"(root): {setter} asks for other memory", "all-gather of its weights", topology=2)
-    refuse(allocating, "reduce-scatter of its gradients", "skip=['(root)']", topology=4)
+    inside = {"topology": 4, "config": toy.QUANTIZED}
+    refuse(allocating, "reduce-scatter of its gradients", "skip=['(root)']", **inside)
     refuse(allocating, "reduce-scatter of its gradients", topology=2, config="tlq-hs")
     toy.Run(allocating, SDP4BitConfig.preset("qwd"), topology=4).train(2).comm.remove()
     accept(allocating, topology=2, skip="(root)")
@@ -193,7 +194,7 @@ def test_other_memory_is_refused_for_what_is_quantized_and_else_used() -> None:
             module.set_force_sum_reduction_for_comms(True)
             module.set_symm_mem_for_comm()
         refuse(symmetric, "set_symm_mem_for_comm", "all-gather of its weights", "weights=None", topology=2)
-        refuse(symmetric, "set_symm_mem_for_comm", "reduce-scatter of its gradients", topology=4)
+        refuse(symmetric, "set_symm_mem_for_comm", "reduce-scatter of its gradients", **inside)
 
         def losses(config: SDP4BitConfig | None, *, force_sum: bool) -> tuple[list[float], int]:
             """With memory of other kinds for weights, and gradients as FSDP2 reduces them."""
@@ -360,7 +361,7 @@ def test_settings_that_do_less_than_asked_for_are_warned_about() -> None:
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     assert warned(toy.build(mesh=hybrid), topology=2) == warned(toy.build(mesh=hybrid), topology=1) == []
     (inside,) = warned(toy.build(mesh=hybrid), topology=4)
-    assert inside.startswith("sdp4bit: all parameter groups are sharded inside one node")
+    assert inside.startswith("sdp4bit: all parameter groups have their ranks on one node")
     accept(toy.build(mesh=init_device_mesh("cpu", (1, 4), mesh_dim_names=("r", "s"))), topology=2)
 
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)

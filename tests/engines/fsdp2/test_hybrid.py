@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,10 +22,21 @@ from sdp4bit import AlertConfig, AuditConfig, GradientConfig, ReplicaMismatchErr
 from sdp4bit.engines.fsdp2.hooks import ReplicaGroup
 from sdp4bit.plan.traffic import RankGrid, all_reduce_exchange, gradient_exchange
 from sdp4bit.traffic import Traffic
+from tests import mutations
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
 from tests.engines.fsdp2.test_parallelism import split_layers
 from tests.ranks import on_ranks
-from tests.toy import IDENTITY, QUANTIZED, Run, ToyGPT, assert_close, build, shard
+from tests.toy import (
+    IDENTITY,
+    QUANTIZED,
+    Run,
+    ToyGPT,
+    assert_close,
+    assert_close_to_plain,
+    assert_near,
+    build,
+    shard,
+)
 
 PLACEMENTS = {
     "shards in the node": [[0, 1], [2, 3]],
@@ -74,24 +86,20 @@ def counted(run: HybridRun) -> Traffic:
     return sum((c.current_step if run.comm._state.step_pending else c.last_step for c in counters), Traffic())
 
 
-def check_training(placement: str) -> None:
-    plain = HybridRun(None, placement).train(8).finish()
-    exact = HybridRun(IDENTITY, placement)
-    losses = exact.train(8).finish()
-    exact.check_replicas()
-    if placement == "replicas only":
-        assert_close(losses, plain)  # four gradients are added in another order
-    else:
-        assert losses == plain
+def training(config: SDP4BitConfig | None, placement: str, steps: int) -> list[float]:
+    """Replicas stay equal."""
+    run = HybridRun(config, placement).train(steps)
+    result = run.finish()
+    run.check_replicas()
+    return result
+
+
+def check_bytes(placement: str) -> None:
     run = HybridRun(QUANTIZED, placement)
     with count_sent_bytes(2) as sent:
         run.train(1)
     first = dict(sent)
-    losses = run.train(7).finish()
-    run.check_replicas()
-    assert losses != plain
-    assert_close(losses, plain)
-
+    run.train(1).evaluate()
     # What was sent is what is counted, and what the planner says.
     grids = {
         "shards in the node": (RankGrid(nodes=1, ranks_per_node=2), RankGrid(nodes=2, ranks_per_node=1)),
@@ -101,8 +109,14 @@ def check_training(placement: str) -> None:
     sharded, replicated = grids[placement]
     rows = [group.group.shard_numel for group in run.groups]
     config = run.comm.config.gradients
-    reduced = [gradient_exchange(row, grid=sharded, config=config) for row in rows]
-    summed = [all_reduce_exchange(row, grid=replicated, config=config) for row in rows]
+    cut = [group.group.sections(group.group.shard_numel, unit=128, separate=True) for group in run.groups]
+    reduced, summed = (
+        [
+            exchange(row, grid=grid, config=config, sections=sections)
+            for row, sections in zip(rows, cut, strict=True)
+        ]
+        for exchange, grid in ((gradient_exchange, sharded), (all_reduce_exchange, replicated))
+    )
     traffic = counted(run)
     assert traffic.inter_bytes == sum(each.inter_bytes for each in summed)
     assert traffic.intra_bytes == sum(each.intra_bytes for each in summed)
@@ -112,7 +126,7 @@ def check_training(placement: str) -> None:
         assert first["inter"] == sum(each.inter_bytes for each in gradients)
         assert first["intra"] == sum(each.intra_bytes for each in gradients)
         assert run.comm.stats()["last_step"]["inter_bytes"] == first["inter"]
-    assert run.comm.stats()["steps"] == 8
+    assert run.comm.stats()["steps"] == 2
     assert [group.gradient_bits for group in run.groups] == [
         8 if placement == "replicas in the node" else 4
     ] * 4
@@ -145,7 +159,15 @@ def check_training(placement: str) -> None:
 )
 @on_ranks(4, timeout=400.0)
 def test_replicas_stay_equal_and_train_as_with_plain_fsdp2(placement: str) -> None:
-    check_training(placement)
+    if placement == USUAL:
+        assert_close_to_plain(training, placement, 2, harmless=mutations.WEIGHTS)
+    elif placement == "replicas in the node":
+        assert_close_to_plain(training, placement, 2)
+    else:
+        # Four gradients are added in another order, by at most 3 roundings of 2**-24 each.
+        checks = [(IDENTITY, partial(assert_near, gradient=1e-6)), (QUANTIZED, assert_close)]
+        assert_close_to_plain(training, placement, 1, checks=checks, harmless=mutations.WEIGHTS)
+    check_bytes(placement)
 
 
 class Accumulating(HybridRun):
@@ -161,15 +183,20 @@ class Accumulating(HybridRun):
         return self
 
 
-def check_accumulation() -> None:
-    """Replicas exchange once per step whatever is accumulated; gradients are clipped by a common norm."""
-    plain = Accumulating(None, clip=0.5).train(4).finish()
-    exact = Accumulating(IDENTITY, clip=0.5).train(4)
-    assert exact.finish() == plain
-    run = Accumulating(QUANTIZED, clip=0.5).train(4)
-    assert_close(run.finish(), plain)
+def accumulating(config: SDP4BitConfig | None) -> list[float]:
+    """Gradients are clipped by a common norm."""
+    run = Accumulating(config, clip=0.5).train(2)
+    result = run.finish()
     run.check_replicas()
-    assert [(group.reductions, group.all_reduces) for group in run.groups] == [(8, 4)] * 4
+    if config is not None:
+        assert [(group.reductions, group.all_reduces) for group in run.groups] == [(4, 2)] * 4
+    return result
+
+
+def check_accumulation() -> None:
+    """Replicas exchange once per step whatever is accumulated."""
+    assert_close_to_plain(accumulating, harmless=mutations.WEIGHTS)
+    run = Accumulating(QUANTIZED, clip=0.5).train(1)
     once = HybridRun(QUANTIZED).train(1)
     assert counted(run).inter_bytes == counted(once).inter_bytes > 0
 
@@ -186,7 +213,8 @@ def check_resume() -> None:
         saved.seek(0)
         loaded = torch.load(saved, weights_only=False)
         if forgets:
-            del loaded["comm"]["all_reduces"]
+            for counters in loaded["comm"]["counters"].values():
+                counters[2] = 0  # all-reduces so far
         resumed = HybridRun(QUANTIZED, clip=1.0)
         for _ in range(3):
             next(resumed.data)
@@ -323,11 +351,11 @@ class TensorParallelHybridRun(Run):
 @pytest.mark.slow
 @on_ranks(4, timeout=400.0)
 def test_what_tensor_parallel_ranks_hold_alike_stays_equal_over_replicas() -> None:
-    plain = TensorParallelHybridRun(None).train(4).losses
-    assert TensorParallelHybridRun(IDENTITY).train(4).losses == plain
+    def trained(config: SDP4BitConfig | None) -> list[float]:
+        return TensorParallelHybridRun(config).train(2).finish()
+
+    assert_close_to_plain(trained, harmless=mutations.WEIGHTS)
     run = TensorParallelHybridRun(QUANTIZED).train(4)
-    assert_close(run.losses, plain)
-    assert run.losses != plain
     peers: list[Any] = [None] * 4
     dist.all_gather_object(peers, run.weights())
     for first, second in ((0, 2), (1, 3)):

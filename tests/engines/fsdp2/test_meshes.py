@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
-from sdp4bit import AlertConfig, ReplicaMismatchError, quantize_communication
-from sdp4bit.engines.explain import ONE_NODE, ONE_RANK
+from sdp4bit import AlertConfig, ReplicaMismatchError, SDP4BitConfig, quantize_communication
+from sdp4bit.engines.explain import ONE_NODE, ONE_NODE_GRADIENTS, ONE_RANK
 from sdp4bit.engines.fsdp2.torch_internals import _OneGroup, param_groups_of
 from sdp4bit.plan.traffic import RankGrid, gradient_exchange, weight_gather, weight_refresh
 from tests.engines.fsdp2 import toy_moe
@@ -30,7 +30,8 @@ from tests.engines.fsdp2.test_bytes import count_sent_bytes
 from tests.engines.fsdp2.toy_moe import MoERun, build_moe, expert_mesh
 from tests.plan.test_large_worlds import fake_world
 from tests.ranks import on_ranks, run_ranks
-from tests.toy import IDENTITY, LOSSLESS, QUANTIZED, Run, assert_close
+from tests.tables import flat
+from tests.toy import IDENTITY, QUANTIZED, Run, assert_close_to_plain, assert_variants_equal
 
 pytestmark = pytest.mark.skipif(not toy_moe.HAS_MESH_PER_PARAM, reason="torch 2.12 and newer")
 
@@ -51,18 +52,31 @@ def stock_objects(run: Run) -> list[str]:
     return [type(c).__name__ for g in groups for c in (g._all_gather_comm, g._reduce_scatter_comm)]
 
 
+def training(
+    config: SDP4BitConfig | None, ranks: list[list[int]], separate: bool = False, hybrid: Any = None
+) -> list[float]:
+    """Groups of one module train as the same groups as modules do."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "sdp4bit: .* sharded inside one node")
+        run = MoERun(config, ranks, separate=separate, replicate=hybrid, ordered=True)
+        return run.train(2).finish()
+
+
 def measure() -> dict[str, Any]:
-    """Train in all ways; return losses, bytes and tables."""
-    found: dict[str, Any] = {"plain": MoERun(None, ACROSS).train(2).finish()}
-    found["exact"] = MoERun(IDENTITY, ACROSS).train(2).finish()
-    found["separate"] = MoERun(QUANTIZED, ACROSS, separate=True).train(2).finish()
+    """Train in all ways; return bytes and tables."""
+    assert_variants_equal(training, (ACROSS, False), (ACROSS, True))
+    found: dict[str, Any] = {}
     run = MoERun(QUANTIZED, ACROSS).train(1)
     with count_sent_bytes(2) as sent:
         run.train(1)
     found["sent"], found["counted"] = sent, run.comm.stats()["last_step"]
     found["names"] = [group.group.name for group in groups_of(run)]
     found["rows"] = [group.group.shard_numel for group in groups_of(run)]
-    found["one module"] = run.finish()
+    found["sections"] = [
+        tuple(group.group.sections(group.group.shard_numel, unit=unit, separate=True) for unit in (128, 2048))
+        for group in groups_of(run)
+    ]
+    run.evaluate()
     found["explained"] = run.comm.explain()
     run.comm.remove()
     found["removed"] = stock_objects(run)
@@ -75,26 +89,15 @@ def measured() -> list[dict[str, Any]]:
     return run_ranks(measure, 4, timeout=LIMIT)
 
 
-def test_full_precision_equals_plain_fsdp2_bit_for_bit(measured: Any) -> None:
-    for found in measured:
-        assert found["exact"] == found["plain"]
-
-
-def test_quantized_groups_of_one_module_equal_the_same_groups_as_modules(measured: Any) -> None:
-    for found in measured:
-        assert found["one module"] == found["separate"] != found["plain"]
-        assert_close(found["one module"], found["plain"])
-
-
 def test_every_group_sends_over_its_own_mesh_what_the_planner_says(measured: Any) -> None:
     for found in measured:
         assert found["names"] == NAMES
         inter = intra = 0.0
-        for name, row in zip(NAMES, found["rows"], strict=True):
+        for name, row, (reduced, refreshed) in zip(NAMES, found["rows"], found["sections"], strict=True):
             grid = BETWEEN[name.endswith("experts")]
             parts = [
-                gradient_exchange(row, grid=grid, config=QUANTIZED.gradients),
-                weight_refresh(row, grid=grid, config=QUANTIZED.weights),
+                gradient_exchange(row, grid=grid, config=QUANTIZED.gradients, sections=reduced),
+                weight_refresh(row, grid=grid, config=QUANTIZED.weights, sections=refreshed),
                 # The root's weights stay since the forward.
                 weight_gather(row, grid=grid, config=QUANTIZED.weights).times(1 if name == "(root)" else 2),
             ]
@@ -115,7 +118,7 @@ def reasons(ranks: list[list[int]], **options: Any) -> dict[str, tuple[str, str]
     """Return why the groups of each name are not quantized, weights and gradients."""
     model = build_moe(expert_mesh(ranks))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "sdp4bit: .* sharded inside one node")
+        warnings.filterwarnings("ignore", "sdp4bit: .* have their ranks on one node")
         comm = quantize_communication(model, topology=2, **options)
     found = {
         group.group.name: (group.weights_unquantized_reason, group.gradients_unquantized_reason)
@@ -123,7 +126,7 @@ def reasons(ranks: list[list[int]], **options: Any) -> dict[str, tuple[str, str]
     }
     table = comm.explain()
     comm.remove()
-    assert all(text in table for pair in found.values() for text in pair)
+    assert all(text in flat(table) for pair in found.values() for text in pair)
     return found
 
 
@@ -131,7 +134,7 @@ def reasons(ranks: list[list[int]], **options: Any) -> dict[str, tuple[str, str]
 def test_groups_that_gain_nothing_are_left_to_fsdp2_with_the_reason() -> None:
     experts, others = NAMES[2::2], NAMES[:2] + NAMES[3:4]
     inside = reasons(INSIDE)
-    assert all(inside[name] == (ONE_NODE, "") for name in experts), inside
+    assert all(inside[name] == (ONE_NODE, ONE_NODE_GRADIENTS) for name in experts), inside
     assert all(inside[name] == ("", "") for name in others)
     alone = reasons(ALONE)
     assert all(alone[name] == (ONE_RANK, ONE_RANK) for name in experts), alone
@@ -146,14 +149,8 @@ def test_groups_that_gain_nothing_are_left_to_fsdp2_with_the_reason() -> None:
 @pytest.mark.slow
 @on_ranks(4, timeout=LIMIT)
 def test_experts_inside_a_node_and_alone_train_as_with_plain_fsdp2() -> None:
-    for ranks in (INSIDE, ALONE):
-        plain = MoERun(None, ranks).train(2).finish()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "sdp4bit: .* sharded inside one node")
-            assert MoERun(LOSSLESS, ranks).train(2).finish() == plain
-            losses = MoERun(QUANTIZED, ranks).train(2).finish()
-        assert losses != plain
-        assert_close(losses, plain)
+    assert_close_to_plain(training, INSIDE)
+    assert_close_to_plain(training, ALONE)
 
 
 @pytest.mark.slow
@@ -161,16 +158,14 @@ def test_experts_inside_a_node_and_alone_train_as_with_plain_fsdp2() -> None:
 def test_groups_on_hybrid_meshes_of_one_record_all_reduce_for_themselves() -> None:
     """Placement functions give all blocks one record of the mesh, which holds the replicas' process group."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    assert_close_to_plain(training, ACROSS, False, mesh)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "sdp4bit: .* sharded inside one node")
+        warnings.filterwarnings("ignore", "sdp4bit: .* have their ranks on one node")
         plain = MoERun(None, ACROSS, replicate=mesh).train(2).finish()
         assert MoERun(IDENTITY, ACROSS, replicate=mesh).train(2).finish() == plain
         run = MoERun(QUANTIZED, ACROSS, replicate=mesh).train(1)
         sent = {g.group.name: g.all_reduce_traffic.current_step.inter_bytes for g in groups_of(run)}
         assert {name for name, nbytes in sent.items() if nbytes} == {"blocks.0", "blocks.1"}
-        losses = run.train(1).finish()
-    assert losses != plain
-    assert_close(losses, plain)
     hybrid = [g.group for g in groups_of(run) if g.group.is_hybrid]
     run.comm.remove()
     assert [group.comms.replicas for group in hybrid] == [mesh.get_group("replicate")] * 2

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests import mutations
 from tests.ranks import run_ranks
-from tests.toy import LOSSLESS, QUANTIZED, Run, assert_close, build
+from tests.toy import Run, assert_close_to_plain, build
 
-STEPS = 5
+STEPS = 3
 
 
 class MuonAndAdam:
@@ -52,8 +53,8 @@ class SignDescent:
             param.grad = None
 
 
-def train(config: Any, optimizer: Any, *, marks: bool = False) -> tuple[list[float], Any]:
-    """Return the losses and what was sent."""
+def train(config: Any, optimizer: Any, marks: bool = False) -> list[float]:
+    """Train with an optimizer; marked steps, and those of torch's optimizers, are sent as differences."""
     run = Run(build(), config, topology=1)
     run.optimizer = optimizer(run.model)
     for _ in range(STEPS):
@@ -61,31 +62,23 @@ def train(config: Any, optimizer: Any, *, marks: bool = False) -> tuple[list[flo
         run.step()
         if marks and run.comm is not None:
             run.comm.mark_step()
-    return run.finish(), run.comm and run.comm.stats()
+    result = run.finish()
+    if config is not None and (marks or optimizer is MuonAndAdam):
+        assert run.comm.stats()["steps"] == STEPS and run.comm.stats()["full_refreshes"] == 0
+    elif config is not None:
+        assert run.comm.stats()["full_refreshes"] > 0
+    return result
 
 
 def check() -> None:
-    plain, _ = train(None, MuonAndAdam)
-    assert train(LOSSLESS, MuonAndAdam)[0] == plain
-    losses, stats = train(QUANTIZED, MuonAndAdam)
-    assert losses != plain
-    assert_close(losses, plain)
-    assert stats["steps"] == STEPS and stats["full_refreshes"] == 0
-
-    plain, _ = train(None, SignDescent)
-    assert train(LOSSLESS, SignDescent)[0] == plain
-    # Marked steps are sent as differences.
+    assert_close_to_plain(train, MuonAndAdam)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="sdp4bit: weights")
-        losses, marked = train(QUANTIZED, SignDescent, marks=True)
-    assert_close(losses, plain)
-    assert marked["steps"] == STEPS and marked["full_refreshes"] == 0
-    # Those that are not are edits: found, sent in full precision, and warned of with the way out.
+        assert_close_to_plain(train, SignDescent, True)
+    # Unmarked steps are edits: found, sent in full precision, and warned of with the way out.
     with pytest.warns(UserWarning, match=r"call comm\.mark_step\(\) after each"):
-        losses, unmarked = train(QUANTIZED, SignDescent)
-    assert_close(losses, plain)
-    assert unmarked["full_refreshes"] > 0
-    assert unmarked["total"]["inter_bytes"] > 1.5 * marked["total"]["inter_bytes"]
+        # What is left to send as a difference is the rounding of weights to bf16.
+        assert_close_to_plain(train, SignDescent, harmless=[mutations.TWICE])
     dist.barrier()
 
 

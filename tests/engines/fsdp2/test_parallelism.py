@@ -28,33 +28,38 @@ from torch.distributed.tensor.parallel import (
 )
 
 import sdp4bit
-from sdp4bit import AuditConfig, GradientConfig, SDP4BitConfig, WeightConfig
-from sdp4bit.engines.fsdp2.communication import reduce_over_copies
-from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit import AuditConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.collectives.sections import common_ranges
+from sdp4bit.engines.fsdp2.groups import reduce_over_copies
+from sdp4bit.plan.traffic import RankGrid, gradient_exchange, weight_refresh
+from tests import mutations
 from tests.ranks import on_ranks
 from tests.tables import flat
 from tests.toy import (
     IDENTITY,
-    LOSSLESS,
     POLICY,
     QUANTIZED,
+    Result,
     Run,
     ToyGPT,
     adamw,
+    assert_close,
     assert_close_to_plain,
+    assert_equal,
     assert_replicas_identical,
     batches,
     build,
     data_mesh,
+    gradient_of,
     shard,
-    train,
 )
 
 RANDOM = SDP4BitConfig(
     weights=WeightConfig(group_size=32, rounding="dither"),
-    gradients=GradientConfig(intra_group_size=32, inter_group_size=32, inter_rounding="dither", min_numel=0),
+    gradients=replace(QUANTIZED.gradients, intra_group_size=32, inter_group_size=32, inter_rounding="dither"),
 )
 """All is rounded by random bits, and parameters whose rows are multiples of 32 share no scale."""
+CHECKS = [(IDENTITY, assert_equal), (QUANTIZED, assert_close), (RANDOM, assert_close)]
 
 
 def split_layers(block: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
@@ -122,11 +127,9 @@ def tensor_parallel(config: SDP4BitConfig | None, topology: int, sequence: bool 
 
 @on_ranks(4)
 def test_tensor_parallelism_trains_as_with_plain_fsdp2() -> None:
-    assert_close_to_plain(tensor_parallel, 2)
-    plain = tensor_parallel(None, 2)
-    for topology in (2, 4):
-        assert tensor_parallel(IDENTITY, topology) == plain
-        assert tensor_parallel(RANDOM, topology) != plain
+    assert_close_to_plain(tensor_parallel, 2, checks=CHECKS)
+    for config, assert_right in CHECKS[::2]:
+        assert_right(tensor_parallel(config, 4), tensor_parallel(None, 2))
 
 
 @pytest.mark.slow
@@ -135,28 +138,35 @@ def test_sequence_parallelism_trains_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(tensor_parallel, 2, True)
 
 
-def check_parts() -> None:
-    """Parts are messages of their own, or dense; the table and the counters say so."""
+def check_sections() -> None:
+    """Tensor-parallel copies share no section with what is split; one message carries all."""
     run = TensorParallelRun(QUANTIZED).train(2)
     run.evaluate()
     block = run.comm._state.groups[1]
-    sizes = [sum(segment.end - segment.start for segment in part) for part in block.group.parts]
-    assert sum(sizes) == block.group.shard_numel and len(sizes) == 2
-    sent = [block.weight_traffic.last_step.inter_bytes, block.gradient_traffic.last_step.inter_bytes]
-    for nbytes, group_size in zip(sent, (2048, 128), strict=True):
-        assert nbytes == sum(MessageLayout(numel=m, bits=4, group_size=group_size).nbytes for m in sizes)
-    assert flat(run.comm.explain()).count("9 TP copies apart") == 4  # weights and gradients of two blocks
+    group, grid = block.group, RankGrid(nodes=2, ranks_per_node=1)
+    for separate in (True, False):  # copies are apart in any case
+        sections = group.sections(group.shard_numel, unit=128, separate=separate)
+        for section in sections:
+            inside = [
+                bool(segment.split_over)
+                for segment in group.segments
+                if common_ranges(section.ranges, [(segment.start, segment.end)])
+            ]
+            assert len(set(inside)) == 1
+        assert any(section.is_fine for section in sections) == separate
+    weights, gradients = (group.sections(group.shard_numel, unit=unit, separate=True) for unit in (2048, 128))
+    config, numel = QUANTIZED, group.shard_numel
+    planned = [
+        weight_refresh(numel, grid=grid, config=config.weights, sections=weights),
+        gradient_exchange(numel, grid=grid, config=config.gradients, sections=gradients),
+    ]
+    for counter, exchange in zip((block.weight_traffic, block.gradient_traffic), planned, strict=True):
+        assert counter.last_step.inter_bytes == exchange.inter_bytes
+    assert flat(run.comm.explain()).count("1-D in 8 bits") == 8  # weights and gradients of four groups
 
-    # What is split is the shorter part here, and tensor-parallel ranks may differ in it.
-    assert sizes[0] > sizes[1]
-    config = replace(QUANTIZED, gradients=GradientConfig(min_numel=sizes[0]))
-    run = TensorParallelRun(config).train(2)
-    run.evaluate()
+    run = TensorParallelRun(replace(QUANTIZED, separate_parameters=False)).train(2)
+    run.finish()
     run.check_copies()
-    gradients = run.comm._state.groups[1].gradient_traffic.last_step
-    message = MessageLayout(numel=sizes[0], bits=4, group_size=128)
-    assert gradients.inter_bytes == message.nbytes + 4 * sizes[1]
-    assert gradients.plain_inter_bytes == 4 * sum(sizes)
 
     run = TensorParallelRun(QUANTIZED)
     for block in run.model.blocks:  # of both parts; what trains is then all that is in a row
@@ -192,8 +202,8 @@ def check_edits_of_what_is_split() -> None:
 
 
 @on_ranks(4)
-def test_parts_of_a_group_travel_apart_and_are_counted() -> None:
-    check_parts()
+def test_tensor_parallel_copies_have_sections_of_their_own() -> None:
+    check_sections()
     check_rows_that_cannot_be_told_apart()
     check_edits_of_what_is_split()
 
@@ -219,7 +229,7 @@ def test_tensor_parallel_ranks_decide_together_how_copies_are_refreshed() -> Non
     rank, groups = dist.get_rank(), run.comm._state.groups
     listed = groups[1:3] if rank % 2 else groups
     flags = torch.full((len(listed),), rank)
-    reduce_over_copies(flags, listed, op=dist.ReduceOp.MAX)
+    reduce_over_copies(flags, [each.group for each in listed], op=dist.ReduceOp.MAX)
     assert flags.tolist() == [rank | 1 if each.group.copied_over else rank for each in listed]
 
     saved = run.comm.state_dict()
@@ -279,9 +289,8 @@ def hybrid(config: SDP4BitConfig | None, topology: int) -> list[float]:
 @pytest.mark.slow
 @on_ranks(4)
 def test_hybrid_sharding_trains_as_with_plain_fsdp2() -> None:
-    assert_close_to_plain(hybrid, 1)
-    assert_close_to_plain(hybrid, 2)
-    assert hybrid(IDENTITY, 1) == hybrid(None, 1) != hybrid(RANDOM, 1)
+    assert_close_to_plain(hybrid, 1, checks=CHECKS)
+    assert_close_to_plain(hybrid, 2, harmless=mutations.WEIGHTS)  # no replicas inside a node
 
 
 class Front(nn.Module):
@@ -319,14 +328,14 @@ def stages(mesh: Any) -> tuple[nn.Module, nn.Module]:
 def two_roots(config: SDP4BitConfig | None) -> list[float]:
     """Both stages on every rank: two roots, one handle."""
     pair = stages(data_mesh())
-    comm = config and sdp4bit.quantize_communication(pair, topology=2, config=config)
-    model = nn.Sequential(*pair)
-    losses = train(model, adamw(model), batches(), 2)
-    if comm:
-        assert [g.group.name for g in comm._state.groups] == ["part0", "part0.block", "part1", "part1.block"]
-        assert comm.stats()["steps"] == 2
-        assert_replicas_identical(comm)
-    return losses
+    run = Run(nn.Sequential(*pair), None, ordered=config is None)
+    run.comm = config and sdp4bit.quantize_communication(pair, topology=2, config=config)
+    run.train(2)
+    if config:
+        names = [group.group.name for group in run.comm._state.groups]
+        assert names == ["part0", "part0.block", "part1", "part1.block"]
+        assert run.comm.stats()["steps"] == 2
+    return run.finish()
 
 
 @cache
@@ -341,26 +350,27 @@ def pipelined(config: SDP4BitConfig | None) -> list[float]:
     if torch.__version__ < (2, 13):  # connections are opened with a message of a wrong size for gloo
         stage._get_init_p2p_neighbors_ops = list
     schedule = ScheduleGPipe(stage, 4, loss_fn=lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()))
-    data, losses = batches(rank=mesh.get_local_rank("dp")), []
+    data = batches(rank=mesh.get_local_rank("dp"))
+    losses: list[float] = []
+    gradients: list[Tensor] = []
     for _ in range(2):
         tokens, targets = next(data)
         parts: list[Tensor] = []
         schedule.step(*([tokens] if index == 0 else []), target=targets, losses=parts)
+        gradients.append(gradient_of(model))
         optimizer.step()
         optimizer.zero_grad()
         losses += [float(part.detach()) for part in parts]
     if comm:
         assert_replicas_identical(comm)
         assert comm.stats()["steps"] == 2
-        if config is not LOSSLESS:
-            assert [group.reductions for group in comm._state.groups] == [2, 2]
+        assert [group.reductions for group in comm._state.groups] == [2, 2]
     everybody: list[Any] = [None] * 4
     dist.all_gather_object(everybody, losses)
-    return everybody[2 + mesh.get_local_rank("dp")]
+    return Result(everybody[2 + mesh.get_local_rank("dp")], gradients)
 
 
 @on_ranks(4)
 def test_pipeline_stages_train_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(two_roots)
     assert_close_to_plain(pipelined)
-    assert pipelined(IDENTITY) == pipelined(None)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,16 +22,20 @@ from torch.utils._pytree import tree_map_only
 
 from sdp4bit import SDP4BitConfig
 from sdp4bit.quantization.layout import MessageLayout
+from tests import mutations
 from tests.ranks import on_ranks, run_ranks
 from tests.tables import explained, flat
 from tests.toy import (
+    IDENTITY,
     LOSSLESS,
     POLICY,
     QUANTIZED,
     VOCABULARY,
     Run,
     adamw,
+    assert_close,
     assert_close_to_plain,
+    assert_equal,
     assert_variants_equal,
     build,
     data_mesh,
@@ -62,7 +68,7 @@ def adapt(model: Any) -> Any:
 
 def adapting(config: SDP4BitConfig | None) -> list[float]:
     """Frozen weights are edited before the optimizer steps; then a frozen layer begins to train."""
-    run = Run(adapt(build()), config)
+    run = Run(adapt(build()), config, ordered=True)
     for step in range(3):
         if step == 2:
             run.model.reshard()
@@ -103,7 +109,7 @@ def expected_bytes(run: Run, gathers: dict[str, int]) -> list[tuple[float, float
 @on_ranks(4)
 def test_frozen_parameters_are_not_sent_until_they_train() -> None:
     assert_close_to_plain(adapting)
-    run = Run(adapt(build()), QUANTIZED).train(3)
+    run = Run(adapt(build()), replace(QUANTIZED, separate_parameters=False)).train(3)
     run.evaluate()
     gathers = {"(root)": 1, "blocks.0": 2, "blocks.1": 2, "norm": 2}
     assert sent_by(run) == expected_bytes(run, gathers)
@@ -174,7 +180,7 @@ def visiting(config: SDP4BitConfig | None) -> list[float]:
     fully_shard(zoo.norm, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     for module in (zoo.experts, [zoo.first, zoo.second], zoo, model):
         fully_shard(module, mesh=mesh, mp_policy=POLICY)
-    run = Run(model, config).train(2)
+    run = Run(model, config, ordered=True).train(2)
     if config is not None:
         replicas = {g.group.name: g.replica.rows.dtype for g in run.comm._state.groups}
         assert list(replicas) == ["zoo", "zoo.experts", "zoo.columns", "zoo.norm", "zoo.first"]
@@ -184,7 +190,9 @@ def visiting(config: SDP4BitConfig | None) -> list[float]:
 
 @on_ranks(4)
 def test_groups_of_every_kind_train_as_with_plain_fsdp2() -> None:
-    assert_close_to_plain(visiting)
+    # Embeddings of size 1, tied to the output, give losses of 9 to 14, which rounding moves further.
+    checks = [(IDENTITY, assert_equal), (QUANTIZED, partial(assert_close, loss=0.01))]
+    assert_close_to_plain(visiting, checks=checks)
 
 
 class Container:
@@ -268,7 +276,9 @@ def descending(config: SDP4BitConfig | None, by_hand: bool) -> list[float]:
 @on_ranks(2)
 def test_optimizers_may_come_late_change_be_wrapped_or_written_by_hand() -> None:
     assert_variants_equal(bringing, ("usual",), ("wrapped",), ("two",), ("late",), ("swapped",))
-    assert_variants_equal(descending, (False,), (True,))
+    # Steps of the sign of a gradient: rounding moves losses further than with AdamW.
+    checks = [(IDENTITY, assert_equal), (QUANTIZED, partial(assert_close, loss=0.01))]
+    assert_variants_equal(descending, (False,), (True,), checks=checks)
 
 
 # -- groups whose weights are left to FSDP2 -----------------------------------------------------------
@@ -381,7 +391,7 @@ def mixing(config: SDP4BitConfig | None, kind: type[nn.Module], reason: str) -> 
     fully_shard(model, mesh=data_mesh())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = Run(model, config, fused=None, foreach=False)
+        run = Run(model, config, ordered=True, fused=None, foreach=False)
     run.train(3)
     losses = run.finish()
     if config is not None:
@@ -393,7 +403,7 @@ def mixing(config: SDP4BitConfig | None, kind: type[nn.Module], reason: str) -> 
         for layer in layers:
             assert layer.replica is None and layer.weights_unquantized_reason == reason
             assert layer.gradient_bits == (4 if config is QUANTIZED and has_gradients else None)
-            assert layer.reductions == (3 if config is QUANTIZED and has_gradients else 0)
+            assert layer.reductions == (3 if has_gradients else 0)
             # A ring over 2 x 2 ranks, in forward and backward.
             row = layer.group.shard_nbytes // (2 if kind is Subclassed else 1)
             sent = layer.weight_traffic.last_step
@@ -425,7 +435,7 @@ def test_groups_of_mixed_types_train_as_with_plain_fsdp2(kind: type[nn.Module]) 
 
 def resharding(config: SDP4BitConfig | None, topology: int) -> list[float]:
     """Backward gathers over pairs of ranks, which may be those of a node."""
-    run = Run(build(reshard_after_forward=2), config, topology=topology).train(2)
+    run = Run(build(reshard_after_forward=2), config, topology=topology, ordered=True).train(2)
     losses = run.finish()
     if config is not None:
         assert flat(run.comm.explain()).count("reshard_after_forward=2") == 4
@@ -435,11 +445,11 @@ def resharding(config: SDP4BitConfig | None, topology: int) -> list[float]:
             expected = (3.5 * row, 1.5 * row) if topology == 2 else (0, 5 * row)
             assert (sent.intra_bytes, sent.inter_bytes) == expected
             assert (sent.plain_intra_bytes, sent.plain_inter_bytes) == expected
-            assert group.replica is None and group.reductions == (2 if config is QUANTIZED else 0)
+            assert group.replica is None and group.reductions == 2
     return losses
 
 
 @on_ranks(4)
 def test_an_int_reshard_after_forward_trains_as_with_plain_fsdp2() -> None:
-    assert_close_to_plain(resharding, 2)
-    assert_close_to_plain(resharding, 1)
+    for topology in (2, 1):
+        assert_close_to_plain(resharding, topology, harmless=mutations.WEIGHTS)  # no group has a replica

@@ -12,8 +12,6 @@ import pytest
 import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 
-FULL = WeightConfig(replica="full")
-
 
 def config(line: str, parser: argparse.ArgumentParser | None = None) -> SDP4BitConfig:
     parser = argparse.ArgumentParser() if parser is None else parser
@@ -29,9 +27,7 @@ def test_defaults_quantize_nothing() -> None:
 
 def test_defaults_of_each_part_are_the_reference_implementations() -> None:
     gradients = GradientConfig(intra_group_size=512, hadamard=False)
-    assert config("--quantized-weights --quantized-gradients") == SDP4BitConfig(
-        weights=FULL, gradients=gradients
-    )
+    assert config("--quantized-weights --quantized-gradients") == SDP4BitConfig(gradients=gradients)
 
 
 def test_fewer_bits_than_4() -> None:
@@ -40,7 +36,7 @@ def test_fewer_bits_than_4() -> None:
         "--quantized-gradients --gradient-quantization-bits-inter 3 --gq-group-size-intra 128 "
         "--hadamard-transform"
     )
-    weights = WeightConfig(bits=2, group_size=128, clip=0.5, replica="full")
+    weights = WeightConfig(bits=2, group_size=128, clip=0.5)
     assert config(line) == SDP4BitConfig(weights=weights, gradients=GradientConfig(inter_bits=3))
 
 
@@ -50,11 +46,11 @@ def test_official_script() -> None:
         "--gradient-quantization-bits-inter 4 --gq-group-size-inter 128 --gradient-quantization-bits-intra 8 "
         "--gq-group-size-intra 128 --hadamard-transform"
     )
-    assert config(line) == SDP4BitConfig(weights=FULL)
+    assert config(line) == SDP4BitConfig()
 
 
 def test_lossless_weights() -> None:
-    expected = SDP4BitConfig(weights=WeightConfig(mode="lossless", replica="full"), gradients=None)
+    expected = SDP4BitConfig(weights=WeightConfig(mode="lossless"), gradients=None)
     assert config("--quantized-weights --weight-mode lossless") == expected
     with pytest.raises(ValueError, match="bits=8 has no effect"):
         config("--quantized-weights --weight-mode lossless --weight-quantization-bits 8")
@@ -65,7 +61,8 @@ def test_every_flag_takes_effect() -> None:
         "--quantized-weights --weight-quantization-bits 8 --wq-group-size 64 --quantized-gradients "
         "--gradient-quantization-bits-inter 8 --gq-group-size-inter 256 --gradient-quantization-bits-intra 4 "
         "--gq-group-size-intra 32 --hadamard-transform --hadamard-random-signs "
-        "--gradients-quantization-start-iteration 7 --gradient-alltoall-pipeline 3 --seed 5"
+        "--gradients-quantization-start-iteration 7 --gradient-alltoall-pipeline 3 "
+        "--gradients-inside-one-node --seed 5"
     )
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=1234)
@@ -77,8 +74,9 @@ def test_every_flag_takes_effect() -> None:
         random_signs=True,
         start_step=7,
         pipeline_chunks=3,
+        inside_one_node=True,
     )
-    weights = WeightConfig(bits=8, group_size=64, replica="full")
+    weights = WeightConfig(bits=8, group_size=64)
     assert config(line, parser) == SDP4BitConfig(weights=weights, gradients=gradients, seed=5)
 
 

@@ -19,9 +19,8 @@ import torch.distributed as dist
 import sdp4bit
 from sdp4bit.engines.megatron.api import _check_bucket
 from sdp4bit.megatron import quantize_communication
-from tests.engines.megatron.runs import MegatronRun
+from tests.engines.megatron.runs import LOSSLESS, QUANTIZED, MegatronRun
 from tests.ranks import on_ranks
-from tests.toy import LOSSLESS, QUANTIZED
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 

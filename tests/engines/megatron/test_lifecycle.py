@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,19 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit import AuditConfig, ReplicaMismatchError, SDP4BitConfig
-from tests.engines.megatron.runs import FP16, MICROBATCHES, STOCHASTIC, MegatronRun, load, save
+from tests.engines.megatron.runs import (
+    EXACT_AND_CLOSE,
+    FP16,
+    LOSSLESS,
+    MICROBATCHES,
+    QUANTIZED,
+    STOCHASTIC,
+    MegatronRun,
+    load,
+    save,
+)
 from tests.ranks import on_ranks, run_ranks
-from tests.toy import LOSSLESS, QUANTIZED, assert_close
+from tests.toy import Result, assert_close_to_plain
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
@@ -26,38 +37,50 @@ BOTH = pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark
 """Collectives behind computation, or not."""
 
 
+# -- the end ---------------------------------------------------------------------------------------------
+
+
+def remove_after_the_process_groups(folder: str) -> None:
+    run = MegatronRun(None, topology=1)
+    targets = [*run.chunks[0].bucket_groups, *run.optimizer.chained_optimizers]
+    before = [vars(target).keys() for target in targets]
+    run.attach(QUANTIZED, topology=1)
+    run.train(1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    run.comm.remove()
+    assert not run.comm.is_attached and [vars(target).keys() for target in targets] == before
+    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=world)
+
+
+def test_a_handle_can_be_removed_after_the_process_groups_are_destroyed(tmp_path: Path) -> None:
+    run_ranks(remove_after_the_process_groups, 2, str(tmp_path))
+
+
 # -- skipped steps and forced syncs ---------------------------------------------------------------------
 
 
-def skipped_steps(overlap: bool) -> None:
+def skipping(config: SDP4BitConfig | None, overlap: bool) -> Result:
     """A step that overflows changes nothing and sends no weights."""
-
-    def run(config: SDP4BitConfig | None) -> tuple[MegatronRun, list[bool]]:
-        result = MegatronRun(config, topology=1, overlap=overlap, **FP16)
-        taken = []
-        for _ in range(14):
-            result.backward()
-            before = result.weights()
-            sent = result.comm.stats()["total"]["collectives"] if result.comm else 0
-            taken.append(result.step())
-            if not taken[-1]:
-                assert all(map(torch.equal, before, result.weights()))
-                result.evaluate()
-                assert all(map(torch.equal, before, result.weights()))
-                if result.comm:
-                    assert result.comm.stats()["total"]["collectives"] == sent
-        if result.comm:
-            assert result.comm.stats()["steps"] == sum(taken)
-        return result, taken
-
-    plain, taken = run(None)
+    run = MegatronRun(config, topology=1, overlap=overlap, **FP16)
+    taken = []
+    for _ in range(14):
+        run.backward()
+        before = run.weights()
+        sent = run.comm.stats()["total"]["collectives"] if run.comm else 0
+        taken.append(run.step())
+        if not taken[-1]:
+            assert all(map(torch.equal, before, run.weights()))
+            run.evaluate()
+            assert all(map(torch.equal, before, run.weights()))
+            if run.comm:
+                assert run.comm.stats()["total"]["collectives"] == sent
     assert not taken[0] and taken[-1] and sum(taken) >= 2
-    lossless, same = run(LOSSLESS)
-    assert same == taken and lossless.finish() == plain.finish()
-    quantized, same = run(QUANTIZED)
-    ours, theirs = quantized.finish(), plain.finish()
-    assert same == taken and ours != theirs
-    assert_close(ours, theirs)
+    if run.comm:
+        assert run.comm.stats()["steps"] == sum(taken)
+    result = run.finish()
+    return Result([*taken, *result], result.gradients)
 
 
 def forced_syncs(overlap: bool) -> None:
@@ -79,7 +102,7 @@ def forced_syncs(overlap: bool) -> None:
 @BOTH
 @on_ranks(2)
 def test_skipped_steps_and_forced_syncs(overlap: bool) -> None:
-    skipped_steps(overlap)
+    assert_close_to_plain(skipping, overlap, checks=EXACT_AND_CLOSE)
     forced_syncs(overlap)
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sdp4bit import GradientConfig
 from sdp4bit.collectives import exchange
 from sdp4bit.engines.megatron import api, handle
 from sdp4bit.engines.megatron.patches import GroupPatch
@@ -27,7 +26,7 @@ from tests.tables import flat
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
 PRELOAD = ["tests.engines.megatron.imports"]
-ONE_SLICE = replace(STOCHASTIC, gradients=GradientConfig(min_numel=0))
+ONE_SLICE = replace(STOCHASTIC, gradients=replace(STOCHASTIC.gradients, pipeline_chunks=None))
 LAYERS: dict[str, Any] = {"layers": 3, "ddp": {"bucket_size": 10_000}}
 
 Event = tuple[str, tuple[int, ...], str]

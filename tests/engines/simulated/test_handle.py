@@ -8,10 +8,11 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
-from sdp4bit import AlertConfig, AuditConfig, SDP4BitConfig, TelemetryConfig
+from sdp4bit import AlertConfig, AuditConfig, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.collectives.simulated import simulated_layout
 from sdp4bit.engines.simulated.communication import SimulatedCommHandle
 from tests.tables import explained, flat
@@ -24,12 +25,12 @@ WATCHED = replace(
 )
 
 
-def attach(config: SDP4BitConfig) -> tuple[SimulatedCommHandle, nn.Module]:
+def attach(config: SDP4BitConfig, *, ranks_per_node: int = 2) -> tuple[SimulatedCommHandle, nn.Module]:
     torch.manual_seed(0)
     main = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
     names = [name for name, _ in main.named_parameters()]
     groups = [("(root)", names[:2]), ("1", names[2:])]
-    layout = simulated_layout(4, ranks_per_node=2)
+    layout = simulated_layout(4, ranks_per_node=ranks_per_node)
     compute = copy.deepcopy(main).bfloat16()
     return SimulatedCommHandle(main, compute, groups=groups, layout=layout, config=config, reshard=True), main
 
@@ -65,6 +66,21 @@ def test_alerts_move_groups_and_a_resumed_run_stands_where_it_did() -> None:
     assert flat(again.explain()).count("since step 1") == 2
     train(again, other, steps=1)
     assert [group["gradient_bits"] for group in again.group_stats()] == [8, 8]
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_on_one_node_nothing_is_quantized_unless_asked_for(asked_for: bool) -> None:
+    asking = SDP4BitConfig(
+        weights=WeightConfig(replica="full"), gradients=GradientConfig(inside_one_node=True)
+    )
+    handle, main = attach(asking if asked_for else SDP4BitConfig(), ranks_per_node=4)
+    train(handle, main, steps=1)
+    table = flat(handle.explain())
+    assert table.count('(WeightConfig(replica="full") quantizes)') == 2 * (not asked_for)
+    assert table.count("(GradientConfig(inside_one_node=True) quantizes)") == 2 * (not asked_for)
+    bits = [(group["weight_bits"], group["gradient_bits"]) for group in handle.group_stats()]
+    assert bits == [(4, 8) if asked_for else (None, None)] * 2
+    assert (handle.stats()["compression_ratio"] > 1) == asked_for
 
 
 def test_what_it_tells_is_what_every_handle_tells() -> None:

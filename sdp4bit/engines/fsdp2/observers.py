@@ -1,0 +1,173 @@
+"""Sees optimizer steps and loads on this rank; `refresh.py` makes them common to all ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from sdp4bit.engines.fsdp2.groups import FSDPGroup, ParamSegment, tensor_version
+
+if TYPE_CHECKING:
+    from sdp4bit.engines.fsdp2.refresh import FSDPModelCommunication
+
+
+def in_backward() -> bool:
+    """Return whether autograd is running on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class StepObserver:
+    """Sees the steps of optimizers over a model's parameters."""
+
+    def __init__(self, model: FSDPModelCommunication) -> None:
+        self._model = weakref.proxy(model)
+        self._segments: dict[int, ParamSegment] = {}
+        self._stepping_in = -1
+        self._stepped: set[int] = set()
+        """Ids of the parameters stepped since the last step boundary, if nothing is sent."""
+        self.is_reduced = False
+        """Gradients have been reduced since the last optimizer step."""
+
+    def watch_optimizers(self) -> RemovableHandle:
+        """Note the steps of every torch optimizer; the hook does not keep the model alive.
+
+        `torch.compile(optimizer.step)` calls it as it is, between two graphs: compiled, it would run once,
+        while it is traced.
+        """
+        reference = weakref.ref(self)
+
+        def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            observer = reference()
+            if observer is not None and not observer._only_creates_state(optimizer):
+                observer.note_step(p for group in optimizer.param_groups for p in group["params"])
+
+        return register_optimizer_step_post_hook(torch.compiler.disable(after_step))
+
+    def _only_creates_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a step cannot change weights: no reduced gradients, a learning rate of zero.
+
+        torch.distributed.checkpoint takes such steps to create optimizer states; with stateless optimizers,
+        at every save.
+        """
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        on_host = [float(r) for r in rates if isinstance(r, float | int | Tensor) and not _on_device(r)]
+        return not self.is_reduced and on_host == [0.0] * len(rates)
+
+    def note_step(self, params: Iterable[object] | None = None) -> None:
+        """Note an optimizer step over these parameters (None: the user's own), unless none is ours.
+
+        The segments to send must not depend on this rank's optimizer: see `FSDPCommunication.note_step`.
+        """
+        params = None if params is None else list(params)
+        if params is not None and not self._holds_any(params):
+            return
+        if not self._model.counts_reductions:
+            self._count_step(params)
+        self.is_reduced = False
+        after_step = partial(self._model.after_step, by_hand=params is None)
+        if not in_backward():
+            after_step()
+        elif self._stepping_in != torch._C._current_graph_task_id():
+            # Optimizers that step in backward come once per parameter.
+            self._stepping_in = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(after_step)
+
+    def _count_step(self, params: Sequence[object] | None) -> None:
+        """Count steps if FSDP2 sends nothing, so that no hook sees them.
+
+        A second step over the same parameter is the next one: optimizers that share a model's parameters, or
+        step each in backward, take one together.
+        """
+        every = [segment.sharded for comm in self._model.groups for segment in comm.group.segments]
+        stepped = {id(param) for param in (every if params is None else params)}
+        if not self._model.step_pending:
+            self._stepped.clear()
+        elif not self._stepped.isdisjoint(stepped):
+            self._model.steps += 1
+            self._stepped.clear()
+        self._stepped |= stepped
+        self._model.step_pending = True
+
+    def _holds_any(self, params: Sequence[object]) -> bool:
+        """Return whether any of these is a parameter of the model.
+
+        Optimizers that step in backward ask once for every parameter, so the answer comes from a table.
+        """
+        if not any(map(self._is_ours, params)):
+            # FSDP2 may have replaced parameters since.
+            self._segments = {id(s.sharded): s for comm in self._model.groups for s in comm.group.segments}
+        return any(map(self._is_ours, params))
+
+    def _is_ours(self, param: object) -> bool:
+        segment = self._segments.get(id(param))
+        return segment is not None and segment.sharded is param
+
+
+def _on_device(rate: float | Tensor) -> bool:
+    return isinstance(rate, Tensor) and rate.device.type != "cpu"
+
+
+Version = tuple[int, int, int]
+
+
+class StateDictAliases:
+    """Finds loads into a model's state dict, whose tensors torch.distributed.checkpoint fills in place.
+
+    After an optimizer step nothing else tells a load from a step. The tensors share memory with the
+    parameters but not their version counters.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[str, tuple[DTensor, Version]] = {}
+        """By parameter; alive until the next look, as a state dict may be gone when its versions are read."""
+        self._kept: dict[str, list[tuple[weakref.ref[DTensor], Version]]] = {}
+        """State dicts that the user keeps."""
+        self._written: set[str] = set()
+
+    def watch(self, group: FSDPGroup) -> list[RemovableHandle]:
+        """Note state dicts that hold a parameter of the group, until the hooks are removed."""
+        return [self._watch(segment) for segment in group.segments]
+
+    def _watch(self, segment: ParamSegment) -> RemovableHandle:
+        def after_state_dict(_: nn.Module, state_dict: dict[str, DTensor], prefix: str, *__: object) -> None:
+            value = state_dict.get(prefix + segment.own_name)
+            if value is not None and hasattr(value, "_local_tensor"):
+                self._look(segment.name)
+                self._latest[segment.name] = value, tensor_version(value)
+
+        hook: RemovableHandle = segment.owner.register_state_dict_post_hook(after_state_dict)
+        return hook
+
+    def _look(self, name: str) -> None:
+        """Note writes to the tensors that were handed out for a parameter; forget tensors that are gone."""
+        handed_out = [(ref(), before) for ref, before in self._kept.pop(name, [])]
+        if name in self._latest:
+            handed_out.append(self._latest.pop(name))
+        alive = [(value, before, tensor_version(value)) for value, before in handed_out if value is not None]
+        if any(now != before for _, before, now in alive):
+            self._written.add(name)
+        if alive:
+            self._kept[name] = [(weakref.ref(value), now) for value, _, now in alive]
+
+    def forget_writes(self) -> None:
+        """Take all writes so far for those of an optimizer."""
+        for name in {*self._kept, *self._latest}:
+            self._look(name)
+        self._written.clear()
+
+    def take_loads(self, names: Iterable[str]) -> bool:
+        """Return whether all of these parameters were written to since the last call or optimizer step."""
+        for name in {*self._kept, *self._latest}:
+            self._look(name)
+        expected = set(names)
+        is_loaded = bool(expected) and self._written >= expected
+        self._written -= expected
+        return is_loaded

@@ -1,0 +1,115 @@
+"""Times of a user's own training steps with and without quantization, measured in turn."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from sdp4bit.collectives.errors import comm_error_context
+
+TIMED_STEPS = 2
+"""Timed steps of a block, behind the one that is not timed."""
+
+Blocks = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Seconds of training steps, of the slowest rank each; the same on all ranks."""
+
+    quantized_seconds: Blocks
+    """Of the timed steps, by block, with quantized communication."""
+    plain_seconds: Blocks
+    """The same in full precision; block i was measured right after quantized block i."""
+
+    @property
+    def quantized(self) -> float:
+        """Median seconds of a step with quantized communication."""
+        return statistics.median(second for block in self.quantized_seconds for second in block)
+
+    @property
+    def plain(self) -> float:
+        """Median seconds of a step in full precision."""
+        return statistics.median(second for block in self.plain_seconds for second in block)
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Seconds in full precision over quantized ones, by pair of blocks: above 1 if quantization pays."""
+        pairs = zip(self.plain_seconds, self.quantized_seconds, strict=True)
+        return tuple(statistics.median(plain) / statistics.median(ours) for plain, ours in pairs)
+
+    @property
+    def ratio(self) -> float:
+        """Median of the ratios."""
+        return statistics.median(self.ratios)
+
+    def __str__(self) -> str:
+        """Return one line: both medians, the ratio and its spread."""
+        ratios = self.ratios
+        return (
+            f"{_time(self.quantized)} a step with quantization, {_time(self.plain)} without: "
+            f"{self.ratio:.2f}x as fast, {min(ratios):.2f} to {max(ratios):.2f} over {len(ratios)} pairs of "
+            "blocks"
+        )
+
+
+def time_steps(
+    step: Callable[[], object],
+    *,
+    repeats: int,
+    switch: Callable[[bool], None],
+    device: torch.device | None,
+    process_group: ProcessGroup | None,
+) -> StepTimes:
+    """Measure steps in blocks with and without quantization; see `CommHandle.time_steps`.
+
+    Args:
+        switch: lets the model communicate quantized (True) or in full precision.
+        device: to wait for before the clock is read.
+        process_group: the ranks that take the steps; None for all.
+    """
+    blocks: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}
+    try:
+        for _ in range(repeats):
+            for is_quantized in (True, False):
+                switch(is_quantized)
+                step()  # gathers weights in full precision after a switch
+                seconds = tuple(_seconds(step, device) for _ in range(TIMED_STEPS))
+                blocks[is_quantized].append(seconds)
+    finally:
+        switch(True)
+    mine = blocks[True], blocks[False]
+    ranks: list[tuple[list[tuple[float, ...]], ...]] = [mine] * dist.get_world_size(process_group)
+    with comm_error_context("times of training steps", group=process_group):
+        dist.all_gather_object(ranks, mine, group=process_group)
+    quantized, plain = (_slowest([rank[kind] for rank in ranks]) for kind in range(2))
+    return StepTimes(quantized_seconds=quantized, plain_seconds=plain)
+
+
+def _seconds(step: Callable[[], object], device: torch.device | None) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    step()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device | None) -> None:
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _slowest(ranks: list[list[tuple[float, ...]]]) -> Blocks:
+    """Return the largest of each number over ranks."""
+    blocks = zip(*ranks, strict=True)
+    return tuple(tuple(max(step) for step in zip(*block, strict=True)) for block in blocks)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

@@ -1,0 +1,145 @@
+"""Checkpoints across layouts by plain `torch.distributed.checkpoint`: pipeline stages, nodes, HSDP, settings.
+
+Layer: gloo, 4 processes. What is saved in one set of processes is loaded in the same ones, into new models.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from sdp4bit import SDP4BitConfig, quantize_communication
+from sdp4bit.engines.fsdp2.refresh import State
+from tests import toy
+from tests.ranks import on_ranks
+
+
+class Stage(nn.Module):
+    """A stage of a pipeline whose parameters have names of their own; the second one has a layer more."""
+
+    def __init__(self, number: int, *, has_own: bool) -> None:
+        super().__init__()
+        names = [str(10 * number + index) for index in range(2 + number)]
+        self.layers = nn.ModuleDict({name: nn.Linear(64, 64) for name in names})
+        own = [f"scale{number}", "shift"][: 1 + number] if has_own else []
+        self.own = nn.ParameterDict({name: nn.Parameter(torch.ones(64)) for name in own})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = x + torch.relu(layer(x))
+        for parameter in self.own.values():
+            x = x * parameter
+        return x
+
+
+def stage(number: int, dp: Any, *, has_own: bool) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+    torch.manual_seed(number)
+    model = Stage(number, has_own=has_own)
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=dp, mp_policy=toy.POLICY)
+    fully_shard(model, mesh=dp, mp_policy=toy.POLICY)
+    comm = quantize_communication(model, topology=1, config=toy.QUANTIZED)
+    return model, comm, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.ones(4, 64) * (1 + dist.get_rank())).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@on_ranks(4)
+def test_stages_of_unequal_size_resume_bit_for_bit(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    number = mesh["pp"].get_local_rank()
+    for has_own in (False, True):  # with parameters in the root, all stages have a group of the same name
+        folder = f"{tmp_path}/{has_own}"
+        model, comm, optimizer = stage(number, mesh["dp"], has_own=has_own)
+        train(model, optimizer, 3)
+        dcp.save({"model": model.state_dict(), "comm": comm}, checkpoint_id=folder)
+        losses = train(model, optimizer, 2)
+        model, comm, optimizer = stage(number, mesh["dp"], has_own=has_own)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            dcp.load({"model": model.state_dict(), "comm": comm}, checkpoint_id=folder)
+            assert train(model, optimizer, 2) == losses
+
+
+def job(kind: str) -> tuple[nn.Module, Any]:
+    """Return a model of 4 ranks and its handle; the layouts have names."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")) if kind == "HSDP" else None
+    model = toy.build(mesh=mesh)
+    config: SDP4BitConfig = toy.QUANTIZED
+    if kind == "full-precision weights":
+        config = replace(config, weights=None)
+    if kind == "full-precision gradients":
+        config = replace(config, gradients=None)
+    return model, quantize_communication(model, topology=4 if kind == "one node" else 2, config=config)
+
+
+PAIRS = [
+    ("one node", "two nodes"),
+    ("two nodes", "one node"),
+    ("two nodes", "HSDP"),
+    ("HSDP", "two nodes"),
+    ("full-precision weights", "two nodes"),
+    ("full-precision gradients", "HSDP"),
+]
+
+
+@on_ranks(4, timeout=240)
+def test_another_layout_starts_from_the_main_weights(tmp_path: Path) -> None:
+    """The first forward equals that of plain FSDP2 with the same weights; plain `dcp.load` raises nothing."""
+    batch = next(toy.batches(seed=9))[0]
+    plain = toy.build()
+    for number, (saved, loaded) in enumerate(PAIRS):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model, comm = job(saved)
+            toy.train(model, toy.adamw(model), toy.batches(), 2)
+            dcp.save({"model": model.state_dict(), "comm": comm}, checkpoint_id=f"{tmp_path}/{number}")
+            comm.remove()
+            plain_state = plain.state_dict()
+            dcp.load({"model": plain_state}, checkpoint_id=f"{tmp_path}/{number}")
+            model, comm = job(loaded)
+            dcp.load({"model": model.state_dict(), "comm": comm}, checkpoint_id=f"{tmp_path}/{number}")
+            with torch.no_grad():
+                assert torch.equal(model(batch), plain(batch)), (saved, loaded)
+                plain.reshard()
+            toy.assert_replicas_identical(comm)
+            assert comm.stats()["steps"] == 2
+            toy.train(model, toy.adamw(model), toy.batches(), 1)
+            comm.remove()
+
+
+@on_ranks(2)
+def test_an_edit_that_no_forward_has_used_survives_a_resume() -> None:
+    """Saved between an edit and the next forward: the resumed run computes with the edited weights."""
+    run = toy.Run(toy.build(), toy.QUANTIZED, topology=1).train(2)
+    run.evaluate()
+    run.model.reshard()
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.data.mul_(0.9)
+    state, weights = run.comm.state_dict(), run.model.state_dict()
+    resumed = toy.Run(toy.build(), toy.QUANTIZED, topology=1)
+    resumed.model.load_state_dict(weights)
+    resumed.comm.load_state_dict(state)
+    assert {comm.state for comm in resumed.comm._state.groups} == {State.LOADED}
+    with pytest.warns(UserWarning, match="was not saved with these weights"):
+        assert resumed.evaluate() == run.evaluate()

@@ -1,0 +1,160 @@
+"""Training steps timed with and without quantization: each is a valid step, and nothing is restored.
+
+Layers: no process for the arithmetic; real processes over gloo.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from sdp4bit import SDP4BitConfig, WeightConfig
+from sdp4bit.engines import time_steps as module
+from sdp4bit.engines.fsdp2.hooks import AllGatherHook
+from sdp4bit.engines.time_steps import StepTimes, time_steps
+from tests.ranks import on_ranks, run_ranks
+from tests.toy import IDENTITY, LOSSLESS, QUANTIZED, Run, build, loss_of
+
+REPEATS, BLOCK = 2, 1 + module.TIMED_STEPS
+STEPS = 2 * REPEATS * BLOCK
+
+
+def test_medians_the_ratio_and_its_spread() -> None:
+    times = StepTimes(quantized_seconds=((1.0, 3.0), (2.0, 2.0)), plain_seconds=((6.0, 2.0), (3.0, 3.0)))
+    assert (times.quantized, times.plain) == (2.0, 3.0)
+    assert times.ratios == (2.0, 1.5) and times.ratio == 1.75
+    said = (
+        "2.00 s a step with quantization, 3.00 s without: 1.75x as fast, 1.50 to 2.00 over 2 pairs of blocks"
+    )
+    assert str(times) == said
+
+
+def trained(config: SDP4BitConfig | None, *, topology: int = 1, hybrid: bool = False) -> list[float]:
+    """Return the losses and the weights of 2 steps, as many as time_steps takes, and 2 more."""
+    options: dict[str, Any] = {}
+    if hybrid:
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    run = Run(build(**options), config, topology=topology).train(2)
+    if run.comm is None:
+        run.train(STEPS)
+    else:
+        run.comm.time_steps(lambda: run.train(1), repeats=REPEATS)
+    return run.train(2).finish()
+
+
+@on_ranks(2)
+def test_without_quantizers_timed_steps_train_as_plain_fsdp2_does() -> None:
+    """A stale replica, a lost step or a hook left out would change the losses that follow."""
+    plain = trained(None)
+    for config in (LOSSLESS, IDENTITY, replace(IDENTITY, weights=WeightConfig(bits=None, replica="full"))):
+        assert trained(config) == plain, config
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_with_replicas_too() -> None:
+    assert trained(LOSSLESS, topology=2, hybrid=True) == trained(None, topology=2, hybrid=True)
+
+
+def counted_steps() -> dict[str, Any]:
+    """Return what each step has sent by the hooks, and what is known of the run afterwards."""
+    run = Run(build(), QUANTIZED, topology=1).train(2)
+    sent = []
+
+    def step() -> None:
+        before = run.comm.stats()["total"]["collectives"]
+        run.train(1)
+        sent.append(run.comm.stats()["total"]["collectives"] > before)
+
+    reductions = [comm.reductions for comm in run.comm._state.groups]
+    times = run.comm.time_steps(step, repeats=REPEATS)
+    counted = [comm.reductions - n for comm, n in zip(run.comm._state.groups, reductions, strict=True)]
+    refreshes = run.comm.stats()["full_refreshes"]
+    run.train(1)
+    return {
+        "sent": sent,
+        "times": times,
+        "reductions": counted,
+        "refreshes": (refreshes, run.comm.stats()["full_refreshes"]),
+        "losses": run.finish(),
+    }
+
+
+def test_blocks_take_turns_and_all_ranks_are_told_the_slowest_rank_s_time() -> None:
+    one, other = run_ranks(counted_steps, 2)
+    assert one["sent"] == other["sent"] == ([True] * BLOCK + [False] * BLOCK) * REPEATS
+    times = one["times"]
+    assert times == other["times"]
+    for blocks in (times.quantized_seconds, times.plain_seconds):
+        assert [len(block) for block in blocks] == [module.TIMED_STEPS] * REPEATS
+        assert all(seconds > 0 for block in blocks for seconds in block)
+    assert one["reductions"] == [REPEATS * BLOCK] * 4
+    # One refresh per group when the second quantized block begins, and one after the last plain block.
+    assert one["refreshes"] == (4, 8)
+    assert all(loss < 5 for loss in one["losses"][:-1])
+
+
+def seconds_of_ranks() -> StepTimes:
+    """Return the times of steps that take rank + 1 seconds, by a clock that nothing else moves."""
+    now = [0.0]
+
+    def step() -> None:
+        now[0] += 1.0 + dist.get_rank()
+
+    with mock.patch.object(module.time, "perf_counter", side_effect=lambda: now[0]):
+        return time_steps(step, repeats=1, switch=lambda _: None, device=None, process_group=None)
+
+
+def test_the_slowest_rank_counts() -> None:
+    slowest = ((2.0,) * module.TIMED_STEPS,)
+    for times in run_ranks(seconds_of_ranks, 2):
+        assert times == StepTimes(quantized_seconds=slowest, plain_seconds=slowest)
+
+
+@on_ranks(2)
+def test_an_exception_leaves_the_model_quantized() -> None:
+    run = Run(build(), LOSSLESS, topology=1)
+    taken = []
+
+    def step() -> None:
+        taken.append(run.train(1))
+        if len(taken) == BLOCK + 1:  # in full precision
+            raise KeyError("of the step")
+
+    with pytest.raises(KeyError, match="of the step"):
+        run.comm.time_steps(step)
+    hooks = [comm.group.comms.all_gather for comm in run.comm._state.groups]
+    assert all(isinstance(hook, AllGatherHook) for hook in hooks)
+    plain = Run(build(), None).train(BLOCK + 3)
+    assert run.train(2).finish() == plain.finish()
+
+
+@on_ranks(2)
+def test_what_time_steps_refuses() -> None:
+    run = Run(build(), QUANTIZED, topology=1)
+    for repeats in (0, -1):
+        with pytest.raises(ValueError, match=f"at least 1 repeat, got repeats={repeats}"):
+            run.comm.time_steps(lambda: run.train(1), repeats=repeats)
+    with pytest.raises(TypeError, match="needs a function that takes a training step, got 3"):
+        run.comm.time_steps(3)
+
+    def nested(*_: object) -> None:
+        with pytest.raises(RuntimeError, match="during forward or backward"):
+            run.comm.time_steps(lambda: None)
+        seen.append(True)
+
+    seen: list[bool] = []
+    hook = run.model.blocks[0].register_forward_hook(nested)
+    output = loss_of(run.model, next(run.data))
+    hook.remove()
+    output.register_hook(nested)
+    output.backward()
+    assert len(seen) == 2
+    run.comm.remove()
+    with pytest.raises(RuntimeError, match="has been removed"):
+        run.comm.time_steps(lambda: run.train(1))
