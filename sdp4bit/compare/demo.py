@@ -13,7 +13,7 @@ from sdp4bit.compare.config import DemoConfig
 from sdp4bit.compare.finished_run import FinishedRun
 from sdp4bit.compare.tables import unstable_notes
 from sdp4bit.pretrain.launch.ranks import Ranks, agree
-from sdp4bit.pretrain.metrics import write_atomically
+from sdp4bit.pretrain.text import write_atomically
 from sdp4bit.pretrain.trainer import TrainingResult, pretrain
 from sdp4bit.traffic import format_bytes
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
-from sdp4bit.pretrain.metrics import write_atomically
 from sdp4bit.pretrain.options import SettingError, with_current_names
 from sdp4bit.pretrain.stability import GradientSpike, gradient_spikes
+from sdp4bit.pretrain.text import write_atomically
 from sdp4bit.pretrain.trainer import TrainingResult
 
 RESULT = "result.json"

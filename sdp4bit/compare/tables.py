@@ -15,8 +15,8 @@ from rich.table import Column, Table
 from sdp4bit.compare.config import DEFAULT_BASELINE
 from sdp4bit.compare.finished_run import FinishedRun, finite
 from sdp4bit.compare.outcomes import StrategyOutcome, outcomes
-from sdp4bit.pretrain.metrics import write_atomically
 from sdp4bit.pretrain.paired import CONFIDENCE, FEWEST_PAIRS, interval_text
+from sdp4bit.pretrain.text import write_atomically
 from sdp4bit.traffic import format_bytes
 
 

@@ -24,7 +24,8 @@ from sdp4bit.plan.paper import (
 )
 from sdp4bit.plan.step import Cluster, Plan, StepCost, at_bandwidth, verdict
 from sdp4bit.plan.traffic import LOSSLESS_BITS
-from sdp4bit.pretrain.metrics import save_figure, wrapped
+from sdp4bit.pretrain.metrics import save_figure
+from sdp4bit.pretrain.text import wrapped
 from sdp4bit.traffic import format_bytes
 
 NOTABLE_PADDING = 1.05

@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.plan.kernels import DEVICES, NVLINK_SHARE, DeviceName
 from sdp4bit.plan.model import GPTSize, ShardedGroup, flat_buffer, gpt_groups
@@ -18,6 +16,7 @@ from sdp4bit.plan.paper import ClusterName, Reproduction, reproduce
 from sdp4bit.plan.step import Cluster, ParallelLayout, Plan, plan_step
 from sdp4bit.pretrain.config.communication import CommunicationConfig, Strategy
 from sdp4bit.pretrain.launch.config import RanksConfig
+from sdp4bit.pretrain.marks import Switch
 from sdp4bit.pretrain.model.cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelShape
 from sdp4bit.pretrain.options import SettingError, option, require, require_at_least, require_positive
 
@@ -221,7 +220,7 @@ class LayoutConfig:
     reshard_after_forward: bool = True
     """FSDP2 frees a block's weights after forward and gathers them again in backward; off: once a micro
     batch."""
-    least_padding: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    least_padding: Annotated[bool, Switch] = False
     """FSDP2 shards each parameter along the dimension that pads least (shard_placement_fn)."""
 
     def __post_init__(self) -> None:
@@ -254,11 +253,11 @@ class PlanConfig:
     strategy: Strategy | None = None
     """What is quantized, by the names of the paper's ablation; sdp4bit when neither this nor
     --quantized-weights nor --quantized-gradients is given."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Annotated[bool, Switch] = False
     """Print JSON instead of text."""
     sweep: Path | None = None
     """PNG file to draw the speed-up into, over bandwidth and over accumulation."""
-    reproduce_table_2: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    reproduce_table_2: Annotated[bool, Switch] = False
     """Print the paper's table 2 as the planner has it, and the checks against table 4 and figure 8."""
     model: PlanModelConfig = field(default_factory=PlanModelConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sdp4bit.collectives.sections import RowParameter, Section, cut_row
 from sdp4bit.pretrain.model.cards import ModelShape
 from sdp4bit.quantization.layout import round_up
 
@@ -72,6 +73,14 @@ class ShardedGroup:
         if self.is_flat:
             return round_up(self.numel, math.lcm(ranks, MEGATRON_ALIGNMENT)) // ranks
         return sum(_part(shape, ranks, least_padding) for shape in self.shapes)
+
+    def sections(self, *, ranks: int, unit: int, least_padding: bool = False) -> tuple[Section, ...]:
+        """Return the sections of a row in which every parameter is quantized apart; see `cut_row`."""
+        parameters = [
+            RowParameter(numel=_part(shape, ranks, least_padding), is_fine=len(shape) <= 1, number=number)
+            for number, shape in enumerate(self.shapes)
+        ]
+        return cut_row(parameters, unit=unit, count=len(parameters))
 
 
 def _part(shape: Shape, ranks: int, least_padding: bool) -> int:

@@ -24,7 +24,7 @@ from sdp4bit.plan.traffic import (
     message_bytes,
     ring,
 )
-from sdp4bit.quantization.layout import message_layout
+from sdp4bit.quantization.layout import JointLayout, message_layout
 
 ClusterName = Literal["a100", "h800"]
 CLUSTERS: tuple[ClusterName, ...] = get_args(ClusterName)
@@ -108,7 +108,7 @@ class _Run:
         row_bytes = GATHERED_BYTES * row
         if config.weights is not None and config.weights.bits is not None:
             layout = message_layout(numel=row, bits=config.weights.bits, group_size=config.weights.group_size)
-            row_bytes = message_bytes(layout, scale_bytes=REFERENCE_SCALE_BYTES)
+            row_bytes = message_bytes(JointLayout((layout,)), scale_bytes=REFERENCE_SCALE_BYTES)
         ranks = self.groups_per_node * grid.ranks_per_node
         return gradients.inter_bytes * ranks, ring(row_bytes, grid=grid).inter_bytes * ranks
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.exchange import start_all_to_all
@@ -29,8 +29,8 @@ from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.plan.config import PROBE_FORMAT, ProbeConfig
 from sdp4bit.plan.traffic import RankGrid, gradient_exchange, weight_refresh
 from sdp4bit.pretrain.launch.ranks import Ranks, agree, gather_over_ranks
-from sdp4bit.pretrain.metrics import wrapped, write_atomically
 from sdp4bit.pretrain.options import SettingError
+from sdp4bit.pretrain.text import wrapped, write_atomically
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR, Hadamard
 from sdp4bit.quantization.layout import BLOCK, message_layout, round_up
@@ -259,7 +259,7 @@ def _report(config: ProbeConfig, result: dict[str, Any]) -> None:
         write_atomically(config.out, json.dumps(result, indent=2) + "\n")
     except OSError as error:
         raise SettingError(f"cannot write --out {config.out}: {error}") from error
-    Console().print(describe(result, out=config.out), highlight=False, markup=False, soft_wrap=True)
+    sys.stdout.write(f"{describe(result, out=config.out)}\n")
 
 
 def describe(result: dict[str, Any], *, out: Path) -> str:

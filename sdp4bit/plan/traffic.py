@@ -7,20 +7,22 @@ needs, spread evenly over the ranks of a node.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 from sdp4bit.collectives.capacity import room_for
 from sdp4bit.collectives.pieces import is_long_enough, piece_places
-from sdp4bit.collectives.pipeline import slice_lengths
+from sdp4bit.collectives.pipeline import group_unit, slice_places
+from sdp4bit.collectives.sections import Section, whole_row
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.plan.kernels import Kernel
 from sdp4bit.plan.model import ShardedGroup
 from sdp4bit.quantization.layout import (
-    FULL_PRECISION,
+    BLOCK,
     SCALE_BYTES,
-    MessageLayout,
-    message_layout,
+    JointLayout,
 )
 
 GATHERED_BYTES = 2
@@ -84,11 +86,11 @@ def ring(row_bytes: float, *, grid: RankGrid) -> Exchange:
     return Exchange(intra_bytes=sent * (g - 1) / g, inter_bytes=sent / g, collectives=1)
 
 
-def message_bytes(layout: MessageLayout, *, scale_bytes: int = SCALE_BYTES) -> int:
+def message_bytes(layout: JointLayout, *, scale_bytes: int = SCALE_BYTES) -> int:
     """Return the size of a message; scales of another width travel apart, without alignment."""
     if scale_bytes == SCALE_BYTES:
         return layout.nbytes
-    return layout.scales_offset + layout.parts * layout.groups * scale_bytes
+    return sum(each.scales_offset + each.parts * each.groups * scale_bytes for each in layout.layouts)
 
 
 def gradient_exchange(
@@ -98,6 +100,7 @@ def gradient_exchange(
     config: GradientConfig | None,
     dense_bytes: int = REDUCED_BYTES,
     scale_bytes: int = SCALE_BYTES,
+    sections: Sequence[Section] = (),
 ) -> Exchange:
     """Return one reduction of rows of `row_numel` values, quantization having started.
 
@@ -105,33 +108,39 @@ def gradient_exchange(
         config: None for full precision; so are rows below its min_numel.
         dense_bytes: bytes per value of a reduction in full precision.
         scale_bytes: bytes per scale.
+        sections: of a row; () for one.
     """
     if grid.size == 1:
         return Exchange()
     if config is None or row_numel < config.min_numel:
         return ring(row_numel * dense_bytes, grid=grid)
     g, n = grid.ranks_per_node, grid.nodes
-    intra_bits, inter_bits = config.intra_bits or FULL_PRECISION, config.inter_bits or FULL_PRECISION
     two_levels = g > 1 and n > 1
     intra = inter = padding = 0.0
     kernels: list[Kernel] = []
-    slices = slice_lengths(row_numel, config=config, nodes=n, ranks_per_node=g)
-    for numel in slices:
+    parts = sections or whole_row(row_numel)
+    slices = slice_places([part.numel for part in parts], config=config, nodes=n, ranks_per_node=g)
+    for chosen in slices:
+        pieces = [(parts[index], place.stop - place.start) for index, place in chosen]
         # With one level only, its messages carry a row to every rank.
-        messages = []
+        hops = []
         if g > 1:
-            layout = message_layout(numel=numel, bits=intra_bits, group_size=config.intra_group_size, parts=n)
-            nbytes = message_bytes(layout, scale_bytes=scale_bytes)
-            intra += nbytes * (g - 1)
+            layout = _joint(pieces, bits=config.intra_bits, group_size=config.intra_group_size, parts=n)
+            intra += message_bytes(layout, scale_bytes=scale_bytes) * (g - 1)
             padding += layout.padding_bytes * (g - 1)
-            messages.append((g, intra_bits, nbytes))
+            hops.append((g, layout))
         if n > 1:
-            layout = message_layout(numel=numel, bits=inter_bits, group_size=config.inter_group_size)
-            nbytes = message_bytes(layout, scale_bytes=scale_bytes)
-            inter += nbytes * (n - 1)
+            layout = _joint(pieces, bits=config.inter_bits, group_size=config.inter_group_size)
+            inter += message_bytes(layout, scale_bytes=scale_bytes) * (n - 1)
             padding += layout.padding_bytes * (n - 1)
-            messages.append((n, inter_bits, nbytes))
-        kernels += _reduction_kernels(numel, ranks=grid.size, nodes=n, messages=messages)
+            hops.append((n, layout))
+        for index, (_, numel) in enumerate(pieces):
+            messages = []
+            for count, layout in hops:
+                own = layout.layouts[index]
+                nbytes = message_bytes(JointLayout((own,)), scale_bytes=scale_bytes)
+                messages.append((count, own.bits, nbytes))
+            kernels += _reduction_kernels(numel, ranks=grid.size, nodes=n, messages=messages)
     return Exchange(
         intra_bytes=intra,
         inter_bytes=inter,
@@ -142,23 +151,40 @@ def gradient_exchange(
     )
 
 
+def _joint(
+    pieces: Sequence[tuple[Section, int]], *, bits: int | None, group_size: int, parts: int = 1
+) -> JointLayout:
+    """Return the layout of a message that carries so many values of each of these sections."""
+    return JointLayout(
+        tuple(
+            section.layout(numel, bits=bits, group_size=group_size, parts=parts) for section, numel in pieces
+        )
+    )
+
+
 def all_reduce_exchange(
-    numel: int, *, grid: RankGrid, config: GradientConfig | None, dense_bytes: int = REDUCED_BYTES
+    numel: int,
+    *,
+    grid: RankGrid,
+    config: GradientConfig | None,
+    dense_bytes: int = REDUCED_BYTES,
+    sections: Sequence[Section] = (),
 ) -> Exchange:
     """Return one all-reduce of `numel` values over replicas, quantization having started.
 
     Args:
         config: None for full precision; so are values of which a rank's part is below its min_numel.
         dense_bytes: bytes per value of a reduction in full precision, which a ring sends twice around.
+        sections: of the values; () for one.
     """
     g, n = grid.ranks_per_node, grid.nodes
     if grid.size == 1 or numel == 0:
         return Exchange()
     if config is None or not is_long_enough(numel, ranks=grid.size, config=config):
         return replace(ring(2 * numel * dense_bytes / grid.size, grid=grid), collectives=1)
-    _, length = piece_places(numel, ranks=grid.size)
-    reduced = gradient_exchange(length, grid=grid, config=replace(config, min_numel=0))
-    layout = gathered_layout(length, grid=grid, config=config)
+    pieces = pieces_of(sections or whole_row(numel), ranks=grid.size)
+    reduced = gradient_exchange(0, grid=grid, config=replace(config, min_numel=0), sections=pieces)
+    layout = gathered_layout(pieces, grid=grid, config=config)
     return replace(
         reduced,
         intra_bytes=reduced.intra_bytes + layout.nbytes * n * (g - 1),
@@ -167,31 +193,45 @@ def all_reduce_exchange(
         collectives=reduced.collectives + (n > 1) + (g > 1),
         kernels=(
             *reduced.kernels,
-            *_gather_kernels(length, ranks=grid.size, bits=layout.bits, nbytes=layout.nbytes),
+            *chain.from_iterable(
+                _gather_kernels(each.numel, ranks=grid.size, bits=each.bits, nbytes=each.nbytes)
+                for each in layout.layouts
+            ),
         ),
     )
 
 
-def gathered_layout(piece: int, *, grid: RankGrid, config: GradientConfig) -> MessageLayout:
-    """Return the layout of the message in which an all-reduce gathers a rank's piece of the sum."""
+def pieces_of(sections: Sequence[Section], *, ranks: int) -> tuple[Section, ...]:
+    """Return the sections of a rank's piece of what is all-reduced over so many ranks."""
+    found = []
+    for section in sections:
+        _, length = piece_places(section.numel, ranks=ranks, unit=section.unit)
+        found.append(replace(section, ranges=((0, length),)))
+    return tuple(found)
+
+
+def gathered_layout(pieces: Sequence[Section], *, grid: RankGrid, config: GradientConfig) -> JointLayout:
+    """Return the layout of the message in which an all-reduce gathers a rank's pieces of the sum."""
     bits, size = config.intra_bits, config.intra_group_size
     if grid.nodes > 1:
         bits, size = config.inter_bits, config.inter_group_size
-    return message_layout(numel=piece, bits=bits or FULL_PRECISION, group_size=size)
+    return _joint([(piece, piece.numel) for piece in pieces], bits=bits, group_size=size)
 
 
-def _gather_kernels(numel: int, *, ranks: int, bits: int | None, nbytes: int) -> tuple[Kernel, Kernel]:
+def _gather_kernels(numel: int, *, ranks: int, bits: int, nbytes: int) -> tuple[Kernel, Kernel]:
     """Return what is done to the pieces of an all-reduce after their reduction."""
     moved = float(nbytes + REDUCED_BYTES * numel)
     quantize = Kernel(
-        operator="hadamard_quantize_4" if bits == 4 else "hadamard_quantize_8",
+        operator="hadamard_quantize_4" if bits <= 4 else "hadamard_quantize_8",
         values=float(numel),
+        bits=bits,
         nbytes=moved,
     )
     restore = Kernel(
         operator="dequantize_reduce_hadamard",
         values=float(ranks * numel),
         messages=1,
+        bits=bits,
         nbytes=ranks * moved,
     )
     return quantize, restore
@@ -237,32 +277,44 @@ def _reduction_kernels(
     return kernels
 
 
-def weight_refresh(row_numel: int, *, grid: RankGrid, config: WeightConfig | None) -> Exchange:
-    """Return the update of the weight replica, once per optimizer step."""
+def weight_refresh(
+    row_numel: int, *, grid: RankGrid, config: WeightConfig | None, sections: Sequence[Section] = ()
+) -> Exchange:
+    """Return the update of the weight replica, once per optimizer step.
+
+    Args:
+        sections: of a row; () for one.
+    """
     if config is None or grid.size == 1 or row_numel == 0:
         return Exchange()
     g, n = grid.ranks_per_node, grid.nodes
     kernels: tuple[Kernel, ...] = ()
     if config.is_lossless:
         # On the CPU only, and not by a kernel that is timed here.
-        nbytes, padding, kernels = lossless_bytes(row_numel), 0.0, ()
+        nbytes, padding = lossless_bytes(row_numel), 0.0
     elif config.bits is None:
         nbytes, padding = GATHERED_BYTES * row_numel, 0.0
     else:
-        layout = message_layout(numel=row_numel, bits=config.bits, group_size=config.group_size)
+        parts = sections or whole_row(row_numel)
+        layout = _joint(
+            [(part, part.numel) for part in parts], bits=config.bits, group_size=config.group_size
+        )
         nbytes, padding = layout.nbytes, layout.padding_bytes
         rows = grid.size if is_full(config, grid=grid) else n
-        # The difference is read from two bf16 rows; every row held is read, changed and written.
-        row_bytes = 2.0 * GATHERED_BYTES * row_numel + nbytes
-        kernels = (
-            Kernel(operator="subtract_quantize", values=float(row_numel), bits=config.bits, nbytes=row_bytes),
-            Kernel(
-                operator="dequantize_add",
-                values=float(rows * row_numel),
-                bits=config.bits,
-                nbytes=rows * row_bytes,
-            ),
-        )
+        for each in layout.layouts:
+            # The difference is read from two bf16 rows; every row held is read, changed and written.
+            row_bytes = 2.0 * GATHERED_BYTES * each.numel + each.nbytes
+            kernels += (
+                Kernel(
+                    operator="subtract_quantize", values=float(each.numel), bits=each.bits, nbytes=row_bytes
+                ),
+                Kernel(
+                    operator="dequantize_add",
+                    values=float(rows * each.numel),
+                    bits=each.bits,
+                    nbytes=rows * row_bytes,
+                ),
+            )
     inter_copies = n - 1
     intra_copies = n * (g - 1) if is_full(config, grid=grid) else 0
     return Exchange(
@@ -297,6 +349,25 @@ def is_full(config: WeightConfig, *, grid: RankGrid) -> bool:
     return config.replica == "full" or grid.ranks_per_node == 1
 
 
+def applied_config(config: SDP4BitConfig, *, grid: RankGrid, replicas: RankGrid) -> SDP4BitConfig:
+    """Return the settings without what stays in full precision because the ranks are on one node."""
+    weights, gradients = config.weights, config.gradients
+    if weights is not None and not weights.applies_to(nodes=grid.nodes):
+        weights = None
+    if gradients is not None and not gradients.applies_to(nodes=max(grid.nodes, replicas.nodes)):
+        gradients = None
+    return replace(config, weights=weights, gradients=gradients, alerts=None)
+
+
+class RowSections(NamedTuple):
+    """How each use of a row cuts it."""
+
+    reduced: Sequence[Section]
+    summed: Sequence[Section]
+    """Over replicas."""
+    refreshed: Sequence[Section]
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupTraffic:
     """What one rank sends for one parameter group in a step."""
@@ -305,6 +376,7 @@ class GroupTraffic:
     numel: int
     """Parameters of the group on this model-parallel rank, without padding."""
     row_numel: int
+    cut: RowSections
     gradients: Exchange
     all_reduce: Exchange
     """Of gradients, over the replicas of HSDP."""
@@ -338,18 +410,43 @@ def group_traffic(
     """
     row = group.row_numel(ranks=grid.size, least_padding=least_padding)
     # A flat buffer stays gathered: every rank holds all weights, so its replica is a full one.
-    weights = config.weights
+    config = applied_config(config, grid=grid, replicas=replicas)
+    weights, gradients = config.weights, config.gradients
     if group.is_flat and weights is not None:
         weights = replace(weights, replica="full")
-    if weights is not None and not weights.saves_bytes(nodes=grid.nodes):
-        weights = None
     gathers = 1 if group.is_flat else accumulation * (2 if group.freed_after_forward else 1)
+    cut = row_sections(group, grid=grid, replicas=replicas, config=config, least_padding=least_padding)
     return GroupTraffic(
         name=group.name,
         numel=group.numel,
         row_numel=row,
-        gradients=gradient_exchange(row, grid=grid, config=config.gradients, dense_bytes=dense_bytes),
-        all_reduce=all_reduce_exchange(row, grid=replicas, config=config.gradients, dense_bytes=dense_bytes),
-        refresh=weight_refresh(row, grid=grid, config=weights),
+        cut=cut,
+        gradients=gradient_exchange(
+            row, grid=grid, config=gradients, dense_bytes=dense_bytes, sections=cut.reduced
+        ),
+        all_reduce=all_reduce_exchange(
+            row, grid=replicas, config=gradients, dense_bytes=dense_bytes, sections=cut.summed
+        ),
+        refresh=weight_refresh(row, grid=grid, config=weights, sections=cut.refreshed),
         gathers=weight_gather(row, grid=grid, config=weights).times(gathers),
+    )
+
+
+def row_sections(
+    group: ShardedGroup,
+    *,
+    grid: RankGrid,
+    replicas: RankGrid,
+    config: SDP4BitConfig,
+    least_padding: bool = False,
+) -> RowSections:
+    """Return the sections of a group's row; see `group_traffic`."""
+    if group.is_flat or not config.separate_parameters:
+        whole = whole_row(group.row_numel(ranks=grid.size, least_padding=least_padding))
+        return RowSections(whole, whole, whole)
+    gradients = config.gradients or GradientConfig()
+    units = [group_unit(gradients, nodes=g.nodes, ranks_per_node=g.ranks_per_node) for g in (grid, replicas)]
+    units.append(BLOCK if config.weights is None else config.weights.group_size)
+    return RowSections(
+        *(group.sections(ranks=grid.size, unit=unit, least_padding=least_padding) for unit in units)
     )

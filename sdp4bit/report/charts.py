@@ -136,21 +136,13 @@ def traffic_plots(runs: Sequence[Run]) -> list[Plot]:
 
 
 def time_plots(runs: Sequence[Run]) -> list[Plot]:
-    """Return how long the steps took, and how much of it the ranks spent exchanging."""
+    """Return the seconds of each step."""
     return [
         _train_plot(
             runs,
             key="step_seconds",
             title="Step time",
             about="Wall-clock time of each step (faint), smoothed over a twentieth of the steps (line).",
-            unit="seconds",
-            smooth=True,
-        ),
-        _train_plot(
-            runs,
-            key="exchange_seconds",
-            title="Time in exchange",
-            about="Part of the step in which weights and gradients were sent (faint), smoothed (line).",
             unit="seconds",
             smooth=True,
         ),
@@ -184,14 +176,12 @@ def group_plots(runs: Sequence[Run]) -> list[Plot]:
         ("weight_error", "Weight quantization error by group", "number"),
         ("weight_drift", "Weight drift by group", "number"),
         ("nonfinite_groups", "Non-finite groups", "count"),
-        ("exchange_seconds", "Time in exchange by group", "seconds"),
     )
     abouts = {
         "gradient_error": "Relative error of quantizing the group's gradients.",
         "weight_error": "Relative error of quantizing the group's weight differences, or weights.",
         "weight_drift": "Distance of the group's gathered weights from its main weights, relative.",
         "nonfinite_groups": "Quantization groups with a value that was not a finite number.",
-        "exchange_seconds": "Time in which the group's weights and gradients were sent.",
     }
     return [
         _heat_plot(runs, key=key, title=title, unit=unit, about=abouts[key], kinds=len(kinds))
@@ -296,7 +286,6 @@ def _why_null(key: str) -> str:
         "weight_drift": "weights are not quantized",
         "weight_error": "weights are not quantized",
         "gradient_error": "gradients are not quantized",
-        "exchange_seconds": "time in exchange was not measured",
     }.get(key, "no value is a finite number")
 
 
@@ -340,8 +329,6 @@ def _or_nan(value: float | None) -> float:
 def _why_no_map(run: Run, key: str, table: np.ndarray) -> str | None:
     if not run.groups:
         return "it wrote no communication events"
-    if _is_no_time(run, key):
-        return _NO_TIMES
     if not any(key in numbers for groups in run.groups.values() for numbers in groups.values()):
         return f'its communication events have no "{key}"'
     if not np.isfinite(table).any():

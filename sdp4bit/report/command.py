@@ -32,7 +32,7 @@ def write_report(config: ReportConfig) -> Path:
     Raises:
         SettingError: a folder holds no run, a file in it cannot be understood, or the page cannot be written.
     """
-    from sdp4bit.pretrain.metrics import write_atomically
+    from sdp4bit.pretrain.text import write_atomically
     from sdp4bit.report.page import render_page
     from sdp4bit.report.runs import find_runs
 

@@ -19,7 +19,7 @@ from sdp4bit.pretrain.options import SettingError, with_current_names
 METRICS = "metrics.jsonl"
 SETTINGS = "config.json"
 SUMMARY = "summary.json"
-TIMES = ("step_seconds", "exchange_seconds", "tokens_per_second")
+TIMES = ("step_seconds", "tokens_per_second")
 """Numbers of a step that say how long it took."""
 LAST_STEP = 2**53
 """Larger steps are not exact in the page."""
@@ -318,7 +318,7 @@ _MEASURED = frozenset(
     (
         *("samples", "loss", "lr", "grad_norm", "tokens_per_second", "tflops_per_device", "step_seconds"),
         *("intra_bytes", "inter_bytes", "compression_ratio", "weight_drift", "gradient_error"),
-        *("weight_error", "nonfinite_groups", "exchange_seconds", "loss_scale"),
+        *("weight_error", "nonfinite_groups", "loss_scale"),
     )
 )
 

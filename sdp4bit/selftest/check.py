@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from sdp4bit.pretrain.launch.ranks import Ranks, gather_over_ranks
 from sdp4bit.selftest.config import SelftestConfig
@@ -60,7 +59,8 @@ class Context:
     def say(self, line: str) -> None:
         """Print progress, on rank 0."""
         if self.ranks.is_first:
-            Console().print(line, highlight=False, markup=False, soft_wrap=True)
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
 
     def synchronize(self) -> None:
         """Wait for the device."""

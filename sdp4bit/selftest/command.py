@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from sdp4bit.pretrain.launch.ranks import Ranks, agree
-from sdp4bit.pretrain.metrics import write_atomically
 from sdp4bit.pretrain.options import SettingError
+from sdp4bit.pretrain.text import write_atomically
 from sdp4bit.selftest.check import Check, Context, Outcome, run_checks
 from sdp4bit.selftest.config import CheckName, SelftestConfig
 from sdp4bit.selftest.exchanges import check_exchanges
@@ -25,6 +23,8 @@ from sdp4bit.selftest.verdict import check_verdict
 
 FORMAT = "sdp4bit-selftest-1"
 EXIT_FAILED = 1
+_WIDTH = 79
+_RULE = "-" * _WIDTH
 _CHECKS: dict[CheckName, Check] = {
     "facts": check_facts,
     "kernels": check_kernels,
@@ -76,19 +76,26 @@ def _report(config: SelftestConfig, outcomes: Sequence[Outcome], result: dict[st
             write_atomically(config.json, json.dumps(result, indent=2) + "\n")
         except OSError as error:
             raise SettingError(f"cannot write --json {config.json}: {error}") from error
-    console = Console(width=None if sys.stdout.isatty() else 79)
-    table = Table("check", "result", "seconds", "")
+    lines = [_RULE, _row("check", "result", "seconds", ""), _RULE]
     for outcome in outcomes:
         about = outcome.failure.message if outcome.failure else outcome.reason or ""
-        table.add_row(outcome.name, outcome.result, f"{outcome.seconds:.1f}", about)
-    console.print(table)
+        lines.append(_row(outcome.name, outcome.result, f"{outcome.seconds:.1f}", about))
+    lines.append(_RULE)
     for outcome in outcomes:
         if outcome.failure is not None:
-            lines = [
-                f"Rank {outcome.failure.rank}, {outcome.failure.case}",
-                f"Again: {outcome.reproduce}",
-            ]
-            console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-    console.print(f"Verdict: {result['verdict']}.", highlight=False, markup=False)
+            lines.append(f"Rank {outcome.failure.rank}, {outcome.failure.case}")
+            lines.append(f"Again: {outcome.reproduce}")
+    lines.append(textwrap.fill(f"Verdict: {result['verdict']}.", _WIDTH))
+    if not any(outcome.failure for outcome in outcomes):
+        lines.append("comm.time_steps(step) measures your own training step (docs/telemetry.md).")
     if config.json is not None:
-        console.print(f"{config.json} is for a bug report.", highlight=False, markup=False, soft_wrap=True)
+        lines.append(f"{config.json} is for a bug report.")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _row(name: str, result: str, seconds: str, about: str) -> str:
+    """Return a row of the table; a long text goes on in its column."""
+    first = f"{name:<10} {result:<8} {seconds:>8}  "
+    return textwrap.fill(
+        f"{first}{about}", _WIDTH, subsequent_indent=" " * len(first), drop_whitespace=True
+    ).rstrip()

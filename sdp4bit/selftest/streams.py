@@ -31,7 +31,7 @@ _SHARE = 0.1
 """Of the operators that are delayed."""
 _CYCLES, _SECONDS = 1_000_000, 0.001
 """Longest delay on a GPU, half a millisecond or so, and on a CPU."""
-_QUANTIZED = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
+_QUANTIZED = SDP4BitConfig(gradients=GradientConfig(min_numel=0, inside_one_node=True))
 
 
 def _prefetch(model: GPT) -> None:
@@ -65,7 +65,9 @@ SCENARIOS: dict[str, Scenario] = {
     "unshard(async_op=True)": Scenario(config=_QUANTIZED, prepare=_unshard_ahead),
     "two models": Scenario(config=_QUANTIZED, models=2, prepare=_prefetch),
     "three slices": Scenario(
-        config=replace(_QUANTIZED, gradients=GradientConfig(min_numel=0, pipeline_chunks=3))
+        config=replace(
+            _QUANTIZED, gradients=GradientConfig(min_numel=0, pipeline_chunks=3, inside_one_node=True)
+        )
     ),
 }
 

@@ -28,8 +28,8 @@ def check_verdict(context: Context) -> dict[str, Any]:
     )
     if probed["inter_bandwidth"] is None:
         raise CheckSkippedError(
-            "all ranks are on one node: weights are not quantized there, and gradients need it least; "
-            "--ranks-per-node lets one host stand for several"
+            "all ranks are on one node, where nothing is quantized unless asked for; --ranks-per-node lets "
+            "one host stand for several"
         )
     cluster = Cluster(
         name=probed["name"],

@@ -14,7 +14,7 @@ from sdp4bit.plan.kernels import DEVICES, DeviceName, Kernel, Operator, kernel_s
 from sdp4bit.plan.memory import communicators
 from sdp4bit.plan.model import ShardedGroup
 from sdp4bit.plan.step import Cluster, ParallelLayout, plan_step, verdict
-from sdp4bit.plan.traffic import RankGrid, gradient_exchange, weight_refresh
+from sdp4bit.plan.traffic import RankGrid, all_reduce_exchange, gradient_exchange, weight_refresh
 
 MILLION = 1_000_000
 FP32, INT8, INT4 = 4.0, 1 + 2 / 128, 1 / 2 + 2 / 128
@@ -103,6 +103,17 @@ def test_kernels_of_fewer_bits_have_instructions_and_bytes_of_their_own() -> Non
     assert kernel.times(2).bits == 3
 
 
+@pytest.mark.parametrize(
+    ("bits", "operator"), [(2, "hadamard_quantize_4"), (3, "hadamard_quantize_4"), (8, "hadamard_quantize_8")]
+)
+def test_the_second_half_of_an_all_reduce_has_the_bits_of_its_message(bits: int, operator: Operator) -> None:
+    config = GradientConfig(inter_bits=bits, min_numel=0)
+    exchange = all_reduce_exchange(MILLION, grid=RankGrid(nodes=4, ranks_per_node=2), config=config)
+    quantize, restore = exchange.kernels[-2:]
+    assert (quantize.operator, quantize.bits) == (operator, bits)
+    assert (restore.operator, restore.bits) == ("dequantize_reduce_hadamard", bits)
+
+
 def test_exact_rows_have_no_kernels() -> None:
     grid = RankGrid(nodes=4, ranks_per_node=8)
     assert gradient_exchange(1 << 20, grid=grid, config=None).kernels == ()
@@ -114,8 +125,9 @@ def test_exact_rows_have_no_kernels() -> None:
     [
         (4, 8, SDP4BitConfig(), 5),
         (4, 1, SDP4BitConfig(), 3),
-        (1, 8, SDP4BitConfig(), 2),  # a node's weights have nothing to save
-        (1, 8, SDP4BitConfig(weights=WeightConfig(replica="full")), 3),
+        (1, 8, SDP4BitConfig(), 1),  # nothing is quantized on one node unless asked for
+        (1, 8, SDP4BitConfig(gradients=GradientConfig(inside_one_node=True)), 2),
+        (1, 8, SDP4BitConfig(weights=WeightConfig(replica="full")), 2),
         (4, 8, SDP4BitConfig.preset("qwd"), 3),
         (4, 8, SDP4BitConfig.preset("baseline"), 1),
     ],
@@ -147,7 +159,7 @@ H100 = Cluster(
     device_flops=400e12,
     device=DEVICES["h100"],
 )
-ONE_BUFFER = (ShardedGroup(name="all", shapes=((7_000_000_000 // 128 * 128,),), freed_after_forward=False),)
+ONE_BUFFER = (ShardedGroup(name="all", shapes=((7_000_000_000 // 128, 128),), freed_after_forward=False),)
 
 
 def test_a_step_adds_kernels_nvlink_and_network() -> None:

@@ -67,8 +67,8 @@ class CountCollectives(TorchDispatchMode):
     def _count(self, name: str, args: Any) -> None:
         if name == "allreduce_":
             nbytes, ranks = sum(tensor.nbytes for tensor in args[0]), self._ranks(args[1])
-            # Whether weights were edited between micro-batches: a few bytes, which nothing counts.
-            if nbytes > 64:
+            # What has happened to the weights: a few bytes, which nothing counts.
+            if args[0][0].dtype != torch.int32:
                 self._add(2 * nbytes / len(ranks), ranks)
             return
         output, given = args[0], args[1]
@@ -217,7 +217,7 @@ def group_of(parameter: str) -> str:
 
 
 DEFAULT = SDP4BitConfig()
-ALL_ROWS = replace(DEFAULT, gradients=GradientConfig(min_numel=0, pipeline_chunks=3))
+ALL_ROWS = replace(DEFAULT, gradients=GradientConfig(min_numel=0, pipeline_chunks=3, inside_one_node=True))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,10 @@ ALL_ROWS = replace(DEFAULT, gradients=GradientConfig(min_numel=0, pipeline_chunk
         ALL_ROWS,
         replace(ALL_ROWS, weights=WeightConfig(replica="full")),
         replace(ALL_ROWS, weights=WeightConfig(bits=None)),
-        replace(ALL_ROWS, gradients=GradientConfig(min_numel=0, intra_bits=None, inter_bits=8)),
+        replace(
+            ALL_ROWS,
+            gradients=replace(ALL_ROWS.gradients, pipeline_chunks=None, intra_bits=None, inter_bits=8),
+        ),
         *(SDP4BitConfig.preset(name) for name in ("baseline", "qwd", "tlq-hs")),
     ],
 )
@@ -306,8 +309,8 @@ def test_cost_per_parameter_stays_flat_as_the_world_grows_unless_rows_are_padded
         for least_padding in (False, True):
             model = Even(small=small, large=large)
             cost[world, least_padding] = cost_per_parameter(model, grid=grid, least_padding=least_padding)
-    # Each of the two messages of a row (gradients, weights) may end in up to 15 bytes of padding.
-    alignment = 2 * 15 / (2 * small)
+    # Both sections of the two messages of a row (gradients, weights) may end in up to 15 bytes of padding.
+    alignment = 2 * 2 * 15 / (2 * small)
     assert cost[small, False] == cost[small, True] == pytest.approx(1.02, abs=0.02)
     assert cost[large, True] == pytest.approx(cost[small, True], abs=alignment)
     # The half with few rows is sent as if it had large / small times as many.

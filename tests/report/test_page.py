@@ -143,7 +143,7 @@ def test_values_are_read_and_runs_switched_off(tmp_path):
         found.wide = document.documentElement.scrollWidth > window.innerWidth;
         """,
     )
-    assert len(found["figures"]) == 17 and "plot-difference" in found["figures"]
+    assert len(found["figures"]) == 15 and "plot-difference" in found["figures"]
     assert found["lines"] == [6, 4, 6]  # the gap in the second run makes two lines of one
     assert "4bit: none in 2 reports of 5 groups" in found["noMaps"]
     assert found["bytes"] == "step 100; plain : 2MB; 4bit : 250kB"

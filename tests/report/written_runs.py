@@ -29,7 +29,6 @@ def train_event(step: int, **changes: Any) -> dict[str, Any]:
         "compression_ratio": 8.0,
         "weight_drift": 0.01,
         "gradient_error": 0.15,
-        "exchange_seconds": 0.05,
         **changes,
     }
 
@@ -52,7 +51,6 @@ def communication_event(step: int, names: Iterable[str] = GROUPS, **changes: Any
                 "weight_error": 0.05,
                 "weight_drift": 0.01 * (index + 1),
                 "nonfinite_groups": 0,
-                "exchange_seconds": 0.002,
                 "weight_bits": 4,
                 "gradient_bits": 4,
                 **changes,
@@ -91,7 +89,7 @@ def long_events(steps: int, *, seed: int, layers: int = 24, every: int = 20) -> 
     """Return a noisy run of many steps with every kind of event; some losses are null."""
     rng = np.random.default_rng(seed)
     names = ["embedding", *(f"layers.{index}" for index in range(layers)), "norm"]
-    decimal = ("lr", "grad_norm", "gradient_error", "weight_drift", "step_seconds", "exchange_seconds")
+    decimal = ("lr", "grad_norm", "gradient_error", "weight_drift", "step_seconds")
     events = []
     for step in range(1, steps + 1):
         loss = 3 + 5 * math.exp(-step / steps * 6) + 0.05 * rng.standard_normal()
