@@ -24,22 +24,8 @@ if TYPE_CHECKING:
     from sdp4bit.selftest.config import SelftestConfig
 
 EXIT_SETTING = 2
-_PACKAGES = (
-    *(
-        "jinja2",
-        "matplotlib",
-        "plotly",
-        "rich",
-        "safetensors",
-        "scipy",
-        "tensorboard",
-        "tokenizers",
-        "tyro",
-        "yaml",
-    ),
-    *(("tomli",) if sys.version_info < (3, 11) else ()),
-)
-"""What the extra `pretrain` installs, by the names that are imported."""
+_TRAINING = "tyro rich tensorboard tokenizers yaml"
+_TOMLI = ("tomli",) if sys.version_info < (3, 11) else ()
 _ABOUT = (
     "4-bit communication for sharded data parallel training. `sdp4bit COMMAND --help` shows the options that "
     "matter, `--help-all` all of them, `sdp4bit --version` the version."
@@ -57,6 +43,8 @@ class Command:
     """Whether its options may stand in a file, given by --config-file."""
     shown: tuple[str, ...]
     """Fields that `--help` shows; all of them if empty. `--help-all` shows all always."""
+    packages: tuple[str, ...]
+    """Imports of the extra `pretrain` that it needs sooner or later: none of them is missed after hours."""
     run: Callable[[Any], int]
     """Does what the settings say and returns the exit code."""
 
@@ -69,10 +57,9 @@ class Command:
         """Return the settings; prints help or an error and exits instead where that is due.
 
         Raises:
-            SettingError: options that contradict each other.
+            SettingError: options that contradict each other, or a package that is missing.
         """
-        import tyro
-
+        _check_packages(self.packages, command=self.name)
         from sdp4bit.pretrain.config import help
         from sdp4bit.pretrain.config.file import expand_config_file
 
@@ -82,9 +69,16 @@ class Command:
             shown = () if help.HELP_ALL in asked else self.shown
             print(help.help_text(settings, name=self.name, description=self.description, shown=shown), end="")
             raise SystemExit(0)
+        prog = f"sdp4bit {self.name}"
+        if "tyro" not in self.packages:
+            from sdp4bit.pretrain.config.plain_parser import parse_plainly
+
+            return parse_plainly(settings, options, prog=prog)
+        import tyro
+
         return tyro.cli(
             settings,
-            prog=f"sdp4bit {self.name}",
+            prog=prog,
             description=self.description,
             args=expand_config_file(options, settings=settings) if self.reads_file else options,
             # Options have the names of their fields alone; a test keeps those unique.
@@ -96,13 +90,18 @@ COMMANDS: dict[str, Command] = {}
 
 
 def _command(
-    name: str, *, settings: str, reads_file: bool = False, shown: str = ""
+    name: str, *, settings: str, packages: str, reads_file: bool = False, shown: str = ""
 ) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
     """Return a decorator that registers a function; its docstring is the command's description."""
 
     def register(run: Callable[[Any], int]) -> Callable[[Any], int]:
         COMMANDS[name] = Command(
-            name=name, settings=settings, reads_file=reads_file, shown=tuple(shown.split()), run=run
+            name=name,
+            settings=settings,
+            reads_file=reads_file,
+            shown=tuple(shown.split()),
+            packages=(*packages.split(), *(_TOMLI if reads_file else ())),
+            run=run,
         )
         return run
 
@@ -112,6 +111,7 @@ def _command(
 @_command(
     "pretrain",
     settings="sdp4bit.pretrain.config.pretrain:PretrainConfig",
+    packages=_TRAINING,
     reads_file=True,
     shown="""strategy model_card data_path tokenizer_model vocabulary_size steps micro_batch_size
     global_batch_size sequence_length learning_rate precision compile eval_interval
@@ -136,6 +136,7 @@ def _pretrain(config: PretrainConfig) -> int:
 @_command(
     "compare",
     settings="sdp4bit.compare.config:CompareConfig",
+    packages=f"{_TRAINING} matplotlib scipy",
     reads_file=True,
     shown="""strategies seeds baseline merge out model_card data_path tokenizer_model vocabulary_size steps
     micro_batch_size global_batch_size sequence_length learning_rate precision eval_interval
@@ -153,7 +154,12 @@ def _compare(config: CompareConfig) -> int:
     return run_on_ranks(compare, config=config, parallel=config.parallel)
 
 
-@_command("demo", settings="sdp4bit.compare.config:DemoConfig", reads_file=True)
+@_command(
+    "demo",
+    settings="sdp4bit.compare.config:DemoConfig",
+    packages=f"{_TRAINING} matplotlib scipy",
+    reads_file=True,
+)
 def _demo(config: DemoConfig) -> int:
     """Train a small GPT on 4 processes of this machine that stand for 2 nodes of 2 ranks: first with plain
     FSDP2, then with 4-bit communication."""
@@ -163,7 +169,11 @@ def _demo(config: DemoConfig) -> int:
     return run_on_ranks(demo, config=config, parallel=config.comparison().parallel)
 
 
-@_command("export", settings="sdp4bit.pretrain.checkpoint.config:ExportConfig")
+@_command(
+    "export",
+    settings="sdp4bit.pretrain.checkpoint.config:ExportConfig",
+    packages="tyro rich safetensors tokenizers",
+)
 def _export(config: ExportConfig) -> int:
     """Write the model and tokenizer of a checkpoint as a Hugging Face GPT-2 model: config.json,
     model.safetensors and the tokenizer's files. One process, no GPU."""
@@ -173,7 +183,11 @@ def _export(config: ExportConfig) -> int:
     return 0
 
 
-@_command("import", settings="sdp4bit.pretrain.checkpoint.config:ImportConfig")
+@_command(
+    "import",
+    settings="sdp4bit.pretrain.checkpoint.config:ImportConfig",
+    packages="tyro rich safetensors tokenizers",
+)
 def _import(config: ImportConfig) -> int:
     """Write a Hugging Face GPT-2 model as a checkpoint, which `sdp4bit pretrain --load` continues from at
     step 0 with a new optimizer. One process, no GPU."""
@@ -183,7 +197,11 @@ def _import(config: ImportConfig) -> int:
     return 0
 
 
-@_command("tokenizer", settings="sdp4bit.pretrain.data.tokenizer_training:TokenizerTrainingConfig")
+@_command(
+    "tokenizer",
+    settings="sdp4bit.pretrain.data.tokenizer_training:TokenizerTrainingConfig",
+    packages="tyro rich tokenizers",
+)
 def _tokenizer(config: TokenizerTrainingConfig) -> int:
     """Learn a byte-level BPE tokenizer from documents (.jsonl, also .gz or .zst, .parquet, text); pretrain,
     compare and preprocess read it with --tokenizer-model."""
@@ -193,7 +211,11 @@ def _tokenizer(config: TokenizerTrainingConfig) -> int:
     return 0
 
 
-@_command("preprocess", settings="sdp4bit.pretrain.data.preprocess:PreprocessConfig")
+@_command(
+    "preprocess",
+    settings="sdp4bit.pretrain.data.preprocess:PreprocessConfig",
+    packages="tyro rich tokenizers",
+)
 def _preprocess(config: PreprocessConfig) -> int:
     """Turn documents (.jsonl, also .gz or .zst, and .parquet) into Megatron's .bin/.idx files, which pretrain
     and compare read with --data-path."""
@@ -206,6 +228,7 @@ def _preprocess(config: PreprocessConfig) -> int:
 @_command(
     "plan",
     settings="sdp4bit.plan.config:PlanConfig",
+    packages="tyro matplotlib rich scipy yaml",
     reads_file=True,
     shown="""strategy model_card cluster device probe nodes devices_per_node inter_bandwidth intra_bandwidth
     device_tflops tensor_parallel pipeline_parallel micro_batch_size accumulation engine overlap sweep json
@@ -219,7 +242,7 @@ def _plan(config: PlanConfig) -> int:
     return run_plan(config)
 
 
-@_command("probe", settings="sdp4bit.plan.config:ProbeConfig", reads_file=True)
+@_command("probe", settings="sdp4bit.plan.config:ProbeConfig", packages="tyro yaml", reads_file=True)
 def _probe(config: ProbeConfig) -> int:
     """Measure the intra-node and inter-node bandwidth and the speed of quantization, for `sdp4bit plan
     --probe`. Starts --nproc-per-node processes on this machine; under torchrun, torchrun starts them."""
@@ -229,7 +252,7 @@ def _probe(config: ProbeConfig) -> int:
     return run_on_ranks(probe, config=config, parallel=config.parallel, leaves_early=False)
 
 
-@_command("selftest", settings="sdp4bit.selftest.config:SelftestConfig")
+@_command("selftest", settings="sdp4bit.selftest.config:SelftestConfig", packages="")
 def _selftest(config: SelftestConfig) -> int:
     """Check on these machines that the library works, and say whether it pays: kernels against the reference,
     exchanges over the real network, streams under random delays, a training run. Under torchrun, or with
@@ -243,7 +266,7 @@ def _selftest(config: SelftestConfig) -> int:
     return run_on_ranks(selftest, config=config, parallel=config.parallel, leaves_early=False)
 
 
-@_command("report", settings="sdp4bit.report.command:ReportConfig")
+@_command("report", settings="sdp4bit.report.command:ReportConfig", packages="tyro jinja2 plotly rich scipy")
 def _report(config: ReportConfig) -> int:
     """Show training runs on one HTML page: losses, bytes, times, quantization errors, alerts. Reads the files
     that pretrain, compare and demo write into --out, also while they run."""
@@ -259,9 +282,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["--version"]:
         print(f"sdp4bit {__version__}")
         return 0
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
-    if missing:
-        return _wrong_setting(f'this command needs {", ".join(missing)}: pip install "sdp4bit[pretrain]"')
     from sdp4bit.pretrain.options import SettingError
 
     try:
@@ -277,14 +297,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show_commands(arguments: Sequence[str]) -> int:
     """Print help, or what is wrong with the arguments, and exit; settings of no command are imported."""
-    import tyro
-
     from sdp4bit.pretrain.config import help
 
     if any(argument in help.HELP for argument in arguments[:1]):
         about = {name: command.description for name, command in COMMANDS.items()}
         print(help.commands_text(about, description=_ABOUT), end="")
         raise SystemExit(0)
+
+    _check_packages(("tyro",), command=" ".join(arguments[:1]))
+    import tyro
 
     def named(command: Command) -> Callable[[], int]:
         def stand_in() -> int:
@@ -295,6 +316,16 @@ def _show_commands(arguments: Sequence[str]) -> int:
 
     commands = {name: named(command) for name, command in COMMANDS.items()}
     return tyro.extras.subcommand_cli_from_dict(commands, prog="sdp4bit", description=_ABOUT, args=arguments)
+
+
+def _check_packages(names: Sequence[str], *, command: str) -> None:
+    """Raise SettingError unless these packages are installed."""
+    from sdp4bit.pretrain.options import SettingError
+
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        called = f"sdp4bit {command}".rstrip()
+        raise SettingError(f'`{called}` needs {", ".join(missing)}: pip install "sdp4bit[pretrain]"')
 
 
 def _wrong_setting(message: str) -> int:

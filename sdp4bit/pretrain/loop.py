@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -74,9 +74,14 @@ class TrainingLoop:
         )
         self._sent_before = self._communication.stats()["total"]
         self._reported_step: int | None = None
+        self.stop_code = 0
+        """The largest that a rank had in the last step."""
 
-    def steps(self) -> Iterator[StepMetrics]:
+    def steps(self, *, stop_code: Callable[[int], int] = lambda _: 0) -> Iterator[StepMetrics]:
         """Yield the measurements of each remaining optimizer step, after it.
+
+        Args:
+            stop_code: returns whether this rank asks to leave after a step of this number, and why.
 
         Raises:
             TrainingDivergedError: on all ranks, after the step whose loss was not finite.
@@ -84,11 +89,11 @@ class TrainingLoop:
         """
         while self.progress.step < self.config.training.steps:
             with _naming_the_time(f"step {self.progress.step + 1}"):
-                metrics = self._step()
+                metrics = self._step(stop_code)
             yield metrics
             self._check_finite(metrics)
 
-    def _step(self) -> StepMetrics:
+    def _step(self, stop_code: Callable[[int], int]) -> StepMetrics:
         config = self.config
         start = time.perf_counter()
         # The schedule counts steps that changed the weights.
@@ -103,7 +108,15 @@ class TrainingLoop:
         set_learning_rate(self.optimizer, learning_rate)
         with self.timers("batch-generator", level=2):
             batches = list(self.batches.training(self.progress.samples))
-        outcome = self._step_of_model.run(batches)
+
+        def numbers() -> list[float]:
+            # Behind the backward pass nothing is sent in a step but these.
+            sent = self._sent_since(self._communication.stats()["total"])
+            return [sent["intra_bytes"], sent["inter_bytes"], stop_code(self.progress.step + 1)]
+
+        outcome = self._step_of_model.run(batches, numbers=numbers)
+        intra_bytes, inter_bytes, _ = outcome.sums
+        self.stop_code = round(outcome.maxima[-1])
         self.timers.count_step()
         self.progress = Progress(
             step=self.progress.step + 1,
@@ -111,15 +124,11 @@ class TrainingLoop:
         )
 
         stats = self._communication.stats()
-        sent = self._sent_since(stats["total"])
-        loss_sum, intra_bytes, inter_bytes = sum_over_ranks(
-            [outcome.loss_sum, sent["intra_bytes"], sent["inter_bytes"]], device=self.ranks.device
-        )
         seconds = time.perf_counter() - start
         return StepMetrics(
             step=self.progress.step,
             samples=self.progress.samples,
-            loss=loss_sum / outcome.tokens,
+            loss=outcome.loss_sum / outcome.tokens,
             lr=learning_rate,
             grad_norm=outcome.grad_norm,
             tokens_per_second=self.batches.global_batch_size * config.sequence_length / seconds,
@@ -130,7 +139,6 @@ class TrainingLoop:
             compression_ratio=stats["compression_ratio"],
             weight_drift=stats["weight_drift"],
             gradient_error=stats["gradient_error"],
-            exchange_seconds=stats["exchange_seconds"],
             loss_scale=outcome.loss_scale,
             skipped=outcome.skipped,
         )

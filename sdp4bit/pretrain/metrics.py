@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -26,9 +24,9 @@ from rich.progress import (
 from sdp4bit.pretrain.config.pretrain import LoggingConfig
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.stability import SPIKE_RATIO, SpikeDetector
+from sdp4bit.pretrain.text import write_atomically
 from sdp4bit.traffic import format_bytes
 
-_WIDTH = 80
 WINDOW_SHARE = 20
 """Smoothed values are means over the values divided by this."""
 
@@ -59,8 +57,6 @@ class StepMetrics:
     """|main weights - replica| / |main weights| when last measured; None where weights are not quantized."""
     gradient_error: float | None
     """Relative error of quantizing gradients when last measured; None where they are not quantized."""
-    exchange_seconds: float = 0.0
-    """From the start of rank 0's transfers to the end of the wait for each, summed: transfers overlap."""
     loss_scale: float | None = None
     """What the loss was multiplied by; None without fp16."""
     skipped: bool = False
@@ -88,24 +84,6 @@ class CommunicationMetrics:
     step: int
     groups: Sequence[Mapping[str, object]]
     """As `group_stats()` of the communication gives them."""
-
-
-def wrapped(lines: Iterable[str]) -> str:
-    """Return lines as text of 80 columns; what continues a line is indented."""
-    return "\n".join(
-        textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-        if len(line) > _WIDTH
-        else line
-        for line in lines
-    )
-
-
-def write_atomically(path: Path, content: str) -> None:
-    """Write a file; a reader sees the old or the new content, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    working = path.with_name(f".{path.name}.{os.getpid()}")
-    working.write_text(content, encoding="utf-8")
-    working.replace(path)
 
 
 def smoothed(numbers: Sequence[float] | np.ndarray) -> np.ndarray:

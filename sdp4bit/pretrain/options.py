@@ -10,10 +10,12 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
-from typing import TypeVar, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_type_hints
 
-import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo, UnsupportedTypeAnnotationError
+from sdp4bit.pretrain.marks import Positional, Switch, arg
+
+if TYPE_CHECKING:
+    from tyro.constructors import PrimitiveConstructorSpec
 
 T = TypeVar("T")
 
@@ -50,7 +52,16 @@ def require_positive(settings: object, *names: str) -> None:
 
 def option(name: str, *aliases: str) -> object:
     """Return the annotation of a field whose option has another name than the field, and further names."""
-    return tyro.conf.arg(name=name, aliases=[f"--{alias}" for alias in aliases])
+    return arg(name=name, aliases=[f"--{alias}" for alias in aliases])
+
+
+def reader_of(kind: object) -> PrimitiveConstructorSpec[Any]:
+    """Return what reads values of a type from a command line, and names them in help: tyro's."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo, UnsupportedTypeAnnotationError
+
+    reader = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(cast(type, kind), set()))
+    assert not isinstance(reader, UnsupportedTypeAnnotationError)
+    return reader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +87,7 @@ class Option:
 
     def parse(self, text: str) -> object:
         """Return the text as a value of the type, as tyro reads it; SettingError with what is possible."""
-        kind = PrimitiveTypeInfo.make(cast(type, self.type), set())
-        reader = ConstructorRegistry.get_primitive_spec(kind)
-        assert not isinstance(reader, UnsupportedTypeAnnotationError)
+        reader = reader_of(self.type)
         try:
             return reader.instance_from_str([text])
         except ValueError:
@@ -103,10 +112,10 @@ def options_of(settings: type) -> dict[str, Option]:
             flags=[f"--{flag}" for flag in flags],
             type=get_args(hints[field.name])[0] if marks else hints[field.name],
             is_switch=is_switch,
-            has_opposite=is_switch and tyro.conf.FlagCreatePairsOff not in marks,
+            has_opposite=is_switch and Switch not in marks,
             default=field.default,
             metavar=metavar,
-            is_positional=tyro.conf.Positional in marks,
+            is_positional=Positional in marks,
             help=text,
         )
     return found

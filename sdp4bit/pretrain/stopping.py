@@ -15,7 +15,7 @@ _INTERVAL, _DURATION, _FIRST_SIGNAL = 1, 2, 3
 
 
 class StopRequests:
-    """Knows whether to leave after a step; one answer for all ranks."""
+    """Knows whether to leave after a step; ranks put their answers together, at every step."""
 
     def __init__(self, config: TrainingConfig, *, device: torch.device) -> None:
         self._config = config
@@ -23,26 +23,22 @@ class StopRequests:
         self._start = time.monotonic()
 
     def before_first_step(self) -> str | None:
-        """Return the signal for which the run is to end before it has begun, or None; as after_step."""
-        return self._agree(_signal_code(), when="before the first step")
-
-    def after_step(self, step: int) -> str | None:
-        """Return why the run is to end after this step, or None; a collective of one number."""
-        return self._agree(self._find(step), when=f"after step {step}")
-
-    def _agree(self, mine: int, *, when: str) -> str | None:
-        found = torch.tensor(mine, device=self._device)
-        with comm_error_context(f"agreement on whether to leave {when}"):
+        """Return the signal for which the run is to end before it has begun, or None; a collective."""
+        found = torch.tensor(_signal_code(), device=self._device)
+        with comm_error_context("agreement on whether to leave before the first step"):
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        code = int(found.item())
+        return self.reason(int(found.item()))
+
+    def reason(self, code: int) -> str | None:
+        """Return why the run is to end, in words, from the largest code of all ranks; None for 0."""
         if code == _INTERVAL:
             return f"--exit-interval {self._config.exit_interval}"
         if code == _DURATION:
             return f"--exit-duration-in-mins {self._config.exit_duration_in_mins:g}"
         return SIGNALS[code - _FIRST_SIGNAL].name if code else None
 
-    def _find(self, step: int) -> int:
-        """Return what this rank knows of; clocks differ, so the answers of all are put together."""
+    def code(self, step: int) -> int:
+        """Return this rank's reason to leave after a step, 0 for none; the largest of all ranks counts."""
         if code := _signal_code():
             return code
         minutes = self._config.exit_duration_in_mins

@@ -25,13 +25,14 @@ from sdp4bit.pretrain.data.batches import Batches, prepare_dataset
 from sdp4bit.pretrain.launch.ranks import Ranks, agree
 from sdp4bit.pretrain.launch.signals import listening
 from sdp4bit.pretrain.loop import TrainingDivergedError, TrainingLoop
-from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics, write_atomically
+from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics
 from sdp4bit.pretrain.model.gpt import GPT
 from sdp4bit.pretrain.options import SettingError
 from sdp4bit.pretrain.step.optimizer import LossScale, build_optimizer
 from sdp4bit.pretrain.step.parallelize import build_model, lay_out
 from sdp4bit.pretrain.step.simulated_model import build_simulated_model
 from sdp4bit.pretrain.stopping import StopRequests
+from sdp4bit.pretrain.text import write_atomically
 from sdp4bit.traffic import format_bytes
 
 FINAL_STEPS = 20
@@ -225,12 +226,12 @@ def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
     result.stopped = stops.before_first_step()
     if loop.progress.validation_due and not result.stopped:
         _validate(run, writer)
-    steps = () if result.stopped else _measured_steps(loop, result, keep_diverged=keep_diverged)
+    steps = () if result.stopped else _measured_steps(loop, result, stops, keep_diverged=keep_diverged)
     for metrics in steps:
         writer.log_step(metrics)
         _report_communication(loop, writer)
         is_last = metrics.step == config.training.steps
-        result.stopped = None if is_last else stops.after_step(metrics.step)
+        result.stopped = None if is_last else stops.reason(loop.stop_code)
         if metrics.step % config.logging.log_interval == 0:
             writer.log_timings(loop.timers.summarize())
         evaluates = is_last or metrics.step % config.training.eval_interval == 0
@@ -250,11 +251,11 @@ def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
 
 
 def _measured_steps(
-    loop: TrainingLoop, result: TrainingResult, *, keep_diverged: bool
+    loop: TrainingLoop, result: TrainingResult, stops: StopRequests, *, keep_diverged: bool
 ) -> Iterator[StepMetrics]:
     """Yield the measurements of each step, which the result then has; divergence ends them if it is kept."""
     try:
-        for metrics in loop.steps():
+        for metrics in loop.steps(stop_code=stops.code):
             result.steps.append(metrics)
             yield metrics
     except TrainingDivergedError:
@@ -340,14 +341,11 @@ def _describe_result(run: Run) -> list[str]:
     steps, sent = len(result.steps), sum(step.inter_bytes for step in result.steps)
     ratio = statistics.median(step.compression_ratio for step in result.steps)
     fewer = f" ({ratio:.2f}x fewer than plain FSDP2)" if result.strategy != "baseline" else ""
-    timing = run.loop.model.communication.stats()["timing"]
-    verdict = [] if timing is None else [f"step {timing['step']} on the first rank: {timing['verdict']}"]
     return [
         f"{steps} steps in {result.seconds:.1f} s, {1000 * result.seconds / steps:.1f} ms each; "
         + ", ".join(losses),
         f"sent between nodes: {format_bytes(result.inter_bytes_per_step)} a step{fewer}, "
         f"{format_bytes(sent)} in all; inside nodes: {format_bytes(result.intra_bytes_per_step)} a step",
-        *verdict,
     ]
 
 

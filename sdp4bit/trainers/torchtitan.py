@@ -64,7 +64,8 @@ class SDP4BitTrainer(Trainer):
             topology="auto" if options.ranks_per_node is None else options.ranks_per_node,
             skip=options.skip or None,
         )
-        self.checkpointer.states[_STATE] = self.comm
+        if self.checkpointer.enable:  # otherwise it holds no states
+            self.checkpointer.states[_STATE] = self.comm
         self._log_with(self.metrics_processor)
 
     def _log_with(self, processor: Any) -> None:

@@ -16,8 +16,10 @@ from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 
 WORLD = 2
 """Processes: two nodes of one rank each, with `topology=1`, so that all is sent between nodes."""
-LOSSLESS = SDP4BitConfig(weights=WeightConfig(bits=None), gradients=None)
-"""Weights from replicas in full precision: a trainer's results are those of plain FSDP2, bit for bit."""
+LOSSLESS = SDP4BitConfig(
+    weights=WeightConfig(bits=None), gradients=GradientConfig(intra_bits=None, inter_bits=None, min_numel=0)
+)
+"""All takes the usual path without quantizers: a trainer's results are those of plain FSDP2, bit for bit."""
 QUANTIZED = SDP4BitConfig(gradients=GradientConfig(min_numel=0), telemetry=TelemetryConfig(interval=2))
 CONFIGS: dict[str, SDP4BitConfig | None] = {"plain": None, "lossless": LOSSLESS, "quantized": QUANTIZED}
 TOKENS = 96

@@ -128,7 +128,8 @@ def test_full_precision_equals_the_plain_trainer_and_quantized_is_close(runs: An
 def test_bytes_are_counted_and_logged(runs: Any) -> None:
     folder, ranks = runs
     for rank in ranks:
-        on_cpu.assert_bytes(rank["plain"], rank["quantized"], least=7)
+        # After large steps an evaluation gets its weights in full precision.
+        on_cpu.assert_bytes(rank["plain"], rank["quantized"], least=6)
     rows = [row for row in csv.DictReader((folder / "quantized/metrics.csv").open()) if row["loss"]]
     sent = [float(row["sdp4bit/inter_bytes"]) for row in rows if row["sdp4bit/inter_bytes"]]
     assert len(sent) == len(rows) and sent[-1] > 0

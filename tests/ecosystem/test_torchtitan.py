@@ -29,7 +29,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ConfigManager, ParallelismConfig, TrainingConfig
-from torchtitan.models import llama3
+from torchtitan.models import llama3, qwen3
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.trainer import Trainer
 
@@ -115,9 +115,47 @@ def model_spec() -> Any:
     return replace(spec, model=config, parallelize_fn=parallelize)
 
 
+def moe_spec() -> Any:
+    """Return torchtitan's Qwen3 with experts, tiny."""
+    spec = qwen3.model_registry("debugmodel_moe")
+    dim, head_dim = 32, 16
+    layers = qwen3._build_qwen3_moe_layers(
+        n_layers=2,
+        dim=dim,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=head_dim,
+        moe_hidden_dim=40,
+        num_experts=4,
+        top_k=2,
+        rope=qwen3.CosSinRoPE.Config(dim=head_dim, max_seq_len=64, theta=10000.0),
+        attn_backend="flex",
+        moe_comm_backend="standard",
+    )
+    for layer in layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config = replace(
+        spec.model,
+        dim=dim,
+        vocab_size=TOKENS,
+        tok_embeddings=replace(spec.model.tok_embeddings, num_embeddings=TOKENS, embedding_dim=dim),
+        norm=replace(spec.model.norm, normalized_shape=dim),
+        lm_head=replace(spec.model.lm_head, in_features=dim, out_features=TOKENS),
+        layers=layers,
+    )
+    return replace(spec, model=config, parallelize_fn=parallelize_moe)
+
+
 def parallelize(model: Any, **options: Any) -> Any:
     """Shard as torchtitan does; gloo cannot multiply as it sums, which torchtitan's factor of 1 asks for."""
-    model = llama3.parallelize_llama(model, **options)
+    return without_factors(llama3.parallelize_llama(model, **options))
+
+
+def parallelize_moe(model: Any, **options: Any) -> Any:
+    return without_factors(qwen3.parallelize_qwen3(model, **options))
+
+
+def without_factors(model: Any) -> Any:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
@@ -249,6 +287,29 @@ def test_the_example_is_found_by_torchtitan_and_takes_options() -> None:
     config = ConfigManager().parse_args([*names, "--sdp4bit.preset", "qwd", "--sdp4bit.skip", "lm_head"])
     assert config.sdp4bit == CommunicationOptions(preset="qwd", skip=["lm_head"])
     assert type(config) is SDP4BitTrainer.Config and config._owner is SDP4BitTrainer
+
+
+def train_moe(folder: Path) -> dict[str, Any]:
+    """Experts on two pairs of ranks, and no checkpoints, which is torchtitan's default."""
+    on_cpu.as_launched()
+    result = {}
+    for name, communication in CONFIGS.items():
+        config = replace(
+            config_of(folder / name),
+            model_spec=moe_spec(),
+            checkpoint=CheckpointManager.Config(),
+            parallelism=ParallelismConfig(spmd_backend="partial_dtensor", expert_parallel_degree=2),
+        )
+        assert not config.checkpoint.enable
+        result[name] = train(config if communication is None else quantized(config, communication))
+    return result
+
+
+def test_experts_train_without_checkpoints(tmp_path: Path) -> None:
+    ranks = run_ranks(train_moe, 4, tmp_path, timeout=240)
+    on_cpu.assert_losses(ranks)
+    for rank in ranks:
+        assert rank["quantized"]["reported"] > 0 and not list(tmp_path.glob("*/checkpoint"))
 
 
 def test_another_trainers_config_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ def cpu_as_a_device() -> ModuleType:
     answers = {
         "set_device": lambda _: None,
         "current_device": lambda: 0,
-        "device_count": lambda: WORLD,
+        "device_count": lambda: int(os.environ.get("WORLD_SIZE", WORLD)),
         "is_available": lambda: False,
         "get_device_name": lambda *_: "CPU",
         "get_device_properties": lambda *_: SimpleNamespace(total_memory=1 << 30),

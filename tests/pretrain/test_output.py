@@ -51,8 +51,7 @@ def test_a_run_ends_with_what_it_has_measured_and_how_to_go_on(text, tmp_path):
     # One of several leaves that to the command that trains them, and says which it is in every line.
     assert all(line.startswith("qwd, seed 5, run 1 of 6: ") for line in one)
     assert one[0].endswith(", flags = preset qwd") and "preset" not in alone[0]
-    assert "sent between nodes" in one[-2]
-    assert re.search(r": step \d on the first rank: exchange was \d+ % of your step", one[-1])
+    assert "sent between nodes" in one[-1]
 
 
 def test_the_bar_shows_bytes(tmp_path):

@@ -43,12 +43,10 @@ def test_the_command_line_trains_on_four_processes(text, tmp_path):
         *("event", "step", "samples", "loss", "lr", "grad_norm", "loss_scale", "skipped"),
         *("tokens_per_second", "tflops_per_device", "step_seconds"),
         *("intra_bytes", "inter_bytes", "compression_ratio", "weight_drift", "gradient_error"),
-        "exchange_seconds",
     }
     measured = [line for line in lines if line["event"] == "communication"]
     assert [line["step"] for line in measured] == [3, 6]
     assert [steps[at]["gradient_error"] is not None for at in range(8)] == [False] * 3 + [True] * 5
-    assert all(line["exchange_seconds"] > 0 for line in steps)
     for group in measured[0]["groups"]:
         assert 0 < group["weight_drift"] < group["weight_error"] < 0.5 and group["inter_bytes"] > 0
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
@@ -68,6 +66,7 @@ def test_alerts_are_in_the_metrics(text, tmp_path):
         training=replace(config.training, steps=4),
         logging=replace(config.logging, telemetry_interval=2),
         reliability=ReliabilityConfig(audit_interval=2, alerts="fallback", alert_gradient_error=0.004),
+        communication=replace(config.communication, gradients_inside_one_node=True),
     )
     run_ranks(train_here, 2, config)
     alerts = [line for line in read_log(tmp_path / "out") if line["event"] == "alert"]

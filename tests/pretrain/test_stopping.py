@@ -29,16 +29,23 @@ from tests.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
+def after_step(stops: StopRequests, step: int) -> str | None:
+    """Return what all ranks together find, as a training step puts it together."""
+    code = torch.tensor(stops.code(step))
+    torch.distributed.all_reduce(code, op=torch.distributed.ReduceOp.MAX)
+    return stops.reason(int(code))
+
+
 def reasons() -> list[str | None]:
     """Return what each rank learns of a limit or a signal that only rank 1 has."""
     rank = torch.distributed.get_rank()
     limited = TrainingConfig(exit_interval=2) if rank == 1 else TrainingConfig()
     stops = StopRequests(limited, device=CPU)
-    found = [stops.after_step(step) for step in (1, 2, 3)]
+    found = [after_step(stops, step) for step in (1, 2, 3)]
     expired = TrainingConfig(exit_duration_in_mins=0) if rank == 1 else TrainingConfig()
     # The reason is named by what this rank was configured with, so both know the number.
     stops = StopRequests(replace(expired, exit_duration_in_mins=0 if rank == 1 else 1e9), device=CPU)
-    found.append(stops.after_step(1))
+    found.append(after_step(stops, 1))
     stops = StopRequests(TrainingConfig(), device=CPU)
     before = [signal.getsignal(number) for number in SIGNALS]
     with listening():
@@ -50,11 +57,11 @@ def reasons() -> list[str | None]:
         # Nested, as a program does it that its launcher has made listen already.
         with listening():
             found.append(stops.before_first_step())
-        found.append(stops.after_step(1))
+        found.append(after_step(stops, 1))
     assert [signal.getsignal(number) for number in SIGNALS] == before
     # What came before is over.
     with listening():
-        found.append(stops.after_step(1))
+        found.append(after_step(stops, 1))
     return found
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
-import tyro
-
 from sdp4bit.config import (
     AlertAction,
     AlertConfig,
@@ -19,10 +17,20 @@ from sdp4bit.config import (
     WeightConfig,
     WeightMode,
 )
+from sdp4bit.pretrain.marks import Switch
 from sdp4bit.pretrain.options import SettingError, option, option_flags
 
 Strategy = Literal[
-    "baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit-paper", "sdp4bit", "sdp4bit-3", "sdp4bit-2"
+    "baseline",
+    "qw",
+    "qwd",
+    "ulq",
+    "tlq",
+    "tlq-hs",
+    "sdp4bit-paper",
+    "sdp4bit",
+    "sdp4bit-w2g3",
+    "sdp4bit-w2g2",
 ]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 DEFAULT_STRATEGY: Strategy = "sdp4bit"
@@ -45,7 +53,11 @@ _GRADIENTS = {
         *("intra_rounding", "inter_rounding", "pipeline_chunks", "start_step", "min_numel"),
     )
 }
-_GRADIENT_SWITCHES = {"hadamard_transform": "hadamard", "hadamard_random_signs": "random_signs"}
+_GRADIENT_SWITCHES = {
+    "hadamard_transform": "hadamard",
+    "hadamard_random_signs": "random_signs",
+    "gradients_inside_one_node": "inside_one_node",
+}
 """Of the gradients too, but False where the others are None when not given."""
 
 
@@ -55,7 +67,7 @@ class CommunicationConfig:
     --quantized-weights and --quantized-gradients say what is quantized, as in the reference
     implementation."""
 
-    quantized_weights: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    quantized_weights: Annotated[bool, Switch] = False
     """Send 4-bit weight differences; instead of --strategy."""
     weight_mode: WeightMode | None = None
     """What is sent of the weights: their difference to what devices hold, or direct, themselves; both
@@ -71,7 +83,7 @@ class CommunicationConfig:
     0.6 with 2 bits and nearest rounding, else 1."""
     replica: ReplicaPlacement | None = None
     """Weight replica: node (spread over the ranks of a node, also when not given) or full (on every rank)."""
-    quantized_gradients: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    quantized_gradients: Annotated[bool, Switch] = False
     """Reduce gradients by two quantized all-to-alls; instead of --strategy."""
     inter_bits: Annotated[Literal[2, 3, 4, 8] | None, option("gradient-quantization-bits-inter")] = None
     """Bits of an inter-node gradient; 4 when not given."""
@@ -82,9 +94,9 @@ class CommunicationConfig:
     intra_group_size: Annotated[int | None, option("gq-group-size-intra")] = None
     """Intra-node gradients that share a scale; not given: 512 with --quantized-gradients, as in the
     reference implementation; 128 with a strategy, as in the paper."""
-    hadamard_transform: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    hadamard_transform: Annotated[bool, Switch] = False
     """Smooth gradients by a Hadamard transform before they are quantized; part of tlq-hs and sdp4bit."""
-    hadamard_random_signs: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    hadamard_random_signs: Annotated[bool, Switch] = False
     """Change random signs of the gradients, the same on all ranks, before that transform."""
     intra_rounding: Annotated[Rounding | None, option("gradient-rounding-intra")] = None
     """Rounding of intra-node gradients; stochastic when not given."""
@@ -96,6 +108,8 @@ class CommunicationConfig:
     """Steps whose gradients are reduced in full precision before quantization starts; 0 when not given."""
     min_numel: Annotated[int | None, option("gradient-min-numel")] = None
     """Rows of fewer gradients than this are reduced in full precision; 1024 when not given."""
+    gradients_inside_one_node: Annotated[bool, Switch] = False
+    """Quantize gradients also if all ranks that share a parameter are on one node."""
 
     def __post_init__(self) -> None:
         if not self.names_parts:
@@ -129,6 +143,7 @@ class CommunicationConfig:
             base = SDP4BitConfig(
                 weights=WeightConfig() if self.quantized_weights else None,
                 gradients=reference if self.quantized_gradients else None,
+                separate_parameters=False,  # as the reference implementation
             )
         else:
             strategy = strategy or DEFAULT_STRATEGY

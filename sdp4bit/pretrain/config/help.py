@@ -9,13 +9,14 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
-from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo, UnsupportedTypeAnnotationError
-
-from sdp4bit.pretrain.options import Option, docstrings, options_of
+from sdp4bit.pretrain.options import Option, docstrings, options_of, reader_of
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
+_METAVARS: dict[object, str] = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}
+"""As tyro has them; the self-test has help without it."""
 _WIDTH = 80
 _COLUMN = 27
 """Where the text of an option begins, unless its flag is longer."""
@@ -35,8 +36,8 @@ def help_text(settings: type, *, name: str, description: str, shown: Sequence[st
         name: of the command.
         shown: fields of which to show one flag and one sentence; without, all are shown in full.
     """
-    sections = list(_sections(settings))
-    options = {field: option for _, members in sections for field, option in members.items()}
+    parts = list(sections(settings))
+    options = {field: option for _, members in parts for field, option in members.items()}
     derived = _derived(settings)
     positional = [option for option in options.values() if option.is_positional]
     parser = argparse.ArgumentParser(
@@ -55,7 +56,7 @@ def help_text(settings: type, *, name: str, description: str, shown: Sequence[st
         more = len(options) - len(shown)
         group.add_argument(HELP_ALL, action="store_true", help=f"Show the other {more} options too.")
         return parser.format_help()
-    for title, members in sections:
+    for title, members in parts:
         group = parser.add_argument_group(f"{title} options".strip())
         for field, option in members.items():
             others = option.flags[1:]
@@ -80,7 +81,7 @@ def commands_text(commands: Mapping[str, str], *, description: str) -> str:
     return parser.format_help()
 
 
-def _sections(settings: type) -> Iterator[tuple[str, dict[str, Option]]]:
+def sections(settings: type) -> Iterator[tuple[str, dict[str, Option]]]:
     """Yield the options of the class itself, then those of the classes in it, with their names there."""
     options = _with_docstrings(settings)
     inner = {field.name: field.default_factory for field in fields(settings) if _is_section(field)}
@@ -138,12 +139,14 @@ def _metavar(option: Option) -> str:
     """Return what stands for the value."""
     if option.metavar:
         return option.metavar
-    kind = option.type
-    if get_origin(kind) in (Union, types.UnionType):
-        # That nothing is given is no value to give.
-        kind = Union[tuple(each for each in get_args(kind) if each is not type(None))]  # noqa: UP007
+    kind = value_type(option.type)
     if get_origin(kind) is Literal:
         return "{" + ",".join(str(value) for value in get_args(kind)) + "}"
-    reader = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(cast(type, kind), set()))
-    assert not isinstance(reader, UnsupportedTypeAnnotationError)
-    return str(reader.metavar)
+    return _METAVARS.get(kind) or str(reader_of(kind).metavar)
+
+
+def value_type(kind: object) -> Any:
+    """Return the type of what is given with an option of this type: nothing given is no value to give."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return Union[tuple(each for each in get_args(kind) if each is not type(None))]  # noqa: UP007
+    return kind

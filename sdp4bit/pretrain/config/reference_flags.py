@@ -9,14 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
-import tyro
-from tyro.conf import FlagCreatePairsOff as Switch
-
+from sdp4bit.pretrain.marks import Switch, arg
 from sdp4bit.pretrain.options import options_of
 
 
 def _because(reason: str) -> object:
-    return tyro.conf.arg(help=reason)
+    return arg(help=reason)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import tyro
-
+from sdp4bit.pretrain.marks import Switch
 from sdp4bit.pretrain.options import (
     RENAMED,
     option,
@@ -42,9 +41,9 @@ class TrainingConfig:
     precision: Annotated[Precision | None, option("param-dtype", "precision")] = None
     """dtype in which FSDP2 gathers the weights, bf16 when not given; gradients are reduced in fp32, main
     weights are fp32 always."""
-    bf16: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    bf16: Annotated[bool, Switch] = False
     """The same as --param-dtype bf16."""
-    fp16: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    fp16: Annotated[bool, Switch] = False
     """The same as --param-dtype fp16: the loss is scaled, as the options below say."""
     compute_dtype: Annotated[ComputeDtype, option("compute-dtype", "arithmetic")] = "auto"
     """dtype of the activations. auto: that of the gathered weights, except on CPUs without instructions for

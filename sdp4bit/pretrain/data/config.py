@@ -7,12 +7,14 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import tyro
-
-from sdp4bit.pretrain.data.tokenizer import SMALLEST_VOCABULARY, BytePairTokenizer, TokenizerFiles
+from sdp4bit.pretrain.data.corpus import SMALLEST_VOCABULARY
+from sdp4bit.pretrain.marks import arg
 from sdp4bit.pretrain.options import SettingError, require
+
+if TYPE_CHECKING:
+    from sdp4bit.pretrain.data.tokenizer import BytePairTokenizer, TokenizerFiles
 
 Source = Literal["standard library", "text", "indexed", "mock"]
 """text: files that are tokenized at the start; indexed: Megatron's .bin/.idx files."""
@@ -23,9 +25,9 @@ DEFAULT_MOCK_VOCABULARY = 50257
 DEFAULT_VALIDATION_FRACTION = 0.05
 DEFAULT_SPLIT = "969,30,1"
 
-CacheFolder = Annotated[Path | None, tyro.conf.arg(name="data-cache-path", aliases=["--cache-dir"])]
-_Paths = Annotated[tuple[str | Path, ...], tyro.conf.arg(metavar="[[WEIGHT] PATH [[WEIGHT] PATH ...]]")]
-_VocabularySize = Annotated[int | None, tyro.conf.arg(name="vocab-size", aliases=["--vocabulary-size"])]
+CacheFolder = Annotated[Path | None, arg(name="data-cache-path", aliases=["--cache-dir"])]
+_Paths = Annotated[tuple[str | Path, ...], arg(metavar="[[WEIGHT] PATH [[WEIGHT] PATH ...]]")]
+_VocabularySize = Annotated[int | None, arg(name="vocab-size", aliases=["--vocabulary-size"])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,9 @@ class TokenizerConfig:
         """The files to read the tokenizer from; None if none are given."""
         if self.vocab_file is None and self.tokenizer_model is None:
             return None
+        # The self-test has these settings without the package `tokenizers`.
+        from sdp4bit.pretrain.data.tokenizer import TokenizerFiles
+
         return TokenizerFiles(
             vocab_file=self.vocab_file,
             merge_file=self.merge_file,

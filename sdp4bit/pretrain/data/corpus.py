@@ -15,6 +15,8 @@ from sdp4bit.pretrain.data.document_files import read_pieces
 from sdp4bit.pretrain.options import SettingError
 
 END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257
+"""The 256 bytes and the end of text."""
 STANDARD_LIBRARY_BYTES = 6_000_000
 """Length of the default corpus: enough for a few million tokens' worth of steps, tokenized in seconds."""
 _LEFT_OUT = frozenset(

@@ -15,8 +15,6 @@ from sdp4bit.pretrain.options import SettingError
 
 TRAINING_CHARACTERS = 64 << 20
 """The vocabulary is learned from this much text; more changes little and takes minutes."""
-SMALLEST_VOCABULARY = 257
-"""The 256 bytes and the end of text."""
 _ENDS_OF_DOCUMENTS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 

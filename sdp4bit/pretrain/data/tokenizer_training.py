@@ -11,9 +11,9 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from sdp4bit.pretrain.data.corpus import FileCorpus
+from sdp4bit.pretrain.data.corpus import SMALLEST_VOCABULARY, FileCorpus
 from sdp4bit.pretrain.data.document_files import find_files, read_pieces
-from sdp4bit.pretrain.data.tokenizer import SMALLEST_VOCABULARY, TRAINING_CHARACTERS, BytePairTokenizer
+from sdp4bit.pretrain.data.tokenizer import TRAINING_CHARACTERS, BytePairTokenizer
 from sdp4bit.pretrain.options import SettingError, option, require, require_at_least
 
 TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"

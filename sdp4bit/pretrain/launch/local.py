@@ -200,7 +200,7 @@ def _run_under_torchrun(program: Program[C], config: C, timeout: timedelta, *, l
                 listen()
             program(config, ranks=ranks)
     except ExchangeError as error:
-        _say(str(error))
+        _say(f"{error} (--distributed-timeout-minutes)")
         return EXIT_FAILED
     except SettingError as error:
         rank = int(os.environ["RANK"])
@@ -228,7 +228,7 @@ def _run_started(
         working.replace(folder / f"error-{int(os.environ['RANK']):05d}")
         sys.exit(EXIT_SETTING)
     except ExchangeError as error:
-        _say(str(error))
+        _say(f"{error} (--distributed-timeout-minutes)")
         # Mostly another rank has ended: the launcher, which names the first one that it sees, is to see that.
         time.sleep(_WAIT_FOR_RANK_0)
         sys.exit(EXIT_FAILED)

@@ -78,7 +78,7 @@ def _read(store: Store, key: str) -> str | None:
 def _pause(deadline: float, *, missing: list[int], rank: int) -> None:
     if time.monotonic() > deadline:
         raise ExchangeError(
-            f"start of the ranks: rank {rank} has waited for {ranks_in_words(missing)} as long as "
-            "--distributed-timeout-minutes says: see what they report, or give them more time"
+            f"start of the ranks: rank {rank} has waited for {ranks_in_words(missing)} until the timeout. "
+            "See their errors, or give them a longer timeout"
         )
     time.sleep(_INTERVAL)

@@ -56,21 +56,27 @@ class Gradients:
                 work.wait()
         own.add_(other)
 
-    def norm(self) -> Tensor:
-        """Return the norm of the gradient of the whole model in fp64: the same bits on every rank.
+    def gather(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of the whole model's gradient in fp64, and the numbers of all ranks [ranks, n].
 
-        All ranks' sums of squares are gathered and added in the order of the ranks.
+        Both have the same bits on every rank: sums of squares are added in the order of the ranks. One
+        collective; the host does not wait.
+
+        Args:
+            numbers: this rank's, fp64 [n] on its device.
         """
-        return torch.stack(self._squared_norms()).sum().sqrt()
+        squares = self._squared_norms()
+        row = torch.cat([torch.stack(squares), numbers])
+        rows = row.new_empty(dist.get_world_size(), row.numel())
+        with comm_error_context("gradient norm, loss and bytes"):
+            dist.all_gather(list(rows.unbind()), row)
+        norms, others = rows.split([len(squares), numbers.numel()], dim=1)
+        return norms.flatten().sum().sqrt(), others
 
     def _squared_norms(self) -> list[Tensor]:
-        """Return every rank's squared norm, fp64."""
+        """Return this rank's squared norm, fp64 scalars that are added over all ranks."""
         own = torch.nn.utils.get_total_norm([_gradient(p) for p in self._counted if p.grad is not None])
-        square = own.to(self._device).double().square()
-        squares = [torch.empty_like(square) for _ in range(dist.get_world_size())]
-        with comm_error_context("gradient norm"):
-            dist.all_gather(squares, square)
-        return squares
+        return [own.to(self._device).double().square()]
 
     def clip(self, norm: Tensor, *, largest: float, divisor: float = 1.0) -> None:
         """Divide the gradients by the divisor, and scale them to at most the largest norm (0: any).

@@ -22,7 +22,7 @@ class SimulatedGradients(Gradients):
         self._ranks = model.data_parallel_size
 
     def _squared_norms(self) -> list[Tensor]:
-        """Return each simulated rank's, of the chunks that it holds."""
+        """See Gradients: one for each simulated rank, of the chunks that it holds."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         squares = []
         for rank in range(self._ranks):

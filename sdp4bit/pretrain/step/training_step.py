@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import cast
@@ -28,7 +28,7 @@ class StepOutcome:
     """What an optimizer step has found out."""
 
     loss_sum: float
-    """Sum of the losses of this rank's tokens, 0 where another rank reports them; to be added over ranks."""
+    """Sum of the losses of all tokens of the global batch; the same on all ranks."""
     tokens: float
     """Tokens of the global batch whose loss counts; the same on all ranks."""
     grad_norm: float
@@ -37,6 +37,10 @@ class StepOutcome:
     """What the loss was multiplied by, with fp16."""
     skipped: bool
     """Whether the gradient was not finite and the weights have been left as they were, with fp16."""
+    sums: list[float]
+    """Of the further numbers, over all ranks."""
+    maxima: list[float]
+    """The largest of each of them."""
 
 
 @dataclass(kw_only=True)
@@ -62,10 +66,14 @@ class TrainingStep:
                 stages=len(self.config.parallel.stages(self.config.model_shape.layers)),
             )
 
-    def run(self, batches: Iterable[Batch]) -> StepOutcome:
+    def run(self, batches: Iterable[Batch], *, numbers: Callable[[], Sequence[float]] = tuple) -> StepOutcome:
         """Return what the step has found; the weights are updated, unless an fp16 gradient is not finite.
 
-        The gradient is that of the mean over all tokens of the global batch whose target is not -100.
+        The gradient is that of the mean over all tokens of the global batch whose target is not -100. Two
+        collectives beside the model's own, and one wait of the host: it reads everything at once.
+
+        Args:
+            numbers: returns further numbers of this rank after the backward pass, to be put together.
         """
         layout, batches = self.model.layout, list(batches)
         tokens = self._count(batches)
@@ -81,8 +89,16 @@ class TrainingStep:
             loss_sum = self._forward_backward(batches, weight)
         with self.timers("clip-grad-norm", level=2):
             self._gradients.add_tied()
-            norm = self._gradients.norm() / scale
-        skipped = self.loss_scale is not None and not math.isfinite(norm.item())
+            further = torch.tensor([0.0, *numbers()], dtype=torch.float64, pin_memory=loss_sum.is_cuda)
+            mine = further.to(loss_sum.device, non_blocking=True)
+            if layout.reports_loss:
+                mine[0] = loss_sum
+            norm, rows = self._gradients.gather(mine)
+            norm = norm / scale
+            found = torch.cat([torch.stack([norm, tokens]), rows.sum(dim=0), rows.amax(dim=0)])
+        # With fp16 the norm decides whether there is an update; otherwise the host reads behind it.
+        read = None if self.loss_scale is None else found.tolist()
+        skipped = read is not None and not math.isfinite(read[0])
         with self.timers("optimizer", level=1):
             if not skipped:
                 self._gradients.clip(norm, largest=self.config.optimizer.clip_grad, divisor=scale)
@@ -90,12 +106,16 @@ class TrainingStep:
             self.optimizer.zero_grad()
         if self.loss_scale is not None:
             self.loss_scale.update(overflow=skipped)
+        grad_norm, count, *both = found.tolist() if read is None else read
+        sums, maxima = both[: mine.numel()], both[mine.numel() :]
         return StepOutcome(
-            loss_sum=loss_sum.item() if layout.reports_loss else 0.0,
-            tokens=max(1.0, tokens.item()),
-            grad_norm=norm.item(),
+            loss_sum=sums[0],
+            tokens=max(1.0, count),
+            grad_norm=grad_norm,
             loss_scale=None if self.loss_scale is None else scale,
             skipped=skipped,
+            sums=sums[1:],
+            maxima=maxima[1:],
         )
 
     def _forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
