@@ -50,8 +50,8 @@ test: $(STAMP) ## run the tests
 test-unit: $(STAMP) ## run the tests that start no process
 	$(BIN)/python $(PYTEST) -m 'unit and not slow'
 
-test-slow: $(STAMP) ## run the tests marked slow
-	$(BIN)/python -m pytest -q -m slow
+test-slow: $(STAMP) ## run the tests marked slow, or a part of them: SLICE=3/7
+	$(BIN)/python $(PYTEST) -m slow $(if $(SLICE),--slow-slice $(SLICE)) $(SLOW_OPTIONS)
 
 test-ecosystem: $(ECOSYSTEM)/.installed ## run the tests of the trainers: Hugging Face, Lightning, torchtitan
 	$(ECOSYSTEM)/bin/python -m pytest -q tests/ecosystem

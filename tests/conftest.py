@@ -12,7 +12,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from tests import ranks
+from tests import mutations, ranks
 
 ECOSYSTEM = (
     "tests/ecosystem/",
@@ -55,17 +56,17 @@ def _names(code: CodeType) -> Iterator[str]:
 @cache
 def starts_processes(function: object) -> bool:
     """Return whether a function of the tests calls one of `STARTERS`, or another one that does."""
-    return _starts_processes(function, set())
+    return _calls(function, STARTERS, set())
 
 
-def _starts_processes(function: object, seen: set[int]) -> bool:
-    if function in STARTERS or hasattr(function, "in_rank"):
+def _calls(function: object, targets: tuple[object, ...], seen: set[int]) -> bool:
+    if function in targets or (targets is STARTERS and hasattr(function, "in_rank")):
         return True
     drawn = getattr(function, "hypothesis", None)  # of @given, which calls the test that it decorates
     function = drawn.inner_test if drawn is not None else getattr(function, "__wrapped__", function)
     if isinstance(function, type):
         parts = [part for part in vars(function).values() if isinstance(part, FunctionType)]
-        return any(_starts_processes(part, seen) for part in parts)
+        return any(_calls(part, targets, seen) for part in parts)
     if not isinstance(function, FunctionType) or id(function) in seen:
         return False
     seen.add(id(function))
@@ -76,19 +77,82 @@ def _starts_processes(function: object, seen: set[int]) -> bool:
     # subprocess.run and other attributes of modules.
     modules = [each for each in found if type(each).__name__ == "module"]
     found += [vars(module)[name] for module in modules for name in names if name in vars(module)]
-    return any(_starts_processes(each, seen) for each in found if callable(each))
+    return any(_calls(each, targets, seen) for each in found if callable(each))
+
+
+def _functions_of(item: pytest.Item) -> list[object]:
+    """Return the functions of a test and of its fixtures."""
+    definitions: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
+    return [getattr(item, "function", None), *(each[-1].func for each in definitions.values())]
 
 
 def kind_of(item: pytest.Item) -> str:
     """Return whether a collected test is `ecosystem`, `gloo` or `unit`."""
     if item.nodeid.startswith(ECOSYSTEM):
         return "ecosystem"
+    return "gloo" if any(starts_processes(function) for function in _functions_of(item)) else "unit"
+
+
+def claims_to_train_like_plain(item: pytest.Item) -> bool:
+    """Return whether a collected test calls an oracle that can look for mutations."""
+    oracle = (mutations.check_that_mutations_are_noticed,)
+    return any(_calls(function, oracle, set()) for function in _functions_of(item))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the slow tests."""
+    parser.addoption("--mutations", action="store_true", help="break the communication on purpose")
+    parser.addoption(
+        "--slow-slice",
+        metavar="I/N",
+        help="of the slow tests run only the I-th of N parts; every slow test is in one of them",
+    )
+
+
+def slices_of(units: Sequence[tuple[str, str]], *, count: int) -> list[int]:
+    """Return the part, 1 to count, that each slow test belongs to.
+
+    Cases of a function take turns, as they take about as long as each other; where a function begins follows
+    from its name alone, so that a new test moves no other. Tests that share what a fixture of their module
+    has started stay together.
+
+    Args:
+        units: of each test its function, and the case of it; an empty case keeps all of a function together.
+    """
+    cases: dict[str, int] = {}
+    found = []
+    for function, case in units:
+        place = cases.get(function, 0)
+        cases[function] = place + bool(case)
+        found.append((zlib.crc32(function.encode()) + place) % count + 1)
+    return found
+
+
+def _unit(item: pytest.Item) -> tuple[str, str]:
+    """Return what `slices_of` takes of a test."""
     definitions: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
-    used = [getattr(item, "function", None), *(each[-1].func for each in definitions.values())]
-    return "gloo" if any(starts_processes(function) for function in used) else "unit"
+    shared = sorted(name for name, found in definitions.items() if found[-1].scope in ("module", "class"))
+    path, _, name = item.nodeid.partition("::")
+    if shared:
+        return f"{path}::{' '.join(shared)}", ""
+    return f"{path}::{name.partition('[')[0]}", name
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _leave_out_other_slices(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = config.getoption("--slow-slice")
+    if chosen is None:
+        return
+    part, _, count = chosen.partition("/")
+    if not (part.isdecimal() and count.isdecimal() and 1 <= int(part) <= int(count)):
+        raise pytest.UsageError(f"--slow-slice={chosen!r} must be I/N, such as 3/7, with I from 1 to N")
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    parts = dict(zip(slow, slices_of([_unit(item) for item in slow], count=int(count)), strict=True))
+    others = [item for item in slow if parts[item] != int(part)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if parts.get(item) in (None, int(part))]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the kind of every test. Files whose tests start processes or compile come first: they take long,
     and the short ones behind them fill what is left of the last worker's time."""
     kinds = {item: kind_of(item) for item in items}
@@ -96,6 +160,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(kind)
     long = {item.path for item, kind in kinds.items() if kind != "unit"}
     items.sort(key=lambda item: item.path not in long)
+    if config.getoption("--mutations"):
+        ranks.before_functions.append(mutations.search)
+        items[:] = [item for item in items if claims_to_train_like_plain(item)]
+    _leave_out_other_slices(config, items)
 
 
 def _refuse_processes(event: str, _: object) -> None:

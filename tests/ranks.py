@@ -43,6 +43,10 @@ STARTED = "tests.ranks"
 """What `sys.audit` tells of processes and threads that are started here, as Python does not."""
 
 
+before_functions: list[Callable[[], None]] = []
+"""Called by every rank that is started, before its function."""
+
+
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
@@ -62,13 +66,15 @@ def run_ranks(
     sys.audit(STARTED, function)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = _context(getattr(sys.modules[function.__module__], "PRELOAD", []))
+    before = [*before_functions]
+    timeout *= 10 if before else 1
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=_run_rank,
-                args=(sender, folder, rank, world_size, timeout, backend, function, args),
+                args=(sender, folder, rank, world_size, timeout, backend, before, function, args),
                 daemon=True,
             )
             process.start()
@@ -155,6 +161,7 @@ def _run_rank(
     world_size: int,
     timeout: float,
     backend: ops.BackendName,
+    before: list[Callable[[], None]],
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -168,6 +175,8 @@ def _run_rank(
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
+        for each in before:
+            each()
         with ops.use_backend(backend):
             result = getattr(function, "in_rank", function)(*args)
         dist.barrier()

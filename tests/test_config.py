@@ -24,6 +24,7 @@ GRADIENTS = {
     "inter_group_size": 128,
     "hadamard": True,
     "random_signs": False,
+    "inside_one_node": False,
     "intra_rounding": "stochastic",
     "inter_rounding": "stochastic",
     "pipeline_chunks": None,
@@ -48,16 +49,16 @@ def test_preset_has_exactly_the_settings_of_table_6(name: str) -> None:
     audit = {"interval": 100, "on_mismatch": "error"}
     telemetry = {"interval": 10, "sample_numel": 4096}
     expected = {"weights": weights, "gradients": gradients, "seed": 0, "alerts": None}
-    expected |= {"audit": audit, "telemetry": telemetry}
+    expected |= {"audit": audit, "telemetry": telemetry, "separate_parameters": False}
     assert dataclasses.asdict(SDP4BitConfig.preset(name)) == expected
 
 
 def test_presets_are_named_in_the_order_of_table_6_then_the_default_and_narrower_ones() -> None:
-    assert (*TABLE_6, "sdp4bit", "sdp4bit-3", "sdp4bit-2") == PRESETS
+    assert (*TABLE_6, "sdp4bit", "sdp4bit-w2g3", "sdp4bit-w2g2") == PRESETS
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("sdp4bit", 1.0166), ("sdp4bit-3", 0.6953), ("sdp4bit-2", 0.5703)]
+    ("name", "expected"), [("sdp4bit", 1.0166), ("sdp4bit-w2g3", 0.6953), ("sdp4bit-w2g2", 0.5703)]
 )
 def test_bytes_per_parameter_of_the_presets(name: str, expected: float) -> None:
     config, numel = SDP4BitConfig.preset(name), 1 << 20

@@ -80,11 +80,10 @@ def losses(lines: list[str]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_the_fsdp2_example_trains_and_ends_with_a_verdict() -> None:
+def test_the_fsdp2_example_trains() -> None:
     lines = run("fsdp2_minimal.py")
     assert len(losses(lines)) == 12
-    assert any("gradients  intra int8/128, Hadamard" in line for line in lines)  # one node
-    assert "Verdict: " in " ".join(lines)
+    assert any("gradients  full precision: all ranks on one node" in line for line in lines)
 
 
 @pytest.fixture(scope="module")

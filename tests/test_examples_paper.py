@@ -80,6 +80,7 @@ def test_accuracy_scripts_continue_from_the_last_checkpoint(run_script, tmp_path
     folder.mkdir(parents=True)
     (folder / "latest").write_text("step-00001000\n")
     _, config = run_script("accuracy_125M.sh", RUN=str(tmp_path / "run"))
+    assert config.strategy_name == "sdp4bit-paper"
     assert (config.checkpoint.load, config.checkpoint.save) == (folder, folder)
 
 
@@ -91,6 +92,9 @@ def test_speed_scripts_have_the_layouts_of_table_8(cluster, model, run_script):
     assert per_node == {"a100": "4", "h800": "8"}[cluster]
     assert torchrun[torchrun.index("--nnodes") + 1] == "16"
     assert torchrun[torchrun.index("--rdzv-endpoint") + 1] == "first:29500"
+    # The paper's method, not the library's default, which adds dither.
+    assert config.strategy_name == "sdp4bit-paper"
+    assert config.quantization.gradients.inter_rounding == "stochastic"
     assert config.parallel.tensor_model_parallel_size == tensor
     assert config.parallel.pipeline_model_parallel_size == pipeline
     assert config.quantization.gradients.pipeline_chunks == chunks

@@ -23,6 +23,8 @@ METHOD = {"config", "quantization", "traffic", "collectives"}
 ENGINES = METHOD | {"engines", "engines.ddp", "engines.fsdp2", "engines.megatron", "engines.simulated"}
 LIBRARY = ENGINES | {"megatron", "api"}
 _IN_PRETRAIN = (
+    "text",
+    "marks",
     "options",
     "model",
     "launch",

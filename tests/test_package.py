@@ -3,7 +3,6 @@
 import ast
 import importlib.metadata
 import json
-import re
 import subprocess
 import sys
 import zipfile
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 import sdp4bit
-from sdp4bit import cli
 from tests import ROOT
 
 if sys.version_info >= (3, 11):
@@ -130,15 +128,6 @@ def test_installed_version_is_the_one_in_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "version" in project["dynamic"]
     assert importlib.metadata.version("sdp4bit") == sdp4bit.__version__
-
-
-def test_commands_ask_for_what_the_extra_installs() -> None:
-    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][
-        "pretrain"
-    ]
-    names = {re.split("[>=;<]", requirement)[0].strip() for requirement in extra}
-    imported = {"yaml" if name == "pyyaml" else name for name in names}
-    assert set(cli._PACKAGES) == (imported if sys.version_info < (3, 11) else imported - {"tomli"})
 
 
 def test_wheel_ships_types_and_licence_and_only_the_library(tmp_path: Path) -> None:

@@ -52,10 +52,12 @@ VALID: dict[type, dict[str, st.SearchStrategy[Any]]] = {
         "pipeline_chunks": st.none() | st.integers(1, 1 << 40),
         "start_step": st.integers(0, 1 << 40),
         "min_numel": st.integers(0, 1 << 40),
+        "inside_one_node": st.booleans(),
     },
     SDP4BitConfig: {
         "weights": st.none() | st.builds(WeightConfig, group_size=group_sizes),
         "gradients": st.none() | st.builds(GradientConfig, min_numel=st.integers(0, 99)),
+        "separate_parameters": st.booleans(),
         "seed": st.integers(0, 1 << 80),
         "telemetry": st.none() | st.builds(TelemetryConfig, interval=st.integers(1, 99)),
         "audit": st.none() | st.builds(AuditConfig, interval=st.integers(1, 99)),
@@ -84,7 +86,7 @@ def is_valid(name: str, value: Any) -> bool:
         return value is None or (is_int and value in QUANTIZED_BITS)
     if name.endswith("group_size"):
         return is_int and value > 0 and value % 32 == 0
-    if name in ("hadamard", "random_signs"):
+    if name in ("hadamard", "random_signs", "inside_one_node", "separate_parameters"):
         return type(value) is bool
     if name in ("pipeline_chunks", "start_step", "min_numel", "seed"):
         is_unset = name == "pipeline_chunks" and value is None

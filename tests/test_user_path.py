@@ -39,7 +39,7 @@ for _ in range(2):
     model(torch.ones(4, 64)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-assert comm.stats()["total"]["intra_bytes"] and comm.stats()["compression_ratio"] > 1, comm.stats()
+assert comm.stats()["total"]["intra_bytes"] and "all ranks on one node" in comm.explain(), comm.stats()
 distributed.destroy_process_group()
 """
 
@@ -124,16 +124,16 @@ def test_every_command_and_back_end_names_the_extra_that_it_needs(python: Path, 
     every_command = (
         "import contextlib, io\n"
         "from sdp4bit.cli import COMMANDS, main\n"
-        "for name in COMMANDS:\n"
+        "for name in (name for name, command in COMMANDS.items() if command.packages):\n"
         "    with contextlib.redirect_stderr(io.StringIO()) as told:\n"
         "        code = main([name])\n"
         "    print(name, code, told.getvalue(), end='')\n"
     )
     lines = run(python, "-c", every_command, cwd=tmp_path).splitlines()
-    assert [line.split()[0] for line in lines] == list(COMMANDS)
+    assert [line.split()[0] for line in lines] == [name for name, each in COMMANDS.items() if each.packages]
     for line in lines:
         assert line.split()[1] == "2" and line.endswith('pip install "sdp4bit[pretrain]"'), line
-        assert "tyro" in line and "tokenizers" in line and "numpy" not in line
+        assert "tyro" in line and "numpy" not in line
     assert "sdp4bit[pretrain]" in run(python.parent / "sdp4bit", "plan", cwd=tmp_path, exit_code=2)
     run(python, "-c", OPTIONAL_FEATURES, cwd=tmp_path)
 
@@ -178,8 +178,5 @@ def test_the_tutorial_does_what_it_shows(python: Path, tmp_path: Path) -> None:
 
 
 def without_fractions(text: str) -> str:
-    """Return the text without what differs between kinds of CPU, or in time; bytes and names stay."""
-    timed = re.sub(
-        r"^Step \d+ took .*?(?=^compression_ratio)", "(verdict)\n", text, flags=re.MULTILINE | re.DOTALL
-    )
-    return re.sub(r"\d+\.\d+", "#", timed)
+    """Return the text without what differs between kinds of CPU; bytes and names stay."""
+    return re.sub(r"\d+\.\d+", "#", text)

@@ -44,6 +44,13 @@ def losses(folder: Path, text: Path) -> dict[str, float]:
     return found
 
 
+def first_step(folder: Path) -> tuple[float, float]:
+    """Return the loss and the gradient norm of the first step."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    step = json.loads(lines[0])
+    return step["loss"], step["grad_norm"]
+
+
 def test_hooks_train_the_model_of_pretrain_and_leave_its_files(tmp_path):
     found, other = run_ranks(losses, 2, tmp_path, write_text(tmp_path / "text"))
     assert found == other
@@ -51,7 +58,14 @@ def test_hooks_train_the_model_of_pretrain_and_leave_its_files(tmp_path):
     assert found["ddp"] == pytest.approx(found["fsdp2"], abs=2e-5)
     assert found["ddp-bf16"] != found["ddp"] and found["ddp-sdp4bit"] != found["ddp"]
     assert found["ddp-bf16"] == pytest.approx(found["ddp"], abs=2e-3)
-    assert found["ddp-sdp4bit"] == pytest.approx(found["ddp"], abs=2e-2)
+    # Before the first step weights are equal. The noise of rounding is independent of the gradient, so that
+    # their squares add up: two roundings (of each rank's gradient, and of the sum), each of at most 0.16 of
+    # the norm on bell-shaped values. Twice the sum of 0.051 allows for groups with outliers.
+    first = {hook: first_step(tmp_path / hook) for hook in HOOKS}
+    (loss, norm), (same_loss, noisy_norm) = first["ddp"], first["ddp-sdp4bit"]
+    assert same_loss == loss
+    assert 1 < (noisy_norm / norm) ** 2 < 1 + 2 * 0.051
+    assert max(found.values()) < loss
     runs = {run.label: run for run in find_runs([tmp_path / hook for hook in HOOKS])}
     sent = {label: run.column("inter_bytes")[-1] for label, run in runs.items()}
     assert sent["ddp"] == 2 * sent["ddp-bf16"] > 7 * sent["ddp-sdp4bit"] > 0
