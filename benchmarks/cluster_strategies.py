@@ -342,8 +342,8 @@ STRATEGIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
     "tlq": _quantized(_preset("tlq")),
     "tlq-hs": _quantized(_preset("tlq-hs")),
     "sdp4bit": _quantized(_preset("sdp4bit")),
-    "sdp4bit-3": _quantized(_preset("sdp4bit-3")),
-    "sdp4bit-2": _quantized(_preset("sdp4bit-2")),
+    "sdp4bit-w2g3": _quantized(_preset("sdp4bit-w2g3")),
+    "sdp4bit-w2g2": _quantized(_preset("sdp4bit-w2g2")),
     "sdp4bit-4chunks": _quantized(_preset("sdp4bit", chunks=4)),
 }
 """Builders by name. compute: no communication at all, so ranks drift apart; it bounds what can be gained."""

@@ -37,9 +37,9 @@ from torch import Tensor
 from sdp4bit.cli import COMMANDS
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.launch.ranks import Ranks, join_ranks
-from sdp4bit.pretrain.metrics import write_atomically
 from sdp4bit.pretrain.options import SettingError, require
 from sdp4bit.pretrain.step.simulated_model import SimulatedModel
+from sdp4bit.pretrain.text import write_atomically
 from sdp4bit.pretrain.trainer import build_run
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import hadamard32

@@ -56,9 +56,9 @@ def reduction_with_feedback(*, beta: float, reset: int | None) -> type[Quantized
     class WithFeedback(QuantizedReduceScatter):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            self.errors: dict[int, Tensor] = {}
-            """By the place of a slice's first value: [nodes, n], fp32."""
-            self.reductions: dict[int, int] = {}
+            self.errors: dict[tuple[int, int], Tensor] = {}
+            """By the section and the place of a slice's first value in it: [nodes, n], fp32."""
+            self.reductions: dict[tuple[int, int], int] = {}
 
         def _requantize(
             self,
@@ -69,12 +69,12 @@ def reduction_with_feedback(*, beta: float, reset: int | None) -> type[Quantized
             *,
             rounding: RoundingKey | None,
             dither: RoundingKey | None,
-            places: slice,
+            place: tuple[int, int],
         ) -> None:
             # The transform also fills a row's padding with values that its receivers need.
             layout, summed = _with_padding(layout), _with_padding(summed)
             wanted = _sum(received, layout, dither=dither)
-            place, done = places.start, self.reductions.get(places.start, 0)
+            done = self.reductions.get(place, 0)
             if reset is not None and done % reset == 0:
                 self.errors.pop(place, None)
             self.reductions[place] = done + 1

@@ -38,9 +38,10 @@ from sdp4bit.engines.simulated.communication import SimulatedCommHandle
 from sdp4bit.engines.simulated.rows import RowLayout
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.launch.ranks import Ranks, join_ranks
-from sdp4bit.pretrain.metrics import save_figure, write_atomically
+from sdp4bit.pretrain.metrics import save_figure
 from sdp4bit.pretrain.options import SettingError, require
 from sdp4bit.pretrain.step.simulated_model import SimulatedModel
+from sdp4bit.pretrain.text import write_atomically
 from sdp4bit.pretrain.trainer import build_run
 from sdp4bit.traffic import TrafficCounter
 

@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from sdp4bit.pretrain.metrics import save_figure, write_atomically
+from sdp4bit.pretrain.metrics import save_figure
 from sdp4bit.pretrain.options import SettingError, require
 from sdp4bit.pretrain.paired import FEWEST_PAIRS, PairedDifference, paired_difference
+from sdp4bit.pretrain.text import write_atomically
 from sdp4bit.report.pairs import validated_together
 from sdp4bit.report.runs import Run, find_runs
 

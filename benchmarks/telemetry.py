@@ -8,9 +8,8 @@ them alike. Two numbers are given. `seconds` and `ratio` compare wall-clock time
 of a block's seconds per step, and of its ratio to the block without telemetry in the same round. `share` is
 the processor time that a rank's main thread spends in what telemetry adds, over all processor time of its
 process in these blocks: other programs on the machine do not disturb it. Losses of all variants must be
-equal bit for bit. The timers of transfers are always on, so they are in every variant; so is the search for
-edits of the weights, whose share is given as `edits`. With `--micro-batches` each step has several forwards,
-and all but the first one look for edits since the one before.
+equal bit for bit. The search for edits of the weights is in every variant; its share is given as `edits`.
+With `--micro-batches` each step has several forwards, and all but the first look for edits since the last.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ import sdp4bit
 from benchmarks.cluster_strategies import TrainingStep, Workload, build_model, shard
 from benchmarks.kernels import describe_machine
 from sdp4bit.config import SDP4BitConfig, TelemetryConfig
-from sdp4bit.engines.fsdp2.communication import FSDPCommunication
-from sdp4bit.engines.fsdp2.edits import EditDetector
+from sdp4bit.engines.fsdp2.group_state import FSDPCommunication
+from sdp4bit.engines.fsdp2.refresh import FSDPModelCommunication
 from sdp4bit.engines.handle import ModelCommunication
 
 RANKS, RANKS_PER_NODE = 4, 2
@@ -77,7 +76,7 @@ def _work(rank: int, store: str, arguments: argparse.Namespace, results: Any) ->
     # Only what telemetry adds to a step; counting what is not finite is a few operations on scales.
     ModelCommunication.measure_step = measuring.around(ModelCommunication.measure_step)  # type: ignore[method-assign]
     FSDPCommunication.sample_gradient = measuring.around(FSDPCommunication.sample_gradient)  # type: ignore[method-assign]
-    EditDetector.look = watching.around(EditDetector.look)  # type: ignore[method-assign]
+    FSDPModelCommunication._agree = watching.around(FSDPModelCommunication._agree)  # type: ignore[method-assign]
     FSDPCommunication.note_refresh = watching.around(FSDPCommunication.note_refresh)  # type: ignore[method-assign]
     workload = Workload(layers=arguments.layers, hidden=arguments.hidden, micro_batch=arguments.micro_batch)
     intervals = [0, *arguments.intervals]

@@ -33,9 +33,9 @@ from sdp4bit.collectives.capacity import Capacity, room_for
 from sdp4bit.engines.simulated.rows import RowLayout
 from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.pretrain.launch.ranks import Ranks, join_ranks
-from sdp4bit.pretrain.metrics import write_atomically
 from sdp4bit.pretrain.options import SettingError, require
 from sdp4bit.pretrain.step.simulated_model import SimulatedModel
+from sdp4bit.pretrain.text import write_atomically
 from sdp4bit.pretrain.trainer import build_run
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import message_layout

@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from sdp4bit.collectives.sections import whole_row
 from sdp4bit.collectives.weight_replica import QuantizedReplica
 from sdp4bit.config import QUANTIZED_BITS, WeightConfig
 from sdp4bit.quantization import ops
@@ -141,10 +142,10 @@ class _Replica:
         self._held = main.bfloat16()[None]
 
     def refresh(self, main: Tensor, *, call: int) -> None:
-        layout = self._arithmetic.message_layout(main.numel())
+        layout = self._arithmetic.message_layout(whole_row(main.numel()))
         message = torch.empty(1, layout.nbytes, dtype=torch.uint8)
         self._arithmetic.quantize(main, self._held[0], message[0], call=call, rank=0)
-        self._arithmetic.apply(message, self._held)
+        self._arithmetic.apply(message, self._held, call=call)
 
     def drift(self, main: Tensor) -> float:
         rounding = (main - main.bfloat16().float()).norm()

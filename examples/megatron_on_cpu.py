@@ -39,9 +39,6 @@ class Nothing:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, _: Any) -> float:
-        return 0.0
-
     def __enter__(self) -> Nothing:
         return self
 

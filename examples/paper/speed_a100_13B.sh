@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The 13B row, A100, of the paper's speed table (table 2; layouts in table 8): 16 nodes of 4 GPUs, made-up data.
-#     NNODES=16 MASTER_ADDR=first-node examples/paper/speed_a100_13B.sh --strategy sdp4bit
+#     NNODES=16 MASTER_ADDR=first-node examples/paper/speed_a100_13B.sh --strategy sdp4bit-paper
 # and the same with --strategy baseline. The table's figure is the mean over steps 21 to 30. Not run by this project.
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
@@ -14,4 +14,5 @@ NPROC_PER_NODE=${NPROC_PER_NODE:-4} exec "$here/torchrun.sh" --preset 13B --lr 1
     --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 \
     --seq-length 2048 --micro-batch-size 1 --accumulation 1 --train-iters 30 --eval-interval 1000 \
     --bf16 --recompute-granularity selective --no-reshard-after-forward \
+    --strategy sdp4bit-paper \
     --log-interval 10 --log-throughput --out "runs/speed_a100_13B" "${chunks[@]}" "$@"
