@@ -80,9 +80,10 @@ test-pytorch: $(STAMP) ## run PyTorch's own FSDP2 tests, of the checkout PYTORCH
 	$(PIP_INSTALL) expecttest==0.3.0
 	$(BIN)/python -m tests.engines.fsdp2.pytorch_fsdp $(PYTORCH)
 
-check: $(STAMP) ## lint, check the format and the types
+check: $(STAMP) ## lint, check the format, the order of imports and the types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
 format: $(STAMP) ## format the code and apply safe lint fixes
@@ -91,4 +92,4 @@ format: $(STAMP) ## format the code and apply safe lint fixes
 
 clean: ## remove caches and build output; keeps .venv and runs
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find sdp4bit tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find sdp4bit sdp4bit_lab tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -29,9 +29,9 @@ import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.collectives.exchange import start_all_to_all
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.pretrain.model.cards import ModelShape
-from sdp4bit.pretrain.model.gpt import GPT, Block
-from sdp4bit.pretrain.step.parallelize import resolve_compute_dtype
+from sdp4bit_lab.pretrain.model.cards import ModelShape
+from sdp4bit_lab.pretrain.model.gpt import GPT, Block
+from sdp4bit_lab.pretrain.step.parallelize import resolve_compute_dtype
 
 FULL_WEIGHTS = WeightConfig(bits=None)
 FULL_GRADIENTS = GradientConfig(intra_bits=None, inter_bits=None, hadamard=False)

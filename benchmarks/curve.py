@@ -28,15 +28,15 @@ import torch
 
 from benchmarks.law import BASELINE_OF_DDP, costs, write_findings
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.simulated import SimulatedReduceScatter, simulated_layout
 from sdp4bit.config import GradientConfig
-from sdp4bit.pretrain.config.pretrain import ModelConfig
-from sdp4bit.pretrain.metrics import save_figure
-from sdp4bit.pretrain.model.gpt import GPT
-from sdp4bit.pretrain.options import require
-from sdp4bit.pretrain.paired import PairedDifference
-from sdp4bit.report.runs import Run
 from sdp4bit.traffic import TrafficCounter
+from sdp4bit_lab.common.files import save_figure
+from sdp4bit_lab.common.settings import require
+from sdp4bit_lab.compare.paired import PairedDifference
+from sdp4bit_lab.pretrain.config.pretrain import ModelConfig
+from sdp4bit_lab.pretrain.model.gpt import GPT
+from sdp4bit_lab.report.runs import Run
+from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, simulated_layout
 
 MEASURE = "tlq-hs"
 """The strategy by whose cost that of others is predicted."""

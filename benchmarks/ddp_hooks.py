@@ -32,16 +32,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdp4bit
 from benchmarks.cluster_strategies import ddp
-from sdp4bit.cli import COMMANDS
-from sdp4bit.pretrain.config.pretrain import LoggingConfig, PretrainConfig
-from sdp4bit.pretrain.data.batches import Batches, prepare_dataset
-from sdp4bit.pretrain.launch.ranks import Ranks, join_ranks, sum_over_ranks
-from sdp4bit.pretrain.metrics import MetricsWriter, StepMetrics, ValidationMetrics
-from sdp4bit.pretrain.model.gpt import GPT
-from sdp4bit.pretrain.options import SettingError, require
-from sdp4bit.pretrain.step.optimizer import build_optimizer, learning_rate_at, set_learning_rate
-from sdp4bit.pretrain.step.parallelize import dtype_of, resolve_compute_dtype
-from sdp4bit.pretrain.trainer import write_settings
+from sdp4bit_lab.cli import COMMANDS
+from sdp4bit_lab.common.ranks import Ranks, join_ranks, sum_over_ranks
+from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig, PretrainConfig
+from sdp4bit_lab.pretrain.data.batches import Batches, prepare_dataset
+from sdp4bit_lab.pretrain.metrics import MetricsWriter, StepMetrics, ValidationMetrics
+from sdp4bit_lab.pretrain.model.gpt import GPT
+from sdp4bit_lab.pretrain.step.optimizer import build_optimizer, learning_rate_at, set_learning_rate
+from sdp4bit_lab.pretrain.step.parallelize import dtype_of, resolve_compute_dtype
+from sdp4bit_lab.pretrain.trainer import write_settings
 
 UNCOMPRESSED = 25
 """Steps that PowerSGD averages in full precision first; torch's default of 1,000 is meant for long runs."""

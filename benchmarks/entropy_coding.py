@@ -34,17 +34,17 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from sdp4bit.cli import COMMANDS
-from sdp4bit.pretrain.config.pretrain import PretrainConfig
-from sdp4bit.pretrain.launch.ranks import Ranks, join_ranks
-from sdp4bit.pretrain.options import SettingError, require
-from sdp4bit.pretrain.step.simulated_model import SimulatedModel
-from sdp4bit.pretrain.text import write_atomically
-from sdp4bit.pretrain.trainer import build_run
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import hadamard32
 from sdp4bit.quantization.layout import message_layout
 from sdp4bit.quantization.random import RoundingKey, derive_keys, random_bits16
+from sdp4bit_lab.cli import COMMANDS
+from sdp4bit_lab.common.files import write_atomically
+from sdp4bit_lab.common.ranks import Ranks, join_ranks
+from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
+from sdp4bit_lab.pretrain.step.simulated_model import SimulatedModel
+from sdp4bit_lab.pretrain.trainer import build_run
 
 GROUP = 2048
 LANES = 4

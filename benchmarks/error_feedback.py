@@ -30,16 +30,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from sdp4bit.cli import COMMANDS
-from sdp4bit.collectives import simulated
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, as_dither
-from sdp4bit.pretrain.config.pretrain import PretrainConfig
-from sdp4bit.pretrain.launch.ranks import Ranks, join_ranks
-from sdp4bit.pretrain.options import SettingError, require
-from sdp4bit.pretrain.trainer import TrainingResult, pretrain
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout, message_layout
 from sdp4bit.quantization.random import RoundingKey
+from sdp4bit_lab.cli import COMMANDS
+from sdp4bit_lab.common.ranks import Ranks, join_ranks
+from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
+from sdp4bit_lab.pretrain.trainer import TrainingResult, pretrain
+from sdp4bit_lab.simulated import collectives as simulated
 
 Feedback = Literal["none", "plain", "averaged"]
 FEEDBACKS: tuple[Feedback, ...] = ("none", "plain", "averaged")

@@ -30,20 +30,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdp4bit.cli import COMMANDS
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.simulated import SimulatedReduceScatter
 from sdp4bit.config import GradientConfig, SDP4BitConfig
-from sdp4bit.engines.simulated.communication import SimulatedCommHandle
-from sdp4bit.engines.simulated.rows import RowLayout
-from sdp4bit.pretrain.config.pretrain import PretrainConfig
-from sdp4bit.pretrain.launch.ranks import Ranks, join_ranks
-from sdp4bit.pretrain.metrics import save_figure
-from sdp4bit.pretrain.options import SettingError, require
-from sdp4bit.pretrain.step.simulated_model import SimulatedModel
-from sdp4bit.pretrain.text import write_atomically
-from sdp4bit.pretrain.trainer import build_run
 from sdp4bit.traffic import TrafficCounter
+from sdp4bit_lab.cli import COMMANDS
+from sdp4bit_lab.common.files import save_figure, write_atomically
+from sdp4bit_lab.common.ranks import Ranks, join_ranks
+from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
+from sdp4bit_lab.pretrain.step.simulated_model import SimulatedModel
+from sdp4bit_lab.pretrain.trainer import build_run
+from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter
+from sdp4bit_lab.simulated.communication import SimulatedCommHandle
+from sdp4bit_lab.simulated.rows import RowLayout
 
 KINDS = ("embeddings", "attention", "MLP", "norms and biases")
 OWN = "this run"

@@ -14,7 +14,7 @@ Variants are KIND-COMMUNICATION. `full` trains all weights, `lora` adapters of r
 is FSDP2 without this library, `sdp4bit` the preset, `lossless` the preset with exact weights. A finished run
 leaves a file and is not repeated. `table.md` has losses, differences to plain by seed, and bytes.
 
-Needs sdp4bit[cpu,hf,pretrain], peft and trl.
+Needs sdp4bit[cpu,hf,lab], peft and trl.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from torch import Tensor, multiprocessing, nn
 
 from benchmarks.kernels import describe_machine
 from sdp4bit import SDP4BitConfig, WeightConfig
-from sdp4bit.pretrain.data.corpus import StandardLibraryCorpus, split_corpus
-from sdp4bit.pretrain.paired import paired_difference
 from sdp4bit.traffic import format_bytes
+from sdp4bit_lab.compare.paired import paired_difference
+from sdp4bit_lab.pretrain.data.corpus import StandardLibraryCorpus, split_corpus
 
 RANKS = 2
 VARIANTS: dict[str, SDP4BitConfig | None] = {

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from sdp4bit.quantization import ops
-from sdp4bit.selftest.kernel_speed import COPY, Case, make_cases, measure_once
+from sdp4bit_lab.selftest.kernel_speed import COPY, Case, make_cases, measure_once
 
 CHECKED_ELEMENTS = 1 << 18
 DEVICES = {"reference": "cpu", "numba": "cpu", "triton": "cuda"}

@@ -21,12 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from sdp4bit.pretrain.metrics import save_figure
-from sdp4bit.pretrain.options import SettingError, require
-from sdp4bit.pretrain.paired import FEWEST_PAIRS, PairedDifference, paired_difference
-from sdp4bit.pretrain.text import write_atomically
-from sdp4bit.report.pairs import validated_together
-from sdp4bit.report.runs import Run, find_runs
+from sdp4bit_lab.common.files import save_figure, write_atomically
+from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.compare.paired import FEWEST_PAIRS, PairedDifference, paired_difference
+from sdp4bit_lab.report.pairs import validated_together
+from sdp4bit_lab.report.runs import Run, find_runs
 
 BASELINE = "baseline"
 BASELINE_OF_DDP = "ddp"

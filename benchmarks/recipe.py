@@ -8,7 +8,7 @@
     python -m benchmarks.recipe runs/recipe
 
 A run is stable if no gradient norm after the warm-up is above four times their median. Beside it are all
-spikes by the rule of `sdp4bit.pretrain.stability`, those while the learning rate still rises included.
+spikes by the rule of `sdp4bit_lab.pretrain.stability`, those while the learning rate still rises included.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from sdp4bit.pretrain.options import SettingError
-from sdp4bit.report.pairs import spikes_of
-from sdp4bit.report.runs import Run, find_runs
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.report.pairs import spikes_of
+from sdp4bit_lab.report.runs import Run, find_runs
 
 _SETTINGS = (
     *(("learning rate", ("optimizer", "learning_rate")), ("warm-up", ("optimizer", "warmup_steps"))),

@@ -122,12 +122,12 @@ def instrument(saboteur: Saboteur, *, folder: Path, rank: int) -> None:
     import torch
 
     from sdp4bit.collectives.exchange import PendingExchange
-    from sdp4bit.pretrain.checkpoint import save as checkpoint_save
-    from sdp4bit.pretrain.checkpoint.checkpointer import Checkpointer
-    from sdp4bit.pretrain.checkpoint.files import HashedFile
-    from sdp4bit.pretrain.loop import TrainingLoop
-    from sdp4bit.pretrain.metrics import MetricsWriter
-    from sdp4bit.pretrain.model.gpt import GPT
+    from sdp4bit_lab.pretrain.checkpoint import save as checkpoint_save
+    from sdp4bit_lab.pretrain.checkpoint.checkpointer import Checkpointer
+    from sdp4bit_lab.pretrain.checkpoint.files import HashedFile
+    from sdp4bit_lab.pretrain.loop import TrainingLoop
+    from sdp4bit_lab.pretrain.metrics import MetricsWriter
+    from sdp4bit_lab.pretrain.model.gpt import GPT
 
     saboteur.watch(GPT, "forward", "forward")
     saboteur.watch(torch.Tensor, "backward", "backward")
@@ -174,6 +174,6 @@ def main(run: Callable[[], int]) -> int:
 
 
 if __name__ == "__main__":
-    from sdp4bit.cli import main as run_command
+    from sdp4bit_lab.cli import main as run_command
 
     sys.exit(main(run_command))

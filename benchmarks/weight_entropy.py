@@ -28,20 +28,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdp4bit.cli import COMMANDS
 from sdp4bit.collectives.capacity import Capacity, room_for
-from sdp4bit.engines.simulated.rows import RowLayout
-from sdp4bit.pretrain.config.pretrain import PretrainConfig
-from sdp4bit.pretrain.launch.ranks import Ranks, join_ranks
-from sdp4bit.pretrain.options import SettingError, require
-from sdp4bit.pretrain.step.simulated_model import SimulatedModel
-from sdp4bit.pretrain.text import write_atomically
-from sdp4bit.pretrain.trainer import build_run
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import message_layout
 from sdp4bit.quantization.lossless import read_header
 from sdp4bit.quantization.lossless_layout import largest_message, message_parts
 from sdp4bit.quantization.lossless_reference import exponents, ordered
+from sdp4bit_lab.cli import COMMANDS
+from sdp4bit_lab.common.files import write_atomically
+from sdp4bit_lab.common.ranks import Ranks, join_ranks
+from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
+from sdp4bit_lab.pretrain.step.simulated_model import SimulatedModel
+from sdp4bit_lab.pretrain.trainer import build_run
+from sdp4bit_lab.simulated.rows import RowLayout
 
 _MANTISSA_BITS = 7
 

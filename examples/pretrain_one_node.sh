@@ -7,7 +7,7 @@
 # stand for nodes.
 set -euo pipefail
 
-exec torchrun --standalone --nproc-per-node gpu -m sdp4bit pretrain \
+exec torchrun --standalone --nproc-per-node gpu -m sdp4bit_lab pretrain \
     --preset 125M \
     --train-iters 1000 \
     --no-reshard-after-forward \

@@ -35,7 +35,7 @@ _PRELOADED = [
     "torch.distributed.checkpoint",
     "sdp4bit",
     "tests.ranks",
-    "tests.pretrain.tiny_runs",
+    "tests.lab.pretrain.tiny_runs",
 ]
 
 

@@ -2,7 +2,7 @@
 
 Layer: gloo, 4 processes that stand for 2 nodes of 2, pretraining a small model with dropout.
 docs/determinism.md says what holds under which change, and why; resuming is tested in
-tests/pretrain/checkpoint/test_checkpoint.py.
+tests/lab/pretrain/checkpoint/test_checkpoint.py.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ pytest.importorskip("rich")
 
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.engines.fsdp2.api import FSDPCommHandle
-from sdp4bit.pretrain.config.communication import CommunicationConfig
-from sdp4bit.pretrain.config.pretrain import PretrainConfig
 from sdp4bit.quantization import ops
-from tests.pretrain.tiny_runs import small, train_here, write_text
+from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
+from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
+from tests.lab.pretrain.tiny_runs import small, train_here, write_text
 from tests.ranks import run_ranks
 
 STEPS = 2

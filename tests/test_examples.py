@@ -19,7 +19,7 @@ from tests import ROOT
 
 pytest.importorskip("tyro")
 
-from sdp4bit.cli import COMMANDS
+from sdp4bit_lab.cli import COMMANDS
 
 GALLERY = ROOT / "examples" / "README.md"
 PROGRAMS = sorted(

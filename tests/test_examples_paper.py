@@ -12,9 +12,9 @@ from tests import ROOT
 
 pytest.importorskip("tyro")
 
-from sdp4bit.cli import COMMANDS
-from sdp4bit.pretrain.config.pretrain import PretrainConfig
-from tests.pretrain.data.indexed_corpora import write_corpus, write_vocabulary
+from sdp4bit_lab.cli import COMMANDS
+from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
+from tests.lab.pretrain.data.indexed_corpora import write_corpus, write_vocabulary
 
 FOLDER = ROOT / "examples" / "paper"
 ACCURACY = {"125M": (8, 6e-4), "350M": (8, 3e-4), "1.3B": (4, 2e-4), "6.7B": (2, 1.2e-4)}

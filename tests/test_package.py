@@ -44,7 +44,7 @@ print(json.dumps({"modules": list(sys.modules), "cuda": torch.cuda.is_initialize
 
 HELP_OF_EVERYTHING = """
 import sys
-from sdp4bit.cli import COMMANDS, main
+from sdp4bit_lab.cli import COMMANDS, main
 for arguments in [], *([name] for name in COMMANDS):
     try:
         main([*arguments, "--help"])
@@ -94,7 +94,7 @@ def test_no_help_imports_torch() -> None:
 @pytest.mark.parametrize(("arguments", "message"), [([], "Missing subcommand"), (["pretrian"], "pretrian")])
 def test_without_a_known_command_the_known_ones_are_listed(arguments: list[str], message: str) -> None:
     pytest.importorskip("tyro")
-    command = [sys.executable, "-m", "sdp4bit", *arguments]
+    command = [sys.executable, "-m", "sdp4bit_lab", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert message in done.stderr and "pretrain, compare, demo" in done.stderr
@@ -130,15 +130,24 @@ def test_installed_version_is_the_one_in_pyproject() -> None:
     assert importlib.metadata.version("sdp4bit") == sdp4bit.__version__
 
 
-def test_wheel_ships_types_and_licence_and_only_the_library(tmp_path: Path) -> None:
-    for name in ("pyproject.toml", "LICENSE", "README.md", "sdp4bit", "tests"):
+def test_wheel_ships_types_and_licence_and_the_two_packages(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "LICENSE", "README.md", "sdp4bit", "sdp4bit_lab", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     wheel = python("import setuptools.build_meta as b; print(b.build_wheel('.'))", cwd=tmp_path).split()[-1]
     with zipfile.ZipFile(tmp_path / wheel) as archive:
         files = archive.namelist()
     assert "sdp4bit/py.typed" in files
     assert any(name.endswith("licenses/LICENSE") for name in files)
-    assert {name.split("/")[0].split("-")[0] for name in files} == {"sdp4bit"}
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "sdp4bit").rglob("*.py")}
-    assets = {str(path.relative_to(ROOT)) for path in (ROOT / "sdp4bit/report/assets").iterdir()}
+    assert {name.split("/")[0].split("-")[0] for name in files} == {"sdp4bit", "sdp4bit_lab"}
+    packages = (ROOT / "sdp4bit", ROOT / "sdp4bit_lab")
+    modules = {str(path.relative_to(ROOT)) for folder in packages for path in folder.rglob("*.py")}
+    assets = {str(path.relative_to(ROOT)) for path in (ROOT / "sdp4bit_lab/report/assets").iterdir()}
     assert assets and modules | assets <= set(files)
+
+
+def test_no_source_file_is_longer_than_600_lines() -> None:
+    folders = ("sdp4bit", "sdp4bit_lab", "tests", "benchmarks", "examples")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert len(lengths) > 100
+    assert {path: lines for path, lines in lengths.items() if lines > 600} == {}

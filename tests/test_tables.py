@@ -16,13 +16,13 @@ from rich.console import Console
 
 pytest.importorskip("tyro")
 
-from sdp4bit.cli import main
-from sdp4bit.compare.demo import print_outcome
-from sdp4bit.compare.tables import Report
-from sdp4bit.selftest.check import Outcome
-from sdp4bit.selftest.command import _report
-from sdp4bit.selftest.config import SelftestConfig
-from tests.compare.synthetic_runs import finished
+from sdp4bit_lab.cli import main
+from sdp4bit_lab.compare.demo import print_outcome
+from sdp4bit_lab.compare.tables import Report
+from sdp4bit_lab.selftest.check import Outcome
+from sdp4bit_lab.selftest.command import _report
+from sdp4bit_lab.selftest.config import SelftestConfig
+from tests.lab.compare.synthetic_runs import finished
 
 LARGE = 999_999_999_999.0
 

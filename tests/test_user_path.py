@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import sdp4bit
-from sdp4bit.cli import COMMANDS
+from sdp4bit_lab.cli import COMMANDS
 from tests import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -92,9 +92,10 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in ("pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(
-        ROOT / "sdp4bit", source / "sdp4bit", ignore=shutil.ignore_patterns("__pycache__", "*.nb?")
-    )
+    for package in ("sdp4bit", "sdp4bit_lab"):
+        shutil.copytree(
+            ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__", "*.nb?")
+        )
     # Without --wheel or --sdist the wheel is made of the sdist.
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", made, source, cwd=source)
     (wheel,), (_,) = made.glob("*.whl"), made.glob("*.tar.gz")
@@ -123,7 +124,7 @@ def test_the_package_is_the_installed_one_and_its_version_needs_nothing(python: 
 def test_every_command_and_back_end_names_the_extra_that_it_needs(python: Path, tmp_path: Path) -> None:
     every_command = (
         "import contextlib, io\n"
-        "from sdp4bit.cli import COMMANDS, main\n"
+        "from sdp4bit_lab.cli import COMMANDS, main\n"
         "for name in (name for name, command in COMMANDS.items() if command.packages):\n"
         "    with contextlib.redirect_stderr(io.StringIO()) as told:\n"
         "        code = main([name])\n"
@@ -132,9 +133,9 @@ def test_every_command_and_back_end_names_the_extra_that_it_needs(python: Path, 
     lines = run(python, "-c", every_command, cwd=tmp_path).splitlines()
     assert [line.split()[0] for line in lines] == [name for name, each in COMMANDS.items() if each.packages]
     for line in lines:
-        assert line.split()[1] == "2" and line.endswith('pip install "sdp4bit[pretrain]"'), line
+        assert line.split()[1] == "2" and line.endswith('pip install "sdp4bit[lab]"'), line
         assert "tyro" in line and "numpy" not in line
-    assert "sdp4bit[pretrain]" in run(python.parent / "sdp4bit", "plan", cwd=tmp_path, exit_code=2)
+    assert "sdp4bit[lab]" in run(python.parent / "sdp4bit", "plan", cwd=tmp_path, exit_code=2)
     run(python, "-c", OPTIONAL_FEATURES, cwd=tmp_path)
 
 

@@ -11,4 +11,4 @@ exec torchrun \
     --nnodes "${NNODES:-1}" --nproc-per-node "${NPROC_PER_NODE:-gpu}" \
     --rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:-localhost}:${MASTER_PORT:-29500}" \
     --rdzv-id "${SLURM_JOB_ID:-sdp4bit}" \
-    -m sdp4bit pretrain "$@"
+    -m sdp4bit_lab pretrain "$@"

@@ -15,11 +15,11 @@ from torch import Tensor
 from sdp4bit.collectives.all_reduce import PieceSection, QuantizedAllReduce
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section
-from sdp4bit.collectives.simulated import SimulatedAllReduce, simulated_layout
 from sdp4bit.collectives.topology import create_topologies
 from sdp4bit.config import GradientConfig
-from sdp4bit.plan.traffic import RankGrid, all_reduce_exchange
 from sdp4bit.traffic import Traffic, TrafficCounter
+from sdp4bit_lab.plan.traffic import RankGrid, all_reduce_exchange
+from sdp4bit_lab.simulated.collectives import SimulatedAllReduce, simulated_layout
 from tests.collectives import plain_collectives as plain
 from tests.ranks import run_ranks
 

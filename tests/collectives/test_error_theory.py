@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.simulated import SimulatedReduceScatter, simulated_layout
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import ops, reference
 from sdp4bit.quantization.hadamard import hadamard32
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
 from sdp4bit.traffic import TrafficCounter
+from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, simulated_layout
 
 GROUP = 128
 

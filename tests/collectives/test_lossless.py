@@ -17,13 +17,13 @@ from sdp4bit.collectives import lossless_refresh
 from sdp4bit.collectives.exchange import PendingExchange
 from sdp4bit.collectives.lossless_refresh import LosslessCoding
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.simulated import SimulatedReplica
 from sdp4bit.collectives.topology import arrange, create_topologies
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import ReplicaPlacement
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.lossless import DamagedMessageError
 from sdp4bit.traffic import Traffic, TrafficCounter
+from sdp4bit_lab.simulated.collectives import SimulatedReplica
 from tests.ranks import run_ranks
 
 LENGTH = 20_000

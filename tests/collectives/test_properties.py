@@ -21,8 +21,8 @@ from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology, arrange, create_topologies
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import QUANTIZED_BITS, GradientConfig, WeightConfig
-from sdp4bit.plan.traffic import Exchange, RankGrid, gradient_exchange, weight_refresh
 from sdp4bit.traffic import Traffic, TrafficCounter
+from sdp4bit_lab.plan.traffic import Exchange, RankGrid, gradient_exchange, weight_refresh
 from tests.collectives import plain_collectives as plain
 from tests.ranks import run_threads
 

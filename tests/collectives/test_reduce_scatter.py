@@ -14,7 +14,6 @@ from torch import Tensor
 
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.simulated import SimulatedReduceScatter, SimulatedReplica, simulated_layout
 from sdp4bit.collectives.topology import Topology, arrange, create_topologies
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
@@ -23,6 +22,7 @@ from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import message_layout
 from sdp4bit.quantization.random import RoundingKey
 from sdp4bit.traffic import Traffic, TrafficCounter
+from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, SimulatedReplica, simulated_layout
 from tests.ranks import on_ranks, run_ranks
 
 EXACT = GradientConfig(intra_bits=None, inter_bits=None)

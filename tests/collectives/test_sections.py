@@ -21,18 +21,18 @@ from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import RowParameter, Section, cut_row
-from sdp4bit.collectives.simulated import (
+from sdp4bit.collectives.topology import create_topologies
+from sdp4bit.collectives.weight_replica import WeightReplica
+from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.quantization import ops
+from sdp4bit.traffic import TrafficCounter
+from sdp4bit_lab.plan.traffic import RankGrid, all_reduce_exchange, gradient_exchange, weight_refresh
+from sdp4bit_lab.simulated.collectives import (
     SimulatedAllReduce,
     SimulatedReduceScatter,
     SimulatedReplica,
     simulated_layout,
 )
-from sdp4bit.collectives.topology import create_topologies
-from sdp4bit.collectives.weight_replica import WeightReplica
-from sdp4bit.config import GradientConfig, WeightConfig
-from sdp4bit.plan.traffic import RankGrid, all_reduce_exchange, gradient_exchange, weight_refresh
-from sdp4bit.quantization import ops
-from sdp4bit.traffic import TrafficCounter
 from tests.collectives import plain_collectives as plain
 from tests.ranks import run_threads
 

@@ -220,8 +220,8 @@ def test_what_is_not_quantized_has_no_error_and_nothing_is_measured_where_it_is_
 
 
 def test_communication_and_alerts_are_in_all_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sdp4bit.pretrain import metrics
-    from sdp4bit.pretrain.config.pretrain import LoggingConfig
+    from sdp4bit_lab.pretrain import metrics
+    from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig
 
     scalars: list[tuple[str, float, int]] = []
 

@@ -11,8 +11,8 @@ import torch
 from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.selftest.kernel_buffers import difference, guarded_messages
-from sdp4bit.selftest.kernel_cases import BY_SHAPE, TROUBLE, KernelCase, Shape
+from sdp4bit_lab.selftest.kernel_buffers import difference, guarded_messages
+from sdp4bit_lab.selftest.kernel_cases import BY_SHAPE, TROUBLE, KernelCase, Shape
 
 
 def compare(*args: Any, **named: Any) -> None:

@@ -29,9 +29,9 @@ from sdp4bit.kernels.triton import backend as cuda
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.selftest import kernel_cases
-from sdp4bit.selftest.kernel_buffers import guarded_messages, make_values
-from sdp4bit.selftest.kernel_cases import KEY, SHAPES, TROUBLE, Shape
+from sdp4bit_lab.selftest import kernel_cases
+from sdp4bit_lab.selftest.kernel_buffers import guarded_messages, make_values
+from sdp4bit_lab.selftest.kernel_cases import KEY, SHAPES, TROUBLE, Shape
 from tests.kernels.byte_tests import ByteTests, compare
 from tests.quantization.property_cases import CALLS, hold
 

@@ -16,7 +16,7 @@ from sdp4bit.config import LEAST_CLIP, QUANTIZED_BITS
 from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import RoundingKey
-from sdp4bit.selftest.kernel_buffers import (
+from sdp4bit_lab.selftest.kernel_buffers import (
     DTYPES,
     guarded_messages,
     guarded_values,

@@ -18,7 +18,7 @@ from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import MAX_ELEMENTS, RoundingKey
-from sdp4bit.selftest.kernel_buffers import POISON, bits_of, guarded_messages, whole
+from sdp4bit_lab.selftest.kernel_buffers import POISON, bits_of, guarded_messages, whole
 from tests.quantization.operator_calls import empty_messages, layout_of, values_of
 from tests.quantization.property_cases import PROFILES, hold
 

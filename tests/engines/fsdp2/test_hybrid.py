@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from sdp4bit import AlertConfig, AuditConfig, GradientConfig, ReplicaMismatchError, SDP4BitConfig
 from sdp4bit.engines.fsdp2.hooks import ReplicaGroup
-from sdp4bit.plan.traffic import RankGrid, all_reduce_exchange, gradient_exchange
 from sdp4bit.traffic import Traffic
+from sdp4bit_lab.plan.traffic import RankGrid, all_reduce_exchange, gradient_exchange
 from tests import mutations
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
 from tests.engines.fsdp2.test_parallelism import split_layers

@@ -31,7 +31,7 @@ import sdp4bit
 from sdp4bit import AuditConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.collectives.sections import common_ranges
 from sdp4bit.engines.fsdp2.groups import reduce_over_copies
-from sdp4bit.plan.traffic import RankGrid, gradient_exchange, weight_refresh
+from sdp4bit_lab.plan.traffic import RankGrid, gradient_exchange, weight_refresh
 from tests import mutations
 from tests.ranks import on_ranks
 from tests.tables import flat

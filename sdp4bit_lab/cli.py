@@ -1,0 +1,335 @@
+"""The `sdp4bit` command: one registry of what it can do."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from sdp4bit import __version__
+
+if TYPE_CHECKING:
+    from sdp4bit_lab.compare.config import CompareConfig, DemoConfig
+    from sdp4bit_lab.plan.config import PlanConfig, ProbeConfig
+    from sdp4bit_lab.pretrain.checkpoint.config import ExportConfig, ImportConfig
+    from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
+    from sdp4bit_lab.pretrain.data.preprocess import PreprocessConfig
+    from sdp4bit_lab.pretrain.data.tokenizer_training import TokenizerTrainingConfig
+    from sdp4bit_lab.report.command import ReportConfig
+    from sdp4bit_lab.selftest.config import SelftestConfig
+
+EXIT_SETTING = 2
+_TRAINING = "tyro rich tensorboard tokenizers yaml"
+_TOMLI = ("tomli",) if sys.version_info < (3, 11) else ()
+_ABOUT = (
+    "4-bit communication for sharded data parallel training. `sdp4bit COMMAND --help` shows the options that "
+    "matter, `--help-all` all of them, `sdp4bit --version` the version."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One of the commands."""
+
+    name: str
+    settings: str
+    """Its settings class as module:class, imported when the command is chosen."""
+    reads_file: bool
+    """Whether its options may stand in a file, given by --config-file."""
+    shown: tuple[str, ...]
+    """Fields that `--help` shows; all of them if empty. `--help-all` shows all always."""
+    packages: tuple[str, ...]
+    """Imports of the extra `lab` that it needs sooner or later: none of them is missed after hours."""
+    run: Callable[[Any], int]
+    """Does what the settings say and returns the exit code."""
+
+    @property
+    def description(self) -> str:
+        """What `--help` says of it."""
+        return " ".join((self.run.__doc__ or "").split())
+
+    def parse(self, options: Sequence[str]) -> Any:
+        """Return the settings; prints help or an error and exits instead where that is due.
+
+        Raises:
+            SettingError: options that contradict each other, or a package that is missing.
+        """
+        _check_packages(self.packages, command=self.name)
+        from sdp4bit_lab.common import help
+        from sdp4bit_lab.common.config_file import expand_config_file
+
+        settings = pkgutil.resolve_name(self.settings)
+        asked = [option for option in options if option in (*help.HELP, help.HELP_ALL)]
+        if asked:
+            shown = () if help.HELP_ALL in asked else self.shown
+            print(help.help_text(settings, name=self.name, description=self.description, shown=shown), end="")
+            raise SystemExit(0)
+        prog = f"sdp4bit {self.name}"
+        if "tyro" not in self.packages:
+            from sdp4bit_lab.common.plain_parser import parse_plainly
+
+            return parse_plainly(settings, options, prog=prog)
+        import tyro
+
+        return tyro.cli(
+            settings,
+            prog=prog,
+            description=self.description,
+            args=expand_config_file(options, settings=settings) if self.reads_file else options,
+            # Options have the names of their fields alone; a test keeps those unique.
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def _command(
+    name: str, *, settings: str, packages: str, reads_file: bool = False, shown: str = ""
+) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
+    """Return a decorator that registers a function; its docstring is the command's description."""
+
+    def register(run: Callable[[Any], int]) -> Callable[[Any], int]:
+        COMMANDS[name] = Command(
+            name=name,
+            settings=settings,
+            reads_file=reads_file,
+            shown=tuple(shown.split()),
+            packages=(*packages.split(), *(_TOMLI if reads_file else ())),
+            run=run,
+        )
+        return run
+
+    return register
+
+
+@_command(
+    "pretrain",
+    settings="sdp4bit_lab.pretrain.config.pretrain:PretrainConfig",
+    packages=_TRAINING,
+    reads_file=True,
+    shown="""strategy model_card data_path tokenizer_model vocabulary_size steps micro_batch_size
+    global_batch_size sequence_length learning_rate precision compile eval_interval
+    nproc_per_node ranks_per_node simulated_ranks tensor_model_parallel_size pipeline_model_parallel_size
+    save save_interval auto_resume out log_interval alerts seed dry_run""",
+)
+def _pretrain(config: PretrainConfig) -> int:
+    """Pretrain a GPT with FSDP2 and quantized communication. Starts --nproc-per-node processes on this
+    machine; under torchrun, torchrun starts them. Options may also stand in a file, with --config-file
+    NAME.yaml or NAME.toml; those on the command line win."""
+    if config.dry_run:
+        from sdp4bit_lab.plan.dry_run import print_dry_run
+
+        print_dry_run(config)
+        return 0
+    from sdp4bit_lab.common.launch.local import run_on_ranks
+    from sdp4bit_lab.pretrain.trainer import pretrain
+
+    return run_on_ranks(pretrain, config=config, parallel=config.parallel)
+
+
+@_command(
+    "compare",
+    settings="sdp4bit_lab.compare.config:CompareConfig",
+    packages=f"{_TRAINING} matplotlib scipy",
+    reads_file=True,
+    shown="""strategies seeds baseline merge out model_card data_path tokenizer_model vocabulary_size steps
+    micro_batch_size global_batch_size sequence_length learning_rate precision eval_interval
+    nproc_per_node ranks_per_node simulated_ranks log_interval""",
+)
+def _compare(config: CompareConfig) -> int:
+    """Train the same model with several strategies and seeds, one after another, and compare their losses.
+    Stopped or killed, the same command goes on with the runs that are left."""
+    from sdp4bit_lab.common.launch.local import run_on_ranks
+    from sdp4bit_lab.compare.run import compare, merge_comparisons
+
+    if config.merge:
+        merge_comparisons(config)
+        return 0
+    return run_on_ranks(compare, config=config, parallel=config.parallel)
+
+
+@_command(
+    "demo",
+    settings="sdp4bit_lab.compare.config:DemoConfig",
+    packages=f"{_TRAINING} matplotlib scipy",
+    reads_file=True,
+)
+def _demo(config: DemoConfig) -> int:
+    """Train a small GPT on 4 processes of this machine that stand for 2 nodes of 2 ranks: first with plain
+    FSDP2, then with 4-bit communication."""
+    from sdp4bit_lab.common.launch.local import run_on_ranks
+    from sdp4bit_lab.compare.demo import demo
+
+    return run_on_ranks(demo, config=config, parallel=config.comparison().parallel)
+
+
+@_command(
+    "export",
+    settings="sdp4bit_lab.pretrain.checkpoint.config:ExportConfig",
+    packages="tyro rich safetensors tokenizers",
+)
+def _export(config: ExportConfig) -> int:
+    """Write the model and tokenizer of a checkpoint as a Hugging Face GPT-2 model: config.json,
+    model.safetensors and the tokenizer's files. One process, no GPU."""
+    from sdp4bit_lab.pretrain.checkpoint.huggingface import export_model
+
+    print(f"sdp4bit: written {export_model(config)}")
+    return 0
+
+
+@_command(
+    "import",
+    settings="sdp4bit_lab.pretrain.checkpoint.config:ImportConfig",
+    packages="tyro rich safetensors tokenizers",
+)
+def _import(config: ImportConfig) -> int:
+    """Write a Hugging Face GPT-2 model as a checkpoint, which `sdp4bit pretrain --load` continues from at
+    step 0 with a new optimizer. One process, no GPU."""
+    from sdp4bit_lab.pretrain.checkpoint.huggingface import import_model
+
+    print(f"sdp4bit: written {import_model(config)}")
+    return 0
+
+
+@_command(
+    "tokenizer",
+    settings="sdp4bit_lab.pretrain.data.tokenizer_training:TokenizerTrainingConfig",
+    packages="tyro rich tokenizers",
+)
+def _tokenizer(config: TokenizerTrainingConfig) -> int:
+    """Learn a byte-level BPE tokenizer from documents (.jsonl, also .gz or .zst, .parquet, text); pretrain,
+    compare and preprocess read it with --tokenizer-model."""
+    from sdp4bit_lab.pretrain.data.tokenizer_training import train_tokenizer
+
+    train_tokenizer(config)
+    return 0
+
+
+@_command(
+    "preprocess",
+    settings="sdp4bit_lab.pretrain.data.preprocess:PreprocessConfig",
+    packages="tyro rich tokenizers",
+)
+def _preprocess(config: PreprocessConfig) -> int:
+    """Turn documents (.jsonl, also .gz or .zst, and .parquet) into Megatron's .bin/.idx files, which pretrain
+    and compare read with --data-path."""
+    from sdp4bit_lab.pretrain.data.preprocess import preprocess
+
+    preprocess(config)
+    return 0
+
+
+@_command(
+    "plan",
+    settings="sdp4bit_lab.plan.config:PlanConfig",
+    packages="tyro matplotlib rich scipy yaml",
+    reads_file=True,
+    shown="""strategy model_card cluster device probe nodes devices_per_node inter_bandwidth intra_bandwidth
+    device_tflops tensor_parallel pipeline_parallel micro_batch_size accumulation engine overlap sweep json
+    reproduce_table_2""",
+)
+def _plan(config: PlanConfig) -> int:
+    """Say what quantized communication would gain on a cluster: bytes, step time, memory, a verdict. Nothing
+    is trained; the clusters are the paper's, described by options, or measured by `sdp4bit probe`."""
+    from sdp4bit_lab.plan.command import run_plan
+
+    return run_plan(config)
+
+
+@_command("probe", settings="sdp4bit_lab.plan.config:ProbeConfig", packages="tyro yaml", reads_file=True)
+def _probe(config: ProbeConfig) -> int:
+    """Measure the intra-node and inter-node bandwidth and the speed of quantization, for `sdp4bit plan
+    --probe`. Starts --nproc-per-node processes on this machine; under torchrun, torchrun starts them."""
+    from sdp4bit_lab.common.launch.local import run_on_ranks
+    from sdp4bit_lab.plan.probe import probe
+
+    return run_on_ranks(probe, config=config, parallel=config.parallel, leaves_early=False)
+
+
+@_command("selftest", settings="sdp4bit_lab.selftest.config:SelftestConfig", packages="")
+def _selftest(config: SelftestConfig) -> int:
+    """Check on these machines that the library works, and say whether it pays: kernels against the reference,
+    exchanges over the real network, streams under random delays, a training run. Under torchrun, or with
+    --nproc-per-node; --simulated-ranks does what one GPU can."""
+    from sdp4bit_lab.common.launch.local import run_on_ranks
+    from sdp4bit_lab.selftest.command import selftest
+
+    if config.device == "cpu":
+        # Before any process asks for GPUs, which decides the back end of its exchanges.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return run_on_ranks(selftest, config=config, parallel=config.parallel, leaves_early=False)
+
+
+@_command(
+    "report", settings="sdp4bit_lab.report.command:ReportConfig", packages="tyro jinja2 plotly rich scipy"
+)
+def _report(config: ReportConfig) -> int:
+    """Show training runs on one HTML page: losses, bytes, times, quantization errors, alerts. Reads the files
+    that pretrain, compare and demo write into --out, also while they run."""
+    from sdp4bit_lab.report.command import write_report
+
+    print(f"sdp4bit: written {write_report(config)}")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit code of the command: 0, 2 for a wrong setting, 1 or a signal's for a failed run."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["--version"]:
+        print(f"sdp4bit {__version__}")
+        return 0
+    from sdp4bit_lab.common.settings import SettingError
+
+    try:
+        if not arguments or arguments[0] not in COMMANDS:
+            return _show_commands(arguments)
+        command = COMMANDS[arguments[0]]
+        return command.run(command.parse(arguments[1:]))
+    except SettingError as error:
+        return _wrong_setting(str(error))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _show_commands(arguments: Sequence[str]) -> int:
+    """Print help, or what is wrong with the arguments, and exit; settings of no command are imported."""
+    from sdp4bit_lab.common import help
+
+    if any(argument in help.HELP for argument in arguments[:1]):
+        about = {name: command.description for name, command in COMMANDS.items()}
+        print(help.commands_text(about, description=_ABOUT), end="")
+        raise SystemExit(0)
+
+    _check_packages(("tyro",), command=" ".join(arguments[:1]))
+    import tyro
+
+    def named(command: Command) -> Callable[[], int]:
+        def stand_in() -> int:
+            return EXIT_SETTING
+
+        stand_in.__doc__ = command.description
+        return stand_in
+
+    commands = {name: named(command) for name, command in COMMANDS.items()}
+    return tyro.extras.subcommand_cli_from_dict(commands, prog="sdp4bit", description=_ABOUT, args=arguments)
+
+
+def _check_packages(names: Sequence[str], *, command: str) -> None:
+    """Raise SettingError unless these packages are installed."""
+    from sdp4bit_lab.common.settings import SettingError
+
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        called = f"sdp4bit {command}".rstrip()
+        raise SettingError(f'`{called}` needs {", ".join(missing)}: pip install "sdp4bit[lab]"')
+
+
+def _wrong_setting(message: str) -> int:
+    print(f"sdp4bit: error: {message}", file=sys.stderr)
+    return EXIT_SETTING

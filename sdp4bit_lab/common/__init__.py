@@ -1,0 +1,1 @@
+"""Parts that the programs share: settings, files, ranks, launching and exit codes."""

@@ -1,0 +1,201 @@
+"""Settings of the commands that train several times: compare and demo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated
+
+from sdp4bit_lab.common.settings import SettingError, option, option_flags, require
+from sdp4bit_lab.compare.variants import Variant, parse_variant, parse_variants
+from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
+from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
+from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig, ModelConfig, OptimizerConfig, PretrainConfig
+from sdp4bit_lab.pretrain.config.training import ComputeDtype, TrainingConfig
+from sdp4bit_lab.pretrain.data.config import CacheFolder, DataConfig
+
+DEFAULT_BASELINE = "baseline"
+DEFAULT_OUT = Path("runs/compare")
+DEMO_PROCESSES = 4
+DEMO_RANKS_PER_NODE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """The same training run with several strategies and seeds."""
+
+    strategies: str = "baseline,sdp4bit"
+    """Names of presets with commas between: baseline, qw, qwd, ulq, tlq, tlq-hs, sdp4bit-paper, sdp4bit.
+    Options of communication for one of them alone stand behind it, with colons:
+    tlq-hs:gq-group-size-inter=64."""
+    seeds: str = "1"
+    """Numbers with commas between; each gives other weights, another sample order and other rounding."""
+    baseline: str | None = None
+    """The strategy that the others are compared with, as in --strategies; baseline when not given."""
+    merge: tuple[Path, ...] = ()
+    """Folders of earlier comparisons: nothing is trained, and --out gets the tables of all their runs."""
+    out: Path = DEFAULT_OUT
+    """Folder for summary.json, table.md, curves.png and a folder for every run. Runs that it has are not
+    trained again."""
+    log_interval: int = 10
+    """Steps between printed lines when the output is not a terminal."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        if self.merge:
+            self._check_merges_only()
+            return
+        for name in ("exit_interval", "exit_duration_in_mins"):
+            require(
+                getattr(self.training, name) is None,
+                f"--{name.replace('_', '-')} is for `pretrain`, which saves what it has: leave it out. A "
+                "signal stops `compare`, and the same command goes on with the runs that are left",
+            )
+        self.runs()
+        _ = self.baseline_label
+
+    def derived(self) -> dict[str, object]:
+        """Return what options that are not given come to, by field."""
+        return {**self.runs()[-1].derived(), "baseline": self.baseline_label}
+
+    def variants(self) -> list[Variant]:
+        """Return the strategies with their options."""
+        return parse_variants(self.strategies, shared=self.communication)
+
+    def planned(self) -> list[tuple[Variant, PretrainConfig]]:
+        """Return every run with its settings, in the order they are trained: seed by seed."""
+        variants = self.variants()
+        seeds = _numbers(self.seeds)
+        self._check_used(variants)
+        return [(variant, self._run(variant, seed)) for seed in seeds for variant in variants]
+
+    def runs(self) -> list[PretrainConfig]:
+        """Return the settings of every run, in the order they are trained."""
+        return [run for _, run in self.planned()]
+
+    @property
+    def baseline_label(self) -> str | None:
+        """Label of the strategy to compare with; None if none is asked for and `baseline` is not there."""
+        given = self.baseline
+        if given is not None:
+            try:
+                given = parse_variant(given, shared=self.communication).label
+            except SettingError as error:
+                raise SettingError(f"--baseline: {error}") from error
+        return _choose([variant.label for variant in self.variants()], given=given)
+
+    def choose_baseline(self, labels: Sequence[str]) -> str | None:
+        """Return the label to compare with among those of merged runs."""
+        return _choose(labels, given=self.baseline)
+
+    def _run(self, variant: Variant, seed: int) -> PretrainConfig:
+        return PretrainConfig(
+            strategy=variant.strategy,
+            seed=seed,
+            model=self.model,
+            data=self.data,
+            training=self.training,
+            optimizer=self.optimizer,
+            communication=variant.communication,
+            parallel=self.parallel,
+            logging=LoggingConfig(
+                out=self.out / f"{variant.folder_name}-seed{seed}",
+                tensorboard=False,
+                log_interval=self.log_interval,
+            ),
+        )
+
+    def _check_used(self, variants: Sequence[Variant]) -> None:
+        communication = self.communication
+        if communication.names_parts:
+            raise SettingError(
+                "--quantized-weights and --quantized-gradients are for `pretrain`: "
+                "here, --strategies says what is quantized"
+            )
+        # Options that concern one half of the method are meant for the strategies that have it.
+        used = {
+            name
+            for variant in variants
+            for name in communication.restricted_to(variant.strategy).given()
+            if getattr(variant.communication, name) == getattr(communication, name)
+        }
+        for name in communication.given():
+            if name not in used:
+                flag = option_flags(CommunicationConfig)[name][0]
+                raise SettingError(f"{flag} has no effect with any of the strategies {self.strategies}")
+
+    def _check_merges_only(self) -> None:
+        require(self.out != DEFAULT_OUT, "--merge needs --out, a folder for the merged tables")
+        for settings in fields(self):
+            if settings.name in ("merge", "out", "baseline"):
+                continue
+            value = getattr(self, settings.name)
+            if not is_dataclass(value):
+                given = option_flags(type(self))[settings.name] if value != settings.default else []
+            else:
+                flags, unchanged = option_flags(type(value)), getattr(CompareConfig(), settings.name)
+                changed = [name for name in flags if getattr(value, name) != getattr(unchanged, name)]
+                given = [flags[name][0] for name in changed]
+            require(not given, f"--merge trains nothing, so {''.join(given[:1])} has no effect: leave it out")
+
+
+def _choose(labels: Sequence[str], *, given: str | None) -> str | None:
+    if given is None:
+        return DEFAULT_BASELINE if DEFAULT_BASELINE in labels else None
+    require(
+        given in labels,
+        f"--baseline: {given} is not among the strategies: add it, or choose one of {', '.join(labels)}",
+    )
+    return given
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        seeds = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise SettingError(f"--seeds {text!r}: give numbers with commas between, such as 1,2,3") from None
+    if len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise SettingError(f"--seeds {text!r}: give numbers of at least 0, each one once")
+    return seeds
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """A small GPT, trained twice: with plain FSDP2 and with 4-bit communication."""
+
+    out: Path = Path("runs/demo")
+    """Folder for summary.json, curves.png and the logs of both runs."""
+    steps: int = 150
+    """Optimizer steps of each run."""
+    seed: int = 1
+    """Seed of the weights, the sample order and the rounding; the same for both runs."""
+    compute_dtype: Annotated[ComputeDtype, option("compute-dtype")] = "auto"
+    """dtype of the activations; auto: bf16, except on CPUs without instructions for it, where it is fp32."""
+    cache_dir: CacheFolder = None
+    """Where tokenized text is kept between runs; $XDG_CACHE_HOME/sdp4bit or ~/.cache/sdp4bit otherwise."""
+
+    def __post_init__(self) -> None:
+        self.comparison()
+
+    def comparison(self) -> CompareConfig:
+        """Return the two runs: the tiny model on the standard library's sources."""
+        return CompareConfig(
+            strategies="baseline,sdp4bit",
+            seeds=str(self.seed),
+            out=self.out,
+            data=DataConfig(cache_dir=self.cache_dir),
+            training=TrainingConfig(
+                steps=self.steps,
+                eval_interval=max(2, self.steps // 3),
+                compute_dtype=self.compute_dtype,
+                # Weights are gathered once a step, as in the paper; twice would flatter the comparison.
+                reshard_after_forward=False,
+            ),
+            parallel=ParallelConfig(nproc_per_node=DEMO_PROCESSES, ranks_per_node=DEMO_RANKS_PER_NODE),
+        )

@@ -1,0 +1,184 @@
+"""A run of a comparison that has ended: what is kept of it in result.json, and which settings it had."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sdp4bit_lab.common.files import write_atomically
+from sdp4bit_lab.common.settings import SettingError, with_current_names
+from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
+from sdp4bit_lab.pretrain.stability import GradientSpike, gradient_spikes
+from sdp4bit_lab.pretrain.trainer import TrainingResult
+
+RESULT = "result.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    """The measurements of one run that a comparison uses; the same on every rank, apart from the seconds."""
+
+    strategy: str
+    """Label of the variant."""
+    seed: int
+    losses: tuple[float, ...]
+    """Training loss of every step, the first step's before any update."""
+    validation: tuple[tuple[int, float], ...]
+    """Step and validation loss."""
+    train_loss: float
+    """Mean training loss of the last 20 steps."""
+    intra_bytes_per_step: int
+    """Intra-node bytes that all ranks sent in a step; the median."""
+    inter_bytes_per_step: int
+    """Inter-node bytes that all ranks sent in a step; the median."""
+    seconds: float
+    """Duration of all steps."""
+    test_loss: float | None = None
+    """Loss after the last step on data of its own."""
+    diverged_at: int | None = None
+    """Step at which the loss stopped being a finite number; None for a run that reached its end."""
+    spikes: tuple[GradientSpike, ...] = ()
+    """Steps whose gradient norm stood far above those before: training was unstable there."""
+
+    @classmethod
+    def of(cls, result: TrainingResult) -> FinishedRun:
+        """Return what a comparison keeps of a run that has ended."""
+        diverged_at = result.diverged_at
+        if diverged_at is None and not math.isfinite(result.validation_loss):
+            diverged_at = result.steps[-1].step
+        return cls(
+            strategy=result.strategy,
+            seed=result.seed,
+            losses=tuple(step.loss for step in result.steps),
+            validation=tuple(result.validation),
+            train_loss=result.train_loss,
+            intra_bytes_per_step=result.intra_bytes_per_step,
+            inter_bytes_per_step=result.inter_bytes_per_step,
+            seconds=result.seconds,
+            test_loss=result.test_loss,
+            diverged_at=diverged_at,
+            spikes=tuple(gradient_spikes((step.step, step.grad_norm) for step in result.steps)),
+        )
+
+    @property
+    def validation_loss(self) -> float:
+        """The last validation loss; NaN for a run that diverged."""
+        return self.validation[-1][1] if self.diverged_at is None else math.nan
+
+    @property
+    def name(self) -> str:
+        """The run, for people."""
+        return f"{self.strategy}, seed {self.seed}"
+
+
+def run_settings(config: PretrainConfig, *, dataset: str, world_size: int) -> dict[str, Any]:
+    """Return what must be equal for two runs to be comparable, whatever their strategy and seed.
+
+    Args:
+        dataset: key of the tokens; where they lie does not matter.
+    """
+    training = asdict(config.training)
+    for name in ("precision", "bf16", "fp16"):
+        del training[name]
+    training |= {
+        "param_dtype": config.training.param_dtype,
+        "sequence_length": config.sequence_length,
+        "micro_batch_size": config.micro_batch_size,
+    }
+    optimizer = asdict(config.optimizer)
+    del optimizer["warmup_fraction"]
+    optimizer |= {"learning_rate": config.learning_rate, "warmup_steps": config.warmup_steps}
+    parallel = asdict(config.parallel)
+    del parallel["nproc_per_node"]
+    settings = {
+        "model": asdict(config.model_shape),
+        "data": {"dataset": dataset, "eod_mask_loss": config.data.eod_mask_loss},
+        "training": training,
+        "optimizer": optimizer,
+        "parallel": {**parallel, "world_size": world_size},
+    }
+    # As they are read back from a file.
+    normalized: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    return normalized
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Return what else may change the last digits of a loss."""
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"torch": torch.__version__, "device": kind}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The content of result.json."""
+
+    settings: dict[str, Any]
+    """What all runs of a comparison have in common."""
+    quantization: dict[str, Any]
+    """The library's settings, the seed included."""
+    environment: dict[str, str]
+    run: FinishedRun
+
+    def write(self, folder: Path) -> None:
+        """Write result.json into the folder."""
+        content = asdict(self)
+        content["run"]["losses"] = [finite(loss) for loss in self.run.losses]
+        content["run"]["validation"] = [[step, finite(loss)] for step, loss in self.run.validation]
+        content["run"]["train_loss"] = finite(self.run.train_loss)
+        content["run"]["test_loss"] = finite(self.run.test_loss)
+        write_atomically(folder / RESULT, json.dumps(content, allow_nan=False) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> RunRecord:
+        """Return the content of a folder's result.json; SettingError if it is not one."""
+        path = folder / RESULT
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            run = content.pop("run")
+            run["losses"] = tuple(map(_number, run["losses"]))
+            run["validation"] = tuple((step, _number(loss)) for step, loss in run["validation"])
+            run["train_loss"] = _number(run["train_loss"])
+            run["spikes"] = tuple(GradientSpike(*spike) for spike in run.get("spikes", ()))
+            content["settings"] = with_current_names(content["settings"])
+            return cls(run=FinishedRun(**run), **content)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SettingError(
+                f"{path} cannot be read ({type(error).__name__}: {error}): delete it, and the run is "
+                "trained again"
+            ) from error
+
+
+def first_difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    """Return the first setting that differs, with both values; None if all are equal.
+
+    A setting that an older version did not know is the same as None, which leaves things as they were.
+    """
+    left, right = dict(_flat(one)), dict(_flat(other))
+    for name in dict.fromkeys([*left, *right]):
+        values = left.get(name), right.get(name)
+        if values[0] != values[1]:
+            return name, *values
+    return None
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def finite(value: float | None) -> float | None:
+    """Return the loss, or None for one that is not a number any more: JSON has no NaN."""
+    return value if value is None or math.isfinite(value) else None
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,307 @@
+"""Measuring what the planner has to know of a cluster: bandwidths, latency, the speed of quantization."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from sdp4bit.collectives.exchange import start_all_to_all
+from sdp4bit.collectives.topology import (
+    Topology,
+    arrange,
+    create_topologies,
+    destroy_topology,
+    host_name,
+    node_labels,
+)
+from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.quantization import ops
+from sdp4bit.quantization.hadamard import INVERSE_FACTOR, Hadamard
+from sdp4bit.quantization.layout import BLOCK, message_layout, round_up
+from sdp4bit.quantization.random import RoundingKey, derive_keys
+from sdp4bit.traffic import format_bytes
+from sdp4bit_lab.common.files import wrapped, write_atomically
+from sdp4bit_lab.common.ranks import Ranks, agree, gather_over_ranks
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.plan.config import PROBE_FORMAT, ProbeConfig
+from sdp4bit_lab.plan.traffic import RankGrid, gradient_exchange, weight_refresh
+
+WARM_UPS = 2
+TINY_BYTES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One level as one rank uses it while all ranks do; slowest rank, median of the rounds."""
+
+    sent_bytes: int
+    """By a rank in one exchange."""
+    seconds: float
+    fastest: float
+    slowest: float
+    """Seconds of the fastest and of the slowest round."""
+    latency: float
+    """Seconds of an exchange of a few bytes."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of a rank, beside the latency."""
+        return self._rate(self.seconds)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The same of the slowest and of the fastest round."""
+        return self._rate(self.slowest), self._rate(self.fastest)
+
+    def _rate(self, seconds: float) -> float:
+        # On a very fast or disturbed link the difference would be noise: at most half is latency.
+        return self.sent_bytes / max(seconds - self.latency, seconds / 2)
+
+
+def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
+    """Return what was measured, the same on every rank, after rank 0 has written and shown it.
+
+    Raises:
+        SettingError: ranks that do not fill the nodes, or a file that cannot be written; on all ranks.
+    """
+    result = measure(config, ranks=ranks)
+    agree(lambda: _report(config, result) if ranks.is_first else None)
+    return result
+
+
+def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
+    """Return what was measured, the same on every rank.
+
+    Steps: 1. find the nodes;  2. intra-node all-to-all, all nodes at once;  3. inter-node all-to-all, all
+    ranks at once;  4. the operators of a step on all ranks at once.
+
+    Raises:
+        SettingError: ranks that do not fill the nodes; on all ranks.
+    """
+    hosts = gather_over_ranks(host_name(), what="names of the hosts")
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    date, *_ = gather_over_ranks(now, what="clocks of the hosts")
+    topology = agree(lambda: _topology(config, hosts))
+    per_rank = round(config.megabytes * 1e6)
+    intra = _link(topology.intra, sent_bytes=per_rank, rounds=config.rounds, device=ranks.device)
+    inter = _link(topology.inter, sent_bytes=per_rank, rounds=config.rounds, device=ranks.device)
+    destroy_topology(topology)
+    grid = RankGrid(nodes=topology.nodes, ranks_per_node=topology.ranks_per_node)
+    if grid.size == 1:
+        # One rank sends nothing; its kernels are timed as on one of two nodes.
+        grid = RankGrid(nodes=2, ranks_per_node=1)
+    step, moved = _quantization(config.quantized_values, grid=grid, device=ranks.device)
+    quantization_seconds = _seconds(step, rounds=config.rounds, device=ranks.device)
+    return {
+        "format": PROBE_FORMAT,
+        "name": f"{hosts[0]}, {_device_name(ranks.device)}",
+        "nodes": topology.nodes,
+        "devices_per_node": topology.ranks_per_node,
+        "inter_bandwidth": inter and inter.bandwidth * topology.ranks_per_node,
+        "intra_bandwidth": intra and intra.bandwidth,
+        "latency": max((link.latency for link in (intra, inter) if link), default=0.0),
+        "quantization_bandwidth": moved / statistics.median(quantization_seconds),
+        "measured": {
+            "date": date,
+            "torch": torch.__version__,
+            "backend": dist.get_backend(),
+            "kernels": ops.backend_name(ranks.device.type),
+            "hosts": len(set(hosts)),
+            "rounds": config.rounds,
+            "intra": intra and vars(intra),
+            "inter": inter and vars(inter),
+            "quantization_seconds": statistics.median(quantization_seconds),
+            "quantization_fastest": min(quantization_seconds),
+            "quantization_slowest": max(quantization_seconds),
+            "quantization_bytes": moved,
+            "quantized_values": config.quantized_values,
+        },
+    }
+
+
+def _topology(config: ProbeConfig, hosts: list[str]) -> Topology:
+    spec = config.parallel.ranks_per_node
+    members = tuple(range(len(hosts)))
+    try:
+        layout = arrange(members, node_labels("auto" if spec is None else spec, hosts=hosts))
+    except ValueError as error:
+        raise SettingError(str(error)) from error
+    return create_topologies([layout])[members]
+
+
+def _link(group: ProcessGroup | None, *, sent_bytes: int, rounds: int, device: torch.device) -> Link | None:
+    """Return the measurement of a level; None if it has one rank. Collective over the whole job."""
+    if group is None:
+        return None
+    peers = group.size() - 1
+
+    def exchange(row_bytes: int) -> list[float]:
+        sent = torch.zeros(group.size(), row_bytes, dtype=torch.uint8, device=device)
+        received = torch.empty_like(sent)
+        return _seconds(lambda: start_all_to_all(received, sent, group).wait(), rounds=rounds, device=device)
+
+    row_bytes = round_up(-(-sent_bytes // peers), TINY_BYTES)
+    latency = statistics.median(exchange(TINY_BYTES))
+    seconds = exchange(row_bytes)
+    return Link(
+        sent_bytes=row_bytes * peers,
+        seconds=statistics.median(seconds),
+        fastest=min(seconds),
+        slowest=max(seconds),
+        latency=latency,
+    )
+
+
+def _seconds(work: Callable[[], object], *, rounds: int, device: torch.device) -> list[float]:
+    """Return the slowest rank's time of each round."""
+    seconds = torch.zeros(rounds, dtype=torch.float64, device=device)
+    for number in range(-WARM_UPS, rounds):
+        dist.barrier()
+        _synchronize(device)
+        start = time.perf_counter()
+        work()
+        _synchronize(device)
+        if number >= 0:
+            seconds[number] = time.perf_counter() - start
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return [float(value) for value in seconds]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _quantization(values: int, *, grid: RankGrid, device: torch.device) -> tuple[Callable[[], None], float]:
+    """Return the operators of one step on so many gradients, and the bytes that they move."""
+    gradients, weights = GradientConfig(), WeightConfig()
+    weight_bits, weight_group = weights.bits, weights.group_size
+    assert gradients.intra_bits and gradients.inter_bits and weight_bits
+    n, g = grid.nodes, grid.ranks_per_node
+    row = max(1, values // grid.size)
+    if row < gradients.min_numel:
+        raise SettingError(
+            f"--quantized-values {values} are {row} per row on {grid.size} ranks, fewer than are quantized: "
+            f"give at least {gradients.min_numel * grid.size}"
+        )
+    stride = round_up(row, BLOCK)
+    hops = []
+    if g > 1:
+        hops.append((g, n, gradients.intra_bits, gradients.intra_group_size))
+    if n > 1:
+        hops.append((n, 1, gradients.inter_bits, gradients.inter_group_size))
+    # The hop inside a node carries a row for each node, the one between nodes a single row.
+    layouts = [
+        message_layout(numel=row, bits=bits, group_size=group_size, parts=parts)
+        for _, parts, bits, group_size in hops
+    ]
+    messages = [
+        torch.empty(size, layout.nbytes, dtype=torch.uint8, device=device)
+        for (size, *_), layout in zip(hops, layouts, strict=True)
+    ]
+    first_size, first_parts, *_ = hops[0]
+    gradient = torch.randn(first_size, first_parts, row, device=device)
+    result = torch.empty(row, device=device)
+    main = torch.randn(row, device=device).bfloat16()
+    replica = torch.zeros(n, row, dtype=torch.bfloat16, device=device)
+    weight_layout = message_layout(numel=row, bits=weight_bits, group_size=weight_group)
+    differences = torch.zeros(n, weight_layout.nbytes, dtype=torch.uint8, device=device)
+    rounding, hadamard = RoundingKey(*derive_keys(0, 0), row_stride=stride), Hadamard()
+
+    def step() -> None:
+        ops.hadamard_quantize(
+            gradient, out=messages[0], layout=layouts[0], hadamard=hadamard, rounding=rounding
+        )
+        if len(hops) > 1:
+            received, summed = layouts
+            ops.dequantize_reduce_quantize(
+                messages[0],
+                received=received,
+                out=messages[1],
+                sent=summed,
+                rounding=rounding,
+                dither=None,
+            )
+        ops.dequantize_reduce_hadamard(
+            messages[-1],
+            out=result,
+            layout=layouts[-1],
+            hadamard=hadamard,
+            multiplier=INVERSE_FACTOR,
+            dither=None,
+        )
+        ops.subtract_quantize(
+            main, replica=replica[0], out=differences[0], layout=weight_layout, rounding=None
+        )
+        ops.dequantize_add(differences, replica=replica, layout=weight_layout, accumulate=True, dither=None)
+
+    reduction = gradient_exchange(row, grid=grid, config=gradients)
+    return step, reduction.moved_bytes + weight_refresh(row, grid=grid, config=weights).moved_bytes
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _report(config: ProbeConfig, result: dict[str, Any]) -> None:
+    try:
+        write_atomically(config.out, json.dumps(result, indent=2) + "\n")
+    except OSError as error:
+        raise SettingError(f"cannot write --out {config.out}: {error}") from error
+    sys.stdout.write(f"{describe(result, out=config.out)}\n")
+
+
+def describe(result: dict[str, Any], *, out: Path) -> str:
+    """Return what was measured, for people.
+
+    Args:
+        result: as `measure` returns it.
+        out: where it has been written.
+    """
+    measured = result["measured"]
+    lines = [f"{result['name']}: {result['nodes']} nodes of {result['devices_per_node']} ranks"]
+    links = {level: Link(**measured[level]) for level in ("intra", "inter") if measured[level]}
+    for level, what, ranks in (
+        ("intra", "intra-node, per rank", 1),
+        ("inter", "inter-node, per node", result["devices_per_node"]),
+    ):
+        link = links.get(level)
+        if link is None:
+            lines.append(f"{what}: one rank, not measured")
+            continue
+        slowest, fastest = (format_bytes(ranks * rate) for rate in link.spread)
+        lines.append(
+            f"{what}: {format_bytes(ranks * link.bandwidth)}/s and direction ({slowest} to {fastest}/s in "
+            f"{measured['rounds']} rounds), {1e6 * link.latency:.0f} us per exchange"
+        )
+    moved = measured["quantization_bytes"]
+    slowest, fastest = (
+        format_bytes(moved / measured[f"quantization_{end}"]) for end in ("slowest", "fastest")
+    )
+    lines.append(
+        f"quantization ({measured['kernels']}): {format_bytes(result['quantization_bandwidth'])}/s read and "
+        f"written per rank ({slowest} to {fastest}/s)"
+    )
+    if len(links) == 2 and links["intra"].bandwidth < links["inter"].bandwidth:
+        lines.append(
+            f"WARNING: a rank is slower inside its node ({format_bytes(links['intra'].bandwidth)}/s) than "
+            f"between nodes ({format_bytes(links['inter'].bandwidth)}/s): look for missing NVLink or P2P, or "
+            "for --ranks-per-node that is not the machines'"
+        )
+    if result["nodes"] > measured["hosts"]:
+        lines.append(
+            f"note: {result['nodes']} nodes on {measured['hosts']} host: what is between them is no network"
+        )
+    lines.append(f"next: sdp4bit plan --probe {out} --device-tflops ...")
+    return wrapped(lines)

@@ -1,0 +1,276 @@
+"""What is quantized, by the paper's names and the reference implementation's flags, and what is watched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, get_args
+
+from sdp4bit.config import (
+    AlertAction,
+    AlertConfig,
+    AuditConfig,
+    GradientConfig,
+    MismatchAction,
+    ReplicaPlacement,
+    Rounding,
+    SDP4BitConfig,
+    WeightConfig,
+    WeightMode,
+)
+from sdp4bit_lab.common.marks import Switch
+from sdp4bit_lab.common.settings import SettingError, option, option_flags
+
+Strategy = Literal[
+    "baseline",
+    "qw",
+    "qwd",
+    "ulq",
+    "tlq",
+    "tlq-hs",
+    "sdp4bit-paper",
+    "sdp4bit",
+    "sdp4bit-w2g3",
+    "sdp4bit-w2g2",
+]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+DEFAULT_STRATEGY: Strategy = "sdp4bit"
+
+REFERENCE_INTRA_GROUP = 512
+"""The reference parser's intra-node default; its scripts, the paper and our strategies use 128."""
+
+_WEIGHTS = {
+    "weight_mode": "mode",
+    "weight_bits": "bits",
+    "weight_group_size": "group_size",
+    "weight_rounding": "rounding",
+    "weight_clip": "clip",
+    "replica": "replica",
+}
+_GRADIENTS = {
+    name: name
+    for name in (
+        *("inter_bits", "inter_group_size", "intra_bits", "intra_group_size"),
+        *("intra_rounding", "inter_rounding", "pipeline_chunks", "start_step", "min_numel"),
+    )
+}
+_GRADIENT_SWITCHES = {
+    "hadamard_transform": "hadamard",
+    "hadamard_random_signs": "random_signs",
+    "gradients_inside_one_node": "inside_one_node",
+}
+"""Of the gradients too, but False where the others are None when not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationConfig:
+    """Details of the quantized communication: with --strategy they change its values; without one,
+    --quantized-weights and --quantized-gradients say what is quantized, as in the reference
+    implementation."""
+
+    quantized_weights: Annotated[bool, Switch] = False
+    """Send 4-bit weight differences; instead of --strategy."""
+    weight_mode: WeightMode | None = None
+    """What is sent of the weights: their difference to what devices hold, or direct, themselves; both
+    quantized. lossless: the exact change, entropy-coded. The strategy's when not given."""
+    weight_bits: Annotated[Literal[2, 3, 4, 8] | None, option("weight-quantization-bits")] = None
+    """Bits of a weight difference; 4 when not given."""
+    weight_group_size: Annotated[int | None, option("wq-group-size")] = None
+    """Weight differences that share a scale; 2048 when not given."""
+    weight_rounding: Rounding | None = None
+    """Rounding of weight differences; nearest when not given."""
+    weight_clip: Annotated[float | None, option("wq-clip")] = None
+    """Part of a group's largest weight difference that the largest code stands for, 0.1 to 1; not given:
+    0.6 with 2 bits and nearest rounding, else 1."""
+    replica: ReplicaPlacement | None = None
+    """Weight replica: node (spread over the ranks of a node, also when not given) or full (on every rank)."""
+    quantized_gradients: Annotated[bool, Switch] = False
+    """Reduce gradients by two quantized all-to-alls; instead of --strategy."""
+    inter_bits: Annotated[Literal[2, 3, 4, 8] | None, option("gradient-quantization-bits-inter")] = None
+    """Bits of an inter-node gradient; 4 when not given."""
+    inter_group_size: Annotated[int | None, option("gq-group-size-inter")] = None
+    """Inter-node gradients that share a scale; 128 when not given."""
+    intra_bits: Annotated[Literal[2, 3, 4, 8] | None, option("gradient-quantization-bits-intra")] = None
+    """Bits of an intra-node gradient; 8 when not given."""
+    intra_group_size: Annotated[int | None, option("gq-group-size-intra")] = None
+    """Intra-node gradients that share a scale; not given: 512 with --quantized-gradients, as in the
+    reference implementation; 128 with a strategy, as in the paper."""
+    hadamard_transform: Annotated[bool, Switch] = False
+    """Smooth gradients by a Hadamard transform before they are quantized; part of tlq-hs and sdp4bit."""
+    hadamard_random_signs: Annotated[bool, Switch] = False
+    """Change random signs of the gradients, the same on all ranks, before that transform."""
+    intra_rounding: Annotated[Rounding | None, option("gradient-rounding-intra")] = None
+    """Rounding of intra-node gradients; stochastic when not given."""
+    inter_rounding: Annotated[Rounding | None, option("gradient-rounding-inter")] = None
+    """Rounding of inter-node gradients; when not given dither with sdp4bit, stochastic otherwise."""
+    pipeline_chunks: Annotated[int | None, option("gradient-alltoall-pipeline", "pipeline-chunks")] = None
+    """Slices whose intra-node and inter-node hops overlap; chosen by the size of a row when not given."""
+    start_step: Annotated[int | None, option("gradients-quantization-start-iteration")] = None
+    """Steps whose gradients are reduced in full precision before quantization starts; 0 when not given."""
+    min_numel: Annotated[int | None, option("gradient-min-numel")] = None
+    """Rows of fewer gradients than this are reduced in full precision; 1024 when not given."""
+    gradients_inside_one_node: Annotated[bool, Switch] = False
+    """Quantize gradients also if all ranks that share a parameter are on one node."""
+
+    def __post_init__(self) -> None:
+        if not self.names_parts:
+            return
+        for names, part in ((_WEIGHTS, "weights"), (_GRADIENTS, "gradients")):
+            self._require_used(
+                names, getattr(self, f"quantized_{part}"), f"without --quantized-{part} or a --strategy"
+            )
+        self.resolve(None, seed=0)
+
+    @property
+    def names_parts(self) -> bool:
+        """Whether the flags, rather than a strategy, say what is quantized."""
+        return self.quantized_weights or self.quantized_gradients
+
+    def resolve(self, strategy: Strategy | None, *, seed: int) -> SDP4BitConfig:
+        """Return the library's settings.
+
+        Raises:
+            SettingError: settings that contradict each other, or that this strategy has no use for.
+        """
+        if self.names_parts:
+            if strategy is not None:
+                raise SettingError(
+                    f"--strategy {strategy} and --quantized-weights / --quantized-gradients both say what is "
+                    "quantized: give one of the two"
+                )
+            reference = GradientConfig(
+                intra_group_size=REFERENCE_INTRA_GROUP, hadamard=False, inter_rounding="stochastic"
+            )
+            base = SDP4BitConfig(
+                weights=WeightConfig() if self.quantized_weights else None,
+                gradients=reference if self.quantized_gradients else None,
+                separate_parameters=False,  # as the reference implementation
+            )
+        else:
+            strategy = strategy or DEFAULT_STRATEGY
+            base = SDP4BitConfig.preset(strategy)
+            for names, part in ((_WEIGHTS, "weights"), (_GRADIENTS, "gradients")):
+                users = ", ".join(s for s in STRATEGIES if getattr(SDP4BitConfig.preset(s), part) is not None)
+                self._require_used(
+                    names,
+                    getattr(base, part) is not None,
+                    f"with strategy {strategy}, which does not quantize {part}: leave it out, or use {users}",
+                )
+        transforms = self.hadamard_transform or (base.gradients is not None and base.gradients.hadamard)
+        if self.hadamard_random_signs and not transforms:
+            raise SettingError("--hadamard-random-signs has no effect without --hadamard-transform")
+        try:
+            return replace(
+                base,
+                seed=seed,
+                weights=base.weights and replace(base.weights, **self._given(_WEIGHTS)),
+                gradients=base.gradients and replace(base.gradients, **self._given(_GRADIENTS)),
+            )
+        except ValueError as error:
+            raise SettingError(str(error)) from error
+
+    def strategy_name(self, strategy: Strategy | None) -> str:
+        """Return the name of what is quantized: that of the preset that flags and details make, or else of
+        the strategy whose details they are, or custom. How a row is cut changes no value and no name."""
+        ours = self.resolve(strategy, seed=0)
+        uncut = ours.gradients and replace(ours.gradients, pipeline_chunks=None)
+        presets = {name: SDP4BitConfig.preset(name) for name in STRATEGIES}
+        alike = (name for name, p in presets.items() if (p.weights, p.gradients) == (ours.weights, uncut))
+        return next(alike, "custom" if self.names_parts else strategy or DEFAULT_STRATEGY)
+
+    def derived(self, config: SDP4BitConfig) -> dict[str, object]:
+        """Return what options that are not given come to in the library's settings, by field."""
+        parts = ((_WEIGHTS, config.weights), (_GRADIENTS, config.gradients))
+        return {
+            ours: getattr(part, theirs)
+            for names, part in parts
+            if part is not None
+            for ours, theirs in names.items()
+        }
+
+    def restricted_to(self, strategy: Strategy) -> CommunicationConfig:
+        """Return these settings without those that the strategy has no use for."""
+        preset = SDP4BitConfig.preset(strategy)
+        unused: dict[str, bool | None] = {}
+        if preset.weights is None:
+            unused.update(dict.fromkeys(_WEIGHTS))
+        if preset.gradients is None:
+            unused.update(dict.fromkeys(_GRADIENTS), **dict.fromkeys(_GRADIENT_SWITCHES, False))
+        elif not (preset.gradients.hadamard or self.hadamard_transform):
+            unused["hadamard_random_signs"] = False
+        return replace(self, **unused)  # type: ignore[arg-type]
+
+    def given(self) -> list[str]:
+        """Return the names of the fields that differ from their default."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+
+    def _given(self, names: dict[str, str]) -> dict[str, Any]:
+        given = {theirs: getattr(self, ours) for ours, theirs in names.items()}
+        if names is _GRADIENTS:
+            given.update({theirs: True for ours, theirs in _GRADIENT_SWITCHES.items() if getattr(self, ours)})
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _require_used(self, names: dict[str, str], used: bool, otherwise: str) -> None:
+        given = [name for name in names if getattr(self, name) is not None]
+        if names is _GRADIENTS:
+            given += [name for name in _GRADIENT_SWITCHES if getattr(self, name)]
+        if given and not used:
+            flags = option_flags(type(self))
+            raise SettingError(f"{flags[given[0]][0]} has no effect {otherwise}")
+
+
+_THRESHOLDS = {
+    "alert_gradient_error": "gradient_error",
+    "alert_weight_error": "weight_error",
+    "alert_weight_drift": "weight_drift",
+    "alert_calm_samples": "calm_samples",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReliabilityConfig:
+    """Comparing the copies of the weights, and alerts on what quantization costs."""
+
+    audit_interval: int = 100
+    """Steps from one comparison of the weights' copies to the next; 0 compares nothing."""
+    audit_on_mismatch: MismatchAction = "error"
+    """What happens if copies differ: end with an error, or warn and refresh them in full precision."""
+    alerts: Literal["off", "warn", "fallback", "ladder"] = "off"
+    """What happens if quantization costs too much: a warning, or also a step up: 2, 3, 4, 8, 16 bits
+    (fallback; ladder is its earlier name). Simulated ranks decide on rank 0's measures."""
+    alert_gradient_error: float | None = None
+    """Highest relative error of quantized gradients; when not given 0.3, 0.7 with 3 bits, 2.1 with 2."""
+    alert_weight_error: float | None = None
+    """Highest relative error of quantized weight differences; when not given 0.6, 0.75 with 3 bits,
+    0.9 with 2."""
+    alert_weight_drift: float | None = None
+    """Highest relative distance from the main weights to what devices hold; 0.05 when not given."""
+    alert_calm_samples: int | None = None
+    """Measured steps that must be calm before a group steps back down; 5 when not given."""
+
+    def __post_init__(self) -> None:
+        self.applied_to(SDP4BitConfig())
+        given = [name for name in _THRESHOLDS if getattr(self, name) is not None]
+        if given and self.alerts == "off":
+            raise SettingError(
+                f"--{given[0].replace('_', '-')} has no effect without --alerts warn or fallback"
+            )
+        if self.audit_interval == 0 and self.audit_on_mismatch != "error":
+            raise SettingError("--audit-on-mismatch has no effect with --audit-interval 0")
+        if self.alert_calm_samples is not None and self.alerts not in ("fallback", "ladder"):
+            raise SettingError("--alert-calm-samples has no effect without --alerts fallback")
+
+    def applied_to(self, config: SDP4BitConfig) -> SDP4BitConfig:
+        """Return the library's settings with these.
+
+        Raises:
+            SettingError: a value that cannot work, or alerts without telemetry.
+        """
+        thresholds = {theirs: getattr(self, ours) for ours, theirs in _THRESHOLDS.items()}
+        given = {name: value for name, value in thresholds.items() if value is not None}
+        try:
+            audit = AuditConfig(interval=self.audit_interval or 1, on_mismatch=self.audit_on_mismatch)
+            action: AlertAction = "warn" if self.alerts == "warn" else "fallback"
+            alerts = None if self.alerts == "off" else AlertConfig(action=action, **given)
+            return replace(config, audit=audit if self.audit_interval else None, alerts=alerts)
+        except ValueError as error:
+            raise SettingError(str(error)) from error

@@ -1,0 +1,100 @@
+"""Settings of processes, nodes and parallelism of a training run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sdp4bit_lab.common.launch.config import SimulatedRanksConfig
+from sdp4bit_lab.common.settings import (
+    RENAMED,
+    renamed_fields,
+    require,
+    require_at_least,
+)
+from sdp4bit_lab.pretrain.model.cards import Recompute
+
+
+@renamed_fields(RENAMED["parallel"])
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(SimulatedRanksConfig):
+    """Processes, nodes and parallelism."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share the matrices of every block; consecutive ranks."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the blocks, one after another; micro batches (--accumulation) keep them busy."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Blocks in one of several stages that each rank of a pipeline has, interleaved with those of the others;
+    one stage per rank when not given."""
+    recompute_granularity: Recompute = "none"
+    """What is computed again in backward instead of being kept: the attention weights and their products
+    (selective), or whole blocks (full)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least(1, self, "tensor_model_parallel_size", "pipeline_model_parallel_size")
+        require_at_least(1, self, "num_layers_per_virtual_pipeline_stage")
+        per_stage = self.num_layers_per_virtual_pipeline_stage
+        require(
+            per_stage is None or self.pipeline_model_parallel_size > 1,
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} has no effect without "
+            "--pipeline-model-parallel-size",
+        )
+        require(
+            self.simulated_ranks is None or self.model_parallel_size == 1,
+            f"--simulated-ranks {self.simulated_ranks} are data-parallel ranks: leave out "
+            "--tensor-model-parallel-size and --pipeline-model-parallel-size",
+        )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return the ranks that read different data, simulated ones if there are any."""
+        return self.simulated_ranks or world_size // self.model_parallel_size
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that together hold the model once, apart from data parallelism."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    def check_world(self, world_size: int) -> None:
+        """Raise SettingError unless nodes and model-parallel ranks divide the world."""
+        super().check_world(world_size)
+        if self.simulated_ranks is not None:
+            return
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        require(
+            world_size % self.model_parallel_size == 0,
+            f"--tensor-model-parallel-size {tensor} times --pipeline-model-parallel-size {pipeline} is "
+            f"{self.model_parallel_size}, which does not divide the {world_size} ranks",
+        )
+
+    def check_model(self, *, layers: int, heads: int, vocabulary: int, micro_batches: int) -> None:
+        """Raise SettingError unless a model of these sizes can be laid out like this."""
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        for what, size in (("attention heads", heads), ("rows of the vocabulary", vocabulary)):
+            require(
+                size % tensor == 0,
+                f"--tensor-model-parallel-size {tensor} does not divide the {size} {what}",
+            )
+        require(
+            layers % pipeline == 0,
+            f"--pipeline-model-parallel-size {pipeline} does not divide the {layers} blocks",
+        )
+        per_stage = self.num_layers_per_virtual_pipeline_stage
+        if per_stage is None:
+            return
+        require(
+            layers // pipeline % per_stage == 0,
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} does not divide the {layers // pipeline} "
+            f"blocks that each of {pipeline} ranks has",
+        )
+        require(
+            micro_batches % pipeline == 0,
+            f"{micro_batches} micro batches (--accumulation) are not a multiple of "
+            f"--pipeline-model-parallel-size {pipeline}, as interleaved stages need it",
+        )
+
+    def stages(self, layers: int) -> list[range]:
+        """Return the blocks of every stage, in order; stage s is on rank s modulo the pipeline's size."""
+        pipeline = self.pipeline_model_parallel_size
+        per_stage = self.num_layers_per_virtual_pipeline_stage or layers // pipeline
+        return [range(start, start + per_stage) for start in range(0, layers, per_stage)]

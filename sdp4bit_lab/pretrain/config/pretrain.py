@@ -1,0 +1,309 @@
+"""Settings of the pretraining program: frozen dataclasses that check themselves, and the model cards.
+
+Every field is a command-line option; the docstring below it is what `--help` shows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from sdp4bit.config import SDP4BitConfig, TelemetryConfig
+from sdp4bit_lab.common.settings import SettingError, option, require, require_at_least, require_positive
+from sdp4bit_lab.pretrain.checkpoint.config import CheckpointConfig
+from sdp4bit_lab.pretrain.config.communication import (
+    CommunicationConfig,
+    ReliabilityConfig,
+    Strategy,
+)
+from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
+from sdp4bit_lab.pretrain.config.reference_flags import ReferenceConfig
+from sdp4bit_lab.pretrain.config.training import TrainingConfig
+from sdp4bit_lab.pretrain.data.config import DEFAULT_SPLIT, DataConfig
+from sdp4bit_lab.pretrain.model.cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelCard, ModelShape
+
+DecayStyle = Literal["cosine", "linear", "constant"]
+
+LOWEST_SHARE = 0.1
+"""Learning rate at the end of the decay over the peak, as in the paper, when none is given."""
+WARMUP_SHARE = 0.01
+"""Of the decay steps, as in the paper."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The GPT to train: a model card, with single sizes replaced."""
+
+    model_card: Annotated[CardName, option("preset", "model-card")] = "tiny"
+    """Model card: sizes, and the defaults of sequence length, micro batch, learning rate and vocabulary."""
+    layers: Annotated[int | None, option("num-layers", "layers")] = None
+    """Transformer blocks; the card's when not given."""
+    hidden: Annotated[int | None, option("hidden-size", "hidden")] = None
+    """Width of the residual stream; the card's when not given."""
+    heads: Annotated[int | None, option("num-attention-heads", "heads")] = None
+    """Attention heads; the card's when not given."""
+    positions: Annotated[int | None, option("max-position-embeddings")] = None
+    """Learned positions; as many as a sequence has tokens when not given."""
+    dropout: float = 0.0
+    """Dropout of the embedding, the attention weights and both branches of a block."""
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "layers", "hidden", "heads", "positions")
+        require(0 <= self.dropout < 1, f"--dropout {self.dropout} must be at least 0 and below 1")
+        shape = self.shape(vocabulary=1, sequence_length=1)
+        require(
+            shape.hidden % shape.heads == 0,
+            f"--hidden-size {shape.hidden} is not divisible by --num-attention-heads {shape.heads}: "
+            f"use a hidden size of {-(-shape.hidden // shape.heads) * shape.heads} or other heads",
+        )
+
+    @property
+    def card(self) -> ModelCard:
+        """The model card."""
+        return MODEL_CARDS[self.model_card]
+
+    def shape(self, *, vocabulary: int, sequence_length: int) -> ModelShape:
+        """Return the sizes of the model; the vocabulary is rounded up to a multiple of 128."""
+        positions = self.positions or sequence_length
+        require(
+            positions >= sequence_length,
+            f"--max-position-embeddings {positions} is less than the {sequence_length} tokens of a sequence: "
+            "give more positions or a smaller --seq-length",
+        )
+        return ModelShape(
+            layers=self.layers or self.card.layers,
+            hidden=self.hidden or self.card.hidden,
+            heads=self.heads or self.card.heads,
+            vocabulary=-(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
+            positions=positions,
+            dropout=self.dropout,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay; the defaults are the paper's."""
+
+    learning_rate: Annotated[float | None, option("lr", "learning-rate")] = None
+    """Peak learning rate; the card's when not given."""
+    min_lr: float | None = None
+    """Learning rate at the end of the decay; a tenth of the peak when not given."""
+    decay_style: Annotated[DecayStyle, option("lr-decay-style")] = "cosine"
+    """Shape of the decay from the peak to the smallest learning rate."""
+    warmup_fraction: Annotated[float | None, option("lr-warmup-fraction", "warmup-fraction")] = None
+    """Share of the decay steps in which the learning rate rises linearly; when neither this nor the steps are
+    given, the card's steps, or else 0.01."""
+    warmup_steps: Annotated[int | None, option("lr-warmup-iters")] = None
+    """Steps in which the learning rate rises linearly; instead of the share."""
+    decay_steps: Annotated[int | None, option("lr-decay-iters", "decay-steps")] = None
+    """Steps until the learning rate has decayed; all steps when not given."""
+    beta1: Annotated[float, option("adam-beta1", "beta1")] = 0.9
+    """Decay of the gradient's average."""
+    beta2: Annotated[float, option("adam-beta2", "beta2")] = 0.95
+    """Decay of the squared gradient's average."""
+    eps: Annotated[float, option("adam-eps", "eps")] = 1e-8
+    """Term that keeps the division finite."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices and embeddings; biases and norms are not decayed."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "learning_rate", "eps")
+        require_at_least(0, self, "min_lr", "weight_decay", "clip_grad", "warmup_steps")
+        require_at_least(1, self, "decay_steps")
+        require(
+            self.warmup_fraction is None or 0 <= self.warmup_fraction <= 1,
+            f"--lr-warmup-fraction {self.warmup_fraction} must be between 0 and 1",
+        )
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"--adam-{name} {value} must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What is written while training."""
+
+    out: Path = Path("runs/pretrain")
+    """Folder of the run: config.json, metrics.jsonl, TensorBoard events."""
+    jsonl: bool = True
+    """Write metrics.jsonl, one object a line."""
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    tensorboard_dir: Path | None = None
+    """Folder of the TensorBoard events; tensorboard in the run's folder when not given."""
+    wandb_project: str | None = None
+    """Send the measurements to this project of Weights & Biases (needs the wandb package)."""
+    wandb_exp_name: str | None = None
+    """Name of the run in Weights & Biases; the folder's name when not given."""
+    log_interval: int = 10
+    """Steps between printed lines when the output is not a terminal."""
+    log_throughput: bool = False
+    """Print TFLOP/s per device, by the paper's count of operations."""
+    timing_log_level: Literal[0, 1, 2] = 0
+    """Print where the time of a step goes: 1 forward-backward and optimizer, 2 also data and clipping."""
+    telemetry_interval: int = 10
+    """Steps from one measurement of what quantization costs to the next; 0 measures nothing."""
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "log_interval")
+        require_at_least(0, self, "telemetry_interval")
+        require(
+            self.wandb_exp_name is None or self.wandb_project is not None,
+            "--wandb-exp-name has no effect without --wandb-project",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """Everything one training run depends on."""
+
+    strategy: Strategy | None = None
+    """What is quantized; baseline is plain FSDP2. sdp4bit when neither this nor --quantized-weights nor
+    --quantized-gradients is given."""
+    seed: int = 1234
+    """Seed of the initial weights, the sample order, dropout and stochastic rounding."""
+    dry_run: bool = False
+    """Say what the run would take of each rank, and train nothing."""
+    json: bool = False
+    """Say it as one JSON object."""
+    world_size: int | None = None
+    """Ranks that --dry-run reckons with; torchrun's, --nproc-per-node, or 1, when not given."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+
+    def __post_init__(self) -> None:
+        require_at_least(0, self, "seed")
+        require_at_least(1, self, "world_size")
+        require(self.dry_run or not self.json, "--json has no effect without --dry-run")
+        require(self.dry_run or self.world_size is None, "--world-size has no effect without --dry-run")
+        require(
+            not (self.dry_run and self.parallel.simulated_ranks),
+            f"--dry-run reckons with real ranks: give --world-size {self.parallel.simulated_ranks} instead "
+            "of --simulated-ranks",
+        )
+        if not self.dry_run:
+            rate, lowest = self.learning_rate, self.optimizer.min_lr
+            require(
+                lowest is None or lowest <= rate, f"--min-lr {lowest} is above the peak of {rate}: see --lr"
+            )
+        _ = self.model_shape, self.quantization
+
+    def check_layout(self, world_size: int) -> None:
+        """Raise SettingError unless the ranks, the model and the batch fit together."""
+        self.parallel.check_world(world_size)
+        shape = self.model_shape
+        self.parallel.check_model(
+            layers=shape.layers,
+            heads=shape.heads,
+            vocabulary=shape.vocabulary,
+            micro_batches=self.micro_batches(self.parallel.data_parallel_size(world_size)),
+        )
+
+    def derived(self) -> dict[str, object]:
+        """Return what options that are not given come to, by field."""
+        shape = self.model_shape
+        return {
+            "strategy": self.strategy_name,
+            "layers": shape.layers,
+            "hidden": shape.hidden,
+            "heads": shape.heads,
+            "positions": shape.positions,
+            "vocabulary_size": self.resolved_data.vocabulary,
+            "split": DEFAULT_SPLIT,
+            "validation_fraction": self.data.held_out,
+            "cache_dir": self.data.cache_folder(),
+            "micro_batch_size": self.micro_batch_size,
+            "accumulation": self.micro_batches(1),
+            "sequence_length": self.sequence_length,
+            "precision": self.training.param_dtype,
+            "learning_rate": self.learning_rate,
+            "min_lr": LOWEST_SHARE * self.learning_rate,
+            "warmup_steps": self.warmup_steps,
+            "decay_steps": self.training.steps,
+            **self.communication.derived(self.quantization),
+        }
+
+    @property
+    def quantization(self) -> SDP4BitConfig:
+        """The library's settings."""
+        interval = self.logging.telemetry_interval
+        measured = replace(
+            self.communication.resolve(self.strategy, seed=self.seed),
+            telemetry=TelemetryConfig(interval=interval) if interval else None,
+        )
+        return self.reliability.applied_to(measured)
+
+    @property
+    def strategy_name(self) -> str:
+        """The strategy, for people: its name, or what the reference implementation's flags make."""
+        return self.communication.strategy_name(self.strategy)
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak learning rate; SettingError if the card has none and none is given."""
+        rate = self.optimizer.learning_rate or self.model.card.learning_rate
+        if rate is None:
+            raise SettingError(
+                f"the paper gives no learning rate for the {self.model.model_card} model: set --lr"
+            )
+        return rate
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps in which the learning rate rises, from the options or the card."""
+        optimizer, steps = self.optimizer, self.optimizer.warmup_steps
+        if steps is None and optimizer.warmup_fraction is None:
+            steps = self.model.card.warmup_steps
+        if steps is not None:
+            return steps
+        share = WARMUP_SHARE if optimizer.warmup_fraction is None else optimizer.warmup_fraction
+        return math.ceil(share * (optimizer.decay_steps or self.training.steps))
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per sequence."""
+        return self.training.sequence_length or self.model.card.sequence_length
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences per rank in one forward."""
+        return self.training.micro_batch_size or self.model.card.micro_batch_size
+
+    @property
+    def model_shape(self) -> ModelShape:
+        """Sizes of the model."""
+        return self.model.shape(
+            vocabulary=self.resolved_data.vocabulary, sequence_length=self.sequence_length
+        )
+
+    @property
+    def resolved_data(self) -> DataConfig:
+        """The data's settings; what is tokenized or made up here gets the card's vocabulary by default."""
+        data = self.data
+        if data.vocabulary_size is not None or data.source == "indexed" or data.tokenizer_files is not None:
+            return data
+        return replace(data, vocabulary_size=self.model.card.vocabulary)
+
+    def micro_batches(self, data_parallel_size: int) -> int:
+        """Return the micro batches of an optimizer step; SettingError if the batch does not divide."""
+        if self.training.global_batch_size is None:
+            return self.training.accumulation or 1
+        at_once = self.micro_batch_size * data_parallel_size
+        if self.training.global_batch_size % at_once:
+            raise SettingError(
+                f"--global-batch-size {self.training.global_batch_size} is not a multiple of {at_once}, "
+                f"--micro-batch-size {self.micro_batch_size} on {data_parallel_size} data-parallel ranks"
+            )
+        return self.training.global_batch_size // at_once

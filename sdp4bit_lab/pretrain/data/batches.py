@@ -1,0 +1,277 @@
+"""Tokens from wherever the settings say, and the micro batches that a rank reads of them.
+
+The order is a function of the seed and of a sample's global number alone, so that any number of ranks with
+the same global batch sees the same samples in every step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from sdp4bit_lab.common.ranks import Ranks, agree, decide_on_rank_0
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.data.blend import BlendedSplit, Part, parse_blend
+from sdp4bit_lab.pretrain.data.config import DataConfig
+from sdp4bit_lab.pretrain.data.indexed import IndexedTokens
+from sdp4bit_lab.pretrain.data.sample_index import IndexedSplit
+from sdp4bit_lab.pretrain.data.samples import Dataset, MockSplit, Samples, Split
+from sdp4bit_lab.pretrain.data.token_cache import fill_cache, open_cache
+from sdp4bit_lab.pretrain.model.tensor_parallel import IGNORED_TARGET
+
+T = TypeVar("T")
+
+
+def prepare_dataset(config: DataConfig, *, ranks: Ranks) -> Dataset:
+    """Return the dataset on every rank.
+
+    1. Rank 0 tokenizes the text, unless the cache has it, or checks the .bin/.idx files.
+    2. Local rank 0 of every other node does, where the cache is not shared, and compares.
+    3. Everybody opens the files.
+
+    Raises:
+        SettingError: on all ranks: unreadable text, damaged files, or nodes that read different data.
+    """
+    if config.source == "mock":
+        train, validation, test = (MockSplit(vocabulary=config.vocabulary, number=n) for n in range(3))
+        return Dataset(key=f"mock-{config.vocabulary}", train=train, validation=validation, test=test)
+    if config.source == "indexed":
+        key = _on_every_node(lambda: check_indexed(config), known=lambda key: False, ranks=ranks)
+        return agree(lambda: open_indexed(config, key=key))
+    folder = _on_every_node(lambda: fill_cache(config), known=Path.is_dir, ranks=ranks)
+    return agree(lambda: open_cache(folder, config=config))
+
+
+def _on_every_node(work: Callable[[], T], *, known: Callable[[T], bool], ranks: Ranks) -> T:
+    """Return what rank 0 got; local rank 0 of every other node got the same, or knows it already."""
+    expected = decide_on_rank_0(work)
+
+    def repeat() -> None:
+        if ranks.local_rank == 0 and ranks.rank > 0 and not known(expected):
+            found = work()
+            if found != expected:
+                raise SettingError(
+                    f"rank {ranks.rank} reads other data than rank 0 ({found}, {expected}): use the same "
+                    "files, Python and tokenizers versions on all nodes, or a shared --data-cache-path"
+                )
+
+    agree(repeat)
+    return expected
+
+
+def check_indexed(config: DataConfig) -> str:
+    """Return the key of the dataset; its .bin/.idx files are known to be undamaged.
+
+    Raises:
+        SettingError: a file is missing or damaged; it names file and field.
+    """
+    corpora = {part.prefix: IndexedTokens(part.prefix) for _, parts in _blends(config) for part in parts}
+    for corpus in corpora.values():
+        corpus.check()
+    description = {
+        "corpora": [
+            [option, str(part.weight), corpora[part.prefix].fingerprint()]
+            for option, parts in _blends(config)
+            for part in parts
+        ],
+        "split": config.split_shares if config.data_path else None,
+        "vocabulary": config.vocabulary,
+    }
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def open_indexed(config: DataConfig, *, key: str) -> Dataset:
+    """Return the dataset of .bin/.idx files that have been checked.
+
+    Raises:
+        SettingError: a split without documents, or --eod-mask-loss without the token to mask.
+    """
+    masked = config.end_of_document if config.eod_mask_loss else None
+    if config.eod_mask_loss and masked is None:
+        raise SettingError(
+            "--eod-mask-loss needs the token that ends documents: give the tokenizer (--vocab-file and "
+            "--merge-file, or --tokenizer-model, with --eod-token if it is an unusual one)"
+        )
+    splits: list[Split | None]
+    blends = dict(_blends(config))
+    if config.data_path:
+        splits = [
+            _open_blend(blends["--data-path"], config, shares=shares)
+            for shares in _ranges(config.split_shares)
+        ]
+    else:
+        splits = [
+            _open_blend(blends[option], config, shares=(0.0, 1.0)) if option in blends else None
+            for option in ("--train-data-path", "--valid-data-path", "--test-data-path")
+        ]
+    train, validation, test = splits
+    assert train is not None and validation is not None
+    return Dataset(
+        key=key,
+        train=train,
+        validation=validation,
+        test=test,
+        needs_test=bool(config.test_data_path),
+        tokenizer=config.tokenizer,
+        masked_token=masked,
+    )
+
+
+def _blends(config: DataConfig) -> list[tuple[str, list[Part]]]:
+    """Return the corpora of each option that names some."""
+    options = {
+        "--data-path": config.data_path,
+        "--train-data-path": config.train_data_path,
+        "--valid-data-path": config.valid_data_path,
+        "--test-data-path": config.test_data_path,
+    }
+    return [(option, parse_blend(paths, option=option)) for option, paths in options.items() if paths]
+
+
+def _ranges(shares: Sequence[float]) -> list[tuple[float, float]]:
+    """Return where each share of the documents begins and ends, between 0 and 1."""
+    ends = [sum(shares[: index + 1]) for index in range(len(shares))]
+    return list(zip([0.0, *ends[:-1]], ends, strict=True))
+
+
+def _open_blend(parts: Sequence[Part], config: DataConfig, *, shares: tuple[float, float]) -> Split | None:
+    """Return a share of the documents of each corpus; None for a share of nothing."""
+    if shares[0] >= shares[1]:
+        return None
+    splits = []
+    for part in parts:
+        corpus = IndexedTokens(part.prefix)
+        first, last = (round(share * corpus.documents) for share in shares)
+        splits.append(
+            IndexedSplit(
+                corpus=corpus,
+                first=first,
+                last=last,
+                vocabulary=config.vocabulary,
+                fingerprint=corpus.fingerprint(),
+                cache=config.cache_folder(),
+            )
+        )
+    if len(splits) == 1:
+        return splits[0]
+    weights = [part.weight for part in parts if part.weight is not None]
+    return BlendedSplit(
+        names=[f"{split.corpus.prefix}, documents {split.first} to {split.last}," for split in splits],
+        splits=splits,
+        weights=weights or None,
+    )
+
+
+class Batches:
+    """The micro batches that one data-parallel rank reads of every global batch."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        sequence_length: int,
+        micro_batch_size: int,
+        accumulation: int,
+        eval_batches: int,
+        seed: int,
+        rank: int | None,
+        world_size: int,
+        device: torch.device,
+    ) -> None:
+        """Check that the splits are long enough; SettingError otherwise.
+
+        Args:
+            rank: place in the data-parallel dimension; ranks that share a model replica have the same. None
+                if this process computes for all ranks.
+            world_size: size of the data-parallel dimension.
+        """
+        self._micro_batch_size = micro_batch_size
+        self._accumulation = accumulation
+        self._ranks = range(world_size) if rank is None else (rank,)
+        self._world_size = world_size
+        self._device = device
+        self._masked_token = dataset.masked_token
+        self._train = dataset.train.samples(sequence_length=sequence_length, seed=seed)
+        if self._train.count == 0:
+            raise SettingError(
+                f"the training text has {dataset.train.tokens} tokens, less than one sequence of "
+                f"{sequence_length} and its next token: give more text or a smaller --seq-length"
+            )
+        self._validation = dataset.validation.samples(sequence_length=sequence_length, seed=None)
+        self._eval_micro_batches = self._available(
+            self._validation, dataset.validation, eval_batches, name="validation", length=sequence_length
+        )
+        self._test: Samples | None = None
+        self.notes: list[str] = []
+        """What is to be told at the start of the run."""
+        try:
+            if dataset.test is not None:
+                test = dataset.test.samples(sequence_length=sequence_length, seed=None)
+                self._test_micro_batches = self._available(
+                    test, dataset.test, eval_batches, name="test", length=sequence_length
+                )
+                self._test = test
+        except SettingError as error:
+            if dataset.needs_test:
+                raise
+            self.notes.append(f"no test after training: {error}")
+
+    def _available(self, samples: Samples, split: Split, batches: int, *, name: str, length: int) -> int:
+        across = self._world_size * self._micro_batch_size
+        available = samples.count // across
+        if available == 0:
+            raise SettingError(
+                f"the {name} text has {split.tokens} tokens, less than {across} sequences of "
+                f"{length} for {self._world_size} ranks: give more text, a larger share for {name} "
+                "(--validation-fraction, --split), or a smaller --micro-batch-size or --seq-length"
+            )
+        return min(batches * self._accumulation, available)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step, over all ranks."""
+        return self._world_size * self._micro_batch_size * self._accumulation
+
+    @property
+    def has_test(self) -> bool:
+        """Whether part of the data is for a test after training."""
+        return self._test is not None
+
+    def training(self, first_sample: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's micro batches of the global batch that starts at a sample, or all ranks'."""
+        for rank in self._ranks:
+            for micro in range(self._accumulation):
+                yield self._batch(self._train, self._share(micro, rank=rank, first_sample=first_sample))
+
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's share of the validation samples, the same ones every time; of all, in turns."""
+        yield from self._first(self._eval_micro_batches, samples=self._validation)
+
+    def test(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's share of the test samples, the same ones every time; nothing without any."""
+        if self._test is not None:
+            yield from self._first(self._test_micro_batches, samples=self._test)
+
+    def _first(self, count: int, *, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+        for micro in range(count):
+            for rank in self._ranks:
+                yield self._batch(samples, self._share(micro, rank=rank, first_sample=0))
+
+    def _share(self, micro: int, *, rank: int, first_sample: int) -> range:
+        start = first_sample + (micro * self._world_size + rank) * self._micro_batch_size
+        return range(start, start + self._micro_batch_size)
+
+    def _batch(self, samples: Samples, numbers: range) -> tuple[Tensor, Tensor]:
+        """Return tokens and targets, [samples, length]; the targets of masked positions are ignored."""
+        tokens = torch.from_numpy(samples.rows(numbers))
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        if self._masked_token is not None:
+            # As in Megatron: nothing is to be learnt of the token that follows the end of a document.
+            targets[inputs == self._masked_token] = IGNORED_TARGET
+        return inputs.to(self._device), targets.to(self._device)

@@ -1,0 +1,117 @@
+"""Several corpora read as one: weights on the command line, and whose turn it is at a sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.pretrain.data.samples import Samples, Split, Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A corpus of a blend."""
+
+    prefix: Path
+    weight: Fraction | None
+    """Share of the samples before normalization; None where shares follow the sizes."""
+
+
+def parse_blend(paths: Sequence[str | Path], *, option: str) -> list[Part]:
+    """Return the corpora of `[WEIGHT] PREFIX ...`: all of them have a weight or none.
+
+    Raises:
+        SettingError: a weight that is missing, not a number, or not above 0.
+    """
+    given = [str(path) for path in paths]
+    weights = [_weight(text, option=option) for text in given]
+    if not any(weight is not None for weight in weights):
+        return [Part(prefix=Path(text), weight=None) for text in given]
+    alternating = len(given) % 2 == 0 and all(
+        (weight is not None) == (position % 2 == 0) for position, weight in enumerate(weights)
+    )
+    require(
+        alternating,
+        f"{option} {' '.join(given)}: give a weight before every prefix, or before none, as in 0.3 a 0.7 b",
+    )
+    return [
+        Part(prefix=Path(prefix), weight=weight)
+        for weight, prefix in zip(weights[::2], given[1::2], strict=True)
+    ]
+
+
+def _weight(text: str, *, option: str) -> Fraction | None:
+    if Path(f"{text}.idx").exists():  # a corpus may have a number for a name
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    if not (math.isfinite(number) and number > 0):
+        raise SettingError(f"{option}: weight {text} must be above 0")
+    return Fraction(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlendedSplit:
+    """The same part, training for example, of several corpora."""
+
+    names: Sequence[str]
+    splits: Sequence[Split]
+    weights: Sequence[Fraction] | None
+    """Shares of the samples; None: as many as each has, so that all end at the same time."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all corpora."""
+        return sum(split.tokens for split in self.splits)
+
+    def samples(self, *, sequence_length: int, seed: int | None) -> BlendedSamples:
+        """Return the samples of all corpora, mixed; SettingError if one corpus has none."""
+        parts = [split.samples(sequence_length=sequence_length, seed=seed) for split in self.splits]
+        for name, split, part in zip(self.names, self.splits, parts, strict=True):
+            require(
+                part.count > 0,
+                f"{name} has {split.tokens} tokens, less than one sequence of {sequence_length} and its next "
+                "token: leave it out, or give shorter sequences or another --split",
+            )
+        return BlendedSamples(parts, weights=self.weights or [Fraction(part.count) for part in parts])
+
+
+class BlendedSamples:
+    """Samples of several sources in fixed shares.
+
+    The first source gets its share of all numbers, evenly spread; the second its share of the remaining
+    ones, and so on. Among the first n samples, the first source has its share rounded to whole samples; the
+    error of the others stays below the number of sources, however large n is. Nothing is counted up to n.
+    """
+
+    def __init__(self, parts: Sequence[Samples], *, weights: Sequence[Fraction]) -> None:
+        self._parts = parts
+        left = [sum(weights[index:], Fraction(0)) for index in range(len(weights))]
+        self._shares = [weight / rest for weight, rest in zip(weights, left, strict=True)]
+        self.count = sum(part.count for part in parts)
+
+    def rows(self, numbers: Iterable[int]) -> Tokens:
+        """Return the tokens of these samples and the token that follows each; [samples, length + 1]."""
+        turns = (self.turn(number) for number in numbers)
+        return np.concatenate([self._parts[part].rows([number]) for part, number in turns])
+
+    def turn(self, number: int) -> tuple[int, int]:
+        """Return whose turn it is at a sample, and the number of its sample."""
+        for part, share in enumerate(self._shares[:-1]):
+            before, after = _rounded(number * share), _rounded((number + 1) * share)
+            if after > before:
+                return part, before
+            number -= before
+        return len(self._parts) - 1, number
+
+
+def _rounded(value: Fraction) -> int:
+    return math.floor(value + Fraction(1, 2))

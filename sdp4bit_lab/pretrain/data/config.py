@@ -1,0 +1,294 @@
+"""Settings of the data: where tokens come from, how they are split, and the tokenizer that made them."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from sdp4bit_lab.common.marks import arg
+from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.pretrain.data.corpus import SMALLEST_VOCABULARY
+
+if TYPE_CHECKING:
+    from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer, TokenizerFiles
+
+Source = Literal["standard library", "text", "indexed", "mock"]
+"""text: files that are tokenized at the start; indexed: Megatron's .bin/.idx files."""
+TokenizerType = Literal["GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"]
+
+DEFAULT_TRAINED_VOCABULARY = 4096
+DEFAULT_MOCK_VOCABULARY = 50257
+DEFAULT_VALIDATION_FRACTION = 0.05
+DEFAULT_SPLIT = "969,30,1"
+
+CacheFolder = Annotated[Path | None, arg(name="data-cache-path", aliases=["--cache-dir"])]
+_Paths = Annotated[tuple[str | Path, ...], arg(metavar="[[WEIGHT] PATH [[WEIGHT] PATH ...]]")]
+_VocabularySize = Annotated[int | None, arg(name="vocab-size", aliases=["--vocabulary-size"])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """The tokenizer: GPT-2's two files, or one tokenizer.json."""
+
+    tokenizer_type: TokenizerType | None = None
+    """GPT2BPETokenizer: --vocab-file and --merge-file. HuggingFaceTokenizer: --tokenizer-model.
+    NullTokenizer: no files, tokens 0 to --vocab-size, of which the last ends documents. Follows from the
+    files when not given."""
+    vocab_file: Path | None = None
+    """GPT-2's vocab.json."""
+    merge_file: Path | None = None
+    """GPT-2's merges.txt."""
+    tokenizer_model: Path | None = None
+    """A tokenizer.json of the tokenizers library, or the folder it is in; `sdp4bit tokenizer` makes one."""
+    eod_token: str | None = None
+    """Token that ends a document; <|endoftext|>, </s> and the like are found without."""
+
+    def __post_init__(self) -> None:
+        require(
+            (self.vocab_file is None) == (self.merge_file is None),
+            "--vocab-file and --merge-file are one tokenizer: give both or none",
+        )
+        require(
+            self.vocab_file is None or self.tokenizer_model is None,
+            "--vocab-file and --tokenizer-model are two tokenizers: give one of them",
+        )
+        kind = self.tokenizer_type
+        require(
+            kind != "GPT2BPETokenizer" or self.vocab_file is not None,
+            "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file",
+        )
+        require(
+            kind != "HuggingFaceTokenizer" or self.tokenizer_model is not None,
+            "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model with a tokenizer.json",
+        )
+        require(
+            kind != "NullTokenizer" or self.tokenizer_files is None,
+            "--tokenizer-type NullTokenizer reads no files: leave out --vocab-file, --merge-file and "
+            "--tokenizer-model",
+        )
+        require(
+            self.eod_token is None or self.tokenizer_files is not None,
+            "--eod-token names a token of --vocab-file or --tokenizer-model: give one of them",
+        )
+
+    @property
+    def tokenizer_files(self) -> TokenizerFiles | None:
+        """The files to read the tokenizer from; None if none are given."""
+        if self.vocab_file is None and self.tokenizer_model is None:
+            return None
+        # The self-test has these settings without the package `tokenizers`.
+        from sdp4bit_lab.pretrain.data.tokenizer import TokenizerFiles
+
+        return TokenizerFiles(
+            vocab_file=self.vocab_file,
+            merge_file=self.merge_file,
+            tokenizer_model=self.tokenizer_model,
+            eod_token=self.eod_token,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(TokenizerConfig):
+    """Where the tokens come from, and their tokenizer."""
+
+    data_path: _Paths = ()
+    """Prefixes of .bin/.idx files made by `sdp4bit preprocess` or Megatron, several with or without a weight
+    before each. Or text files: .jsonl (one object with "text" a line) or plain text (one document a file;
+    documents may be separated by <|endoftext|>). Without: the sources of the running Python's standard
+    library."""
+    split: str | None = None
+    """Shares of the documents of --data-path's .bin/.idx files for training, validation and test; 969,30,1
+    when not given. A share for the test that is too small is left out, and said so."""
+    train_data_path: _Paths = ()
+    """.bin/.idx prefixes for training alone, instead of --data-path and --split; weights as there."""
+    valid_data_path: _Paths = ()
+    """.bin/.idx prefixes for validation, beside --train-data-path."""
+    test_data_path: _Paths = ()
+    """.bin/.idx prefixes for a test after training, beside --train-data-path."""
+    mock_data: bool = False
+    """Train on synthetic tokens that depend on the seed alone: to measure speed."""
+    vocabulary_size: _VocabularySize = None
+    """Tokens there are. Text: size of the byte-level BPE tokenizer that is trained on it (4096). .bin/.idx
+    files: must be given if no tokenizer is. Synthetic tokens: 50257."""
+    validation_fraction: float | None = None
+    """Share of the text, in whole documents, that is held out for validation; 0.05 when not given."""
+    eod_mask_loss: bool = False
+    """Leave the loss of the token after each end of a document out."""
+    reset_position_ids: bool = False
+    """Not supported: positions count through the sample, over the ends of documents."""
+    reset_attention_mask: bool = False
+    """Not supported: attention reaches over the ends of documents in a sample."""
+    cache_dir: CacheFolder = None
+    """Where tokenized text and sample orders are kept between runs; $XDG_CACHE_HOME/sdp4bit or
+    ~/.cache/sdp4bit otherwise."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = self.vocabulary_size
+        require(size is None or 1 <= size <= 1 << 20, f"--vocab-size {size} must be between 1 and {1 << 20}")
+        require(
+            self.validation_fraction is None or 0 < self.validation_fraction < 1,
+            f"--validation-fraction {self.validation_fraction} must be between 0 and 1, both excluded",
+        )
+        for name in ("reset_position_ids", "reset_attention_mask"):
+            require(
+                not getattr(self, name),
+                f"--{name.replace('_', '-')} is not supported: positions and attention go through the whole "
+                "sample; --eod-mask-loss masks the loss at the ends of documents",
+            )
+        _ = self.split_shares
+        self._check_source()
+
+    def _check_source(self) -> None:
+        source = self.source
+        apart = bool(self.train_data_path or self.valid_data_path or self.test_data_path)
+        if self.mock_data:
+            require(not self.data_path and not apart, "--mock-data reads no files: leave out --data-path")
+            require(not self.eod_mask_loss, "--mock-data has no ends of documents: leave out --eod-mask-loss")
+        require(
+            not (self.data_path and apart),
+            "--data-path is divided by --split, --train-data-path and --valid-data-path are not: give one "
+            "or the others",
+        )
+        require(
+            not apart or bool(self.train_data_path and self.valid_data_path),
+            "--train-data-path and --valid-data-path belong together: give both",
+        )
+        absent = [path for path in self.data_path if not _is_number(path) and not Path(path).exists()]
+        require(
+            self.split is None or source == "indexed" or not absent,
+            f"--data-path {absent[0] if absent else ''}: there are no .bin and .idx files of this prefix",
+        )
+        require(
+            self.split is None or (source == "indexed" and not apart),
+            f"--split {self.split} divides the .bin/.idx files of --data-path: leave it out"
+            + ("" if source == "indexed" else "; text is split by --validation-fraction"),
+        )
+        require(
+            self.validation_fraction is None or source in ("text", "standard library"),
+            f"--validation-fraction {self.validation_fraction} divides text that is tokenized at the start: "
+            "leave it out" + ("; .bin/.idx files are divided by --split" if source == "indexed" else ""),
+        )
+        if source in ("text", "standard library"):
+            size = self.vocabulary_size
+            require(
+                size is None or self.tokenizer_files is not None or size >= SMALLEST_VOCABULARY,
+                f"--vocab-size {size} must be between {SMALLEST_VOCABULARY} (256 bytes and the end of text) "
+                f"and {1 << 20}",
+            )
+            require(
+                self.tokenizer_type != "NullTokenizer",
+                "--tokenizer-type NullTokenizer is for .bin/.idx files: text has to be tokenized",
+            )
+        require(
+            self.tokenizer_type != "NullTokenizer" or self.vocabulary_size is not None,
+            "--tokenizer-type NullTokenizer needs --vocab-size",
+        )
+
+    @cached_property
+    def source(self) -> Source:
+        """The kind of data; SettingError if text and .bin/.idx files are mixed."""
+        if self.mock_data:
+            return "mock"
+        if self.train_data_path or self.valid_data_path or self.test_data_path:
+            return "indexed"
+        if not self.data_path:
+            return "standard library"
+        numbers = {path for path in self.data_path if _is_number(path)}
+        kinds = {path: _is_indexed(path) for path in self.data_path if path not in numbers}
+        if any(kinds.values()):
+            text = [str(path) for path, indexed in kinds.items() if not indexed and Path(path).exists()]
+            require(
+                not text,
+                f"--data-path mixes .bin/.idx prefixes with text ({', '.join(text)}): preprocess that, too",
+            )
+            return "indexed"
+        require(
+            not numbers,
+            f"--data-path {' '.join(map(str, self.data_path))}: weights are for .bin/.idx prefixes, and none "
+            "of these is one (`sdp4bit preprocess` makes them from text)",
+        )
+        return "text"
+
+    @cached_property
+    def tokenizer(self) -> BytePairTokenizer | None:
+        """The tokenizer of the given files; None without files."""
+        files = self.tokenizer_files
+        return None if files is None else files.load()
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Tokens the model must know, whatever the source; SettingError if nothing says how many."""
+        size = self.vocabulary_size
+        if self.tokenizer is not None:
+            known = self.tokenizer.vocabulary_size
+            require(
+                size in (None, known), f"--vocab-size {size} differs from the {known} tokens of the tokenizer"
+            )
+            return known
+        if size is not None:
+            return size + 1 if self.tokenizer_type == "NullTokenizer" else size
+        if self.source == "mock":
+            return DEFAULT_MOCK_VOCABULARY
+        if self.source == "indexed":
+            raise SettingError(
+                ".bin/.idx files do not say how many tokens there are: give --vocab-file and --merge-file, "
+                "--tokenizer-model, or --vocab-size"
+            )
+        return DEFAULT_TRAINED_VOCABULARY
+
+    @property
+    def end_of_document(self) -> int | None:
+        """Token that ends documents, as far as the settings tell."""
+        if self.tokenizer is not None:
+            return self.tokenizer.end_of_text
+        return self.vocabulary_size if self.tokenizer_type == "NullTokenizer" else None
+
+    @property
+    def held_out(self) -> float:
+        """Share of the text for validation."""
+        return self.validation_fraction or DEFAULT_VALIDATION_FRACTION
+
+    @property
+    def split_shares(self) -> tuple[float, float, float]:
+        """Shares of the documents for training, validation and test; they sum to 1."""
+        text = DEFAULT_SPLIT if self.split is None else self.split
+        try:
+            shares = [float(part) for part in text.split(",")]
+        except ValueError:
+            shares = []
+        require(
+            2 <= len(shares) <= 3
+            and all(math.isfinite(share) and share >= 0 for share in shares)
+            and min(shares[:2]) > 0,
+            f"--split {text!r}: give two or three numbers of at least 0 with commas between, for training, "
+            f"validation and test, such as {DEFAULT_SPLIT}; training and validation need more than 0",
+        )
+        train, validation, test = [share / sum(shares) for share in (*shares, 0.0)[:3]]
+        return train, validation, test
+
+    def cache_folder(self) -> Path:
+        """Return the folder of the cache, whether it exists or not."""
+        if self.cache_dir is not None:
+            return self.cache_dir
+        base = os.environ.get("XDG_CACHE_HOME")
+        return (Path(base) if base else Path.home() / ".cache") / "sdp4bit"
+
+
+def _is_number(path: str | Path) -> bool:
+    try:
+        float(str(path))
+    except ValueError:
+        return False
+    return not Path(path).exists()
+
+
+def _is_indexed(path: str | Path) -> bool:
+    """Return whether .bin/.idx files are meant: by their prefix, or by the name of one of them."""
+    return Path(path).suffix in (".bin", ".idx") or any(
+        Path(f"{path}{suffix}").exists() for suffix in (".idx", ".bin")
+    )

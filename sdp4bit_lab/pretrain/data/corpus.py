@@ -1,0 +1,147 @@
+"""Text documents: the default corpus, files given by the user, and which documents are held out."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.data.document_files import read_pieces
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257
+"""The 256 bytes and the end of text."""
+STANDARD_LIBRARY_BYTES = 6_000_000
+"""Length of the default corpus: enough for a few million tokens' worth of steps, tokenized in seconds."""
+_LEFT_OUT = frozenset(
+    # Installed packages and tests are not everywhere; the rest is tables and grammar, not text.
+    ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"]
+)
+
+
+class Corpus(Protocol):
+    """Documents that can be read several times, in a fixed order."""
+
+    def documents(self) -> Iterator[str]:
+        """Yield the documents."""
+        ...
+
+
+class StandardLibraryCorpus:
+    """The sources of the running Python's standard library, sorted by path, the first 6 MB of them."""
+
+    def __init__(self, *, limit: int = STANDARD_LIBRARY_BYTES) -> None:
+        self._limit = limit
+
+    def documents(self) -> Iterator[str]:
+        """Yield one document per source file."""
+        size = 0
+        for path in _source_files(sysconfig.get_paths()["stdlib"]):
+            text = Path(path).read_text(encoding="utf-8", errors="replace")
+            size += len(text)
+            if size > self._limit:
+                return
+            if text:
+                yield text
+
+
+def _source_files(folder: str) -> Iterator[str]:
+    """Yield the Python files below a folder, each folder's content by name."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False):
+            if entry.name not in _LEFT_OUT:
+                yield from _source_files(entry.path)
+        elif entry.name.endswith(".py"):
+            yield entry.path
+
+
+class FileCorpus:
+    """Documents of text and .jsonl files, in the order given."""
+
+    def __init__(self, paths: tuple[Path, ...]) -> None:
+        for path in paths:
+            if not path.is_file():
+                raise SettingError(f"--data-path {path}: there is no such file, nor {path}.idx")
+        self._paths = paths
+
+    def documents(self) -> Iterator[str]:
+        """Yield every document that is not empty; SettingError names the line that is no document."""
+        for path in self._paths:
+            documents = _jsonl_documents(path) if path.suffix == ".jsonl" else _text_documents(path)
+            yield from filter(None, documents)
+
+
+def _text_documents(path: Path) -> Iterator[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SettingError(f"{path} is not UTF-8 text: {error}") from error
+    return iter(text.split(END_OF_TEXT))
+
+
+def _jsonl_documents(path: Path) -> Iterator[str]:
+    for piece in read_pieces(path, keys=("text",)):
+        for (sentences,) in piece.documents(("text",)):
+            yield "".join(sentences)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusSplit:
+    """What a corpus holds and which of its documents are for validation."""
+
+    digest: str
+    """Hash of all documents in order."""
+    documents: int
+    held_out: frozenset[int]
+    """Indices of the validation documents; empty if there is one document, whose end is held out instead."""
+    validation_fraction: float
+
+    def read(self, corpus: Corpus) -> Iterator[tuple[str, bool]]:
+        """Yield every document, or part of the only one, with whether it is for validation."""
+        for index, text in enumerate(corpus.documents()):
+            if self.documents == 1:
+                boundary = round(len(text) * (1 - self.validation_fraction))
+                yield text[:boundary], False
+                yield text[boundary:], True
+            else:
+                yield text, index in self.held_out
+
+
+def split_corpus(corpus: Corpus, *, validation_fraction: float) -> CorpusSplit:
+    """Return a split that depends on the documents alone: those with the smallest hashes are held out.
+
+    As many as hold `validation_fraction` of the bytes, at least one, never all.
+
+    Raises:
+        SettingError: there is no text.
+    """
+    total = hashlib.sha256()
+    ranked: list[tuple[bytes, int, int]] = []
+    for index, text in enumerate(corpus.documents()):
+        content = text.encode("utf-8", errors="surrogatepass")
+        digest = hashlib.sha256(content).digest()
+        total.update(digest)
+        ranked.append((digest, index, len(content)))
+    if not ranked:
+        raise SettingError("the corpus holds no text: give other files with --data-path")
+    wanted = validation_fraction * sum(size for _, _, size in ranked)
+    held_out: set[int] = set()
+    heapq.heapify(ranked)
+    documents = len(ranked)
+    size = 0
+    while size < wanted and len(held_out) < documents - 1:
+        _, index, document_size = heapq.heappop(ranked)
+        held_out.add(index)
+        size += document_size
+    return CorpusSplit(
+        digest=total.hexdigest(),
+        documents=documents,
+        held_out=frozenset(held_out),
+        validation_fraction=validation_fraction,
+    )

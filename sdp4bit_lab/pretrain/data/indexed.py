@@ -1,0 +1,219 @@
+"""Megatron's data files: tokens of documents in PREFIX.bin, and where each starts in PREFIX.idx.
+
+All numbers are little-endian, arrays are not aligned:
+
+    PREFIX.bin   tokens of all sequences, one after another
+
+    PREFIX.idx    0  9 bytes   MMIDIDX and two zero bytes
+                  9  u64       version, 1
+                 17  u8        dtype of the tokens
+                 18  u64       S, number of sequences
+                 26  u64       D, number of document boundaries: documents + 1
+                 34  S x i32   tokens of each sequence
+                     S x i64   byte in PREFIX.bin where each sequence starts
+                     D x i64   first sequence of each document, then S
+                     S x i8    mode of each sequence; in multimodal data only
+
+A document is one sequence, unless it was split into sentences, or empty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from sdp4bit_lab.common.settings import SettingError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+DTYPE_CODES = {np.dtype(name): code for code, name in _CODES.items()}
+_SMALL_VOCABULARY = 65500
+"""From this many tokens on, Megatron writes 4 bytes for each."""
+_CHECKED_AT_ONCE = 1 << 20
+_SAMPLED_BLOCKS = 64
+_SAMPLED_BYTES = 1 << 16
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype[np.integer]:
+    """Return the dtype of the tokens of a vocabulary."""
+    return np.dtype("<u2" if vocabulary_size < _SMALL_VOCABULARY else "<i4")
+
+
+def bin_path(prefix: Path) -> Path:
+    """Return the file of the tokens."""
+    return prefix.with_name(f"{prefix.name}.bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    """Return the file of the index."""
+    return prefix.with_name(f"{prefix.name}.idx")
+
+
+class IndexedTokens:
+    """The documents of one PREFIX.bin and PREFIX.idx, through memory maps."""
+
+    def __init__(self, prefix: Path) -> None:
+        """Map the files, and check the header and their sizes.
+
+        Raises:
+            SettingError: a file is missing, damaged, cut off, or not of this format; it names file and field.
+        """
+        self.prefix = prefix
+        path, data = idx_path(prefix), bin_path(prefix)
+        if prefix.suffix in (".bin", ".idx"):
+            raise SettingError(f"{prefix}: leave out {prefix.suffix}: the prefix of both files is meant")
+        for file, other in ((path, data), (data, path)):
+            if not file.is_file():
+                raise SettingError(
+                    f"{file}: there is no such file"
+                    + (f", though {other} is there" if other.exists() else "")
+                )
+        try:
+            self._open(path, data)
+        except OSError as error:
+            raise SettingError(f"cannot read {prefix}.bin and .idx: {error}") from error
+
+    def _open(self, path: Path, data: Path) -> None:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = file.read(HEADER.size)
+        if len(header) < HEADER.size:
+            raise SettingError(f"{path}: header: the file has {size} bytes of its {HEADER.size}")
+        magic, version, code, sequences, boundaries = HEADER.unpack(header)
+        if magic != MAGIC:
+            raise SettingError(f"{path}: magic: the file starts with {magic!r} instead of {MAGIC!r}")
+        if version != VERSION:
+            raise SettingError(f"{path}: version: {version} instead of {VERSION}")
+        dtype = np.dtype(_CODES.get(code, "V1"))
+        if not np.issubdtype(dtype, np.integer):
+            raise SettingError(f"{path}: dtype: code {code} is not one of whole numbers (1-5, 8)")
+        if boundaries < 1:
+            raise SettingError(f"{path}: document count: 0 boundaries, at least 1 is needed")
+        needed = HEADER.size + sequences * 12 + boundaries * 8
+        if size not in (needed, needed + sequences):
+            raise SettingError(
+                f"{path}: arrays: {sequences} sequences and {boundaries} document boundaries take {needed} "
+                f"bytes (or {needed + sequences} with modes), the file has {size}: cut off, or not of this "
+                "format"
+            )
+        self.dtype: np.dtype[np.integer] = dtype
+        start = HEADER.size
+        self._lengths = _map(path, "<i4", sequences, offset=start)
+        self._pointers = _map(path, "<i8", sequences, offset=start + 4 * sequences)
+        self._boundaries = _map(path, "<i8", boundaries, offset=start + 12 * sequences)
+        self.tokens = 0
+        if sequences:
+            end = int(self._pointers[-1]) + int(self._lengths[-1]) * dtype.itemsize
+            self.tokens = end // dtype.itemsize
+        held = data.stat().st_size
+        if held != self.tokens * dtype.itemsize:
+            raise SettingError(
+                f"{data}: size: the file has {held} bytes, {path.name} tells of {self.tokens} tokens of "
+                f"{dtype.itemsize} bytes ({self.tokens * dtype.itemsize})"
+            )
+        self._tokens: npt.NDArray[np.integer] = _map(data, dtype, self.tokens, offset=0)
+
+    @property
+    def documents(self) -> int:
+        """Documents there are, empty ones included."""
+        return len(self._boundaries) - 1
+
+    @property
+    def sequences(self) -> int:
+        """Sequences there are: one a document, unless documents were split into sentences."""
+        return len(self._lengths)
+
+    def starts(self, documents: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+        """Return the first token of each of these documents; for the number past the last, all tokens."""
+        sequences = np.asarray(self._boundaries[documents], np.int64)
+        starts = np.full(sequences.shape, self.tokens, np.int64)
+        inside = sequences < len(self._pointers)
+        starts[inside] = self._pointers[sequences[inside]] // self.dtype.itemsize
+        return starts
+
+    def lengths(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Return the tokens of the documents of a range."""
+        return np.diff(self.starts(np.arange(first, last + 1)))
+
+    def read(self, start: int, count: int) -> npt.NDArray[np.integer]:
+        """Return a range of tokens, without copying."""
+        return self._tokens[start : start + count]
+
+    def check(self) -> None:
+        """Check every number of the index; SettingError names the first that is wrong.
+
+        Reads the whole index, a second or two for 100 million documents.
+        """
+        path, item, sequences = idx_path(self.prefix), self.dtype.itemsize, self.sequences
+        expected = 0
+        for start in range(0, sequences, _CHECKED_AT_ONCE):
+            lengths = np.asarray(self._lengths[start : start + _CHECKED_AT_ONCE], np.int64)
+            _check(path, "sequence lengths", lengths, lengths >= 0, start=start, rule="at least 0")
+            pointers = np.asarray(self._pointers[start : start + _CHECKED_AT_ONCE])
+            ends = expected + np.cumsum(lengths) * item
+            begins = ends - lengths * item
+            _check(
+                *(path, "sequence pointers", pointers, pointers == begins),
+                start=start,
+                rule="the bytes of the sequences before",
+            )
+            expected = int(ends[-1])
+        previous = 0
+        for start in range(0, len(self._boundaries), _CHECKED_AT_ONCE):
+            boundaries = np.asarray(self._boundaries[start : start + _CHECKED_AT_ONCE])
+            before = np.concatenate(([previous], boundaries[:-1]))
+            _check(
+                *(path, "document indices", boundaries, (boundaries >= before) & (boundaries <= sequences)),
+                start=start,
+                rule=f"ascending from 0 to {sequences}",
+            )
+            previous = int(boundaries[-1])
+        for position, value in ((0, 0), (len(self._boundaries) - 1, sequences)):
+            found = self._boundaries[position]
+            if found != value:
+                raise SettingError(f"{path}: document indices: number {position} is {found}, not {value}")
+
+    def fingerprint(self) -> str:
+        """Return a hash of both files: of all bytes of small ones, of 64 blocks spread over large ones."""
+        digest = hashlib.sha256()
+        for path in (idx_path(self.prefix), bin_path(self.prefix)):
+            size = path.stat().st_size
+            digest.update(size.to_bytes(8, "little"))
+            steps = np.linspace(0, max(0, size - _SAMPLED_BYTES), _SAMPLED_BLOCKS).astype(np.int64).tolist()
+            with path.open("rb") as file:
+                if size <= _SAMPLED_BLOCKS * _SAMPLED_BYTES:
+                    digest.update(file.read())
+                    continue
+                for offset in steps:
+                    file.seek(offset)
+                    digest.update(file.read(_SAMPLED_BYTES))
+        return digest.hexdigest()
+
+
+def _map(path: Path, dtype: npt.DTypeLike, count: int, *, offset: int) -> npt.NDArray[np.integer]:
+    # A file cannot be mapped from its end on.
+    if count == 0:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+
+
+def _check(
+    path: Path,
+    field: str,
+    values: npt.NDArray[np.integer],
+    right: npt.NDArray[np.bool_],
+    *,
+    start: int,
+    rule: str,
+) -> None:
+    if not right.all():
+        position = int(np.argmin(right))
+        raise SettingError(
+            f"{path}: {field}: number {start + position} is {values[position]}; it must be {rule}"
+        )

@@ -1,0 +1,158 @@
+"""Writing Megatron's data files, so that they appear complete or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.pretrain.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
+
+_WRITTEN_AT_ONCE = 1 << 20
+_LONGEST = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedDocuments:
+    """Some documents, in the dtype of the files they go into."""
+
+    tokens: bytes
+    """Of all sequences, one after another."""
+    lengths: npt.NDArray[np.int32]
+    """Tokens of each sequence."""
+    sequences: npt.NDArray[np.int32]
+    """Sequences of each document; 0 for an empty one."""
+
+
+class IndexedWriter:
+    """A pair of files being written; PREFIX.bin and PREFIX.idx are there after `finish`, and not before.
+
+    Until then the tokens are in PREFIX.bin.partial; what a killed writer leaves, the next one overwrites.
+    """
+
+    def __init__(self, prefix: Path, *, dtype: np.dtype[np.integer], overwrite: bool = False) -> None:
+        """Begin the files; SettingError if they are there, are being written, or cannot be written."""
+        self._prefix = prefix
+        self._dtype = dtype
+        self._partial_bin = prefix.with_name(f"{prefix.name}.bin.partial")
+        self._partial_idx = prefix.with_name(f"{prefix.name}.idx.partial")
+        for path in (bin_path(prefix), idx_path(prefix)):
+            require(
+                overwrite or not path.exists(),
+                f"{path} is there: remove it, give --overwrite or another prefix",
+            )
+        self._lengths: list[npt.NDArray[np.int32]] = []
+        self._sequences: list[npt.NDArray[np.int32]] = []
+        try:
+            prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._partial_bin.open("ab")
+            if not _lock(self._file, self._partial_bin):
+                self._file.close()
+                raise SettingError(f"{self._partial_bin} is being written by another process")
+            self._file.truncate(0)
+        except OSError as error:
+            raise SettingError(f"cannot write {self._partial_bin}: {error}") from error
+        self._finished = False
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Remove what was not finished."""
+        if not self._finished:
+            self._partial_idx.unlink(missing_ok=True)
+            self._partial_bin.unlink(missing_ok=True)
+        self._file.close()
+
+    def add(self, documents: EncodedDocuments) -> None:
+        """Write the documents behind those before."""
+        lengths, sequences = documents.lengths, documents.sequences
+        held = int(lengths.sum(dtype=np.int64)) * self._dtype.itemsize
+        assert held == len(documents.tokens) and int(sequences.sum(dtype=np.int64)) == len(lengths)
+        try:
+            self._file.write(documents.tokens)
+        except OSError as error:
+            raise SettingError(f"cannot write {self._partial_bin}: {error}") from error
+        self._lengths.append(lengths)
+        self._sequences.append(sequences)
+
+    def finish(self) -> None:
+        """Write both files to the disk, under their names.
+
+        1. Write tokens and index out under temporary names.
+        2. Remove an index that is there: from here on there is the new pair or none.
+        3. Give the tokens their name, then the index.
+        """
+        target_bin, target_idx = bin_path(self._prefix), idx_path(self._prefix)
+        try:
+            _flush(self._file)
+            with self._partial_idx.open("wb") as index:
+                self._write_index(index)
+                _flush(index)
+            target_idx.unlink(missing_ok=True)
+            self._partial_bin.rename(target_bin)
+            self._partial_idx.rename(target_idx)
+            self._finished = True
+            sync_folder(self._prefix.parent)
+        except OSError as error:
+            raise SettingError(f"cannot write {target_bin} and {target_idx.name}: {error}") from error
+
+    def _write_index(self, file: BinaryIO) -> None:
+        lengths = np.concatenate([np.empty(0, np.int32), *self._lengths])
+        sequences = np.concatenate([np.empty(0, np.int32), *self._sequences])
+        file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self._dtype], len(lengths), len(sequences) + 1))
+        file.write(lengths.astype("<i4").tobytes())
+        _write_sums(file, lengths, scale=self._dtype.itemsize)
+        _write_sums(file, sequences, scale=1)
+        file.write(int(sequences.sum(dtype=np.int64)).to_bytes(8, "little"))
+
+
+def sequence_length(tokens: int, *, where: str) -> int:
+    """Return the number of tokens; SettingError if an index has no room for it."""
+    require(tokens <= _LONGEST, f"{where}: {tokens} tokens in one text; an index holds at most {_LONGEST}")
+    return tokens
+
+
+def _write_sums(file: BinaryIO, values: npt.NDArray[np.int32], *, scale: int) -> None:
+    """Write, for each value, the sum of those before it."""
+    total = 0
+    for start in range(0, len(values), _WRITTEN_AT_ONCE):
+        part = values[start : start + _WRITTEN_AT_ONCE].astype(np.int64) * scale
+        ends = total + np.cumsum(part)
+        file.write((ends - part).astype("<i8").tobytes())
+        total = int(ends[-1])
+
+
+def _lock(file: BinaryIO, path: Path) -> bool:
+    """Return whether the file is locked and still has its name: a finished writer has renamed it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the names in the folder to the disk, to stay."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

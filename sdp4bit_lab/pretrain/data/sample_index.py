@@ -1,0 +1,259 @@
+"""The order in which training reads a .bin/.idx corpus: documents, cut into samples, and the order of these.
+
+Every epoch has an order of its own, made from the seed and the epoch's number. Nothing depends on the number
+of steps or ranks, so a run resumes from any sample. Nor does NumPy's release matter: only what NumPy promises
+to keep is used, the streams of RandomState and the bits of PCG64.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.data.indexed import IndexedTokens
+from sdp4bit_lab.pretrain.data.samples import Tokens
+
+FORMAT_VERSION = 1
+CACHED_FROM = 1 << 22
+"""Documents and samples from which an order is kept on disk: below, making it again takes a second or two."""
+_VALIDATION_SEED = 0
+_ARRAYS = ("documents", "starts", "samples")
+_Integers = npt.NDArray[np.integer]
+
+
+class Order(Protocol):
+    """An order of the documents and the samples of an epoch."""
+
+    def __call__(self, documents: int, *, samples: int, seed: int, epoch: int) -> tuple[_Integers, _Integers]:
+        """Return the numbers of so many documents, then of so many samples, as the epoch reads them."""
+        ...
+
+
+def shuffle_all(documents: int, *, samples: int, seed: int, epoch: int) -> tuple[_Integers, _Integers]:
+    """Return documents and samples shuffled: the order of .bin/.idx files that are given."""
+    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
+    orders = _numbers(documents), _numbers(samples)
+    for order in orders:
+        random.shuffle(order)
+    return orders
+
+
+def shuffle_samples(documents: int, *, samples: int, seed: int, epoch: int) -> tuple[_Integers, _Integers]:
+    """Return documents as they are and samples shuffled: the order of text tokenized at the start of a run.
+
+    The shuffle is that of Fisher and Yates; a place is the lowest bits of the next 32, drawn until it fits.
+    It gives what `np.random.default_rng([seed, epoch]).permutation(samples)` does in NumPy 2.4.
+    """
+    bits = _words(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
+    order = list(range(samples))
+    for last in range(samples - 1, 0, -1):
+        mask = (1 << last.bit_length()) - 1
+        while (place := next(bits) & mask) > last:
+            pass
+        order[last], order[place] = order[place], order[last]
+    return _numbers(documents), np.array(order, np.int64)
+
+
+def keep_order(documents: int, *, samples: int, seed: int, epoch: int) -> tuple[_Integers, _Integers]:
+    """Return everything as it is, in every epoch: the order of text that is held out for validation."""
+    return _numbers(documents), _numbers(samples)
+
+
+def _words(generator: np.random.PCG64) -> Iterator[int]:
+    """Yield the generator's bits, 32 at a time, the lower half of each of its 64 first."""
+    while True:
+        yield from generator.random_raw(1 << 12).astype("<u8").view("<u4").tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """One pass over the documents."""
+
+    documents: _Integers
+    """The documents in the order of this epoch."""
+    starts: _Integers
+    """Tokens of this epoch before each of them; then all tokens."""
+    samples: _Integers
+    """Positions of the samples in the epoch, in sequence lengths, in the order they are read."""
+
+
+def make_epoch(
+    lengths: npt.NDArray[np.int64],
+    *,
+    first: int,
+    sequence_length: int,
+    seed: int,
+    epoch: int,
+    order: Order = shuffle_all,
+) -> Epoch:
+    """Return the order of an epoch.
+
+    Args:
+        lengths: tokens of each document.
+        first: number of the first of these documents in the corpus.
+    """
+    count = max(0, int(lengths.sum()) - 1) // sequence_length
+    documents, samples = order(len(lengths), samples=count, seed=seed, epoch=epoch)
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths[documents], out=starts[1:])
+    return Epoch(documents=documents + documents.dtype.type(first), starts=starts, samples=samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedSplit:
+    """A range of the documents of a corpus."""
+
+    corpus: IndexedTokens
+    first: int
+    last: int
+    """One past the last document."""
+    vocabulary: int
+    fingerprint: str
+    """Names the corpus, and its order where that is not the usual one."""
+    cache: Path
+    order: Order = shuffle_all
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of these documents."""
+        first, last = self.corpus.starts(np.array([self.first, self.last]))
+        return int(last - first)
+
+    def samples(self, *, sequence_length: int, seed: int | None) -> IndexedSamples:
+        """Return the samples in the order of a seed; for validation in the same order in every run."""
+        return IndexedSamples(
+            self, sequence_length=sequence_length, seed=_VALIDATION_SEED if seed is None else seed
+        )
+
+
+class IndexedSamples:
+    """Samples of a range of documents; a sample reaches over the ends of documents."""
+
+    def __init__(self, split: IndexedSplit, *, sequence_length: int, seed: int) -> None:
+        self._split = split
+        self._sequence_length = sequence_length
+        self._seed = seed
+        self._epochs: dict[int, Epoch] = {}
+        self.count = max(0, split.tokens - 1) // sequence_length
+
+    def rows(self, numbers: Iterable[int]) -> Tokens:
+        """Return the tokens of these samples and the token that follows each; [samples, length + 1].
+
+        Raises:
+            SettingError: a token that the vocabulary does not have.
+        """
+        rows = np.stack([self._row(*divmod(number, self.count)) for number in numbers])
+        low, high = int(rows.min()), int(rows.max())
+        if low < 0 or high >= self._split.vocabulary:
+            raise SettingError(
+                f"{self._split.corpus.prefix}.bin holds token {low if low < 0 else high}; the vocabulary "
+                f"ends at {self._split.vocabulary - 1}: give the tokenizer it was made with, or a larger "
+                "--vocab-size"
+            )
+        return rows
+
+    def _row(self, epoch: int, number: int) -> Tokens:
+        order, corpus = self._epoch(epoch), self._split.corpus
+        begin = int(order.samples[number]) * self._sequence_length
+        end = begin + self._sequence_length + 1
+        # Documents that hold token `begin` of the epoch up to token `end - 1`, empty ones between included.
+        first, last = np.searchsorted(order.starts, (begin, end - 1), side="right").tolist()
+        documents = order.documents[first - 1 : last].astype(np.int64)
+        starts, stops = corpus.starts(documents), corpus.starts(documents + 1)
+        starts[0] += begin - int(order.starts[first - 1])
+        stops[-1] = starts[-1] + end - max(begin, int(order.starts[last - 1]))
+        ranges = zip(starts.tolist(), stops.tolist(), strict=True)
+        pieces = [corpus.read(start, stop - start) for start, stop in ranges]
+        return np.concatenate(pieces, dtype=np.int64)
+
+    def _epoch(self, number: int) -> Epoch:
+        if number not in self._epochs:
+            # A batch may lie across the boundary of two epochs; no more are needed.
+            self._epochs = {key: value for key, value in self._epochs.items() if abs(key - number) == 1}
+            self._epochs[number] = self._find_or_make(number)
+        return self._epochs[number]
+
+    def _find_or_make(self, number: int) -> Epoch:
+        split = self._split
+        if split.last - split.first + self.count < CACHED_FROM:
+            return self._make(number)
+        settings = {
+            "format": FORMAT_VERSION,
+            "corpus": split.fingerprint,
+            "documents": [split.first, split.last],
+            "sequence_length": self._sequence_length,
+            "seed": self._seed,
+            "epoch": number,
+        }
+        key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
+        folder = split.cache / f"order-{key}"
+        try:
+            if not folder.is_dir():
+                self._keep(number, folder)
+            arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
+        except OSError as error:
+            raise SettingError(
+                f"cannot use the cache folder {folder} ({error}): set --data-cache-path"
+            ) from error
+        return Epoch(**arrays)
+
+    def _keep(self, number: int, folder: Path) -> None:
+        """Write the order into the folder; ranks of this node that need it too wait for this one."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = folder.with_name(f"{folder.name}.lock")
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if folder.is_dir():
+                # This opened the file again after the maker had removed it.
+                lock.unlink(missing_ok=True)
+                return
+            with complete_folder(folder) as working:
+                epoch = self._make(number)
+                for name in _ARRAYS:
+                    np.save(working / f"{name}.npy", getattr(epoch, name))
+            lock.unlink()
+
+    def _make(self, number: int) -> Epoch:
+        split = self._split
+        return make_epoch(
+            split.corpus.lengths(split.first, split.last),
+            first=split.first,
+            sequence_length=self._sequence_length,
+            seed=self._seed,
+            epoch=number,
+            order=split.order,
+        )
+
+
+@contextmanager
+def complete_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write into, which gets its name at the end of the block, complete, or goes."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    working = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        yield working
+        working.chmod(0o755)
+        try:
+            working.rename(folder)
+        except OSError:
+            # Another process was first; its files are the same.
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(working, ignore_errors=True)
+
+
+def _numbers(count: int) -> _Integers:
+    return np.arange(count, dtype=np.int32 if count <= np.iinfo(np.int32).max else np.int64)

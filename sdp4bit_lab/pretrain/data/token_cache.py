@@ -1,0 +1,134 @@
+"""Text that is tokenized at the start of a run: its .bin/.idx files and its tokenizer, in the cache folder.
+
+CACHE/text-KEY/
+    train.bin, train.idx            documents to train on, in the order of the text
+    validation.bin, validation.idx  documents held out
+    tokenizer.json                  what they were tokenized with
+    settings.json                   what KEY is the hash of
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.data.config import DataConfig
+from sdp4bit_lab.pretrain.data.corpus import (
+    Corpus,
+    CorpusSplit,
+    FileCorpus,
+    StandardLibraryCorpus,
+    split_corpus,
+)
+from sdp4bit_lab.pretrain.data.indexed import IndexedTokens, token_dtype
+from sdp4bit_lab.pretrain.data.indexed_writer import EncodedDocuments, IndexedWriter, sequence_length
+from sdp4bit_lab.pretrain.data.sample_index import (
+    IndexedSplit,
+    Order,
+    complete_folder,
+    keep_order,
+    shuffle_samples,
+)
+from sdp4bit_lab.pretrain.data.samples import Dataset
+from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
+
+FORMAT_VERSION = 2
+"""Of the tokens and their order; where they are the same, checkpoints and compared runs fit each other."""
+TRAIN, VALIDATION = "train", "validation"
+_ENCODE_DOCUMENTS = 256
+
+
+def fill_cache(config: DataConfig) -> Path:
+    """Return the cache folder that holds the tokenized text, after writing it if it was not there.
+
+    The folder appears under its name complete or not at all, whoever else writes it at the same time.
+
+    Raises:
+        SettingError: text that cannot be read, or a folder that cannot be written.
+    """
+    paths = tuple(Path(path) for path in config.data_path)
+    corpus: Corpus = FileCorpus(paths) if paths else StandardLibraryCorpus()
+    split = split_corpus(corpus, validation_fraction=config.held_out)
+    settings = {
+        "format": FORMAT_VERSION,
+        "corpus": split.digest,
+        "vocabulary_size": config.vocabulary,
+        "validation_fraction": config.held_out,
+        "tokenizers": tokenizers.__version__,
+    }
+    if config.tokenizer is not None:
+        settings["tokenizer"] = config.tokenizer.digest()
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
+    folder = config.cache_folder() / f"text-{key}"
+    if folder.is_dir():
+        return folder
+    try:
+        with complete_folder(folder) as working:
+            _tokenize(corpus, split=split, config=config, folder=working)
+            (working / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
+    except OSError as error:
+        raise SettingError(
+            f"cannot write the cache folder {folder} ({error}): set --data-cache-path"
+        ) from error
+    return folder
+
+
+def open_cache(folder: Path, *, config: DataConfig) -> Dataset:
+    """Return the dataset of a cache folder; SettingError if a file of it is damaged."""
+    tokenizer = config.tokenizer or BytePairTokenizer.load(folder / "tokenizer.json")
+    key = folder.name.removeprefix("text-")
+
+    def split(name: str, order: Order) -> IndexedSplit:
+        corpus = IndexedTokens(folder / name)
+        return IndexedSplit(
+            corpus=corpus,
+            first=0,
+            last=corpus.documents,
+            vocabulary=config.vocabulary,
+            fingerprint=f"{key}/{name}",
+            cache=folder.parent,
+            order=order,
+        )
+
+    return Dataset(
+        key=key,
+        train=split(TRAIN, shuffle_samples),
+        validation=split(VALIDATION, keep_order),
+        tokenizer=tokenizer,
+        masked_token=tokenizer.end_of_text if config.eod_mask_loss else None,
+    )
+
+
+def _tokenize(corpus: Corpus, *, split: CorpusSplit, config: DataConfig, folder: Path) -> None:
+    """Write tokenizer.json and the .bin/.idx files of both splits into the folder."""
+    training_text = (text for text, held_out in split.read(corpus) if not held_out)
+    tokenizer = config.tokenizer or BytePairTokenizer.train(training_text, vocabulary_size=config.vocabulary)
+    tokenizer.save(folder / "tokenizer.json")
+    dtype = token_dtype(config.vocabulary)
+    with (
+        IndexedWriter(folder / TRAIN, dtype=dtype) as train,
+        IndexedWriter(folder / VALIDATION, dtype=dtype) as validation,
+    ):
+        for documents in _batched(split.read(corpus)):
+            encoded = tokenizer.encode_documents([text for text, _ in documents])
+            for (_, held_out), tokens in zip(documents, encoded, strict=True):
+                document = EncodedDocuments(
+                    tokens=np.array(tokens, dtype).tobytes(),
+                    lengths=np.array([sequence_length(len(tokens), where="the text")], np.int32),
+                    sequences=np.ones(1, np.int32),
+                )
+                (validation if held_out else train).add(document)
+        for writer in (train, validation):
+            writer.finish()
+
+
+def _batched(documents: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    while batch := list(islice(documents, _ENCODE_DOCUMENTS)):
+        yield batch

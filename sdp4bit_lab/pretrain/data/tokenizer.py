@@ -1,0 +1,178 @@
+"""Byte-level BPE: trained on the text at hand, or read from files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.data.corpus import END_OF_TEXT
+
+TRAINING_CHARACTERS = 64 << 20
+"""The vocabulary is learned from this much text; more changes little and takes minutes."""
+_ENDS_OF_DOCUMENTS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+
+
+class BytePairTokenizer:
+    """Text to token numbers and back."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, end_of_text: int | None = None, words_are_gpt2s: bool = False
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.end_of_text = end_of_text
+        """Token that ends a document; None if the tokenizer has none."""
+        self.words_are_gpt2s = words_are_gpt2s
+        """Whether text is cut by GPT-2's pattern and nothing else happens before or after BPE."""
+
+    @classmethod
+    def train(
+        cls, documents: Iterable[str], *, vocabulary_size: int, characters: int = TRAINING_CHARACTERS
+    ) -> BytePairTokenizer:
+        """Return a tokenizer of at most `vocabulary_size` tokens: fewer if the text repeats too little.
+
+        It is learned from the first so many characters of the documents.
+        """
+        tokenizer = _gpt2_tokenizer(models.BPE())
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(_first_characters(documents, characters), trainer)
+        return cls(tokenizer, end_of_text=tokenizer.token_to_id(END_OF_TEXT))
+
+    @classmethod
+    def load(cls, path: Path) -> BytePairTokenizer:
+        """Return the tokenizer that `save` wrote."""
+        tokenizer = Tokenizer.from_file(str(path))
+        return cls(tokenizer, end_of_text=tokenizer.token_to_id(END_OF_TEXT))
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer, as JSON."""
+        self._tokenizer.save(str(path))
+
+    def save_all(self, folder: Path) -> None:
+        """Write tokenizer.json, and vocab.json and merges.txt, the same BPE in GPT-2's format."""
+        self.save(folder / "tokenizer.json")
+        self._tokenizer.model.save(str(folder))
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens there are: the largest number, plus one."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def digest(self) -> str:
+        """Return a hash of everything that decides about the tokens of a text."""
+        return hashlib.sha256(f"{self.end_of_text} {self._tokenizer.to_str()}".encode()).hexdigest()
+
+    def encode(self, documents: Sequence[str]) -> list[list[int]]:
+        """Return the token numbers of each document, without an end of text."""
+        encodings = self._tokenizer.encode_batch_fast(list(documents), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def encode_documents(self, documents: Sequence[str]) -> list[list[int]]:
+        """Return the token numbers of each document, the end of text included."""
+        if self.end_of_text is None:
+            raise SettingError(
+                f"the tokenizer has none of the tokens {', '.join(_ENDS_OF_DOCUMENTS)}: name the one that "
+                "ends a document with --eod-token"
+            )
+        return [[*tokens, self.end_of_text] for tokens in self.encode(documents)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token numbers."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """Where a tokenizer is read from: GPT-2's two files, or a tokenizer.json."""
+
+    vocab_file: Path | None = None
+    merge_file: Path | None = None
+    tokenizer_model: Path | None = None
+    """A tokenizer.json, or the folder it is in."""
+    eod_token: str | None = None
+
+    def load(self) -> BytePairTokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            SettingError: a file is missing or damaged, or has no token --eod-token.
+        """
+        if self.tokenizer_model is not None:
+            path = self.tokenizer_model
+            path = path / "tokenizer.json" if path.is_dir() else path
+            _require_file("--tokenizer-model", path)
+            try:
+                tokenizer = Tokenizer.from_file(str(path))
+            except Exception as error:  # the library raises Exception itself
+                raise SettingError(f"--tokenizer-model {path} is not a tokenizer.json: {error}") from error
+            return BytePairTokenizer(
+                tokenizer, end_of_text=self._end_of_document(tokenizer, folder=path.parent)
+            )
+        assert self.vocab_file is not None and self.merge_file is not None
+        _require_file("--vocab-file", self.vocab_file)
+        _require_file("--merge-file", self.merge_file)
+        try:
+            # <|endoftext|> in a text is text: as in Megatron, it is not added as a special token.
+            tokenizer = _gpt2_tokenizer(models.BPE.from_file(str(self.vocab_file), str(self.merge_file)))
+        except Exception as error:  # the library raises Exception itself
+            raise SettingError(
+                f"--vocab-file {self.vocab_file} and --merge-file {self.merge_file} are not GPT-2's: {error}"
+            ) from error
+        return BytePairTokenizer(
+            tokenizer, end_of_text=self._end_of_document(tokenizer, folder=None), words_are_gpt2s=True
+        )
+
+    def _end_of_document(self, tokenizer: Tokenizer, *, folder: Path | None) -> int | None:
+        if self.eod_token is not None:
+            number: int | None = tokenizer.token_to_id(self.eod_token)
+            if number is None:
+                raise SettingError(
+                    f"--eod-token {self.eod_token}: the tokenizer has no such token among its "
+                    f"{tokenizer.get_vocab_size()}"
+                )
+            return number
+        named = () if folder is None else _named_end(folder / "tokenizer_config.json")
+        known = [tokenizer.token_to_id(name) for name in (*named, *_ENDS_OF_DOCUMENTS)]
+        return next((number for number in known if number is not None), None)
+
+
+def _named_end(config: Path) -> tuple[str, ...]:
+    """Return the end-of-text token that the file beside a tokenizer.json names."""
+    try:
+        named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, AttributeError) as error:
+        raise SettingError(f"{config} is not a JSON object: {error}") from error
+    named = named.get("content") if isinstance(named, dict) else named
+    return (named,) if isinstance(named, str) else ()
+
+
+def _require_file(option: str, path: Path) -> None:
+    if not path.is_file():
+        raise SettingError(f"{option} {path}: there is no such file")
+
+
+def _gpt2_tokenizer(model: models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _first_characters(documents: Iterable[str], left: int) -> Iterator[str]:
+    for text in documents:
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return

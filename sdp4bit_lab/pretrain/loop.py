@@ -1,0 +1,187 @@
+"""The steps and validations of a run, measured."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from sdp4bit.collectives.errors import ExchangeError, is_communication_failure
+from sdp4bit_lab.common.ranks import Ranks, sum_over_ranks
+from sdp4bit_lab.pretrain.checkpoint.folder import Progress
+from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
+from sdp4bit_lab.pretrain.data.batches import Batches
+from sdp4bit_lab.pretrain.metrics import CommunicationMetrics, StepMetrics, ValidationMetrics
+from sdp4bit_lab.pretrain.step.optimizer import LossScale, learning_rate_at, set_learning_rate
+from sdp4bit_lab.pretrain.step.parallelize import ShardedModel
+from sdp4bit_lab.pretrain.step.pipeline import Batch
+from sdp4bit_lab.pretrain.step.simulated_model import SimulatedModel
+from sdp4bit_lab.pretrain.step.simulated_step import SimulatedTrainingStep
+from sdp4bit_lab.pretrain.step.training_step import TrainingStep
+from sdp4bit_lab.pretrain.timers import Timers
+
+
+class TrainingDivergedError(RuntimeError):
+    """The loss is no longer a finite number."""
+
+
+@contextmanager
+def _naming_the_time(when: str) -> Iterator[None]:
+    """Let errors of the communication inside the block say when they happened."""
+    start = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_communication_failure(error):
+            raise
+        # An exchange that has no name, as those of pipelines, does not say how long it took.
+        seconds = error.seconds if isinstance(error, ExchangeError) else time.monotonic() - start
+        raise ExchangeError(f"{when}: {error}", seconds=seconds) from error
+
+
+@dataclass(kw_only=True)
+class TrainingLoop:
+    """Optimizer steps and validations of one run; nothing else."""
+
+    config: PretrainConfig
+    model: ShardedModel
+    optimizer: torch.optim.Optimizer
+    loss_scale: LossScale | None
+    batches: Batches
+    progress: Progress
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        self.timers = Timers(level=self.config.logging.timing_log_level, device=self.ranks.device)
+        self._communication = self.model.communication
+        simulates = isinstance(self.model, SimulatedModel)
+        step: type[TrainingStep] = SimulatedTrainingStep if simulates else TrainingStep
+        self._step_of_model = step(
+            model=self.model,
+            optimizer=self.optimizer,
+            loss_scale=self.loss_scale,
+            config=self.config,
+            timers=self.timers,
+        )
+        self._operations_per_device = (
+            self.config.model_shape.flops_per_sample(self.config.sequence_length)
+            * self.batches.global_batch_size
+            / self.ranks.world_size
+        )
+        self._sent_before = self._communication.stats()["total"]
+        self._reported_step: int | None = None
+        self.stop_code = 0
+        """The largest that a rank had in the last step."""
+
+    def steps(self, *, stop_code: Callable[[int], int] = lambda _: 0) -> Iterator[StepMetrics]:
+        """Yield the measurements of each remaining optimizer step, after it.
+
+        Args:
+            stop_code: returns whether this rank asks to leave after a step of this number, and why.
+
+        Raises:
+            TrainingDivergedError: on all ranks, after the step whose loss was not finite.
+            ExchangeError: a rank has ended or hangs; with the step.
+        """
+        while self.progress.step < self.config.training.steps:
+            with _naming_the_time(f"step {self.progress.step + 1}"):
+                metrics = self._step(stop_code)
+            yield metrics
+            self._check_finite(metrics)
+
+    def _step(self, stop_code: Callable[[int], int]) -> StepMetrics:
+        config = self.config
+        start = time.perf_counter()
+        # The schedule counts steps that changed the weights.
+        skipped = 0 if self.loss_scale is None else self.loss_scale.skipped
+        learning_rate = learning_rate_at(
+            self.progress.step - skipped,
+            config=config.optimizer,
+            peak=config.learning_rate,
+            warmup_steps=config.warmup_steps,
+            steps=config.training.steps,
+        )
+        set_learning_rate(self.optimizer, learning_rate)
+        with self.timers("batch-generator", level=2):
+            batches = list(self.batches.training(self.progress.samples))
+
+        def numbers() -> list[float]:
+            # Behind the backward pass nothing is sent in a step but these.
+            sent = self._sent_since(self._communication.stats()["total"])
+            return [sent["intra_bytes"], sent["inter_bytes"], stop_code(self.progress.step + 1)]
+
+        outcome = self._step_of_model.run(batches, numbers=numbers)
+        intra_bytes, inter_bytes, _ = outcome.sums
+        self.stop_code = round(outcome.maxima[-1])
+        self.timers.count_step()
+        self.progress = Progress(
+            step=self.progress.step + 1,
+            samples=self.progress.samples + self.batches.global_batch_size,
+        )
+
+        stats = self._communication.stats()
+        seconds = time.perf_counter() - start
+        return StepMetrics(
+            step=self.progress.step,
+            samples=self.progress.samples,
+            loss=outcome.loss_sum / outcome.tokens,
+            lr=learning_rate,
+            grad_norm=outcome.grad_norm,
+            tokens_per_second=self.batches.global_batch_size * config.sequence_length / seconds,
+            tflops_per_device=self._operations_per_device / seconds / 1e12,
+            step_seconds=seconds,
+            intra_bytes=round(intra_bytes),
+            inter_bytes=round(inter_bytes),
+            compression_ratio=stats["compression_ratio"],
+            weight_drift=stats["weight_drift"],
+            gradient_error=stats["gradient_error"],
+            loss_scale=outcome.loss_scale,
+            skipped=outcome.skipped,
+        )
+
+    def communication(self) -> CommunicationMetrics | None:
+        """Return what quantization cost in the last measured step, once; None until it is measured again."""
+        step = self._communication.stats()["sampled_step"]
+        if step is None or step == self._reported_step:
+            return None
+        self._reported_step = step
+        return CommunicationMetrics(step=step, groups=self._communication.group_stats())
+
+    def _check_finite(self, metrics: StepMetrics) -> None:
+        training = self.config.training
+        if metrics.skipped:
+            if training.loss_scale is None and metrics.loss_scale == training.min_loss_scale:
+                raise TrainingDivergedError(
+                    f"the gradient is not finite at step {metrics.step}, at the smallest loss scale "
+                    f"{metrics.loss_scale:g}: lower --lr"
+                )
+        elif not math.isfinite(metrics.loss):
+            raise TrainingDivergedError(f"the loss is {metrics.loss} at step {metrics.step}: lower --lr")
+
+    def validate(self, *, test: bool = False) -> ValidationMetrics:
+        """Return the mean loss over the validation or test batches of all ranks, and what it took to send."""
+        batches = self.batches.test() if test else self.batches.validation()
+        with _naming_the_time(f"{'test' if test else 'validation'} after step {self.progress.step}"):
+            return self._validate(batches)
+
+    def _validate(self, batches: Iterator[Batch]) -> ValidationMetrics:
+        loss_sum, tokens = self._step_of_model.validate(batches)
+        sent = self._sent_since(self._communication.stats()["total"])
+        total, count, intra_bytes, inter_bytes = sum_over_ranks(
+            [loss_sum, tokens, sent["intra_bytes"], sent["inter_bytes"]], device=self.ranks.device
+        )
+        return ValidationMetrics(
+            step=self.progress.step,
+            loss=total / count,
+            intra_bytes=round(intra_bytes),
+            inter_bytes=round(inter_bytes),
+        )
+
+    def _sent_since(self, total: dict[str, int]) -> dict[str, int]:
+        """Return what this rank has sent since the last call."""
+        before, self._sent_before = self._sent_before, total
+        return {level: total[level] - before[level] for level in total}

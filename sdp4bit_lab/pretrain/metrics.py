@@ -1,0 +1,297 @@
+"""What a run reports while it trains: JSON lines, TensorBoard, Weights & Biases, a bar or plain lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from sdp4bit.traffic import format_bytes
+from sdp4bit_lab.common.files import write_atomically
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig
+from sdp4bit_lab.pretrain.stability import SPIKE_RATIO, SpikeDetector
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step; bytes are what all ranks together sent in it."""
+
+    step: int
+    samples: int
+    """Sequences trained on since the beginning, this step's included."""
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    tflops_per_device: float
+    """10**12 floating-point operations per second and device, by the paper's count."""
+    step_seconds: float
+    intra_bytes: int
+    inter_bytes: int
+    compression_ratio: float
+    """Bytes that plain FSDP2 would have sent inter-node, over those sent; rank 0's, like the next two."""
+    weight_drift: float | None
+    """|main weights - replica| / |main weights| when last measured; None where weights are not quantized."""
+    gradient_error: float | None
+    """Relative error of quantizing gradients when last measured; None where they are not quantized."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None without fp16."""
+    skipped: bool = False
+    """Whether an fp16 gradient was not finite, so that the weights have been left as they were."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationMetrics:
+    """A validation after an optimizer step; bytes are what all ranks together sent for it.
+
+    The first forward after a step is what refreshes quantized weights: after a validation, the next training
+    step does not send them again.
+    """
+
+    step: int
+    loss: float
+    intra_bytes: int
+    inter_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationMetrics:
+    """What quantization cost in a measured step, per parameter group; rank 0's values."""
+
+    step: int
+    groups: Sequence[Mapping[str, object]]
+    """As `group_stats()` of the communication gives them."""
+
+
+class MetricsWriter:
+    """Writes and shows the metrics of a run."""
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        *,
+        description: str,
+        steps: int,
+        first_step: int,
+        validation_due: bool = False,
+        console: Console | None = None,
+    ) -> None:
+        """Open the outputs; files of an earlier part of the run lose what they say of later steps.
+
+        Args:
+            first_step: steps that have been done.
+            validation_due: so is the validation after them, if an earlier continuation has done it already.
+        """
+        self._config = config
+        self._steps = steps
+        self._description = description
+        self._console = console or Console()
+        self._spikes = SpikeDetector()
+        self._lines: TextIO | None = None
+        if config.jsonl:
+            earlier = _earlier_events(config, first_step=first_step, validation_due=validation_due)
+            for event in earlier:
+                if event["event"] == "train":
+                    norm = event.get("grad_norm")
+                    self._spikes.observe(event["step"], math.nan if norm is None else norm)
+            self._lines = _continued_jsonl(config, earlier)
+        self._tensorboard = _tensorboard_writer(config, first_step=first_step)
+        self._wandb = _wandb_run(config)
+        self._last_step = first_step
+        self._since_line: list[StepMetrics] = []
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        if self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._progress.add_task(description, total=steps, completed=first_step, numbers="")
+            self._progress.start()
+
+    def close(self) -> None:
+        """Complete all files and remove the progress bar."""
+        if self._progress is not None:
+            self._progress.stop()
+        if self._lines is not None:
+            self._lines.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def log_step(self, metrics: StepMetrics) -> None:
+        """Write a step to all outputs; print a line every log interval, with the means since the last."""
+        self._write("train", metrics)
+        self._since_line.append(metrics)
+        spike = self._spikes.observe(metrics.step, metrics.grad_norm)
+        if spike is not None:
+            message = f"{spike}: training is unstable, lower --lr or raise --lr-warmup-iters"
+            self.log_alert(spike.step, None, message, value=spike.norm, threshold=SPIKE_RATIO * spike.median)
+        if self._progress is not None and self._task is not None:
+            sent = f"{format_bytes(metrics.inter_bytes)} inter-node, {metrics.compression_ratio:.1f}x fewer"
+            numbers = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  {sent}"
+            self._progress.update(self._task, completed=metrics.step, numbers=numbers)
+        if metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._steps):
+            if self._progress is None:
+                self.say(self._line(metrics))
+            self._since_line.clear()
+
+    def log_communication(self, metrics: CommunicationMetrics) -> None:
+        """Write the measures of all parameter groups to all outputs but the console."""
+        groups = [_finite(group) for group in metrics.groups]
+        self._write_line("communication", {"step": metrics.step, "groups": groups})
+        for group in groups:
+            numbers = {f"{group['name']}/{key}": value for key, value in group.items() if key != "name"}
+            self._write_scalars("communication", numbers, step=metrics.step)
+
+    def log_alert(self, step: int, group: str | None, message: str, **numbers: float | None) -> None:
+        """Write an alert to all outputs and print it.
+
+        Args:
+            group: parameter group that it is about; None for the whole run.
+            numbers: what it is about.
+        """
+        finite, where = _finite(numbers), "run" if group is None else group
+        self._write_line("alert", {"step": step, "group": group, "message": message, **finite})
+        self._write_scalars("alert", {f"{where}/{name}": v for name, v in finite.items()}, step=step)
+        self.say(f"step {step}/{self._steps}  alert  {where}: {message}")
+
+    def log_timings(self, milliseconds: Mapping[str, tuple[float, float]]) -> None:
+        """Print where the time went: per part the least and the most of all ranks."""
+        if milliseconds:
+            parts = ", ".join(
+                f"{name} {least:.1f}-{most:.1f}" for name, (least, most) in milliseconds.items()
+            )
+            self.say(f"milliseconds per step, least and most of the ranks: {parts}")
+
+    def log_validation(
+        self, metrics: ValidationMetrics, *, event: Literal["validation", "test"] = "validation"
+    ) -> None:
+        """Write a validation, or the test after the last step, to all outputs, and print it."""
+        self._write(event, metrics)
+        self.say(f"step {metrics.step}/{self._steps}  {event} loss {metrics.loss:.4f}")
+
+    def say(self, message: str) -> None:
+        """Print a line, above the progress bar if there is one."""
+        self._console.print(f"{self._description}: {message}", highlight=False, markup=False, soft_wrap=True)
+
+    def _line(self, last: StepMetrics) -> str:
+        """Return one line about the steps since the last one."""
+        steps = self._since_line
+        seconds = statistics.fmean(step.step_seconds for step in steps)
+        tokens = statistics.fmean(step.tokens_per_second * step.step_seconds for step in steps)
+        operations = statistics.fmean(step.tflops_per_device * step.step_seconds for step in steps)
+        parts = [
+            f"step {last.step}/{self._steps}",
+            f"samples {last.samples}",
+            f"loss {statistics.fmean(step.loss for step in steps):.4f}",
+            f"lr {last.lr:.3e}",
+            f"grad norm {last.grad_norm:.3f}",
+            f"{1000 * seconds:.1f} ms",
+            f"{tokens / seconds:,.0f} tokens/s",
+            f"{format_bytes(statistics.fmean(step.intra_bytes for step in steps))} intra-node",
+            f"{format_bytes(statistics.fmean(step.inter_bytes for step in steps))} inter-node",
+            f"{last.compression_ratio:.2f}x fewer",
+        ]
+        if self._config.log_throughput:
+            parts.insert(7, f"{operations / seconds:.3g} TFLOP/s per device")
+        return " | ".join(parts)
+
+    def _write(self, event: str, metrics: StepMetrics | ValidationMetrics) -> None:
+        values = _finite(asdict(metrics))
+        self._write_line(event, values)
+        numbers = {name: value for name, value in values.items() if name != "step"}
+        self._write_scalars(event, numbers, step=metrics.step)
+
+    def _write_line(self, event: str, values: Mapping[str, object]) -> None:
+        if self._lines is not None:
+            self._lines.write(json.dumps({"event": event, **values}) + "\n")
+            self._lines.flush()
+
+    def _write_scalars(self, event: str, values: Mapping[str, object], *, step: int) -> None:
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                if value is not None:
+                    self._tensorboard.add_scalar(f"{event}/{name}", value, step)
+        if self._wandb is not None:
+            # It drops what is of an earlier step than it has seen.
+            self._last_step = max(self._last_step, step)
+            self._wandb.log({f"{event}/{name}": v for name, v in values.items()}, step=self._last_step)
+
+
+def _finite(values: Mapping[str, object]) -> dict[str, object]:
+    """Return the values with None for numbers that are not finite: JSON has no NaN."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+
+
+def _earlier_events(config: LoggingConfig, *, first_step: int, validation_due: bool) -> list[dict[str, Any]]:
+    """Return what metrics.jsonl says of the steps that have been done; nothing for a new run."""
+    path = config.out / "metrics.jsonl"
+    if not first_step or not path.is_file():
+        return []
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            # The run was killed while it wrote this line.
+            continue
+        is_repeated = validation_due and (event["event"], event["step"]) == ("validation", first_step)
+        if event["step"] <= first_step and not is_repeated:
+            events.append(event)
+    return events
+
+
+def _continued_jsonl(config: LoggingConfig, earlier: Sequence[Mapping[str, object]]) -> TextIO:
+    path = config.out / "metrics.jsonl"
+    write_atomically(path, "".join(json.dumps(event) + "\n" for event in earlier))
+    return path.open("a", encoding="utf-8")
+
+
+def _tensorboard_writer(config: LoggingConfig, *, first_step: int) -> SummaryWriter | None:
+    if not config.tensorboard:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = config.tensorboard_dir or config.out / "tensorboard"
+    return SummaryWriter(str(folder), purge_step=first_step + 1)
+
+
+def _wandb_run(config: LoggingConfig) -> Any:  # wandb has no types here
+    if config.wandb_project is None:
+        return None
+    try:
+        import wandb
+    except ImportError as error:
+        raise SettingError("--wandb-project needs the wandb package: pip install wandb") from error
+    return wandb.init(
+        project=config.wandb_project,
+        name=config.wandb_exp_name or config.out.name,
+        dir=str(config.out),
+        config=json.loads((config.out / "config.json").read_text(encoding="utf-8")),
+    )

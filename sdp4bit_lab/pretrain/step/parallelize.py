@@ -1,0 +1,283 @@
+"""A model laid out over all ranks: tensor and pipeline parallelism, FSDP2, quantized communication.
+
+Ranks form a mesh [pipeline, data, tensor]: tensor-parallel ranks are neighbours, pipeline stages far apart.
+FSDP2 shards every stage over its data ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import sdp4bit
+from sdp4bit.collectives.errors import job_timeout, set_timeout
+from sdp4bit_lab.common.ranks import Ranks
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
+from sdp4bit_lab.pretrain.config.training import ComputeDtype, Precision
+from sdp4bit_lab.pretrain.model.gpt import GPT, Block
+from sdp4bit_lab.pretrain.model.tensor_parallel import BLOCK_STYLES, VocabularyParallel
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_CPU_FEATURES = {torch.bfloat16: "avx512_bf16", torch.float16: "amx_fp16"}
+
+
+def dtype_of(precision: Precision) -> torch.dtype:
+    """Return the dtype that weights are gathered in."""
+    return _DTYPES[precision]
+
+
+def resolve_compute_dtype(
+    chosen: ComputeDtype, *, param_dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """Return the dtype of the activations."""
+    if chosen != "auto":
+        return _DTYPES[chosen]
+    feature = _CPU_FEATURES.get(param_dtype)
+    if device.type == "cpu" and feature and not _cpu_has(feature):
+        return torch.float32
+    return param_dtype
+
+
+def _cpu_has(feature: str) -> bool:
+    capabilities: Callable[[], dict[str, bool]] | None = getattr(torch.cpu, "get_capabilities", None)
+    if capabilities is None:  # torch 2.9
+        return bool(getattr(torch.cpu, f"_is_{feature}_supported")())
+    return bool(capabilities().get(feature, False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLayout:
+    """This rank's place in the mesh [pipeline, data, tensor]."""
+
+    mesh: DeviceMesh
+    ranks: Ranks
+
+    @property
+    def pipeline(self) -> DeviceMesh:
+        """Ranks with the other stages of the same replica."""
+        return self.mesh["pipeline"]
+
+    @property
+    def data(self) -> DeviceMesh:
+        """Ranks with the same part of the model and other data; FSDP2's."""
+        return self.mesh["data"]
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """Ranks with other parts of the same matrices."""
+        return self.mesh["tensor"]
+
+    @property
+    def data_ranks(self) -> Ranks:
+        """This rank among those that read other data: the same for all that hold a part of one replica."""
+        ranks = self.ranks
+        return Ranks(
+            rank=self.data.get_local_rank(),
+            world_size=self.data.size(),
+            local_rank=ranks.local_rank,
+            local_world_size=ranks.local_world_size,
+            device=ranks.device,
+        )
+
+    @property
+    def random_stream(self) -> int:
+        """Which random numbers this rank draws: the same as its tensor-parallel peers, and nobody else."""
+        return self.pipeline.get_local_rank() * self.data.size() + self.data.get_local_rank()
+
+    @property
+    def reports_loss(self) -> bool:
+        """Whether this rank's loss counts: one of those that compute the loss of some data."""
+        is_last = self.pipeline.get_local_rank() == self.pipeline.size() - 1
+        return is_last and self.tensor.get_local_rank() == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedModel:
+    """What this rank has of a model."""
+
+    chunks: list[GPT]
+    """The whole model, or its stages on this rank in the order of the pipeline. Names are global."""
+    stages: list[int]
+    """Numbers of the chunks in the pipeline."""
+    layout: RankLayout
+    communication: sdp4bit.CommHandle
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that read different data."""
+        return self.layout.data.size()
+
+    @property
+    def per_rank(self) -> dict[str, Stateful]:
+        """Further state of this rank that a checkpoint holds, besides its generators and communication."""
+        return {}
+
+    def train(self, mode: bool = True) -> None:
+        """Switch dropout on or off."""
+        for chunk in self.chunks:
+            chunk.train(mode)
+
+    def reshard(self) -> None:
+        """Free gathered weights, which a root keeps after a forward that no backward follows."""
+        for chunk in self.chunks:
+            cast(FSDPModule, chunk).reshard()
+
+    def describe_layout(self) -> str:
+        """Return what decides which rank has which part of the model, and which random numbers it draws."""
+        layout = self.layout
+        stages = f" in {len(self.chunks)} stages each" if len(self.chunks) > 1 else ""
+        sizes = {"data": layout.data, "pipeline": layout.pipeline, "tensor": layout.tensor}
+        text = " x ".join(f"{mesh.size()} {name}" for name, mesh in sizes.items() if mesh.size() > 1)
+        return (text or "one rank") + stages
+
+    def describe_ranks(self) -> str:
+        """Return how many ranks there are, and on what, in words."""
+        ranks = self.layout.ranks
+        where = ranks.device.type
+        if self.layout.pipeline.size() * self.layout.tensor.size() > 1:
+            where += f", {self.describe_layout()}"
+        return f"{ranks.world_size} ranks ({where})"
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of all chunks; to be called while no weights are gathered."""
+        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+
+
+def lay_out(config: PretrainConfig, *, ranks: Ranks) -> RankLayout:
+    """Return this rank's place; SettingError if the ranks do not fill the mesh."""
+    parallel = config.parallel
+    parallel.check_world(ranks.world_size)
+    pipeline, tensor = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    mesh = init_device_mesh(
+        ranks.device.type,
+        (pipeline, ranks.world_size // (pipeline * tensor), tensor),
+        mesh_dim_names=("pipeline", "data", "tensor"),
+    )
+    timeout = job_timeout()
+    groups = [mesh[name].get_group() for name in ("pipeline", "data", "tensor")]
+    for group in groups:
+        # Groups of a mesh take the default of the back end otherwise, half an hour for gloo.
+        if timeout is not None and group != dist.group.WORLD:
+            set_timeout(timeout, group)
+    return RankLayout(mesh=mesh, ranks=ranks)
+
+
+def build_model(config: PretrainConfig, *, layout: RankLayout) -> ShardedModel:
+    """Return what this rank has of the model, with its initial weights, and its communication quantized.
+
+    No rank ever holds more than that: it is built without memory, split, and each shard is then filled.
+
+    Raises:
+        SettingError: the communication cannot be set up like this; on all ranks.
+    """
+    stages = config.parallel.stages(config.model_shape.layers)
+    mine = _stages_here(config, layout=layout)
+    chunks = shard_chunks(config, layout=layout)
+    for chunk in chunks:
+        chunk.to_empty(device=layout.ranks.device)
+        chunk.reset_parameters(seed=config.seed)
+    return ShardedModel(
+        chunks=chunks,
+        stages=mine,
+        layout=layout,
+        communication=quantize(_named_roots(chunks, mine, stages=len(stages)), config=config),
+    )
+
+
+def shard_chunks(config: PretrainConfig, *, layout: RankLayout, mesh: DeviceMesh | None = None) -> list[GPT]:
+    """Return what this rank has of the model, split and sharded, without memory.
+
+    Args:
+        mesh: what FSDP2 gets instead of the data-parallel ranks in one dimension; with two it replicates
+            over the first.
+    """
+    stages = config.parallel.stages(config.model_shape.layers)
+    return [
+        _shard_chunk(config, layers=stages[stage], layout=layout, mesh=mesh or layout.data)
+        for stage in _stages_here(config, layout=layout)
+    ]
+
+
+def _stages_here(config: PretrainConfig, *, layout: RankLayout) -> list[int]:
+    stages = len(config.parallel.stages(config.model_shape.layers))
+    return list(range(layout.pipeline.get_local_rank(), stages, layout.pipeline.size()))
+
+
+def _shard_chunk(config: PretrainConfig, *, layers: range, layout: RankLayout, mesh: DeviceMesh) -> GPT:
+    training, device = config.training, layout.ranks.device
+    param_dtype = dtype_of(training.param_dtype)
+    with torch.device("meta"):
+        model = GPT(
+            config.model_shape,
+            layers=layers,
+            compute_dtype=resolve_compute_dtype(
+                training.compute_dtype, param_dtype=param_dtype, device=device
+            ),
+            recompute=config.parallel.recompute_granularity,
+        )
+    if layout.tensor.size() > 1:
+        _split_tensors(model, layout.tensor)
+    # Inputs are not cast: activations keep the compute dtype, which may differ from the param dtype.
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
+    apart = layout.tensor.size() > 1
+    for block in model.blocks.values():
+        assert isinstance(block, Block)
+        if apart:
+            # Parameters that tensor-parallel ranks have alike stay so: quantized without those they split.
+            shard([block.attention_norm, block.feed_forward_norm])
+        if training.compile:
+            block.compile()
+        shard(block, reshard_after_forward=training.reshard_after_forward)
+    if apart or layout.pipeline.size() > 1:
+        # The token embedding is alone in its group on the first and the last stage, so that both round alike.
+        ends: list[nn.Module] = [m for m in (model.position_embedding, model.final_norm) if m is not None]
+        if ends:
+            shard(ends)
+    shard(model)
+    return model
+
+
+def _split_tensors(model: GPT, mesh: DeviceMesh) -> None:
+    """Split the matrices of a model without memory over the ranks of the mesh."""
+    if model.token_embedding is not None:
+        parallelize_module(model, mesh, {"token_embedding": VocabularyParallel()})
+    for block in model.blocks.values():
+        assert isinstance(block, Block)
+        parallelize_module(block, mesh, {name: style() for name, style in BLOCK_STYLES.items()})
+        block.attention.tensor_rank = mesh.get_local_rank()
+
+
+def _named_roots(chunks: list[GPT], numbers: list[int], *, stages: int) -> nn.Module:
+    """Return one module with all roots, whose parameter groups have the same names on no two stages."""
+    if stages == 1:
+        return chunks[0]
+    # The token embedding's group comes first on both ranks that hold it: its number chooses rounding bits.
+    order = sorted(range(len(chunks)), key=lambda index: chunks[index].token_embedding is None)
+    return nn.ModuleDict({f"stage{numbers[index]}": chunks[index] for index in order})
+
+
+def quantize(model: nn.Module, *, config: PretrainConfig) -> sdp4bit.CommHandle:
+    """Return the handle of the model's communication, quantized as the configured strategy says."""
+    ranks_per_node = config.parallel.ranks_per_node
+    try:
+        return sdp4bit.quantize_communication(
+            model,
+            topology="auto" if ranks_per_node is None else ranks_per_node,
+            config=config.quantization,
+        )
+    except ValueError as error:
+        raise SettingError(str(error)) from error

@@ -1,0 +1,158 @@
+"""A model that one process trains as many data-parallel ranks would, with their quantized communication.
+
+The process has the fp32 main weights and, in the type that weights are gathered in, what all ranks hold of
+them. It computes the ranks' forwards and backwards one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
+
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.checkpoint.state import RandomState
+from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
+from sdp4bit_lab.pretrain.model.gpt import GPT, Block
+from sdp4bit_lab.pretrain.step.parallelize import RankLayout, ShardedModel, dtype_of, resolve_compute_dtype
+from sdp4bit_lab.simulated.collectives import simulated_layout
+from sdp4bit_lab.simulated.communication import SimulatedCommHandle
+
+
+class SimulatedRandom:
+    """A state of the random generators for every simulated rank, as that rank would have it; a Stateful."""
+
+    def __init__(self, ranks: int, *, seed: int, device: torch.device) -> None:
+        self._generators = RandomState(device)
+        self._states = []
+        for rank in range(ranks):
+            torch.manual_seed(seed + rank)
+            self._states.append(self._generators.state_dict())
+
+    @contextmanager
+    def of_rank(self, rank: int) -> Iterator[None]:
+        """Draw the rank's next random numbers inside the block."""
+        self._generators.load_state_dict(self._states[rank])
+        yield
+        self._states[rank] = self._generators.state_dict()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the states of all ranks, stacked."""
+        return {name: torch.stack([state[name] for state in self._states]) for name in self._states[0]}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Continue the ranks' random numbers from these states."""
+        self._states = [
+            {name: stacked[rank].clone() for name, stacked in state_dict.items()}
+            for rank in range(len(self._states))
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedModel(ShardedModel):
+    """The model of a run of simulated ranks; `chunks` holds its main weights, whole."""
+
+    compute: GPT
+    """The weights that all ranks hold, in the type they are gathered in."""
+    communication: SimulatedCommHandle
+    random: SimulatedRandom
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Simulated ranks."""
+        return self.communication.layout.size
+
+    def train(self, mode: bool = True) -> None:
+        """Switch dropout on or off."""
+        self.compute.train(mode)
+
+    def reshard(self) -> None:
+        """Count what the ranks' roots have gathered as freed."""
+        self.communication.reshard()
+
+    def describe_layout(self) -> str:
+        """Return how many simulated ranks there are, nodes x ranks per node, as checkpoints name it."""
+        # Checkpoints hold this text, those of earlier releases as well, and resuming compares it.
+        return f"{self.data_parallel_size} virtual ranks {self._nodes}"
+
+    def describe_ranks(self) -> str:
+        """Return how many ranks there are, and where."""
+        device = self.layout.ranks.device.type
+        return f"{self.data_parallel_size} simulated ranks {self._nodes} in one process ({device})"
+
+    @property
+    def _nodes(self) -> str:
+        layout = self.communication.layout
+        return f"({layout.nodes} x {layout.ranks_per_node})"
+
+    @property
+    def per_rank(self) -> dict[str, Stateful]:
+        """Further state that a checkpoint holds."""
+        return {"virtual_random": self.random}
+
+
+def parameter_groups(model: GPT) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name and the parameters' names of every FSDP2 group, as `sdp4bit pretrain` makes them.
+
+    One group for what is in no block, then one for each block: the order in which quantize_communication
+    numbers them.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    blocks = [f"blocks.{layer}" for layer in model.blocks]
+    yield "(root)", [name for name in names if not name.startswith("blocks.")]
+    for block in blocks:
+        yield block, [name for name in names if name.startswith(f"{block}.")]
+
+
+def build_simulated_model(config: PretrainConfig, *, layout: RankLayout) -> SimulatedModel:
+    """Return the model with its initial weights: those of a real run on any number of ranks.
+
+    Raises:
+        SettingError: these settings are not for simulated ranks.
+    """
+    parallel, training, device = config.parallel, config.training, layout.ranks.device
+    ranks, ranks_per_node = parallel.simulated_ranks, parallel.ranks_per_node
+    if ranks is None or ranks_per_node is None:
+        raise SettingError("--simulated-ranks and --ranks-per-node say how many simulated ranks there are")
+    param_dtype = dtype_of(training.param_dtype)
+    quantization = config.quantization
+
+    def build() -> GPT:
+        with torch.device("meta"):
+            model = GPT(
+                config.model_shape,
+                compute_dtype=resolve_compute_dtype(
+                    training.compute_dtype, param_dtype=param_dtype, device=device
+                ),
+                recompute=parallel.recompute_granularity,
+            )
+        return model.to_empty(device=device)
+
+    main = build()
+    main.reset_parameters(seed=config.seed)
+    # Only quantization or rounding to another type can make what ranks hold differ from the main weights.
+    is_shared = param_dtype == torch.float32 and quantization.weights is None
+    compute = main if is_shared else build().to(param_dtype)
+    if training.compile:
+        for block in compute.blocks.values():
+            assert isinstance(block, Block)
+            block.compile()
+    return SimulatedModel(
+        chunks=[main],
+        stages=[0],
+        layout=layout,
+        compute=compute,
+        communication=SimulatedCommHandle(
+            main,
+            compute,
+            groups=parameter_groups(main),
+            layout=simulated_layout(ranks, ranks_per_node=ranks_per_node),
+            config=quantization,
+            reshard=training.reshard_after_forward,
+        ),
+        random=SimulatedRandom(ranks, seed=config.seed, device=device),
+    )

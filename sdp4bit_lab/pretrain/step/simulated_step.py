@@ -1,0 +1,114 @@
+"""The optimizer step of simulated ranks: their forwards and backwards one after another, one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sdp4bit_lab.pretrain.step.gradients import Gradients
+from sdp4bit_lab.pretrain.step.pipeline import Batch
+from sdp4bit_lab.pretrain.step.simulated_model import SimulatedModel
+from sdp4bit_lab.pretrain.step.training_step import TrainingStep
+
+
+class SimulatedGradients(Gradients):
+    """The reduced gradients of all simulated ranks."""
+
+    def __init__(self, model: SimulatedModel) -> None:
+        super().__init__(model)
+        self._ranks = model.data_parallel_size
+
+    def _squared_norms(self) -> list[Tensor]:
+        """See Gradients: one for each simulated rank, of the chunks that it holds."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        squares = []
+        for rank in range(self._ranks):
+            # Views, so that every rank adds its squares in the order in which it would alone.
+            chunks = [_chunk(gradient, rank=rank, ranks=self._ranks) for gradient in gradients]
+            squares.append(torch.nn.utils.get_total_norm(chunks).to(self._device).double().square())
+        return squares
+
+
+def _chunk(tensor: Tensor, *, rank: int, ranks: int) -> Tensor:
+    """Return what FSDP2 gives a rank of a tensor: a part of the first dimension, which may be empty."""
+    size = -(-tensor.shape[0] // ranks)
+    return tensor[min(rank * size, tensor.shape[0]) :][:size]
+
+
+@dataclass(kw_only=True)
+class SimulatedTrainingStep(TrainingStep):
+    """Turns the micro batches of all simulated ranks, rank by rank, into an optimizer step."""
+
+    model: SimulatedModel
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._gradients = SimulatedGradients(self.model)
+        self._evaluated = 0
+        self.optimizer.register_step_post_hook(lambda *_: self.model.communication.mark_step())
+
+    def _forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
+        """Return the sum of all ranks' losses; the weighted gradients are reduced."""
+        model, ranks = self.model, self.model.data_parallel_size
+        micro_batches = len(batches) // ranks
+        total = torch.zeros_like(weight, dtype=torch.float64)
+        for rank in range(ranks):
+            own = batches[rank * micro_batches : (rank + 1) * micro_batches]
+            with model.random.of_rank(rank):
+                loss_sum, gradients = self._of_rank(own, weight, is_first=rank == 0)
+            total += loss_sum
+            with self.timers("simulated-exchange", level=2):
+                model.communication.add_gradients(gradients, rank=rank)
+        with self.timers("simulated-exchange", level=2):
+            model.communication.reduce_gradients()
+        return total
+
+    def _of_rank(
+        self, batches: Sequence[Batch], weight: Tensor, *, is_first: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the sum of one rank's losses, and its weighted gradients as FSDP2 would reduce them."""
+        model, communication = self.model.compute, self.model.communication
+        loss_sum, gradients = torch.zeros_like(weight), dict[str, Tensor]()
+        for tokens, targets in batches:
+            if is_first:
+                with self.timers("simulated-exchange", level=2):
+                    communication.before_forward()
+            loss = model(tokens, targets).sum()
+            if is_first:
+                communication.after_forward()
+                communication.before_backward()
+            (loss * weight).backward()
+            loss_sum += loss.detach()
+            if len(batches) > 1:
+                _accumulate(model, gradients)
+        if len(batches) == 1:
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            model.zero_grad()
+        return loss_sum, gradients
+
+    def _evaluate(self, batches: list[Batch]) -> Tensor:
+        """Return the loss of a batch; the ranks take turns."""
+        ((tokens, targets),) = batches
+        is_first = self._evaluated % self.model.data_parallel_size == 0
+        self._evaluated += 1
+        if is_first:
+            self.model.communication.before_forward()
+        loss: Tensor = self.model.compute(tokens, targets)
+        if is_first:
+            self.model.communication.after_forward()
+        return loss.sum()
+
+
+def _accumulate(model: torch.nn.Module, gradients: dict[str, Tensor]) -> None:
+    """Add the gradients of a micro batch in fp32, and take them from the model."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        if name in gradients:
+            gradients[name] += parameter.grad
+        else:
+            gradients[name] = parameter.grad.float()
+        parameter.grad = None

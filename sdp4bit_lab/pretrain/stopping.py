@@ -1,0 +1,53 @@
+"""Leaving a run early, on all ranks after the same step: on a signal, after a time, at a step."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from sdp4bit.collectives.errors import comm_error_context
+from sdp4bit_lab.common.launch.signals import SIGNALS, received
+from sdp4bit_lab.pretrain.config.training import TrainingConfig
+
+_INTERVAL, _DURATION, _FIRST_SIGNAL = 1, 2, 3
+
+
+class StopRequests:
+    """Knows whether to leave after a step; ranks put their answers together, at every step."""
+
+    def __init__(self, config: TrainingConfig, *, device: torch.device) -> None:
+        self._config = config
+        self._device = device
+        self._start = time.monotonic()
+
+    def before_first_step(self) -> str | None:
+        """Return the signal for which the run is to end before it has begun, or None; a collective."""
+        found = torch.tensor(_signal_code(), device=self._device)
+        with comm_error_context("agreement on whether to leave before the first step"):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return self.reason(int(found.item()))
+
+    def reason(self, code: int) -> str | None:
+        """Return why the run is to end, in words, from the largest code of all ranks; None for 0."""
+        if code == _INTERVAL:
+            return f"--exit-interval {self._config.exit_interval}"
+        if code == _DURATION:
+            return f"--exit-duration-in-mins {self._config.exit_duration_in_mins:g}"
+        return SIGNALS[code - _FIRST_SIGNAL].name if code else None
+
+    def code(self, step: int) -> int:
+        """Return this rank's reason to leave after a step, 0 for none; the largest of all ranks counts."""
+        if code := _signal_code():
+            return code
+        minutes = self._config.exit_duration_in_mins
+        if minutes is not None and time.monotonic() - self._start > 60 * minutes:
+            return _DURATION
+        interval = self._config.exit_interval
+        return _INTERVAL if interval is not None and step % interval == 0 else 0
+
+
+def _signal_code() -> int:
+    number = received()
+    return 0 if number is None else _FIRST_SIGNAL + SIGNALS.index(number)

@@ -1,0 +1,400 @@
+"""One training run, readable from top to bottom: build, loop, validate, log, checkpoint."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+
+import torch
+from rich.console import Console
+
+import sdp4bit
+from sdp4bit.config import PRESETS
+from sdp4bit.traffic import format_bytes
+from sdp4bit_lab.common.files import write_atomically
+from sdp4bit_lab.common.launch.signals import listening
+from sdp4bit_lab.common.ranks import Ranks, agree
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.checkpoint.checkpointer import Checkpointer
+from sdp4bit_lab.pretrain.checkpoint.folder import TOKENIZER, Progress, RunRecord
+from sdp4bit_lab.pretrain.checkpoint.load import Start, choose_start
+from sdp4bit_lab.pretrain.checkpoint.state import TrainingState
+from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig, PretrainConfig
+from sdp4bit_lab.pretrain.config.same_settings import check_same_settings
+from sdp4bit_lab.pretrain.data.batches import Batches, prepare_dataset
+from sdp4bit_lab.pretrain.loop import TrainingDivergedError, TrainingLoop
+from sdp4bit_lab.pretrain.metrics import MetricsWriter, StepMetrics
+from sdp4bit_lab.pretrain.model.gpt import GPT
+from sdp4bit_lab.pretrain.step.optimizer import LossScale, build_optimizer
+from sdp4bit_lab.pretrain.step.parallelize import build_model, lay_out
+from sdp4bit_lab.pretrain.step.simulated_model import build_simulated_model
+from sdp4bit_lab.pretrain.stopping import StopRequests
+
+FINAL_STEPS = 20
+
+
+@dataclass(kw_only=True)
+class TrainingResult:
+    """What a run measured; the same on every rank."""
+
+    strategy: str
+    seed: int
+    steps: list[StepMetrics] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    """Step and validation loss."""
+    stopped: str | None = None
+    """Why the run ended before its last step; None if it did not."""
+    diverged_at: int | None = None
+    """Step at which the loss stopped being finite; None if it did not."""
+    test_loss: float | None = None
+    """Loss after the last step on data of its own; None without any."""
+
+    @property
+    def train_loss(self) -> float:
+        """Mean training loss of the last 20 steps."""
+        return statistics.fmean(step.loss for step in self.steps[-FINAL_STEPS:])
+
+    @property
+    def validation_loss(self) -> float:
+        """The last validation loss."""
+        return self.validation[-1][1]
+
+    @property
+    def intra_bytes_per_step(self) -> int:
+        """Intra-node bytes that all ranks sent in a step; the median, as the first step differs."""
+        return round(statistics.median(step.intra_bytes for step in self.steps))
+
+    @property
+    def inter_bytes_per_step(self) -> int:
+        """Inter-node bytes that all ranks sent in a step; the median, as the first step differs."""
+        return round(statistics.median(step.inter_bytes for step in self.steps))
+
+    @property
+    def seconds(self) -> float:
+        """Duration of all steps, without start-up, validation and checkpoints."""
+        return sum(step.step_seconds for step in self.steps)
+
+    def summary(self) -> dict[str, float]:
+        """Return the outcome in the names of summary.json."""
+        return {
+            "train_loss": self.train_loss,
+            "val_loss": self.validation_loss,
+            "intra_bytes_per_step": self.intra_bytes_per_step,
+            "inter_bytes_per_step": self.inter_bytes_per_step,
+            "seconds": self.seconds,
+        }
+
+
+def pretrain(
+    config: PretrainConfig,
+    *,
+    ranks: Ranks,
+    console: Console | None = None,
+    label: str | None = None,
+    part: str | None = None,
+    keep_diverged: bool = False,
+) -> TrainingResult:
+    """Return the measurements of a training run; called on every rank.
+
+    Args:
+        label: what the run is called in its result and its output; its strategy's name when not given.
+        part: which run it is of several, for the output; None for one alone, whose end says how to go on.
+        keep_diverged: return the measurements up to there if the loss stops being finite.
+
+    Raises:
+        SettingError: on all ranks, before the first step.
+        CheckpointError: on all ranks, at the end of the step by which a checkpoint has failed to be saved.
+        TrainingDivergedError: on all ranks, if the loss stops being finite, unless such runs are kept.
+    """
+    check_same_settings(config)
+    config.check_layout(ranks.world_size)
+    run = build_run(config, ranks=ranks, label=label or config.strategy_name)
+    writer = agree(lambda: _open_writer(run, console=console, part=part))
+    with listening(), _abandoned_after_a_failure(run.checkpointer), closing(writer):
+        if ranks.is_first:
+            notes = (*config.reference.explain(), *run.loop.batches.notes)
+            for line in (describe_run(run), *notes, *_describe_start(run)):
+                writer.say(line)
+        if ranks.is_first and config.reliability.alerts != "off":
+            run.loop.model.communication.on_alert(partial(_report_alert, writer))
+        train(run, writer=writer, keep_diverged=keep_diverged)
+        for line in (*_describe_end(run), *_describe_result(run), *([] if part else _describe_next(run))):
+            writer.say(line)
+    run.loop.model.communication.remove()
+    return run.result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The parts of a run, at the step that it begins with."""
+
+    config: PretrainConfig
+    loop: TrainingLoop
+    checkpointer: Checkpointer
+    start: Start
+    first_step: int
+    """Steps that have been done before."""
+    result: TrainingResult
+    """What has been measured, so far."""
+
+
+def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
+    """Build data, model, optimizer and checkpointer, and load the checkpoint that the run resumes from.
+
+    Raises:
+        SettingError: on all ranks, if the parts do not fit together, or nothing is left to train.
+    """
+    dataset = prepare_dataset(config.resolved_data, ranks=ranks)
+    layout = lay_out(config, ranks=ranks)
+    is_simulated = config.parallel.simulated_ranks is not None
+    data_parallel_size = config.parallel.data_parallel_size(ranks.world_size)
+    batches = Batches(
+        dataset,
+        sequence_length=config.sequence_length,
+        micro_batch_size=config.micro_batch_size,
+        accumulation=config.micro_batches(data_parallel_size),
+        eval_batches=config.training.eval_batches,
+        seed=config.seed,
+        rank=None if is_simulated else layout.data.get_local_rank(),
+        world_size=data_parallel_size,
+        device=ranks.device,
+    )
+    torch.manual_seed(config.seed + layout.random_stream)
+    model = (build_simulated_model if is_simulated else build_model)(config, layout=layout)
+    optimizer = build_optimizer(
+        model.parameters(), config=config.optimizer, learning_rate=config.learning_rate
+    )
+    loss_scale = LossScale(config.training) if config.training.param_dtype == "fp16" else None
+    tokenizer = dataset.tokenizer
+    checkpointer = Checkpointer(
+        TrainingState(
+            models=model.chunks,
+            optimizers=[optimizer],
+            communication=model.communication,
+            ranks=ranks,
+            shared={} if loss_scale is None else {"loss_scale": loss_scale},
+            per_rank=model.per_rank,
+        ),
+        config=config.checkpoint,
+        identity=RunRecord(
+            shape=asdict(config.model_shape),
+            world_size=ranks.world_size,
+            job=ranks.job,
+            vocabulary_size=config.resolved_data.vocabulary,
+            strategy=config.strategy_name,
+            dataset=dataset.key,
+            seed=config.seed,
+            layout=model.describe_layout(),
+        ),
+        ranks=ranks,
+        attach=None if tokenizer is None else lambda folder: tokenizer.save(folder / TOKENIZER),
+    )
+    start = choose_start(config.checkpoint, job=ranks.job)
+    progress = Progress() if start.folder is None else checkpointer.load(start.folder)
+    if progress.step >= config.training.steps and not start.continues:
+        raise SettingError(
+            f"the loaded checkpoint has done {progress.step} steps: set --train-iters to more than that"
+        )
+    loop = TrainingLoop(
+        config=config,
+        model=model,
+        optimizer=optimizer,
+        loss_scale=loss_scale,
+        batches=batches,
+        progress=progress,
+        ranks=ranks,
+    )
+    return Run(
+        config=config,
+        loop=loop,
+        checkpointer=checkpointer,
+        start=start,
+        first_step=progress.step,
+        result=TrainingResult(strategy=label, seed=config.seed),
+    )
+
+
+def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
+    """Do the remaining steps; after each of them report, validate, save and stop, where that is due."""
+    config, loop, result, checkpointer = run.config, run.loop, run.result, run.checkpointer
+    stops = StopRequests(config.training, device=loop.ranks.device)
+    result.stopped = stops.before_first_step()
+    if loop.progress.validation_due and not result.stopped:
+        _validate(run, writer)
+    steps = () if result.stopped else _measured_steps(loop, result, stops, keep_diverged=keep_diverged)
+    for metrics in steps:
+        writer.log_step(metrics)
+        _report_communication(loop, writer)
+        is_last = metrics.step == config.training.steps
+        result.stopped = None if is_last else stops.reason(loop.stop_code)
+        if metrics.step % config.logging.log_interval == 0:
+            writer.log_timings(loop.timers.summarize())
+        evaluates = is_last or metrics.step % config.training.eval_interval == 0
+        if evaluates and not result.stopped:
+            _validate(run, writer)
+        if is_last and loop.batches.has_test:
+            test = loop.validate(test=True)
+            result.test_loss = test.loss
+            writer.log_validation(test, event="test")
+        checkpointer.poll()
+        if config.checkpoint.is_due(metrics.step, is_last=is_last or bool(result.stopped)):
+            left_out = evaluates and bool(result.stopped)
+            checkpointer.save(progress=replace(loop.progress, validation_due=left_out))
+        if result.stopped:
+            break
+    checkpointer.close()
+
+
+def _measured_steps(
+    loop: TrainingLoop, result: TrainingResult, stops: StopRequests, *, keep_diverged: bool
+) -> Iterator[StepMetrics]:
+    """Yield the measurements of each step, which the result then has; divergence ends them if it is kept."""
+    try:
+        for metrics in loop.steps(stop_code=stops.code):
+            result.steps.append(metrics)
+            yield metrics
+    except TrainingDivergedError:
+        if not keep_diverged:
+            raise
+        result.diverged_at = result.steps[-1].step
+
+
+def _validate(run: Run, writer: MetricsWriter) -> None:
+    validation = run.loop.validate()
+    run.result.validation.append((validation.step, validation.loss))
+    writer.log_validation(validation)
+    _report_communication(run.loop, writer)
+
+
+def _report_communication(loop: TrainingLoop, writer: MetricsWriter) -> None:
+    measured = loop.communication() if loop.ranks.is_first else None
+    if measured is not None:
+        writer.log_communication(measured)
+
+
+def _report_alert(writer: MetricsWriter, alert: sdp4bit.Alert) -> None:
+    writer.log_alert(alert.step, alert.group, alert.message, value=alert.value, threshold=alert.threshold)
+
+
+@contextmanager
+def _abandoned_after_a_failure(checkpointer: Checkpointer) -> Iterator[None]:
+    """Give up saves in the background if the block raises."""
+    try:
+        yield
+    except BaseException as error:
+        checkpointer.abandon(error)
+        raise
+
+
+def describe_run(run: Run) -> str:
+    """Return one line that says what is about to be trained."""
+    config, model, batches = run.config, run.loop.model, run.loop.batches
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in GPT(config.model_shape).parameters())
+    compute_dtype = str(model.chunks[0].compute_dtype).removeprefix("torch.")
+    name = config.strategy_name
+    return (
+        f"{parameters / 1e6:,.1f} million parameters on {model.describe_ranks()}, "
+        f"{batches.global_batch_size} sequences of {config.sequence_length} tokens a step, "
+        f"param dtype {config.training.param_dtype}, compute dtype {compute_dtype}"
+        + (f", flags = preset {name}" if config.communication.names_parts and name in PRESETS else "")
+    )
+
+
+def _describe_start(run: Run) -> list[str]:
+    """Return a line about the checkpoint that the run resumes from, or about that there is none yet."""
+    folder = run.config.checkpoint
+    if run.start.folder is not None:
+        line = f"resumed from step {run.first_step} of {run.start.folder}"
+        is_done = run.first_step >= run.config.training.steps
+        return [f"{line}: nothing is left to do" if is_done else line]
+    if folder.auto_resume or folder.load is not None:
+        return [f"no checkpoint in {folder.save} yet: begins at step 1"]
+    return []
+
+
+def _describe_end(run: Run) -> list[str]:
+    """Return a line about why the run ends before its last step, if it does."""
+    result, folder = run.result, run.config.checkpoint.save
+    if result.diverged_at is not None:
+        return [f"ended at step {result.diverged_at}, as the loss or its gradient is not finite any more"]
+    if result.stopped is None:
+        return []
+    kept = "not saved, as --save was not given" if folder is None else f"saved in {folder}"
+    kept = kept if result.steps else "nothing was trained"
+    return [f"left after step {run.loop.progress.step} because of {result.stopped}; {kept}"]
+
+
+def _describe_result(run: Run) -> list[str]:
+    """Return lines about what has been measured: losses, time, bytes; none if nothing was trained."""
+    result = run.result
+    if not result.steps:
+        return []
+    losses = [f"training loss {result.train_loss:.4f}"]
+    losses += [f"validation loss {result.validation_loss:.4f}"] if result.validation else []
+    losses += [] if result.test_loss is None else [f"test loss {result.test_loss:.4f}"]
+    steps, sent = len(result.steps), sum(step.inter_bytes for step in result.steps)
+    ratio = statistics.median(step.compression_ratio for step in result.steps)
+    fewer = f" ({ratio:.2f}x fewer than plain FSDP2)" if result.strategy != "baseline" else ""
+    return [
+        f"{steps} steps in {result.seconds:.1f} s, {1000 * result.seconds / steps:.1f} ms each; "
+        + ", ".join(losses),
+        f"sent between nodes: {format_bytes(result.inter_bytes_per_step)} a step{fewer}, "
+        f"{format_bytes(sent)} in all; inside nodes: {format_bytes(result.intra_bytes_per_step)} a step",
+    ]
+
+
+def _describe_next(run: Run) -> list[str]:
+    """Return lines about what there is now, and what can be done with it."""
+    result, logging, save = run.result, run.config.logging, run.config.checkpoint.save
+    lines = []
+    if result.steps and result.stopped is None:
+        saved = "none, as --save was not given" if save is None else f"{save}, step {run.loop.progress.step}"
+        lines.append(f"checkpoint: {saved}")
+    if result.steps and logging.jsonl:
+        lines.append(f"next: sdp4bit report {logging.out}")
+    return lines
+
+
+def write_settings(config: PretrainConfig, *, label: str, ranks: Ranks) -> None:
+    """Write config.json, by which tools know a run."""
+    settings = {
+        **asdict(config),
+        "strategy": config.strategy_name,
+        "label": label,
+        "quantization": asdict(config.quantization),
+        "ranks": ranks.world_size,
+        "versions": {
+            "sdp4bit": sdp4bit.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    write_atomically(config.logging.out / "config.json", json.dumps(settings, indent=2, default=str) + "\n")
+
+
+def _open_writer(run: Run, *, console: Console | None, part: str | None) -> MetricsWriter:
+    """Return what writes and shows metrics on rank 0, and does nothing on the others."""
+    config, ranks, progress = run.config, run.loop.ranks, run.loop.progress
+    logging = config.logging
+    if not ranks.is_first:
+        logging = LoggingConfig(jsonl=False, tensorboard=False)
+        console = Console(quiet=True, force_terminal=False)
+    try:
+        if ranks.is_first:
+            write_settings(config, label=run.result.strategy, ranks=ranks)
+        return MetricsWriter(
+            logging,
+            description=run.result.strategy if part is None else f"{run.result.strategy}, {part}",
+            steps=config.training.steps,
+            first_step=progress.step,
+            validation_due=progress.validation_due,
+            console=console,
+        )
+    except OSError as error:
+        raise SettingError(f"cannot write into --out {config.logging.out}: {error}") from error

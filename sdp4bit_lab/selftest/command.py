@@ -1,0 +1,101 @@
+"""`sdp4bit selftest`: the checks in their order, the verdict, and the file for a bug report."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from sdp4bit_lab.common.files import write_atomically
+from sdp4bit_lab.common.ranks import Ranks, agree
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.selftest.check import Check, Context, Outcome, run_checks
+from sdp4bit_lab.selftest.config import CheckName, SelftestConfig
+from sdp4bit_lab.selftest.exchanges import check_exchanges
+from sdp4bit_lab.selftest.facts import check_facts
+from sdp4bit_lab.selftest.kernels import check_kernels
+from sdp4bit_lab.selftest.streams import check_streams
+from sdp4bit_lab.selftest.training import check_training
+from sdp4bit_lab.selftest.verdict import check_verdict
+
+FORMAT = "sdp4bit-selftest-1"
+EXIT_FAILED = 1
+_WIDTH = 79
+_RULE = "-" * _WIDTH
+_CHECKS: dict[CheckName, Check] = {
+    "facts": check_facts,
+    "kernels": check_kernels,
+    "exchanges": check_exchanges,
+    "streams": check_streams,
+    "training": check_training,
+    "verdict": check_verdict,
+}
+
+
+def selftest(config: SelftestConfig, *, ranks: Ranks) -> dict[str, Any]:
+    """Return the result, the same on every rank, after rank 0 has written and shown it.
+
+    Exits with 1 on all ranks if a check has failed.
+
+    Raises:
+        SettingError: on all ranks, if the result cannot be written.
+    """
+    context = Context(config=config, ranks=ranks)
+    outcomes = run_checks([(name, _CHECKS[name]) for name in config.checks], context)
+    failed = any(outcome.failure for outcome in outcomes)
+    result = {
+        "format": FORMAT,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "passed": not failed,
+        "verdict": _verdict(outcomes),
+        "ranks": ranks.world_size,
+        "checks": [outcome.as_dict() for outcome in outcomes],
+    }
+    agree(lambda: _report(config, outcomes, result) if ranks.is_first else None)
+    if failed:
+        sys.exit(EXIT_FAILED)
+    return result
+
+
+def _verdict(outcomes: Sequence[Outcome]) -> str:
+    for outcome in outcomes:
+        if outcome.failure is not None:
+            return f"{outcome.name} failed: do not train with this installation, and report it"
+    found = next((outcome.findings.get("verdict") for outcome in outcomes if outcome.name == "verdict"), None)
+    skipped = [outcome.name for outcome in outcomes if outcome.result == "skipped"]
+    left_out = f" ({', '.join(skipped)} skipped)" if skipped else ""
+    return f"what was checked works{left_out}" + (f"; {found}" if found else "")
+
+
+def _report(config: SelftestConfig, outcomes: Sequence[Outcome], result: dict[str, Any]) -> None:
+    if config.json is not None:
+        try:
+            write_atomically(config.json, json.dumps(result, indent=2) + "\n")
+        except OSError as error:
+            raise SettingError(f"cannot write --json {config.json}: {error}") from error
+    lines = [_RULE, _row("check", "result", "seconds", ""), _RULE]
+    for outcome in outcomes:
+        about = outcome.failure.message if outcome.failure else outcome.reason or ""
+        lines.append(_row(outcome.name, outcome.result, f"{outcome.seconds:.1f}", about))
+    lines.append(_RULE)
+    for outcome in outcomes:
+        if outcome.failure is not None:
+            lines.append(f"Rank {outcome.failure.rank}, {outcome.failure.case}")
+            lines.append(f"Again: {outcome.reproduce}")
+    lines.append(textwrap.fill(f"Verdict: {result['verdict']}.", _WIDTH))
+    if not any(outcome.failure for outcome in outcomes):
+        lines.append("comm.time_steps(step) measures your own training step (docs/telemetry.md).")
+    if config.json is not None:
+        lines.append(f"{config.json} is for a bug report.")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _row(name: str, result: str, seconds: str, about: str) -> str:
+    """Return a row of the table; a long text goes on in its column."""
+    first = f"{name:<10} {result:<8} {seconds:>8}  "
+    return textwrap.fill(
+        f"{first}{about}", _WIDTH, subsequent_indent=" " * len(first), drop_whitespace=True
+    ).rstrip()

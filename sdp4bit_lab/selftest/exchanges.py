@@ -1,0 +1,168 @@
+"""Do the exchanges over the real network write what they write in one process, for any nodes x ranks?"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdp4bit.collectives.all_reduce import QuantizedAllReduce
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
+from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.topology import Topology, create_topologies, destroy_topology
+from sdp4bit.collectives.weight_replica import WeightReplica
+from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.traffic import TrafficCounter
+from sdp4bit_lab.selftest.check import CheckFailedError, CheckSkippedError, Context
+from sdp4bit_lab.simulated.collectives import (
+    SimulatedAllReduce,
+    SimulatedReduceScatter,
+    SimulatedReplica,
+    simulated_layout,
+)
+
+_NUMELS = (1, 1000, 4096 + 33)
+_CALLS = 2
+GRADIENTS = {
+    "default": GradientConfig(min_numel=0),
+    "no transform, nearest": GradientConfig(
+        hadamard=False, intra_rounding="nearest", inter_rounding="nearest", min_numel=0
+    ),
+    "random signs, three slices": GradientConfig(random_signs=True, pipeline_chunks=3, min_numel=0),
+    "8 bits, groups of 32": GradientConfig(
+        inter_bits=8, inter_group_size=32, intra_group_size=32, min_numel=0
+    ),
+    "dither": GradientConfig(intra_rounding="dither", inter_rounding="dither", min_numel=0),
+    "full precision": GradientConfig(intra_bits=None, inter_bits=None, min_numel=0),
+}
+WEIGHTS = {
+    "default": WeightConfig(),
+    "full replica": WeightConfig(replica="full"),
+    "weights, not differences": WeightConfig(mode="direct"),
+    "stochastic": WeightConfig(rounding="stochastic"),
+    "dither": WeightConfig(rounding="dither"),
+}
+
+
+def check_exchanges(context: Context) -> dict[str, Any]:
+    """Return which layouts were compared with the simulated collectives, bit for bit."""
+    size = context.ranks.world_size
+    if size == 1:
+        raise CheckSkippedError("one rank sends nothing: start several, with torchrun or --nproc-per-node")
+    layouts = {}
+    for per_node in range(1, size + 1):
+        if size % per_node:
+            continue
+        layout = simulated_layout(size, ranks_per_node=per_node)
+        topology = create_topologies([layout])[layout.ranks]
+        name = f"{layout.nodes} x {per_node}"
+        # To the end, whatever differs: other ranks wait for this one's messages.
+        compared = list(
+            itertools.chain(
+                _check_gradients(context, topology, name),
+                _check_all_reduces(context, topology, name),
+                _check_weights(context, topology, name),
+            )
+        )
+        context.fail_together(next((failure for failure in compared if failure is not None), None))
+        destroy_topology(topology)
+        layouts[name] = len(compared)
+    context.say(f"      nodes x ranks {', '.join(layouts)}: {sum(layouts.values())} exchanges are bit-equal")
+    return {"layouts": layouts}
+
+
+def _values(context: Context, *shape: int, seed: int) -> Tensor:
+    """Return values that are the same on all ranks, over several magnitudes."""
+    generator = torch.Generator().manual_seed(1000 * context.config.seed + seed)
+    scales = torch.exp2(torch.randint(-6, 3, (*shape[:-1], 1), generator=generator).float())
+    return (torch.randn(shape, generator=generator) * scales).to(context.device)
+
+
+def _counter(topology: Topology) -> TrafficCounter:
+    return TrafficCounter(nodes=topology.nodes, ranks_per_node=topology.ranks_per_node)
+
+
+def _check_gradients(context: Context, topology: Topology, layout: str) -> Iterator[CheckFailedError | None]:
+    size, rank = context.ranks.world_size, context.ranks.rank
+    for name, config in GRADIENTS.items():
+        for numel in _NUMELS:
+            shared: dict[str, Any] = {"config": config, "seed": context.config.seed, "bucket": 3}
+            real = QuantizedReduceScatter(
+                topology, rank=rank, traffic=_counter(topology), scratch=Scratch(), **shared
+            )
+            expected = SimulatedReduceScatter(
+                topology.layout, traffic=_counter(topology), scratch=Scratch(), **shared
+            )
+            for call in range(_CALLS):
+                rows = _values(context, size, size, numel, seed=numel + call)
+                output = torch.full((numel,), float("nan"), device=context.device)
+                real(output, rows[rank].reshape(-1).clone(), call=call)
+                for peer in range(size):
+                    expected.add(rows[peer].clone(), call=call)
+                results: dict[int, Tensor] = {}
+
+                def keep(peer: int, row: Tensor, results: dict[int, Tensor] = results) -> None:
+                    results[peer] = row.clone()
+
+                expected.finish(keep)
+                what = f"gradients, {name}, rows of {numel}, {layout}, call {call}"
+                yield _compare(output, results[rank], what)
+
+
+def _check_all_reduces(
+    context: Context, topology: Topology, layout: str
+) -> Iterator[CheckFailedError | None]:
+    size, rank = context.ranks.world_size, context.ranks.rank
+    for name, config in GRADIENTS.items():
+        for numel in _NUMELS:
+            shared: dict[str, Any] = {"config": config, "seed": context.config.seed, "bucket": 4}
+            real = QuantizedAllReduce(
+                topology, ranks=range(size), traffic=_counter(topology), scratch=Scratch(), **shared
+            )
+            expected = SimulatedAllReduce(topology.layout, scratch=Scratch(), **shared)
+            for call in range(_CALLS):
+                values = _values(context, size, numel, seed=numel + call)
+                output = values[rank].clone()
+                real(output, call=call)
+                what = f"all-reduce, {name}, {numel} values, {layout}, call {call}"
+                yield _compare(output, expected(list(values), call=call), what)
+
+
+def _check_weights(context: Context, topology: Topology, layout: str) -> Iterator[CheckFailedError | None]:
+    size, rank = context.ranks.world_size, context.ranks.rank
+    for name, config in WEIGHTS.items():
+        for numel in _NUMELS:
+            shared: dict[str, Any] = {"config": config, "seed": context.config.seed, "bucket": 5}
+            real = WeightReplica(topology, rank=rank, traffic=_counter(topology), scratch=Scratch(), **shared)
+            expected = SimulatedReplica(
+                topology.layout, traffic=_counter(topology), scratch=Scratch(), **shared
+            )
+            main = _values(context, size, numel, seed=numel).bfloat16()
+            held = torch.empty_like(main)
+            real.start_full_refresh(main[rank].clone())
+            real.wait()
+            expected.refresh_fully(main, held)
+            for call in range(_CALLS):
+                main = main + 0.01 * _values(context, size, numel, seed=numel + 7 + call).bfloat16()
+                real.start_quantized_refresh(main[rank].clone(), call=call)
+                real.wait()
+                expected.refresh(main, held, call=call)
+                gathered = torch.full((size * numel,), float("nan"), dtype=main.dtype, device=main.device)
+                if real.is_full:
+                    assert real.rows is not None
+                    gathered = real.rows.reshape(size, numel)
+                else:
+                    real.gather(gathered)
+                what = f"weights, {name}, rows of {numel}, {layout}, call {call}"
+                yield _compare(gathered.view(size, numel), held, what)
+
+
+def _compare(found: Tensor, expected: Tensor, case: str) -> CheckFailedError | None:
+    if torch.equal(found, expected):
+        return None
+    different = int((found != expected).sum())
+    message = f"{different} of {found.numel()} values differ from the same exchange in one process: {case}"
+    return CheckFailedError(message, case=case)

@@ -1,0 +1,77 @@
+"""Does it pay on this machine? Measured links and kernels, and the planner's bytes of a real model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sdp4bit.config import SDP4BitConfig
+from sdp4bit_lab.plan.config import PlanModelConfig, ProbeConfig
+from sdp4bit_lab.plan.model import gpt_groups
+from sdp4bit_lab.plan.probe import measure
+from sdp4bit_lab.plan.step import Cluster, ParallelLayout, plan_step
+from sdp4bit_lab.pretrain.model.cards import CardName
+from sdp4bit_lab.selftest.check import CheckSkippedError, Context
+
+MODEL: CardName = "1.3B"
+_MEGABYTES, _ROUNDS = 8.0, 3
+_PAYS = 1.1
+"""Times that the exchange must become shorter by to be worth a word."""
+
+
+def check_verdict(context: Context) -> dict[str, Any]:
+    """Return the seconds that the exchanges of a step of a 1.3B model would take here, and a sentence."""
+    if context.simulated_ranks is not None or context.ranks.world_size == 1:
+        raise CheckSkippedError("there is no network between simulated ranks, or for one")
+    parallel = context.config.parallel
+    probed = measure(
+        ProbeConfig(megabytes=_MEGABYTES, rounds=_ROUNDS, parallel=parallel), ranks=context.ranks
+    )
+    if probed["inter_bandwidth"] is None:
+        raise CheckSkippedError(
+            "all ranks are on one node, where nothing is quantized unless asked for; --ranks-per-node lets "
+            "one host stand for several"
+        )
+    cluster = Cluster(
+        name=probed["name"],
+        nodes=probed["nodes"],
+        devices_per_node=probed["devices_per_node"],
+        inter_bandwidth=probed["inter_bandwidth"],
+        # Not used where a node has one device.
+        intra_bandwidth=probed["intra_bandwidth"] or probed["inter_bandwidth"],
+        latency=probed["latency"],
+        quantization_bandwidth=probed["quantization_bandwidth"],
+        # Of exchanges alone: computation takes no time.
+        device_flops=1e30,
+    )
+    size = PlanModelConfig(model_card=MODEL).size()
+    plan = plan_step(
+        gpt_groups(size),
+        flops_per_sequence=size.flops_per_sequence,
+        cluster=cluster,
+        layout=ParallelLayout(),
+        config=SDP4BitConfig(),
+        overlap=0.0,
+    )
+    plain, bf16 = plan.baseline.communication_seconds, plan.bf16_baseline.communication_seconds
+    kernels, ours = plan.quantized.quantization_seconds, plan.quantized.communication_seconds
+    return {
+        "probe": probed,
+        "model": MODEL,
+        "exchange_seconds": {"fp32 gradients": plain, "bf16 gradients": bf16, "sdp4bit": ours},
+        "kernel_seconds": kernels,
+        "verdict": sentence(plain=plain, bf16=bf16, exchange=ours, kernels=kernels),
+    }
+
+
+def sentence(*, plain: float, bf16: float, exchange: float, kernels: float) -> str:
+    """Return whether it pays, from seconds of a step's exchanges with each way to communicate."""
+    ours = exchange + kernels
+    gain = bf16 / ours
+    text = (
+        f"here, exchanges of a {MODEL} model would take {plain:.2f} s a step with fp32 gradients, "
+        f"{bf16:.2f} s with bf16 gradients, {ours:.2f} s with sdp4bit ({kernels:.2f} s of it kernels): "
+    )
+    if gain < _PAYS:
+        return text + "it does not pay"
+    times = f"{plain / ours:.1f} and {gain:.1f} times less"
+    return text + f"it pays where they do not hide behind computation ({times})"

@@ -1,0 +1,406 @@
+"""What the communication of many ranks does to the weights and gradients of one process.
+
+Plays the part that FSDP2 and its quantized hooks have in a real run: when weights are gathered and refreshed,
+how gradients are reduced, what would have been sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sdp4bit.collectives.lossless_refresh import check_dtype
+from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.sections import Range, RowParameter, Section, cut_row, whole_row
+from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.engines.alerts import Alerts, saved_positions
+from sdp4bit.engines.explain import one_node_reason
+from sdp4bit.engines.group import AnyGroup, GroupCommunication, change_squares, is_large_change
+from sdp4bit.engines.handle import CommHandle, ModelCommunication, StateDict
+from sdp4bit.engines.measures import sample_of
+from sdp4bit.traffic import Traffic
+from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, SimulatedReplica
+from sdp4bit_lab.simulated.rows import RowLayout
+
+FORMAT_VERSION = 1
+
+
+class SimulatedGroup:
+    """Parameters that the simulated ranks gather and reduce together; `sample_main` is rank 0's."""
+
+    def __init__(self, name: str, rows: RowLayout, *, main: Mapping[str, Tensor]) -> None:
+        self.name = name
+        self.rows = rows
+        self._main = main
+        self.ranks = tuple(range(rows.ranks))
+        self.shard_numel = rows.numel
+        self.device = next(iter(main.values())).device
+
+    def sections(self, *, unit: int, separate: bool) -> tuple[Section, ...]:
+        """Return the sections of a row, as those of FSDP2's; see `cut_row`."""
+        if not separate:
+            return whole_row(self.shard_numel)
+        parameters = [
+            RowParameter(
+                numel=segment.end - segment.start, is_fine=self._main[segment.name].dim() <= 1, number=number
+            )
+            for number, segment in enumerate(self.rows.segments)
+        ]
+        return cut_row(parameters, unit=unit, count=len(parameters))
+
+    def sample_main(self, ranges: Sequence[Range]) -> Tensor:
+        """Return these ranges of rank 0's main shard, one behind the other, in fp32."""
+        return sample_of(self.rows.row(self._main, rank=0), ranges).float()
+
+
+class SimulatedGroupCommunication(GroupCommunication[SimulatedGroup, SimulatedReplica]):
+    """Communication of one parameter group of all simulated ranks; its counters are one rank's."""
+
+    def __init__(
+        self,
+        group: SimulatedGroup,
+        *,
+        index: int,
+        layout: NodeLayout,
+        held: Mapping[str, Tensor],
+        stays_gathered: bool,
+    ) -> None:
+        super().__init__(group, index=index, layout=layout)
+        self.resync_wanted = True  # the first refresh is in full precision, too
+        self._held = held
+        self.reductions_of_all: SimulatedReduceScatter | None = None
+        """Of all ranks together; `reduction` is rank 0's part of it."""
+        self.stays_gathered = stays_gathered
+        """Whether the weights are kept after forward, for the backward that follows."""
+        self.is_gathered = False
+        self.is_changed = False
+        """Whether an optimizer has changed the main weights since the last refresh."""
+        self.weight_sections: tuple[Section, ...] = ()
+        self.gradient_sections: tuple[Section, ...] = ()
+        """Of a row of weights and of gradients."""
+        self.was_loaded = False
+        """What is held comes from a checkpoint; the next refresh, in full precision, is with that."""
+
+    @property
+    def refresh_is_full(self) -> bool:
+        """See GroupCommunication."""
+        return self.resync_wanted
+
+    def configure(self, *, gradients: GradientConfig | None, weights: WeightConfig | None) -> None:
+        """See GroupCommunication."""
+        super().configure(gradients=None, weights=weights)
+        if self.reductions_of_all is not None and gradients is not None:
+            self.reductions_of_all.configure(gradients)
+
+    def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
+        """See GroupCommunication."""
+        held = self.group.rows.row(self._held, rank=0)
+        return self.group.sample_main(ranges), sample_of(held, ranges)
+
+    def is_reduced_quantized(self, *, steps: int) -> bool:
+        """Return whether a reduction after this many steps is quantized."""
+        config = self.gradient_config
+        return (
+            config is not None and self.group.shard_numel >= config.min_numel and steps >= config.start_step
+        )
+
+
+class SimulatedCommHandle(CommHandle):
+    """Communication of simulated ranks: the engine, and the handle that all engines have.
+
+    `stats()` tells the bytes of all ranks together; what quantization costs is measured on rank 0, and alerts
+    are decided on that. There is one copy of each replica, so an audit finds nothing.
+    """
+
+    _state: ModelCommunication[SimulatedGroupCommunication]
+
+    def __init__(
+        self,
+        main: nn.Module,
+        compute: nn.Module,
+        *,
+        groups: Iterable[tuple[str, Sequence[str]]],
+        layout: NodeLayout,
+        config: SDP4BitConfig,
+        reshard: bool,
+    ) -> None:
+        """Prepare; nothing is allocated.
+
+        Args:
+            main: the fp32 main weights, which the optimizer updates.
+            compute: the weights that all ranks compute with; the same module as main if nothing can make
+                them differ.
+            groups: name and parameters' names of every FSDP2 group, in the order of their numbers.
+            reshard: whether the ranks free the weights of a block after its forward.
+        """
+        self.layout = layout
+        self._main_parameters = dict(main.named_parameters())
+        self._main = {name: parameter.detach() for name, parameter in self._main_parameters.items()}
+        self._held = {name: parameter.detach() for name, parameter in compute.named_parameters()}
+        self._compute = compute
+        self._is_shared = main is compute
+        self._dtype = next(iter(self._held.values())).dtype
+        self._reduced: dict[str, Tensor] = {}
+        self._scratch = Scratch()
+        comms = []
+        for index, (name, members) in enumerate(groups):
+            rows = RowLayout({member: self._main[member] for member in members}, ranks=layout.size)
+            comm = SimulatedGroupCommunication(
+                SimulatedGroup(name, rows, main=self._main),
+                index=index,
+                layout=layout,
+                held=self._held,
+                stays_gathered=index == 0 or not reshard,
+            )
+            comm.separate_parameters = config.separate_parameters
+            self._choose(comm, config)
+            comms.append(comm)
+        super().__init__(ModelCommunication(comms, telemetry=config.telemetry), config=config)
+        if config.alerts is not None:
+            self._watch(Alerts(comms, rounds=[], sampled=self._state.sampled, config=config.alerts))
+
+    def _choose(self, comm: SimulatedGroupCommunication, config: SDP4BitConfig) -> None:
+        """Give a group what quantizes its weights and its gradients, or the reason why nothing does."""
+        nodes = self.layout.nodes
+        comm.weights_unquantized_reason = one_node_reason(config.weights, nodes=nodes)
+        comm.gradients_unquantized_reason = one_node_reason(config.gradients, nodes=nodes)
+        if config.weights is not None and not comm.weights_unquantized_reason:
+            if config.weights.is_lossless:
+                check_dtype(self._dtype, comm.group.device, name=comm.group.name)
+            comm.weight_sections = comm.group.sections(
+                unit=config.weights.group_size, separate=config.separate_parameters
+            )
+            comm.replica = SimulatedReplica(
+                self.layout,
+                config=config.weights,
+                seed=config.seed,
+                bucket=comm.index,
+                traffic=comm.weight_traffic,
+                scratch=self._scratch,
+            )
+        if config.gradients is None or comm.gradients_unquantized_reason:
+            return
+        comm.reductions_of_all = SimulatedReduceScatter(
+            self.layout,
+            config=config.gradients,
+            seed=config.seed,
+            bucket=comm.index,
+            traffic=comm.gradient_traffic,
+            scratch=self._scratch,
+        )
+        comm.reduction = comm.reductions_of_all.of_rank_0
+        comm.gradient_sections = comm.group.sections(
+            unit=comm.reduction.group_unit, separate=config.separate_parameters
+        )
+
+    @property
+    def row_layouts(self) -> list[RowLayout]:
+        """How FSDP2 would cut each parameter group into rows, in the order of the groups."""
+        return [comm.group.rows for comm in self._state.groups]
+
+    # -- weights ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def before_forward(self) -> None:
+        """Make the weights to compute with current; called before every forward of rank 0."""
+        state = self._state
+        if state.step_pending:
+            state.step_pending = False
+            state.steps += 1
+            state.end_traffic()
+            state.measure_step()
+        for comm in state.groups:
+            if not comm.is_gathered:
+                self._refresh(comm)
+                self._count_gather(comm)
+                comm.is_gathered = True
+
+    def after_forward(self) -> None:
+        """Note that rank 0 has ended a forward."""
+        for comm in self._state.groups:
+            comm.is_gathered = comm.stays_gathered
+
+    def before_backward(self) -> None:
+        """Note that rank 0 is about to go backward, which frees the weights behind it."""
+        for comm in self._state.groups:
+            if not comm.is_gathered:
+                self._count_gather(comm)
+            comm.is_gathered = False
+
+    def reshard(self) -> None:
+        """Free what the root of the model has gathered, as its reshard() does."""
+        self._state.groups[0].is_gathered = False
+
+    def mark_step(self) -> None:
+        """Note that an optimizer has changed the main weights."""
+        self._state.step_pending = True
+        for comm in self._state.groups:
+            comm.is_changed = True
+            comm.is_gathered = False
+
+    def resync(self) -> None:
+        """Let the next forward compute with the main weights, sent in full precision."""
+        for comm in self._state.groups:
+            comm.resync_wanted, comm.was_loaded = True, False
+            comm.is_changed = comm.is_gathered = False
+
+    def _refresh(self, comm: SimulatedGroupCommunication) -> None:
+        layout = comm.group.rows
+        if comm.replica is None:
+            if (comm.is_changed or comm.resync_wanted) and not self._is_shared:
+                for segment in layout.segments:
+                    self._held[segment.name].copy_(self._main[segment.name])
+            comm.is_changed = comm.resync_wanted = False
+            return
+        if not (comm.is_changed or comm.resync_wanted):
+            return
+        held, rows = self._rows("held", comm, self._dtype), self._rows("main", comm, torch.float32)
+        layout.write_rows(self._held, held)
+        layout.write_rows(self._main, rows)
+        is_evaluated = comm.is_changed and not comm.resync_wanted and not self._compute.training
+        if is_evaluated and comm.replica.sends_differences:
+            # As on FSDP2, the size of a step decides when an evaluation is the first to use it.
+            by_rank = [change_squares(row.to(self._dtype), own) for row, own in zip(rows, held, strict=True)]
+            comm.resync_wanted = bool(is_large_change(torch.stack(by_rank).sum(0)))
+        if comm.resync_wanted:
+            comm.replica.refresh_fully(held if comm.was_loaded else rows, held)
+            comm.count_full_refresh()
+            comm.is_changed = comm.is_changed and comm.was_loaded
+            comm.resync_wanted = comm.was_loaded = False
+        if comm.is_changed:
+            comm.replica.refresh(rows, held, call=comm.refreshes, sections=comm.weight_sections)
+            comm.refreshes += 1
+            comm.is_changed = False
+        layout.read_rows(held, self._held)
+
+    def _count_gather(self, comm: SimulatedGroupCommunication) -> None:
+        shard_bytes = comm.group.shard_numel * self._dtype.itemsize
+        if comm.replica is None:
+            comm.count_dense(comm.weight_traffic, shard_bytes)
+        else:
+            comm.weight_traffic.count_plain(shard_bytes)
+            comm.replica.count_gather(shard_bytes)
+
+    def _rows(self, use: str, comm: SimulatedGroupCommunication, dtype: torch.dtype) -> Tensor:
+        """Return [ranks, n] of unspecified content, until the next call for this use."""
+        nbytes = comm.group.shard_numel * dtype.itemsize
+        name, device = f"{use} rows", comm.group.device
+        return self._scratch.messages(name, self.layout.size, nbytes, device=device).view(dtype)
+
+    # -- gradients -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def add_gradients(self, gradients: Mapping[str, Tensor], *, rank: int) -> None:
+        """Add a rank's gradients, which are not needed afterwards; called for one rank after another.
+
+        Full-precision sums are fp32, added in the order of the ranks.
+        """
+        state = self._state
+        for comm in state.groups:
+            if comm.reductions_of_all is not None and comm.is_reduced_quantized(steps=state.steps):
+                rows = self._rows("gradient", comm, torch.float32)
+                comm.group.rows.write_rows(gradients, rows)
+                nonfinite = None
+                if rank == 0:
+                    nonfinite = comm.sample_gradient(rows.view(-1), sample_numel=state.gradient_sample_numel)
+                comm.reductions_of_all.add(
+                    rows, call=comm.reductions, nonfinite=nonfinite, sections=comm.gradient_sections
+                )
+                continue
+            for segment in comm.group.rows.segments:
+                total, gradient = self._sum_of(segment.name), gradients[segment.name]
+                if rank == 0:
+                    total.copy_(gradient)
+                else:
+                    total.add_(gradient)
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Give the main weights the mean of all ranks' gradients as theirs."""
+        ranks = self.layout.size
+        for comm in self._state.groups:
+            names = [segment.name for segment in comm.group.rows.segments]
+            reduced = {name: self._sum_of(name) for name in names}
+            comm.gradient_bits = None
+            if comm.reductions_of_all is not None and comm.is_reduced_quantized(steps=self._state.steps):
+                rows = comm.group.rows
+
+                def take(
+                    rank: int, row: Tensor, rows: RowLayout = rows, reduced: dict[str, Tensor] = reduced
+                ) -> None:
+                    rows.read_row(row.div_(ranks), rank=rank, tensors=reduced)
+
+                comm.reductions_of_all.finish(take)
+                comm.reductions += 1
+                comm.gradient_bits = comm.reductions_of_all.of_rank_0.bits
+            else:
+                comm.count_dense(comm.gradient_traffic, comm.group.shard_numel * torch.float32.itemsize)
+                torch._foreach_div_(list(reduced.values()), float(ranks))
+            for name in names:
+                self._main_parameters[name].grad = reduced[name]
+
+    def _sum_of(self, name: str) -> Tensor:
+        if name not in self._reduced:
+            self._reduced[name] = torch.empty_like(self._main[name])
+        return self._reduced[name]
+
+    # -- the handle ------------------------------------------------------------------------------------
+
+    def _reported(self, traffic: Traffic) -> dict[str, int]:
+        return {name: count * self.layout.size for name, count in traffic.as_dict().items()}
+
+    def _refresh_mismatched(self, wrong: Sequence[AnyGroup], *, config: AuditConfig) -> Sequence[AnyGroup]:
+        return wrong
+
+    def state_dict(self) -> StateDict:
+        """Return what a bit-exact resume needs: what the ranks hold of the weights, and counters."""
+        state = self._state
+        replica: dict[str, Tensor] = {}
+        counters: dict[str, Tensor] = {}
+        for comm in state.groups:
+            # Before a refresh in full precision nothing is pending: a resumed run begins with one too.
+            is_due = comm.resync_wanted and not comm.was_loaded
+            changed = int(comm.is_changed and not is_due)
+            counters[comm.group.name] = torch.tensor([comm.reductions, comm.refreshes, changed])
+            if comm.replica is not None:
+                for segment in comm.group.rows.segments:
+                    name = segment.name
+                    replica[name] = self._main[name].to(self._dtype) if is_due else self._held[name]
+        fallback = {} if self._alerts is None else self._alerts.save()
+        return {
+            "format_version": FORMAT_VERSION,
+            "steps": state.steps + int(state.step_pending),
+            "layout": {"nodes": self.layout.nodes, "ranks_per_node": self.layout.ranks_per_node},
+            "groups": counters,
+            "replica": replica,
+            **({"fallback": fallback} if fallback else {}),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Continue from a saved state, when the main weights have been loaded."""
+        state = self._state
+        state.steps, state.step_pending = int(state_dict["steps"]), False
+        for comm in state.groups:
+            counters = [int(value) for value in state_dict["groups"][comm.group.name]]
+            comm.reductions, comm.refreshes, changed = counters
+            comm.is_changed = bool(changed)
+            comm.resync_wanted, comm.is_gathered = True, False
+            comm.was_loaded = comm.replica is not None
+            if comm.replica is not None:
+                for segment in comm.group.rows.segments:
+                    self._held[segment.name].copy_(state_dict["replica"][segment.name])
+        if self._alerts is not None:
+            self._alerts.load(saved_positions(state_dict))
+
+    def remove(self) -> None:
+        """Free the memory of messages and gradients."""
+        self._scratch = Scratch()
+        self._reduced.clear()
+        if self._alerts is not None:
+            self._alerts.detach()
+        self._state.detach()
+        self._removed = True

@@ -1,0 +1,52 @@
+"""`python -m sdp4bit` whose rank 1 signals the command's process group, once, in the middle of a phase.
+
+The environment variable SIGNALLED names a file: a line "SIGTERM training" is taken away by the rank that does
+it. Ranks that the command starts import this file, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from sdp4bit_lab.cli import main
+from sdp4bit_lab.pretrain.checkpoint import save as checkpoint_save
+from sdp4bit_lab.pretrain.data.batches import Batches
+from sdp4bit_lab.pretrain.loop import TrainingLoop
+
+
+def strike(phase: str) -> None:
+    plan = Path(os.environ["SIGNALLED"])
+    name, _, where = plan.read_text().partition(" ")
+    if where == phase and dist.get_rank() == 1:
+        plan.write_text("")
+        # torchrun's ranks are in groups of their own: a terminal, or `timeout`, signals torchrun's.
+        launched = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+        os.killpg(os.getpgid(launched), signal.Signals[name])
+
+
+def watch(owner: object, name: str, phase: str) -> None:
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def watched(*args: object, **kwargs: object) -> object:
+        strike(phase)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, watched)
+
+
+# The data is prepared, and the model is still to be built.
+watch(Batches, "__init__", "start")
+watch(Batches, "training", "training")
+watch(TrainingLoop, "_validate", "validation")
+# In the background, beside the steps that follow.
+watch(checkpoint_save, "save_state", "saving")
+
+if __name__ == "__main__":
+    sys.exit(main())

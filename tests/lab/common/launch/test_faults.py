@@ -1,0 +1,148 @@
+"""What ends a run: errors on one rank, a loss that is not finite, a killed rank; and that nothing is lost.
+
+Layer: gloo, 2 processes; the command line.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from sdp4bit_lab.common.ranks import agree, decide_on_rank_0
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
+from sdp4bit_lab.pretrain.config.pretrain import OptimizerConfig, PretrainConfig
+from sdp4bit_lab.pretrain.loop import TrainingDivergedError
+from sdp4bit_lab.pretrain.trainer import pretrain
+from tests.lab.common.launch.started_ranks import (
+    PRETRAIN,
+    lines_of_log,
+    options,
+    outcome_of,
+    ranks_of,
+    wait_for_lines,
+    wait_for_the_end_of,
+)
+from tests.lab.pretrain.tiny_runs import losses, small, this_rank, write_text
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+def errors_of_all_kinds() -> list[str]:
+    def fail_on_rank_1(error: Exception) -> int:
+        if dist.get_rank() == 1:
+            raise error
+        return dist.get_rank()
+
+    def fail_on_rank_0() -> int:
+        if dist.get_rank() == 0:
+            raise SettingError("rank 0 says no")
+        raise AssertionError("only rank 0 is asked")
+
+    assert agree(dist.get_rank) == dist.get_rank()
+    assert decide_on_rank_0(lambda: f"from {dist.get_rank()}") == "from 0"
+    messages = []
+    for work in (
+        lambda: agree(lambda: fail_on_rank_1(SettingError("change it"))),
+        lambda: agree(lambda: fail_on_rank_1(OSError("disk full"))),
+        lambda: decide_on_rank_0(fail_on_rank_0),
+    ):
+        try:
+            work()
+        except (SettingError, RuntimeError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
+
+
+def test_an_error_on_one_rank_is_raised_on_all():
+    results = run_ranks(errors_of_all_kinds, 2)
+    assert (
+        results[0]
+        == results[1]
+        == [
+            "SettingError: change it",
+            "RuntimeError: rank 1: OSError: disk full",
+            "SettingError: rank 0 says no",
+        ]
+    )
+
+
+def diverge(config: PretrainConfig) -> str:
+    with pytest.raises(TrainingDivergedError) as error:
+        pretrain(config, ranks=this_rank())
+    return str(error.value)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path):
+    config = small(text, tmp_path, optimizer=OptimizerConfig(learning_rate=1e30, clip_grad=0))
+    messages = run_ranks(diverge, 2, replace(config, parallel=ParallelConfig(ranks_per_node=1)))
+    assert messages[0] == messages[1]
+    assert "lower --lr" in messages[0]
+
+
+def test_a_killed_rank_ends_the_others(text, tmp_path):
+    ranks: list[int] = []
+
+    def kill_one(process: subprocess.Popen[str]) -> None:
+        wait_for_lines(process, tmp_path, lines=1)
+        ranks.extend(ranks_of(process.pid))
+        os.kill(ranks[1], signal.SIGKILL)
+        process.wait(timeout=60)
+        wait_for_the_end_of(ranks)
+
+    code, output = outcome_of([*PRETRAIN, *options(text, tmp_path)], kill_one)
+    assert code == 1
+    assert "rank 1 failed (ended by SIGKILL); the other ranks have been stopped" in output
+    assert len(ranks) == 2
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_the_killed_command(text, tmp_path):
+    def kill_the_command(process: subprocess.Popen[str]) -> None:
+        wait_for_lines(process, tmp_path, lines=1)
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 2
+        process.kill()
+        wait_for_the_end_of(ranks)
+
+    outcome_of([*PRETRAIN, *options(text, tmp_path)], kill_the_command)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_run_killed_again_and_again_while_it_saves_ends_as_if_it_had_not_been(seed, text, tmp_path):
+    """A checkpoint is written after every step; ranks are killed some moments after a few more steps."""
+    chance, steps, kills = random.Random(seed), 80, 6
+    saved, out = tmp_path / "saved", tmp_path / "killed"
+
+    def kill_at_random(process: subprocess.Popen[str]) -> None:
+        # The log is written anew when the run has loaded its checkpoint.
+        wait_for_lines(process, out, lines=lines_of_log(out) + chance.randrange(2, 8))
+        time.sleep(chance.random() * 0.05)
+        os.kill(chance.choice(ranks_of(process.pid)), signal.SIGKILL)
+
+    code, output = outcome_of([*PRETRAIN, *options(text, tmp_path / "undisturbed", steps=steps)])
+    assert code == 0, output
+    saving = ("--save", str(saved), "--save-interval", "1", "--keep-last", "2", "--load", str(saved))
+    run = [*PRETRAIN, *options(text, out, *saving, steps=steps)]
+    for _ in range(kills):
+        assert outcome_of(run, kill_at_random)[0] == 1
+    code, output = outcome_of(run)
+    assert code == 0, output
+    assert losses(out) == losses(tmp_path / "undisturbed")
+    assert sorted(path.name for path in saved.iterdir()) == [
+        *("latest", f"step-{steps - 1:08d}", f"step-{steps:08d}")
+    ]

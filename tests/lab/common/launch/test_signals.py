@@ -1,0 +1,171 @@
+"""Signals to a whole process group, as `timeout`, Slurm and Ctrl-C send them: the run saves and leaves.
+
+Layer: the command line in a session of its own, 2 processes; torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.lab.common.launch.started_ranks import (
+    COMMAND,
+    PRETRAIN,
+    children_of,
+    options,
+    outcome_of,
+    ranks_of,
+    wait_for_lines,
+    wait_until,
+)
+from tests.lab.pretrain.tiny_runs import losses, write_text
+
+STEPS = 12
+# Never imported here: it changes what saves and trains in its process.
+SIGNALLED = [sys.executable, str(Path(__file__).with_name("signalled_command.py"))]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+Process = subprocess.Popen[str]
+
+
+def last_step(out: Path) -> int:
+    return int(json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+
+
+def saved_step(folder: Path) -> int:
+    latest = folder / "latest"
+    return int(latest.read_text().strip().removeprefix("step-")) if latest.exists() else 0
+
+
+def test_a_signal_to_the_process_group_saves_and_leaves(tmp_path):
+    text, out, folder = write_text(tmp_path / "text.txt"), tmp_path / "run", tmp_path / "checkpoints"
+
+    def signal_twice(process: Process) -> None:
+        wait_for_lines(process, out)
+        # As `timeout` does it: one wish, twice.
+        os.kill(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)
+
+    code, output = outcome_of([*PRETRAIN, *options(text, out), "--save", str(folder)], signal_twice)
+    assert code == 0, output
+    assert output.count("SIGTERM: the ranks leave after this step") == 1
+    assert "because of SIGTERM; saved in" in output
+    assert saved_step(folder) == last_step(out)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("launcher", "faults"),
+    [
+        ("sdp4bit", ["TERM start", "TERM training", "INT validation", "TERM saving", "INT start"]),
+        ("torchrun", ["TERM training", "INT validation"]),
+    ],
+)
+def test_a_run_signalled_in_every_phase_has_the_losses_of_an_undisturbed_one(launcher, faults, tmp_path):
+    text, out, folder = write_text(tmp_path / "text.txt"), tmp_path / "run", tmp_path / "checkpoints"
+    code, output = outcome_of([*PRETRAIN, *options(text, tmp_path / "whole", steps=STEPS)])
+    assert code == 0, output
+    if launcher == "sdp4bit":
+        command = [*SIGNALLED, "pretrain", "--nproc-per-node", "2"]
+    else:
+        command = [*TORCHRUN, SIGNALLED[-1], "pretrain"]
+    saving = ("--save", str(folder), "--save-interval", "3", "--auto-resume")
+    plan, saved = tmp_path / "plan", [0]
+    for fault in (*faults, ""):
+        plan.write_text(fault and f"SIG{fault}")
+        code, output = outcome_of([*command, *options(text, out, *saving, steps=STEPS)], plan=plan)
+        assert plan.read_text() == "", output
+        name, _, phase = fault.partition(" ")
+        if launcher == "sdp4bit":
+            assert code == (130 if name == "INT" else 0), output
+        else:
+            assert (code == 0) == (not fault), output
+        saved.append(saved_step(folder))
+        if phase == "start":
+            # Before the first step nothing is trained or saved.
+            assert f"because of SIG{name}; nothing was trained" in output
+            assert saved[-1] == saved[-2]
+        else:
+            assert not fault or f"because of SIG{name}; saved in" in output
+            assert saved[-1] > saved[-2]
+    assert saved[-1] == STEPS
+    assert losses(out) == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_signal_before_there_are_ranks_reaches_them(tmp_path):
+    text, folder = write_text(tmp_path / "text.txt"), tmp_path / "checkpoints"
+
+    def signal_early(process: Process) -> None:
+        # The process that ranks are copies of imports torch for seconds.
+        wait_until(lambda: children_of(process.pid, command=b"forkserver"), process=process)
+        assert ranks_of(process.pid) == []
+        os.killpg(process.pid, signal.SIGTERM)
+
+    run = [*PRETRAIN, *options(text, tmp_path / "run"), "--save", str(folder)]
+    code, output = outcome_of(run, signal_early)
+    assert code == 0, output
+    assert "left after step 0 because of SIGTERM; nothing was trained" in output
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_the_ranks_at_once(number, tmp_path):
+    text, out, folder = write_text(tmp_path / "text.txt"), tmp_path / "run", tmp_path / "checkpoints"
+
+    def signal_a_run_that_hangs(process: Process) -> None:
+        wait_for_lines(process, out)
+        # A rank that hangs does not leave.
+        os.kill(ranks_of(process.pid)[0], signal.SIGSTOP)
+        os.killpg(process.pid, number)
+        time.sleep(2)
+        assert process.poll() is None
+        os.killpg(process.pid, number)
+
+    run = [*PRETRAIN, *options(text, out), "--save", str(folder)]
+    code, output = outcome_of(run, signal_a_run_that_hangs, timeout=60)
+    assert code == 128 + number
+    assert f"{number.name} has ended the ranks at once" in output
+    assert not (folder / "latest").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compare_demo_and_probe_leave_on_a_signal_to_the_group(tmp_path):
+    pytest.importorskip("matplotlib")
+    ranks = ("--nproc-per-node", "2")
+
+    def outcome_of_signal(number: signal.Signals, command: list[str], *, out: Path | None) -> tuple[int, str]:
+        def strike(process: Process) -> None:
+            if out is not None:
+                wait_for_lines(process, out / "baseline-seed1")
+            else:
+                wait_until(lambda: len(ranks_of(process.pid)) == 2, process=process)
+            os.killpg(process.pid, number)
+
+        return outcome_of([*COMMAND, *command], strike)
+
+    text, out = write_text(tmp_path / "text.txt"), tmp_path / "compare"
+    code, output = outcome_of_signal(signal.SIGINT, ["compare", *ranks, *options(text, out)], out=out)
+    assert code == 130, output
+    assert "Stopped by SIGINT: the same command goes on with the runs that are left." in output
+
+    out = tmp_path / "demo"
+    demo = ["demo", "--out", str(out), "--cache-dir", str(tmp_path / "cache")]
+    code, output = outcome_of_signal(signal.SIGTERM, demo, out=out)
+    assert code == 0, output
+    assert "Stopped by SIGTERM: the same command begins again." in output
+    assert not (out / "summary.json").exists()
+
+    probe = ["probe", *ranks, "--rounds", "1000000", "--out", str(tmp_path / "probe.json")]
+    code, output = outcome_of_signal(signal.SIGTERM, probe, out=None)
+    assert code == 143, output
+    assert not (tmp_path / "probe.json").exists()

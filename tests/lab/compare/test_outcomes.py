@@ -1,0 +1,245 @@
+"""What several seeds say: means, spreads, paired differences, intervals, and their tables. No process."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from sdp4bit_lab.compare.finished_run import FinishedRun
+from sdp4bit_lab.compare.outcomes import outcomes
+from sdp4bit_lab.compare.paired import confidence_interval
+from sdp4bit_lab.compare.tables import Report
+from sdp4bit_lab.pretrain.metrics import StepMetrics
+from sdp4bit_lab.pretrain.stability import GradientSpike
+from sdp4bit_lab.pretrain.trainer import TrainingResult
+from tests.lab.compare.synthetic_runs import finished
+
+# Differences of +0.1, +0.2, +0.3: mean 0.2, standard deviation 0.1, and t(0.975, 2) = 4.302653.
+BASELINE = [finished("baseline", seed, loss) for seed, loss in ((1, 4.0), (2, 4.0), (3, 5.0))]
+HIGHER = [finished("tlq", seed, loss) for seed, loss in ((1, 4.1), (2, 4.2), (3, 5.3))]
+HALF = 4.302653 * 0.1 / math.sqrt(3)
+
+
+def report(runs: list[FinishedRun], baseline: str | None = "baseline") -> Report:
+    return Report(runs=runs, baseline=baseline, planned=len(runs))
+
+
+def test_an_interval_by_hand():
+    assert confidence_interval([0.1, 0.2, 0.3]) == pytest.approx((0.2 - HALF, 0.2 + HALF))
+    assert confidence_interval([0.5]) is None
+    assert confidence_interval([0.5, 0.5]) == (0.5, 0.5)
+
+
+def test_the_differences_are_paired_by_seed():
+    baseline, tlq = outcomes([*HIGHER, *BASELINE], baseline="baseline")[::-1]
+    assert baseline.difference is None
+    assert baseline.validation_loss == pytest.approx(13 / 3)
+    assert baseline.validation_spread == pytest.approx(math.sqrt(1 / 3))
+    assert tlq.difference is not None
+    assert tlq.difference.by_seed == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3})
+    assert tlq.difference.percent_by_seed == pytest.approx({1: 2.5, 2: 5.0, 3: 6.0})
+    assert tlq.difference.mean == pytest.approx(0.2)
+    assert tlq.difference.mean_percent == pytest.approx(4.5)
+    # Far narrower than the spread over the seeds, which is 0.58 for either strategy.
+    assert tlq.difference.interval == pytest.approx((0.2 - HALF, 0.2 + HALF))
+    percent = 4.3026527 * math.sqrt(3.25) / math.sqrt(3)  # the variance of 2.5, 5 and 6 is 3.25
+    assert tlq.difference.percent_interval == pytest.approx((4.5 - percent, 4.5 + percent), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [
+        ((4.1, 4.2, 5.3), "not significantly different"),
+        ((4.19, 4.2, 5.21), "higher"),
+        ((3.8, 3.81, 4.79), "lower"),
+        ((4.0, 4.0, 5.0), "not significantly different"),
+        ((4.5,), None),
+        ((4.5, 4.5), None),
+    ],
+)
+def test_the_verdict_is_whether_the_interval_holds_0(losses, verdict):
+    runs = [finished("qw", seed, loss) for seed, loss in enumerate(losses, start=1)]
+    outcome = outcomes([*BASELINE[: len(losses)], *runs], baseline="baseline")[1]
+    assert outcome.difference is not None
+    assert outcome.difference.verdict == verdict
+
+
+def test_summary_json():
+    summary = json.loads(json.dumps(report([*BASELINE, *HIGHER]).summary()))
+    assert [summary[name] for name in ("baseline", "confidence", "complete", "notes")] == [
+        *("baseline", 0.95, True, [])
+    ]
+    member = summary["strategies"]["tlq"]
+    assert member["seeds"] == [1, 2, 3]
+    assert member["val_loss_mean"] == pytest.approx(13.6 / 3)
+    assert member["difference_to_baseline_by_seed"] == pytest.approx({"1": 0.1, "2": 0.2, "3": 0.3})
+    assert member["difference_to_baseline_interval"] == pytest.approx([0.2 - HALF, 0.2 + HALF])
+    assert member["verdict"] == "not significantly different"
+    nothing = summary["strategies"]["baseline"]
+    assert nothing.keys() == member.keys()
+    assert all(nothing[name] is None for name in nothing if "difference" in name or name == "verdict")
+    assert summary["runs"][0] == {
+        "strategy": "baseline",
+        "seed": 1,
+        "train_loss": 4.0,
+        "val_loss": 4.0,
+        "test_loss": None,
+        "first_loss": 6.0,
+        "diverged_at": None,
+        "intra_bytes_per_step": 2000,
+        "inter_bytes_per_step": 1000,
+        "seconds": 1.5,
+        "spikes": [],
+    }
+
+
+def test_markdown():
+    assert report([*BASELINE, *HIGHER]).markdown() == (
+        "| strategy | seeds | validation loss | difference to baseline | 95% interval | verdict |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
+        "| baseline | 3 | 4.3333 ± 0.5774 | - | - | - |\n"
+        "| tlq | 3 | 4.5333 ± 0.6658 | +0.2000 (+4.50 %) | -0.0484 to +0.4484 (+0.02 to +8.98 %) | "
+        "not significantly different |\n\n"
+        "| strategy | training loss | intra-node bytes | inter-node bytes | seconds |\n"
+        "| --- | --- | --- | --- | --- |\n"
+        "| baseline | 4.3333 | 2 kB/step | 1 kB/step | 1.5 |\n"
+        "| tlq | 4.5333 | 2 kB/step | 250 B/step (4.00x fewer) | 1.5 |\n"
+    )
+
+
+def test_a_table_without_a_baseline_has_no_differences_and_says_so():
+    markdown = report(HIGHER, baseline=None).markdown()
+    assert "difference to" not in markdown and "verdict" not in markdown
+    assert "* There are no differences, as baseline is not among the strategies: add it" in markdown
+
+
+def test_a_single_seed_has_no_interval_and_the_table_says_so():
+    markdown = report([BASELINE[0], HIGHER[0]]).markdown()
+    assert "| tlq | 1 | 4.1000 | +0.1000 (+2.50 %) | - | - |" in markdown
+    assert "* There is no verdict on a difference of 1 seed: give --seeds 3 numbers or more.\n" in markdown
+
+
+def test_two_seeds_have_an_interval_and_no_verdict_and_the_table_asks_for_a_third():
+    markdown = report([*BASELINE[:2], *HIGHER[:2]]).markdown()
+    assert "+0.1500 (+3.75 %) | -0.4853 to +0.7853 (-12.13 to +19.63 %) | - |" in markdown
+    assert "* There is no verdict on a difference of 2 seeds: give --seeds 3 numbers or more.\n" in markdown
+    assert "verdict on" not in report([*BASELINE, *HIGHER]).markdown()
+
+
+def test_an_unstable_baseline_makes_every_difference_mean_little():
+    spikes = (GradientSpike(10, 43.6, 1.5), GradientSpike(13, 28.0, 1.5))
+    unstable = [*BASELINE[:2], finished("baseline", 3, 5.0, spikes=spikes)]
+    both = report([*unstable, *HIGHER])
+    assert both.outcomes()[1].difference is not None
+    assert both.outcomes()[1].difference.verdict == "unstable baseline"
+    assert both.notes() == [
+        "baseline, seed 3 was unstable: gradient norm 43.6 at step 10, 29 times the median before (and 1 "
+        "more).",
+        "WARNING: the baseline itself is unstable: differences mean little. Lower --lr or raise "
+        "--lr-warmup-iters until it has no such steps.",
+    ]
+    assert both.summary()["runs"][2]["spikes"][0] == {"step": 10, "norm": 43.6, "median": 1.5}
+    # Of a quantized run, the spike may be what quantization did: it is said, and the verdict stands.
+    other = report([*BASELINE, *HIGHER[:2], finished("tlq", 3, 5.3, spikes=spikes[:1])])
+    assert other.outcomes()[1].difference is not None
+    assert other.outcomes()[1].difference.verdict == "not significantly different"
+    assert other.notes() == [
+        "tlq, seed 3 was unstable: gradient norm 43.6 at step 10, 29 times the median before."
+    ]
+
+
+def test_runs_that_diverged_are_listed_and_in_no_mean():
+    gone = [finished("qw", 1, 4.0), finished("qw", 2, 4.0, diverged_at=12), finished("qw", 3, 5.2)]
+    lost = [finished("ulq", seed, 4.0, diverged_at=2) for seed in (1, 2, 3)]
+    both = report([*BASELINE, *gone, *lost])
+    qw, ulq = both.outcomes()[1:]
+    assert (qw.seeds, qw.diverged, qw.validation_loss) == ((1, 3), {2: 12}, pytest.approx(4.6))
+    assert (ulq.seeds, ulq.validation_loss, ulq.train_loss, ulq.difference) == ((), None, None, None)
+    assert "| ulq | 0, 3 diverged | - | - | - | - |" in both.markdown()
+    assert "* qw, seed 2 diverged at step 12; no mean contains it.\n" in both.markdown()
+    summary = json.loads(json.dumps(both.summary(), allow_nan=False))
+    assert summary["strategies"]["qw"]["diverged"] == {"2": 12}
+    assert [run["val_loss"] for run in summary["runs"][3:6]] == [4.0, None, 5.2]
+
+
+def test_a_seed_that_the_baseline_lacks_is_no_pair():
+    diverged = [BASELINE[0], BASELINE[1], finished("baseline", 3, 5.0, diverged_at=4)]
+    notes = report([*diverged, *HIGHER]).notes()
+    assert (
+        "tlq: baseline has no finished run with seed 3, so the difference is over the other seeds." in notes
+    )
+    nothing_common = report([BASELINE[0], HIGHER[1]])
+    assert nothing_common.outcomes()[1].difference is None
+    assert "There are no differences, as no seed has runs of baseline and of another strategy." in (
+        nothing_common.notes()
+    )
+
+
+def test_another_strategy_may_be_what_the_others_are_compared_with():
+    baseline, tlq = report([*BASELINE, *HIGHER], baseline="tlq").outcomes()
+    assert tlq.difference is None
+    assert baseline.difference is not None and baseline.difference.mean == pytest.approx(-0.2)
+    assert "difference to tlq" in report([*BASELINE, *HIGHER], baseline="tlq").markdown()
+
+
+def test_runs_of_a_seed_that_do_not_start_alike_are_named():
+    assert report([*BASELINE, *HIGHER]).notes() == []
+    other = finished("tlq", 2, 4.2, first=math.nextafter(6.0, 7.0))
+    assert report([*BASELINE, HIGHER[0], other, HIGHER[2]]).notes() == [
+        "WARNING: with seed 2, baseline and tlq did not start alike: the loss of step 1, before any update, "
+        "is 6.0 and 6.000000000000001."
+    ]
+
+
+def test_what_is_left_to_train_is_said():
+    assert Report(runs=BASELINE[:1], baseline="baseline", planned=4).notes() == [
+        "Still to be trained: 3 of 4 runs."
+    ]
+
+
+def test_everything_is_written_and_printed(tmp_path):
+    names = ["baseline", *(f"tlq:gradients-quantization-start-iteration={n}" for n in range(1, 12))]
+    runs = [
+        finished(name, seed, 4 + 0.01 * seed + 0.1 * i) for i, name in enumerate(names) for seed in (1, 2)
+    ]
+    runs[3] = finished(names[1], 2, 4.0, diverged_at=15)
+    made = report(runs)
+    made.write(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "summary.json", "table.md"]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "table.md").read_text() == made.markdown()
+    assert json.loads((tmp_path / "summary.json").read_text())["complete"] is True
+    console = Console(width=80, record=True)
+    made.print(console)
+    assert "diverged at step 15" in console.export_text()
+    for few in (runs[:1], [runs[3]], [finished("baseline", 1, 4.0, diverged_at=1)]):
+        report(few).write(tmp_path / "few")
+
+
+def test_what_is_kept_of_a_training_result():
+    def step(number: int, loss: float) -> StepMetrics:
+        return StepMetrics(
+            **dict.fromkeys(("lr", "grad_norm", "tokens_per_second", "tflops_per_device"), 0.0),
+            **dict.fromkeys(("weight_drift", "gradient_error")),
+            compression_ratio=1.0,
+            step=number,
+            samples=number,
+            loss=loss,
+            step_seconds=0.5,
+            intra_bytes=10 * number,
+            inter_bytes=number,
+        )
+
+    result = TrainingResult(
+        strategy="qw", seed=4, steps=[step(1, 6.0), step(2, 5.0), step(3, 4.0)], validation=[(3, 4.5)]
+    )
+    run = FinishedRun.of(result)
+    assert run.spikes == ()
+    assert (run.losses, run.validation_loss, run.seconds) == ((6.0, 5.0, 4.0), 4.5, 1.5)
+    assert (run.train_loss, run.intra_bytes_per_step, run.inter_bytes_per_step) == (5.0, 20, 2)
+    # The last update can ruin the weights without a training step that would notice.
+    result.validation = [(3, math.nan)]
+    assert FinishedRun.of(result).diverged_at == 3

@@ -1,0 +1,162 @@
+"""`sdp4bit probe`: what it sends is what it counts, and the planner reads what it writes. Layer: gloo."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sdp4bit.collectives import exchange
+from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit_lab.cli import main
+from sdp4bit_lab.common.launch.config import RanksConfig
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.plan import probe as measuring
+from sdp4bit_lab.plan.config import ProbeConfig
+from sdp4bit_lab.plan.probe import WARM_UPS, Link, describe, probe
+from sdp4bit_lab.plan.traffic import RankGrid, gradient_exchange, weight_refresh
+from tests.lab.pretrain.tiny_runs import command_line, this_rank
+from tests.ranks import run_ranks
+
+
+def small(out: Path, *, ranks_per_node: int, **changes: Any) -> ProbeConfig:
+    values: dict[str, Any] = {"megabytes": 0.05, "rounds": 3, "quantized_values": 2**15, **changes}
+    return ProbeConfig(out=out, parallel=RanksConfig(ranks_per_node=ranks_per_node), **values)
+
+
+def run_probe(config: ProbeConfig) -> tuple[dict[str, Any], int]:
+    """Return the result and the bytes that this rank handed to sends."""
+    sent, original = 0, dist.isend
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += tensor.nbytes
+        return original(tensor, *args, **kwargs)
+
+    with (
+        patch.object(exchange.dist, "isend", counting),
+        patch.object(measuring, "datetime", ClockOfARank),
+    ):
+        return probe(config, ranks=this_rank()), sent
+
+
+class ClockOfARank(datetime):
+    """Of a rank whose clock goes wrong by as many seconds as its number."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:
+        return datetime.now(tz) + timedelta(seconds=dist.get_rank())
+
+
+def test_what_is_timed_is_what_is_counted(tmp_path: Path) -> None:
+    config = small(tmp_path / "probe.json", ranks_per_node=2)
+    results = run_ranks(run_probe, 4, config)
+    found = results[0][0]
+    assert all(result == found for result, _ in results)
+    assert json.loads((tmp_path / "probe.json").read_text()) == found
+    assert (found["nodes"], found["devices_per_node"], found["measured"]["hosts"]) == (2, 2, 1)
+    exchanges = config.rounds + WARM_UPS
+    for level in ("intra", "inter"):
+        link = Link(**found["measured"][level])
+        assert link.sent_bytes == 50000  # one peer, a multiple of 16
+        assert 0 < link.fastest <= link.seconds <= link.slowest and link.latency > 0
+        ranks = 1 if level == "intra" else 2
+        assert found[f"{level}_bandwidth"] == link.bandwidth * ranks
+    assert [sent for _, sent in results] == [exchanges * 2 * (50000 + 16)] * 4
+    # The operators are timed on what the planner counts for them.
+    grid = RankGrid(nodes=2, ranks_per_node=2)
+    row = config.quantized_values // 4
+    moved = gradient_exchange(row, grid=grid, config=GradientConfig()).moved_bytes
+    moved += weight_refresh(row, grid=grid, config=WeightConfig()).moved_bytes
+    measured = found["measured"]
+    assert measured["quantization_bytes"] == moved
+    assert found["quantization_bandwidth"] == moved / measured["quantization_seconds"]
+
+
+def probe_and_expect_refusal(config: ProbeConfig) -> str:
+    try:
+        run_probe(config)
+    except SettingError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks_per_node": 3}, "topology=3 ranks per node does not divide the 2 ranks"),
+        ({"out": Path("/proc/none/probe.json"), "ranks_per_node": 1}, "cannot write --out"),
+    ],
+)
+def test_refusals_are_the_same_on_all_ranks(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    arguments = {"out": tmp_path / "probe.json", **changes}
+    config = small(arguments.pop("out"), **arguments)
+    refusals = run_ranks(probe_and_expect_refusal, 2, config)
+    assert refusals[0] == refusals[1]
+    assert message in refusals[0]
+
+
+def test_latency_is_not_taken_for_bandwidth() -> None:
+    assert link(3.0, latency=1.0).bandwidth == 500
+    assert link(1.0, latency=0.9).bandwidth == 2000
+    assert link(3.0, latency=1.0, slowest=5.0).spread == (250, 500)
+
+
+def link(seconds: float, *, latency: float, slowest: float | None = None) -> Link:
+    return Link(
+        sent_bytes=1000, seconds=seconds, fastest=seconds, slowest=slowest or seconds, latency=latency
+    )
+
+
+def measured(*, intra: float, inter: float) -> dict[str, Any]:
+    links = {
+        level: vars(link(seconds, latency=0.0, slowest=2 * seconds))
+        for level, seconds in (("intra", intra), ("inter", inter))
+    }
+    ends = {f"quantization_{end}": 1.0 for end in ("seconds", "fastest", "slowest")}
+    return {
+        "name": "somewhere",
+        "nodes": 2,
+        "devices_per_node": 4,
+        "quantization_bandwidth": 1e9,
+        "measured": {**links, **ends, "quantization_bytes": 1e9, "rounds": 5, "kernels": "x", "hosts": 2},
+    }
+
+
+def test_the_spread_is_shown_and_a_node_that_is_slower_inside_is_pointed_out() -> None:
+    usual = describe(measured(intra=1e-6, inter=1e-5), out=Path("probe.json"))
+    assert "inter-node, per node: 400 MB/s and direction (200 MB to 400 MB/s in 5" in usual
+    assert "WARNING" not in usual and max(map(len, usual.splitlines())) <= 80
+    odd = describe(measured(intra=1e-4, inter=1e-5), out=Path("probe.json"))
+    assert "WARNING: a rank is slower inside its node (10 MB/s) than between nodes (100" in odd
+
+
+def test_probe_takes_no_options_of_models(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--simulated-ranks", "--tensor-model-parallel-size", "--recompute-granularity"):
+        with pytest.raises(SystemExit):
+            main(["probe", option, "2"])
+        assert f"Unrecognized options: {option}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_starts_ranks_and_the_planner_reads_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "probe.json"
+    options = ["--megabytes", "0.1", "--rounds", "1", "--quantized-values", "4096", "--out", str(path)]
+    done = command_line("probe", "--nproc-per-node", "2", "--ranks-per-node", "1", *options, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "2 nodes of 1 ranks" in done.stdout
+    assert "note: 2 nodes on 1 host: what is between them is no network" in done.stdout
+    assert main(["plan", "--probe", str(path), "--device-tflops", "1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    found = json.loads(path.read_text())
+    assert result["cluster"]["inter_bandwidth"] == found["inter_bandwidth"]
+    assert result["cluster"]["intra_bandwidth"] is None
+    assert result["data_parallel"] == {"nodes": 2, "ranks_per_node": 1}

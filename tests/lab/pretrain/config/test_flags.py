@@ -1,0 +1,240 @@
+"""Flags of the reference implementation, files of options, and what they turn into."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sdp4bit import AlertConfig, AuditConfig, SDP4BitConfig
+from sdp4bit_lab.cli import COMMANDS, main
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.config.communication import STRATEGIES, CommunicationConfig
+from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
+from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
+from sdp4bit_lab.pretrain.config.training import TrainingConfig
+
+PAPER_FLAGS = [
+    "--quantized-weights",
+    *("--weight-quantization-bits", "4", "--wq-group-size", "2048"),
+    "--quantized-gradients",
+    *("--gradient-quantization-bits-inter", "4", "--gq-group-size-inter", "128"),
+    *("--gradient-quantization-bits-intra", "8", "--gq-group-size-intra", "128"),
+    "--hadamard-transform",
+    *("--gradient-alltoall-pipeline", "8"),
+]
+
+
+def pretrain_config(*arguments: str) -> PretrainConfig:
+    config = COMMANDS["pretrain"].parse(arguments)
+    assert isinstance(config, PretrainConfig)
+    return config
+
+
+def test_flags_of_the_reference_scripts_make_the_paper_s_method():
+    expected = SDP4BitConfig.preset("sdp4bit-paper")
+    expected = replace(expected, seed=1234, gradients=replace(expected.gradients, pipeline_chunks=8))
+    assert pretrain_config(*PAPER_FLAGS).quantization == expected
+
+
+def test_flags_alone_have_the_reference_s_defaults():
+    config = pretrain_config("--quantized-weights", "--quantized-gradients").quantization
+    assert (config.weights.bits, config.weights.group_size, config.weights.mode) == (4, 2048, "difference")
+    gradients = config.gradients
+    assert (gradients.inter_bits, gradients.inter_group_size) == (4, 128)
+    assert (gradients.intra_bits, gradients.intra_group_size) == (8, 512)
+    assert (gradients.hadamard, gradients.pipeline_chunks, gradients.start_step) == (False, None, 0)
+
+
+def test_lossless_weights_with_a_strategy_or_flags_alone():
+    for flags in (("--strategy", "qwd"), ("--quantized-weights",)):
+        weights = pretrain_config(*flags, "--weight-mode", "lossless").quantization.weights
+        assert weights.is_lossless
+    with pytest.raises(SettingError, match="bits=8 has no effect"):
+        pretrain_config("--weight-mode", "lossless", "--weight-quantization-bits", "8")
+    with pytest.raises(SettingError, match="--weight-mode has no effect with strategy tlq"):
+        pretrain_config("--strategy", "tlq", "--weight-mode", "lossless")
+
+
+def test_nothing_given_is_the_default_of_the_library():
+    config = pretrain_config()
+    assert config.strategy_name == "sdp4bit"
+    assert config.quantization == replace(SDP4BitConfig.preset("sdp4bit"), seed=1234)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategy_names_are_found_again(strategy):
+    assert pretrain_config("--strategy", strategy).strategy_name == strategy
+
+
+def test_flags_that_make_a_strategy_have_its_name_and_others_are_custom():
+    assert pretrain_config("--quantized-weights").strategy_name == "qwd"
+    assert pretrain_config("--quantized-weights", "--wq-group-size", "64").strategy_name == "custom"
+    assert pretrain_config(*PAPER_FLAGS[:-2]).strategy_name == "sdp4bit-paper"
+    assert pretrain_config(*PAPER_FLAGS).strategy_name == "sdp4bit-paper"
+    assert pretrain_config("--strategy", "tlq", "--hadamard-transform").strategy_name == "tlq-hs"
+    assert pretrain_config("--strategy", "tlq", "--gq-group-size-inter", "64").strategy_name == "tlq"
+    assert COMMANDS["plan"].parse(PAPER_FLAGS).strategy_name == "sdp4bit-paper"
+
+
+def test_a_strategy_with_details_changed():
+    config = pretrain_config(
+        "--strategy", "tlq", "--hadamard-transform", "--gq-group-size-intra", "256",
+        "--gradient-rounding-inter", "nearest", "--gradients-quantization-start-iteration", "7",
+        "--hadamard-random-signs",
+    ).quantization  # fmt: skip
+    gradients = SDP4BitConfig.preset("tlq-hs").gradients
+    expected = replace(
+        gradients, intra_group_size=256, inter_rounding="nearest", start_step=7, random_signs=True
+    )
+    assert (config.weights, config.gradients) == (None, expected)
+
+
+def test_options_of_reliability_become_the_library_s_settings():
+    nothing = pretrain_config().quantization
+    assert nothing.audit == AuditConfig() and nothing.alerts is None
+    assert pretrain_config("--audit-interval", "0").quantization.audit is None
+    given = pretrain_config(
+        *("--audit-interval", "7", "--audit-on-mismatch", "resync", "--alerts", "fallback"),
+        *("--alert-gradient-error", "0.5", "--alert-calm-samples", "3"),
+    ).quantization
+    assert given.audit == AuditConfig(interval=7, on_mismatch="resync")
+    assert given.alerts == AlertConfig(action="fallback", gradient_error=0.5, calm_samples=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategy", "qwd", "--quantized-weights"], "give one of the two"),
+        (["--wq-group-size", "64", "--quantized-gradients"], "--wq-group-size has no effect without"),
+        (["--hadamard-transform", "--quantized-weights"], "--hadamard-transform has no effect without"),
+        (["--hadamard-random-signs", "--quantized-weights"], "--hadamard-random-signs has no effect without"),
+        (["--hadamard-random-signs", "--strategy", "tlq"], "has no effect without --hadamard-transform"),
+        (["--hadamard-random-signs", "--strategy", "qwd"], "has no effect with strategy qwd"),
+        (["--strategy", "baseline", "--replica", "full"], "--replica has no effect with strategy baseline"),
+        (["--wq-group-size", "100"], "weights.group_size=100 must be a positive multiple of 32"),
+        (["--accumulation", "2", "--global-batch-size", "8"], "give one of the two"),
+        (["--max-position-embeddings", "64"], "--max-position-embeddings 64 is less than the 128 tokens"),
+        (["--lr", "1e-3", "--min-lr", "1e-2"], "--min-lr 0.01 is above the peak of 0.001"),
+        (["--wandb-exp-name", "x"], "--wandb-exp-name has no effect without --wandb-project"),
+        (["--audit-interval", "-1"], "audit.interval=-1 must be an integer of at least 1"),
+        (["--audit-interval", "0", "--audit-on-mismatch", "resync"], "--audit-on-mismatch has no effect"),
+        (["--alert-weight-drift", "0.1"], "--alert-weight-drift has no effect without --alerts warn"),
+        (["--alerts", "warn", "--alert-calm-samples", "2"], "has no effect without --alerts fallback"),
+        (["--alerts", "warn", "--alert-weight-error", "0"], "alerts.weight_error=0.0 must be a positive"),
+        (["--alerts", "warn", "--telemetry-interval", "0"], "alerts look at what telemetry measures"),
+        (["--alerts", "warn", "--strategy", "baseline"], "alerts have nothing to watch"),
+    ],
+)
+def test_contradictions_are_one_line_and_exit_code_2(arguments, message, capsys):
+    assert main(["pretrain", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_micro_batches_follow_from_the_global_batch():
+    config = PretrainConfig(training=TrainingConfig(global_batch_size=64, micro_batch_size=4))
+    assert [config.micro_batches(ranks) for ranks in (1, 2, 8, 16)] == [16, 8, 2, 1]
+    with pytest.raises(SettingError, match="64 is not a multiple of 12, --micro-batch-size 4 on 3"):
+        config.micro_batches(3)
+
+
+def test_flags_without_a_meaning_here_are_taken_and_explained():
+    config = pretrain_config(
+        "--use-distributed-optimizer", "--no-async-tensor-model-parallel-allreduce", "--data-impl", "mmap"
+    )
+    lines = config.reference.explain()
+    assert [line.split()[0] for line in lines] == [
+        "--use-distributed-optimizer",
+        "--no-async-tensor-model-parallel-allreduce",
+        "--data-impl",
+    ]
+    assert all("changes nothing here" in line for line in lines)
+    assert pretrain_config().reference.explain() == []
+
+
+YAML = """
+model:
+  preset: 125M
+  num-layers: 2
+train_iters: 7
+quantized-weights: true
+tensorboard: false
+lr: 1e-3
+wandb-project:
+"""
+TOML = """
+train_iters = 7
+quantized-weights = true
+tensorboard = false
+lr = 1e-3
+[model]
+preset = "125M"
+num-layers = 2
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("run.yaml", YAML), ("run.toml", TOML)])
+def test_a_file_holds_options_and_the_command_line_wins(name, text, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    expected = pretrain_config(
+        "--preset", "125M", "--num-layers", "2", "--train-iters", "7", "--quantized-weights",
+        "--no-tensorboard", "--lr", "1e-3",
+    )  # fmt: skip
+    assert pretrain_config("--config-file", str(path)) == expected
+    changed = pretrain_config("--train-iters", "9", f"--config-file={path}")
+    assert changed == replace(expected, training=replace(expected.training, steps=9))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "num-layrs: 2", "num-layrs is not an option of this command; did you mean num-layers?"),
+        ("a.yaml", "a: [", "a.yaml cannot be parsed"),
+        ("a.yaml", "- 1", "must hold options with their values, not list"),
+        ("a.toml", "a = ", "a.toml cannot be parsed"),
+        ("a.yaml", "lr: 1\nmodel:\n  lr: 2", "lr is given more than once"),
+        ("a.yaml", "quantized-weights: 3", "quantized-weights must be true or false, not 3"),
+        ("a.json", "{}", "must end in .yaml, .yml or .toml"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_key(name, text, message, tmp_path, capsys):
+    (tmp_path / name).write_text(text)
+    assert main(["pretrain", "--config-file", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_file_is_an_error(tmp_path, capsys):
+    assert main(["pretrain", "--config-file", str(tmp_path / "no.yaml")]) == 2
+    assert "no.yaml cannot be read" in capsys.readouterr().err
+
+
+def test_communication_settings_restricted_to_a_strategy():
+    settings = CommunicationConfig(weight_group_size=64, inter_group_size=256, hadamard_transform=True)
+    assert settings.restricted_to("qwd") == CommunicationConfig(weight_group_size=64)
+    assert settings.restricted_to("tlq") == CommunicationConfig(inter_group_size=256, hadamard_transform=True)
+    assert settings.restricted_to("sdp4bit") == settings
+
+
+def test_earlier_names_of_options_are_understood(tmp_path):
+    ranks = ["--ranks-per-node", "4"]
+    expected = pretrain_config(
+        "--param-dtype", "bf16", "--compute-dtype", "fp32", "--simulated-ranks", "8", *ranks
+    )
+    earlier = ("--precision", "bf16", "--arithmetic", "fp32", "--virtual-ranks", "8")
+    assert pretrain_config(*earlier, *ranks) == expected
+    path = tmp_path / "run.yaml"
+    path.write_text("arithmetic: fp32\nprecision: bf16\nvirtual_ranks: 8\nranks_per_node: 4\n")
+    assert pretrain_config("--config-file", str(path)) == expected
+
+
+def test_earlier_names_of_fields_are_deprecated():
+    with pytest.warns(DeprecationWarning, match="virtual_ranks is now simulated_ranks"):
+        parallel = ParallelConfig(virtual_ranks=8, ranks_per_node=4)
+    assert parallel == ParallelConfig(simulated_ranks=8, ranks_per_node=4)
+    with pytest.warns(DeprecationWarning, match="arithmetic is now compute_dtype"):
+        assert TrainingConfig(arithmetic="fp32").compute_dtype == "fp32"
+    with pytest.warns(DeprecationWarning, match="weights is now param_dtype"):
+        assert TrainingConfig().weights == "bf16"

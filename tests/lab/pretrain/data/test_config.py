@@ -1,0 +1,75 @@
+"""Settings of the data: the vocabulary of every source, and what does not fit together. Layer: no process."""
+
+from __future__ import annotations
+
+import pytest
+
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, PretrainConfig
+from sdp4bit_lab.pretrain.data.config import DataConfig
+from tests.lab.pretrain.data.indexed_corpora import write_corpus, write_vocabulary
+
+
+def test_the_model_gets_the_vocabulary_of_every_source(tmp_path):
+    prefix = write_corpus(tmp_path / "x", [[1, 2]])
+    vocab, merges = write_vocabulary(tmp_path, size=700)
+    files = {"vocab_file": vocab, "merge_file": merges}
+
+    def vocabulary(**options: object) -> int:
+        return PretrainConfig(data=DataConfig(**options)).model_shape.vocabulary
+
+    assert vocabulary() == 4096
+    assert vocabulary(vocabulary_size=500) == 512
+    assert vocabulary(mock_data=True) == 4096
+    large = PretrainConfig(model=ModelConfig(model_card="125M"), data=DataConfig(mock_data=True))
+    assert large.model_shape.vocabulary == 50304
+    assert vocabulary(mock_data=True, vocabulary_size=256) == 256
+    assert vocabulary(data_path=(prefix,), vocabulary_size=129) == 256
+    assert vocabulary(data_path=(prefix,), **files) == 768
+    assert vocabulary(**files) == 768
+    null = {"tokenizer_type": "NullTokenizer", "vocabulary_size": 256}
+    assert vocabulary(data_path=(prefix,), **null) == 384
+
+
+def test_wrong_data_settings_are_refused(tmp_path):
+    prefix = write_corpus(tmp_path / "x", [[1, 2]])
+    (tmp_path / "t.txt").write_text("text")
+    vocab, merges = write_vocabulary(tmp_path, size=300)
+    files = {"vocab_file": vocab, "merge_file": merges}
+    for options, message in (
+        ({"data_path": (prefix, tmp_path / "t.txt")}, r"mixes \.bin/\.idx prefixes with text .*t\.txt"),
+        ({"data_path": ("0.5", tmp_path / "t.txt")}, r"weights are for \.bin/\.idx prefixes"),
+        ({"data_path": (tmp_path / "t.txt",), "split": "9,1"}, "text is split by --validation-fraction"),
+        ({"data_path": (prefix,), "validation_fraction": 0.1}, r"--validation-fraction 0.1 divides text"),
+        ({"mock_data": True, "data_path": (prefix,)}, "--mock-data reads no files"),
+        ({"mock_data": True, "eod_mask_loss": True}, "--mock-data has no ends of documents"),
+        ({"data_path": (prefix,), "train_data_path": (prefix,)}, "give one or the others"),
+        ({"train_data_path": (prefix,)}, "belong together"),
+        ({"test_data_path": (prefix,)}, "belong together"),
+        ({"reset_position_ids": True}, "--reset-position-ids is not supported"),
+        ({"reset_attention_mask": True}, "--reset-attention-mask is not supported"),
+        ({"vocab_file": vocab}, "--vocab-file and --merge-file are one tokenizer"),
+        ({**files, "tokenizer_model": vocab}, "two tokenizers"),
+        ({"tokenizer_type": "GPT2BPETokenizer"}, "needs --vocab-file and --merge-file"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "needs --tokenizer-model"),
+        ({"tokenizer_type": "NullTokenizer", **files}, "reads no files"),
+        ({"tokenizer_type": "NullTokenizer"}, "text has to be tokenized"),
+        ({"tokenizer_type": "NullTokenizer", "data_path": (prefix,)}, "needs --vocab-size"),
+        ({"eod_token": "</s>"}, "--eod-token names a token of"),
+        ({"vocabulary_size": 0}, "--vocab-size 0 must be between 1"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            DataConfig(**options)
+    for options, message in (
+        (
+            {"data_path": (prefix,)},
+            "give --vocab-file and --merge-file, --tokenizer-model, or --vocab-size",
+        ),
+        ({**files, "vocabulary_size": 299}, "--vocab-size 299 differs from the 300 tokens"),
+        ({**files, "eod_token": "<none>"}, "--eod-token <none>: the tokenizer has no such token"),
+        ({"vocab_file": merges, "merge_file": vocab}, "are not GPT-2's"),
+        ({"tokenizer_model": vocab}, r"vocab\.json is not a tokenizer\.json"),
+        ({"tokenizer_model": tmp_path / "no.json"}, r"no\.json: there is no such file"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            _ = DataConfig(**options).vocabulary

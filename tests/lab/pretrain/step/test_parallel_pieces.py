@@ -1,0 +1,284 @@
+"""What the layouts are made of: stages, split layers and losses, dropout, recomputation, loss scaling.
+
+Layers: no process, and 2 real processes over gloo.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
+from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, PretrainConfig
+from sdp4bit_lab.pretrain.config.training import TrainingConfig
+from sdp4bit_lab.pretrain.model.cards import ModelShape
+from sdp4bit_lab.pretrain.model.gpt import GPT
+from sdp4bit_lab.pretrain.model.tensor_parallel import random_numbers_of_rank, summed_cross_entropy
+from sdp4bit_lab.pretrain.step.optimizer import LossScale
+from tests.lab.pretrain.step.parallel_runs import Job, laid_out, random_batches
+from tests.ranks import run_ranks
+
+SHAPE = ModelShape(layers=4, hidden=32, heads=4, vocabulary=128, positions=16, dropout=0.2)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, SHAPE.vocabulary, (2, 16), generator=torch.Generator().manual_seed(3))
+
+
+def test_stages_are_the_model_in_pieces():
+    whole, batch = GPT(SHAPE), tokens()
+    stages = [GPT(SHAPE, layers=range(start, start + 2)) for start in (0, 2)]
+    for part in (whole, *stages):
+        part.reset_parameters(seed=1)
+        part.eval()
+    expected = whole.state_dict()
+    found = [stage.state_dict() for stage in stages]
+    assert set(found[0]) | set(found[1]) == set(expected)
+    assert set(found[0]) & set(found[1]) == {"token_embedding.weight"}
+    assert all(torch.equal(value, expected[name]) for part in found for name, value in part.items())
+    first, last = stages
+    assert torch.equal(last(first(batch), batch), whole(batch, batch))
+    assert torch.equal(last(first(batch)), whole(batch))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_changes_no_bit(recompute):
+    """With dropout: the second computation draws the same numbers."""
+    results = []
+    for granularity in ("none", recompute):
+        gpt = GPT(SHAPE, recompute=granularity)
+        gpt.reset_parameters(seed=1)
+        torch.manual_seed(7)
+        loss = gpt(tokens(), tokens().roll(1))
+        loss.backward()
+        results.append((loss, *(p.grad for p in gpt.parameters()), torch.rand(3)))
+    assert all(map(torch.equal, *results))
+
+
+def test_selective_recomputation_keeps_nothing_of_the_attention_core():
+    kept = []
+    for granularity in ("none", "selective"):
+        gpt = GPT(SHAPE, recompute=granularity)
+        gpt.reset_parameters(seed=1)
+        sizes: list[int] = []
+
+        def note(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            gpt(tokens(), tokens())
+        kept.append(sum(size == 2 * SHAPE.heads * 16 * 16 for size in sizes))
+    without, selective = kept
+    assert without >= SHAPE.layers
+    assert selective == 0
+
+
+def test_masked_targets_have_no_loss():
+    gpt, targets = GPT(SHAPE), tokens().roll(1)
+    gpt.reset_parameters(seed=1)
+    gpt.eval()
+    targets[0] = -100
+    expected = F.cross_entropy(gpt(tokens()[1:]).flatten(0, 1), targets[1], reduction="sum")
+    assert gpt(tokens(), targets).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def scale_of(**options: Any) -> LossScale:
+    return LossScale(TrainingConfig(precision="fp16", **options))
+
+
+def test_loss_scale_follows_megatron():
+    scale = scale_of(initial_loss_scale=1024.0, loss_scale_window=3, hysteresis=2)
+    seen = []
+    for overflow in (True, False, True, True, False, False, False, True, True, True):
+        scale.update(overflow=overflow)
+        seen.append(scale.value)
+    # The first overflow only uses up the hysteresis, which growth restores.
+    assert seen == [1024, 1024, 512, 256, 256, 256, 512, 512, 256, 128]
+    assert scale.skipped == 6
+
+
+def test_loss_scale_ends_at_its_smallest_and_may_be_constant():
+    scale = scale_of(initial_loss_scale=4.0, min_loss_scale=2.0, hysteresis=1)
+    for _ in range(3):
+        scale.update(overflow=True)
+    assert scale.value == 2.0
+    constant = scale_of(loss_scale=64.0, hysteresis=1)
+    constant.update(overflow=True)
+    assert (constant.value, constant.skipped) == (64.0, 1)
+
+
+def test_loss_scale_resumes():
+    options: dict[str, Any] = {"initial_loss_scale": 1024.0, "loss_scale_window": 3}
+    scale, resumed = scale_of(**options), scale_of(**options)
+    for overflow in (True, False, True, False, False):
+        scale.update(overflow=overflow)
+    resumed.load_state_dict(scale.state_dict())
+    for overflow in (False, True, True, True):
+        scale.update(overflow=overflow)
+        resumed.update(overflow=overflow)
+        assert resumed.state_dict() == scale.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "training", "message"),
+    [
+        ({"tensor_model_parallel_size": 3}, {}, "does not divide the 4 attention heads"),
+        ({"pipeline_model_parallel_size": 3}, {}, "does not divide the 4 blocks"),
+        (
+            {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 3},
+            {},
+            "does not divide the 2 blocks that each of 2 ranks has",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+            {"accumulation": 3},
+            "3 micro batches .* not a multiple of --pipeline-model-parallel-size 2",
+        ),
+        ({"num_layers_per_virtual_pipeline_stage": 1}, {}, "without --pipeline-model-parallel-size"),
+        ({}, {"loss_scale": 8.0}, "--loss-scale 8.0 has no effect with --param-dtype bf16"),
+        ({}, {"initial_loss_scale": 0.5}, "is below --min-loss-scale 1.0"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(parallel, training, message):
+    def check() -> None:
+        config = PretrainConfig(
+            model=ModelConfig(layers=4, heads=4),
+            parallel=ParallelConfig(**parallel),
+            training=TrainingConfig(**training),
+        )
+        config.check_layout(config.parallel.model_parallel_size)
+
+    with pytest.raises(SettingError, match=message):
+        check()
+
+
+def test_worlds_that_the_layout_does_not_fill_are_refused():
+    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    parallel.check_world(8)
+    with pytest.raises(SettingError, match="is 4, which does not divide the 6 ranks"):
+        parallel.check_world(6)
+
+
+def check_split_loss() -> None:
+    """Check the loss over a split vocabulary, its gradient, and targets that do not count."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    generator = torch.Generator().manual_seed(5)
+    logits = (50 * torch.randn(40, 12, generator=generator)).requires_grad_()
+    targets = torch.randint(0, 12, (40,), generator=generator)
+    targets[::7] = -100
+    expected = summed_cross_entropy(logits, targets)
+    (gradient,) = torch.autograd.grad(3 * expected, logits)
+    part = logits.detach()[:, 6 * rank : 6 * rank + 6].requires_grad_()
+    found = summed_cross_entropy(part, targets, start=6 * rank, group=group)
+    (found_gradient,) = torch.autograd.grad(3 * found, part)
+    assert found.item() == pytest.approx(expected.item(), rel=40 * 2.0**-24)
+    # Probabilities are at most 1 and their exponents are off by at most 2^-24 of logits up to 200.
+    torch.testing.assert_close(
+        found_gradient, gradient[:, 6 * rank : 6 * rank + 6], rtol=0, atol=3 * 400 * 2.0**-24
+    )
+
+
+def check_random_numbers() -> None:
+    torch.manual_seed(4)
+    with random_numbers_of_rank(dist.get_rank(), device=torch.device("cpu")):
+        inside = torch.rand(5)
+    draws: list[Any] = [None, None]
+    dist.all_gather_object(draws, (inside, torch.rand(5)))
+    (first, after), (second, after_second) = draws
+    assert not torch.equal(first, second)
+    assert torch.equal(after, after_second)
+
+
+def check_dropout(text: Path) -> None:
+    """Check that tensor-parallel ranks see one residual stream; data ranks and stages drop differently."""
+    results: dict[str, Any] = {}
+    for name, options in {
+        "none": {"tensor_model_parallel_size": 2},
+        "selective": {"tensor_model_parallel_size": 2, "recompute_granularity": "selective"},
+        "full": {"tensor_model_parallel_size": 2, "recompute_granularity": "full"},
+        "data": {},
+    }.items():
+        job = Job(laid_out(text, data=1 if options else 2, dropout=0.3, layers=2, **options))
+        (gpt,) = job.model.chunks
+        seen: list[torch.Tensor] = []
+        hook = gpt.blocks["1"].register_forward_hook(lambda _, __, output, seen=seen: seen.append(output))
+        heads: list[torch.Tensor] = []
+        projection = gpt.blocks["0"].attention.projection
+        projection.register_forward_pre_hook(lambda _, inputs, heads=heads: heads.append(inputs[0]))
+        batch = random_batches(job.config)
+        same = [(batch[0][0][:2].repeat(2, 1), batch[0][1][:2].repeat(2, 1))] * 2
+        losses = [job.train(same)[0] for _ in range(2)]
+        hook.remove()
+        everybody: list[Any] = [None, None]
+        dist.all_gather_object(everybody, (seen[0].detach(), (heads[0] == 0).detach()))
+        (stream, dropped), (other_stream, other_dropped) = everybody
+        assert torch.equal(stream, other_stream) == bool(options)
+        # A first position whose only attention weight is dropped reads nothing at all.
+        assert dropped.any() and other_dropped.any() and not torch.equal(dropped, other_dropped)
+        values = {n: p.to_local().detach().clone() for n, p in gpt.named_parameters()}
+        results[name] = (losses, values)
+        job.comm.remove()
+    for name in ("selective", "full"):
+        assert results[name][0] == results["none"][0]
+        values, expected = results[name][1], results["none"][1]
+        assert all(torch.equal(values[key], expected[key]) for key in expected)
+
+
+def check_pairs(text: Path) -> None:
+    check_split_loss()
+    check_random_numbers()
+    check_dropout(text)
+
+
+def test_split_loss_and_dropout_on_two_ranks(text):
+    run_ranks(check_pairs, 2, text, timeout=140)
+
+
+def check_overflow(text: Path) -> None:
+    fp16 = {"precision": "fp16", "initial_loss_scale": 2.0**34, "hysteresis": 1, "loss_scale_window": 4}
+    config = laid_out(text, data=2, layers=2, strategy="sdp4bit", ranks_per_node=1, **fp16)
+    job = Job(config)
+    assert job.scale is not None
+    groups = job.comm._state.groups
+    batches = random_batches(config)
+    skipped, scales, losses = [], [], []
+    for step in range(24):
+        weights = [p.to_local().detach().clone() for p in job.model.parameters()]
+        rows = [None if step == 0 else group.replica.rows.clone() for group in groups]
+        refreshes = [group.refreshes for group in groups]
+        loss, outcome = job.train(batches)
+        refreshed = [group.refreshes - before for group, before in zip(groups, refreshes, strict=True)]
+        after_update = bool(skipped) and not skipped[-1]
+        # Weights are refreshed after an update, and only then.
+        assert refreshed == [int(after_update)] * len(groups)
+        if step and not after_update:
+            assert all(torch.equal(g.replica.rows, row) for g, row in zip(groups, rows, strict=True))
+        same = [torch.equal(p.to_local(), w) for p, w in zip(job.model.parameters(), weights, strict=True)]
+        assert all(same) == outcome.skipped
+        assert outcome.skipped == (not torch.tensor(outcome.grad_norm).isfinite().item())
+        skipped.append(outcome.skipped)
+        scales.append(outcome.loss_scale)
+        losses.append(loss)
+    first_good = skipped.index(False)
+    assert first_good >= 2
+    assert scales[: first_good + 1] == [2.0 ** (34 - step) for step in range(first_good + 1)]
+    assert len(set(losses[: first_good + 1])) == 1
+    assert losses[-1] < losses[0] - 0.3
+    assert job.scale.skipped == sum(skipped)
+    assert all(len(job.optimizer.state[p]) for p in job.model.parameters())
+    steps = {int(job.optimizer.state[p]["step"]) for p in job.model.parameters()}
+    assert steps == {24 - sum(skipped)}
+    everybody: list[Any] = [None, None]
+    dist.all_gather_object(everybody, (skipped, scales, losses))
+    assert everybody[0] == everybody[1]
+
+
+def test_an_fp16_overflow_skips_the_step_on_all_ranks(text):
+    run_ranks(check_overflow, 2, text, timeout=140)

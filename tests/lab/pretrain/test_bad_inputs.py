@@ -1,0 +1,168 @@
+"""Settings, versions and files that cannot work: one error on every rank, which says what and where.
+
+Layer: 2 processes over gloo, the pretraining program; one world for all cases, as it goes on after each.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from sdp4bit.config import VERSION
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.checkpoint.config import CheckpointConfig
+from sdp4bit_lab.pretrain.checkpoint.storage import METADATA
+from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
+from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, PretrainConfig
+from sdp4bit_lab.pretrain.data.config import DataConfig
+from sdp4bit_lab.pretrain.trainer import pretrain
+from tests.lab.pretrain.checkpoint.test_files import Attack, metadata_of, reseal
+from tests.lab.pretrain.data.indexed_corpora import write_corpus, write_vocabulary
+from tests.lab.pretrain.tiny_runs import small, this_rank
+from tests.ranks import run_ranks
+
+Case = Callable[[PretrainConfig, Path], PretrainConfig]
+
+
+def other_settings(run: PretrainConfig, folder: Path) -> PretrainConfig:
+    if dist.get_rank() == 0:
+        return replace(run, logging=replace(run.logging, out=folder / "elsewhere"))
+    return replace(run, seed=7, training=replace(run.training, steps=9))
+
+
+def loading(run: PretrainConfig, path: Path) -> PretrainConfig:
+    return replace(run, checkpoint=CheckpointConfig(load=path))
+
+
+def tampered(folder: Path, name: str, tamper: Callable[[Path], None]) -> Path:
+    """Return a changed copy of the run's checkpoint, with a manifest that fits."""
+    path = folder / name / "step-00000002"
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / "saved" / "step-00000002", path)
+        tamper(path)
+        reseal(path)
+    dist.barrier()
+    return path
+
+
+def other_model(run: PretrainConfig, folder: Path) -> PretrainConfig:
+    changed = replace(run, model=ModelConfig(layers=1, hidden=64, heads=2))
+    return loading(changed, folder / "saved")
+
+
+def without_communication(run: PretrainConfig, folder: Path) -> PretrainConfig:
+    def remove(path: Path) -> None:
+        metadata = metadata_of(path)
+        for name in [name for name in metadata.state_dict_metadata if ".communication" in name]:
+            del metadata.state_dict_metadata[name]
+        (path / METADATA).write_bytes(pickle.dumps(metadata))
+
+    return loading(run, tampered(folder, "without", remove))
+
+
+def pickle_that_executes(run: PretrainConfig, folder: Path) -> PretrainConfig:
+    def attack(path: Path) -> None:
+        (path / METADATA).write_bytes(pickle.dumps(Attack(folder / "executed")))
+
+    return loading(run, tampered(folder, "attacked", attack))
+
+
+def tensor_that_executes(run: PretrainConfig, folder: Path) -> PretrainConfig:
+    import torch
+
+    def attack(path: Path) -> None:
+        metadata = metadata_of(path)
+        with (path / "__0_0.distcp").open("ab") as file:
+            start = file.seek(0, os.SEEK_END)
+            torch.save(Attack(folder / "executed"), file)
+            end = file.tell()
+        for info in metadata.storage_data.values():
+            info.relative_path, info.offset, info.length = "__0_0.distcp", start, end - start
+        (path / METADATA).write_bytes(pickle.dumps(metadata))
+
+    return loading(run, tampered(folder, "attacked-tensor", attack))
+
+
+def damaged(run: PretrainConfig, folder: Path) -> PretrainConfig:
+    path = folder / "damaged" / "step-00000002"
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / "saved" / "step-00000002", path)
+        with (path / "__1_0.distcp").open("r+b") as file:
+            file.seek(5000)
+            byte = file.read(1)
+            file.seek(5000)
+            file.write(bytes([byte[0] ^ 1]))
+    dist.barrier()
+    return loading(run, path)
+
+
+def damaged_index(run: PretrainConfig, folder: Path) -> PretrainConfig:
+    prefix = folder / "corpus"
+    if dist.get_rank() == 0:
+        write_vocabulary(folder)
+        write_corpus(prefix, [[1, 2, 3] * 50] * 40)
+        index = prefix.with_suffix(".idx")
+        content = bytearray(index.read_bytes())
+        content[60] ^= 4
+        index.write_bytes(content)
+    dist.barrier()
+    data = DataConfig(
+        data_path=(str(prefix),), vocab_file=folder / "vocab.json", merge_file=folder / "merges.txt"
+    )
+    return replace(run, data=data)
+
+
+CASES: dict[Case, str] = {
+    other_settings: "the ranks do not run the same: --seed is 5 on rank 0, 7 on rank 1; --train-iters is 2 "
+    "on rank 0, 9 on rank 1. Give all ranks one command line",
+    other_model: "is a checkpoint of another model: layers 2 (now 1)",
+    without_communication: "cannot be loaded: it has no communication state, which it was saved with",
+    pickle_that_executes: "mkdir has no place in the metadata of a checkpoint; it was not executed",
+    tensor_that_executes: "cannot be loaded: rank 0: UnpicklingError",
+    damaged: "__1_0.distcp does not have the checksum it was written with",
+    damaged_index: "corpus.idx: sequence ",
+}
+
+
+def errors_of(run: PretrainConfig, folder: Path) -> dict[str, str]:
+    saving = replace(run, checkpoint=CheckpointConfig(save=folder / "saved", async_save=False))
+    pretrain(saving, ranks=this_rank())
+    messages = {}
+    for case in CASES:
+        changed = case(run, folder)
+        with pytest.raises(SettingError) as error:
+            pretrain(changed, ranks=this_rank())
+        messages[case.__name__] = str(error.value)
+    for where in ("sdp4bit_lab.pretrain.config.same_settings", "sdp4bit.engines.agreement"):
+        version = "0.0.9" if dist.get_rank() else VERSION
+        with mock.patch(f"{where}.VERSION", version), pytest.raises(SettingError) as error:
+            pretrain(run, ranks=this_rank())
+        messages[where] = str(error.value)
+    return messages
+
+
+def test_what_cannot_work_is_one_error_on_every_rank(text: Path, tmp_path: Path) -> None:
+    run = small(text, tmp_path / "run", parallel=ParallelConfig(ranks_per_node=1))
+    run = replace(run, training=replace(run.training, steps=2))
+    first, second = run_ranks(errors_of, 2, run, tmp_path, timeout=120)
+    assert first == second
+    for case, message in CASES.items():
+        assert message in first[case.__name__], case
+        assert "\n" not in first[case.__name__]
+    assert not (tmp_path / "executed").exists()
+    assert (
+        f"sdp4bit is {VERSION} on rank 0, 0.0.9 on rank 1"
+        in first["sdp4bit_lab.pretrain.config.same_settings"]
+    )
+    attached: Any = first["sdp4bit.engines.agreement"]
+    assert "the ranks run different versions; install the same on all nodes" in attached
+    assert "sdp4bit 0.0.9, torch " in attached and attached.endswith(" [rank 1]")

@@ -1,0 +1,63 @@
+"""What a run tells at its end, and while it trains on a terminal. Layer: gloo; the bar: one process."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+
+from rich.console import Console
+
+from sdp4bit_lab.pretrain.checkpoint.config import CheckpointConfig
+from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
+from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
+from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig
+from sdp4bit_lab.pretrain.metrics import MetricsWriter
+from sdp4bit_lab.pretrain.trainer import pretrain
+from tests.lab.pretrain.tiny_runs import small, step_metrics, this_rank
+from tests.ranks import run_ranks
+
+
+def outputs(configs, parts):
+    """Return the lines of each run, on the first rank."""
+    found = []
+    for config, part in zip(configs, parts, strict=True):
+        console = Console(file=io.StringIO())
+        pretrain(config, ranks=this_rank(), console=console, part=part)
+        found.append(console.file.getvalue().splitlines())
+    return found
+
+
+def test_a_run_ends_with_what_it_has_measured_and_how_to_go_on(text, tmp_path):
+    run = small(text, tmp_path / "out")
+    run = replace(run, training=replace(run.training, steps=2), parallel=ParallelConfig(ranks_per_node=1))
+    saving = replace(run, checkpoint=CheckpointConfig(save=tmp_path / "saved"), strategy="baseline")
+    flags = CommunicationConfig(quantized_weights=True)
+    measured = replace(run.logging, telemetry_interval=1)
+    flagged = replace(run, strategy=None, communication=flags, logging=measured)
+    alone, saved, one = run_ranks(outputs, 2, [run, saving, flagged], [None, None, "seed 5, run 1 of 6"])[0]
+    steps, sent, checkpoint, following = (line.removeprefix("sdp4bit: ") for line in alone[-4:])
+    assert steps.startswith("2 steps in ") and ", training loss " not in steps.partition(";")[0]
+    assert "; training loss " in steps and ", validation loss " in steps
+    assert re.fullmatch(
+        r"sent between nodes: [\d.]+ kB a step \([\d.]+x fewer than plain FSDP2\), [\d.]+ [kM]B in all; "
+        "inside nodes: 0 B a step",
+        sent,
+    )
+    assert checkpoint == "checkpoint: none, as --save was not given"
+    assert following == f"next: sdp4bit report {tmp_path / 'out'}"
+    assert saved[-2] == f"baseline: checkpoint: {tmp_path / 'saved'}, step 2"
+    assert "fewer than plain" not in saved[-3]
+    # One of several leaves that to the command that trains them, and says which it is in every line.
+    assert all(line.startswith("qwd, seed 5, run 1 of 6: ") for line in one)
+    assert one[0].endswith(", flags = preset qwd") and "preset" not in alone[0]
+    assert "sent between nodes" in one[-1]
+
+
+def test_the_bar_shows_bytes(tmp_path):
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    config = LoggingConfig(out=tmp_path, tensorboard=False)
+    writer = MetricsWriter(config, description="x", steps=9, first_step=0, console=console)
+    writer.log_step(step_metrics(1))
+    writer.close()
+    assert "500 B inter-node, 5.9x fewer" in console.file.getvalue()

@@ -1,0 +1,243 @@
+"""Whole runs over gloo: the command line, resuming, strategies side by side, the demo, and failures.
+
+Ranks are processes: 4 of them stand for 2 nodes of 2. The text is a few files of the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.compare import demo as demo_module
+from sdp4bit_lab.compare.config import DEMO_PROCESSES, CompareConfig, DemoConfig
+from sdp4bit_lab.compare.finished_run import FinishedRun
+from sdp4bit_lab.compare.run import compare
+from sdp4bit_lab.pretrain.checkpoint.config import CheckpointConfig
+from sdp4bit_lab.pretrain.config.communication import ReliabilityConfig
+from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
+from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, OptimizerConfig, PretrainConfig
+from sdp4bit_lab.pretrain.trainer import pretrain
+from tests.lab.pretrain.tiny_runs import command_line, losses, read_log, small, this_rank, train_here
+from tests.ranks import run_ranks
+
+
+def test_the_command_line_trains_on_four_processes(text, tmp_path):
+    done = command_line(
+        *("pretrain", "--nproc-per-node", "4", "--ranks-per-node", "2", "--steps", "8"),
+        *("--layers", "1", "--hidden", "64", "--heads", "2", "--learning-rate", "5e-3"),
+        *("--lr-warmup-iters", "1", "--sequence-length", "32"),
+        *("--data-path", str(text), "--vocabulary-size", "512", "--cache-dir", str(text.parent / "cache")),
+        *("--out", str(tmp_path), "--log-interval", "4", "--telemetry-interval", "3"),
+    )
+    assert done.returncode == 0, done.stderr
+    lines = read_log(tmp_path)
+    steps = [line for line in lines if line["event"] == "train"]
+    assert [line["step"] for line in steps] == list(range(1, 9))
+    assert set(steps[0]) == {
+        *("event", "step", "samples", "loss", "lr", "grad_norm", "loss_scale", "skipped"),
+        *("tokens_per_second", "tflops_per_device", "step_seconds"),
+        *("intra_bytes", "inter_bytes", "compression_ratio", "weight_drift", "gradient_error"),
+    }
+    measured = [line for line in lines if line["event"] == "communication"]
+    assert [line["step"] for line in measured] == [3, 6]
+    assert [steps[at]["gradient_error"] is not None for at in range(8)] == [False] * 3 + [True] * 5
+    for group in measured[0]["groups"]:
+        assert 0 < group["weight_drift"] < group["weight_error"] < 0.5 and group["inter_bytes"] > 0
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    assert all(line["intra_bytes"] > 0 and line["inter_bytes"] > 0 for line in steps)
+    assert steps[-1]["compression_ratio"] > 4
+    assert [line["step"] for line in lines if line["event"] == "validation"] == [8]
+    assert "sdp4bit: step 4/8 | samples 64 | loss" in done.stdout
+    assert "sdp4bit: step 8/8  validation loss" in done.stdout
+    assert json.loads((tmp_path / "config.json").read_text())["strategy"] == "sdp4bit"
+    assert any((tmp_path / "tensorboard").iterdir())
+
+
+def test_alerts_are_in_the_metrics(text, tmp_path):
+    config = small(text, tmp_path / "out")
+    config = replace(
+        config,
+        training=replace(config.training, steps=4),
+        logging=replace(config.logging, telemetry_interval=2),
+        reliability=ReliabilityConfig(audit_interval=2, alerts="fallback", alert_gradient_error=0.004),
+        communication=replace(config.communication, gradients_inside_one_node=True),
+    )
+    run_ranks(train_here, 2, config)
+    alerts = [line for line in read_log(tmp_path / "out") if line["event"] == "alert"]
+    moved = [line for line in alerts if "gradients int8 -> full precision" in line["message"]]
+    assert moved and moved[0]["step"] == 2  # one node of 2 ranks: there is no hop of 4 bits
+    for line in moved:
+        assert line["message"].startswith("gradient error ") and line["value"] > line["threshold"]
+
+
+@pytest.mark.slow
+def test_a_setting_that_only_the_ranks_can_refuse_is_one_line_and_exit_code_2(text, tmp_path):
+    done = command_line(
+        *("pretrain", "--nproc-per-node", "2", "--data-path", str(text), "--sequence-length", "10000000"),
+        *("--vocabulary-size", "512", "--cache-dir", str(text.parent / "cache"), "--out", str(tmp_path)),
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("sdp4bit: error: the training text has ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(text, tmp_path):
+    straight = small(text, tmp_path / "straight")
+    saving = small(
+        text, tmp_path / "parts", checkpoint=CheckpointConfig(save=tmp_path / "saved", save_interval=4)
+    )
+    resumed = replace(saving, checkpoint=CheckpointConfig(load=tmp_path / "saved" / "step-00000004"))
+    run_ranks(train_here, 4, straight, saving, timeout=250)
+    assert (tmp_path / "saved" / "latest").read_text() == "step-00000008\n"
+    names = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    assert names == ["latest", "step-00000004", "step-00000008"]
+    expected = losses(tmp_path / "straight")
+    assert losses(tmp_path / "parts") == expected
+
+    # New processes. The log keeps the first four steps of the interrupted part and continues.
+    results = run_ranks(train_here, 4, resumed, timeout=250)
+    assert [step.step for step in results[0][0].steps] == [5, 6, 7, 8]
+    assert losses(tmp_path / "parts") == expected
+    assert [(line["event"], line["step"]) for line in read_log(tmp_path / "parts")] == list(expected)
+
+
+def load_differently(saved: Path, config: PretrainConfig) -> list[str]:
+    nothing_there = replace(config, checkpoint=CheckpointConfig(load=saved / "nowhere"))
+    nothing_left = replace(config, checkpoint=CheckpointConfig(load=saved))
+    messages = []
+    for refused in (nothing_there, nothing_left):
+        with pytest.raises(SettingError) as error:
+            pretrain(refused, ranks=this_rank())
+        messages.append(str(error.value))
+    on = replace(config, training=replace(config.training, steps=10), checkpoint=CheckpointConfig(load=saved))
+    (result,) = train_here(on)
+    assert [step.step for step in result.steps] == [9, 10]
+    assert math.isfinite(result.validation_loss)
+    return messages
+
+
+def test_checkpoints_are_checked_and_may_change_the_world_size(text, tmp_path):
+    config = small(text, tmp_path / "run", parallel=ParallelConfig(ranks_per_node=1))
+    run_ranks(
+        train_here, 1, replace(config, checkpoint=CheckpointConfig(save=tmp_path / "saved")), timeout=250
+    )
+    messages = run_ranks(load_differently, 2, tmp_path / "saved", config, timeout=250)
+    assert messages[0] == messages[1]
+    assert "nowhere: no checkpoint there" in messages[0][0]
+    assert "has done 8 steps: set --train-iters to more" in messages[0][1]
+
+
+def sampled_losses(config: PretrainConfig) -> list[float]:
+    return [step.loss for step in train_here(config)[0].steps]
+
+
+def test_the_same_training_on_any_number_of_ranks(text, tmp_path):
+    """Plain FSDP2 in fp32: one and four ranks with the same global batch differ by rounding alone."""
+    curves = []
+    for world_size in (1, 4):
+        config = small(
+            text,
+            tmp_path / str(world_size),
+            strategy="baseline",
+            model=ModelConfig(layers=1, hidden=64, heads=2),
+            parallel=ParallelConfig(),
+        )
+        training = replace(
+            config.training, precision="fp32", micro_batch_size=8 // world_size, accumulation=1, steps=4
+        )
+        config = replace(config, training=training)
+        curves.append(run_ranks(sampled_losses, world_size, config, timeout=250)[0])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+
+
+def comparison(text: Path, folder: Path, *, steps: int, **changes: Any) -> CompareConfig:
+    """Return a comparison of runs of one layer on nodes of one rank."""
+    base = small(text, folder)
+    settings: dict[str, Any] = {"data": base.data, "optimizer": base.optimizer, **changes}
+    return CompareConfig(
+        out=folder / "out",
+        model=ModelConfig(layers=1, hidden=64, heads=2),
+        training=replace(base.training, steps=steps, accumulation=1),
+        parallel=ParallelConfig(ranks_per_node=1),
+        **settings,
+    )
+
+
+def compare_here(config: CompareConfig) -> list[FinishedRun]:
+    return compare(config, ranks=this_rank())
+
+
+def compare_in_parts(config: CompareConfig) -> tuple[list[str], str]:
+    """Train one seed, then two of which one is there, then with other settings in the same folder."""
+    compare_here(replace(config, seeds="1"))
+    compare_here(config)
+    names = [run.name for run in compare_here(config)]
+    with pytest.raises(SettingError) as error:
+        compare_here(replace(config, optimizer=OptimizerConfig(learning_rate=1.0)))
+    return names, str(error.value)
+
+
+def test_compare_writes_summary_table_and_curves(text, tmp_path):
+    variant = "sdp4bit:wq-group-size=64"
+    config = comparison(text, tmp_path, steps=3, strategies=f"baseline,qw,{variant}", seeds="1,2")
+    answers = run_ranks(compare_in_parts, 2, config, timeout=250)
+    names = [f"{strategy}, seed {seed}" for seed in (1, 2) for strategy in ("baseline", "qw", variant)]
+    assert answers[0] == answers[1]
+    assert answers[0][0] == names
+    assert (
+        "baseline-seed1 has the result of a run with other settings, optimizer.learning_rate 0.005"
+        in (answers[0][1])
+    )
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert list(summary["strategies"]) == ["baseline", "qw", variant]
+    assert summary["complete"] is True
+    # The same weights and the same samples: before any update, quantization changes nothing.
+    assert [note[:44] for note in summary["notes"]] == ["There is no verdict on a difference of 2 see"]
+    assert len(summary["runs"]) == 6
+    baseline, _, quantized = summary["strategies"].values()
+    assert baseline["difference_to_baseline_percent"] is None
+    assert baseline["val_loss_std"] > 0
+    assert quantized["difference_to_baseline_percent"] != 0
+    assert len(quantized["difference_to_baseline_interval"]) == 2
+    assert 0 < quantized["inter_bytes_per_step"] < baseline["inter_bytes_per_step"] / 4
+    table = (tmp_path / "out" / "table.md").read_text().splitlines()
+    assert [line.split("|")[1].strip() for line in table[2:5]] == ["baseline", "qw", variant]
+    assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    settings = json.loads((tmp_path / "out" / "sdp4bit+wq-group-size=64-seed2" / "config.json").read_text())
+    assert settings["quantization"]["weights"]["group_size"] == 64
+    assert len({run["first_loss"] for run in summary["runs"]}) == 2  # one per seed
+
+
+def test_runs_that_diverge_do_not_end_a_comparison(text, tmp_path):
+    wild = OptimizerConfig(learning_rate=1e30, clip_grad=0)
+    config = comparison(text, tmp_path, steps=4, strategies="baseline,qwd", optimizer=wild)
+    runs, others = run_ranks(compare_here, 2, config, timeout=250)
+    assert [run.strategy for run in runs] == ["baseline", "qwd"]
+    assert [run.diverged_at for run in runs] == [run.diverged_at for run in others] != [None, None]
+    member = json.loads((tmp_path / "out" / "summary.json").read_text())["strategies"]["baseline"]
+    assert member["diverged"] == {"1": runs[0].diverged_at}
+    assert member["val_loss_mean"] is None
+
+
+def demo_here(config: DemoConfig) -> None:
+    demo_module.demo(config, ranks=this_rank())
+
+
+@pytest.mark.slow
+def test_demo_summary_has_its_shape(tmp_path):
+    config = DemoConfig(steps=2, out=tmp_path / "demo", cache_dir=tmp_path / "cache")
+    run_ranks(demo_here, DEMO_PROCESSES, config, timeout=250)
+    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    assert list(summary) == ["baseline", "sdp4bit"]
+    for run in summary.values():
+        bytes_sent = ["intra_bytes_per_step", "inter_bytes_per_step"]
+        assert list(run) == ["train_loss", "val_loss", *bytes_sent, "seconds"]
+        assert all(value > 0 for value in run.values())
+    assert summary["baseline"]["inter_bytes_per_step"] > 5 * summary["sdp4bit"]["inter_bytes_per_step"]
+    assert (tmp_path / "demo" / "curves.png").stat().st_size > 10_000

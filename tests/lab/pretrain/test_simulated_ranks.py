@@ -1,0 +1,308 @@
+"""Simulated ranks: one process trains as processes over gloo do, bit for bit, and counts the same bytes.
+
+Real runs of 4 processes stand for 2 nodes of 2, those of 2 for 2 nodes of 1. Sums in full precision have the
+same bits only for 2 ranks: gloo adds those of more in an order of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from sdp4bit.engines.fsdp2.groups import find_groups
+from sdp4bit.quantization.ops import BackendName
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.checkpoint.config import CheckpointConfig
+from sdp4bit_lab.pretrain.checkpoint.load import open_checkpoint
+from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
+from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
+from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, PretrainConfig
+from sdp4bit_lab.pretrain.model.gpt import GPT
+from sdp4bit_lab.pretrain.step.parallelize import RankLayout, shard_chunks
+from sdp4bit_lab.pretrain.step.simulated_model import parameter_groups
+from sdp4bit_lab.simulated.rows import RowLayout
+from tests.lab.pretrain.checkpoint.saved_runs import one_rank
+from tests.lab.pretrain.tiny_runs import command_line, losses, read_log, small, this_rank, train_here
+from tests.ranks import run_ranks
+
+MEASURED = (
+    *("step", "samples", "loss", "lr", "grad_norm", "intra_bytes", "inter_bytes", "compression_ratio"),
+    *("weight_drift", "gradient_error", "loss_scale", "skipped"),
+)
+
+
+def simulated(config: PretrainConfig, *, ranks: int) -> PretrainConfig:
+    """Return the same run in one process, in a folder beside."""
+    out = config.logging.out.with_name(config.logging.out.name + "-simulated")
+    saved = config.checkpoint.save
+    return replace(
+        config,
+        parallel=replace(config.parallel, simulated_ranks=ranks),
+        logging=replace(config.logging, out=out),
+        checkpoint=replace(config.checkpoint, save=saved and saved.with_name(saved.name + "-simulated")),
+    )
+
+
+def measured(out: Path) -> list[dict[str, Any]]:
+    """Return all that a run has logged, apart from times."""
+    return [{name: line[name] for name in MEASURED if name in line} for line in read_log(out)]
+
+
+def assert_repeated_alone(
+    configs: list[PretrainConfig], *, ranks: int, backend: BackendName = "reference"
+) -> list[PretrainConfig]:
+    """Train real ranks, then the same in one process, whose configs are returned; all measures are equal."""
+    run_ranks(train_here, ranks, *configs, backend=backend)
+    alone = [simulated(config, ranks=ranks) for config in configs]
+    run_ranks(train_here, 1, *alone, backend=backend)
+    for real, one in zip(configs, alone, strict=True):
+        assert measured(one.logging.out) == measured(real.logging.out)
+    return alone
+
+
+def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint; parameters and what the optimizer keeps of them are whole."""
+    with one_rank():
+        checkpoint = open_checkpoint(folder)
+        tensors = {
+            name: torch.empty(found.size, dtype=found.properties.dtype)
+            for name, found in checkpoint.saved.items()
+        }
+        checkpoint.read_into(tensors)
+    return tensors
+
+
+def changed(config: PretrainConfig, training: dict[str, Any], **others: Any) -> PretrainConfig:
+    return replace(config, training=replace(config.training, **training), **others)
+
+
+def four_ranks(text: Path, folder: Path) -> list[PretrainConfig]:
+    """Return runs whose gradients are all quantized."""
+    base = small(text, folder / "usual")
+    steps = {"steps": 6, "eval_interval": 3}
+    saving = CheckpointConfig(save=folder / "saved", save_interval=3)
+    other = small(text, folder / "other", strategy="sdp4bit")
+    every_option = CommunicationConfig(
+        weight_bits=8,
+        weight_group_size=96,
+        weight_rounding="stochastic",
+        replica="full",
+        intra_bits=4,
+        inter_group_size=256,
+        inter_rounding="nearest",
+        pipeline_chunks=2,
+        min_numel=0,
+    )
+    return [
+        changed(base, steps, checkpoint=saving),
+        changed(other, {**steps, "precision": "fp32", "accumulation": 1}, communication=every_option),
+    ]
+
+
+def test_runs_of_four_ranks_are_repeated_bit_for_bit(text: Path, tmp_path: Path) -> None:
+    """With accumulation and dropout: losses, norms, bytes; main weights, optimizer states and replicas."""
+    configs = four_ranks(text, tmp_path)
+    alone = assert_repeated_alone(configs, ranks=4)
+    assert all(len(measured(config.logging.out)) == 8 for config in configs)
+    real_save, simulated_save = configs[0].checkpoint.save, alone[0].checkpoint.save
+    assert real_save is not None and simulated_save is not None
+    for step in ("step-00000003", "step-00000006"):
+        ranks, here = saved_tensors(real_save / step), saved_tensors(simulated_save / step)
+        common = [name for name in here if name.startswith(("model.", "optimizer."))]
+        assert len(common) == 28 * 4
+        assert all(torch.equal(here[name], ranks[name]) for name in common)
+        prefix = "rank0.communication.replica."
+        replicas = [name.removeprefix(prefix) for name in here if name.startswith(prefix)]
+        assert len(replicas) == 28
+        for name in replicas:
+            parts = [ranks[f"rank{rank}.communication.replica.{name}"] for rank in range(4)]
+            assert torch.equal(torch.cat([part for part in parts if part.numel()]), here[prefix + name])
+
+
+def two_ranks(text: Path, folder: Path) -> list[PretrainConfig]:
+    """Return runs that reduce some or all gradients in full precision."""
+    apart = ParallelConfig(ranks_per_node=1)
+    steps = {"steps": 4, "eval_interval": 2, "reshard_after_forward": False}
+    base, qw, late = (small(text, folder / name, parallel=apart) for name in ("baseline", "qw", "late"))
+    return [
+        changed(base, {**steps, "precision": "fp32"}, strategy="baseline"),
+        changed(qw, steps, strategy="qw"),
+        changed(
+            late,
+            {**steps, "precision": "fp16", "initial_loss_scale": 2.0**40},
+            communication=CommunicationConfig(start_step=2, min_numel=10_000),
+        ),
+    ]
+
+
+@pytest.mark.slow
+def test_runs_of_two_ranks_with_full_precision_sums_are_repeated_bit_for_bit(
+    text: Path, tmp_path: Path
+) -> None:
+    """Plain FSDP2; weights alone; fp16 with steps that are skipped, and quantization that starts later."""
+    assert_repeated_alone(two_ranks(text, tmp_path), ranks=2)
+
+
+@pytest.mark.slow
+def test_runs_with_lossless_weights_equal_plain_ones_bit_for_bit(text: Path, tmp_path: Path) -> None:
+    apart, communication = ParallelConfig(ranks_per_node=1), CommunicationConfig(weight_mode="lossless")
+    plain, lossless = (
+        changed(small(text, tmp_path / name, parallel=apart), {"steps": 4}, strategy=name)
+        for name in ("baseline", "qwd")
+    )
+    lossless = replace(lossless, communication=communication)
+    alone = assert_repeated_alone([plain, lossless], ranks=2, backend="numba")
+    for config in (lossless, alone[1]):
+        assert losses(config.logging.out) == losses(plain.logging.out)
+
+
+def rows_of_fsdp(config: PretrainConfig) -> list[tuple[str, int, list[tuple[str, int, int]]]]:
+    ranks = this_rank()
+    mesh = init_device_mesh("cpu", (1, ranks.world_size, 1), mesh_dim_names=("pipeline", "data", "tensor"))
+    groups = find_groups(shard_chunks(config, layout=RankLayout(mesh=mesh, ranks=ranks)))
+    return [(g.name, g.shard_numel, [(s.name, s.start, s.end) for s in g.segments]) for g in groups]
+
+
+def test_rows_are_those_of_fsdp(text: Path, tmp_path: Path) -> None:
+    """Of sizes that three ranks do not divide."""
+    config = small(text, tmp_path, model=ModelConfig(layers=3, hidden=40, heads=2))
+    with torch.device("meta"):
+        model = GPT(config.model_shape)
+    parameters = dict(model.named_parameters())
+    found = []
+    for name, members in parameter_groups(model):
+        rows = RowLayout({member: parameters[member] for member in members}, ranks=3)
+        found.append((name, rows.numel, [(s.name, s.start, s.end) for s in rows.segments]))
+    assert all(result == found for result in run_ranks(rows_of_fsdp, 3, config))
+
+
+def test_rows_hold_the_chunks_of_every_rank() -> None:
+    """Written, read back as a whole and row by row; zeros where there is nothing."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"even": (8, 3), "uneven": (6, 5), "short": (1, 7), "vector": (10,)}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    layout = RowLayout(tensors, ranks=4)
+    assert layout.numel == 2 * 3 + 2 * 5 + 7 + 3
+    rows = torch.full((4, layout.numel), torch.nan)
+    layout.write_rows(tensors, rows)
+    assert rows.isfinite().all()
+    assert torch.equal(rows[3, 6:], torch.cat([torch.zeros(10 + 7), tensors["vector"][9:], torch.zeros(2)]))
+    assert all(torch.equal(layout.row(tensors, rank=rank), rows[rank]) for rank in range(4))
+    whole, by_row = ({name: torch.empty(shape) for name, shape in shapes.items()} for _ in range(2))
+    layout.read_rows(rows, whole)
+    for rank in range(4):
+        layout.read_row(rows[rank], rank=rank, tensors=by_row)
+    for name, tensor in tensors.items():
+        assert torch.equal(whole[name], tensor) and torch.equal(by_row[name], tensor)
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(text: Path, tmp_path: Path) -> None:
+    parallel = ParallelConfig(simulated_ranks=4, ranks_per_node=2)
+    straight = small(text, tmp_path / "straight", parallel=parallel)
+    saving = small(
+        text,
+        tmp_path / "parts",
+        parallel=parallel,
+        checkpoint=CheckpointConfig(save=tmp_path / "saved", save_interval=4),
+    )
+    resumed = replace(saving, checkpoint=CheckpointConfig(load=tmp_path / "saved" / "step-00000004"))
+    run_ranks(train_here, 1, straight, saving)
+    expected = losses(tmp_path / "straight")
+    assert losses(tmp_path / "parts") == expected
+    (results,) = run_ranks(train_here, 1, resumed)
+    assert [step.step for step in results[0].steps] == [5, 6, 7, 8]
+    assert losses(tmp_path / "parts") == expected
+
+
+def resume_elsewhere(config: PretrainConfig, message: str) -> list[float]:
+    warns = pytest.warns(UserWarning, match=message) if this_rank().is_first else nullcontext()
+    with warns:
+        (result,) = train_here(config)
+    return [step.loss for step in result.steps]
+
+
+@pytest.mark.slow
+def test_a_real_run_continues_a_simulated_one_and_the_other_way_round(text: Path, tmp_path: Path) -> None:
+    """The same weights and optimizer states, so nearly the same losses; replicas are refreshed."""
+    real = small(text, tmp_path, checkpoint=CheckpointConfig(save=tmp_path / "real", save_interval=4))
+    alone = ParallelConfig(simulated_ranks=2, ranks_per_node=2)
+    saved_alone = CheckpointConfig(save=tmp_path / "simulated", save_interval=4)
+    (results,) = run_ranks(train_here, 1, replace(real, parallel=alone, checkpoint=saved_alone))
+    expected = results[0].steps[4].loss
+    run_ranks(train_here, 2, real)
+    moves = (
+        ("simulated", 2, real.parallel, 2, "saved by 1 ranks"),
+        ("simulated", 1, replace(alone, simulated_ranks=4), 1, "saved by ranks as 2 virtual ranks"),
+        ("real", 1, alone, 2, "saved by 2 ranks"),
+    )
+    for source, processes, parallel, accumulation, message in moves:
+        moved = replace(
+            real,
+            parallel=parallel,
+            training=replace(real.training, accumulation=accumulation),
+            checkpoint=CheckpointConfig(load=tmp_path / source / "step-00000004"),
+        )
+        continued = run_ranks(resume_elsewhere, processes, moved, message)[0]
+        assert len(continued) == 4
+        assert continued[0] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.slow
+def test_compare_takes_one_process_for_many_ranks(text: Path, tmp_path: Path) -> None:
+    done = command_line(
+        *("compare", "--strategies", "baseline,sdp4bit", "--simulated-ranks", "8", "--ranks-per-node", "4"),
+        *("--layers", "1", "--hidden", "64", "--heads", "2", "--lr", "5e-3", "--seq-length", "32"),
+        *("--data-path", str(text), "--vocab-size", "512", "--cache-dir", str(text.parent / "cache")),
+        *("--steps", "3", "--micro-batch-size", "1", "--out", str(tmp_path)),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "on 8 simulated ranks (2 x 4) in one process" in done.stdout
+    strategies = json.loads((tmp_path / "summary.json").read_text())["strategies"]
+    assert strategies["sdp4bit"]["difference_to_baseline_percent"] != 0
+    sent = {name: outcome["inter_bytes_per_step"] for name, outcome in strategies.items()}
+    assert 0 < sent["sdp4bit"] < sent["baseline"] / 4
+
+
+@pytest.mark.slow
+def test_compare_takes_variants_of_fewer_bits(text: Path, tmp_path: Path) -> None:
+    """Each sends the bytes of its own width: gradients 3 instead of 4 bits, differences 3 or 2."""
+    gradients = "tlq-hs:gradient-quantization-bits-inter=3"
+    weights = [f"qwd:weight-quantization-bits={bits}:wq-group-size=128" for bits in (3, 2)]
+    done = command_line(
+        *("compare", "--strategies", ",".join(["tlq-hs", "qwd:wq-group-size=128", gradients, *weights])),
+        *("--simulated-ranks", "4", "--ranks-per-node", "2"),
+        *("--layers", "1", "--hidden", "64", "--heads", "2", "--lr", "5e-3", "--seq-length", "32"),
+        *("--data-path", str(text), "--vocab-size", "512", "--cache-dir", str(text.parent / "cache")),
+        *("--steps", "2", "--micro-batch-size", "1", "--out", str(tmp_path)),
+    )
+    assert done.returncode == 0, done.stderr
+    strategies = json.loads((tmp_path / "summary.json").read_text())["strategies"]
+    sent = {name: outcome["inter_bytes_per_step"] for name, outcome in strategies.items()}
+    assert sent[weights[1]] < sent[weights[0]] < sent["qwd:wq-group-size=128"]
+    assert sent[gradients] < sent["tlq-hs"]
+
+
+def test_settings_that_do_not_go_with_simulated_ranks_are_refused(text: Path, tmp_path: Path) -> None:
+    def refusal(**settings: Any) -> str:
+        with pytest.raises(SettingError) as error:
+            ParallelConfig(**{"simulated_ranks": 8, "ranks_per_node": 4, **settings})
+        return str(error.value)
+
+    assert "one rank sends nothing" in refusal(simulated_ranks=1, ranks_per_node=1)
+    assert "does not divide the 8 simulated ranks: use one of 1, 2, 4, 8" in refusal(ranks_per_node=3)
+    assert "needs --ranks-per-node" in refusal(ranks_per_node=None)
+    assert "leave out --nproc-per-node" in refusal(nproc_per_node=2)
+    assert "leave out --tensor-model-parallel-size" in refusal(tensor_model_parallel_size=2)
+    assert "leave out --tensor-model-parallel-size" in refusal(pipeline_model_parallel_size=2)
+    parallel = ParallelConfig(simulated_ranks=8, ranks_per_node=4)
+    with pytest.raises(SettingError, match="but 2 have been started"):
+        small(text, tmp_path, parallel=parallel).check_layout(2)
+    with pytest.raises(SettingError, match="give --world-size 8 instead"):
+        small(text, tmp_path, parallel=parallel, dry_run=True)

@@ -1,0 +1,174 @@
+"""Leaving early and what a run says of itself: signals, limits, timers, the line of an interval."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from sdp4bit_lab.common.launch.signals import SIGNALS, listening
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.checkpoint.config import CheckpointConfig
+from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
+from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig
+from sdp4bit_lab.pretrain.config.training import TrainingConfig
+from sdp4bit_lab.pretrain.metrics import MetricsWriter
+from sdp4bit_lab.pretrain.stopping import StopRequests
+from sdp4bit_lab.pretrain.timers import Timers
+from tests.lab.pretrain.tiny_runs import command_after, losses, read_log, small, step_metrics, train_here
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def after_step(stops: StopRequests, step: int) -> str | None:
+    """Return what all ranks together find, as a training step puts it together."""
+    code = torch.tensor(stops.code(step))
+    torch.distributed.all_reduce(code, op=torch.distributed.ReduceOp.MAX)
+    return stops.reason(int(code))
+
+
+def reasons() -> list[str | None]:
+    """Return what each rank learns of a limit or a signal that only rank 1 has."""
+    rank = torch.distributed.get_rank()
+    limited = TrainingConfig(exit_interval=2) if rank == 1 else TrainingConfig()
+    stops = StopRequests(limited, device=CPU)
+    found = [after_step(stops, step) for step in (1, 2, 3)]
+    expired = TrainingConfig(exit_duration_in_mins=0) if rank == 1 else TrainingConfig()
+    # The reason is named by what this rank was configured with, so both know the number.
+    stops = StopRequests(replace(expired, exit_duration_in_mins=0 if rank == 1 else 1e9), device=CPU)
+    found.append(after_step(stops, 1))
+    stops = StopRequests(TrainingConfig(), device=CPU)
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with listening():
+        found.append(stops.before_first_step())
+        # The first one counts; Python runs handlers at the next line.
+        for number in (signal.SIGUSR1, signal.SIGTERM) if rank == 1 else ():
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+        # Nested, as a program does it that its launcher has made listen already.
+        with listening():
+            found.append(stops.before_first_step())
+        found.append(after_step(stops, 1))
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    # What came before is over.
+    with listening():
+        found.append(after_step(stops, 1))
+    return found
+
+
+def test_one_rank_s_reason_to_leave_is_every_rank_s():
+    outcomes = run_ranks(reasons, 2, timeout=60)
+    assert [found[0] for found in outcomes] == [None, None]
+    assert all(found[1] is not None and found[1].startswith("--exit-interval") for found in outcomes)
+    assert [found[2] for found in outcomes] == [None, None]
+    assert all(found[3].startswith("--exit-duration-in-mins") for found in outcomes)
+    assert [found[4:] for found in outcomes] == [[None, "SIGUSR1", "SIGUSR1", None]] * 2
+
+
+@pytest.mark.slow
+def test_a_run_left_at_an_interval_resumes_to_the_same_losses(text, tmp_path):
+    whole = small(text, tmp_path / "whole", parallel=ParallelConfig(ranks_per_node=1))
+    folder = CheckpointConfig(save=tmp_path / "checkpoints")
+    left = replace(
+        whole,
+        training=replace(whole.training, exit_interval=4),
+        logging=replace(whole.logging, out=tmp_path / "left"),
+        checkpoint=folder,
+    )
+    resumed = replace(whole, logging=left.logging, checkpoint=CheckpointConfig(load=tmp_path / "checkpoints"))
+    results = run_ranks(train_here, 2, whole, left, resumed, resumed, timeout=150)
+    assert [run.stopped for run in results[0]] == [None, "--exit-interval 4", None, None]
+    # The validation that belongs after step 4 was left out, and is made up for.
+    assert ("validation", 4) in losses(tmp_path / "left")
+    assert losses(tmp_path / "left") == losses(tmp_path / "whole")
+    # Also where that has been done by an earlier continuation, after which nothing was saved.
+    places = [
+        [(line["event"], line["step"]) for line in read_log(tmp_path / run)] for run in ("left", "whole")
+    ]
+    assert places[0] == places[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_command_saves_and_leaves(number, text, tmp_path):
+    command = (
+        "pretrain --nproc-per-node 2 --ranks-per-node 1 --num-layers 1 --hidden-size 64 --seq-length 16 "
+        f"--num-attention-heads 2 --vocabulary-size 512 --micro-batch-size 1 --train-iters 100000 "
+        f"--eval-interval 100000 --no-tensorboard --cache-dir {tmp_path / 'cache'} --data-path {text} "
+        f"--out {tmp_path / 'run'} --save {tmp_path / 'checkpoints'}"
+    )
+    log = tmp_path / "run" / "metrics.jsonl"
+    with command_after(3, *command.split(), log=log) as process:
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0
+    assert f"because of {number.name}; saved in" in output
+    steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
+    latest = (tmp_path / "checkpoints" / "latest").read_text().strip()
+    assert latest == f"step-{steps[-1]:08d}"
+
+
+def timed_parts() -> dict[str, tuple[float, float]]:
+    timers = Timers(level=1, device=CPU)
+    for _ in range(4):
+        with timers("slow on rank 1", level=1):
+            time.sleep(0.02 * torch.distributed.get_rank())
+        with timers("left out", level=2):
+            pass
+        timers.count_step()
+    first = timers.summarize()
+    assert timers.summarize() == {}
+    return first
+
+
+def test_timers_give_the_bounds_over_all_ranks():
+    first, second = run_ranks(timed_parts, 2, timeout=60)
+    assert first == second
+    assert list(first) == ["slow on rank 1"]
+    least, most = first["slow on rank 1"]
+    # A sleep is never shorter than asked for; how much longer it is decides nothing.
+    assert 0 <= least <= most
+    assert most >= 20
+
+
+def written_lines(tmp_path: Path, config: LoggingConfig) -> list[str]:
+    console = Console(file=(tmp_path / "console").open("w+"), force_terminal=False)
+    writer = MetricsWriter(config, description="qwd", steps=4, first_step=0, console=console)
+    for step in range(1, 5):
+        writer.log_step(step_metrics(step))
+    writer.log_timings({"optimizer": (1.0, 2.5)})
+    writer.close()
+    console.file.close()
+    return (tmp_path / "console").read_text().splitlines()
+
+
+def test_a_line_has_the_means_since_the_last_one(tmp_path):
+    config = LoggingConfig(out=tmp_path, tensorboard=False, log_interval=3, log_throughput=True)
+    lines = written_lines(tmp_path, config)
+    assert [line.split(" | ")[0] for line in lines[:3]] == [f"qwd: step {s}/4" for s in (1, 3, 4)]
+    assert lines[1].split(" | ")[1:] == [
+        "samples 24", "loss 2.5000", "lr 1.000e-03", "grad norm 0.500", "500.0 ms", "1,000 tokens/s",
+        "2 TFLOP/s per device", "2.5 kB intra-node", "500 B inter-node", "5.90x fewer",
+    ]  # fmt: skip
+    assert lines[3] == "qwd: milliseconds per step, least and most of the ranks: optimizer 1.0-2.5"
+
+
+def test_tensorboard_events_go_where_they_are_wanted(tmp_path):
+    written_lines(tmp_path, LoggingConfig(out=tmp_path / "run", tensorboard_dir=tmp_path / "events"))
+    assert list((tmp_path / "events").glob("events.out.tfevents*"))
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+def test_a_missing_wandb_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SettingError, match="pip install wandb"):
+        written_lines(tmp_path, LoggingConfig(out=tmp_path, wandb_project="p"))

@@ -1,0 +1,110 @@
+"""The self-test needs torch and NumPy alone; every other command names the packages that it lacks.
+
+Layer: fresh processes, in which the other packages cannot be imported. So can none in their ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sdp4bit_lab.cli import COMMANDS
+from tests import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+EXTRA = {
+    "yaml" if name == "pyyaml" else name
+    for name in (
+        re.split("[>=;<]", requirement)[0].strip()
+        for requirement in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+            "optional-dependencies"
+        ]["lab"]
+    )
+}
+OTHERS = {"hypothesis", "megatron", "numba", "pandas", "pyarrow", "transformers", "triton", "zstandard"}
+OF_TYRO = {"docstring_parser", "markdown_it", "pygments", "shtab", "typeguard"}
+
+
+def run_without(packages: set[str], folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command; neither it nor the ranks that it starts can import these packages."""
+    lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in sorted(packages))]
+    (folder / "sitecustomize.py").write_text("\n".join(lines))
+    return subprocess.run(
+        [sys.executable, "-m", "sdp4bit_lab", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def test_the_self_test_runs_with_torch_and_numpy_alone(tmp_path: Path) -> None:
+    path = tmp_path / "selftest.json"
+    done = run_without(
+        EXTRA | OTHERS | OF_TYRO,
+        tmp_path,
+        *("selftest", "--device=cpu", "--nproc_per_node", "2", "--ranks-per-node", "1", "--steps", "3"),
+        *("--delay-rounds", "1", "--only", "facts,training,verdict", "--json", str(path)),
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    assert [check["result"] for check in result["checks"]] == ["passed"] * 3
+    assert result["ranks"] == 2 and len(result["checks"][1]["findings"]["losses"]["plain"]) == 3
+    versions = result["checks"][0]["findings"]["ranks"][0]
+    assert versions["kernels"] == "reference"
+    assert "training   passed" in done.stdout and "Verdict: what was checked works" in done.stdout
+
+
+def test_help_of_the_self_test_and_of_the_program_needs_nothing_else(tmp_path: Path) -> None:
+    for arguments in (["--help"], ["selftest", "--help"]):
+        done = run_without(EXTRA | OTHERS | OF_TYRO, tmp_path, *arguments)
+        assert done.returncode == 0 and "selftest" in done.stdout, done.stderr
+    bare, usual = (
+        run_without(EXTRA, tmp_path, "selftest", "-h"),
+        run_without(set(), tmp_path, "selftest", "-h"),
+    )
+    assert bare.stdout == usual.stdout
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "selftest"])
+def test_other_commands_name_what_they_lack(name: str, tmp_path: Path) -> None:
+    done = run_without(EXTRA, tmp_path, name)
+    lacking = ", ".join(COMMANDS[name].packages)
+    assert done.returncode == 2
+    assert done.stderr == f'sdp4bit: error: `sdp4bit {name}` needs {lacking}: pip install "sdp4bit[lab]"\n'
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_starts_with_the_packages_that_it_asks_for(name: str, tmp_path: Path) -> None:
+    """Its settings, and the modules that it imports when it runs."""
+    done = run_without(EXTRA - set(COMMANDS[name].packages), tmp_path, name, "--help-all")
+    assert done.returncode == 0, done.stderr
+
+
+def test_commands_ask_together_for_what_the_extra_installs() -> None:
+    asked = {package for command in COMMANDS.values() for package in command.packages}
+    assert asked == (EXTRA if sys.version_info < (3, 11) else EXTRA - {"tomli"})
+
+
+def test_a_wrong_option_of_the_self_test_is_named(tmp_path: Path) -> None:
+    for arguments, message in (
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["--step", "3"], "unrecognized arguments: --step 3"),
+        (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--simulated-ranks", "4"], "--simulated-ranks 4 needs --ranks-per-node"),
+    ):
+        done = run_without(EXTRA, tmp_path, "selftest", *arguments)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
