@@ -3,7 +3,7 @@
     sdp4bit compare --strategies baseline,tlq-hs,sdp4bit,... --seeds 1,2,3,4,5,6 --out runs/compare ...
     python -m benchmarks.curve runs/compare [runs/more ...] --out runs/curve
 
-reads comparisons, of simulated ranks or of `benchmarks.ddp_hooks`, whose runs include the baseline. Bytes are
+reads comparisons, of simulated ranks or of experiments/ddp_hooks, whose runs include the baseline. Bytes are
 what a step sends per parameter to one other node, by the counted bytes of the runs. A two-level exchange
 without quantization would send 6, an fp32 gradient and a bf16 weight; plain FSDP2, whose collectives know no
 nodes, sends more. The cost is the difference of the validation loss to the baseline with the same seed, with
@@ -15,9 +15,10 @@ compared with `ddp`. Writes curve.md and curve.png.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,18 +27,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.law import BASELINE_OF_DDP, costs, write_findings
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.config import GradientConfig
 from sdp4bit.traffic import TrafficCounter
-from sdp4bit_lab.common.files import save_figure
-from sdp4bit_lab.common.settings import require
-from sdp4bit_lab.compare.paired import PairedDifference
+from sdp4bit_lab.common.files import save_figure, write_atomically
+from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.compare.paired import FEWEST_PAIRS, PairedDifference, paired_difference
 from sdp4bit_lab.pretrain.config.pretrain import ModelConfig
 from sdp4bit_lab.pretrain.model.gpt import GPT
-from sdp4bit_lab.report.runs import Run
+from sdp4bit_lab.report.pairs import validated_together
+from sdp4bit_lab.report.runs import Run, find_runs
 from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, simulated_layout
 
+BASELINE = "baseline"
+BASELINE_OF_DDP = "ddp"
+"""What `experiments.ddp_hooks.run` calls DDP without a hook, with which those with hooks are compared."""
 MEASURE = "tlq-hs"
 """The strategy by whose cost that of others is predicted."""
 _HALF = 2.0
@@ -60,6 +64,28 @@ class Point:
         interval = self.difference.percent_interval
         assert interval is not None
         return interval
+
+
+def costs(runs: Sequence[Run]) -> dict[str, tuple[list[Run], PairedDifference]]:
+    """Return of every strategy its runs and the difference of their validation loss to the baseline's.
+
+    Strategies without three seeds or more in common with their baseline are left out.
+    """
+    found = {}
+    for label in dict.fromkeys(run.label for run in runs):
+        if label is None or label in (BASELINE, BASELINE_OF_DDP):
+            continue
+        plain = BASELINE_OF_DDP if label.startswith(f"{BASELINE_OF_DDP}-") else BASELINE
+        baselines = {run.seed: run for run in runs if run.label == plain}
+        mine = [run for run in runs if run.label == label and run.seed in baselines]
+        pairs = {}
+        for run in mine:
+            together = validated_together(run, baselines[run.seed])
+            if together is not None and run.seed is not None:
+                pairs[run.seed] = together[1:]
+        if len(pairs) >= FEWEST_PAIRS:
+            found[label] = mine, paired_difference(pairs)
+    return found
 
 
 def points(runs: Sequence[Run]) -> list[Point]:
@@ -207,6 +233,34 @@ def _draw_point(axes: Any, point: Point, *, marker: str) -> None:
     if point.expected is not None:
         hollow: dict[str, Any] = {"marker": "D", "facecolors": "none", "edgecolors": line.get_color()}
         axes.scatter(point.bytes_per_parameter, point.expected, s=28, **hollow)
+
+
+def write_findings(
+    name: str,
+    description: str | None,
+    *,
+    points: Callable[[Sequence[Run]], Sequence[Any]],
+    table: Callable[[Sequence[Any]], str],
+    draw: Callable[[Sequence[Any], Path], None],
+) -> int:
+    """Run a program that makes NAME.md and NAME.png of finished comparisons; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="--out folders of sdp4bit compare")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    try:
+        found = points(find_runs(arguments.runs))
+    except SettingError as error:
+        print(f"benchmarks.{name}: {error}", file=sys.stderr)
+        return 2
+    print(table(found))
+    write_atomically(arguments.out / f"{name}.md", table(found))
+    draw(found, arguments.out / f"{name}.png")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Train with DistributedDataParallel and its communication hooks: the neighbours of sharded training.
 
-    torchrun --nproc-per-node 4 -m benchmarks.ddp_hooks --hooks ddp ddp-bf16 ddp-powersgd-4 ddp-sdp4bit \\
+    torchrun --nproc-per-node 4 -m experiments.ddp_hooks.run --hooks ddp ddp-bf16 ddp-powersgd-4 ddp-sdp4bit \\
         --seeds 1,2,3 --out runs/ddp --ranks-per-node 2 --train-iters 250 ...
     python -m benchmarks.curve runs/compare runs/ddp --out runs/curve
 
@@ -221,7 +221,7 @@ def main() -> int:
                     train(config, hook, ranks=ranks)
         return 0
     except SettingError as error:
-        print(f"benchmarks.ddp_hooks: {error}", file=sys.stderr)
+        print(f"experiments.ddp_hooks.run: {error}", file=sys.stderr)
         return 2
 
 

@@ -1,6 +1,6 @@
 """Measure where quantization errs while a model trains: by strategy, kind of layer and time. One process.
 
-    python -m benchmarks.errors --out runs/errors --simulated-ranks 4 --ranks-per-node 2 --train-iters 250
+    python -m experiments.errors.run --out runs/errors --simulated-ranks 4 --ranks-per-node 2 --train-iters 250
 
 trains as `sdp4bit pretrain` does with these options, on simulated ranks, and looks at every tenth step
 (`--every`) at all of its gradients and weights. Sums of squares go to errors.jsonl, their shares over the
@@ -380,7 +380,7 @@ def main() -> int:
             train_and_measure(config, ranks=ranks)
         return 0
     except SettingError as error:
-        print(f"benchmarks.errors: {error}", file=sys.stderr)
+        print(f"experiments.errors.run: {error}", file=sys.stderr)
         return 2
 
 

@@ -2,7 +2,7 @@
 
     sdp4bit compare --strategies baseline --seeds 1,2,3 --simulated-ranks 4 --ranks-per-node 2 ... \\
         --out runs/feedback
-    python -m benchmarks.error_feedback --seeds 1,2,3 --feedback none plain averaged --out runs/feedback \\
+    python -m experiments.error_feedback.run --seeds 1,2,3 --feedback none plain averaged --out runs/feedback \\
         --strategy tlq-hs --gradient-quantization-bits-inter 3 --simulated-ranks 4 --ranks-per-node 2 ...
     python -m benchmarks.curve runs/feedback --out runs/feedback
 
@@ -169,7 +169,7 @@ def main() -> int:
                     )
         return 0
     except SettingError as error:
-        print(f"benchmarks.error_feedback: {error}", file=sys.stderr)
+        print(f"experiments.error_feedback.run: {error}", file=sys.stderr)
         return 2
 
 

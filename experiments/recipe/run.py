@@ -5,7 +5,7 @@
             --nproc-per-node 1 --micro-batch-size 16 --eval-iters 16 --compute-dtype bf16 \\
             --seed 1 --out runs/recipe/$rate-$warmup-1
     done; done
-    python -m benchmarks.recipe runs/recipe
+    python -m experiments.recipe.run runs/recipe
 
 A run is stable if no gradient norm after the warm-up is above four times their median. Beside it are all
 spikes by the rule of `sdp4bit_lab.pretrain.stability`, those while the learning rate still rises included.
@@ -70,7 +70,7 @@ def main() -> int:
     try:
         print(table(find_runs(parser.parse_args().runs)), end="")
     except SettingError as error:
-        print(f"benchmarks.recipe: {error}", file=sys.stderr)
+        print(f"experiments.recipe.run: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -1,6 +1,6 @@
 """Time what is watched in training steps: 2 nodes x 2 ranks over gloo on this machine, one GPT.
 
-    python -m benchmarks.telemetry --rounds 20 --json telemetry.json
+    python -m experiments.telemetry.run --rounds 20 --json telemetry.json
 
 Each variant (off, and every `--intervals`) has a model of its own, built from the same weights; a round runs
 a block of as many steps as the longest interval of each, in an order drawn anew, so that a disturbance hits
@@ -139,7 +139,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.telemetry", description=__doc__.split("\n")[0] if __doc__ else None
+        prog="python -m experiments.telemetry.run", description=__doc__.split("\n")[0] if __doc__ else None
     )
     parser.add_argument("--intervals", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--rounds", type=int, default=20)
@@ -152,7 +152,7 @@ def main() -> None:
     arguments = parser.parse_args()
     measured = measure(arguments)
     machine = describe_machine()
-    machine["command"] = shlex.join(["python", "-m", "benchmarks.telemetry", *sys.argv[1:]])
+    machine["command"] = shlex.join(["python", "-m", "experiments.telemetry.run", *sys.argv[1:]])
     print(f"{measured['parameters'] / 1e6:.1f} million parameters, {RANKS} ranks, {machine['cpu']}")
     for variant in measured["variants"]:
         name = f"every {variant['interval']} steps" if variant["interval"] else "off"

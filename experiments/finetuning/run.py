@@ -3,7 +3,7 @@
     sdp4bit pretrain --nproc-per-node 2 --ranks-per-node 1 --train-iters 300 --lr 1e-3 --save runs/tiny \\
         --out runs/pretrain
     sdp4bit export --load runs/tiny --out runs/model
-    python -m benchmarks.finetuning --model runs/model --out runs/finetuning --seeds 1,2,3
+    python -m experiments.finetuning.run --model runs/model --out runs/finetuning --seeds 1,2,3
 
 Two gloo processes stand for two nodes. The model, a GPT-2 in Hugging Face's format, learns to say what a
 function does from its name and arguments: the pairs are the functions of the standard library and the first

@@ -1,6 +1,6 @@
 """Hold what quantized gradients cost in loss against their squared error: is it one line through zero?
 
-    python -m benchmarks.law runs/compare [runs/more ...] --out runs/law
+    python -m experiments.law.run runs/compare [runs/more ...] --out runs/law
 
 reads finished comparisons whose runs include the baseline, and takes the strategies that quantize gradients
 alone. The error of a run is the mean over its steps of the squared relative error that telemetry samples on
@@ -21,16 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.curve import costs, write_findings
 from sdp4bit_lab.common.files import save_figure, write_atomically
 from sdp4bit_lab.common.settings import SettingError, require
 from sdp4bit_lab.compare.paired import FEWEST_PAIRS, PairedDifference, paired_difference
 from sdp4bit_lab.report.pairs import validated_together
 from sdp4bit_lab.report.runs import Run, find_runs
-
-BASELINE = "baseline"
-BASELINE_OF_DDP = "ddp"
-"""What `benchmarks.ddp_hooks` calls DDP without a hook, with which those with hooks are compared."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
@@ -46,28 +42,6 @@ class Point:
         interval = self.difference.percent_interval
         assert interval is not None
         return (interval[1] - interval[0]) / 2
-
-
-def costs(runs: Sequence[Run]) -> dict[str, tuple[list[Run], PairedDifference]]:
-    """Return of every strategy its runs and the difference of their validation loss to the baseline's.
-
-    Strategies without three seeds or more in common with their baseline are left out.
-    """
-    found = {}
-    for label in dict.fromkeys(run.label for run in runs):
-        if label is None or label in (BASELINE, BASELINE_OF_DDP):
-            continue
-        plain = BASELINE_OF_DDP if label.startswith(f"{BASELINE_OF_DDP}-") else BASELINE
-        baselines = {run.seed: run for run in runs if run.label == plain}
-        mine = [run for run in runs if run.label == label and run.seed in baselines]
-        pairs = {}
-        for run in mine:
-            together = validated_together(run, baselines[run.seed])
-            if together is not None and run.seed is not None:
-                pairs[run.seed] = together[1:]
-        if len(pairs) >= FEWEST_PAIRS:
-            found[label] = mine, paired_difference(pairs)
-    return found
 
 
 def points(runs: Sequence[Run]) -> list[Point]:
@@ -143,34 +117,6 @@ def draw(found: Sequence[Point], path: Path) -> None:
 def _quantizes_gradients_alone(run: Run) -> bool:
     gradients, weights = (run.setting("quantization", part) for part in ("gradients", "weights"))
     return gradients is not None and weights is None
-
-
-def write_findings(
-    name: str,
-    description: str | None,
-    *,
-    points: Callable[[Sequence[Run]], Sequence[Any]],
-    table: Callable[[Sequence[Any]], str],
-    draw: Callable[[Sequence[Any], Path], None],
-) -> int:
-    """Run a program that makes NAME.md and NAME.png of finished comparisons; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}",
-        description=description,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("runs", nargs="+", type=Path, help="--out folders of sdp4bit compare")
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    try:
-        found = points(find_runs(arguments.runs))
-    except SettingError as error:
-        print(f"benchmarks.{name}: {error}", file=sys.stderr)
-        return 2
-    print(table(found))
-    write_atomically(arguments.out / f"{name}.md", table(found))
-    draw(found, arguments.out / f"{name}.png")
-    return 0
 
 
 if __name__ == "__main__":

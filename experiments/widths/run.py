@@ -1,6 +1,6 @@
 """Measure what each width of the codes loses: squared relative errors of known values. One process, seconds.
 
-    python -m benchmarks.widths [--out widths.md]
+    python -m experiments.widths.run [--out widths.md]
 
 quantizes and dequantizes values with the operators that training calls, by width, rounding and group size:
 
@@ -11,7 +11,7 @@ quantizes and dequantizes values with the operators that training calls, by widt
 
 An error is |received - sent|^2 / |sent|^2 over 2^20 values; bits are those of codes and scales.
 
-    python -m benchmarks.widths --drift-steps 100
+    python -m experiments.widths.run --drift-steps 100
 
 trains a small transformer on the bytes of the standard library's sources, plainly, and keeps a bf16 replica
 of its weights by quantized differences for each of `DRIFTS`. Printed is |main - replica| over what rounding
