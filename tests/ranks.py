@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import inspect
 import multiprocessing
 import os
@@ -53,45 +54,91 @@ def run_ranks(
     *args: Any,
     timeout: float = 240.0,
     backend: ops.BackendName = "reference",
+    fresh: bool = False,
 ) -> list[Any]:
     """Call function(*args) in world_size processes joined by gloo; return each rank's result.
 
     A failure or a timeout ends all processes and raises with the traceback of every rank that has one.
     The processes are copies of one that has imported `_PRELOADED`, and the function's module's `PRELOAD`.
+    They stay for the next call from the same file of tests, because the first training step of a process
+    takes three times as long as the others.
 
     Args:
         function: a module-level function.
         backend: what serves the operators; the reference by default, which needs no compilation.
+        fresh: start processes for this call alone: for functions that change their process.
     """
     sys.audit(STARTED, function)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = _context(getattr(sys.modules[function.__module__], "PRELOAD", []))
     before = [*before_functions]
     timeout *= 10 if before else 1
+    pool = _pool_for(getattr(sys.modules[function.__module__], "PRELOAD", []))
+    idle = [] if fresh or before else pool.idle
+    workers = [idle.pop() if idle else _Worker(pool.context) for _ in range(world_size)]
+    succeeded = False
     with tempfile.TemporaryDirectory() as folder:
-        processes, pipes = [], []
-        for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run_rank,
-                args=(sender, folder, rank, world_size, timeout, backend, before, function, args),
-                daemon=True,
-            )
-            process.start()
-            sender.close()
-            processes.append(process)
-            pipes.append(receiver)
         try:
-            return _collect(pipes, time.monotonic() + timeout)
+            for rank, worker in enumerate(workers):
+                task = (os.getcwd(), folder, rank, world_size, timeout, backend, before, function, args)
+                worker.pipe.send_bytes(pickle.dumps(task))
+            results = _collect([worker.pipe for worker in workers], time.monotonic() + timeout)
+            succeeded = True
+            return results
         finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
+            if succeeded and not fresh and not before and len(pool.idle) + world_size <= _MOST_IDLE:
+                pool.idle += workers
+            else:
+                _end(workers)
+
+
+_MOST_IDLE = 8
+"""Processes that a worker of the tests keeps for its file."""
+
+
+class _Worker:
+    """A process that calls functions, one after the other."""
+
+    def __init__(self, context: ForkServerContext) -> None:
+        self.pipe, remote = context.Pipe()
+        self.process = context.Process(target=_serve, args=(remote,), daemon=True)
+        self.process.start()
+        remote.close()
+
+
+class _Pool:
+    """The processes that wait for the next function of a test file."""
+
+    def __init__(self, file: str, modules: list[str]) -> None:
+        self.key = file, modules
+        self.context = _context(modules)
+        self.idle: list[_Worker] = []
+
+
+_pool: _Pool | None = None
+
+
+def _pool_for(modules: list[str]) -> _Pool:
+    """Return the pool of the running test's file. That of another file ends: files must not depend on each
+    other."""
+    global _pool
+    file = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+    if _pool is None or _pool.key != (file, modules):
+        if _pool is not None:
+            _end(_pool.idle)
+        _pool = _Pool(file, modules)
+    return _pool
+
+
+def _end(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.process.kill()
+        worker.pipe.close()
+    for worker in workers:
+        worker.process.join()
 
 
 def on_ranks(
-    world_size: int, *, timeout: float = 240.0
+    world_size: int, *, timeout: float = 240.0, fresh: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of what every one of so many ranks does, with the same arguments; see `run_ranks`."""
 
@@ -100,7 +147,8 @@ def on_ranks(
 
         @functools.wraps(function)
         def test(*args: Any, **kwargs: Any) -> None:
-            run_ranks(test, world_size, *signature.bind(*args, **kwargs).args, timeout=timeout)
+            arguments = signature.bind(*args, **kwargs).args
+            run_ranks(test, world_size, *arguments, timeout=timeout, fresh=fresh)
 
         test.in_rank = function  # type: ignore[attr-defined]
         return test
@@ -154,8 +202,21 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
+def _serve(pipe: Connection) -> None:
+    """Run in a rank's process: call functions until the other end of the pipe is closed."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        _run_rank(pipe, *task)
+        gc.collect()  # models and process groups refer to each other
+
+
 def _run_rank(
-    sender: Connection,
+    pipe: Connection,
+    current: str,
     folder: str,
     rank: int,
     world_size: int,
@@ -166,8 +227,8 @@ def _run_rank(
     args: tuple[Any, ...],
 ) -> None:
     faulthandler.dump_traceback_later(max(1.0, timeout - 2.0))
-    torch.set_num_threads(1)
     try:
+        os.chdir(current)
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/store",
@@ -181,10 +242,12 @@ def _run_rank(
             result = getattr(function, "in_rank", function)(*args)
         dist.barrier()
         dist.destroy_process_group()
-        sender.send_bytes(pickle.dumps((True, result)))
+        pipe.send_bytes(pickle.dumps((True, result)))
     except BaseException:
-        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         raise SystemExit(1) from None
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def run_threads(
