@@ -33,6 +33,14 @@ ECOSYSTEM = (
 )
 """Where tests need another package's programs or compilers: Megatron-Core, numba and Triton, transformers, a
 browser, trainers."""
+LAB = (
+    "tests/lab/",
+    "tests/test_determinism.py",
+    "tests/test_docs.py",
+    "tests/test_examples",
+    "tests/test_user_path.py",
+)
+"""Tests of the programs; the others are tests of the library."""
 STARTERS = (
     ranks.run_ranks,
     ranks.run_threads,
@@ -158,6 +166,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kinds = {item: kind_of(item) for item in items}
     for item, kind in kinds.items():
         item.add_marker(kind)
+        item.add_marker("lab" if item.nodeid.startswith(LAB) else "lib")
     long = {item.path for item, kind in kinds.items() if kind != "unit"}
     items.sort(key=lambda item: item.path not in long)
     if config.getoption("--mutations"):

@@ -102,6 +102,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     return {path: Page(path) for path in folder.rglob("*.html")}
 
 
+@pytest.mark.slow
 def test_links_of_the_site_lead_somewhere(site: dict[Path, Page]) -> None:
     assert len(site) > 30
     for page in site.values():
@@ -119,6 +120,7 @@ def test_links_of_the_site_lead_somewhere(site: dict[Path, Page]) -> None:
                 assert unquote(parts.fragment) in site[target].ids | {"__top"}, f"{page.path.name}: {link}"
 
 
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_elsewhere(site: dict[Path, Page]) -> None:
     for page in site.values():
         for target in page.fetched:
@@ -129,6 +131,7 @@ def test_the_site_loads_nothing_from_elsewhere(site: dict[Path, Page]) -> None:
         assert not outside, f"{sheet.name}: {outside}"
 
 
+@pytest.mark.slow
 def test_lists_and_tables_are_drawn(site: dict[Path, Page]) -> None:
     """Not shown as they stand, as where they are nested by two spaces or follow a paragraph at once."""
     for page in site.values():
@@ -136,6 +139,7 @@ def test_lists_and_tables_are_drawn(site: dict[Path, Page]) -> None:
         assert not re.search(r"\|\s*:?---|^(?:<p>)?(?:[*-]|\d+\.) ", text, re.MULTILINE), page.path.name
 
 
+@pytest.mark.slow
 def test_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:
     ids = {each for page in site.values() if page.path.parent.name == "reference" for each in page.ids}
     undocumented = {"__version__", "PRESETS", "megatron"}

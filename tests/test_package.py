@@ -130,6 +130,7 @@ def test_installed_version_is_the_one_in_pyproject() -> None:
     assert importlib.metadata.version("sdp4bit") == sdp4bit.__version__
 
 
+@pytest.mark.slow
 def test_wheel_ships_types_and_licence_and_the_two_packages(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "LICENSE", "README.md", "sdp4bit", "sdp4bit_lab", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)

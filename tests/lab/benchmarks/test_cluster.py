@@ -26,6 +26,7 @@ from tests import ROOT
 from tests.ranks import run_ranks
 
 REASON = reason_to_skip()
+pytestmark = pytest.mark.slow
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 TINY = Workload(layers=2, hidden=64, heads=2, vocabulary=512, sequence_length=32, warmup_steps=1)
@@ -203,7 +204,6 @@ def numel() -> int:
     return TINY.layers * per_layer + (TINY.vocabulary + TINY.sequence_length) * hidden + 2 * hidden
 
 
-@pytest.mark.slow
 def test_every_strategy_trains_the_same_model_and_sends_what_it_should() -> None:
     names = strategies_for(ONE_PER_NODE)
     first, second = run_ranks(train, 2, names, ONE_PER_NODE, timeout=60.0)
@@ -237,7 +237,6 @@ def test_every_strategy_trains_the_same_model_and_sends_what_it_should() -> None
     assert all(first[name][1] is None for name in ("fsdp2", "ddp", "ddp-bf16", "ddp-powersgd"))
 
 
-@pytest.mark.slow
 def test_levels_send_less_and_change_no_result_in_full_precision() -> None:
     layout = Cluster(nodes=2, ranks_per_node=2)
     names = ["fair", "hierarchical", "sdp4bit", "hsdp", "hsdp-sdp4bit"]
@@ -331,7 +330,6 @@ def test_several_runs_are_shown_by_the_medians_of_their_medians(
     assert "the runs differ in nodes" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @needs_namespaces
 def test_a_small_cluster_is_measured_from_end_to_end(tmp_path: Path) -> None:
     before = namespaces()
@@ -355,7 +353,6 @@ def test_a_small_cluster_is_measured_from_end_to_end(tmp_path: Path) -> None:
         assert sent["sdp4bit"] * 5 < sent["hierarchical"] < 0.55 * sent["fair"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("warmup_steps", "spikes"), [(20, []), (1, [11])])
 def test_the_training_of_the_benchmark_spikes_without_its_warm_up(
     warmup_steps: int, spikes: list[int]

@@ -15,6 +15,8 @@ from sdp4bit_lab.pretrain.model.gpt import GPT
 from sdp4bit_lab.report.runs import find_runs
 from tests.lab.report.written_runs import settings, train_event, validation_event, write_run
 
+pytestmark = pytest.mark.slow
+
 
 def comparison_runs(folder: Path, costs: dict[str, tuple[float, float]]) -> None:
     """Write runs of three seeds whose gradient error and loss above the baseline's are given by strategy."""
