@@ -21,7 +21,7 @@ TESTED_TORCH = "torch 2.9 to 2.14"
 
 Rounding = Literal["nearest", "stochastic", "dither"]
 ReplicaPlacement = Literal["node", "full"]
-WeightMode = Literal["difference", "direct", "lossless"]
+WeightMode = Literal["difference", "direct"]
 MismatchAction = Literal["error", "resync"]
 AlertAction = Literal["warn", "fallback"]
 
@@ -83,9 +83,6 @@ def _check_at_least(name: str, value: int, minimum: int) -> None:
         raise ValueError(f"{name}={value!r} must be an integer of at least {minimum}")
 
 
-_OF_QUANTIZED_WEIGHTS = ("bits", "group_size", "rounding", "clip")
-
-
 @dataclass(frozen=True, kw_only=True)
 class WeightConfig:
     """Quantized weight differences, qWD (paper section 3.1, algorithm 2)."""
@@ -95,13 +92,8 @@ class WeightConfig:
     bits groups of 128 are worth their scales (docs/numerics.md)."""
     group_size: int = _option(2048, flag="wq-group-size", help="weight differences that share a scale")
     """Values that share one scale; a multiple of 32."""
-    mode: WeightMode = _option(  # noqa: RUF009
-        "difference", flag="weight-mode", help="difference, direct, or lossless: exact, of varying size"
-    )
-    """"difference" sends main shard minus replica; "direct" sends the weights themselves (qW). "lossless"
-    sends the change of the 16-bit weights, entropy-coded: what every rank holds equals plain FSDP2's weights
-    bit for bit. It takes what it takes, some 0.3 to 4 bits per weight by the learning rate
-    (docs/numerics.md), and so has no use for bits, group_size and rounding. On the CPU only."""
+    mode: WeightMode = "difference"
+    """"difference" sends main shard minus replica; "direct" sends the weights themselves (qW)."""
     rounding: Rounding = "nearest"
     """Nearest contracts every group; the reference implementation rounds stochastically. Subtractive dither
     ("dither") has the error of nearest, unbiased."""
@@ -121,23 +113,12 @@ class WeightConfig:
         _check_choice("weights.mode", self.mode, get_args(WeightMode))
         _check_choice("weights.rounding", self.rounding, get_args(Rounding))
         _check_choice("weights.replica", self.replica, get_args(ReplicaPlacement))
-        for name in _OF_QUANTIZED_WEIGHTS if self.is_lossless else ():
-            if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
-                raise ValueError(
-                    f'weights.{name}={value!r} has no effect with weights.mode="lossless", which rounds '
-                    "nothing: leave it out"
-                )
         is_number = isinstance(self.clip, int | float) and not isinstance(self.clip, bool)
         if self.clip is not None and not (is_number and LEAST_CLIP <= self.clip <= 1):
             raise ValueError(
                 f"weights.clip={self.clip!r} must be from {LEAST_CLIP} to 1, which does not clip, or None, "
                 "which chooses"
             )
-
-    @property
-    def is_lossless(self) -> bool:
-        """Whether replicas equal the main weights as plain FSDP2 would gather them, bit for bit."""
-        return self.mode == "lossless"
 
     @property
     def effective_clip(self) -> float:

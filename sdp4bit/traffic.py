@@ -97,13 +97,12 @@ class TrafficCounter:
         self.count_bytes(layout.nbytes * copies, level=level, peers=peers)
         self._current.padding_bytes += layout.padding_bytes * copies * peers
 
-    def count_bytes(self, nbytes: int, *, level: Level, peers: int, padding: int = 0) -> None:
-        """Count `nbytes` to each of `peers` ranks of the level ("intra" or "inter"), padding among them."""
+    def count_bytes(self, nbytes: int, *, level: Level, peers: int) -> None:
+        """Count `nbytes` to each of `peers` ranks of the level ("intra" or "inter")."""
         if level == "intra":
             self._current.intra_bytes += nbytes * peers
         else:
             self._current.inter_bytes += nbytes * peers
-        self._current.padding_bytes += padding * peers
         self._current.collectives += 1
 
     def count_plain(self, row_bytes: int, members: Sequence[int] | None = None) -> None:

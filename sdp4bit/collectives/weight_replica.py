@@ -15,7 +15,6 @@ from sdp4bit.collectives.exchange import (
     all_gather_blocks,
     start_all_gather_rows,
 )
-from sdp4bit.collectives.lossless_refresh import LosslessCoding, LosslessExchange
 from sdp4bit.collectives.reduce_scatter import count_nonfinite
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import WHOLE, Range, Section, split_messages, whole_row
@@ -31,8 +30,7 @@ from sdp4bit.traffic import Level, TrafficCounter
 class QuantizedReplica:
     """The arithmetic of a replica's refresh: what comes before and after the all-gathers, for any rank.
 
-    "difference" sends what has to be added to what is held, "direct" what replaces it, and "lossless" the
-    change of the bits that weights are gathered in, which rounds nothing and has no part in this arithmetic.
+    "difference" sends what has to be added to what is held, "direct" what replaces it.
     """
 
     def __init__(self, config: WeightConfig, *, seed: int, bucket: int, rank: int) -> None:
@@ -47,8 +45,6 @@ class QuantizedReplica:
         self._seed = seed
         self._bucket = bucket
         self._rank = rank
-        self.coding = LosslessCoding()
-        """What lossless refreshes have come to."""
 
     def configure(self, config: WeightConfig) -> None:
         """Do the next refreshes with these settings; all ranks change them between the same two.
@@ -63,7 +59,7 @@ class QuantizedReplica:
     @property
     def bits(self) -> int | None:
         """Bits of a value in a quantized refresh; None if no refresh loses anything."""
-        return None if self.config.is_lossless else self.config.bits
+        return self.config.bits
 
     @property
     def group_size(self) -> int:
@@ -287,7 +283,6 @@ class WeightReplica(QuantizedReplica):
 
         Every rank, the owner of a row included, applies the same dequantized difference, so all copies stay
         bit-identical and what rounding left out is part of the next difference.
-        With lossless weights it holds what the main shards are in its type: see LosslessExchange.
         Steps: 1. subtract and quantize each section;  2. all-gather of one message between nodes; and in
         wait() 3. "full": all-gather of the messages in the node;  4. dequantize and add each section.
 
@@ -299,24 +294,18 @@ class WeightReplica(QuantizedReplica):
         self.wait()
         assert self.rows is not None
         if self.bits is None:
-            row = row.to(self.rows.dtype)
-        if self.bits is None and not self.config.is_lossless:
-            self.start_full_refresh(row)
+            self.start_full_refresh(row.to(self.rows.dtype))
             return
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=row.device)
         if self.rows.dtype == torch.float16:
             # Finite weights and differences may sum to more than fp16 holds; bf16 has fp32's range.
             self.nonfinite = _is_nonfinite(row.to(torch.float16))
-        self.coding.begin()
         sections = self._sections or whole_row(row.numel())
-        if self.config.is_lossless:  # which rounds nothing: blocks may have values of several parameters
-            sections = whole_row(row.numel())
         if ranges is not None:
             within = [section.within(ranges) for section in sections]
             sections = [section for section in within if section.ranges]
         if sections:
-            start = self._start_lossless if self.config.is_lossless else self._start_differences
-            self._pending = start(row, call, sections)
+            self._pending = self._start_differences(row, call, sections)
 
     def _start_differences(self, row: Tensor, call: int, sections: Sequence[Section]) -> Callable[[], None]:
         """Return what finishes the refresh of these sections."""
@@ -350,28 +339,6 @@ class WeightReplica(QuantizedReplica):
             self._scratch.free_slot(slot)
 
         return finish
-
-    def _start_lossless(self, row: Tensor, call: int, sections: Sequence[Section]) -> Callable[[], None]:
-        """Return what finishes the refresh of this section, of which there is one."""
-        assert self.rows is not None
-        (section,) = sections
-        replica = section.take(self.rows)
-        exchange = LosslessExchange(
-            self._topology,
-            coding=self.coding,
-            scratch=self._scratch,
-            traffic=self._traffic,
-            is_full=self.is_full,
-            name=self._name,
-        )
-        finish = exchange.start(section.take(row), replica, part=0)
-
-        def finish_all() -> None:
-            finish()
-            assert self.rows is not None
-            section.put(replica, self.rows)
-
-        return finish_all
 
     def _apply_all(
         self,

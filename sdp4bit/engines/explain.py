@@ -113,8 +113,6 @@ def describe_ranks(layout: NodeLayout) -> str:
 def describe_weights(config: WeightConfig | None, *, where: str) -> str:
     """Return how quantized weights travel, and where their replica is, as text."""
     assert config is not None
-    if config.is_lossless:
-        return f"lossless, {where}"
     if config.bits is None:
         return f"full precision, {where}"
     clip = f" clipped at {config.effective_clip:g}" if config.effective_clip < 1 else ""

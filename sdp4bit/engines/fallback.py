@@ -243,8 +243,6 @@ def gradient_precisions(config: GradientConfig, *layouts: NodeLayout) -> dict[st
 
 def weight_precisions(config: WeightConfig) -> dict[str, WeightConfig]:
     """Return the settings of each precision by its name, the configured one first."""
-    if config.is_lossless:  # nothing is more precise
-        return {"lossless": config}
     raised = [replace(config, bits=_at_least(config.bits, bits)) for bits in QUANTIZED_BITS]
     precisions = [config, *raised, replace(config, bits=None)]
     return _distinct([(_bits_name(precision.bits), precision) for precision in precisions])

@@ -100,13 +100,7 @@ class GroupStats(Measures):
     compression_ratio: float
     """Bytes of the engine without sdp4bit over those sent, between nodes."""
     weight_bits: int | None
-    """As they are now; None for full precision, or lossless."""
-    lossless_bits: float | None
-    """Bits per weight that lossless weights came to in the last refresh, headers included and padding left
-    out; None for other weights."""
-    late_values: int
-    """Lossless weights that the agreed size of a message had no room for, so that a further one had to bring
-    them in the same refresh: since the start."""
+    """As they are now; None for full precision."""
     gradient_bits: int | None
     """Of the last reduction, on its last hop; None for full precision."""
 
@@ -289,8 +283,6 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
             "compression_ratio": traffic.compression_ratio,
             **measures,
             "weight_bits": None if self.replica is None else self.replica.bits,
-            "lossless_bits": None if self.replica is None else self.replica.coding.bits_per_weight,
-            "late_values": 0 if self.replica is None else self.replica.coding.late_values,
             "gradient_bits": self.gradient_bits,
         }
 
@@ -314,7 +306,7 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
         if self.replica is None:
             return self.weights_unquantized_reason
         text = describe_weights(self.replica.config, where=self.replica_place)
-        text += self.replica.coding.describe() + self._describe_fine([self.replica.bits])
+        text += self._describe_fine([self.replica.bits])
         return text + (f", {self.full_refreshes} times in full precision" if self.full_refreshes else "")
 
     @property

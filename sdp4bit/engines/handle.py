@@ -38,8 +38,6 @@ class Stats(Measures):
     total: dict[str, int]
     compression_ratio: float
     full_refreshes: int
-    lossless_bits: float | None
-    late_values: int
     sampled_step: int | None
 
 
@@ -111,14 +109,6 @@ class ModelCommunication(Generic[GroupT]):
     def detach(self) -> None:
         """Refer to nothing of the model any more; the step count stays."""
         self.groups, self.step_listeners = [], []
-
-
-def _lossless_bits(groups: Sequence[AnyGroup]) -> float | None:
-    """Return the bits per weight of the last lossless refreshes of all groups, None if there are none."""
-    codings = [(c.group.shard_numel, c.replica.coding) for c in groups if c.replica is not None]
-    known = [(numel, c.bits_per_weight) for numel, c in codings if c.bits_per_weight is not None]
-    values = sum(numel for numel, _ in known)
-    return sum(numel * bits for numel, bits in known) / values if values else None
 
 
 StateDict = dict[str, Any]
@@ -199,8 +189,6 @@ class CommHandle(ABC):
             of both is padding, and the number of
             collectives. "compression_ratio": bytes of the engine without sdp4bit over bytes sent between
             nodes in the last step.
-            "lossless_bits": bits per weight that lossless weights came to in the last refreshes, None without
-            any; "late_values": how many of them took a further message, since the start.
             "full_refreshes": how often a group's weights were sent in full precision, after loads and large
             edits, summed over groups; the first time does not count.
             What quantization cost is measured every `TelemetryConfig.interval` steps, in samples of this
@@ -220,8 +208,6 @@ class CommHandle(ABC):
             "total": self._reported(total),
             "compression_ratio": last.compression_ratio,
             "full_refreshes": sum(comm.full_refreshes for comm in state.groups),
-            "lossless_bits": _lossless_bits(state.groups),
-            "late_values": sum(c.replica.coding.late_values for c in state.groups if c.replica is not None),
             "sampled_step": step,
             **measures,
         }
@@ -237,8 +223,7 @@ class CommHandle(ABC):
             "name"; of the last step "intra_bytes", "inter_bytes" and "compression_ratio"; of the last
             measured step "gradient_error", "weight_error", "weight_drift" and "nonfinite_groups", as in
             `stats()`; "weight_bits" and "gradient_bits" (on the last hop) as they are now, None for full
-            precision; of lossless weights "lossless_bits", bits per weight of the last refresh, and
-            "late_values", how many took a further message so far.
+            precision.
         """
         state = self._state
         measured = state.sampled.by_group()

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, get_type_hint
 import torch
 from torch import Tensor
 
-from sdp4bit.quantization import lossless, reference
+from sdp4bit.quantization import reference
 from sdp4bit.quantization.checks import (
     check_clip,
     check_device,
@@ -384,50 +384,3 @@ def dequantize_reduce_hadamard(
     check_values("out", out, messages=messages)
     check_signs(hadamard)
     check_dither(dither, rows=1, numel=layout.numel)
-
-
-@_operator
-def encode_change(new: Tensor, *, held: Tensor, out: Written) -> None:
-    """Write the message by which all who hold the old values of a row get the new ones, bit for bit.
-
-    Blocks that do not fit into the message are left out: they are unchanged for its receivers, and so part of
-    the next one. The header (:func:`sdp4bit.quantization.lossless.read_header`) tells how many values are
-    late.
-
-    Args:
-        new: [n], bf16 or fp16; contiguous, on the host.
-        held: [n], alike: the old values.
-        out: uint8 [capacity], a multiple of 16 bytes, at least `lossless.smallest_message(n)`;
-            `lossless.largest_message(n)` is enough for everything.
-    """
-    if new.dim() != 1 or held.shape != new.shape or held.dtype != new.dtype:
-        raise ValueError(
-            "new and held must be 1-D of equal length and type, "
-            f"got {list(new.shape)} {new.dtype} and {list(held.shape)} {held.dtype}"
-        )
-    if out.dim() != 1:
-        raise ValueError(f"out must be 1-D, got {list(out.shape)}")
-    lossless.check_row("new", new)
-    lossless.check_row("held", held)
-    lossless.check_messages("out", out, numel=new.shape[0])
-
-
-@_operator
-def decode_change(messages: Tensor, *, rows: Written) -> None:
-    """Make row i what the sender of message i had, as far as the message says.
-
-    Args:
-        messages: uint8 [k, capacity], as `encode_change` wrote them.
-        rows: [k, n], bf16 or fp16, changed in place; each row contiguous, on the host.
-
-    Raises:
-        ValueError: as for all operators.
-        DamagedMessageError: a message is not as it was sent. No row has been changed then, unless the message
-            has the right checksum and yet cannot be decoded, which no sender's has.
-    """
-    if rows.dim() != 2 or messages.dim() != 2 or messages.shape[0] != rows.shape[0]:
-        raise ValueError(
-            f"there must be one message per row, got {list(messages.shape)} and {list(rows.shape)}"
-        )
-    lossless.check_row("rows", rows)
-    lossless.check_messages("messages", messages, numel=rows.shape[1])

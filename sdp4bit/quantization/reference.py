@@ -30,7 +30,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sdp4bit.quantization import lossless_reference
 from sdp4bit.quantization.hadamard import Hadamard, flip_signs, hadamard32
 from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MessageLayout
 from sdp4bit.quantization.random import RoundingKey, random_bits16
@@ -328,6 +327,3 @@ def dequantize_reduce_hadamard(
     if hadamard:
         total = flip_signs(hadamard32(total), hadamard.signs)
     out.copy_(total[: layout.numel] * torch.tensor(multiplier, dtype=torch.float32))
-
-
-encode_change, decode_change = lossless_reference.encode_change, lossless_reference.decode_change

@@ -25,7 +25,6 @@ from sdp4bit_lab.plan.paper import (
     Reproduction,
 )
 from sdp4bit_lab.plan.step import Cluster, Plan, StepCost, at_bandwidth, verdict
-from sdp4bit_lab.plan.traffic import LOSSLESS_BITS
 
 NOTABLE_PADDING = 1.05
 _OVERLAPS = {
@@ -113,13 +112,7 @@ def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
         "padding": plan.padding,
         "most_padded_group": plan.most_padded,
         "verdict": verdict(plan, hidden),
-        "assumed_lossless_bits": LOSSLESS_BITS if _is_lossless(config) else None,
     }
-
-
-def _is_lossless(config: PlanConfig) -> bool:
-    weights = config.quantization.weights
-    return weights is not None and weights.is_lossless
 
 
 def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) -> str:
@@ -131,11 +124,6 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
     quantized = plan.quantized
     per_parameter = quantized.inter_bytes_per_node / (plan.parameters * layout.tensor_parallel)
     notes = []
-    if _is_lossless(config):
-        notes.append(
-            f"assumed: lossless weights cost {LOSSLESS_BITS} bits each, more at learning rates above 1e-4, "
-            "less below; they run on the CPU only so far, and what coding takes is left out"
-        )
     if plan.padding > NOTABLE_PADDING:
         notes.append(
             f"padding: FSDP2 cuts dimension 0 into {plan.grid.size} equal parts and fills up what is missing "

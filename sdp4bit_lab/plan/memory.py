@@ -9,7 +9,6 @@ from sdp4bit.collectives.pieces import is_long_enough
 from sdp4bit.collectives.pipeline import SLICES_UNDER_WAY, slice_places
 from sdp4bit.collectives.sections import Section
 from sdp4bit.config import GradientConfig, SDP4BitConfig
-from sdp4bit.quantization.lossless_layout import largest_message
 from sdp4bit_lab.plan.model import ShardedGroup
 from sdp4bit_lab.plan.traffic import (
     GATHERED_BYTES,
@@ -107,13 +106,10 @@ def _message_buffers(
         total += _reduction_buffers(pieces, grid=replicas, config=gradients)
         total += _gather_buffers(pieces, grid=replicas, config=gradients)
     if grid.size > 1 and weights is not None and weights.bits is not None:
-        # The first message of lossless weights has room for all their bits.
-        nbytes = largest_message(row)
-        if not weights.is_lossless:
-            nbytes = sum(
-                section.layout(section.numel, bits=weights.bits, group_size=weights.group_size).nbytes
-                for section in group.cut.refreshed
-            )
+        nbytes = sum(
+            section.layout(section.numel, bits=weights.bits, group_size=weights.group_size).nbytes
+            for section in group.cut.refreshed
+        )
         rows = grid.nodes
         if (is_flat or is_full(weights, grid=grid)) and grid.ranks_per_node > 1:
             rows += grid.size

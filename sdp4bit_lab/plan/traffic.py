@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from sdp4bit.collectives.capacity import room_for
 from sdp4bit.collectives.pieces import is_long_enough, piece_places
 from sdp4bit.collectives.pipeline import group_unit, slice_places
 from sdp4bit.collectives.sections import Section, whole_row
@@ -27,9 +26,6 @@ from sdp4bit_lab.plan.model import ShardedGroup
 
 GATHERED_BYTES = 2
 """Weights are gathered in bf16."""
-LOSSLESS_BITS = 2.5
-"""Bits per weight that lossless weights are taken to cost: an assumption, near the mean over a run whose rate
-decays from 3e-4. They cost 3 to 4 at higher rates and below 1 at 1e-5 (docs/numerics.md)."""
 REDUCED_BYTES = 4
 """Gradients are reduced in fp32."""
 
@@ -289,10 +285,7 @@ def weight_refresh(
         return Exchange()
     g, n = grid.ranks_per_node, grid.nodes
     kernels: tuple[Kernel, ...] = ()
-    if config.is_lossless:
-        # On the CPU only, and not by a kernel that is timed here.
-        nbytes, padding = lossless_bytes(row_numel), 0.0
-    elif config.bits is None:
+    if config.bits is None:
         nbytes, padding = GATHERED_BYTES * row_numel, 0.0
     else:
         parts = sections or whole_row(row_numel)
@@ -325,11 +318,6 @@ def weight_refresh(
         chunks=1,
         kernels=kernels,
     )
-
-
-def lossless_bytes(row_numel: int) -> int:
-    """Return the size of a message of lossless weights at the bits per weight that are assumed."""
-    return room_for(int(row_numel * LOSSLESS_BITS / 8), numel=row_numel)
 
 
 def weight_gather(row_numel: int, *, grid: RankGrid, config: WeightConfig | None) -> Exchange:

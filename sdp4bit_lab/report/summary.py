@@ -156,11 +156,8 @@ def _quantization(run: Run) -> str:
     parts = []
     weights, gradients = run.setting("quantization", "weights"), run.setting("quantization", "gradients")
     if isinstance(weights, dict):
-        if weights.get("mode") == "lossless":
-            parts.append("weights lossless")
-        else:
-            what = "weight differences" if weights.get("mode") == "difference" else "weights"
-            parts.append(f"{what} {weights.get('bits')} bits, groups of {weights.get('group_size')}")
+        what = "weight differences" if weights.get("mode") == "difference" else "weights"
+        parts.append(f"{what} {weights.get('bits')} bits, groups of {weights.get('group_size')}")
     if isinstance(gradients, dict):
         transform = ", Hadamard" if gradients.get("hadamard") else ""
         parts.append(

@@ -12,15 +12,12 @@ from torch import Tensor
 
 from sdp4bit.collectives.all_reduce import PieceQuantizer, sections_of
 from sdp4bit.collectives.exchange import PendingExchange, Use
-from sdp4bit.collectives.lossless_refresh import decode_from, room_for_rest
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, RowPart
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section, split_messages, whole_row
 from sdp4bit.collectives.topology import NodeLayout, Topology, arrange
 from sdp4bit.collectives.weight_replica import QuantizedReplica
 from sdp4bit.config import GradientConfig, WeightConfig
-from sdp4bit.quantization import ops
-from sdp4bit.quantization.lossless import Header
 from sdp4bit.traffic import Level, TrafficCounter
 
 
@@ -281,9 +278,6 @@ class SimulatedReplica(QuantizedReplica):
             call: number of this refresh of the bucket since the start, for the rounding bits.
             sections: of a row; () for one.
         """
-        if self.config.is_lossless:
-            self._refresh_losslessly(rows.to(held.dtype), held)
-            return
         if self.bits is None:
             self.refresh_fully(rows, held)
             return
@@ -301,40 +295,6 @@ class SimulatedReplica(QuantizedReplica):
         if self._is_full and layout.ranks_per_node > 1:
             peers = layout.ranks_per_node - 1
             self._traffic.count_messages(message, level="intra", peers=peers, copies=layout.nodes)
-
-    def _refresh_losslessly(self, rows: Tensor, held: Tensor) -> None:
-        """Do as LosslessExchange does, for each set of ranks that see each other's headers."""
-        self.coding.begin()
-        numel, step = rows.shape[1], 1 if self._is_full else self._layout.ranks_per_node
-        for first in range(step):
-            capacity = self.coding.capacity(first)
-            headers = self._send_losslessly(rows, held, first, step, capacity.nbytes(numel))
-            capacity.note([header.needed for header in headers], numel=numel)
-            if any(header.late for header in headers):
-                self.coding.further_rounds += first == 0
-                room = room_for_rest(headers, numel=numel)
-                self._send_losslessly(rows, held, first, step, room, is_further=True)
-
-    def _send_losslessly(
-        self, rows: Tensor, held: Tensor, first: int, step: int, capacity: int, *, is_further: bool = False
-    ) -> list[Header]:
-        """Change what is held of every `step`-th rank, from `first` on, by messages of this size."""
-        layout, senders = self._layout, range(first, self._layout.size, step)
-        sent = self._scratch.messages("weights", len(senders), capacity, device=rows.device)
-        for message, rank in zip(sent, senders, strict=True):
-            ops.encode_change(rows[rank], held=held[rank], out=message)
-        headers = decode_from(sent, held[first::step], senders=senders, name="the simulated group")
-        if first > 0:
-            return headers
-        self.coding.note_sent(headers[0], is_further=is_further)
-        padding = [capacity - header.used for header in headers[:: layout.ranks_per_node if step == 1 else 1]]
-        if layout.nodes > 1:
-            peers = layout.nodes - 1
-            self._traffic.count_bytes(capacity, level="inter", peers=peers, padding=padding[0])
-        if self._is_full and layout.ranks_per_node > 1:
-            peers, nbytes = layout.ranks_per_node - 1, capacity * layout.nodes
-            self._traffic.count_bytes(nbytes, level="intra", peers=peers, padding=sum(padding))
-        return headers
 
     def count_gather(self, row_bytes: int) -> None:
         """Count a gather of the weights from the ranks of the node, if a rank does not hold all of them."""

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from sdp4bit.collectives.lossless_refresh import check_dtype
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range, RowParameter, Section, cut_row, whole_row
 from sdp4bit.collectives.topology import NodeLayout
@@ -168,8 +167,6 @@ class SimulatedCommHandle(CommHandle):
         comm.weights_unquantized_reason = one_node_reason(config.weights, nodes=nodes)
         comm.gradients_unquantized_reason = one_node_reason(config.gradients, nodes=nodes)
         if config.weights is not None and not comm.weights_unquantized_reason:
-            if config.weights.is_lossless:
-                check_dtype(self._dtype, comm.group.device, name=comm.group.name)
             comm.weight_sections = comm.group.sections(
                 unit=config.weights.group_size, separate=config.separate_parameters
             )

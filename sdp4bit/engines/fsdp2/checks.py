@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from sdp4bit.collectives.lossless_refresh import check_dtype
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.engines.agreement import Layouts
@@ -78,8 +77,6 @@ def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) ->
             f"{group.name} holds {names[0]} parameters; only fp32, bf16 and fp16 can be quantized: give "
             f"them such a type, also by MixedPrecisionPolicy(param_dtype=...), or pass skip=[{group.name!r}]"
         )
-    if config.weights is not None and config.weights.is_lossless and are_quantized:
-        check_dtype(next(iter(group.param_dtypes)), group.device, name=group.name)
     reduced = group.reduce_dtype
     if config.gradients is not None and reduced.is_floating_point and reduced not in QUANTIZED_DTYPES:
         raise ValueError(

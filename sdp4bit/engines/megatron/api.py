@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sdp4bit.collectives.lossless_refresh import check_dtype
 from sdp4bit.collectives.topology import NodeLayout, TopologySpec
 from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig, as_config
@@ -156,9 +155,6 @@ def _check_bucket(bucket: MegatronBucket, config: SDP4BitConfig) -> None:
             f"{bucket.name} holds {bucket.param_dtype} parameters, which have no 16-bit replica: train in "
             "bf16 or fp16 (params_dtype) without fp8 or fp4 parameters"
         )
-    is_replicated = bucket.param_dtype in REPLICATED_DTYPES
-    if config.weights is not None and config.weights.is_lossless and is_replicated:
-        check_dtype(bucket.param_dtype, bucket.device, name=bucket.name)
 
 
 def _warn(

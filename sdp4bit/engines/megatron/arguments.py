@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import warnings
 from dataclasses import Field, fields
-from typing import Any, get_args
+from typing import Any
 
-from sdp4bit.config import QUANTIZED_BITS, GradientConfig, SDP4BitConfig, WeightConfig, WeightMode
+from sdp4bit.config import QUANTIZED_BITS, GradientConfig, SDP4BitConfig, WeightConfig
 
 _WITHOUT_MEANING: dict[str, dict[str, Any]] = {
     "--no-async-tensor-model-parallel-allreduce": {"action": "store_true"},
@@ -53,8 +53,6 @@ def _add(group: argparse._ArgumentGroup, field: Field[object], *, default: objec
         group.add_argument(flag, action="store_true", default=default, help=text)
     else:
         choices: tuple[object, ...] | None = QUANTIZED_BITS if field.name.endswith("bits") else None
-        if field.name == "mode":
-            choices = get_args(WeightMode)
         kind = float if field.name == "clip" else str if isinstance(default, str) else int
         group.add_argument(flag, type=kind, choices=choices, default=default, help=text)
 

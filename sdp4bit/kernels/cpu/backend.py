@@ -21,22 +21,9 @@ import numba
 import torch
 from torch import Tensor
 
-from sdp4bit.kernels.cpu import kernels, lossless, tiles
+from sdp4bit.kernels.cpu import kernels, tiles
 from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout, round_up
-from sdp4bit.quantization.lossless import (
-    MANTISSA_BITS,
-    DamagedMessageError,
-    check_integrity,
-    coding_tables,
-    finish_message,
-    words_left,
-)
-from sdp4bit.quantization.lossless_layout import (
-    HEADER_BYTES,
-    block_count,
-    message_parts,
-)
 from sdp4bit.quantization.random import RoundingKey
 
 _TILE = 1024
@@ -147,11 +134,7 @@ def _run(
     if not work:
         return
     tile, memory = _tile(layout.padded_numel, layout.group_size, terms)
-    run_kernel(kernel, *parameters, tile, work=work, memory=memory)
-
-
-def run_kernel(kernel: Callable[..., None], *parameters: int, work: int, memory: int) -> None:
-    """Run a kernel on as many threads as `work` values deserve, with so many bytes for each of them."""
+    parameters += (tile,)
     threads = min(work // _VALUES_PER_THREAD, torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     if threads < 2 or not _parallel.enter():
         block = _workspace.fill(parameters, 1, memory)
@@ -327,49 +310,3 @@ def dequantize_reduce_hadamard(
     )  # fmt: skip
     if target is not out:
         out.copy_(target)
-
-
-def encode_change(new: Tensor, *, held: Tensor, out: Tensor) -> None:
-    """See :func:`sdp4bit.quantization.ops.encode_change`."""
-    numel, mantissa_bits = new.numel(), MANTISSA_BITS[new.dtype]
-    blocks, first = block_count(numel), message_parts(numel)
-    # What the blocks come to is known when all are coded: until then each has room for its values.
-    arena = torch.empty(max(numel, 1), dtype=torch.int16)
-    entries = torch.empty(blocks + 1, lossless.ENTRY_NUMBERS, dtype=torch.int32)
-    run_kernel(
-        lossless.encode_blocks,
-        new.data_ptr(), held.data_ptr(), numel, mantissa_bits, _padding(mantissa_bits), arena.data_ptr(),
-        entries.data_ptr(), coding_tables().encode.data_ptr(), blocks,
-        work=numel, memory=lossless.ENCODING_BYTES,
-    )  # fmt: skip
-    run_kernel(
-        lossless.pack_blocks,
-        new.data_ptr(), arena.data_ptr(), entries.data_ptr(), blocks, out.data_ptr() + HEADER_BYTES,
-        out.data_ptr() + first, out.data_ptr() + out.numel(), entries[-1].data_ptr(),
-        work=0, memory=0,
-    )  # fmt: skip
-    end, needed, late = entries[-1].tolist()
-    finish_message(out, numel=numel, end=first + 2 * end, needed=first + 2 * needed, late=late)
-
-
-def decode_change(messages: Tensor, *, rows: Tensor) -> None:
-    """See :func:`sdp4bit.quantization.ops.decode_change`."""
-    numel, mantissa_bits = rows.shape[1], MANTISSA_BITS[rows.dtype]
-    for index, message in enumerate(messages):
-        check_integrity(message, index=index, numel=numel)
-    blocks, first = block_count(numel), message_parts(numel)
-    failed = torch.empty(blocks, dtype=torch.uint8)
-    for index, (message, row) in enumerate(zip(messages, rows, strict=True)):
-        run_kernel(
-            lossless.decode_blocks,
-            row.data_ptr(), numel, mantissa_bits, _padding(mantissa_bits), message.data_ptr() + HEADER_BYTES,
-            message.data_ptr() + first, failed.data_ptr(), coding_tables().decode.data_ptr(), blocks,
-            work=numel, memory=lossless.STEP_BYTES,
-        )  # fmt: skip
-        if failed.any():
-            raise DamagedMessageError(index, words_left(int(failed.nonzero()[0])))
-
-
-def _padding(mantissa_bits: int) -> int:
-    """Return the pattern of infinity, which fills up a last step."""
-    return 0x7FFF >> mantissa_bits << mantissa_bits

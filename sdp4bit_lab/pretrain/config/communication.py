@@ -71,7 +71,7 @@ class CommunicationConfig:
     """Send 4-bit weight differences; instead of --strategy."""
     weight_mode: WeightMode | None = None
     """What is sent of the weights: their difference to what devices hold, or direct, themselves; both
-    quantized. lossless: the exact change, entropy-coded. The strategy's when not given."""
+    quantized. The strategy's when not given."""
     weight_bits: Annotated[Literal[2, 3, 4, 8] | None, option("weight-quantization-bits")] = None
     """Bits of a weight difference; 4 when not given."""
     weight_group_size: Annotated[int | None, option("wq-group-size")] = None

@@ -219,8 +219,6 @@ def test_reports_add_up() -> None:
         "weight_error": None,
         "gradient_error": None,
         "nonfinite_groups": 0,
-        "lossless_bits": None,
-        "late_values": 0,
     }
     header, rule, *lines = comm.explain().splitlines()
     names = [group.group.name for group in comm._state.groups]

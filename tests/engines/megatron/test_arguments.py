@@ -49,13 +49,6 @@ def test_official_script() -> None:
     assert config(line) == SDP4BitConfig()
 
 
-def test_lossless_weights() -> None:
-    expected = SDP4BitConfig(weights=WeightConfig(mode="lossless"), gradients=None)
-    assert config("--quantized-weights --weight-mode lossless") == expected
-    with pytest.raises(ValueError, match="bits=8 has no effect"):
-        config("--quantized-weights --weight-mode lossless --weight-quantization-bits 8")
-
-
 def test_every_flag_takes_effect() -> None:
     line = (
         "--quantized-weights --weight-quantization-bits 8 --wq-group-size 64 --quantized-gradients "

@@ -131,19 +131,6 @@ def test_a_fast_network_is_told_not_to_bother(capsys: Capture) -> None:
     )
 
 
-def test_lossless_weights_are_planned_with_what_is_assumed(capsys: Capture) -> None:
-    arguments = ("--strategy", "qwd", "--weight-mode", "lossless", "--preset", "1.3B")
-    assert "assumed: lossless weights cost 2.5 bits each" in shown(capsys, *arguments)
-    lossless, differences = planned(capsys, *arguments), planned(capsys, *arguments[:2], *arguments[4:])
-    assert lossless["assumed_lossless_bits"] == 2.5
-    assert differences["assumed_lossless_bits"] is None
-    dense = planned(capsys, "--strategy", "tlq", "--preset", "1.3B")["baseline"]["inter_bytes_per_node"]
-    quantized = [each["quantized"]["inter_bytes_per_node"] for each in (lossless, differences)]
-    # A weight is sent to the 15 other nodes; gradients are not quantized.
-    assert quantized[0] < quantized[1] < dense
-    assert quantized[1] - quantized[0] == pytest.approx(15 * 1.3136e9 / 16 / 8 * (4.008 - 2.5), rel=0.02)
-
-
 def test_padding_is_named_and_removed(capsys: Capture) -> None:
     wide = ("--cluster", "h800", "--nodes", "512", "--hidden-size", "1024", "--num-layers", "8")
     text = shown(capsys, *wide)

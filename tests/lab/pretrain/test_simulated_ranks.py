@@ -150,19 +150,6 @@ def test_runs_of_two_ranks_with_full_precision_sums_are_repeated_bit_for_bit(
     assert_repeated_alone(two_ranks(text, tmp_path), ranks=2)
 
 
-@pytest.mark.slow
-def test_runs_with_lossless_weights_equal_plain_ones_bit_for_bit(text: Path, tmp_path: Path) -> None:
-    apart, communication = ParallelConfig(ranks_per_node=1), CommunicationConfig(weight_mode="lossless")
-    plain, lossless = (
-        changed(small(text, tmp_path / name, parallel=apart), {"steps": 4}, strategy=name)
-        for name in ("baseline", "qwd")
-    )
-    lossless = replace(lossless, communication=communication)
-    alone = assert_repeated_alone([plain, lossless], ranks=2, backend="numba")
-    for config in (lossless, alone[1]):
-        assert losses(config.logging.out) == losses(plain.logging.out)
-
-
 def rows_of_fsdp(config: PretrainConfig) -> list[tuple[str, int, list[tuple[str, int, int]]]]:
     ranks = this_rank()
     mesh = init_device_mesh("cpu", (1, ranks.world_size, 1), mesh_dim_names=("pipeline", "data", "tensor"))

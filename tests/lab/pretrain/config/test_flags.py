@@ -46,16 +46,6 @@ def test_flags_alone_have_the_reference_s_defaults():
     assert (gradients.hadamard, gradients.pipeline_chunks, gradients.start_step) == (False, None, 0)
 
 
-def test_lossless_weights_with_a_strategy_or_flags_alone():
-    for flags in (("--strategy", "qwd"), ("--quantized-weights",)):
-        weights = pretrain_config(*flags, "--weight-mode", "lossless").quantization.weights
-        assert weights.is_lossless
-    with pytest.raises(SettingError, match="bits=8 has no effect"):
-        pretrain_config("--weight-mode", "lossless", "--weight-quantization-bits", "8")
-    with pytest.raises(SettingError, match="--weight-mode has no effect with strategy tlq"):
-        pretrain_config("--strategy", "tlq", "--weight-mode", "lossless")
-
-
 def test_nothing_given_is_the_default_of_the_library():
     config = pretrain_config()
     assert config.strategy_name == "sdp4bit"
