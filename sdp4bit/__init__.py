@@ -25,9 +25,9 @@ from sdp4bit.config import (
 if TYPE_CHECKING:
     from sdp4bit import megatron
     from sdp4bit.collectives.errors import ExchangeError
+    from sdp4bit.engines.alerts import Alert
     from sdp4bit.engines.audit import ReplicaMismatchError
     from sdp4bit.engines.ddp.hook import DDPCommState, ddp_comm_hook
-    from sdp4bit.engines.fallback import Alert
     from sdp4bit.engines.fsdp2.api import quantize_communication
     from sdp4bit.engines.handle import CommHandle
 
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 _IMPORTED_WHEN_USED = {
-    "Alert": "sdp4bit.engines.fallback",
+    "Alert": "sdp4bit.engines.alerts",
     "CommHandle": "sdp4bit.engines.handle",
     "DDPCommState": "sdp4bit.engines.ddp.hook",
     "ExchangeError": "sdp4bit.collectives.errors",

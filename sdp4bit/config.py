@@ -9,7 +9,6 @@ of its table 6 are available through :meth:`SDP4BitConfig.preset`.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar, get_args
 
@@ -23,7 +22,6 @@ Rounding = Literal["nearest", "stochastic", "dither"]
 ReplicaPlacement = Literal["node", "full"]
 WeightMode = Literal["difference", "direct"]
 MismatchAction = Literal["error", "resync"]
-AlertAction = Literal["warn", "fallback"]
 
 QUANTIZED_BITS = (2, 3, 4, 8)
 LEAST_CLIP = 0.1
@@ -275,9 +273,10 @@ _USUAL_WEIGHT_ERROR = {2: 0.9, 3: 0.75}
 
 @dataclass(frozen=True, kw_only=True)
 class AlertConfig:
-    """When the measured cost of quantization is too high, per parameter group, and what then happens.
+    """Thresholds on the measured errors of quantization, per parameter group; None does not watch a measure.
 
-    The reasons for the defaults are in docs/reliability.md. None does not watch a measure.
+    A measure that crosses its threshold is logged once and passed to the callbacks of `on_alert`. The reasons
+    for the defaults are in docs/reliability.md.
     """
 
     gradient_error: float | Literal["auto"] | None = "auto"
@@ -289,27 +288,13 @@ class AlertConfig:
     weight_drift: float | None = 0.05
     """Relative distance from the main weights to what the devices hold after the refresh."""
     nonfinite_groups: int | None = 0
-    """Quantization groups of a gradient with a NaN or an infinity; more bits do not help: only warned of."""
-    action: AlertAction = "warn"
-    """"warn" changes nothing; "fallback" also moves the group's gradients or weights up, from 2 to 3 to 4 to
-    8 bits to full precision, a precision per sample, and back down when calm."""
-    calm_ratio: float = 0.8
-    """A sample is calm if one precision down would cost less than this part of each threshold."""
-    calm_samples: int = 5
-    """Calm samples in a row before stepping down; doubled, up to 16-fold, each time that it was too early."""
+    """Quantization groups of a gradient with a NaN or an infinity."""
 
     def __post_init__(self) -> None:
         for name in ("gradient_error", "weight_error", "weight_drift"):
             _check_threshold(f"alerts.{name}", getattr(self, name))
         if self.nonfinite_groups is not None:
             _check_at_least("alerts.nonfinite_groups", self.nonfinite_groups, 0)
-        if str(self.action) == "ladder":  # its name until 0.1
-            warnings.warn('AlertConfig(action="ladder") is now "fallback"', DeprecationWarning, stacklevel=3)
-            object.__setattr__(self, "action", "fallback")
-        _check_choice("alerts.action", self.action, get_args(AlertAction))
-        _check_at_least("alerts.calm_samples", self.calm_samples, 1)
-        if not (isinstance(self.calm_ratio, int | float) and 0 < self.calm_ratio <= 1):
-            raise ValueError(f"alerts.calm_ratio={self.calm_ratio!r} must be above 0 and at most 1")
         if self.thresholds == (None,) * 4:
             raise ValueError("alerts watch nothing: set a threshold, or alerts=None")
 
@@ -356,8 +341,9 @@ class SDP4BitConfig:
     paper. Only FSDP2 and simulated ranks follow it; Megatron-Core cuts its buffers anywhere."""
     seed: int = 0
     """Seed of the rounding bits; the global random state is never touched."""
-    telemetry: TelemetryConfig | None = field(default_factory=TelemetryConfig)
-    """What is measured while training; None measures nothing. Results of training do not depend on it."""
+    telemetry: TelemetryConfig | None = None
+    """How often the errors of quantization are measured while training; None measures them only on demand, by
+    `measure()`, and every 10 steps if there are alerts. Results of training do not depend on it."""
     audit: AuditConfig | None = field(default_factory=AuditConfig)
     """Comparison of weight replicas over the ranks that hold copies. On by default: copies that drifted apart
     spoil a run without any other sign, and an audit costs one pass over the replica every 100 steps."""
@@ -382,7 +368,7 @@ class SDP4BitConfig:
         if self.alerts is not None and self.weights is None and self.gradients is None:
             raise ValueError("nothing is quantized, so alerts have nothing to watch: set alerts=None")
         if self.alerts is not None and self.telemetry is None:
-            raise ValueError("alerts look at what telemetry measures: set telemetry, or alerts=None")
+            object.__setattr__(self, "telemetry", TelemetryConfig())
 
     @classmethod
     def preset(cls, name: str) -> SDP4BitConfig:

@@ -73,8 +73,9 @@ def run_ranks(
     before = [*before_functions]
     timeout *= 10 if before else 1
     pool = _pool_for(getattr(sys.modules[function.__module__], "PRELOAD", []))
-    idle = [] if fresh or before else pool.idle
-    workers = [idle.pop() if idle else _Worker(pool.context) for _ in range(world_size)]
+    # A process keeps its rank, as those of a job do.
+    idle = {} if fresh or before else pool.idle
+    workers = [idle.pop(rank, None) or _Worker(pool.context) for rank in range(world_size)]
     succeeded = False
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -85,8 +86,8 @@ def run_ranks(
             succeeded = True
             return results
         finally:
-            if succeeded and not fresh and not before and len(pool.idle) + world_size <= _MOST_IDLE:
-                pool.idle += workers
+            if succeeded and not fresh and not before and world_size <= _MOST_IDLE:
+                pool.idle.update(enumerate(workers))
             else:
                 _end(workers)
 
@@ -111,7 +112,7 @@ class _Pool:
     def __init__(self, file: str, modules: list[str]) -> None:
         self.key = file, modules
         self.context = _context(modules)
-        self.idle: list[_Worker] = []
+        self.idle: dict[int, _Worker] = {}
 
 
 _pool: _Pool | None = None
@@ -124,7 +125,7 @@ def _pool_for(modules: list[str]) -> _Pool:
     file = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
     if _pool is None or _pool.key != (file, modules):
         if _pool is not None:
-            _end(_pool.idle)
+            _end([*_pool.idle.values()])
         _pool = _Pool(file, modules)
     return _pool
 

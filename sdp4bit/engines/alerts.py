@@ -1,246 +1,165 @@
-"""Alerts and the precision fallback over the groups of an attached model, whatever engine trains it.
-
-After each measured step, decided alike on all ranks that share a group or must round like those that do.
-"""
+"""Alerts: measures of a parameter group that cross a threshold, identical on the ranks that share it."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.errors import comm_error_context
-from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
-from sdp4bit.engines.fallback import (
-    TRAFFIC_KINDS,
-    Alert,
-    GroupFallback,
-    TrafficKind,
-    gradient_precisions,
-    thresholds_for,
-    weight_precisions,
-)
+from sdp4bit.config import AlertConfig
 from sdp4bit.engines.group import AnyGroup
-from sdp4bit.engines.measures import MEASURES, SampledMeasures, sum_squares
-from sdp4bit.traffic import TrafficCounter
+from sdp4bit.engines.measures import MEASURES, Telemetry
 
 logger = logging.getLogger("sdp4bit")
 _KEPT = 1000
+_RELEASE_RATIO = 0.8
+"""A measure above its threshold is one alert, until it has fallen to this part of the threshold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alert:
+    """A measure of a parameter group that crossed its threshold."""
+
+    step: int
+    """Optimizer steps done when it was measured."""
+    group: str
+    measure: str
+    """One of gradient_error, weight_error, weight_drift, nonfinite_groups."""
+    value: float
+    """The largest of the ranks that share the group."""
+    threshold: float
+
+    @property
+    def message(self) -> str:
+        """The measure, its value and the threshold, without the group's name."""
+        return f"{self.measure.replace('_', ' ')} {self.value:.3g} > {self.threshold:g}"
+
 
 AlertCallback = Callable[[Alert], None]
-Positions = Mapping[str, Any]
-"""Numbers by the name of a group, as tensors or lists: where its traffic stands."""
 
 
-class AlertLog:
-    """The last thousand alerts, and who wants to hear of the next one."""
+class Alerts:
+    """Compares the measures of parameter groups with their thresholds after every measured step."""
 
-    def __init__(self, *, where: str = "") -> None:
-        """There are none.
+    def __init__(
+        self,
+        groups: Sequence[AnyGroup],
+        *,
+        process_groups: Sequence[ProcessGroup | None],
+        telemetry: Telemetry,
+        config: AlertConfig,
+        where: str = "",
+    ) -> None:
+        """Begin without alerts.
 
         Args:
-            where: what part of the model they are of, for the log; empty for all of it.
+            process_groups: for each group, the ranks that it is sharded over; None for this process alone.
+            where: part of the model that the groups are, for the log; empty for all of it.
         """
+        self._groups = list(groups)
+        self._telemetry = telemetry
         self._where = f"{where}, " if where else ""
+        self._thresholds = [_thresholds(config, group) for group in groups]
+        # Without a process group this process has the whole group, as with simulated ranks.
+        self._logs = [
+            process_group is None or dist.get_rank() == min(group.group.ranks)
+            for group, process_group in zip(groups, process_groups, strict=True)
+        ]
+        self._above: set[tuple[int, int]] = set()
+        """Group and measure of the alerts that last."""
+        # All ranks take the process groups in the same order, so that no two wait for each other.
+        self._members: dict[tuple[int, ...], tuple[ProcessGroup, list[int]]] = {}
+        ordered = sorted(
+            zip(groups, process_groups, range(len(groups)), strict=True), key=lambda e: e[0].group.ranks
+        )
+        for group, process_group, at in ordered:
+            if process_group is not None:
+                self._members.setdefault(group.group.ranks, (process_group, []))[1].append(at)
         self._alerts: deque[Alert] = deque(maxlen=_KEPT)
         self._callbacks: OrderedDict[int, AlertCallback] = OrderedDict()
 
     def listen(self, callback: AlertCallback) -> RemovableHandle:
-        """Call the callback with every alert, alike on all ranks that share it, until removed."""
+        """Call the callback with every alert, on all ranks that share the group, until removed."""
         handle = RemovableHandle(self._callbacks)
         self._callbacks[handle.id] = callback
         return handle
 
-    def tell(self, alert: Alert, *, log: bool) -> None:
-        """Make an alert known.
+    def all(self) -> list[Alert]:
+        """Return the last thousand alerts, oldest first."""
+        return list(self._alerts)
 
-        Args:
-            log: also write a warning to the log, which one rank of those that share the alert does.
+    def at_step_boundary(self, step: int) -> None:
+        """Alert on this step's measures if it was measured; called on all ranks.
+
+        Takes one all-reduce of four numbers per group for each process group.
         """
+        if not self._telemetry.is_due(step):
+            return
+        for at, values in enumerate(self._largest_of_ranks()):
+            group, thresholds = self._groups[at], self._thresholds[at]
+            for column, (value, limit) in enumerate(zip(values, thresholds, strict=True)):
+                if limit is None:
+                    continue
+                if value > limit and (at, column) not in self._above:
+                    self._above.add((at, column))
+                    self._tell(
+                        Alert(
+                            step=step,
+                            group=group.group.name,
+                            measure=MEASURES[column],
+                            value=value,
+                            threshold=limit,
+                        ),
+                        log=self._logs[at],
+                    )
+                elif 0 <= value <= limit * _RELEASE_RATIO:
+                    self._above.discard((at, column))
+
+    def _largest_of_ranks(self) -> list[list[float]]:
+        """Return each group's measures, the largest of its ranks; -1 where one does not apply."""
+        table = self._telemetry.measures()[[group.index for group in self._groups]]
+        # No maximum sees a NaN.
+        table = table.nan_to_num(nan=-1.0, posinf=math.inf)
+        for process_group, members in self._members.values():
+            first = self._groups[members[0]]
+            part = table[members].to(first.group.device, torch.float32)
+            with comm_error_context("all-reduce of the measures for alerts", group=process_group):
+                dist.all_reduce(part, op=dist.ReduceOp.MAX, group=process_group)
+            # A ring sends twice around, a part of the values at a time.
+            first.gradient_traffic.count_ring(round(2 * part.nbytes / process_group.size()))
+            table[members] = part.to(table)
+        rows: list[list[float]] = table.tolist()
+        return rows
+
+    def _tell(self, alert: Alert, *, log: bool) -> None:
         self._alerts.append(alert)
         if log:
             logger.warning("step %d, %s%s: %s", alert.step, self._where, alert.group, alert.message)
         for callback in tuple(self._callbacks.values()):
             callback(alert)
 
-    def all(self) -> list[Alert]:
-        """Return the alerts, oldest first."""
-        return list(self._alerts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecisionRound:
-    """One all-reduce over ranks that decide together; all of them list as many groups, in one order."""
-
-    process_group: ProcessGroup
-    groups: tuple[int, ...]
-    """Places of the groups in the list of all."""
-    as_one: bool = False
-    """The groups share one row of values; ranks may then list different numbers of them, but some."""
-    traffic: TrafficCounter | None = None
-    """Where the bytes are counted, if they are data-parallel ones."""
-
-
-class _WatchedGroup:
-    """A parameter group, the settings of its precisions, and where it stands."""
-
-    def __init__(self, group: AnyGroup, config: AlertConfig) -> None:
-        self.group = group
-        self._gradients: dict[str, GradientConfig] = {}
-        self._weights: dict[str, WeightConfig] = {}
-        if group.gradient_config is not None:
-            self._gradients = gradient_precisions(group.gradient_config, *group.gradient_layouts)
-        if group.weight_config is not None:
-            self._weights = weight_precisions(group.weight_config)
-        precisions: dict[TrafficKind, list[str]] = {
-            "gradients": list(self._gradients),
-            "weights": list(self._weights),
-        }
-        config = thresholds_for(
-            config,
-            gradients=group.gradient_config,
-            weights=group.weight_config,
-            layouts=group.gradient_layouts,
-        )
-        self.fallback = GroupFallback(group.group.name, precisions, config=config)
-
-    def apply(self) -> None:
-        """Let the group communicate as its precisions say; `explain()` tells why."""
-        self._set_precisions(self.fallback.precision("gradients"), self.fallback.precision("weights"))
-        reasons = {kind: self.fallback.reason(kind) for kind in TRAFFIC_KINDS}
-        self.group.fallback_reasons = {kind: reason for kind, reason in reasons.items() if reason}
-
-    @contextmanager
-    def one_precision_lower(self) -> Iterator[None]:
-        """Lower raised traffic by one precision inside the block: to be measured, not to communicate."""
-        precisions = self.fallback.precision("gradients"), self.fallback.precision("weights")
-        self._set_precisions(*(max(precision - 1, 0) for precision in precisions))
-        try:
-            yield
-        finally:
-            self._set_precisions(*precisions)
-
-    def _set_precisions(self, gradients: int, weights: int) -> None:
-        self.group.configure(
-            gradients=list(self._gradients.values())[gradients] if self._gradients else None,
-            weights=list(self._weights.values())[weights] if self._weights else None,
-        )
-
-
-class Alerts:
-    """Watches the measures of parameter groups and, if so configured, moves groups along the fallback."""
-
-    def __init__(
-        self,
-        groups: Sequence[AnyGroup],
-        *,
-        rounds: Sequence[DecisionRound],
-        sampled: SampledMeasures,
-        config: AlertConfig,
-        where: str = "",
-    ) -> None:
-        """All groups are as configured.
-
-        Args:
-            rounds: who decides together, in an order in which all ranks can take them: of two rounds that
-                share ranks, every such rank lists the same one first. Every group is in some round.
-            where: what part of the model the groups are, for the log; empty for all of it.
-        """
-        self.log = AlertLog(where=where)
-        self._config = config
-        self._sampled = sampled
-        self._groups = [_WatchedGroup(group, config) for group in groups]
-        self._rounds = rounds
-        self._logs = [self._is_first(at) for at in range(len(groups))]
-
-    def at_step_boundary(self, step: int) -> None:
-        """Decide from this step's measures, if it was measured, alike on all ranks of a group.
-
-        To be called on all ranks when the measures of a step are available and before any of its new weights
-        is sent. Steps: 1. raised groups are measured as if one precision lower;  2. round by round, the
-        largest values of all ranks, by one all-reduce of a few numbers per group;  3. the host waits for
-        them, and decides.
-        """
-        if not self._sampled.is_due(step):
-            return
-        with torch.no_grad(), torch.inference_mode(False):
-            values = self._agree(self._measure())
-        for group, row, log in zip(self._groups, values, self._logs, strict=True):
-            now, below = row[: len(MEASURES)], row[len(MEASURES) :]
-            alerts = group.fallback.decide(now, below, step=step)
-            group.apply()
-            for alert in alerts:
-                self.log.tell(alert, log=log)
-
-    def _measure(self) -> Tensor:
-        """Return this rank's measures of each group as they are, and lowered, fp32 [groups, 8]."""
-        measured = self._sampled.on_device()
-        assert measured is not None
-        now = measured[[group.group.index for group in self._groups]]
-        below = torch.full_like(now, math.nan)
-        for index, group in enumerate(self._groups):
-            if group.fallback.is_raised:
-                with group.one_precision_lower():
-                    lowered = group.group.deviations(sample_numel=self._sampled.sample_numel)
-                below[index] = sum_squares([lowered], device=below.device).measures()[0]
-        # What does not apply, or is not a number, is below every threshold; no maximum sees a NaN.
-        return torch.cat([now, below], dim=1).nan_to_num(nan=-1.0, posinf=math.inf)
-
-    def _agree(self, values: Tensor) -> list[list[float]]:
-        for each in self._rounds:
-            members = list(each.groups)
-            part = values[members]
-            if each.as_one:
-                part = part.amax(dim=0, keepdim=True)
-            with comm_error_context("agreement on alerts", group=each.process_group):
-                dist.all_reduce(part, op=dist.ReduceOp.MAX, group=each.process_group)
-            if each.traffic is not None:
-                # As a ring does it: twice around, a part of the values at a time.
-                each.traffic.count_ring(round(2 * part.nbytes / each.process_group.size()))
-            values[members] = part
-        rows: list[list[float]] = values.tolist()
-        return rows
-
-    def _is_first(self, at: int) -> bool:
-        """Whether this is the first of the ranks that decide on a group; so is one that decides alone."""
-        return all(
-            dist.get_rank() == min(dist.get_process_group_ranks(each.process_group))
-            for each in self._rounds
-            if at in each.groups
-        )
-
-    def positions(self) -> dict[str, Tensor]:
-        """Return where each group stands, by its name; nothing without a fallback."""
-        if self._config.action != "fallback":
-            return {}
-        return {group.fallback.name: group.fallback.state() for group in self._groups}
-
-    def save(self) -> Positions:
-        """Return what `load` takes; nothing without a fallback."""
-        return self.positions()
-
-    def load(self, saved: Positions | None) -> None:
-        """Continue where every group stood; those not saved begin as configured. Call it on all ranks."""
-        for group in self._groups:
-            group.fallback.load((saved or {}).get(group.fallback.name))
-            group.apply()
-
     def detach(self) -> None:
-        """Watch nothing any more, and refer to no group; the log stays."""
-        self._groups, self._rounds, self._logs = [], [], []
+        """Refer to no group any more; the alerts stay."""
+        self._groups, self._members = [], {}
 
 
-def saved_positions(state: Mapping[str, Any]) -> Positions | None:
-    """Return the positions in a handle's state; None if it has none. Their name was "ladder" until 0.1."""
-    positions: Positions | None = state.get("fallback", state.get("ladder"))
-    return positions
+def _thresholds(config: AlertConfig, group: AnyGroup) -> tuple[float | None, ...]:
+    """Return the thresholds of a group; automatic ones follow the fewest bits of the hops that it has."""
+    gradients, weights = group.gradient_config, group.weight_config
+    hops: list[int | None] = []
+    if gradients is not None:
+        layouts = group.gradient_layouts
+        hops += [gradients.intra_bits] if any(layout.ranks_per_node > 1 for layout in layouts) else []
+        hops += [gradients.inter_bits] if any(layout.nodes > 1 for layout in layouts) else []
+    return config.for_bits(
+        gradients=min((bits for bits in hops if bits), default=None),
+        weights=None if weights is None else weights.bits,
+    ).thresholds

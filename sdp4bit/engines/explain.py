@@ -157,11 +157,6 @@ def _chunks(config: GradientConfig, layout: NodeLayout, shard_numel: int) -> lis
     return [f"{chunks} chunks{chosen}"] if chunks > 1 else []
 
 
-def with_reason(text: str, reason: str | None) -> str:
-    """Return how something travels, with why it is not as configured, if it is not."""
-    return f"{text}, {reason}" if reason else text
-
-
 def _bytes(sent: Traffic) -> tuple[str, str]:
     if not sent.collectives:
         return "-", "-"

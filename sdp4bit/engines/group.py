@@ -22,16 +22,15 @@ from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.collectives.weight_replica import QuantizedReplica
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.engines.audit import ReplicaCopy
-from sdp4bit.engines.explain import Row, describe_gradients, describe_ranks, describe_weights, with_reason
+from sdp4bit.engines.explain import Row, describe_gradients, describe_ranks, describe_weights
 from sdp4bit.engines.measures import (
-    Deviations,
     GradientQuantizer,
     GradientSample,
     Measures,
-    gradient_deviation,
+    gradient_squares,
     sample_gradient,
     sample_ranges,
-    weight_deviations,
+    weight_squares,
 )
 from sdp4bit.traffic import Traffic, TrafficCounter
 
@@ -135,8 +134,6 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
         self.weights_unquantized_reason = ""
         self.reduction: QuantizedReduceScatter | None = None
         self.gradients_unquantized_reason = ""
-        self.fallback_reasons: dict[str, str] = {}
-        """Why "weights" or "gradients" are not quantized as configured, where alerts have moved them."""
         self.refreshes = 0
         """Quantized refreshes so far, which number the rounding bits."""
         self.full_refreshes = 0
@@ -175,14 +172,6 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
     def gradient_config(self) -> GradientConfig | None:
         """The settings of the next reductions; None if they are not quantized."""
         return self.gradient_quantizers[0].config if self.gradient_quantizers else None
-
-    def configure(self, *, gradients: GradientConfig | None, weights: WeightConfig | None) -> None:
-        """Do the next reductions and refreshes with these settings; None leaves them as they are."""
-        if gradients is not None:
-            for quantizer in self.gradient_quantizers:
-                quantizer.configure(gradients)
-        if self.replica is not None and weights is not None:
-            self.replica.configure(weights)
 
     @property
     def refresh_is_full(self) -> bool:
@@ -237,36 +226,35 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
             None if there is no replica to compare with, or it must be waited for and may not.
         """
 
-    def deviations(self, *, sample_numel: int | None) -> Deviations:
-        """Return what is measured of the group as it is configured now; sends nothing and waits for nothing.
+    def squares(self, *, sample_numel: int | None) -> Tensor:
+        """Return the squared norms of the group as it is now, fp64 [SQUARES]; sends nothing.
 
         Args:
             sample_numel: size of the sample of weights; the drift is then that which the next refresh will
-                leave. None looks at the whole shard, and at the drift as it is now.
+                leave. None takes the whole shard, and the present drift.
         """
         numel = self.group.shard_numel
-        found, gradient = Deviations(), self.gradient_sample
-        if self.gradient_quantizers and gradient is not None:
-            deviation = gradient_deviation(gradient, quantizers=self.gradient_quantizers, numel=numel)
-            found = Deviations(gradient=deviation, nonfinite=gradient.nonfinite)
-        if self.replica is None:
-            return found
-        ranges: list[Range] = [(0, numel)]
-        if sample_numel is not None:
-            ranges = sample_ranges(numel, sample_numel=sample_numel, unit=self.replica.group_size)
-        sample = self.sample_weights(ranges, may_wait=sample_numel is None)
-        if sample is None:
-            return found
-        main, held = sample
-        difference, weight = weight_deviations(
-            main,
-            held,
-            replica=self.replica,
-            exact=self.refresh_is_full or self.replica.bits is None,
-            refreshed=sample_numel is not None,
-            numel=numel,
-        )
-        return found._replace(difference=difference, weight=weight)
+        unknown = torch.full((), math.nan, dtype=torch.float64, device=self.group.device)
+        gradient, weights, nonfinite = [unknown] * 2, [unknown] * 4, unknown
+        if self.gradient_quantizers and self.gradient_sample is not None:
+            gradient = gradient_squares(
+                self.gradient_sample, quantizers=self.gradient_quantizers, numel=numel
+            )
+            nonfinite = self.gradient_sample.nonfinite
+        if self.replica is not None:
+            ranges: list[Range] = [(0, numel)]
+            if sample_numel is not None:
+                ranges = sample_ranges(numel, sample_numel=sample_numel, unit=self.replica.group_size)
+            sample = self.sample_weights(ranges, may_wait=sample_numel is None)
+            if sample is not None:
+                weights = weight_squares(
+                    *sample,
+                    replica=self.replica,
+                    exact=self.refresh_is_full or self.replica.bits is None,
+                    refreshed=sample_numel is not None,
+                    numel=numel,
+                )
+        return torch.stack([*gradient, *weights, nonfinite])
 
     # -- what the handle tells -------------------------------------------------------------------------
 
@@ -292,8 +280,8 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
             name=self.group.name,
             shard_numel=self.group.shard_numel,
             ranks=self.describe_ranks(),
-            weights=with_reason(self.describe_weights(), self.fallback_reasons.get("weights")),
-            gradients=with_reason(self.describe_gradients(), self.fallback_reasons.get("gradients")),
+            weights=self.describe_weights(),
+            gradients=self.describe_gradients(),
             sent=traffic,
         )
 

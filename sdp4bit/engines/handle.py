@@ -7,23 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.config import AuditConfig, SDP4BitConfig, TelemetryConfig
-from sdp4bit.engines.alerts import AlertCallback, Alerts
+from sdp4bit.engines.alerts import Alert, AlertCallback, Alerts
 from sdp4bit.engines.audit import audit_replicas
 from sdp4bit.engines.explain import render, wrapped
-from sdp4bit.engines.fallback import Alert
 from sdp4bit.engines.group import AnyGroup, GroupStats
-from sdp4bit.engines.measures import (
-    NOTHING_MEASURED,
-    Measures,
-    SampledMeasures,
-    Squares,
-    sum_squares,
-    total_measures,
-)
+from sdp4bit.engines.measures import SQUARES, Measures, Telemetry, total_measures
 from sdp4bit.engines.time_steps import StepTimes, time_steps
 from sdp4bit.traffic import Traffic
 
@@ -46,7 +39,7 @@ class ModelCommunication(Generic[GroupT]):
 
     def __init__(self, groups: Sequence[GroupT], *, telemetry: TelemetryConfig | None = None) -> None:
         self.groups: Sequence[GroupT] = groups
-        self.sampled = SampledMeasures(telemetry, [comm.group.name for comm in groups])
+        self.telemetry = Telemetry(telemetry, [comm.group.name for comm in groups])
         self.step_listeners: list[Callable[[int], None]] = []
         """Called once per step, with its number, on all ranks alike: when the step's measures are
         available, and before anything that follows it is sent. The ranks may communicate in it."""
@@ -59,7 +52,7 @@ class ModelCommunication(Generic[GroupT]):
     @property
     def gradient_sample_numel(self) -> int | None:
         """Size of the samples to be kept of gradients that are reduced now; None for no samples."""
-        return self.sampled.sample_numel if self.sampled.is_due(self.steps + 1) else None
+        return self.telemetry.sample_numel if self.telemetry.is_due(self.steps + 1) else None
 
     def end_traffic(self) -> None:
         """Let what was sent until now be the last step's."""
@@ -68,16 +61,12 @@ class ModelCommunication(Generic[GroupT]):
                 counter.end_step()
 
     @torch.no_grad()
-    @torch.inference_mode(
-        False
-    )  # a forward of inference may come first; what is measured is used in training
+    @torch.inference_mode(False)  # the first forward after a step may be one of inference
     def measure_step(self) -> None:
         """Measure the step that has just reached its boundary, if it is due, and tell the listeners."""
-        is_due = self.sampled.is_due(self.steps)
+        is_due = self.telemetry.is_due(self.steps)
         if is_due:
-            sample_numel = self.sampled.sample_numel
-            deviations = [comm.deviations(sample_numel=sample_numel) for comm in self.groups]
-            self.sampled.publish(sum_squares(deviations, device=self.device), step=self.steps)
+            self.telemetry.publish(self._squares(self.telemetry.sample_numel), step=self.steps)
         for listener in self.step_listeners:
             listener(self.steps)
         if is_due:
@@ -87,15 +76,14 @@ class ModelCommunication(Generic[GroupT]):
 
     @torch.no_grad()
     @torch.inference_mode(False)
-    def measure(self) -> Squares:
-        """Return the squares of now: weights over whole shards, gradients as last sampled."""
-        # One after the other, for each takes the memory of several shards.
-        squares = [
-            sum_squares([comm.deviations(sample_numel=None)], device=self.device) for comm in self.groups
-        ]
-        if not squares:
-            return sum_squares([])
-        return self.sampled.with_last_gradients(Squares(*map(torch.cat, zip(*squares, strict=True))))
+    def measure(self) -> Tensor:
+        """Return the present squares [groups, SQUARES]: whole shards of weights, the last gradients."""
+        return self.telemetry.with_last_gradients(self._squares(None))
+
+    def _squares(self, sample_numel: int | None) -> Tensor:
+        # Group after group: over whole shards each takes the memory of several.
+        rows = [comm.squares(sample_numel=sample_numel) for comm in self.groups]
+        return torch.stack(rows) if rows else torch.empty(0, SQUARES, dtype=torch.float64)
 
     @property
     def device(self) -> torch.device | None:
@@ -201,15 +189,14 @@ class CommHandle(ABC):
         state = self._state
         last = sum((state.last_traffic(comm) for comm in state.groups), Traffic())
         total = sum((counter.total for comm in state.groups for counter in comm.counters), Traffic())
-        step, measures = state.sampled.totals()
         return {
             "steps": state.steps + int(state.step_pending),
             "last_step": self._reported(last),
             "total": self._reported(total),
             "compression_ratio": last.compression_ratio,
             "full_refreshes": sum(comm.full_refreshes for comm in state.groups),
-            "sampled_step": step,
-            **measures,
+            "sampled_step": state.telemetry.step,
+            **total_measures(state.telemetry.squares),
         }
 
     def _reported(self, traffic: Traffic) -> dict[str, int]:
@@ -226,11 +213,8 @@ class CommHandle(ABC):
             precision.
         """
         state = self._state
-        measured = state.sampled.by_group()
-        return [
-            comm.stats(state.last_traffic(comm), measured.get(comm.group.name, NOTHING_MEASURED))
-            for comm in state.groups
-        ]
+        measured = state.telemetry.by_group()
+        return [comm.stats(state.last_traffic(comm), measured[comm.group.name]) for comm in state.groups]
 
     def measure(self) -> Measures:
         """Return what quantization costs now, over whole shards; waits for the device. Call it on all ranks.
@@ -293,7 +277,7 @@ class CommHandle(ABC):
 
         They are the same on all ranks that decide together: with pipeline parallelism, those of a stage.
         """
-        return [] if self._alerts is None else self._alerts.log.all()
+        return [] if self._alerts is None else self._alerts.all()
 
     def on_alert(self, callback: AlertCallback) -> RemovableHandle:
         """Call the callback with every :class:`Alert`, on all ranks that decide together, until removed.
@@ -303,7 +287,7 @@ class CommHandle(ABC):
         """
         if self._alerts is None:
             raise ValueError("there will be no alerts: attach with SDP4BitConfig(alerts=AlertConfig(...))")
-        return self._alerts.log.listen(callback)
+        return self._alerts.listen(callback)
 
     def audit(self) -> bool:
         """Return whether all copies of each replica are equal bit for bit; call it on all ranks.

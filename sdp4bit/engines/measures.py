@@ -1,7 +1,7 @@
-"""What quantization cost: measured on the device, in samples, and read by the host when it has arrived.
+"""Telemetry: the relative errors of quantization, measured on samples of the gradients and weights.
 
-A group's measures are kept as sums of squares, so that they can be added over groups. What does not apply is
-NaN.
+A group's measures are kept as squared norms, so that they can be added over groups. Those that do not apply
+are NaN.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -18,105 +18,12 @@ from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.sections import Range
 from sdp4bit.collectives.weight_replica import QuantizedReplica
-from sdp4bit.collectives.work import HostCopy
 from sdp4bit.config import TelemetryConfig
 
 GradientQuantizer = QuantizedReduceScatter | QuantizedAllReduce
-"""What a gradient passes on its way to the optimizer."""
+"""A collective that quantizes gradients."""
 
 _PIECES = 8
-
-
-class Squares(NamedTuple):
-    """Sums of squares of one parameter group, fp64 scalars, or of several, fp64 [groups]."""
-
-    gradient_error: Tensor
-    """|Q(g) - g|**2 of the gradient."""
-    gradient: Tensor
-    """|g|**2."""
-    weight_error: Tensor
-    """The same of the weight difference."""
-    weight_difference: Tensor
-    weight_drift: Tensor
-    """|main - replica|**2."""
-    weight: Tensor
-    """|main|**2."""
-    nonfinite_groups: Tensor
-    """Quantization groups of the gradient that were not finite: a count, not a square."""
-
-    @classmethod
-    def from_table(cls, table: Tensor) -> Squares:
-        """Return the columns of [groups, 7]."""
-        return cls(*table.unbind(1))
-
-    @property
-    def table(self) -> Tensor:
-        """The squares of several groups as one tensor [groups, 7]."""
-        return torch.stack(self, dim=1)
-
-    def ratios(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return error and whole of the three relative errors, in the order of `Measures`."""
-        return (
-            (self.gradient_error, self.gradient),
-            (self.weight_error, self.weight_difference),
-            (self.weight_drift, self.weight),
-        )
-
-    def measures(self) -> Tensor:
-        """Return the measures, fp64 [groups, 4], columns as in `Measures`; NaN where one does not apply."""
-        ratios = [
-            torch.where(whole == 0, torch.zeros_like(whole), (error / whole).sqrt())
-            for error, whole in self.ratios()
-        ]
-        return torch.stack([*ratios, self.nonfinite_groups], dim=-1)
-
-
-class Deviation(NamedTuple):
-    """Values of one group, fp32 [n], and what they would be without quantization."""
-
-    found: Tensor
-    wanted: Tensor
-    scale: float
-    """What their squares are multiplied by. Sums over groups weigh each by its size, whatever the size of its
-    sample."""
-
-
-class Deviations(NamedTuple):
-    """What is measured of one group; what does not apply is None."""
-
-    gradient: Deviation | None = None
-    difference: Deviation | None = None
-    """Of the weights, as it is sent."""
-    weight: Deviation | None = None
-    """Of the replica from the main weights: the drift."""
-    nonfinite: Tensor | None = None
-    """How many quantization groups of the gradient were not finite, an fp64 scalar."""
-
-
-def sum_squares(groups: Sequence[Deviations], *, device: torch.device | None = None) -> Squares:
-    """Return the squares of several groups as one record, fp64 [groups].
-
-    By as few calls as can be: a forward waits for the host to have made them.
-    """
-    if not groups:
-        return Squares.from_table(torch.empty(0, len(Squares._fields), dtype=torch.float64))
-    kinds = [(group.gradient, group.difference, group.weight) for group in groups]
-    found = [deviation for group in kinds for deviation in group if deviation is not None]
-    sums: list[Tensor] = []
-    if found:
-        wanted = [deviation.wanted for deviation in found]
-        errors = torch._foreach_sub([deviation.found for deviation in found], wanted)
-        # In fp64: squares of small gradients are below the smallest fp32 number.
-        norms = torch._foreach_norm([*errors, *wanted], 2, dtype=torch.float64)
-        sums = list(torch._foreach_mul(torch._foreach_mul(norms, norms), [each.scale for each in found] * 2))
-    pairs = zip(sums[: len(found)], sums[len(found) :], strict=True)
-    unknown = torch.full((), math.nan, dtype=torch.float64, device=device)
-    cells: list[Tensor] = []
-    for group, deviations in zip(groups, kinds, strict=True):
-        for deviation in deviations:
-            cells += (unknown, unknown) if deviation is None else next(pairs)
-        cells.append(unknown if group.nonfinite is None else group.nonfinite)
-    return Squares.from_table(torch.stack(cells).view(len(groups), -1))
 
 
 class Measures(TypedDict):
@@ -133,7 +40,10 @@ class Measures(TypedDict):
 
 
 MEASURES = tuple(Measures.__annotations__)
-"""Names of the measures, in the order of the columns of `Squares.measures`."""
+"""Names of the measures, in the order of the columns of `Telemetry.measures`."""
+SQUARES = 7
+"""Numbers of a group: squared error and squared norm of the gradient, of the weight difference and of the
+weights (their drift), and the number of gradient groups that are not finite."""
 
 
 def sample_ranges(numel: int, *, sample_numel: int, unit: int) -> list[Range]:
@@ -186,128 +96,122 @@ def sample_gradient(gradient: Tensor, *, sample_numel: int, unit: int) -> Gradie
     )
 
 
-def gradient_deviation(
+def squared_norms(received: Tensor, exact: Tensor, *, numel: int) -> list[Tensor]:
+    """Return |received - exact|^2 and |exact|^2, fp64, of a sample [n], scaled to a shard of `numel`."""
+    # fp64, because squares of small gradients are below the smallest fp32 number.
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in (received - exact, exact)]
+    return [norm * norm * (numel / exact.numel()) for norm in norms]
+
+
+def gradient_squares(
     sample: GradientSample, *, quantizers: Sequence[GradientQuantizer], numel: int
-) -> Deviation:
-    """Return what these make of a gradient, one after another, of which a shard has `numel` values.
+) -> list[Tensor]:
+    """Return the squared norms of the error of these collectives and of the gradient, of which a shard has
+    `numel` values.
 
     Their errors are added: what one leaves may lie on the grid of the next, while the sum that the next one
     quantizes does not.
     """
     first, *others = quantizers
-    wanted = sample.values.float()
-    found = first.requantized(sample.values)
+    exact = sample.values.float()
+    received = first.requantized(sample.values)
     for quantizer in others:
-        found = found + (quantizer.requantized(sample.values) - wanted)
-    return Deviation(found, wanted, numel / wanted.numel())
+        received = received + (quantizer.requantized(sample.values) - exact)
+    return squared_norms(received, exact, numel=numel)
 
 
-def weight_deviations(
+def weight_squares(
     main: Tensor,
-    held: Tensor,
+    replica_values: Tensor,
     *,
     replica: QuantizedReplica,
     exact: bool,
     refreshed: bool,
     numel: int,
-) -> tuple[Deviation | None, Deviation | None]:
-    """Return difference and drift of weights of which a shard has `numel` values.
+) -> list[Tensor]:
+    """Return the squared norms of the difference (error, norm) and of the weights (drift, norm).
 
     Args:
         main: [n], a sample of the main weights in fp32, of whole quantization groups.
-        held: [n], what the replica holds there.
-        exact: the next refresh is in full precision, so that there is no error of the difference.
-        refreshed: the drift is that which the refresh will leave, not that which there is now.
+        replica_values: [n], the same values of the replica.
+        exact: the next refresh is in full precision, so that the difference has no error.
+        refreshed: return the drift that the next refresh leaves, not the present one.
+        numel: values of a shard.
     """
+    unknown = main.new_full((), math.nan, dtype=torch.float64)
     if not main.numel():
-        return None, None
-    scale, dtype = numel / main.numel(), held.dtype
-    held = held.float()
-    difference, after = None, main
+        return [unknown] * 4
+    dtype, before = replica_values.dtype, replica_values.float()
+    difference, after = [unknown] * 2, main
     if not exact:
-        wanted, received = replica.quantized_differences(main, held)
-        difference = Deviation(received, wanted, scale)
-        after = held + received if replica.sends_differences else received
-    return difference, Deviation(after.to(dtype).float() if refreshed else held, main, scale)
+        sent, received = replica.quantized_differences(main, before)
+        difference = squared_norms(received, sent, numel=numel)
+        after = before + received if replica.sends_differences else received
+    drifted = after.to(dtype).float() if refreshed else before
+    return [*difference, *squared_norms(drifted, main, numel=numel)]
 
 
-class SampledMeasures:
-    """The squares of the last measured step, on the device, and on the host once they have arrived there."""
+def relative_errors(squares: Tensor) -> Tensor:
+    """Return the measures [groups, 4], in the order of `MEASURES`, of squares [groups, SQUARES]."""
+    error, norm = squares[:, 0:6:2], squares[:, 1:6:2]
+    ratios = torch.where(norm == 0, torch.zeros_like(norm), (error / norm).sqrt())
+    return torch.cat([ratios, squares[:, 6:]], dim=1)
+
+
+class Telemetry:
+    """The squares of the last measured step."""
 
     def __init__(self, config: TelemetryConfig | None, names: Sequence[str]) -> None:
         self._interval = 0 if config is None else config.interval
         self.sample_numel = TelemetryConfig().sample_numel if config is None else config.sample_numel
         self._names = list(names)
-        self.step = 0
-        """The last measured step; 0 before the first."""
-        self._squares: Squares | None = None
-        self._under_way: tuple[int, HostCopy] | None = None
-        self._arrived: tuple[int, Squares] | None = None
+        self.step: int | None = None
+        """The last measured step; None before the first."""
+        self.squares: Tensor | None = None
+        """fp64 [groups, SQUARES] on the host; this rank's own values."""
 
     def is_due(self, step: int) -> bool:
         """Return whether this step is measured."""
         return self._interval > 0 and step > 0 and step % self._interval == 0
 
-    def publish(self, squares: Squares, *, step: int) -> None:
-        """Take the squares of all groups after a step; a copy goes to the host, which does not wait."""
-        self._poll()
-        self._squares, self.step = squares, step
-        self._under_way = (step, HostCopy(squares.table))
+    def publish(self, squares: Tensor, *, step: int) -> None:
+        """Take the squares of all groups after a step; the host waits for the device."""
+        self.squares, self.step = squares.cpu(), step
 
-    def on_device(self) -> Tensor | None:
-        """Return the measures of the last measured step, `step`; None before the first.
-
-        Returns:
-            fp32 [groups, 4] on the device, columns as in `Measures`, NaN where one does not apply: this
-            rank's own values.
-        """
-        return None if self._squares is None else self._squares.measures().float()
-
-    def with_last_gradients(self, squares: Squares) -> Squares:
-        """Return squares with the last measured ones of gradients, where these do not apply."""
-        last = self._squares
-        if last is None:
-            return squares
-        names = ("gradient_error", "gradient", "nonfinite_groups")
-        known = {name: (getattr(squares, name), getattr(last, name)) for name in names}
-        return squares._replace(**{n: torch.where(now.isnan(), old, now) for n, (now, old) in known.items()})
-
-    def latest(self) -> tuple[int, Squares] | None:
-        """Return the last measured step whose squares have arrived, and these; does not wait."""
-        self._poll()
-        return self._arrived
-
-    def _poll(self) -> None:
-        if self._under_way is not None:
-            step, copy = self._under_way
-            table = copy.arrived()
-            if table is not None:
-                self._arrived, self._under_way = (step, Squares.from_table(table)), None
-
-    def totals(self) -> tuple[int | None, Measures]:
-        """Return the last measured step that has arrived, and its measures over all groups."""
-        step, squares = self.latest() or (None, sum_squares([]))
-        return step, total_measures(squares)
+    def measures(self) -> Tensor:
+        """Return the measures of the last measured step, fp64 [groups, 4]; NaN where one does not apply."""
+        squares = torch.full((len(self._names), SQUARES), math.nan) if self.squares is None else self.squares
+        return relative_errors(squares)
 
     def by_group(self) -> dict[str, Measures]:
-        """Return the measures of every group that have arrived, by its name; none before the first."""
-        latest = self.latest()
-        rows = [] if latest is None else latest[1].measures().tolist()
-        return {name: _named(row) for name, row in zip(self._names, rows, strict=False)}
+        """Return the last measures of every group by its name."""
+        return {name: _named(row) for name, row in zip(self._names, self.measures().tolist(), strict=True)}
+
+    def with_last_gradients(self, squares: Tensor) -> Tensor:
+        """Return squares [groups, SQUARES] with the last measured gradients where these do not apply."""
+        if self.squares is None:
+            return squares
+        gradient = torch.tensor([0, 1, 6])
+        squares = squares.cpu()
+        now = squares[:, gradient]
+        squares[:, gradient] = torch.where(now.isnan(), self.squares[:, gradient], now)
+        return squares
 
 
-def total_measures(squares: Squares) -> Measures:
-    """Return the measures over all groups, the errors of those that are not finite left out."""
+def total_measures(squares: Tensor | None) -> Measures:
+    """Return the measures over all groups [groups, SQUARES]; errors that are not finite are left out."""
+    if squares is None or not len(squares):
+        return _named([None] * len(MEASURES))
     errors: list[float | None] = []
-    for error, whole in squares.ratios():
-        counted = whole.isfinite() & error.isfinite()
-        distance, norm = error[counted].sum().item(), whole[counted].sum().item()
-        errors.append(((distance / norm) ** 0.5 if norm else 0.0) if counted.any() else None)
-    return _named([*errors, squares.nonfinite_groups.nansum().item()])
+    for column in (0, 2, 4):
+        pair = squares[:, column : column + 2]
+        error, norm = pair[pair.isfinite().all(dim=1)].sum(dim=0).tolist()
+        errors.append(((error / norm) ** 0.5 if norm else 0.0) if pair.isfinite().all(dim=1).any() else None)
+    return _named([*errors, squares[:, 6].nansum().item()])
 
 
 def _named(row: Sequence[float | None]) -> Measures:
-    """Return measures with names; what does not apply, or is not a number, is None."""
+    """Return measures by name; None for those that do not apply or are not finite."""
     gradient_error, weight_error, weight_drift, nonfinite = (
         value if value is not None and math.isfinite(value) else None for value in row
     )
@@ -317,6 +221,3 @@ def _named(row: Sequence[float | None]) -> Measures:
         "weight_drift": weight_drift,
         "nonfinite_groups": round(nonfinite or 0),
     }
-
-
-NOTHING_MEASURED: Measures = _named([None] * len(MEASURES))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range, RowParameter, Section, cut_row, whole_row
 from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, WeightConfig
-from sdp4bit.engines.alerts import Alerts, saved_positions
+from sdp4bit.config import AuditConfig, SDP4BitConfig
+from sdp4bit.engines.alerts import Alerts
 from sdp4bit.engines.explain import one_node_reason
 from sdp4bit.engines.group import AnyGroup, GroupCommunication, change_squares, is_large_change
 from sdp4bit.engines.handle import CommHandle, ModelCommunication, StateDict
@@ -88,12 +88,6 @@ class SimulatedGroupCommunication(GroupCommunication[SimulatedGroup, SimulatedRe
         """See GroupCommunication."""
         return self.resync_wanted
 
-    def configure(self, *, gradients: GradientConfig | None, weights: WeightConfig | None) -> None:
-        """See GroupCommunication."""
-        super().configure(gradients=None, weights=weights)
-        if self.reductions_of_all is not None and gradients is not None:
-            self.reductions_of_all.configure(gradients)
-
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
         """See GroupCommunication."""
         held = self.group.rows.row(self._held, rank=0)
@@ -159,7 +153,9 @@ class SimulatedCommHandle(CommHandle):
             comms.append(comm)
         super().__init__(ModelCommunication(comms, telemetry=config.telemetry), config=config)
         if config.alerts is not None:
-            self._watch(Alerts(comms, rounds=[], sampled=self._state.sampled, config=config.alerts))
+            alone = [None] * len(comms)
+            telemetry = self._state.telemetry
+            self._watch(Alerts(comms, process_groups=alone, telemetry=telemetry, config=config.alerts))
 
     def _choose(self, comm: SimulatedGroupCommunication, config: SDP4BitConfig) -> None:
         """Give a group what quantizes its weights and its gradients, or the reason why nothing does."""
@@ -366,14 +362,12 @@ class SimulatedCommHandle(CommHandle):
                 for segment in comm.group.rows.segments:
                     name = segment.name
                     replica[name] = self._main[name].to(self._dtype) if is_due else self._held[name]
-        fallback = {} if self._alerts is None else self._alerts.save()
         return {
             "format_version": FORMAT_VERSION,
             "steps": state.steps + int(state.step_pending),
             "layout": {"nodes": self.layout.nodes, "ranks_per_node": self.layout.ranks_per_node},
             "groups": counters,
             "replica": replica,
-            **({"fallback": fallback} if fallback else {}),
         }
 
     @torch.no_grad()
@@ -390,8 +384,6 @@ class SimulatedCommHandle(CommHandle):
             if comm.replica is not None:
                 for segment in comm.group.rows.segments:
                     self._held[segment.name].copy_(state_dict["replica"][segment.name])
-        if self._alerts is not None:
-            self._alerts.load(saved_positions(state_dict))
 
     def remove(self) -> None:
         """Free the memory of messages and gradients."""

@@ -15,7 +15,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
 from sdp4bit import (
-    AlertConfig,
     AuditConfig,
     DDPCommState,
     GradientConfig,
@@ -26,7 +25,6 @@ from sdp4bit import (
     quantize_communication,
 )
 from sdp4bit.engines.ddp import hook
-from sdp4bit.engines.measures import SampledMeasures
 from tests import toy
 from tests.engines import stream_simulator
 from tests.engines.fsdp2.toy_moe import HAS_MESH_PER_PARAM
@@ -257,21 +255,6 @@ def audit() -> None:
     run.train(1)
 
 
-def fallback() -> None:
-    """Alerts that move all groups to other bits, and to full precision."""
-    alerts = AlertConfig(action="fallback", gradient_error=1e-6, weight_drift=1e-9, nonfinite_groups=None)
-    on_device = SampledMeasures.on_device
-
-    def agreed(self: SampledMeasures) -> torch.Tensor | None:
-        """The measures of all ranks, which a simulated rank cannot have, are as large on each of them."""
-        own = on_device(self)
-        return None if own is None else torch.ones_like(own)
-
-    with mock.patch.object(SampledMeasures, "on_device", agreed):
-        run = FSDPRun(replace(MEASURED, alerts=alerts), prepare=prefetch).train(5)
-    assert {alert.step for alert in run.comm.alerts()} >= {1, 2}
-
-
 class SimulatedFuture:
     """A torch.futures.Future on a GPU: its value is there when the stream that it was set on is."""
 
@@ -384,7 +367,6 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "evaluation": evaluate,
     "telemetry": telemetry,
     "audit": audit,
-    "alerts": fallback,
 }
 
 

@@ -15,13 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.collectives.reduce_scatter import count_nonfinite
-from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.engines.explain import describe_gradients
-from sdp4bit.engines.measures import SampledMeasures, Squares, sample_ranges, total_measures
+from sdp4bit.engines.measures import Telemetry, sample_ranges, total_measures
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.layout import message_layout
 from tests.ranks import on_ranks, run_ranks
@@ -60,23 +57,20 @@ def test_totals_weigh_groups_by_their_squares_and_leave_out_what_is_not_finite()
         [[1, 4, 1, 16, 0, 0, 0], [3, 12, nan, nan, 9, 36, 2], [nan, nan, nan, nan, nan, nan, nan]],
         dtype=torch.float64,
     )
-    assert total_measures(Squares.from_table(squares)) == {
+    assert total_measures(squares) == {
         "gradient_error": 0.5, "weight_error": 0.25, "weight_drift": 0.5, "nonfinite_groups": 2,
     }  # fmt: skip
-    assert total_measures(Squares.from_table(squares[2:]))["weight_drift"] is None
-    sampled = SampledMeasures(TelemetryConfig(interval=5), ["a", "b", "c"])
-    assert [step for step in range(12) if sampled.is_due(step)] == [5, 10]
-    assert not any(SampledMeasures(None, []).is_due(step) for step in range(12))
-    assert sampled.by_group() == {} and sampled.on_device() is None
-    sampled.publish(Squares.from_table(squares), step=5)
-    groups = sampled.by_group()
-    assert list(groups) == ["a", "b", "c"] and sampled.totals()[0] == 5
+    assert total_measures(squares[2:])["weight_drift"] is None
+    telemetry = Telemetry(TelemetryConfig(interval=5), ["a", "b", "c"])
+    assert [step for step in range(12) if telemetry.is_due(step)] == [5, 10]
+    assert not any(Telemetry(None, []).is_due(step) for step in range(12))
+    assert telemetry.step is None and telemetry.by_group()["a"]["weight_error"] is None
+    telemetry.publish(squares, step=5)
+    groups = telemetry.by_group()
+    assert list(groups) == ["a", "b", "c"] and telemetry.step == 5
     assert (groups["a"]["gradient_error"], groups["a"]["weight_drift"]) == (0.5, 0.0)
     assert (groups["b"]["weight_error"], groups["b"]["nonfinite_groups"]) == (None, 2)
     assert {groups["c"][name] for name in ("gradient_error", "weight_error", "weight_drift")} == {None}
-    on_device = sampled.on_device()
-    assert on_device.dtype == torch.float32 and on_device.shape == (3, 4)
-    assert on_device[2].isnan().all()
 
 
 @on_ranks(4)
@@ -114,11 +108,10 @@ def check_listeners() -> list[Any]:
     state, seen = run.comm._state, []
 
     def listener(step: int) -> None:
-        measures = state.sampled.on_device()
         sent = sum(
             t.current_step.collectives for g in state.groups for t in (g.weight_traffic, g.gradient_traffic)
         )
-        seen.append((step, state.sampled.step, None if measures is None else list(measures.shape), sent))
+        seen.append((step, state.telemetry.step, sent))
         dist.barrier()  # all ranks are here at once
 
     state.step_listeners.append(listener)
@@ -131,50 +124,18 @@ def check_listeners() -> list[Any]:
 
 def test_listeners_are_called_at_every_step_boundary_on_all_ranks_before_anything_is_sent() -> None:
     first, *others = run_ranks(check_listeners, 4)
-    assert first == [(1, 0, None, 0), (2, 2, [4, 4], 0), (3, 2, [4, 4], 0), (4, 4, [4, 4], 0)]
+    assert first == [(1, None, 0), (2, 2, 0), (3, 2, 0), (4, 4, 0)]
     assert all(other == first for other in others)
 
 
-class CountReads(TorchDispatchMode):
-    """Counts what makes the host wait for numbers of the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: list[str] = []
-        self.calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
-            self.reads.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def losses_and_reads(telemetry: TelemetryConfig | None) -> tuple[list[torch.Tensor], CountReads, Run]:
-    run = Run(build(), replace(QUANTIZED, telemetry=telemetry), clip=None)
-    losses = []
-    run.train(1)
-    count = CountReads()
-    for _ in range(3):
-        with count:
-            loss = loss_of(run.model, next(run.data))
-            loss.backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses, count, run
-
-
 @on_ranks(2)
-def test_measured_steps_read_nothing_from_the_device_and_give_the_same_losses() -> None:
-    plain, _, _ = losses_and_reads(None)
-    measured, count, run = losses_and_reads(TelemetryConfig(interval=1))
-    assert run.comm.stats()["sampled_step"] == 3
-    assert all(map(torch.equal, plain, measured))
-    assert count.reads == [] and count.calls > 500
-    with count:
-        run.comm.measure()
-    assert count.reads  # it counts what it should
+def test_measured_steps_give_the_same_losses() -> None:
+    plain, measured = (
+        Run(build(), replace(QUANTIZED, telemetry=telemetry), topology=1).train(3)
+        for telemetry in (None, TelemetryConfig(interval=1))
+    )
+    assert plain.finish() == measured.finish()
+    assert (plain.comm.stats()["sampled_step"], measured.comm.stats()["sampled_step"]) == (None, 3)
 
 
 def check_nonfinite() -> tuple[list[int], list[int], dict[str, Any]]:
@@ -256,10 +217,3 @@ def test_communication_and_alerts_are_in_all_outputs(tmp_path: Path, monkeypatch
         },
     ]
     assert scalars == [("communication/layers.0/inter_bytes", 5, 4), ("alert/layers.0/weight_drift", 0.5, 5)]
-
-
-def test_explain_shows_random_signs() -> None:
-    layout = NodeLayout(ranks=(0, 1), nodes=2, ranks_per_node=1)
-    plain, signed = GradientConfig(), GradientConfig(random_signs=True)
-    assert describe_gradients(signed, layout, 4096) == "inter int4/128, Hadamard, random signs"
-    assert describe_gradients(plain, layout, 4096) == "inter int4/128, Hadamard"

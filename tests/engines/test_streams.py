@@ -51,11 +51,10 @@ MAY_WAIT = {
     "accumulation, unreduced": (EDITS,),  # the same in the last micro-batch, which is reduced
     "frozen": (EDITS,),  # whether frozen weights were edited
     "edits": (EDITS,),  # in evaluations: whether weights were edited, and by how much
-    "evaluation": (EDITS, "measures.py"),  # the same; measure() returns numbers
-    "unshard, measured meanwhile": (EDITS, "measures.py"),
+    "evaluation": (EDITS,),  # the same
+    "unshard, measured meanwhile": (EDITS,),
     "audit": ("audit.py",),  # the host compares checksums
     "resync and audit": ("audit.py",),
-    "alerts": ("engines/alerts.py",),  # the host decides
 }
 """Scenarios in which the host has a reason to wait in a step, and the files that do it."""
 
@@ -484,13 +483,13 @@ def swap(log: Log, wanted: Callable[[Collective, Collective], bool]) -> list[Col
 def test_two_collectives_of_a_group_swapped_on_one_rank_are_found(
     logs: dict[str, list[Log]],
 ) -> None:
-    zero, *others = logs["alerts"]
+    zero, *others = logs["audit"]
     swapped = swap(zero, lambda one, two: one.group == two.group and one.alike != two.alike)
     assert "rank 0" in disorder([swapped, *others])
 
 
 def test_collectives_of_two_groups_swapped_on_one_rank_are_found(logs: dict[str, list[Log]]) -> None:
-    zero, *others = logs["alerts"]
+    zero, *others = logs["audit"]
     swapped = swap(
         zero,
         lambda one, two: one.group != two.group and len(set(one.group[1]) & set(two.group[1])) > 1,

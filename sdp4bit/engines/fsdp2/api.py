@@ -31,7 +31,7 @@ from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import Layouts, ShardedRows, agree, participants
-from sdp4bit.engines.alerts import Alerts, DecisionRound, saved_positions
+from sdp4bit.engines.alerts import Alerts
 from sdp4bit.engines.explain import ONE_RANK
 from sdp4bit.engines.fsdp2.checks import (
     check_group,
@@ -277,8 +277,10 @@ class FSDPCommHandle(CommHandle):
                     name=comm.group.name,
                 )
         if config.alerts is not None:
+            process_groups = [comm.group.process_group for comm in comms]
+            telemetry = self._state.telemetry
             self._watch(
-                Alerts(comms, rounds=_rounds(comms), sampled=self._state.sampled, config=config.alerts)
+                Alerts(comms, process_groups=process_groups, telemetry=telemetry, config=config.alerts)
             )
         self._process_group = process_group
         self._previous = [self._install(comm) for comm in comms]
@@ -355,8 +357,7 @@ class FSDPCommHandle(CommHandle):
         self._check_attached()
         if not self._state.groups:
             return {}
-        fallback = {} if self._alerts is None else self._alerts.save()
-        return {**save_state(self._state), **({"fallback": fallback} if fallback else {})}
+        return save_state(self._state)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; call it on all ranks, before or after the model's own state is loaded.
@@ -371,8 +372,6 @@ class FSDPCommHandle(CommHandle):
         if not self._state.groups:
             return
         load_state(self._state, state_dict)
-        if self._alerts is not None:
-            self._alerts.load(saved_positions(state_dict))
 
     def remove(self) -> None:
         """Let the model communicate as before; all hooks and process groups go. Call it on all ranks.
@@ -405,32 +404,6 @@ class FSDPCommHandle(CommHandle):
             self._alerts.detach()
         self._state.detach()
         self._removed = True
-
-
-def _rounds(comms: Sequence[FSDPCommunication]) -> list[DecisionRound]:
-    """Return who decides together on alerts.
-
-    The ranks that a group is sharded over decide together, and then those along each further dimension of the
-    mesh: tensor-parallel ranks and HSDP replicas.
-    """
-    process_groups = {comm.layout.ranks: comm.group.process_group for comm in comms}
-    rounds = []
-    for ranks in sorted(process_groups):
-        members = tuple(comm.index for comm in comms if comm.layout.ranks == ranks)
-        traffic = comms[members[0]].gradient_traffic
-        rounds.append(DecisionRound(process_group=process_groups[ranks], groups=members, traffic=traffic))
-        rounds += [DecisionRound(process_group=each, groups=members) for each in _further(comms, ranks)]
-    return rounds
-
-
-def _further(comms: Sequence[FSDPCommunication], ranks: tuple[int, ...]) -> list[ProcessGroup]:
-    """Return the process groups along which other ranks hold the same parameters or parts of them."""
-    mesh = max((comm.group.mesh for comm in comms if comm.layout.ranks == ranks), key=lambda mesh: mesh.ndim)
-    along = [mesh.get_group(dim) for dim in range(mesh.ndim)] if mesh.ndim > 1 else []
-    members = [tuple(dist.get_process_group_ranks(group)) for group in along]
-    if ranks not in members:
-        return []
-    return [group for group, own in zip(along, members, strict=True) if own != ranks]
 
 
 def _resync_after_load(state: FSDPModelCommunication) -> Callable[..., None]:

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.sections import Range, RowParameter, Section, common_ranges, cut_row, whole_row
-from sdp4bit.engines.fallback import TrafficKind
 from sdp4bit.engines.fsdp2.torch_internals import (
     Comm,
     HybridMeshInfo,
@@ -402,9 +401,9 @@ class FSDPGroup:
         return [name for name in names if name not in (*_DEFAULT_COMMS, *_STAGING_COMMS)]
 
     @property
-    def staging_comms(self) -> dict[TrafficKind, str]:
+    def staging_comms(self) -> dict[str, str]:
         """How FSDP2 was told to allocate what it gathers ("weights") and reduces, where not as usual."""
-        kinds: dict[TrafficKind, Comm] = {
+        kinds: dict[str, Comm] = {
             "weights": self.comms.all_gather,
             "gradients": self.comms.reduce_scatter,
         }

@@ -18,7 +18,6 @@ from sdp4bit.collectives.topology import NodeLayout, TopologySpec
 from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree, participants
-from sdp4bit.engines.megatron.alerts import check_watchable
 from sdp4bit.engines.megatron.buckets import (
     REPLICATED_DTYPES,
     MegatronBucket,
@@ -83,8 +82,6 @@ def quantize_communication(
             _check_bucket(bucket, settings)
         # One more than there are: tied embeddings have a number of their own.
         check_numbers(buckets=len(buckets) + 1, ranks=max((len(b.ranks) for b in buckets), default=0))
-        if settings.alerts is not None:
-            check_watchable(chunks, buckets)
     except Exception as caught:  # whatever happens on one rank, the others must not wait for it
         failure, buckets = caught, []
     rows = [

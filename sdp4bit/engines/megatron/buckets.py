@@ -228,18 +228,6 @@ def pipeline_group(chunks: Sequence[Chunk]) -> ProcessGroup | None:
     return group if isinstance(group, ProcessGroup) and group.size() > 1 else None
 
 
-def embedding_group(chunks: Sequence[Chunk]) -> ProcessGroup | None:
-    """Return the pipeline stages that hold copies of an embedding if it is tied; None if this rank does not.
-
-    Megatron's language models keep it beside their layers.
-    """
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        group = getattr(module, "embd_group", None)
-        if isinstance(group, ProcessGroup) and group.size() > 1:
-            return group if dist.get_rank() in dist.get_process_group_ranks(group) else None
-    return None
-
-
 def replicated_parameters(params: Sequence[nn.Parameter], group: ProcessGroup) -> list[nn.Parameter]:
     """Return the parameters that tensor parallelism holds in full, with equal values, on all ranks.
 

@@ -18,12 +18,18 @@ from sdp4bit.collectives.topology import (
     destroy_topology,
 )
 from sdp4bit.collectives.work import SideStream, StagedCollectives, has_one_queue
-from sdp4bit.config import AuditConfig, SDP4BitConfig
+from sdp4bit.config import AlertConfig, AuditConfig, SDP4BitConfig
+from sdp4bit.engines.alerts import Alerts
 from sdp4bit.engines.explain import ONE_RANK, describe_gradients, one_node_note, one_node_reason
 from sdp4bit.engines.group import AnyGroup
 from sdp4bit.engines.handle import CommHandle, StateDict
-from sdp4bit.engines.megatron.alerts import BucketAlerts
-from sdp4bit.engines.megatron.buckets import REPLICATED_DTYPES, MegatronBucket, replicated_ranges
+from sdp4bit.engines.measures import Telemetry
+from sdp4bit.engines.megatron.buckets import (
+    REPLICATED_DTYPES,
+    MegatronBucket,
+    pipeline_group,
+    replicated_ranges,
+)
 from sdp4bit.engines.megatron.communication import (
     BucketCommunication,
     BucketReplica,
@@ -96,10 +102,7 @@ class MegatronCommHandle(CommHandle):
             for optimizer in optimizers
         ]
         if config.alerts is not None:
-            alerts = BucketAlerts(
-                chunks, comms, sampled=state.sampled, config=config.alerts, takes_steps=bool(optimizers)
-            )
-            self._watch(alerts)
+            self._watch(_alerts(chunks, comms, telemetry=state.telemetry, config=config.alerts))
         for comm in comms:
             if comm.replica is not None:
                 # Ranks may start from different random weights; Megatron's first gather would level them.
@@ -215,12 +218,10 @@ class MegatronCommHandle(CommHandle):
     def state_dict(self) -> StateDict:
         """Return what a bit-exact resume needs beside Megatron's parameters and optimizer state.
 
-        The replica is Megatron's parameters themselves; what is added are counters and the precision fallback
-        of all stages' buckets, the same on every rank.
+        The replica is Megatron's parameters themselves; the state adds counters, the same on every rank.
         """
         self._check_attached()
-        fallback = {} if self._alerts is None else self._alerts.save()
-        return {**save_counters(self._state), **({"fallback": fallback} if fallback else {})}
+        return save_counters(self._state)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; call it on all ranks, before or after Megatron's own is loaded.
@@ -229,12 +230,10 @@ class MegatronCommHandle(CommHandle):
             ValueError: not a state of this library; nothing is changed.
         """
         self._check_attached()
-        counters, fallback = checked(state_dict)
+        counters = checked(state_dict)
         for patch in self._optimizers:
             patch.set_steps(counters["steps"])
         load_counters(self._state, counters)
-        if self._alerts is not None:
-            self._alerts.load(fallback)
 
     def remove(self) -> None:
         """Let Megatron-Core communicate as before, from the main weights; call it on all ranks.
@@ -258,6 +257,29 @@ class MegatronCommHandle(CommHandle):
         self._state.detach()
         self._groups, self._optimizers, self._patches, self._topologies = [], [], [], []
         self._removed = True
+
+
+def _alerts(
+    chunks: Sequence[Chunk],
+    comms: Sequence[BucketCommunication],
+    *,
+    telemetry: Telemetry,
+    config: AlertConfig,
+) -> Alerts:
+    """Return the alerts of the quantized buckets; those of experts step later, and are not watched."""
+    watched = [
+        comm
+        for comm in comms
+        if (comm.replica is not None or comm.reduction is not None) and not comm.group.is_expert
+    ]
+    stages = pipeline_group(chunks)
+    return Alerts(
+        watched,
+        process_groups=[comm.group.process_group for comm in watched],
+        telemetry=telemetry,
+        config=config,
+        where="" if stages is None else f"pipeline stage {stages.rank()}",
+    )
 
 
 def _unquantized_reason(comm: BucketCommunication, *, is_split: bool) -> str:

@@ -1,14 +1,13 @@
 """Checkpoint state of the communication of a Megatron-Core model.
 
-The replica is Megatron's parameters themselves. What is added are counters and the positions of all pipeline
-stages, the same on every rank, whichever of them a checkpoint format saves.
+The replica is Megatron's parameters themselves. The state adds counters, the same on every rank, whichever
+rank's copy a checkpoint format saves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sdp4bit.engines.alerts import saved_positions
 from sdp4bit.engines.handle import StateDict
 from sdp4bit.engines.megatron.communication import MegatronModelCommunication
 
@@ -38,8 +37,8 @@ def load_counters(state: MegatronModelCommunication, counters: Mapping[str, int]
             comm.reductions = counters["reductions"]
 
 
-def checked(state_dict: StateDict) -> tuple[dict[str, int], dict[str, list[float]]]:
-    """Return the counters and the positions of a communication state.
+def checked(state_dict: StateDict) -> dict[str, int]:
+    """Return the counters of a communication state.
 
     Raises:
         ValueError: it is none of a known format.
@@ -58,12 +57,4 @@ def checked(state_dict: StateDict) -> tuple[dict[str, int], dict[str, list[float
     wrong = [key for key in _COUNTERS if not isinstance(state_dict[key], int) or state_dict[key] < 0]
     if wrong:
         raise ValueError(f"{what}: {', '.join(wrong)} should be counts")
-    positions = saved_positions(state_dict)
-    positions = {} if positions is None else positions
-    if not isinstance(positions, Mapping) or not all(map(_is_numbers, positions.values())):
-        raise ValueError(f"{what}: fallback should be a dictionary of lists of numbers")
-    return {key: int(state_dict[key]) for key in _COUNTERS}, {k: list(v) for k, v in positions.items()}
-
-
-def _is_numbers(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(number, int | float) for number in value)
+    return {key: int(state_dict[key]) for key in _COUNTERS}

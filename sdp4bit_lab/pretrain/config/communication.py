@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
 from sdp4bit.config import (
-    AlertAction,
     AlertConfig,
     AuditConfig,
     GradientConfig,
@@ -222,7 +221,6 @@ _THRESHOLDS = {
     "alert_gradient_error": "gradient_error",
     "alert_weight_error": "weight_error",
     "alert_weight_drift": "weight_drift",
-    "alert_calm_samples": "calm_samples",
 }
 
 
@@ -234,9 +232,8 @@ class ReliabilityConfig:
     """Steps from one comparison of the weights' copies to the next; 0 compares nothing."""
     audit_on_mismatch: MismatchAction = "error"
     """What happens if copies differ: end with an error, or warn and refresh them in full precision."""
-    alerts: Literal["off", "warn", "fallback", "ladder"] = "off"
-    """What happens if quantization costs too much: a warning, or also a step up: 2, 3, 4, 8, 16 bits
-    (fallback; ladder is its earlier name). Simulated ranks decide on rank 0's measures."""
+    alerts: Literal["off", "warn"] = "off"
+    """Warn if an error of quantization crosses its threshold. Simulated ranks look at rank 0's measures."""
     alert_gradient_error: float | None = None
     """Highest relative error of quantized gradients; when not given 0.3, 0.7 with 3 bits, 2.1 with 2."""
     alert_weight_error: float | None = None
@@ -244,20 +241,14 @@ class ReliabilityConfig:
     0.9 with 2."""
     alert_weight_drift: float | None = None
     """Highest relative distance from the main weights to what devices hold; 0.05 when not given."""
-    alert_calm_samples: int | None = None
-    """Measured steps that must be calm before a group steps back down; 5 when not given."""
 
     def __post_init__(self) -> None:
         self.applied_to(SDP4BitConfig())
         given = [name for name in _THRESHOLDS if getattr(self, name) is not None]
         if given and self.alerts == "off":
-            raise SettingError(
-                f"--{given[0].replace('_', '-')} has no effect without --alerts warn or fallback"
-            )
+            raise SettingError(f"--{given[0].replace('_', '-')} has no effect without --alerts warn")
         if self.audit_interval == 0 and self.audit_on_mismatch != "error":
             raise SettingError("--audit-on-mismatch has no effect with --audit-interval 0")
-        if self.alert_calm_samples is not None and self.alerts not in ("fallback", "ladder"):
-            raise SettingError("--alert-calm-samples has no effect without --alerts fallback")
 
     def applied_to(self, config: SDP4BitConfig) -> SDP4BitConfig:
         """Return the library's settings with these.
@@ -269,8 +260,7 @@ class ReliabilityConfig:
         given = {name: value for name, value in thresholds.items() if value is not None}
         try:
             audit = AuditConfig(interval=self.audit_interval or 1, on_mismatch=self.audit_on_mismatch)
-            action: AlertAction = "warn" if self.alerts == "warn" else "fallback"
-            alerts = None if self.alerts == "off" else AlertConfig(action=action, **given)
+            alerts = None if self.alerts == "off" else AlertConfig(**given)
             return replace(config, audit=audit if self.audit_interval else None, alerts=alerts)
         except ValueError as error:
             raise SettingError(str(error)) from error

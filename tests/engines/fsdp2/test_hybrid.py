@@ -232,23 +232,15 @@ def test_accumulation_clipping_and_resume() -> None:
     check_resume()
 
 
-def check_fallback() -> None:
-    """Alerts move the all-reduce too, from 4 bits to 8 to full precision, on all ranks alike."""
-    alerts = AlertConfig(action="fallback", gradient_error=1e-6, weight_drift=None, weight_error=None)
-    run = HybridRun(replace(QUANTIZED, alerts=alerts, audit=AuditConfig(interval=1)))
-    bits, errors = [], []
-    for _ in range(4):
-        run.train(1)
-        bits.append({group.gradient_bits for group in run.groups})
-        run.evaluate()
-        errors.append(run.comm.stats()["gradient_error"])
+def check_measures() -> None:
+    """Each quantizer, that over replicas included, adds its error; alerts see it on all ranks."""
+    alerts = AlertConfig(gradient_error=1e-6, weight_drift=None, weight_error=None)
+    run = HybridRun(replace(QUANTIZED, alerts=alerts, audit=AuditConfig(interval=1))).train(1)
+    run.evaluate()
     run.check_replicas()
-    assert bits == [{4}, {8}, {None}, {None}]
-    assert errors[0] > 0.15 > 0.03 > errors[1] > 0.005 and errors[2] == 0
-    changes = [alert.change for alert in run.comm.alerts() if alert.group == "blocks.0"]
-    assert changes[:2] == ["gradients int8/int4 -> int8", "gradients int8 -> full precision"]
-    assert "all-reduce inter fp32/128" not in run.comm.explain()
-    assert run.comm.explain().count("all-reduce inter fp32, since step") == 4
+    assert {group.gradient_bits for group in run.groups} == {4}
+    assert run.comm.stats()["gradient_error"] > 0.15
+    assert {alert.group for alert in run.comm.alerts()} == {group.group.name for group in run.groups}
 
 
 def check_settings() -> None:
@@ -318,8 +310,8 @@ def check_audit() -> None:
 
 @pytest.mark.slow
 @on_ranks(4, timeout=400.0)
-def test_the_precision_fallback_the_audit_and_what_is_left_to_fsdp2() -> None:
-    check_fallback()
+def test_measures_the_audit_and_what_is_left_to_fsdp2() -> None:
+    check_measures()
     check_audit()
     check_settings()
 

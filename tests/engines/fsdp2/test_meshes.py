@@ -206,16 +206,11 @@ def resume(folder: str) -> list[float]:
 
 @pytest.mark.slow
 @on_ranks(4, timeout=LIMIT)
-def test_audit_and_fallback_see_every_group_on_its_own_ranks() -> None:
-    strict = AlertConfig(action="fallback", gradient_error=0.05)
-    run = MoERun(replace(QUANTIZED, alerts=strict), ACROSS).train(1)
+def test_audit_and_alerts_see_every_group_on_its_own_ranks() -> None:
+    strict = AlertConfig(gradient_error=0.05, weight_error=None)
+    run = MoERun(replace(QUANTIZED, alerts=strict), ACROSS).train(2)
     run.comm.audit()
-    run.train(1)
-    run.backward()
-    raised: list[Any] = [None] * 4
-    dist.all_gather_object(raised, [group.gradient_bits for group in groups_of(run)])
-    assert raised == [[8] * 5] * 4
-    run.step()
+    assert {alert.group for alert in run.comm.alerts()} == {group.group.name for group in groups_of(run)}
     run.evaluate()
     (experts,) = (group for group in groups_of(run) if group.group.name == "blocks.0.moe.experts")
     if dist.get_rank() == 3:

@@ -16,7 +16,6 @@ from tests.toy import (
     assert_close,
     assert_close_to_plain,
     assert_equal,
-    assert_replicas_identical,
     build,
 )
 
@@ -61,14 +60,6 @@ def run_mixes() -> dict[str, Any]:
     assert_close_to_plain(
         training, checks=[(IDENTITY, assert_equal), *((mix, few) for mix in MIXES.values())]
     )
-    strict = AlertConfig(action="fallback", gradient_error=0.01, weight_error=0.001)
-    run = Run(build(), replace(FEW, alerts=strict), topology=2)
-    seen = []
-    for _ in range(7):
-        seen.append(run.comm.group_stats()[1])
-        run.train(1)
-    assert_replicas_identical(run.comm)
-    found["climb"] = [(stats["weight_bits"], stats["gradient_bits"]) for stats in seen]
     return found
 
 
@@ -96,10 +87,3 @@ def test_the_table_and_the_measures_tell_the_width(ranks: list[dict[str, Any]]) 
 def test_who_chose_few_bits_is_not_alarmed(ranks: list[dict[str, Any]], name: str) -> None:
     if "unclipped" not in name:  # whose error is indeed beyond what is usual at 2 bits
         assert ranks[0][f"alerts of {name}"] == []
-
-
-def test_the_fallback_climbs_through_all_widths(ranks: list[dict[str, Any]]) -> None:
-    for each in ranks:
-        weights, gradients = zip(*each["climb"], strict=True)
-        assert list(dict.fromkeys(weights)) == [2, 3, 4, 8, None]
-        assert list(dict.fromkeys(gradients[1:])) == [3, 4, 8, None]  # None before the first step

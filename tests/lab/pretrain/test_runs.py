@@ -65,14 +65,13 @@ def test_alerts_are_in_the_metrics(text, tmp_path):
         config,
         training=replace(config.training, steps=4),
         logging=replace(config.logging, telemetry_interval=2),
-        reliability=ReliabilityConfig(audit_interval=2, alerts="fallback", alert_gradient_error=0.004),
+        reliability=ReliabilityConfig(audit_interval=2, alerts="warn", alert_gradient_error=0.004),
         communication=replace(config.communication, gradients_inside_one_node=True),
     )
     run_ranks(train_here, 2, config)
     alerts = [line for line in read_log(tmp_path / "out") if line["event"] == "alert"]
-    moved = [line for line in alerts if "gradients int8 -> full precision" in line["message"]]
-    assert moved and moved[0]["step"] == 2  # one node of 2 ranks: there is no hop of 4 bits
-    for line in moved:
+    assert alerts and alerts[0]["step"] == 2
+    for line in alerts:
         assert line["message"].startswith("gradient error ") and line["value"] > line["threshold"]
 
 

@@ -21,7 +21,7 @@ WATCHED = replace(
     SDP4BitConfig.preset("sdp4bit"),
     telemetry=TelemetryConfig(interval=1),
     audit=AuditConfig(interval=1),
-    alerts=AlertConfig(action="fallback", gradient_error=0.05, weight_error=None, calm_samples=9),
+    alerts=AlertConfig(gradient_error=0.05, weight_error=None),
 )
 
 
@@ -52,20 +52,12 @@ def train(handle: SimulatedCommHandle, main: nn.Module, *, steps: int) -> None:
     handle.before_forward()
 
 
-def test_alerts_move_groups_and_a_resumed_run_stands_where_it_did() -> None:
+def test_alerts_name_the_groups_above_a_threshold() -> None:
     handle, main = attach(WATCHED)
     heard: list[object] = []
     handle.on_alert(heard.append)
     train(handle, main, steps=2)
     assert heard == handle.alerts() and {alert.group for alert in handle.alerts()} == {"(root)", "1"}
-    assert flat(handle.explain()).count("since step 1 (alert: gradient error") == 2
-    assert [group["gradient_bits"] for group in handle.group_stats()] == [8, 8]
-    again, other = attach(WATCHED)
-    other.load_state_dict(main.state_dict())
-    again.load_state_dict(handle.state_dict())
-    assert flat(again.explain()).count("since step 1") == 2
-    train(again, other, steps=1)
-    assert [group["gradient_bits"] for group in again.group_stats()] == [8, 8]
 
 
 @pytest.mark.parametrize("asked_for", [False, True])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sdp4bit import AlertConfig, AuditConfig, SDP4BitConfig
+from sdp4bit import AlertConfig, AuditConfig, SDP4BitConfig, TelemetryConfig
 from sdp4bit_lab.cli import COMMANDS, main
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.config.communication import STRATEGIES, CommunicationConfig
@@ -33,7 +33,10 @@ def pretrain_config(*arguments: str) -> PretrainConfig:
 
 def test_flags_of_the_reference_scripts_make_the_paper_s_method():
     expected = SDP4BitConfig.preset("sdp4bit-paper")
-    expected = replace(expected, seed=1234, gradients=replace(expected.gradients, pipeline_chunks=8))
+    telemetry = TelemetryConfig()
+    expected = replace(
+        expected, telemetry=telemetry, seed=1234, gradients=replace(expected.gradients, pipeline_chunks=8)
+    )
     assert pretrain_config(*PAPER_FLAGS).quantization == expected
 
 
@@ -49,7 +52,9 @@ def test_flags_alone_have_the_reference_s_defaults():
 def test_nothing_given_is_the_default_of_the_library():
     config = pretrain_config()
     assert config.strategy_name == "sdp4bit"
-    assert config.quantization == replace(SDP4BitConfig.preset("sdp4bit"), seed=1234)
+    assert config.quantization == replace(
+        SDP4BitConfig.preset("sdp4bit"), telemetry=TelemetryConfig(), seed=1234
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -85,11 +90,11 @@ def test_options_of_reliability_become_the_library_s_settings():
     assert nothing.audit == AuditConfig() and nothing.alerts is None
     assert pretrain_config("--audit-interval", "0").quantization.audit is None
     given = pretrain_config(
-        *("--audit-interval", "7", "--audit-on-mismatch", "resync", "--alerts", "fallback"),
-        *("--alert-gradient-error", "0.5", "--alert-calm-samples", "3"),
+        *("--audit-interval", "7", "--audit-on-mismatch", "resync", "--alerts", "warn"),
+        *("--alert-gradient-error", "0.5"),
     ).quantization
     assert given.audit == AuditConfig(interval=7, on_mismatch="resync")
-    assert given.alerts == AlertConfig(action="fallback", gradient_error=0.5, calm_samples=3)
+    assert given.alerts == AlertConfig(gradient_error=0.5)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +115,7 @@ def test_options_of_reliability_become_the_library_s_settings():
         (["--audit-interval", "-1"], "audit.interval=-1 must be an integer of at least 1"),
         (["--audit-interval", "0", "--audit-on-mismatch", "resync"], "--audit-on-mismatch has no effect"),
         (["--alert-weight-drift", "0.1"], "--alert-weight-drift has no effect without --alerts warn"),
-        (["--alerts", "warn", "--alert-calm-samples", "2"], "has no effect without --alerts fallback"),
         (["--alerts", "warn", "--alert-weight-error", "0"], "alerts.weight_error=0.0 must be a positive"),
-        (["--alerts", "warn", "--telemetry-interval", "0"], "alerts look at what telemetry measures"),
         (["--alerts", "warn", "--strategy", "baseline"], "alerts have nothing to watch"),
     ],
 )
