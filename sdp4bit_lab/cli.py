@@ -228,15 +228,15 @@ def _preprocess(config: PreprocessConfig) -> int:
 @_command(
     "plan",
     settings="sdp4bit_lab.plan.config:PlanConfig",
-    packages="tyro matplotlib rich scipy yaml",
+    packages="tyro rich scipy yaml",
     reads_file=True,
     shown="""strategy model_card cluster device probe nodes devices_per_node inter_bandwidth intra_bandwidth
-    device_tflops tensor_parallel pipeline_parallel micro_batch_size accumulation engine overlap sweep json
+    device_tflops tensor_parallel pipeline_parallel micro_batch_size accumulation engine overlap json
     reproduce_table_2""",
 )
 def _plan(config: PlanConfig) -> int:
-    """Say what quantized communication would gain on a cluster: bytes, step time, memory, a verdict. Nothing
-    is trained; the clusters are the paper's, described by options, or measured by `sdp4bit probe`."""
+    """Predict the gain of quantized communication on a cluster: bytes, step time, memory, a recommendation.
+    Nothing is trained; the clusters are the paper's, described by options, or measured by `sdp4bit probe`."""
     from sdp4bit_lab.plan.command import run_plan
 
     return run_plan(config)

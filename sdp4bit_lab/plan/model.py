@@ -1,14 +1,17 @@
-"""Parameters of a GPT as data parallelism sees them: shapes per FSDP2 group, after model-parallel cuts."""
+"""Cut the parameters of a GPT into the groups that data parallelism gathers and reduces."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from sdp4bit.collectives.sections import RowParameter, Section, cut_row
 from sdp4bit.quantization.layout import round_up
-from sdp4bit_lab.pretrain.model.cards import ModelShape
+from sdp4bit_lab.common.settings import option, require_at_least
+from sdp4bit_lab.pretrain.config.pretrain import ModelConfig
+from sdp4bit_lab.pretrain.model.cards import VOCABULARY_MULTIPLE, CardName, ModelShape
 
 Shape = tuple[int, ...]
 
@@ -17,40 +20,34 @@ MEGATRON_ALIGNMENT = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTSize:
-    """What the cost of a GPT depends on."""
+class PlanModelConfig(ModelConfig):
+    """The GPT to plan for: a model card, with single sizes replaced."""
 
-    name: str
-    layers: int
-    hidden: int
-    vocabulary: int
-    """Rows of the embedding, padding included."""
-    positions: int
-    flops_per_sequence: float
-    """Floating-point operations of forward and backward over one sequence, by the whole model."""
+    model_card: Annotated[CardName, option("preset", "model-card")] = "1.3B"
+    """Model card."""
+    vocabulary: Annotated[int | None, option("vocab-size")] = None
+    """Tokens of the tokenizer; the card's when not given."""
+    sequence_length: Annotated[int | None, option("seq-length", "sequence-length")] = None
+    """Tokens per sequence; the card's when not given."""
 
-    @classmethod
-    def of(cls, shape: ModelShape, *, name: str, sequence_length: int) -> GPTSize:
-        """Return the sizes of a model that is trained on sequences of this length."""
-        return cls(
-            name=name,
-            layers=shape.layers,
-            hidden=shape.hidden,
-            vocabulary=shape.vocabulary,
-            positions=shape.positions,
-            flops_per_sequence=shape.flops_per_sample(sequence_length),
-        )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least(1, self, "vocabulary", "sequence_length")
 
     @property
-    def parameters(self) -> int:
-        """Parameters of the whole model, embeddings tied."""
-        h = self.hidden
-        return self.layers * (12 * h**2 + 13 * h) + (self.vocabulary + self.positions + 2) * h
+    def tokens(self) -> int:
+        """Tokens per sequence."""
+        return self.sequence_length or self.card.sequence_length
+
+    def padded_shape(self, *, tensor_parallel: int) -> ModelShape:
+        """Return the sizes; the vocabulary is padded to 128 rows on each tensor-parallel rank."""
+        vocabulary = round_up(self.vocabulary or self.card.vocabulary, VOCABULARY_MULTIPLE * tensor_parallel)
+        return self.shape(vocabulary=vocabulary, sequence_length=self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedGroup:
-    """Parameters that are gathered and reduced together, as one rank of a model-parallel group has them."""
+    """Parameters that are gathered and reduced together, with the shapes on one model-parallel rank."""
 
     name: str
     shapes: tuple[Shape, ...]
@@ -91,9 +88,8 @@ def _part(shape: Shape, ranks: int, least_padding: bool) -> int:
 def least_padded_dim(shape: Sequence[int], *, ranks: int) -> int:
     """Return the dimension to shard a parameter along: 0, unless only another one is divided evenly.
 
-    FSDP2 cuts dimension 0 into equal parts and fills the last ones up: 1024 rows on 4096 ranks are sent as
-    4096. Other dimensions may be chosen with `fully_shard(..., shard_placement_fn=...)` if the number of
-    ranks divides them.
+    FSDP2 cuts dimension 0 into equal parts and pads the last ones: 1024 rows on 4096 ranks are sent as 4096.
+    `fully_shard(..., shard_placement_fn=...)` accepts another dimension if the number of ranks divides it.
     """
     if shape[0] % ranks:
         for dim in range(1, len(shape)):
@@ -103,7 +99,7 @@ def least_padded_dim(shape: Sequence[int], *, ranks: int) -> int:
 
 
 def gpt_groups(
-    size: GPTSize,
+    shape: ModelShape,
     *,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
@@ -112,20 +108,20 @@ def gpt_groups(
     """Return the FSDP2 groups of the first pipeline stage, which has the most parameters: a group per block,
     and one for the rest.
 
-    Under tensor parallelism the parameters that all its ranks have alike are in groups of their own, under
-    pipeline parallelism those at the ends.
+    Under tensor parallelism, parameters that all its ranks share are in groups of their own; under pipeline
+    parallelism, so are those at the ends.
 
     Raises:
         ValueError: the model cannot be cut like this.
     """
-    for what, count, parts in (
-        ("hidden size", size.hidden, tensor_parallel),
-        ("padded vocabulary", size.vocabulary, tensor_parallel),
-        ("layers", size.layers, pipeline_parallel),
+    for flag, parts, name, count in (
+        ("--tp", tensor_parallel, "hidden size", shape.hidden),
+        ("--tp", tensor_parallel, "padded vocabulary", shape.vocabulary),
+        ("--pp", pipeline_parallel, "number of layers", shape.layers),
     ):
         if count % parts:
-            raise ValueError(f"{what} of {size.name}, {count}, cannot be divided by {parts}")
-    h, part = size.hidden, size.hidden // tensor_parallel
+            raise ValueError(f"{flag} {parts} does not divide the {name}, {count}")
+    h, part = shape.hidden, shape.hidden // tensor_parallel
     norms: tuple[Shape, ...] = ((h,),) * 4
     matrices: tuple[Shape, ...] = (
         *((3 * part, h), (3 * part,)),
@@ -133,23 +129,23 @@ def gpt_groups(
         *((4 * part, h), (4 * part,)),
         *((h, 4 * part), (part,)),
     )
-    split = tensor_parallel > 1
+    is_split = tensor_parallel > 1
     groups = []
-    for layer in range(size.layers // pipeline_parallel):
-        if split:
+    for layer in range(shape.layers // pipeline_parallel):
+        if is_split:
             groups.append(ShardedGroup(name=f"blocks.{layer}.norms", shapes=norms))
         groups.append(
             ShardedGroup(
                 name=f"blocks.{layer}",
-                shapes=matrices if split else norms + matrices,
+                shapes=matrices if is_split else norms + matrices,
                 freed_after_forward=freed_after_forward,
             )
         )
-    ends: tuple[Shape, ...] = ((size.positions, h),)
+    ends: tuple[Shape, ...] = ((shape.positions, h),)
     if pipeline_parallel == 1:
         ends += ((h,), (h,))
-    tokens: tuple[Shape, ...] = ((size.vocabulary // tensor_parallel, h),)
-    if split or pipeline_parallel > 1:
+    tokens: tuple[Shape, ...] = ((shape.vocabulary // tensor_parallel, h),)
+    if is_split or pipeline_parallel > 1:
         groups.append(ShardedGroup(name="ends", shapes=ends))
     else:
         tokens += ends

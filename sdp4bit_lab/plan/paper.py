@@ -1,30 +1,25 @@
-"""The planner against the paper's measurements: table 2 fitted, table 4 and figure 8 predicted.
+"""Compare the planner with the paper's measurements: Table 2 fitted, Table 4 and Figure 8 predicted.
 
-Source: SDP4Bit (arXiv 2410.15526), section 5 and tables 2, 4 and 8. The speed runs use micro batch 1, no
+Source: SDP4Bit (arXiv 2410.15526), section 5 and Tables 2, 4 and 8. The speed runs use micro batch 1, no
 accumulation, no overlap. The reference implementation sends fp32 scales and gathers weight differences by one
-ring over all ranks, so this is what is counted here. The intra-node hop hides behind the inter-node
-one (table 4: an 8-bit hop costs what a 4-bit hop costs) and is left out.
+ring over all ranks, so these bytes are counted here. The intra-node hop hides behind the inter-node one
+(Table 4: an 8-bit hop costs as much as a 4-bit hop) and is left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from sdp4bit.config import SDP4BitConfig
-from sdp4bit.quantization.layout import JointLayout, message_layout
-from sdp4bit_lab.plan.model import GPTSize
+from sdp4bit_lab.plan.model import PlanModelConfig, gpt_groups
 from sdp4bit_lab.plan.step import Cluster, ParallelLayout
-from sdp4bit_lab.plan.traffic import (
-    GATHERED_BYTES,
-    RankGrid,
-    gradient_exchange,
-    message_bytes,
-    ring,
-)
+from sdp4bit_lab.plan.traffic import GATHERED_BYTES, REDUCED_BYTES, RankGrid, ring
+from sdp4bit_lab.pretrain.model.cards import CardName
 
 ClusterName = Literal["a100", "h800"]
 CLUSTERS: tuple[ClusterName, ...] = get_args(ClusterName)
@@ -34,15 +29,14 @@ REFERENCE_SCALE_BYTES = 4
 NVLINK: dict[ClusterName, float] = {"a100": 200e9, "h800": 130e9}
 """Assumed bytes per second and direction of a device inside its node: two thirds of the nominal rate."""
 QUANTIZATION_BANDWIDTH = 688e9
-"""Table 5, large messages, measured on an A100; its unit is not printed and taken to be GB/s."""
+"""Table 5, large messages, measured on an A100; its unit is not printed and assumed to be GB/s."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Published:
-    """A row of table 2, with its parallelism from table 8; rates in TFLOP/s per device."""
+class Published(NamedTuple):
+    """A row of Table 2, with its parallelism from Table 8; rates in TFLOP/s per device."""
 
     cluster: ClusterName
-    model: str
+    model: CardName
     tensor_parallel: int
     pipeline_parallel: int
     baseline: float
@@ -50,32 +44,21 @@ class Published:
 
     @property
     def speedup(self) -> float:
-        """How much faster the quantized step was."""
+        """Published rate of the quantized step relative to the baseline's."""
         return self.quantized / self.baseline
 
 
-def _row(cluster: ClusterName, model: str, cut: tuple[int, int], rates: tuple[float, float]) -> Published:
-    return Published(
-        cluster=cluster,
-        model=model,
-        tensor_parallel=cut[0],
-        pipeline_parallel=cut[1],
-        baseline=rates[0],
-        quantized=rates[1],
-    )
-
-
 TABLE_2 = (
-    _row("a100", "1.3B", (1, 1), (24.1, 57.6)),
-    _row("a100", "2.7B", (1, 1), (24.0, 58.4)),
-    _row("a100", "6.7B", (4, 1), (10.8, 37.1)),
-    _row("a100", "13B", (4, 2), (9.7, 26.0)),
-    _row("a100", "18B", (4, 2), (10.2, 29.8)),
-    _row("h800", "1.3B", (1, 1), (69.1, 106.0)),
-    _row("h800", "2.7B", (1, 1), (71.9, 116.9)),
-    _row("h800", "6.7B", (4, 1), (26.2, 77.9)),
-    _row("h800", "13B", (8, 1), (13.9, 53.5)),
-    _row("h800", "18B", (8, 1), (14.5, 59.2)),
+    Published("a100", "1.3B", 1, 1, 24.1, 57.6),
+    Published("a100", "2.7B", 1, 1, 24.0, 58.4),
+    Published("a100", "6.7B", 4, 1, 10.8, 37.1),
+    Published("a100", "13B", 4, 2, 9.7, 26.0),
+    Published("a100", "18B", 4, 2, 10.2, 29.8),
+    Published("h800", "1.3B", 1, 1, 69.1, 106.0),
+    Published("h800", "2.7B", 1, 1, 71.9, 116.9),
+    Published("h800", "6.7B", 4, 1, 26.2, 77.9),
+    Published("h800", "13B", 8, 1, 13.9, 53.5),
+    Published("h800", "18B", 8, 1, 14.5, 59.2),
 )
 TABLE_4_NODES = 8
 TABLE_4_BASELINE_MS, TABLE_4_QUANTIZED_MS = 379.3, 45.9
@@ -84,14 +67,17 @@ FIGURE_8_MODEL = "2.7B"
 FIGURE_8_NODES: dict[ClusterName, int] = {"a100": 8, "h800": 16}
 FIGURE_8 = {"qwd": (1.1, 1.2), "tlq-hs": (1.4, 1.8), "sdp4bit": (1.6, 2.4)}
 """Ranges in the text over both clusters; the plotted numbers are not printed."""
-
-SizeOf = Callable[[str, int], GPTSize]
-"""The sizes of a model of the paper under so many tensor-parallel ranks, which pad its vocabulary."""
+_STRATEGIES = {
+    "baseline": SDP4BitConfig(weights=None, gradients=None),
+    "qwd": SDP4BitConfig(gradients=None),
+    "tlq-hs": SDP4BitConfig(weights=None),
+    "sdp4bit": SDP4BitConfig(),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """A model on a cluster of the paper: what does not depend on the bandwidth."""
+    """A model on a cluster of the paper, without its bandwidth."""
 
     grid: RankGrid
     groups_per_node: int
@@ -100,50 +86,47 @@ class _Run:
     """Per device and step."""
 
     def node_bytes(self, strategy: str) -> tuple[float, float]:
-        """Return what a node sends to others for gradients and for weights."""
-        config, row, grid = SDP4BitConfig.preset(strategy), self.row_numel, self.grid
-        gradients = gradient_exchange(
-            row, grid=grid, config=config.gradients, scale_bytes=REFERENCE_SCALE_BYTES
-        )
-        row_bytes = GATHERED_BYTES * row
-        if config.weights is not None and config.weights.bits is not None:
-            layout = message_layout(numel=row, bits=config.weights.bits, group_size=config.weights.group_size)
-            row_bytes = message_bytes(JointLayout((layout,)), scale_bytes=REFERENCE_SCALE_BYTES)
+        """Return the bytes that a node sends to others for gradients and for weights."""
+        config, row, grid = _STRATEGIES[strategy], self.row_numel, self.grid
+        gradients = ring(REDUCED_BYTES * row, grid=grid).inter_bytes
+        if config.gradients is not None:
+            bits, group_size = config.gradients.inter_bits, config.gradients.inter_group_size
+            gradients = _message_bytes(row, bits=bits, group_size=group_size) * (grid.nodes - 1)
+        weight_row: float = GATHERED_BYTES * row
+        if config.weights is not None:
+            weight_row = _message_bytes(row, bits=config.weights.bits, group_size=config.weights.group_size)
         ranks = self.groups_per_node * grid.ranks_per_node
-        return gradients.inter_bytes * ranks, ring(row_bytes, grid=grid).inter_bytes * ranks
+        return gradients * ranks, ring(weight_row, grid=grid).inter_bytes * ranks
 
 
-def _run(size_of: SizeOf, row: Published, *, nodes: int = NODES) -> _Run:
-    size = size_of(row.model, row.tensor_parallel)
+def _message_bytes(numel: int, *, bits: int | None, group_size: int) -> float:
+    assert bits is not None
+    return numel * (bits / 8 + REFERENCE_SCALE_BYTES / group_size)
+
+
+def _run(row: Published, *, nodes: int = NODES) -> _Run:
+    model = PlanModelConfig(model_card=row.model)
+    shape = model.padded_shape(tensor_parallel=row.tensor_parallel)
     devices, parts = DEVICES_PER_NODE[row.cluster], row.tensor_parallel * row.pipeline_parallel
-    cluster = paper_nodes(row.cluster, nodes=nodes)
     layout = ParallelLayout(tensor_parallel=row.tensor_parallel, pipeline_parallel=row.pipeline_parallel)
-    grid, _ = layout.grids(cluster)
-    # Stages are taken to be equal; the last one has an output embedding of its own.
-    parameters = size.parameters + (size.vocabulary * size.hidden if row.pipeline_parallel > 1 else 0)
+    # Ranks are laid out whatever the speeds are.
+    speeds = dict.fromkeys(("inter_bandwidth", "intra_bandwidth", "device_flops"), math.inf)
+    grid, _ = layout.grids(Cluster(name=row.cluster, nodes=nodes, devices_per_node=devices, **speeds))
+    parameters = sum(group.numel for group in gpt_groups(shape))
+    if row.pipeline_parallel > 1:
+        # Stages are assumed to be equal; the last one has an output embedding of its own.
+        parameters += shape.vocabulary * shape.hidden
     return _Run(
         grid=grid,
         groups_per_node=devices // grid.ranks_per_node,
         row_numel=-(-parameters // (parts * grid.size)),
-        flops=size.flops_per_sequence / parts,
-    )
-
-
-def paper_nodes(name: ClusterName, *, nodes: int) -> Cluster:
-    """Return a cluster of this shape with placeholders for its speeds, to lay ranks out on."""
-    return Cluster(
-        name=name,
-        nodes=nodes,
-        devices_per_node=DEVICES_PER_NODE[name],
-        inter_bandwidth=math.inf,
-        intra_bandwidth=math.inf,
-        device_flops=math.inf,
+        flops=shape.flops_per_sample(model.tokens) / parts,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A row of table 2 as the planner has it."""
+    """A row of Table 2 as the planner predicts it."""
 
     row: Published
     predicted: float
@@ -153,79 +136,70 @@ class Prediction:
     bandwidth: float
     """Bytes per second of a node, fitted to all rows of this cluster with this kind of parallelism."""
     device_flops: float
-    """What a device of this model computes per second when it does not communicate."""
+    """Rate of a device with this model while it does not communicate."""
     baseline_bytes: float
     quantized_bytes: float
-    """What a node sends to others in a step."""
-
-    @property
-    def error(self) -> float:
-        """Relative error of the speed-up."""
-        return self.predicted / self.row.speedup - 1
+    """Sent by a node to others in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduction:
-    """Everything of the paper's speed section that the planner can be held against."""
+    """The paper's speed section as the planner predicts it."""
 
     rows: tuple[Prediction, ...]
     table_4_ms: float
-    """Quantized gradient exchange, at the bandwidth that the table's own baseline shows."""
+    """Quantized gradient exchange, at the bandwidth of the table's own baseline."""
     table_4_fitted_ms: float
-    """The same at the bandwidth fitted to table 2."""
+    """The same at the bandwidth fitted to Table 2."""
     figure_8: dict[ClusterName, dict[str, float]]
     """Speed-up of 2.7B by strategy."""
 
-    def bandwidth(self, cluster: ClusterName, *, tensor_parallel: bool) -> float:
-        """Return the fitted bandwidth of a node."""
-        return next(
-            p.bandwidth
-            for p in self.rows
-            if p.row.cluster == cluster and (p.row.tensor_parallel > 1) == tensor_parallel
+    def cluster(self, name: ClusterName, *, model: str) -> Cluster:
+        """Return one of the paper's clusters with the bandwidths that its Table 2 implies.
+
+        Args:
+            model: whose compute rate the devices get; the median of all rates if it is not in the table.
+        """
+        rows = [p for p in self.rows if p.row.cluster == name]
+        rates = [p.device_flops for p in rows if p.row.model == model] or [p.device_flops for p in rows]
+        alone, shared = (
+            next(p.bandwidth for p in rows if (p.row.tensor_parallel > 1) == split) for split in (False, True)
         )
-
-    def device_flops(self, cluster: ClusterName, *, model: str | None = None) -> float:
-        """Return the compute rate of a model, or the median of the cluster's for models the paper has not."""
-        rates = {p.row.model: p.device_flops for p in self.rows if p.row.cluster == cluster}
-        return rates[model] if model in rates else median(rates.values())
-
-    def cluster(self, name: ClusterName, *, model: str | None = None) -> Cluster:
-        """Return one of the paper's clusters with the bandwidths that its table implies."""
         return Cluster(
             name=name,
             nodes=NODES,
             devices_per_node=DEVICES_PER_NODE[name],
-            inter_bandwidth=self.bandwidth(name, tensor_parallel=False),
-            inter_bandwidth_shared=self.bandwidth(name, tensor_parallel=True),
+            inter_bandwidth=alone,
+            inter_bandwidth_shared=shared,
             intra_bandwidth=NVLINK[name],
-            device_flops=self.device_flops(name, model=model),
+            device_flops=median(rates),
             quantization_bandwidth=QUANTIZATION_BANDWIDTH,
         )
 
 
-def reproduce(size_of: SizeOf) -> Reproduction:
-    """Return table 2 with at most two fitted bandwidths per cluster, and what follows from them elsewhere.
+@cache
+def reproduction() -> Reproduction:
+    """Fit Table 2 with at most two bandwidths per cluster, and predict Table 4 and Figure 8 from them.
 
     A ring of one data-parallel group uses a node's links otherwise than the rings of several groups at once
-    (tensor parallelism), so each gets a bandwidth. Each model on each cluster has one compute rate. Both are
-    chosen to make the squared relative errors of the published step times least: 20 times, 10 rates, 4
-    bandwidths.
+    (tensor parallelism), so each gets a bandwidth. Each model on each cluster has one compute rate. Both
+    minimize the squared relative errors of the published step times: 20 times, 10 rates, 4 bandwidths.
     """
     predictions: list[Prediction] = []
     for cluster in CLUSTERS:
         for is_split in (False, True):
             rows = [r for r in TABLE_2 if r.cluster == cluster and (r.tensor_parallel > 1) == is_split]
-            runs = [_run(size_of, row) for row in rows]
+            runs = [_run(row) for row in rows]
             bandwidth = _fit(rows, runs)
             predictions += [
                 _predict(row, run, bandwidth=bandwidth) for row, run in zip(rows, runs, strict=True)
             ]
-    table_4, table_4_fitted = _table_4(size_of, predictions)
+    table_4, table_4_fitted = _table_4(predictions)
     return Reproduction(
         rows=tuple(sorted(predictions, key=lambda p: TABLE_2.index(p.row))),
         table_4_ms=table_4,
         table_4_fitted_ms=table_4_fitted,
-        figure_8={cluster: _figure_8(size_of, predictions, cluster) for cluster in CLUSTERS},
+        figure_8={cluster: _figure_8(predictions, cluster) for cluster in CLUSTERS},
     )
 
 
@@ -239,9 +213,9 @@ def _communication(run: _Run, bandwidth: float) -> tuple[float, float]:
 
 
 def _compute_seconds(row: Published, run: _Run, bandwidth: float) -> float:
-    """Return the computation that, beside this communication, explains both published times best.
+    """Return the computation with which both published times have the least squared relative errors.
 
-    The least squared relative errors have a closed form: both times are linear in it.
+    The minimum has a closed form: both times are linear in it.
     """
     pairs = list(zip(_times(row, run), _communication(run, bandwidth), strict=True))
     seconds = sum((total - sent) / total**2 for total, sent in pairs) / sum(total**-2 for total, _ in pairs)
@@ -285,16 +259,16 @@ def _fit(rows: Sequence[Published], runs: Sequence[_Run]) -> float:
     return math.exp(found.x)
 
 
-def _table_4(size_of: SizeOf, predictions: Sequence[Prediction]) -> tuple[float, float]:
+def _table_4(predictions: Sequence[Prediction]) -> tuple[float, float]:
     prediction = next(p for p in predictions if (p.row.cluster, p.row.model) == ("a100", "1.3B"))
-    run = _run(size_of, prediction.row, nodes=TABLE_4_NODES)
+    run = _run(prediction.row, nodes=TABLE_4_NODES)
     baseline, quantized = run.node_bytes("baseline")[0], run.node_bytes("tlq-hs")[0]
     return TABLE_4_BASELINE_MS * quantized / baseline, 1000 * quantized / prediction.bandwidth
 
 
-def _figure_8(size_of: SizeOf, predictions: Sequence[Prediction], cluster: ClusterName) -> dict[str, float]:
+def _figure_8(predictions: Sequence[Prediction], cluster: ClusterName) -> dict[str, float]:
     prediction = next(p for p in predictions if (p.row.cluster, p.row.model) == (cluster, FIGURE_8_MODEL))
-    run = _run(size_of, prediction.row, nodes=FIGURE_8_NODES[cluster])
+    run = _run(prediction.row, nodes=FIGURE_8_NODES[cluster])
     compute_seconds = run.flops / prediction.device_flops
 
     def seconds(strategy: str) -> float:

@@ -1,4 +1,4 @@
-"""Measuring what the planner has to know of a cluster: bandwidths, latency, the speed of quantization."""
+"""Measure a cluster for the planner: bandwidths, latency, the speed of quantization."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from sdp4bit.collectives.topology import (
     host_name,
     node_labels,
 )
-from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR, Hadamard
 from sdp4bit.quantization.layout import BLOCK, message_layout, round_up
@@ -35,7 +34,7 @@ from sdp4bit_lab.common.files import wrapped, write_atomically
 from sdp4bit_lab.common.ranks import Ranks, agree, gather_over_ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.plan.config import PROBE_FORMAT, ProbeConfig
-from sdp4bit_lab.plan.traffic import RankGrid, gradient_exchange, weight_refresh
+from sdp4bit_lab.plan.traffic import RankGrid, gradient_exchange
 
 WARM_UPS = 2
 TINY_BYTES = 16
@@ -43,7 +42,7 @@ TINY_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One level as one rank uses it while all ranks do; slowest rank, median of the rounds."""
+    """Speed of one level for a rank while all ranks send; slowest rank, median of the rounds."""
 
     sent_bytes: int
     """By a rank in one exchange."""
@@ -56,12 +55,12 @@ class Link:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of a rank, beside the latency."""
+        """Bytes per second of a rank, without the latency."""
         return self._rate(self.seconds)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The same of the slowest and of the fastest round."""
+        """Bandwidths of the slowest and of the fastest round."""
         return self._rate(self.slowest), self._rate(self.fastest)
 
     def _rate(self, seconds: float) -> float:
@@ -70,7 +69,7 @@ class Link:
 
 
 def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
-    """Return what was measured, the same on every rank, after rank 0 has written and shown it.
+    """Measure, write and print on rank 0, and return the measurements, the same on every rank.
 
     Raises:
         SettingError: ranks that do not fill the nodes, or a file that cannot be written; on all ranks.
@@ -81,28 +80,22 @@ def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
 
 
 def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
-    """Return what was measured, the same on every rank.
+    """Return the measurements, the same on every rank.
 
-    Steps: 1. find the nodes;  2. intra-node all-to-all, all nodes at once;  3. inter-node all-to-all, all
-    ranks at once;  4. the operators of a step on all ranks at once.
+    All nodes exchange inside at once, then all ranks between nodes; then all ranks quantize at once.
 
     Raises:
         SettingError: ranks that do not fill the nodes; on all ranks.
     """
     hosts = gather_over_ranks(host_name(), what="names of the hosts")
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    date, *_ = gather_over_ranks(now, what="clocks of the hosts")
     topology = agree(lambda: _topology(config, hosts))
     per_rank = round(config.megabytes * 1e6)
     intra = _link(topology.intra, sent_bytes=per_rank, rounds=config.rounds, device=ranks.device)
     inter = _link(topology.inter, sent_bytes=per_rank, rounds=config.rounds, device=ranks.device)
     destroy_topology(topology)
-    grid = RankGrid(nodes=topology.nodes, ranks_per_node=topology.ranks_per_node)
-    if grid.size == 1:
-        # One rank sends nothing; its kernels are timed as on one of two nodes.
-        grid = RankGrid(nodes=2, ranks_per_node=1)
-    step, moved = _quantization(config.quantized_values, grid=grid, device=ranks.device)
-    quantization_seconds = _seconds(step, rounds=config.rounds, device=ranks.device)
+    # One rank sends nothing; its kernels are timed as one of two.
+    quantize, moved = _quantization(config.quantized_values, ranks=max(2, len(hosts)), device=ranks.device)
+    quantization_seconds = _seconds(quantize, rounds=config.rounds, device=ranks.device)
     return {
         "format": PROBE_FORMAT,
         "name": f"{hosts[0]}, {_device_name(ranks.device)}",
@@ -113,7 +106,6 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
         "latency": max((link.latency for link in (intra, inter) if link), default=0.0),
         "quantization_bandwidth": moved / statistics.median(quantization_seconds),
         "measured": {
-            "date": date,
             "torch": torch.__version__,
             "backend": dist.get_backend(),
             "kernels": ops.backend_name(ranks.device.type),
@@ -183,71 +175,29 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _quantization(values: int, *, grid: RankGrid, device: torch.device) -> tuple[Callable[[], None], float]:
-    """Return the operators of one step on so many gradients, and the bytes that they move."""
-    gradients, weights = GradientConfig(), WeightConfig()
-    weight_bits, weight_group = weights.bits, weights.group_size
-    assert gradients.intra_bits and gradients.inter_bits and weight_bits
-    n, g = grid.nodes, grid.ranks_per_node
-    row = max(1, values // grid.size)
-    if row < gradients.min_numel:
+def _quantization(values: int, *, ranks: int, device: torch.device) -> tuple[Callable[[], None], float]:
+    """Return the operators of a one-level reduction of that many gradients, and the bytes that they move."""
+    config, row = GradientConfig(inside_one_node=True), values // ranks
+    if row < config.min_numel:
         raise SettingError(
-            f"--quantized-values {values} are {row} per row on {grid.size} ranks, fewer than are quantized: "
-            f"give at least {gradients.min_numel * grid.size}"
+            f"--quantized-values {values} are {row} per row on {ranks} ranks, fewer than are quantized: "
+            f"give at least {config.min_numel * ranks}"
         )
-    stride = round_up(row, BLOCK)
-    hops = []
-    if g > 1:
-        hops.append((g, n, gradients.intra_bits, gradients.intra_group_size))
-    if n > 1:
-        hops.append((n, 1, gradients.inter_bits, gradients.inter_group_size))
-    # The hop inside a node carries a row for each node, the one between nodes a single row.
-    layouts = [
-        message_layout(numel=row, bits=bits, group_size=group_size, parts=parts)
-        for _, parts, bits, group_size in hops
-    ]
-    messages = [
-        torch.empty(size, layout.nbytes, dtype=torch.uint8, device=device)
-        for (size, *_), layout in zip(hops, layouts, strict=True)
-    ]
-    first_size, first_parts, *_ = hops[0]
-    gradient = torch.randn(first_size, first_parts, row, device=device)
+    assert config.intra_bits is not None
+    layout = message_layout(numel=row, bits=config.intra_bits, group_size=config.intra_group_size)
+    messages = torch.empty(ranks, layout.nbytes, dtype=torch.uint8, device=device)
+    gradient = torch.randn(ranks, 1, row, device=device)
     result = torch.empty(row, device=device)
-    main = torch.randn(row, device=device).bfloat16()
-    replica = torch.zeros(n, row, dtype=torch.bfloat16, device=device)
-    weight_layout = message_layout(numel=row, bits=weight_bits, group_size=weight_group)
-    differences = torch.zeros(n, weight_layout.nbytes, dtype=torch.uint8, device=device)
-    rounding, hadamard = RoundingKey(*derive_keys(0, 0), row_stride=stride), Hadamard()
+    rounding, hadamard = RoundingKey(*derive_keys(0, 0), row_stride=round_up(row, BLOCK)), Hadamard()
 
-    def step() -> None:
-        ops.hadamard_quantize(
-            gradient, out=messages[0], layout=layouts[0], hadamard=hadamard, rounding=rounding
-        )
-        if len(hops) > 1:
-            received, summed = layouts
-            ops.dequantize_reduce_quantize(
-                messages[0],
-                received=received,
-                out=messages[1],
-                sent=summed,
-                rounding=rounding,
-                dither=None,
-            )
+    def reduce() -> None:
+        ops.hadamard_quantize(gradient, out=messages, layout=layout, hadamard=hadamard, rounding=rounding)
         ops.dequantize_reduce_hadamard(
-            messages[-1],
-            out=result,
-            layout=layouts[-1],
-            hadamard=hadamard,
-            multiplier=INVERSE_FACTOR,
-            dither=None,
+            messages, out=result, layout=layout, hadamard=hadamard, multiplier=INVERSE_FACTOR, dither=None
         )
-        ops.subtract_quantize(
-            main, replica=replica[0], out=differences[0], layout=weight_layout, rounding=None
-        )
-        ops.dequantize_add(differences, replica=replica, layout=weight_layout, accumulate=True, dither=None)
 
-    reduction = gradient_exchange(row, grid=grid, config=gradients)
-    return step, reduction.moved_bytes + weight_refresh(row, grid=grid, config=weights).moved_bytes
+    grid = RankGrid(nodes=1, ranks_per_node=ranks)
+    return reduce, gradient_exchange(row, grid=grid, config=config).moved_bytes
 
 
 def _device_name(device: torch.device) -> str:
@@ -263,26 +213,26 @@ def _report(config: ProbeConfig, result: dict[str, Any]) -> None:
 
 
 def describe(result: dict[str, Any], *, out: Path) -> str:
-    """Return what was measured, for people.
+    """Return the measurements as text.
 
     Args:
         result: as `measure` returns it.
-        out: where it has been written.
+        out: the file that has been written.
     """
     measured = result["measured"]
     lines = [f"{result['name']}: {result['nodes']} nodes of {result['devices_per_node']} ranks"]
     links = {level: Link(**measured[level]) for level in ("intra", "inter") if measured[level]}
-    for level, what, ranks in (
+    for level, name, ranks in (
         ("intra", "intra-node, per rank", 1),
         ("inter", "inter-node, per node", result["devices_per_node"]),
     ):
         link = links.get(level)
         if link is None:
-            lines.append(f"{what}: one rank, not measured")
+            lines.append(f"{name}: one rank, not measured")
             continue
         slowest, fastest = (format_bytes(ranks * rate) for rate in link.spread)
         lines.append(
-            f"{what}: {format_bytes(ranks * link.bandwidth)}/s and direction ({slowest} to {fastest}/s in "
+            f"{name}: {format_bytes(ranks * link.bandwidth)}/s and direction ({slowest} to {fastest}/s in "
             f"{measured['rounds']} rounds), {1e6 * link.latency:.0f} us per exchange"
         )
     moved = measured["quantization_bytes"]
@@ -301,7 +251,7 @@ def describe(result: dict[str, Any], *, out: Path) -> str:
         )
     if result["nodes"] > measured["hosts"]:
         lines.append(
-            f"note: {result['nodes']} nodes on {measured['hosts']} host: what is between them is no network"
+            f"note: {result['nodes']} nodes on {measured['hosts']} host: no network lies between them"
         )
     lines.append(f"next: sdp4bit plan --probe {out} --device-tflops ...")
     return wrapped(lines)

@@ -26,7 +26,7 @@ from sdp4bit import (
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.ranks import gather_over_ranks
 from sdp4bit_lab.plan.memory import memory_per_rank
-from sdp4bit_lab.plan.model import GPTSize, gpt_groups
+from sdp4bit_lab.plan.model import gpt_groups
 from sdp4bit_lab.plan.traffic import RankGrid, group_traffic
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
@@ -171,12 +171,9 @@ def _total_norm(part: Tensor) -> float:
 def _planned_bytes(context: Context) -> int:
     """Return what the planner reckons with for the quantized run, activations left out."""
     config, grid = toy_config(context), _grid(context)
-    groups = gpt_groups(
-        GPTSize.of(config.model_shape, name="self-test", sequence_length=config.sequence_length)
-    )
+    groups = gpt_groups(config.model_shape)
     traffic = [group_traffic(group, grid=grid, config=_QUANTIZED) for group in groups]
-    used = memory_per_rank(groups, traffic, grid=grid, config=_QUANTIZED, accumulation=1)
-    return sum(used.values())
+    return sum(memory_per_rank(traffic, grid=grid, accumulation=1).values())
 
 
 def _grid(context: Context) -> RankGrid:

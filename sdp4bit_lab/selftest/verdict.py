@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sdp4bit.config import SDP4BitConfig
-from sdp4bit_lab.plan.config import PlanModelConfig, ProbeConfig
-from sdp4bit_lab.plan.model import gpt_groups
+from sdp4bit_lab.plan.config import ProbeConfig
+from sdp4bit_lab.plan.model import PlanModelConfig, gpt_groups
 from sdp4bit_lab.plan.probe import measure
 from sdp4bit_lab.plan.step import Cluster, ParallelLayout, plan_step
 from sdp4bit_lab.pretrain.model.cards import CardName
@@ -40,13 +40,12 @@ def check_verdict(context: Context) -> dict[str, Any]:
         intra_bandwidth=probed["intra_bandwidth"] or probed["inter_bandwidth"],
         latency=probed["latency"],
         quantization_bandwidth=probed["quantization_bandwidth"],
-        # Of exchanges alone: computation takes no time.
-        device_flops=1e30,
+        device_flops=1.0,
     )
-    size = PlanModelConfig(model_card=MODEL).size()
     plan = plan_step(
-        gpt_groups(size),
-        flops_per_sequence=size.flops_per_sequence,
+        gpt_groups(PlanModelConfig(model_card=MODEL).padded_shape(tensor_parallel=1)),
+        # Of exchanges alone: computation takes no time.
+        flops_per_sequence=0.0,
         cluster=cluster,
         layout=ParallelLayout(),
         config=SDP4BitConfig(),

@@ -1,19 +1,25 @@
-"""What --dry-run says of every preset and layout, against the model cards and arithmetic done by hand."""
+"""`pretrain --dry-run` against the model cards, the sharded model, and arithmetic done by hand."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-import torch.distributed as dist
+import torch
+from torch.distributed.tensor import DTensor
 
 from sdp4bit_lab.cli import main
+from sdp4bit_lab.common.ranks import Ranks
+from sdp4bit_lab.plan.dry_run import dry_run
+from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
+from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, PretrainConfig
 from sdp4bit_lab.pretrain.model.cards import MODEL_CARDS
+from sdp4bit_lab.pretrain.step.parallelize import lay_out, shard_chunks
+from tests.lab.plan.test_large_worlds import fake_world
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+def dry_run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     assert main(["pretrain", "--dry-run", "--json", *arguments]) == 0
-    assert not dist.is_initialized()
     return json.loads(capsys.readouterr().out)
 
 
@@ -26,50 +32,55 @@ def parameters_of(card: str) -> int:
 
 @pytest.mark.parametrize("card", MODEL_CARDS)
 def test_parameter_counts_are_the_model_cards(card, capsys):
-    found = said(capsys, "--preset", card)
-    assert found["parameters"] == parameters_of(card) == found["parameters_per_rank"]
-    used = found["bytes_per_rank"]
-    assert used["main_weights_fp32"] == 4 * found["parameters"]
-    assert used["adam_fp32"] == 8 * found["parameters"]
-    assert all(key.isidentifier() for key in (*found, *used))
+    needs = dry_run_json(capsys, "--preset", card)
+    assert needs["parameters"] == parameters_of(card) == needs["parameters_per_rank"]
+    used = needs["bytes_per_rank"]
+    assert used["main_weights_fp32"] == 4 * needs["parameters"]
+    assert used["adam_fp32"] == 8 * needs["parameters"]
+    assert all(key.isidentifier() for key in (*needs, *used))
     assert used["total"] == sum(size for use, size in used.items() if use != "total")
 
 
 def test_shards_replica_and_operations_of_a_cluster(capsys):
-    found = said(capsys, "--preset", "1.3B", "--world-size", "64", "--ranks-per-node", "4")
-    parameters = found["parameters"]
+    needs = dry_run_json(capsys, "--preset", "1.3B", "--world-size", "64", "--ranks-per-node", "4")
+    parameters = needs["parameters"]
     # Every dimension 0 but those of the norms and the vocabulary is a multiple of 64; rank 0 has the padding.
-    assert parameters / 64 <= found["parameters_per_rank"] < 1.01 * parameters / 64
-    used = found["bytes_per_rank"]
-    assert used["main_weights_fp32"] == 4 * found["parameters_per_rank"]
-    assert used["weight_replica_bf16"] == 2 * 16 * found["parameters_per_rank"]
-    assert found["data_parallel_size"] == 64
+    assert parameters / 64 <= needs["parameters_per_rank"] < 1.01 * parameters / 64
+    used = needs["bytes_per_rank"]
+    assert used["main_weights_fp32"] == 4 * needs["parameters_per_rank"]
+    assert used["weight_replica_bf16"] == 2 * 16 * needs["parameters_per_rank"]
+    assert needs["data_parallel_size"] == 64
     # Table 2's 18.58e12 per sample, 4 samples on each of 64 ranks.
-    assert found["flops_per_step"] == pytest.approx(256 * 18.58e12, rel=1e-3)
+    assert needs["flops_per_step"] == pytest.approx(256 * 18.58e12, rel=1e-3)
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(4, 1), (1, 2), (4, 2), (8, 1)])
-def test_model_parallelism_divides_the_parameters(tensor, pipeline, capsys):
-    found = said(
-        capsys, "--preset", "6.7B", "--world-size", "32", "--ranks-per-node", "8",
-        "--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline),
-    )  # fmt: skip
-    assert found["data_parallel_size"] == 32 // tensor // pipeline
-    # Embeddings are on the first stage only, and on the last; what tensor ranks have alike is not divided.
-    share = found["parameters_per_rank"] * 32 / found["parameters"]
-    assert 1 <= share < (1.01 if pipeline == 1 else 1.05)
-    assert found["bytes_per_rank"]["main_weights_fp32"] == 4 * found["parameters_per_rank"]
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (4, 1), (1, 2), (4, 2), (8, 1)])
+def test_a_rank_has_the_shards_of_the_training_program(tensor, pipeline):
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, ranks_per_node=8
+    )
+    config = PretrainConfig(
+        dry_run=True, world_size=32, model=ModelConfig(model_card="6.7B", layers=4), parallel=parallel
+    )
+    needs = dry_run(config)
+    with fake_world(32, rank=0):
+        ranks = Ranks(rank=0, world_size=32, local_rank=0, local_world_size=8, device=torch.device("cpu"))
+        chunks = shard_chunks(config, layout=lay_out(config, ranks=ranks))
+        shards = [p.to_local() if isinstance(p, DTensor) else p for c in chunks for p in c.parameters()]
+    assert needs["parameters_per_rank"] == sum(shard.numel() for shard in shards)
+    assert needs["bytes_per_rank"]["main weights, fp32"] == 4 * needs["parameters_per_rank"]
+    assert needs["data_parallel_size"] == 32 // tensor // pipeline
 
 
-def test_under_torchrun_one_rank_says_it_for_all(capsys, monkeypatch):
+def test_under_torchrun_one_rank_prints_for_all(capsys, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "1")
     assert main(["pretrain", "--dry-run"]) == 0
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("RANK", "0")
-    assert said(capsys)["world_size"] == 4
-    assert said(capsys, "--world-size", "8")["world_size"] == 8
+    assert dry_run_json(capsys)["world_size"] == 4
+    assert dry_run_json(capsys, "--world-size", "8")["world_size"] == 8
 
 
 def test_the_table_names_every_use(capsys):
@@ -77,7 +88,7 @@ def test_the_table_names_every_use(capsys):
     text = capsys.readouterr().out
     assert text.startswith("12,853,626,880 parameters, at most 1,606,7")
     assert "main weights, fp32" in text
-    assert "Activations are not counted." in text
+    assert "Activations and communicators are not counted." in text
 
 
 @pytest.mark.parametrize(
@@ -90,6 +101,6 @@ def test_the_table_names_every_use(capsys):
         (["--dry-run", "--world-size", "2", "--global-batch-size", "9"], "9 is not a multiple of 8"),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments, message, capsys):
+def test_layouts_that_do_not_fit_are_refused(arguments, message, capsys):
     assert main(["pretrain", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,14 +12,13 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit.collectives import exchange
-from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.config import GradientConfig
 from sdp4bit_lab.cli import main
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.plan import probe as measuring
 from sdp4bit_lab.plan.config import ProbeConfig
 from sdp4bit_lab.plan.probe import WARM_UPS, Link, describe, probe
-from sdp4bit_lab.plan.traffic import RankGrid, gradient_exchange, weight_refresh
+from sdp4bit_lab.plan.traffic import RankGrid, gradient_exchange
 from tests.lab.pretrain.tiny_runs import command_line, this_rank
 from tests.ranks import run_ranks
 
@@ -39,44 +37,31 @@ def run_probe(config: ProbeConfig) -> tuple[dict[str, Any], int]:
         sent += tensor.nbytes
         return original(tensor, *args, **kwargs)
 
-    with (
-        patch.object(exchange.dist, "isend", counting),
-        patch.object(measuring, "datetime", ClockOfARank),
-    ):
+    with patch.object(exchange.dist, "isend", counting):
         return probe(config, ranks=this_rank()), sent
 
 
-class ClockOfARank(datetime):
-    """Of a rank whose clock goes wrong by as many seconds as its number."""
-
-    @classmethod
-    def now(cls, tz: Any = None) -> datetime:
-        return datetime.now(tz) + timedelta(seconds=dist.get_rank())
-
-
-def test_what_is_timed_is_what_is_counted(tmp_path: Path) -> None:
+def test_timed_exchanges_send_the_counted_bytes(tmp_path: Path) -> None:
     config = small(tmp_path / "probe.json", ranks_per_node=2)
     results = run_ranks(run_probe, 4, config)
-    found = results[0][0]
-    assert all(result == found for result, _ in results)
-    assert json.loads((tmp_path / "probe.json").read_text()) == found
-    assert (found["nodes"], found["devices_per_node"], found["measured"]["hosts"]) == (2, 2, 1)
+    result = results[0][0]
+    assert all(other == result for other, _ in results)
+    assert json.loads((tmp_path / "probe.json").read_text()) == result
+    assert (result["nodes"], result["devices_per_node"], result["measured"]["hosts"]) == (2, 2, 1)
     exchanges = config.rounds + WARM_UPS
     for level in ("intra", "inter"):
-        link = Link(**found["measured"][level])
+        link = Link(**result["measured"][level])
         assert link.sent_bytes == 50000  # one peer, a multiple of 16
         assert 0 < link.fastest <= link.seconds <= link.slowest and link.latency > 0
         ranks = 1 if level == "intra" else 2
-        assert found[f"{level}_bandwidth"] == link.bandwidth * ranks
+        assert result[f"{level}_bandwidth"] == link.bandwidth * ranks
     assert [sent for _, sent in results] == [exchanges * 2 * (50000 + 16)] * 4
-    # The operators are timed on what the planner counts for them.
-    grid = RankGrid(nodes=2, ranks_per_node=2)
-    row = config.quantized_values // 4
-    moved = gradient_exchange(row, grid=grid, config=GradientConfig()).moved_bytes
-    moved += weight_refresh(row, grid=grid, config=WeightConfig()).moved_bytes
-    measured = found["measured"]
-    assert measured["quantization_bytes"] == moved
-    assert found["quantization_bandwidth"] == moved / measured["quantization_seconds"]
+    # The operators are timed on one hop over all ranks.
+    grid = RankGrid(nodes=1, ranks_per_node=4)
+    measured = result["measured"]
+    reduction = gradient_exchange(config.quantized_values // 4, grid=grid, config=GradientConfig())
+    assert measured["quantization_bytes"] == reduction.moved_bytes
+    assert result["quantization_bandwidth"] == reduction.moved_bytes / measured["quantization_seconds"]
 
 
 def probe_and_expect_refusal(config: ProbeConfig) -> str:
@@ -153,10 +138,9 @@ def test_the_command_starts_ranks_and_the_planner_reads_its_file(
     done = command_line("probe", "--nproc-per-node", "2", "--ranks-per-node", "1", *options, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "2 nodes of 1 ranks" in done.stdout
-    assert "note: 2 nodes on 1 host: what is between them is no network" in done.stdout
+    assert "note: 2 nodes on 1 host: no network lies between them" in done.stdout
     assert main(["plan", "--probe", str(path), "--device-tflops", "1", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    found = json.loads(path.read_text())
-    assert result["cluster"]["inter_bandwidth"] == found["inter_bandwidth"]
-    assert result["cluster"]["intra_bandwidth"] is None
-    assert result["data_parallel"] == {"nodes": 2, "ranks_per_node": 1}
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["cluster"]["inter_bandwidth"] == json.loads(path.read_text())["inter_bandwidth"]
+    assert plan["cluster"]["intra_bandwidth"] is None
+    assert plan["data_parallel"] == {"nodes": 2, "ranks_per_node": 1}
