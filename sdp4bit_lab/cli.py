@@ -270,8 +270,8 @@ def _selftest(config: SelftestConfig) -> int:
     "report", settings="sdp4bit_lab.report.command:ReportConfig", packages="tyro jinja2 plotly rich scipy"
 )
 def _report(config: ReportConfig) -> int:
-    """Show training runs on one HTML page: losses, bytes, times, quantization errors, alerts. Reads the files
-    that pretrain, compare and demo write into --out, also while they run."""
+    """Show training runs on one HTML page: does the loss suffer, how many bytes are saved, are the runs
+    healthy? Reads the --out folders of pretrain, compare and demo, also while they run."""
     from sdp4bit_lab.report.command import write_report
 
     print(f"sdp4bit: written {write_report(config)}")

@@ -25,7 +25,7 @@ from benchmarks.curve import costs, write_findings
 from sdp4bit_lab.common.files import save_figure, write_atomically
 from sdp4bit_lab.common.settings import SettingError, require
 from sdp4bit_lab.compare.paired import FEWEST_PAIRS, PairedDifference, paired_difference
-from sdp4bit_lab.report.pairs import validated_together
+from sdp4bit_lab.report.answers import validated_together
 from sdp4bit_lab.report.runs import Run, find_runs
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy as np
 
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.report.pairs import spikes_of
 from sdp4bit_lab.report.runs import Run, find_runs
 
 _SETTINGS = (
@@ -49,13 +48,13 @@ def table(runs: Sequence[Run]) -> str:
     titles += ("largest norm / median", "spikes at all", "validation loss")
     rows = []
     for recipe, mine in recipes.items():
-        losses = [max(run.validation_losses().items())[1] for run in mine if run.validation_losses()]
+        losses = [run.validation_losses()[-1] for run in mine if run.validation]
         cells = (
             *(
                 "card's" if value is None else f"{value:g}" if value != str(value) else value
                 for value in recipe
             ),
-            *(len(mine), f"{max(map(largest_ratio, mine)):.1f}", sum(len(spikes_of(run)) for run in mine)),
+            *(len(mine), f"{max(map(largest_ratio, mine)):.1f}", sum(len(run.spikes()) for run in mine)),
             f"{statistics.fmean(losses):.4f}" if losses else "-",
         )
         rows.append((statistics.fmean(losses) if losses else 0.0, cells))

@@ -1,4 +1,4 @@
-"""`sdp4bit report`: one HTML page about one or several training runs, from the files they have written."""
+"""`sdp4bit report`: one HTML page about training runs, from the files that they write."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ class ReportConfig:
     """Training runs to show on one page."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders that runs have written (--out of pretrain), or comparisons of several (--out of compare, demo).
-    The others are compared with the first."""
+    """The --out folders of pretrain, compare or demo. The first run's strategy is the baseline."""
     out: Path = Path("report.html")
     """The HTML page to write."""
 
@@ -27,10 +26,10 @@ class ReportConfig:
 
 
 def write_report(config: ReportConfig) -> Path:
-    """Return the page, which is written; it shows the runs as they are at this moment.
+    """Write the page and return its path; runs may still go on.
 
     Raises:
-        SettingError: a folder holds no run, a file in it cannot be understood, or the page cannot be written.
+        SettingError: a folder has no run, a file is damaged, or the page cannot be written.
     """
     from sdp4bit_lab.common.files import write_atomically
     from sdp4bit_lab.report.page import render_page

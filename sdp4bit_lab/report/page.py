@@ -1,126 +1,224 @@
-"""The report as one HTML file that needs nothing else: style, script and data are in it."""
+"""Renders the report as one HTML file with style, scripts and data inside."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import itertools
+import html
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 import sdp4bit
-from sdp4bit_lab.common.smoothing import WINDOW_SHARE
-from sdp4bit_lab.report.charts import PLOTS, Plot, short
-from sdp4bit_lab.report.figures import DASHES, figures, line_styles
-from sdp4bit_lab.report.pairs import pair_rows, pair_titles
-from sdp4bit_lab.report.runs import Alert, Run
-from sdp4bit_lab.report.summary import fact_rows, setting_rows, summary_rows
-from sdp4bit_lab.report.verdict import verdict
+from sdp4bit.traffic import format_bytes
+from sdp4bit_lab.common.smoothing import smoothed
+from sdp4bit_lab.report.answers import answers, baseline_of, median, validated_together
+from sdp4bit_lab.report.runs import Run
 
-ALERTS_SHOWN = 200
-"""Lines of the table of alerts; further ones are counted below it."""
+COLOURS = ("#3b82d6", "#d9691e", "#2f9e5b", "#c74aa0", "#8468e0", "#1796a3", "#a57f0b", "#d94848")
+"""One per strategy; each has a contrast above 3 to the light and to the dark page."""
+DASHES = {"solid": "", "dash": "7 3", "dot": "2 2.5", "dashdot": "8 3 2 3"}
+"""One per seed: plotly's name and SVG's stroke-dasharray."""
+MOST_POINTS = 6_000
+"""Points of all curves of a plot together."""
+MOST_MARKERS = 30
+"""Points of a curve that are marked, because few points may be one apart."""
+MOST_ALERTS = 200
+FINAL_STEPS = 20
+"""Steps whose mean is the training loss of the table, as in summary.json."""
+NONE = "–"
+
+Curve = tuple[np.ndarray, np.ndarray]
+"""Steps and values; NaN interrupts the line."""
+
+
+class Plot(NamedTuple):
+    """A plot over the steps, with a curve for each run."""
+
+    title: str
+    about: str
+    curves: list[Curve]
+    is_smoothed: bool = False
+    """Whether a smoothed line is drawn over faint values."""
+    unit: str = ""
+    """Unit of the values; with one, they have SI prefixes and the axis begins at 0."""
 
 
 def render_page(runs: Sequence[Run], *, now: datetime) -> str:
-    """Return the HTML page about the runs; the first is what the others are compared with."""
-    style, scripts = _asset("page.css"), (get_plotlyjs(), _asset("page.js"))
-    sections = {title: make(runs) for title, make in PLOTS.items()}
-    drawn: list[dict[str, Any]] = []
-    numbers: dict[str, list[int]] = {}
-    for plot in itertools.chain.from_iterable(sections.values()):
-        made = [figure.to_plotly_json() for figure in figures(plot, runs)]
-        numbers[plot.key] = list(range(len(drawn), len(drawn) + len(made)))
-        drawn += made
-    facts, settings = fact_rows(runs), setting_rows(runs)
-    alerts = sorted(
-        ((alert.step, run.name, alert) for run in runs for alert in run.alerts), key=lambda a: a[:2]
-    )
+    """Return the HTML page."""
+    scripts = get_plotlyjs(), _asset("page.js")
+    plots = _plots(runs)
+    alerts = sorted((a.step, run.name, a.group or "all", a.message) for run in runs for a in run.alerts)
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = template.from_string(_asset("page.html.j2")).render(
-        # Nothing is fetched, and no script runs but these two, whatever the names in the files are.
-        # Plotly styles its elements as it draws and paints heat maps as images that it makes itself.
+        # The browser loads nothing and runs these two scripts alone, whatever the texts of the runs are.
+        # Plotly sets styles of elements while it draws.
         policy=f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; "
         "style-src 'unsafe-inline'; img-src data:; base-uri 'none'",
-        style=Markup(style),
+        style=Markup(_asset("page.css")),
         scripts=[Markup(script) for script in scripts],
-        data=_embedded(drawn),
-        numbers=numbers,
+        data=_json([_figure(plot, runs) for plot in plots]),
         runs=runs,
-        styles=line_styles(runs),
+        styles=_line_styles(runs),
         dashes=DASHES,
-        strategies=list(dict.fromkeys(run.label or "unknown strategy" for run in runs)),
-        made=f"{now:%Y-%m-%d %H:%M %Z}",
-        version=sdp4bit.__version__,
-        verdict=verdict(runs),
-        summary=summary_rows(runs),
-        pairs=pair_rows(runs),
-        pair_titles=pair_titles(runs),
-        notes=[f"{run.name}: {note}." for run in runs for note in run.notes],
-        alike=[row for row in facts if len(set(row.cells)) == 1],
-        differing=[row for row in facts if len(set(row.cells)) > 1],
-        sections=[(title, plots, _nothing_to_draw(plots)) for title, plots in sections.items()],
-        groups=list(_last_groups(runs)),
-        alerts=[
-            (step, name, alert.group or "all", alert.message, _number_list(alert))
-            for step, name, alert in alerts[:ALERTS_SHOWN]
-        ],
-        alerts_left_out=max(0, len(alerts) - ALERTS_SHOWN),
-        settings=settings,
-        settings_differing=[row for row in settings if len(set(row.cells)) > 1],
-        window_share=WINDOW_SHARE,
-        unknown=[f"{kind} ({count})" for kind, count in sum((r.unknown for r in runs), Counter()).items()],
+        made=f"{now:%Y-%m-%d %H:%M %Z} by sdp4bit {sdp4bit.__version__}",
+        answers=answers(runs),
+        plots=plots,
+        rows=[_row(run, runs) for run in runs],
+        alerts=alerts[:MOST_ALERTS],
+        alerts_left=max(0, len(alerts) - MOST_ALERTS),
+        settings=_setting_rows(runs),
     )
-    # Half of a surrogate pair, which JSON and file names may have, cannot be written.
+    # JSON and file names may hold half of a surrogate pair, which UTF-8 has no bytes for.
     return page.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _asset(name: str) -> str:
-    return resources.files("sdp4bit_lab.report").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("sdp4bit_lab.report").joinpath(f"assets/{name}").read_text(encoding="utf-8")
 
 
 def _hash(content: str) -> str:
-    digest = hashlib.sha256(content.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def _embedded(data: Sequence[Mapping[str, Any]]) -> Markup:
-    """Return JSON in which no text can end the element around it."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+def _json(data: Any) -> Markup:
+    """Return JSON in which no text ends the element around it."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c"))
 
 
-def _nothing_to_draw(plots: Sequence[Plot]) -> str:
-    """Return the titles of plots that all have nothing to draw for the same reasons; else nothing."""
-    if len(plots) == 1 or len({tuple(plot.missing) for plot in plots}) > 1:
-        return ""
-    drawn = any(plot.curves or plot.maps for plot in plots)
-    return "" if drawn else ", ".join(plot.title.lower() for plot in plots)
+def _line_styles(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Return colour and dash of each run: by strategy and seed if all differ in these, else by position."""
+    labels = list(dict.fromkeys(run.label for run in runs))
+    seeds = list(dict.fromkeys(run.seed for run in runs))
+    numbers = [(labels.index(run.label), seeds.index(run.seed)) for run in runs]
+    if len(set(numbers)) < len(runs):
+        numbers = [(position, 0) for position in range(len(runs))]
+    return [(COLOURS[x % len(COLOURS)], list(DASHES)[y % len(DASHES)]) for x, y in numbers]
 
 
-def _last_groups(runs: Sequence[Run]) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-    """Yield title, head and rows of a table of the last report of every run that has one."""
-    for run in runs:
-        if run.groups:
-            step, groups = next(reversed(run.groups.items()))
-            names = list(dict.fromkeys(name for numbers in groups.values() for name in numbers))
-            rows = [
-                (group, *("–" if numbers.get(name) is None else _number(numbers[name]) for name in names))
-                for group, numbers in groups.items()
-            ]
-            yield f"{run.name}: all numbers of the groups at step {step}", ("Group", *names), rows
+def _plots(runs: Sequence[Run]) -> list[Plot]:
+    """Return the plots that have a value."""
+    every = "Sent by all ranks together in each step."
+    loss, norm, inter, intra = (
+        [_curve(run.train, run.column(name)) for run in runs]
+        for name in ("loss", "grad_norm", "inter_bytes", "intra_bytes")
+    )
+    validation = [_curve(run.validation, run.validation_losses()) for run in runs]
+    difference = [_difference(run, baseline_of(run, runs)) for run in runs]
+    relative = f"Training loss relative to {runs[0].label or runs[0].name}"
+    plots = [
+        Plot("Training loss", "Nats per token; faint: each step.", loss, is_smoothed=True),
+        Plot("Validation loss", "Nats per token.", validation),
+        Plot(relative, "Same seed, same step; above zero is worse.", difference, is_smoothed=True),
+        Plot("Gradient norm", "Of the whole model, before clipping.", norm, is_smoothed=True),
+        Plot("Inter-node bytes", every, inter, unit="B"),
+        Plot("Intra-node bytes", every, intra, unit="B"),
+    ]
+    return [plot for plot in plots if any(np.isfinite(values).any() for _, values in plot.curves)]
 
 
-def _number_list(alert: Alert) -> str:
-    return ", ".join(f"{name} {_number(value)}" for name, value in alert.numbers.items())
+def _curve(steps: Iterable[int], values: np.ndarray) -> Curve:
+    return np.array(list(steps), dtype=np.int64), values
 
 
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4g}" if short(value) != int(value) else f"{value:.0f}"
+def _difference(run: Run, baseline: Run | None) -> Curve:
+    if baseline is None:
+        return _curve([], np.array([]))
+    steps, ours, theirs = np.intersect1d(list(run.train), list(baseline.train), return_indices=True)
+    return steps, run.column("loss")[ours] - baseline.column("loss")[theirs]
+
+
+def _figure(plot: Plot, runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the figure as plotly's JSON; `meta` of a trace is the number of its run."""
+    traces: list[dict[str, Any]] = []
+    for number, ((colour, dash), curve) in enumerate(zip(_line_styles(runs), plot.curves, strict=True)):
+        main: dict[str, Any] = {"line": {"color": colour, "dash": dash, "width": 1.8}}
+        main["hovertemplate"] = f"%{{y:{'.4s' if plot.unit else '.5g'}}}{plot.unit}"
+        faint: dict[str, Any] = {"line": {"color": colour, "width": 1}, "opacity": 0.3, "hoverinfo": "skip"}
+        lines = [(curve[1], faint), (smoothed(curve[1]), main)] if plot.is_smoothed else [(curve[1], main)]
+        for values, style in lines:
+            x, y = decimated(curve[0], values, most=MOST_POINTS // (len(runs) * len(lines)))
+            drawn = [None if np.isnan(value) else float(f"{value:.7g}") for value in y]
+            mode = "lines+markers" if len(x) <= MOST_MARKERS and style is main else "lines"
+            # Plotly reads some HTML in names.
+            name = html.escape(runs[number].name, quote=False)
+            traces.append({"x": x.tolist(), "y": drawn, "name": name, "meta": number, "mode": mode, **style})
+    axis = {"automargin": True, "gridcolor": "rgba(128,128,128,0.25)", "zerolinecolor": "gray"}
+    x_axis = {"title": {"text": "step", "standoff": 4}, "tickformat": "d", "showgrid": False}
+    x_axis["unifiedhovertitle"] = {"text": "step %{x}"}
+    y_axis = {"tickformat": "~s", "ticksuffix": plot.unit, "rangemode": "tozero"} if plot.unit else {}
+    layout = {
+        "xaxis": axis | x_axis,
+        "yaxis": axis | y_axis,
+        "hovermode": "x unified",
+        "hoverlabel": {"namelength": -1},
+        "showlegend": False,
+        "margin": {"l": 10, "r": 14, "t": 10, "b": 10},
+        "height": 270,
+        "font": {"size": 11},
+        # The style sheet colours background and text, for light and dark pages.
+        **dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)"),
+    }
+    return {"data": traces, "layout": layout}
+
+
+def decimated(steps: np.ndarray, values: np.ndarray, *, most: int) -> Curve:
+    """Return about `most` points at most: of every range of steps the smallest, the largest and a NaN."""
+    if len(steps) <= most:
+        return steps, values
+    kept = {0, len(steps) - 1}
+    for part in np.array_split(np.arange(len(steps)), max(1, most // 2)):
+        finite = part[np.isfinite(values[part])]
+        kept |= {int(place) for place in part[np.isnan(values[part])][:1]}
+        if len(finite):
+            kept |= {int(finite[np.argmin(values[finite])]), int(finite[np.argmax(values[finite])])}
+    places = np.array(sorted(kept))
+    return steps[places], values[places]
+
+
+def _row(run: Run, runs: Sequence[Run]) -> dict[str, str]:
+    """Return the cells of a run in the table of runs, by their titles."""
+    baseline = baseline_of(run, runs)
+    together = baseline and validated_together(run, baseline)
+    last, losses = max(run.train, default=0), run.column("loss")[-FINAL_STEPS:]
+    validation = run.validation_losses()
+    validation = validation[np.isfinite(validation)]
+    inter, intra, ratio = (median(run, name) for name in ("inter_bytes", "intra_bytes", "compression_ratio"))
+    seconds = None if run.simulated_ranks else median(run, "step_seconds")
+    return {
+        "Strategy": run.label or "not recorded",
+        "Seed": NONE if run.seed is None else str(run.seed),
+        "Ranks": run.ranks,
+        "Steps": f"{last} of {run.setting('training', 'steps') or '?'}",
+        "Training loss": f"{losses.mean():.4f}" if len(losses) and np.isfinite(losses).all() else NONE,
+        "Validation loss": f"{validation[-1]:.4f}" if len(validation) else NONE,
+        "Difference": f"{100 * (together[1] / together[2] - 1):+.2f} %" if together else NONE,
+        "Inter-node": NONE if inter is None else format_bytes(inter),
+        "Intra-node": NONE if intra is None else format_bytes(intra),
+        "Saved": NONE if ratio is None else f"{ratio:.2f}x",
+        "Step time": NONE if seconds is None else f"{1000 * seconds:,.0f} ms",
+        "Alerts": str(len(run.alerts)),
+    }
+
+
+def _setting_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Return path and values of every member of config.json, those that differ between the runs first."""
+    flat = [dict(_flat(run.settings)) for run in runs]
+    rows = [(name, [each.get(name, NONE) for each in flat]) for name in sorted(set().union(*flat))]
+    return sorted(rows, key=lambda row: len(set(row[1])) == 1)
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", json.dumps(value, ensure_ascii=False)
