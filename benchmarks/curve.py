@@ -35,7 +35,7 @@ from sdp4bit_lab.common.settings import SettingError, require
 from sdp4bit_lab.compare.paired import FEWEST_PAIRS, PairedDifference, paired_difference
 from sdp4bit_lab.pretrain.config.pretrain import ModelConfig
 from sdp4bit_lab.pretrain.model.gpt import GPT
-from sdp4bit_lab.report.pairs import validated_together
+from sdp4bit_lab.report.answers import validated_together
 from sdp4bit_lab.report.runs import Run, find_runs
 from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, simulated_layout
 
