@@ -6,7 +6,7 @@ variable SOAK_FOLDER names a folder with
     plan.json       a list of faults; the first without a mark is the one to come
     fired-000       the mark of fault 0, made by the process that it hits (or by the soak)
     rank-0          what rank 0 is doing, in one line of fixed length: process, restart, step, phase
-    resumed.jsonl   a line for each load, by rank 0: the step that `latest` named, and the one that was loaded
+    resumed.jsonl   a line for each load, by rank 0: the newest step, and the one that was loaded
     started.jsonl   a line for each start, by rank 0: when its first step was logged, and which it was
 
 A fault is {"signal", "rank", "phase", "call"}: at this call of the phase since the start, the rank sends the
@@ -122,9 +122,8 @@ def instrument(saboteur: Saboteur, *, folder: Path, rank: int) -> None:
     import torch
 
     from sdp4bit.collectives.exchange import PendingExchange
-    from sdp4bit_lab.pretrain.checkpoint import save as checkpoint_save
-    from sdp4bit_lab.pretrain.checkpoint.checkpointer import Checkpointer
-    from sdp4bit_lab.pretrain.checkpoint.files import HashedFile
+    from sdp4bit_lab.pretrain.checkpoint import Checkpointer
+    from sdp4bit_lab.pretrain.checkpoint_files import CheckpointWriter, find_checkpoints
     from sdp4bit_lab.pretrain.loop import TrainingLoop
     from sdp4bit_lab.pretrain.metrics import MetricsWriter
     from sdp4bit_lab.pretrain.model.gpt import GPT
@@ -135,8 +134,8 @@ def instrument(saboteur: Saboteur, *, folder: Path, rank: int) -> None:
     saboteur.watch(torch.optim.AdamW, "step", "optimizer")
     saboteur.watch(TrainingLoop, "validate", "validation")
     saboteur.watch(Checkpointer, "save", "checkpoint copy")
-    saboteur.watch(HashedFile, "write", "checkpoint write")
-    saboteur.watch(checkpoint_save, "publish", "checkpoint publish")
+    saboteur.watch(CheckpointWriter, "write_data", "checkpoint write")
+    saboteur.watch(CheckpointWriter, "finish", "checkpoint publish")
     saboteur.watch(MetricsWriter, "log_step", "log")
     saboteur.watch(Checkpointer, "load", "load")
     one_step, load, log = TrainingLoop._step, Checkpointer.load, MetricsWriter.log_step
@@ -147,8 +146,7 @@ def instrument(saboteur: Saboteur, *, folder: Path, rank: int) -> None:
         return one_step(loop)
 
     def noted(checkpointer: Checkpointer, source: Path) -> Any:
-        latest = source / "latest"
-        named = int(latest.read_text().strip().removeprefix("step-")) if latest.is_file() else None
+        named = int(find_checkpoints(source)[0].name.removeprefix("step-"))
         progress = load(checkpointer, source)
         if rank == 0:
             with (folder / "resumed.jsonl").open("a") as file:

@@ -16,7 +16,7 @@ from sdp4bit import __version__
 if TYPE_CHECKING:
     from sdp4bit_lab.compare.config import CompareConfig, DemoConfig
     from sdp4bit_lab.plan.config import PlanConfig, ProbeConfig
-    from sdp4bit_lab.pretrain.checkpoint.config import ExportConfig, ImportConfig
+    from sdp4bit_lab.pretrain.config.checkpoint import ExportConfig
     from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
     from sdp4bit_lab.pretrain.data.preprocess import PreprocessConfig
     from sdp4bit_lab.pretrain.data.tokenizer_training import TokenizerTrainingConfig
@@ -171,29 +171,15 @@ def _demo(config: DemoConfig) -> int:
 
 @_command(
     "export",
-    settings="sdp4bit_lab.pretrain.checkpoint.config:ExportConfig",
+    settings="sdp4bit_lab.pretrain.config.checkpoint:ExportConfig",
     packages="tyro rich safetensors tokenizers",
 )
 def _export(config: ExportConfig) -> int:
     """Write the model and tokenizer of a checkpoint as a Hugging Face GPT-2 model: config.json,
     model.safetensors and the tokenizer's files. One process, no GPU."""
-    from sdp4bit_lab.pretrain.checkpoint.huggingface import export_model
+    from sdp4bit_lab.pretrain.export import export_model
 
     print(f"sdp4bit: written {export_model(config)}")
-    return 0
-
-
-@_command(
-    "import",
-    settings="sdp4bit_lab.pretrain.checkpoint.config:ImportConfig",
-    packages="tyro rich safetensors tokenizers",
-)
-def _import(config: ImportConfig) -> int:
-    """Write a Hugging Face GPT-2 model as a checkpoint, which `sdp4bit pretrain --load` continues from at
-    step 0 with a new optimizer. One process, no GPU."""
-    from sdp4bit_lab.pretrain.checkpoint.huggingface import import_model
-
-    print(f"sdp4bit: written {import_model(config)}")
     return 0
 
 

@@ -76,12 +76,10 @@ def test_accuracy_scripts_have_the_settings_of_the_model_cards(model, run_script
 
 
 def test_accuracy_scripts_continue_from_the_last_checkpoint(run_script, tmp_path):
-    folder = tmp_path / "run" / "checkpoints"
-    folder.mkdir(parents=True)
-    (folder / "latest").write_text("step-00001000\n")
     _, config = run_script("accuracy_125M.sh", RUN=str(tmp_path / "run"))
     assert config.strategy_name == "sdp4bit-paper"
-    assert (config.checkpoint.load, config.checkpoint.save) == (folder, folder)
+    folder = tmp_path / "run" / "checkpoints"
+    assert (config.checkpoint.save, config.checkpoint.auto_resume) == (folder, True)
 
 
 @pytest.mark.parametrize(("cluster", "model"), SPEED)

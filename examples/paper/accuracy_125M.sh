@@ -9,10 +9,6 @@
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 run=${RUN:-runs/accuracy_125M}
-load=()
-if [[ -e $run/checkpoints/latest ]]; then
-    load=(--load "$run/checkpoints")
-fi
 
 exec "$here/torchrun.sh" --preset 125M \
     --data-path "${DATA:-data/the_pile_text_document}" \
@@ -24,4 +20,4 @@ exec "$here/torchrun.sh" --preset 125M \
     --bf16 --recompute-granularity selective --no-reshard-after-forward \
     --strategy sdp4bit-paper \
     --eval-interval 100 --eval-iters 10 --log-interval 100 --log-throughput \
-    --save "$run/checkpoints" --save-interval 1000 --out "$run" "${load[@]}" "$@"
+    --save "$run/checkpoints" --save-interval 1000 --auto-resume --out "$run" "$@"

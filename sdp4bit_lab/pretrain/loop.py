@@ -12,7 +12,7 @@ import torch
 
 from sdp4bit.collectives.errors import ExchangeError, is_communication_failure
 from sdp4bit_lab.common.ranks import Ranks, sum_over_ranks
-from sdp4bit_lab.pretrain.checkpoint.folder import Progress
+from sdp4bit_lab.pretrain.checkpoint_files import Progress
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.data.batches import Batches
 from sdp4bit_lab.pretrain.metrics import CommunicationMetrics, StepMetrics, ValidationMetrics

@@ -6,7 +6,7 @@ import json
 import platform
 import statistics
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
@@ -20,10 +20,8 @@ from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.common.launch.signals import listening
 from sdp4bit_lab.common.ranks import Ranks, agree
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.pretrain.checkpoint.checkpointer import Checkpointer
-from sdp4bit_lab.pretrain.checkpoint.folder import TOKENIZER, Progress, RunRecord
-from sdp4bit_lab.pretrain.checkpoint.load import Start, choose_start
-from sdp4bit_lab.pretrain.checkpoint.state import TrainingState
+from sdp4bit_lab.pretrain.checkpoint import Checkpointer, Start, choose_start
+from sdp4bit_lab.pretrain.checkpoint_files import TOKENIZER, Progress, RunRecord
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig, PretrainConfig
 from sdp4bit_lab.pretrain.config.same_settings import check_same_settings
 from sdp4bit_lab.pretrain.data.batches import Batches, prepare_dataset
@@ -115,7 +113,7 @@ def pretrain(
     config.check_layout(ranks.world_size)
     run = build_run(config, ranks=ranks, label=label or config.strategy_name)
     writer = agree(lambda: _open_writer(run, console=console, part=part))
-    with listening(), _abandoned_after_a_failure(run.checkpointer), closing(writer):
+    with listening(), closing(writer):
         if ranks.is_first:
             notes = (*config.reference.explain(), *run.loop.batches.notes)
             for line in (describe_run(run), *notes, *_describe_start(run)):
@@ -172,16 +170,12 @@ def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
     loss_scale = LossScale(config.training) if config.training.param_dtype == "fp16" else None
     tokenizer = dataset.tokenizer
     checkpointer = Checkpointer(
-        TrainingState(
-            models=model.chunks,
-            optimizers=[optimizer],
-            communication=model.communication,
-            ranks=ranks,
-            shared={} if loss_scale is None else {"loss_scale": loss_scale},
-            per_rank=model.per_rank,
-        ),
+        models=model.chunks,
+        optimizer=optimizer,
+        communication=model.communication,
+        per_rank=model.per_rank,
         config=config.checkpoint,
-        identity=RunRecord(
+        record=RunRecord(
             shape=asdict(config.model_shape),
             world_size=ranks.world_size,
             job=ranks.job,
@@ -279,16 +273,6 @@ def _report_communication(loop: TrainingLoop, writer: MetricsWriter) -> None:
 
 def _report_alert(writer: MetricsWriter, alert: sdp4bit.Alert) -> None:
     writer.log_alert(alert.step, alert.group, alert.message, value=alert.value, threshold=alert.threshold)
-
-
-@contextmanager
-def _abandoned_after_a_failure(checkpointer: Checkpointer) -> Iterator[None]:
-    """Give up saves in the background if the block raises."""
-    try:
-        yield
-    except BaseException as error:
-        checkpointer.abandon(error)
-        raise
 
 
 def describe_run(run: Run) -> str:

@@ -29,7 +29,7 @@ from sdp4bit.collectives.errors import (
     set_timeout,
 )
 from tests import toy
-from tests.lab.pretrain.checkpoint.saved_runs import one_rank
+from tests.lab.pretrain.saved_runs import one_rank
 from tests.ranks import run_ranks
 
 WAITS = 4

@@ -438,7 +438,7 @@ def without_empty_shards() -> None:
 
 
 ORDERED_SCENARIOS: dict[str, Callable[[], object]] = {
-    **{name: SCENARIOS[name] for name in ("unshard", "two roots", "load", "audit", "alerts")},
+    **{name: SCENARIOS[name] for name in ("unshard", "two roots", "load", "audit")},
     "skipped step": skipped,
     "empty shards left out": without_empty_shards,
     "separate group": SCENARIOS["separate group, one skipped"],

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from sdp4bit.config import SDP4BitConfig, TelemetryConfig
 from sdp4bit_lab.common.settings import SettingError, option, require, require_at_least, require_positive
-from sdp4bit_lab.pretrain.checkpoint.config import CheckpointConfig
+from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.communication import (
     CommunicationConfig,
     ReliabilityConfig,

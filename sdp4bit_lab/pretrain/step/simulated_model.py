@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.pretrain.checkpoint.state import RandomState
+from sdp4bit_lab.pretrain.checkpoint import RandomState
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.model.gpt import GPT, Block
 from sdp4bit_lab.pretrain.step.parallelize import RankLayout, ShardedModel, dtype_of, resolve_compute_dtype

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from sdp4bit_lab.pretrain.checkpoint.config import CheckpointConfig
+from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from sdp4bit.engines.fsdp2.groups import find_groups
 from sdp4bit.quantization.ops import BackendName
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.pretrain.checkpoint.config import CheckpointConfig
-from sdp4bit_lab.pretrain.checkpoint.load import open_checkpoint
+from sdp4bit_lab.pretrain.checkpoint_files import open_checkpoint, read_tensors
+from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, PretrainConfig
@@ -28,7 +28,6 @@ from sdp4bit_lab.pretrain.model.gpt import GPT
 from sdp4bit_lab.pretrain.step.parallelize import RankLayout, shard_chunks
 from sdp4bit_lab.pretrain.step.simulated_model import parameter_groups
 from sdp4bit_lab.simulated.rows import RowLayout
-from tests.lab.pretrain.checkpoint.saved_runs import one_rank
 from tests.lab.pretrain.tiny_runs import command_line, losses, read_log, small, this_rank, train_here
 from tests.ranks import run_ranks
 
@@ -69,13 +68,11 @@ def assert_repeated_alone(
 
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a checkpoint; parameters and what the optimizer keeps of them are whole."""
-    with one_rank():
-        checkpoint = open_checkpoint(folder)
-        tensors = {
-            name: torch.empty(found.size, dtype=found.properties.dtype)
-            for name, found in checkpoint.saved.items()
-        }
-        checkpoint.read_into(tensors)
+    path, _, reader = open_checkpoint(folder)
+    tensors = {
+        n: torch.empty(found.size, dtype=found.properties.dtype) for n, found in reader.tensors.items()
+    }
+    read_tensors(tensors, path=path, reader=reader)
     return tensors
 
 
@@ -118,12 +115,9 @@ def test_runs_of_four_ranks_are_repeated_bit_for_bit(text: Path, tmp_path: Path)
         common = [name for name in here if name.startswith(("model.", "optimizer."))]
         assert len(common) == 28 * 4
         assert all(torch.equal(here[name], ranks[name]) for name in common)
-        prefix = "rank0.communication.replica."
-        replicas = [name.removeprefix(prefix) for name in here if name.startswith(prefix)]
+        replicas = [name for name in here if name.startswith("communication.replica.")]
         assert len(replicas) == 28
-        for name in replicas:
-            parts = [ranks[f"rank{rank}.communication.replica.{name}"] for rank in range(4)]
-            assert torch.equal(torch.cat([part for part in parts if part.numel()]), here[prefix + name])
+        assert all(torch.equal(here[name], ranks[name]) for name in replicas)
 
 
 def two_ranks(text: Path, folder: Path) -> list[PretrainConfig]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from sdp4bit_lab.cli import main
-from sdp4bit_lab.pretrain.checkpoint import save as checkpoint_save
+from sdp4bit_lab.pretrain import checkpoint
 from sdp4bit_lab.pretrain.data.batches import Batches
 from sdp4bit_lab.pretrain.loop import TrainingLoop
 
@@ -46,7 +46,7 @@ watch(Batches, "__init__", "start")
 watch(Batches, "training", "training")
 watch(TrainingLoop, "_validate", "validation")
 # In the background, beside the steps that follow.
-watch(checkpoint_save, "save_state", "saving")
+watch(checkpoint, "save_state", "saving")
 
 if __name__ == "__main__":
     sys.exit(main())

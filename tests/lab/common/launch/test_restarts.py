@@ -16,9 +16,9 @@ import torch.distributed as dist
 from benchmarks.soak import Soak, plan, run_soak
 from sdp4bit import ExchangeError
 from sdp4bit_lab.common.launch.store import join_store
-from sdp4bit_lab.pretrain.checkpoint.config import CheckpointConfig
-from sdp4bit_lab.pretrain.checkpoint.load import Start, choose_start
-from tests.lab.pretrain.checkpoint.saved_runs import one_rank, save_step
+from sdp4bit_lab.pretrain.checkpoint import Start, choose_start
+from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
+from tests.lab.pretrain.saved_runs import one_rank, save_step
 
 
 def test_where_a_run_starts(tmp_path):
@@ -108,4 +108,4 @@ def test_a_run_killed_under_torchrun_goes_on_by_itself_to_the_same_losses(tmp_pa
     account = run_soak(soak, tmp_path)
     assert account["equal"], account["first_difference"]
     assert account["kills"] == 3 and account["every_load_took_the_latest"]
-    assert account["left_in_the_folder"] == ["latest", "step-00000020", "step-00000024"]
+    assert account["left_in_the_folder"] == ["step-00000020", "step-00000024"]

@@ -11,7 +11,7 @@ from sdp4bit import PRESETS
 from sdp4bit_lab.cli import main
 from sdp4bit_lab.common.settings import SettingError, option_flags
 from sdp4bit_lab.compare.config import CompareConfig, DemoConfig
-from sdp4bit_lab.pretrain.checkpoint.config import CheckpointConfig
+from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.communication import STRATEGIES, CommunicationConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig, ModelConfig, OptimizerConfig, PretrainConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sdp4bit_lab.pretrain.checkpoint.config import CheckpointConfig
+from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from tests.lab.pretrain.step.parallel_runs import LAYOUTS, ROUNDING, laid_out
 from tests.lab.pretrain.tiny_runs import train_here

@@ -1,4 +1,4 @@
-"""Settings of saving, resuming, and exchanging checkpoints with Hugging Face's format."""
+"""Settings of saving, resuming and exporting."""
 
 from __future__ import annotations
 
@@ -51,13 +51,3 @@ class ExportConfig:
     """Folder of checkpoints, of which the latest complete one is taken, or one of its step folders."""
     out: Path
     """Folder to write config.json, model.safetensors and the tokenizer to; it must not be there yet."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImportConfig:
-    """A Hugging Face GPT-2 model, to be written as a checkpoint that pretraining continues from."""
-
-    hf: Path
-    """Folder with config.json and model.safetensors."""
-    save: Path
-    """Folder for the checkpoint, which is named step-00000000; it must not hold checkpoints yet."""

@@ -1,0 +1,417 @@
+"""Saving a run while training continues, and resuming it bit for bit; files: `checkpoint_files.py`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.checkpoint.stateful import Stateful
+
+from sdp4bit.collectives.errors import comm_error_context, job_timeout
+from sdp4bit_lab.common.ranks import Ranks, agree, decide_on_rank_0, gather_over_ranks
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.checkpoint_files import (
+    CheckpointError,
+    CheckpointWriter,
+    Progress,
+    RunRecord,
+    find_checkpoints,
+    first_failure,
+    open_checkpoint,
+    read_tensors,
+)
+from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
+
+T = TypeVar("T")
+
+_SIZES = ("layers", "hidden", "heads", "vocabulary", "positions")
+
+
+class RandomState:
+    """The random generators of this rank, as a Stateful."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state of the generators of the CPU and of the device."""
+        state = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self._device)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Continue from the state."""
+        torch.set_rng_state(state_dict["cpu"])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(state_dict["cuda"], self._device)
+
+
+class Checkpointer:
+    """Saves and loads the checkpoints of one run."""
+
+    def __init__(
+        self,
+        *,
+        models: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        communication: Stateful,
+        per_rank: Mapping[str, Stateful],
+        config: CheckpointConfig,
+        record: RunRecord,
+        ranks: Ranks,
+        attach: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Make one on all ranks, before the first forward: while weights are gathered, modules have others.
+
+        Args:
+            models: this rank's part of the model, sharded, or stages of a pipeline. Names are global.
+            communication: the handle of sdp4bit.quantize_communication.
+            per_rank: further state that each rank has for itself, such as generators of its own.
+            record: what the run trains; compared with that of a loaded checkpoint.
+            attach: writes further files, such as the tokenizer, into a checkpoint's folder; called on rank 0.
+        """
+        self._models, self._optimizer, self._communication = models, optimizer, communication
+        self._names = {p: name for model in models for name, p in model.named_parameters()}
+        self._per_rank = {"random": RandomState(ranks.device), **per_rank}
+        self._config, self._record, self._ranks, self._attach = config, record, ranks, attach
+        self._pending: Future[None] | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="sdp4bit-checkpoint")
+        self._group: dist.ProcessGroup | None = None
+        on_cuda = ranks.device.type == "cuda"
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_cuda,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=on_cuda,
+            )
+        )
+        if config.save is not None:
+            if ranks.is_first:
+                for leftover in config.save.glob(".step-*.partial"):  # of runs that were killed
+                    shutil.rmtree(leftover, ignore_errors=True)
+            # A group of its own, because collectives of a save in the background must not mix with those of
+            # training; over gloo, because dcp.async_save would need a CPU backend in the default group.
+            self._group = dist.new_group(
+                backend="gloo", timeout=job_timeout(), group_desc="sdp4bit checkpoints"
+            )
+
+    # -- saving ----------------------------------------------------------------------------------------
+
+    def save(self, *, progress: Progress) -> None:
+        """Save the present state, in the background unless --no-async-save; called on all ranks.
+
+        Raises:
+            CheckpointError: on all ranks: this save, or the one before it, failed.
+        """
+        self.wait()
+        record = replace(self._record, progress=progress, saved_at=time.time())
+        tensors = self._state()
+        if not self._config.async_save:
+            self._write(tensors, record)
+            return
+        # A copy in the memory of the host: the next step changes the tensors.
+        staged = cast(dict[str, Tensor], self._stager.stage(tensors))
+        self._pending = self._executor.submit(self._write, staged, record)
+
+    def _write(self, tensors: dict[str, Tensor], record: RunRecord) -> None:
+        assert self._config.save is not None
+        step = record.progress.step
+        writer = CheckpointWriter(
+            self._config.save, record=record, attach=self._attach, keep_last=self._config.keep_last
+        )
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            save_state(tensors, storage_writer=writer, planner=planner, process_group=self._group)
+        except CheckpointException as error:
+            free = writer.free_bytes()
+            if self._ranks.is_first:
+                shutil.rmtree(writer.working, ignore_errors=True)
+            raise CheckpointError(
+                f"the checkpoint of step {step} was not saved: {first_failure(error)}; {free} bytes are free "
+                f"in {self._config.save}. Older checkpoints are as they were"
+            ) from error
+
+    def poll(self) -> None:
+        """Raise the error of a save in the background when it has ended; called on all ranks after a step.
+
+        Takes one small all-reduce while a save is going on, and nothing otherwise.
+        """
+        if self._pending is None:
+            return
+        done = torch.tensor(int(self._pending.done()), device=self._ranks.device)
+        with comm_error_context("agreement on whether the checkpoint is written"):
+            dist.all_reduce(done, op=dist.ReduceOp.MIN)
+        if done.item():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until no save is going on; CheckpointError on all ranks if one failed."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        error = pending.exception()
+        for message in gather_over_ranks(
+            None if error is None else str(error), what="outcome of the checkpoint"
+        ):
+            if message is not None:
+                raise CheckpointError(message) from error
+
+    def close(self) -> None:
+        """Wait for the save that is going on, and free everything; CheckpointError as by `wait`."""
+        self.wait()
+        self._executor.shutdown()
+        self._stager.close()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    # -- loading ---------------------------------------------------------------------------------------
+
+    def load(self, folder: Path) -> Progress:
+        """Load the newest intact checkpoint and return its position; called on all ranks.
+
+        With the same strategy on the same layout the continuation is bit-exact. Otherwise replicas are
+        refreshed in full precision, or random numbers start anew, with a warning.
+
+        Raises:
+            SettingError: on all ranks: no complete checkpoint there, or one of another model.
+        """
+        path, record, reader = open_checkpoint(folder)
+        self._check_matches(path, record)
+        tensors = self._loadable(path, lambda: self._templates(reader.tensors))
+        communication = self._fitting("communication", self._communication, reader.tensors)
+        random = {}
+        if record.layout == self._record.layout and record.world_size == self._record.world_size:
+            prefix = f"rank{self._ranks.rank}"
+            for part, stateful in self._per_rank.items():
+                random.update(self._fitting(f"{prefix}.{part}", stateful, reader.tensors) or {})
+        if record.strategy != self._record.strategy or None in gather_over_ranks(
+            communication, what="whether the communication's state fits"
+        ):
+            communication = None
+        read_tensors({**tensors, **(communication or {}), **random}, path=path, reader=reader)
+        self._loadable(path, lambda: self._apply(tensors))
+        for part, stateful in self._per_rank.items() if random else ():
+            stateful.load_state_dict(_nested(stateful.state_dict(), f"rank{self._ranks.rank}.{part}", random))
+        # After the weights: loading those asks for a refresh of the replicas, this says otherwise.
+        if communication is not None:
+            state = self._communication.state_dict()
+            self._communication.load_state_dict(_nested(state, "communication", communication))
+        else:
+            self._communication.load_state_dict(
+                {**self._communication.state_dict(), "steps": record.progress.step}
+            )
+        self._warn_of_differences(path, record, exact=communication is not None and bool(random))
+        return record.progress
+
+    def _check_matches(self, path: Path, record: RunRecord) -> None:
+        here = self._record.shape
+        different = [
+            f"{name} {record.shape.get(name)} (now {here[name]})"
+            for name in _SIZES
+            if record.shape.get(name) != here[name]
+        ]
+        if different:
+            raise SettingError(f"{path} is a checkpoint of another model: {', '.join(different)}")
+
+    def _warn_of_differences(self, path: Path, record: RunRecord, *, exact: bool) -> None:
+        here = self._record
+        messages = []
+        if record.dataset != here.dataset:
+            messages.append(f"{path} was trained on other text or another tokenizer than this run")
+        if record.seed != here.seed:
+            messages.append(
+                f"{path} was trained with seed {record.seed}, this run has {here.seed}: it reads samples in "
+                "another order, and may read some twice"
+            )
+        if record.strategy != here.strategy:
+            messages.append(
+                f"{path} was saved with strategy {record.strategy} and continues with {here.strategy}: "
+                "replicas are refreshed in full precision"
+            )
+        elif not exact:
+            messages.append(
+                f"{path} was saved by {record.world_size} ranks as {record.layout} and is loaded by "
+                f"{here.world_size} as {here.layout}: random numbers start anew, and the continuation is not "
+                "bit-exact"
+            )
+        for message in messages if self._ranks.is_first else ():
+            warnings.warn(f"sdp4bit: {message}", stacklevel=3)
+
+    def _loadable(self, path: Path, work: Callable[[], T]) -> T:
+        """Return what `work` returns; SettingError on all ranks if the checkpoint lacks what it needs."""
+
+        def attempt() -> T:
+            try:
+                return work()
+            except (ValueError, TypeError, RuntimeError, KeyError) as error:
+                raise SettingError(f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
+
+        return agree(attempt)
+
+    # -- state -----------------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return everything that is saved; the tensors are those of training, not copies."""
+        tensors = self._model_tensors()
+        for parameter, name in self._optimized():
+            for slot, value in self._optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{name}.{slot}"] = torch.as_tensor(value)
+        tensors.update(_flat("communication", self._communication.state_dict()))
+        for part, stateful in self._per_rank.items():
+            tensors.update(_flat(f"rank{self._ranks.rank}.{part}", stateful.state_dict()))
+        return tensors
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        return {f"model.{n}": v.detach() for model in self._models for n, v in model.state_dict().items()}
+
+    def _optimized(self) -> Iterator[tuple[nn.Parameter, str]]:
+        """Yield the parameters in the order of the optimizer's state, with their global names."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, self._names[parameter]
+
+    def _templates(self, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+        """Return tensors to load model and optimizer into; ValueError if the checkpoint lacks some."""
+        tensors = self._model_tensors()
+        for name, value in tensors.items():
+            if name not in saved or saved[name].size != value.shape:
+                actual = "is not in it" if name not in saved else f"has the shape {tuple(saved[name].size)}"
+                raise ValueError(f"{name} {actual}, this model needs {tuple(value.shape)}")
+        for parameter, name in self._optimized():
+            for slot in _slots(saved, name):
+                kind = saved[f"optimizer.{name}.{slot}"]
+                like = torch.zeros_like(parameter, dtype=kind.properties.dtype, requires_grad=False)
+                is_sharded = len(kind.size) and kind.size == parameter.shape
+                tensors[f"optimizer.{name}.{slot}"] = (
+                    like if is_sharded else torch.zeros(kind.size, dtype=kind.properties.dtype)
+                )
+        return tensors
+
+    def _fitting(
+        self, prefix: str, stateful: Stateful, saved: Mapping[str, TensorStorageMetadata]
+    ) -> dict[str, Tensor] | None:
+        """Return tensors to load a part into; None if the checkpoint lacks some or has other sizes."""
+        tensors = {}
+        for name, value in _flat(prefix, stateful.state_dict()).items():
+            kind = saved.get(name)
+            if kind is None:
+                return None
+            if name == f"{prefix}.values":
+                tensors[name] = torch.empty(kind.size, dtype=torch.uint8)
+            elif kind.size == value.shape and kind.properties.dtype == value.dtype:
+                tensors[name] = torch.empty_like(value)
+            else:
+                return None
+        return tensors
+
+    def _apply(self, loaded: Mapping[str, Tensor]) -> None:
+        """Load model and optimizer."""
+        for model in self._models:
+            model.load_state_dict({name: loaded[f"model.{name}"] for name in model.state_dict()})
+        state = {
+            index: {slot: loaded[f"optimizer.{name}.{slot}"] for slot in _slots(loaded, name)}
+            for index, (_, name) in enumerate(self._optimized())
+        }
+        # Learning rate, betas and decay are settings of this run, not of the one that was saved.
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _slots(names: Mapping[str, object], parameter: str) -> list[str]:
+    """Return the optimizer's slots of a parameter, such as exp_avg."""
+    prefix = f"optimizer.{parameter}."
+    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+
+
+def _flat(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a nested state by their paths, and one tensor of all other values."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, object] = {}
+
+    def walk(path: str, part: Mapping[str, Any]) -> None:
+        for key, value in part.items():
+            if isinstance(value, Mapping):
+                walk(f"{path}.{key}", value)
+            elif isinstance(value, Tensor):
+                tensors[f"{path}.{key}"] = value.detach()
+            else:
+                values[f"{path}.{key}"] = value
+
+    walk(prefix, state)
+    if values:
+        tensors[f"{prefix}.values"] = torch.frombuffer(
+            bytearray(json.dumps(values).encode()), dtype=torch.uint8
+        )
+    return tensors
+
+
+def _nested(state: Mapping[str, Any], prefix: str, loaded: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return a state of this form with the loaded values in place of its own."""
+    content = loaded.get(f"{prefix}.values")
+    values: dict[str, Any] = {**loaded, **({} if content is None else json.loads(bytes(content.tolist())))}
+
+    def fill(path: str, part: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: fill(f"{path}.{key}", value) if isinstance(value, Mapping) else values[f"{path}.{key}"]
+            for key, value in part.items()
+        }
+
+    return fill(prefix, state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run starts."""
+
+    folder: Path | None = None
+    """Of the checkpoints to load; None to begin."""
+    continues: bool = False
+    """Whether they are the run's own, so that it may find all of its steps done."""
+
+
+def choose_start(config: CheckpointConfig, *, job: str | None) -> Start:
+    """Return where the run starts, the same on all ranks.
+
+    From --save if it has a checkpoint and --auto-resume or the same --load asks for it, or if this job saved
+    it before torchrun restarted its processes; otherwise from --load, or at the beginning.
+    """
+
+    def choose() -> Start:
+        save, load = config.save, config.load
+        if save is None:
+            return Start(folder=load)
+        is_same = load is not None and load.resolve() == save.resolve()
+        own = find_checkpoints(save)
+        if own and (config.auto_resume or is_same or (job is not None and _job_of(own) == job)):
+            return Start(folder=save, continues=True)
+        return Start(folder=None if is_same else load)
+
+    return decide_on_rank_0(choose)
+
+
+def _job_of(checkpoints: Sequence[Path]) -> str | None:
+    """Return the job that saved the newest readable one."""
+    for path in checkpoints:
+        try:
+            return RunRecord.read(path).job
+        except ValueError:
+            continue
+    return None

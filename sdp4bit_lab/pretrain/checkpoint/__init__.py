@@ -1,1 +1,0 @@
-"""Checkpoints: saved while training goes on, complete or not there, resumed bit for bit."""

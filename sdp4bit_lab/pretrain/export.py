@@ -1,0 +1,209 @@
+"""GPT-2 in Hugging Face's format: a folder with config.json, model.safetensors and tokenizer files.
+
+The models are the same function: pre-norm, learned positions, GELU by tanh, epsilon 1e-5, output tied to the
+token embedding. The layouts differ in three ways:
+
+* their matrices are transposed, [inputs, outputs];
+* rows of the packed attention weight are ordered [query/key/value, head, channel] there, [head,
+  query/key/value, channel] here;
+* their embedding has a row for each token; here it is padded to a multiple of 128 rows.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.checkpoint_files import (
+    TOKENIZER,
+    RunRecord,
+    open_checkpoint,
+    read_tensors,
+    sync,
+)
+from sdp4bit_lab.pretrain.config.checkpoint import ExportConfig
+from sdp4bit_lab.pretrain.data.corpus import END_OF_TEXT
+from sdp4bit_lab.pretrain.model.cards import ModelShape
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+LAYER_NORM_EPSILON = 1e-5
+_TOKEN_EMBEDDING, _POSITION_EMBEDDING = "token_embedding.weight", "position_embedding.weight"
+Layout = Literal["plain", "transposed", "packed"]
+
+_BLOCK: tuple[tuple[str, str, Layout], ...] = (
+    ("attention_norm", "ln_1", "plain"),
+    ("attention.query_key_value", "attn.c_attn", "packed"),
+    ("attention.projection", "attn.c_proj", "transposed"),
+    ("feed_forward_norm", "ln_2", "plain"),
+    ("feed_forward.expand", "mlp.c_fc", "transposed"),
+    ("feed_forward.projection", "mlp.c_proj", "transposed"),
+)
+_MODEL: dict[str, object] = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+
+
+def export_model(config: ExportConfig) -> Path:
+    """Return the folder, which holds the checkpoint's model and tokenizer; needs one process and no GPU.
+
+    Raises:
+        SettingError: no complete checkpoint there, or the folder exists or cannot be written.
+    """
+    out = config.out
+    if out.exists():
+        raise SettingError(f"--out {out} is there already: name a folder that is not")
+    path, record, reader = open_checkpoint(config.load)
+    tensors = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        for name, tensor in reader.tensors.items()
+        if name.startswith("model.")
+    }
+    read_tensors(tensors, path=path, reader=reader)
+    shape = _shape_of(record, path=path)
+    weights = to_huggingface(
+        {name.removeprefix("model."): tensor for name, tensor in tensors.items()},
+        shape=shape,
+        vocabulary_size=record.vocabulary_size,
+    )
+    working = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(working, ignore_errors=True)
+        working.mkdir(parents=True)
+        tokenizer = path / TOKENIZER
+        end_of_text = _write_tokenizer(working, tokenizer, shape=shape) if tokenizer.is_file() else None
+        settings = _settings(shape, vocabulary_size=record.vocabulary_size, end_of_text=end_of_text)
+        _write_json(working / CONFIG, settings)
+        _save_file(weights, working / WEIGHTS)
+        working.rename(out)
+        sync(out.parent)
+    except OSError as error:
+        size = sum(tensor.nbytes for tensor in weights.values())
+        shutil.rmtree(working, ignore_errors=True)
+        raise SettingError(f"cannot write {out}, which takes {size:,} bytes ({error})") from error
+    return out
+
+
+def to_huggingface(
+    weights: Mapping[str, Tensor], *, shape: ModelShape, vocabulary_size: int
+) -> dict[str, Tensor]:
+    """Return the weights in their names and layouts, without the rows that pad the embedding.
+
+    Raises:
+        SettingError: a weight is missing.
+    """
+    converted: dict[str, Tensor] = {}
+    for ours, theirs, layout in _names(shape.layers):
+        if ours not in weights:
+            raise SettingError(f"the checkpoint has no weight {ours}")
+        tensor = weights[ours].float()
+        if ours == _TOKEN_EMBEDDING:
+            tensor = tensor[:vocabulary_size]
+        if layout == "packed":
+            tensor = tensor.unflatten(0, (shape.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        converted[f"transformer.{theirs}"] = (tensor if layout == "plain" else tensor.t()).contiguous()
+    return converted
+
+
+def _names(layers: int) -> Iterator[tuple[str, str, Layout]]:
+    """Yield the name of every parameter here and there, and how its layout differs."""
+    yield _TOKEN_EMBEDDING, "wte.weight", "plain"
+    yield _POSITION_EMBEDDING, "wpe.weight", "plain"
+    for layer in range(layers):
+        for ours, theirs, layout in _BLOCK:
+            yield f"blocks.{layer}.{ours}.weight", f"h.{layer}.{theirs}.weight", layout
+            # A bias is a vector: transposing leaves it as it is.
+            yield f"blocks.{layer}.{ours}.bias", f"h.{layer}.{theirs}.bias", layout
+    for kind in ("weight", "bias"):
+        yield f"final_norm.{kind}", f"ln_f.{kind}", "plain"
+
+
+def _settings(shape: ModelShape, *, vocabulary_size: int, end_of_text: int | None) -> dict[str, object]:
+    return {
+        **_MODEL,
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": vocabulary_size,
+        "n_positions": shape.positions,
+        "n_embd": shape.hidden,
+        "n_layer": shape.layers,
+        "n_head": shape.heads,
+        "n_inner": None,
+        "layer_norm_epsilon": LAYER_NORM_EPSILON,
+        "attn_pdrop": shape.dropout,
+        "embd_pdrop": shape.dropout,
+        "resid_pdrop": shape.dropout,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+
+
+def _shape_of(record: RunRecord, *, path: Path) -> ModelShape:
+    names = ("layers", "hidden", "heads", "vocabulary", "positions", "dropout")
+    try:
+        return ModelShape(**{name: record.shape[name] for name in names})
+    except KeyError as error:
+        raise SettingError(f"{path} does not say its {error.args[0]}") from None
+
+
+def _write_tokenizer(folder: Path, tokenizer: Path, *, shape: ModelShape) -> int | None:
+    """Write the tokenizer's files; return the number of the end-of-text token, if it has one."""
+    content = _read_json(tokenizer)
+    shutil.copyfile(tokenizer, folder / TOKENIZER)
+    model = content.get("model", {})
+    vocabulary: dict[str, int] = dict(model.get("vocab", {})) if model.get("type") == "BPE" else {}
+    if vocabulary:
+        pairs = [" ".join(pair) if isinstance(pair, list) else str(pair) for pair in model["merges"]]
+        _write_json(folder / "vocab.json", vocabulary)
+        (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs, ""]), encoding="utf-8")
+    added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    end_of_text = {**vocabulary, **added}.get(END_OF_TEXT)
+    special = (
+        {} if end_of_text is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    )
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": shape.positions,
+            "clean_up_tokenization_spaces": False,
+            **special,
+        },
+    )
+    return end_of_text
+
+
+def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise SettingError(f"{path} cannot be read ({error})") from error
+    if not isinstance(content, dict):
+        raise SettingError(f"{path} does not hold a JSON object")
+    return content
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,7 +1,0 @@
-"""Tests of this folder are skipped where a package that it needs is missing."""
-
-import pytest
-
-pytest.importorskip("tyro")
-pytest.importorskip("tokenizers")
-pytest.importorskip("rich")

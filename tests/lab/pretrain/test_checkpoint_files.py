@@ -1,0 +1,282 @@
+"""Files of checkpoints: which are kept and found, what is refused, and what a crash leaves.
+
+Layer: one rank in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+
+from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.pretrain.checkpoint_files import METADATA, SUMS, CheckpointReader, _sha256, open_checkpoint
+from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
+from tests.lab.pretrain.saved_runs import SavedRun, load_step, names, one_rank, save_step
+
+
+def attach_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def test_a_checkpoint_has_checksums_and_the_format_of_torch(tmp_path):
+    with one_rank():
+        path = save_step(tmp_path, 7, attach=attach_tokenizer)
+        assert load_step(tmp_path) == load_step(path) == 7
+        state = {"model": {"weight": torch.zeros(50, 40)}}
+        load_state(state, checkpoint_id=path)
+        assert torch.equal(state["model"]["weight"], SavedRun(None, step=7).model.weight)
+    assert names(tmp_path) == ["step-00000007"]
+    assert names(path) == [".metadata", "SHA256SUMS", "__0_0.distcp", "run.json", "tokenizer.json"]
+    subprocess.run(["sha256sum", "--check", "--strict", SUMS], cwd=path, check=True, capture_output=True)
+    # The folder may be moved: its place is nowhere in it.
+    assert not any(str(tmp_path).encode() in (path / name).read_bytes() for name in names(path))
+
+
+def test_the_last_saved_are_kept_and_loaded(tmp_path):
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "run"
+    with one_rank():
+        save_step(elsewhere, 1)
+        for step in (1, 2, 3):
+            save_step(folder, step)
+        # A run resumed from step 1 saves step 2 again: it continues from there, not from step 3.
+        save_step(folder, 2)
+        assert load_step(folder) == 2 and names(folder)[1:] == ["step-00000002", "step-00000003"]
+        save_step(folder, 4, keep_last=2)
+        assert names(folder) == ["step-00000002", "step-00000004"]
+        (folder / "step-00000000").symlink_to(elsewhere / "step-00000001")
+        save_step(folder, 5, keep_last=1)
+        assert names(folder) == ["step-00000000", "step-00000005"]
+        assert load_step(elsewhere) == 1
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped bit": (lambda p: flip_bit(p / "__0_0.distcp"), "__0_0.distcp does not have the checksum"),
+    "lost tensors": (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read"),
+    "metadata": (lambda p: flip_bit(p / METADATA), ".metadata does not have the checksum"),
+    "record": (lambda p: flip_bit(p / "run.json"), "run.json does not have the checksum"),
+    "sums": (lambda p: (p / SUMS).write_text("{"), "SHA256SUMS is not a list of this checkpoint's files"),
+    "other sums": (lambda p: flip_bit(p / SUMS), "SHA256SUMS is not a list|does not have the checksum"),
+    "no sums": (lambda p: (p / SUMS).unlink(), "SHA256SUMS cannot be read"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_names_both(damage, tmp_path):
+    break_it, reason = DAMAGES[damage]
+    with one_rank():
+        for step in (1, 2, 3):
+            save_step(tmp_path, step)
+        damaged = tmp_path / "step-00000003"
+        break_it(damaged)
+        with pytest.warns(UserWarning, match=f"00003 is damaged: .*({reason}).*from .*step-00000002"):
+            assert load_step(tmp_path) == 2
+        with pytest.raises(SettingError, match=f"step-00000003 is damaged: .*({reason})"):
+            open_checkpoint(damaged)
+        shutil.rmtree(tmp_path / "step-00000001")
+        flip_bit(tmp_path / "step-00000002" / "__0_0.distcp")
+        with pytest.raises(SettingError, match=r"no complete checkpoint there\. .*00000.*; .*00000"):
+            open_checkpoint(tmp_path)
+        with pytest.raises(SettingError, match="no checkpoint there"):
+            open_checkpoint(tmp_path / "empty")
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@contextmanager
+def killed_at(call: int) -> Iterator[list[str]]:
+    """End with `Killed` instead of the given call that changes the disk; yield the calls before."""
+    calls: list[str] = []
+
+    def counted(owner: object, name: str) -> AbstractContextManager[object]:
+        function = getattr(owner, name)
+
+        def count(*args: object, **kwargs: object) -> object:
+            if len(calls) == call:
+                raise Killed
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        return mock.patch.object(owner, name, count)
+
+    with ExitStack() as stack:
+        for name in ("write_text", "rename", "unlink", "mkdir"):
+            stack.enter_context(counted(Path, name))
+        stack.enter_context(counted(os, "fsync"))
+        stack.enter_context(counted(shutil, "rmtree"))
+        yield calls
+
+
+def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
+    with one_rank():
+        for call in range(100):
+            folder = tmp_path / str(call)
+            save_step(folder, 1)
+            save_step(folder, 2)
+            run = SavedRun(folder, step=2, keep_last=1)  # which replaces one, and deletes the other
+            try:
+                with killed_at(call):
+                    run.save()
+            except BaseException:  # torch wraps it
+                assert load_step(folder) == 2
+                save_step(folder, 3, keep_last=1)
+                assert load_step(folder) == 3
+                continue
+            break
+    assert 15 < call < 100
+
+
+class Attack:
+    """A pickle of this creates a file when it is loaded without care."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def reseal(path: Path) -> None:
+    """Let the checksums be those of the tampered files, as an attacker would."""
+    sums = {name: _sha256(path / name) for name in names(path) if name != SUMS}
+    (path / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sums))
+
+
+def write_metadata(path: Path, content: object) -> None:
+    (path / METADATA).write_bytes(pickle.dumps(content))
+
+
+def with_attack_in_metadata(path: Path, content: Metadata, attack: Attack) -> None:
+    write_metadata(path, attack)
+
+
+def with_attack_in_planner_data(path: Path, content: Metadata, attack: Attack) -> None:
+    content.planner_data = attack
+    write_metadata(path, content)
+
+
+def with_attack_in_a_tensor(path: Path, content: Metadata, attack: Attack) -> None:
+    with (path / "__0_0.distcp").open("ab") as file:
+        start = file.tell()
+        torch.save(attack, file)
+        end = file.tell()
+    for info in content.storage_data.values():
+        info.offset, info.length = start, end - start
+    write_metadata(path, content)
+
+
+def with_attack_in_a_value(path: Path, content: Metadata, attack: Attack) -> None:
+    with_attack_in_a_tensor(path, content, attack)
+    content.state_dict_metadata["model.bias"] = BytesStorageMetadata()
+    content.storage_data[MetadataIndex("model.bias")] = next(iter(content.storage_data.values()))
+    write_metadata(path, content)
+
+
+def with_another_file(path: Path, content: Metadata, attack: Attack) -> None:
+    torch.save(torch.zeros(3), path.parent / "secret")
+    for info in content.storage_data.values():
+        info.relative_path = "../secret"
+    write_metadata(path, content)
+
+
+def with_a_hole(path: Path, content: Metadata, attack: Attack) -> None:
+    content.state_dict_metadata["model.weight"].chunks.clear()
+    write_metadata(path, content)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (with_attack_in_metadata, "mkdir has no place in the metadata of a checkpoint; it was not executed"),
+        (with_attack_in_planner_data, "mkdir has no place in the metadata"),
+        (with_attack_in_a_tensor, "cannot be loaded: rank 0: UnpicklingError"),
+        (with_attack_in_a_value, "BytesStorageMetadata has no place in the metadata"),
+        (with_another_file, "does not describe the files"),
+        (with_a_hole, "does not describe the files"),
+    ],
+)
+def test_a_tampered_checkpoint_executes_nothing(tamper, message, tmp_path):
+    with one_rank():
+        path = save_step(tmp_path, 1)
+        tamper(path, CheckpointReader(path).metadata, Attack(tmp_path / "executed"))
+        with pytest.raises(SettingError, match="does not have the checksum"):
+            load_step(path)
+        reseal(path)
+        with pytest.raises(SettingError, match=message):
+            load_step(path)
+        assert not (tmp_path / "executed").exists()
+
+
+def test_the_attack_works_on_a_reader_that_does_not_guard_against_it(tmp_path):
+    with one_rank(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = save_step(tmp_path, 1)
+        with_attack_in_planner_data(path, CheckpointReader(path).metadata, Attack(tmp_path / "executed"))
+        load_state({"model.bias": torch.zeros(50)}, checkpoint_id=path)
+    assert (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("progress", {"step": "1", "samples": 0}), ("shape", [1]), ("world_size", -1), ("x", 1)],
+)
+def test_a_record_with_other_values_is_damage(key, value, tmp_path):
+    with one_rank():
+        path = save_step(tmp_path, 1)
+        record = json.loads((path / "run.json").read_text())
+        (path / "run.json").write_text(json.dumps({**record, key: value}))
+        reseal(path)
+        with pytest.raises(SettingError, match=r"run\.json"):
+            open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"seed": 2}, "was trained with seed 1, this run has 2"),
+        ({"dataset": "other"}, "was trained on other text or another tokenizer"),
+        (
+            {"strategy": "tlq"},
+            "was saved with strategy sdp4bit and continues with tlq: replicas are refreshed",
+        ),
+        ({"layout": "two"}, "was saved by 1 ranks as one and is loaded by 1 as two: .* not bit-exact"),
+    ],
+)
+def test_what_differs_from_the_saved_run_is_warned_of(record, message, tmp_path):
+    with one_rank():
+        save_step(tmp_path, 3)
+        run = SavedRun(None, **record)
+        with pytest.warns(UserWarning, match=message):
+            assert run.checkpointer.load(tmp_path).step == 3
+        exact = "strategy" not in record
+        assert torch.equal(run.communication.state["replica"]["a.b"], torch.full((3,), 3.0 * exact))
+        assert run.communication.state["steps"] == 3
+
+
+def test_settings_that_do_nothing_are_refused():
+    with pytest.raises(SettingError, match="--auto-resume has no effect without --save"):
+        CheckpointConfig(auto_resume=True)
+    with pytest.raises(SettingError, match="--keep-last 2 has no effect without --save"):
+        CheckpointConfig(keep_last=2)
+    with pytest.raises(SettingError, match="--save-interval 0 must be at least 1"):
+        CheckpointConfig(save=Path("x"), save_interval=0)
