@@ -52,7 +52,7 @@ class Calls:
     def counted(self) -> Iterator[None]:
         """What torch.distributed is asked for meanwhile is counted."""
         c10d: Any = dist.distributed_c10d
-        create, to_tensor = c10d._new_process_group_helper, c10d._object_to_tensor
+        create, to_tensor = dist.new_group, c10d._object_to_tensor
 
         @functools.wraps(create)
         def count_group(*args: Any, **kwargs: Any) -> Any:
@@ -64,11 +64,11 @@ class Calls:
             self.gathered_bytes += int(size)
             return tensor, size
 
-        c10d._new_process_group_helper, c10d._object_to_tensor = count_group, count_bytes
+        dist.new_group, c10d._object_to_tensor = count_group, count_bytes
         try:
             yield
         finally:
-            c10d._new_process_group_helper, c10d._object_to_tensor = create, to_tensor
+            dist.new_group, c10d._object_to_tensor = create, to_tensor
 
 
 def measure(world: int, *, ranks_per_node: int, layers: int, repeats: int) -> dict[str, Any]:

@@ -7,19 +7,16 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from sdp4bit.collectives.errors import job_timeout
-from sdp4bit.collectives.process_groups import create_process_groups
 
 TopologySpec = str | int | DeviceMesh
 """What users give: "auto" (by host name), ranks per node, or an (inter, intra) mesh."""
-
-MeshRows = tuple[tuple[int, ...], ...]
-"""An (inter, intra) mesh as global ranks, one row per node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +43,26 @@ class NodeLayout:
         return list(self.ranks[local_rank :: self.ranks_per_node])
 
 
-def mesh_rows(mesh: DeviceMesh) -> MeshRows:
-    """Return the global ranks of an (inter, intra) mesh; ValueError if it is not 2-D."""
+def mesh_row(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
+    """Return the global ranks on a rank's node by an (inter, intra) mesh; None if the rank is not in it.
+
+    Raises:
+        ValueError: the mesh is not 2-D.
+    """
     if mesh.ndim != 2:
         raise ValueError(f"topology: the mesh must be 2-D (inter, intra), this one has {mesh.ndim} dims")
-    return tuple(tuple(int(rank) for rank in row) for row in mesh.mesh.tolist())
+    return next((tuple(row) for row in mesh.mesh.tolist() if rank in row), None)
 
 
-def node_labels(spec: str | int | Sequence[MeshRows | None], *, hosts: Sequence[str]) -> list[Hashable]:
+def node_labels(
+    spec: str | int | Sequence[tuple[int, ...] | None], *, hosts: Sequence[str]
+) -> list[Hashable]:
     """Return which node each global rank is on, as labels that are equal within a node.
 
     Args:
         spec: "auto" takes the host names; an int k puts ranks 0..k-1 on the first node and so on (ranks of
-            the whole job, also under tensor or pipeline parallelism); meshes, the one that each global rank
-            passes for its own data-parallel group, or None, take their rows as nodes.
+            the whole job, also under tensor or pipeline parallelism); a list has the `mesh_row` of each
+            global rank, None for a node of its own.
         hosts: host name of each global rank.
 
     Raises:
@@ -79,28 +82,15 @@ def node_labels(spec: str | int | Sequence[MeshRows | None], *, hosts: Sequence[
         raise ValueError(
             f'topology={spec!r} is unknown: use "auto", ranks per node, or an (inter, intra) mesh'
         )
-    return list(_own_rows(spec))
-
-
-def _own_rows(meshes: Sequence[MeshRows | None]) -> list[tuple[int, ...]]:
-    """Return the row that each global rank has in its own mesh; none has a row of itself."""
-    rows = []
-    for rank, mesh in enumerate(meshes):
-        row = (rank,) if mesh is None else next((row for row in mesh if rank in row), None)
-        if row is None:
-            raise ValueError(f"topology: rank {rank} is not in the (inter, intra) mesh it passes, {mesh}")
-        rows.append(row)
-    first_with: dict[tuple[int, ...], int] = {}
+    rows = [(rank,) if row is None else row for rank, row in enumerate(spec)]
     for rank, row in enumerate(rows):
-        first_with.setdefault(row, rank)
-    for row, rank in first_with.items():
         for peer in row:
             if rows[peer] != row:
                 raise ValueError(
                     f"topology: ranks {rank} and {peer} pass meshes that contradict each other: one has the "
                     f"row {row}, the other {rows[peer]}"
                 )
-    return rows
+    return list(rows)
 
 
 def arrange(ranks: Sequence[int], labels: Sequence[Hashable]) -> NodeLayout:
@@ -163,87 +153,79 @@ class Topology:
 
 
 def create_topologies(
-    layouts: Sequence[NodeLayout],
-    *,
-    purpose: str = "communication",
-    within: ProcessGroup | None = None,
+    layouts: Sequence[NodeLayout], *, purpose: str = "communication"
 ) -> dict[tuple[int, ...], Topology]:
-    """Return this rank's place in each layout it belongs to, by the layout's ranks, with new process groups.
+    """Create both process groups of every layout; return this rank's place in those it belongs to, by ranks.
 
-    Collective over `within`: each of its ranks passes the same layouts in the same order. A rank creates the
-    groups that it is a member of, two per layout, whatever the size of the job. They wait for a rank as long
-    as the default group does.
+    Collective over the job: every rank passes the same layouts in the same order, and creates all groups.
 
     Args:
         purpose: of the groups, for the communication library's own messages.
-        within: the ranks of all the layouts, which then call this alone; the whole job when not given.
-
-    Raises:
-        ValueError: a part of the job's ranks cannot create process groups here; the same on every rank.
     """
     me = dist.get_rank()
-    batches = _disjoint_batches(layouts)
-    intra = [[ranks for layout in batch for ranks in _intra_groups(layout)] for batch in batches]
-    inter = [[ranks for layout in batch for ranks in _inter_groups(layout)] for batch in batches]
-    rounds = [groups for level in zip(intra, inter, strict=True) for groups in level]
-    created = iter(
-        create_process_groups(
-            [groups for groups in rounds if groups],
-            timeout=job_timeout(),
-            description=f"sdp4bit {purpose}",
-            within=within,
-        )
-    )
-    own = [next(created) if groups else None for groups in rounds]
     topologies = {}
-    for number, batch in enumerate(batches):
-        for layout in batch:
-            if me in layout.ranks:
-                node, local_rank = divmod(layout.ranks.index(me), layout.ranks_per_node)
-                topologies[layout.ranks] = Topology(
-                    layout=layout,
-                    node=node,
-                    local_rank=local_rank,
-                    intra=own[2 * number],
-                    inter=own[2 * number + 1],
-                )
+    for layout in layouts:
+        intra_groups = [layout.intra_ranks(node) for node in range(layout.nodes)]
+        inter_groups = [layout.inter_ranks(local_rank) for local_rank in range(layout.ranks_per_node)]
+        intra = _create_groups(intra_groups if layout.ranks_per_node > 1 else [], purpose=purpose)
+        inter = _create_groups(inter_groups if layout.nodes > 1 else [], purpose=purpose)
+        if me in layout.ranks:
+            node, local_rank = divmod(layout.ranks.index(me), layout.ranks_per_node)
+            topologies[layout.ranks] = Topology(
+                layout=layout, node=node, local_rank=local_rank, intra=intra, inter=inter
+            )
     return topologies
 
 
-def create_host_groups(
-    layouts: Sequence[NodeLayout], *, purpose: str, within: ProcessGroup | None = None
-) -> dict[tuple[int, ...], ProcessGroup]:
-    """Return new process groups for tensors on the host, one over all ranks of each layout this rank is in.
+def create_host_groups(layouts: Sequence[NodeLayout], *, purpose: str) -> dict[tuple[int, ...], ProcessGroup]:
+    """Create a process group for tensors on the host over all ranks of each layout; return this rank's.
 
-    Collective over `within`, as :func:`create_topologies`.
+    Collective over the job, as :func:`create_topologies`.
     """
-    rounds = [[layout.ranks for layout in batch] for batch in _disjoint_batches(layouts)]
-    created = create_process_groups(
-        rounds, timeout=job_timeout(), description=f"sdp4bit {purpose}", within=within, backend="gloo"
-    )
-    me = dist.get_rank()
-    own = [next((ranks for ranks in groups if me in ranks), ()) for groups in rounds]
-    return {ranks: group for ranks, group in zip(own, created, strict=True) if group is not None}
+    groups = {
+        layout.ranks: _create_groups([layout.ranks], purpose=purpose, backend="gloo") for layout in layouts
+    }
+    return {ranks: group for ranks, group in groups.items() if group is not None}
 
 
-def _disjoint_batches(layouts: Sequence[NodeLayout]) -> list[list[NodeLayout]]:
-    """Return the layouts in lists in which no rank occurs twice, each in the first list that has room."""
-    batches: list[tuple[set[int], list[NodeLayout]]] = []
-    for layout in layouts:
-        taken, batch = next((b for b in batches if b[0].isdisjoint(layout.ranks)), (set(), []))
-        if not batch:
-            batches.append((taken, batch))
-        taken.update(layout.ranks)
-        batch.append(layout)
-    return [batch for _, batch in batches]
+def _create_groups(
+    groups: Sequence[Sequence[int]], *, purpose: str, backend: str | None = None
+) -> ProcessGroup | None:
+    """Create disjoint process groups; return the one that this rank is in, or None.
+
+    They wait for a rank as long as the default group does.
+    """
+    timeout = job_timeout()
+    own = None
+    for ranks in groups:
+        # Every rank creates every group: torch names a group after the number of groups before it, and its
+        # members find each other in the job's store under that name. With use_local_synchronization=True only
+        # members call, but the name is then a hash of a count that may differ between ranks, or repeat after
+        # remove(); both hang. A call for a group of other ranks takes about 8 microseconds: in a job of
+        # 16,384 ranks, 8 per node, all 4,112 calls take 0.03 s (benchmarks/attach.py). Not measured: with
+        # init_process_group(device_id=...) on NCCL each call also splits the communicator of all ranks.
+        group = dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            backend=backend,
+            pg_options=None if backend else _nccl_options(timeout),
+            group_desc=f"sdp4bit {purpose}",
+        )
+        if dist.get_rank() in ranks:
+            own = group
+    return own
 
 
-def _intra_groups(layout: NodeLayout) -> list[list[int]]:
-    return [layout.intra_ranks(node) for node in range(layout.nodes)] if layout.ranks_per_node > 1 else []
-
-
-def _inter_groups(layout: NodeLayout) -> list[list[int]]:
-    return [layout.inter_ranks(local) for local in range(layout.ranks_per_node)] if layout.nodes > 1 else []
+def _nccl_options(timeout: timedelta | None) -> object | None:
+    """Return the settings of one process group on NCCL; None if another library communicates on CUDA."""
+    if "cuda:nccl" not in dist.get_backend_config().split(","):
+        return None
+    # FSDP2 reduces on a stream of high priority, so that transfers do not wait behind computation; NCCL's own
+    # stream for asynchronous collectives has the default one.
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:  # torch warns of one that differs from the argument
+        options._timeout = timeout
+    return options
 
 
 def destroy_topology(topology: Topology) -> None:

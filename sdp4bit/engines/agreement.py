@@ -6,28 +6,37 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from sdp4bit.collectives.errors import comm_error_context, ranks_in_words
 from sdp4bit.collectives.topology import (
-    MeshRows,
     NodeLayout,
     TopologySpec,
     arrange,
     host_name,
-    mesh_rows,
+    mesh_row,
     node_labels,
 )
 from sdp4bit.config import VERSION
 
 Sent = TypeVar("Sent")
-_CALL = "quantize_communication"
+Scope = tuple[Sequence[int], str]
+"""The ranks that must propose the same, and the subject: "settings", "shards" or "replicas"."""
+Texts = dict[str, str]
+"""Names and values, as error messages show them."""
+_SHOWN_DIFFERENCES = 8
+_WAY_OUT = {
+    "settings": "have different settings or versions; make them equal on all ranks",
+    "shards": "share a data-parallel group but not its parameter groups; build the same model and skip the "
+    "same modules on all of them",
+    "replicas": "are replicas but do not share parameter groups; build the same model and skip the same "
+    "modules on all of them",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,58 +66,31 @@ class Layouts:
     """Of those that hold the same shards (HSDP)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """What one rank is about to set up, in full: what an error message may have to show."""
+class Summary(TypedDict):
+    """A rank's proposal in a few hundred bytes, whatever the size of the model and of the job.
 
-    settings: tuple[tuple[str, object], ...]
-    topology: str | int | MeshRows
-    groups: tuple[ShardedRows, ...]
-    unmatched: tuple[str, ...] = ()
-    error: str | None = None
-    is_type_error: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """A proposal as a few hundred bytes, whatever the size of the model and of the job."""
+    Of built-in types, as is all that is sent here: ranks with another version can read it, too.
+    """
 
     host: str
     ranks_on_node: int | None
     """As torchrun says."""
-    settings: bytes
-    """Digest of what must be equal on all ranks."""
-    spec: str | int | MeshRows
-    """The topology; of a mesh, the row that holds this rank."""
-    groups: tuple[tuple[Sequence[int], bytes], ...]
-    """Ranks of each data-parallel group of this rank, and a digest of its parameter groups in order."""
-    replicas: tuple[tuple[Sequence[int], bytes], ...]
-    """The same of those that hold the same shards as this rank."""
-    unmatched: tuple[str, ...]
+    topology: str | int | tuple[int, ...] | None
+    """Of a mesh, the row with this rank; None if there is none."""
+    digests: dict[Scope, bytes]
+    unmatched: list[str]
     failed: bool
-    checks_layouts: bool = False
+    checks_layouts: bool
 
 
-def participants(process_group: object, *, call: str = _CALL) -> ProcessGroup | None:
-    """Return the ranks that attach, as a process group; None for all of the job.
+class Proposal(TypedDict):
+    """What a rank is about to set up; sent if the summaries do not fit."""
 
-    Args:
-        call: what they call, for errors.
-
-    Raises:
-        TypeError: not a process group.
-        ValueError: this rank is not in it.
-    """
-    if process_group is None:
-        return None
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"rank {dist.get_rank()} is not in process_group: only its ranks call {call}")
-    if not isinstance(process_group, ProcessGroup):
-        raise TypeError(
-            f"process_group={process_group!r} must be a torch.distributed.ProcessGroup, as new_group and "
-            "DeviceMesh.get_group return it, or None for all ranks of the job"
-        )
-    return None if process_group.size() == dist.get_world_size() else process_group
+    error: str | None
+    is_type_error: bool
+    texts: dict[Scope, Texts]
+    names: list[str]
+    """Of the parameter groups."""
 
 
 def agree(
@@ -119,18 +101,17 @@ def agree(
     unmatched: Sequence[str] = (),
     failure: Exception | None,
     check: Callable[[Layouts], None] | None = None,
-    within: ProcessGroup | None = None,
-    call: str = _CALL,
+    call: str = "quantize_communication",
 ) -> Layouts:
-    """Return the node layout of every data-parallel group; collective over the job, or over `within`.
+    """Return the node layout of every data-parallel group; collective over the job.
 
     Steps: 1. all ranks gather a summary of each other's proposal;  2. only if these do not fit, the proposals
-    themselves, to say what is wrong;  3. if some rank has to check the layouts, what it has found.
+    themselves, to say what differs;  3. if some rank has to check the layouts, its result.
 
     Args:
-        settings: by name, what must be equal on all ranks.
+        settings: by name, the values that must be equal on all ranks.
         unmatched: patterns that match none of the groups on this rank; they must match on some rank.
-        failure: what is wrong on this rank; every rank then raises it.
+        failure: an error on this rank; every rank then raises it.
         call: what the ranks have called, for errors.
         check: raises ValueError for layouts that this rank's groups cannot have; every rank then raises it.
 
@@ -139,107 +120,99 @@ def agree(
             group whose ranks do not fill its nodes evenly.
         TypeError: likewise, if nothing is wrong on any rank but the types of arguments.
     """
-    everyone = f"{call}, which all ranks call, also those without a model, unless process_group= is given"
-    # Before anything else: versions may not understand each other's proposals.
-    versions = _gather(
-        f"sdp4bit {VERSION}, torch {torch.__version__}", within, what=f"versions in {everyone}"
-    )
-    _raise_differences("versions", versions, verb="run", way_out="install the same on all nodes")
-    spec: str | int | MeshRows = ""
+    row: str | int | tuple[int, ...] | None = None
     try:
-        spec = _sendable(topology)
-        if within is not None:
-            _check_members(groups, dist.get_process_group_ranks(within))
+        row = _own_part(topology, has_groups=bool(groups))
     except ValueError as caught:
         failure = failure or caught
-    proposal = Proposal(
-        settings=tuple(settings.items()),
-        topology=spec,
-        groups=tuple(groups) if failure is None else (),
-        unmatched=tuple(unmatched),
-        error=None if failure is None else _describe(failure),
-        is_type_error=isinstance(failure, TypeError),
-    )
-    mine = replace(_summary(proposal), checks_layouts=check is not None)
-    summaries = _gather(mine, within, what="what to quantize")
-    if not _fit(summaries):
-        proposals = _gather(proposal, within, what="what to quantize")
-        _raise_errors(proposals, failure, call=call)
-        _raise_settings(proposals)
-        _raise_differences(
-            "topologies", {rank: _kind(p.topology) for rank, p in proposals.items() if p.groups}
-        )
-        _raise_unlike_peers(proposals)
-        _raise_unmatched(proposals)
+    common: Texts = {"sdp4bit": VERSION, "torch": str(torch.__version__)}
+    # Under tensor parallelism each data-parallel group has a mesh of its own.
+    common["topology"] = repr(topology) if isinstance(topology, str | int) else "a mesh"
+    for name, value in settings.items():
+        common |= _texts(name, value)
+    texts: dict[Scope, Texts] = {(range(dist.get_world_size()), "settings"): common}
+    for rows in groups if failure is None else ():
+        scope = _compact(rows.ranks), "replicas" if rows.are_replicas else "shards"
+        own = texts.setdefault(scope, {"parameter groups": "0"})
+        number = int(own["parameter groups"]) + 1
+        own["parameter groups"] = str(number)
+        own |= _texts(f"group {number} ({rows.name})", rows)
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    summary: Summary = {
+        "host": host_name(),
+        "ranks_on_node": int(said) if said.isdecimal() else None,
+        "topology": row,
+        "digests": {scope: hashlib.sha256(repr(own).encode()).digest() for scope, own in texts.items()},
+        "unmatched": list(unmatched),
+        "failed": failure is not None,
+        "checks_layouts": check is not None,
+    }
+    proposal: Proposal = {
+        "error": None if failure is None else _describe(failure),
+        "is_type_error": isinstance(failure, TypeError),
+        "texts": texts,
+        "names": [rows.name for rows in groups],
+    }
+    subject = f"what to quantize, in {call}, which all ranks call, also those without a model"
+    summaries = _gather(summary, subject)
+    distinct = {(scope, digest) for each in summaries for scope, digest in each["digests"].items()}
+    unequal = [
+        scope for scope, digest in distinct for r in scope[0] if summaries[r]["digests"].get(scope) != digest
+    ]
+    if unequal or any(each["failed"] for each in summaries):
+        _raise_mismatch(_gather(proposal, subject), failure, call=call)
+    nowhere = set.intersection(*(set(each["unmatched"]) for each in summaries))
+    if nowhere:
+        names = dict.fromkeys(name for each in _gather(proposal, subject) for name in each["names"])
+        raise ValueError(f"skip={min(nowhere)!r} matches no FSDP module; there are {', '.join(names)}")
     layouts = _arrange_all(summaries)
-    if any(summary.checks_layouts for summary in summaries.values()):
+    if any(each["checks_layouts"] for each in summaries):
         try:
             if check is not None:
                 check(layouts)
         except ValueError as caught:
             failure = caught
-        proposal = replace(proposal, error=None if failure is None else _describe(failure))
-        _raise_errors(_gather(proposal, within, what="layouts"), failure, call=call)
+            proposal["error"] = _describe(caught)
+        _raise_mismatch(_gather(proposal, "layouts"), failure, call=call)
     _warn_of_hosts(summaries)
     return layouts
 
 
-def _gather(mine: Sent, within: ProcessGroup | None, *, what: str) -> dict[int, Sent]:
-    """Return what each rank passes."""
-    ranks = dist.get_process_group_ranks(within or dist.group.WORLD)
-    gathered = [mine] * len(ranks)
-    with comm_error_context(f"agreement on {what}", group=within):
-        dist.all_gather_object(gathered, mine, group=within)
-    return dict(zip(ranks, gathered, strict=True))
+def _own_part(topology: TopologySpec, *, has_groups: bool) -> str | int | tuple[int, ...] | None:
+    """Return the part of a topology that the other ranks must know."""
+    if isinstance(topology, str | int):
+        return topology
+    if not isinstance(topology, DeviceMesh):
+        raise ValueError(
+            f'topology={topology!r} is unknown: use "auto", ranks per node, or an (inter, intra) mesh'
+        )
+    row = mesh_row(topology, dist.get_rank())
+    if row is None and has_groups:
+        raise ValueError(f"topology: this rank is not in the (inter, intra) mesh it passes, {topology}")
+    return row
+
+
+def _gather(own: Sent, subject: str) -> list[Sent]:
+    """Return the object of each rank."""
+    gathered = [own] * dist.get_world_size()
+    with comm_error_context(f"agreement on {subject}"):
+        dist.all_gather_object(gathered, own)
+    return gathered
 
 
 def _describe(failure: Exception) -> str:
-    """Return what the ranks tell each other of a failure on one of them."""
-    known = isinstance(failure, ValueError | TypeError)
-    return str(failure) if known else f"{type(failure).__name__}: {failure}"
+    is_known = isinstance(failure, ValueError | TypeError)
+    return str(failure) if is_known else f"{type(failure).__name__}: {failure}"
 
 
-def _check_members(groups: Sequence[ShardedRows], members: Sequence[int]) -> None:
-    for rows in groups:
-        outside = sorted(set(rows.ranks).difference(members))
-        if outside:
-            raise ValueError(
-                f"{rows.name} is sharded over {len(rows.ranks)} ranks, of which {ranks_in_words(outside)} "
-                f"are not in process_group ({ranks_in_words(members)}): pass one with all ranks of the model"
-            )
-
-
-def _summary(proposal: Proposal) -> Summary:
-    spec = proposal.topology
-    if not isinstance(spec, str | int):
-        spec = tuple(row for row in spec if dist.get_rank() in row) or spec  # all of it for an error message
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return Summary(
-        host=host_name(),
-        ranks_on_node=int(said) if said.isdecimal() else None,
-        settings=_digest(proposal.settings),
-        spec=spec,
-        groups=_digests([rows for rows in proposal.groups if not rows.are_replicas]),
-        replicas=_digests([rows for rows in proposal.groups if rows.are_replicas]),
-        unmatched=proposal.unmatched,
-        failed=proposal.error is not None,
-    )
-
-
-def _digests(groups: Sequence[ShardedRows]) -> tuple[tuple[Sequence[int], bytes], ...]:
-    by_ranks: dict[tuple[int, ...], list[ShardedRows]] = {}
-    for rows in groups:
-        by_ranks.setdefault(rows.ranks, []).append(rows)
-    return tuple((_compact(ranks), _digest(rows)) for ranks, rows in by_ranks.items())
-
-
-def _kind(spec: str | int | MeshRows) -> str:
-    # Under tensor parallelism each data-parallel group has a mesh of its own.
-    return repr(spec) if isinstance(spec, str | int) else "a mesh"
-
-
-def _digest(value: object) -> bytes:
-    return hashlib.sha256(repr(value).encode()).digest()
+def _texts(name: str, value: object) -> Texts:
+    """Return a value as text; a dataclass also field by field."""
+    if not is_dataclass(value):
+        return {name: repr(value)}
+    texts = {name: f"{type(value).__name__}(...)"}
+    for field in fields(value):
+        texts |= _texts(f"{name}.{field.name}", getattr(value, field.name))
+    return texts
 
 
 def _compact(ranks: tuple[int, ...]) -> Sequence[int]:
@@ -251,185 +224,75 @@ def _compact(ranks: tuple[int, ...]) -> Sequence[int]:
     return ranks
 
 
-def _fit(summaries: Mapping[int, Summary]) -> bool:
-    """Whether nothing failed, settings are equal, peers list equal parameter groups, patterns match."""
-    everyone = list(summaries.values())
-    if any(summary.failed for summary in everyone) or len({s.settings for s in everyone}) != 1:
-        return False
-    if len({_kind(summary.spec) for summary in everyone if summary.groups}) > 1:
-        return False
-    if set.intersection(*(set(summary.unmatched) for summary in everyone)):
-        return False
-    shards = {rank: summary.groups for rank, summary in summaries.items()}
-    replicas = {rank: summary.replicas for rank, summary in summaries.items()}
-    return _peers_fit(shards) and _peers_fit(replicas)
-
-
-def _peers_fit(listed: Mapping[int, Sequence[tuple[Sequence[int], bytes]]]) -> bool:
-    """Whether all members of every group list the same of it."""
-    known = {rank: dict(groups) for rank, groups in listed.items()}
-    digests = {group for groups in listed.values() for group in groups}
-    return all(known[rank].get(ranks) == digest for ranks, digest in digests for rank in ranks)
-
-
-def _sendable(topology: TopologySpec) -> str | int | MeshRows:
-    if isinstance(topology, DeviceMesh):
-        return mesh_rows(topology)
-    if isinstance(topology, str | int):
-        return topology
-    raise ValueError(
-        f'topology={topology!r} is unknown: use "auto", ranks per node, or an (inter, intra) mesh'
-    )
-
-
-def _raise_errors(proposals: Mapping[int, Proposal], failure: Exception | None, *, call: str) -> None:
-    """Raise what is wrong on some ranks; on these, with the traceback of where it was found."""
-    failed: dict[str, list[int]] = {}
-    for rank, proposal in proposals.items():
-        if proposal.error is not None:
-            failed.setdefault(proposal.error, []).append(rank)
-    if failed:
-        lines = [f"{message} [{ranks_in_words(ranks)}]" for message, ranks in failed.items()]
-        kind = TypeError if all(p.is_type_error for p in proposals.values() if p.error) else ValueError
-        refusal = kind(f"sdp4bit.{call}: " + "; ".join(lines))
+def _raise_mismatch(proposals: Sequence[Proposal], failure: Exception | None, *, call: str) -> None:
+    """Raise the errors of all ranks, else the first difference; on a rank that failed, with its traceback."""
+    errors = {r: {"": p["error"]} for r, p in enumerate(proposals) if p["error"] is not None}
+    if errors:
+        are_types = all(p["is_type_error"] for p in proposals if p["error"] is not None)
+        kind = TypeError if are_types else ValueError
+        refusal = kind(f"sdp4bit.{call}: " + _by_value(errors, "", "; "))
         raise refusal.with_traceback(failure.__traceback__ if failure else None)
-
-
-def _raise_settings(proposals: Mapping[int, Proposal]) -> None:
-    """Check that settings are equal; the error names the fields that are not."""
-    first, *_ = proposals.values()
-    for place, (name, _) in enumerate(first.settings):
-        differing = _differing(name, {rank: p.settings[place][1] for rank, p in proposals.items()})
+    for scope in dict.fromkeys(scope for proposal in proposals for scope in proposal["texts"]):
+        texts = {rank: proposals[rank]["texts"].get(scope, {}) for rank in scope[0]}
+        names = dict.fromkeys(name for each in texts.values() for name in each)
+        differing = [name for name in names if len({each.get(name) for each in texts.values()}) > 1]
         if differing:
-            lines = "\n".join(f"  {field}: {_by_value(values)}" for field, values in differing.items())
-            raise ValueError(f"the ranks ask for different configurations; pass the same to all:\n{lines}")
+            # A part that is None on some ranks has no fields there: one line tells that, not one per field.
+            shared = [name for name in differing if all(name in each for each in texts.values())]
+            lines = [f"{name}: {_by_value(texts, name, ', ')}" for name in shared or differing]
+            raise ValueError(
+                f"{ranks_in_words(scope[0])} {_WAY_OUT[scope[1]]}:\n  "
+                + "\n  ".join(lines[:_SHOWN_DIFFERENCES])
+            )
 
 
-def _differing(name: str, values: Mapping[int, object]) -> dict[str, dict[int, str]]:
-    """Return what each rank has in each of the fields that are not equal on all ranks."""
-    first, *_ = values.values()
-    if is_dataclass(first) and len({type(value) for value in values.values()}) == 1:
-        found: dict[str, dict[int, str]] = {}
-        for field in fields(first):
-            parts = {rank: getattr(value, field.name) for rank, value in values.items()}
-            found |= _differing(f"{name}.{field.name}", parts)
-        return found
-    shown = {rank: _short(value) for rank, value in values.items()}
-    return {name: shown} if len(set(shown.values())) > 1 else {}
-
-
-def _short(value: object) -> str:
-    return f"{type(value).__name__}(...)" if is_dataclass(value) else repr(value)
-
-
-def _by_value(values: Mapping[int, str]) -> str:
+def _by_value(texts: Mapping[int, Texts], name: str, separator: str) -> str:
+    """Return the values of a name, each with the ranks that have it."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        ranks_of.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} [{ranks_in_words(ranks)}]" for value, ranks in ranks_of.items())
+    for rank, each in texts.items():
+        ranks_of.setdefault(each.get(name, "none"), []).append(rank)
+    return separator.join(f"{value} [{ranks_in_words(ranks)}]" for value, ranks in ranks_of.items())
 
 
-def _raise_differences(
-    what: str, values: Mapping[int, str], *, verb: str = "ask for", way_out: str = "pass the same to all"
-) -> None:
-    if len(set(values.values())) > 1:
-        raise ValueError(f"the ranks {verb} different {what}; {way_out}: {_by_value(values)}")
-
-
-def _raise_unlike_peers(proposals: Mapping[int, Proposal]) -> None:
-    """Check that all members of a process group list the same parameter groups in the same order."""
-    listed: dict[int, dict[tuple[tuple[int, ...], bool], list[ShardedRows]]] = {}
-    for rank, proposal in proposals.items():
-        own_groups = listed.setdefault(rank, {})
-        for rows in proposal.groups:
-            own_groups.setdefault((rows.ranks, rows.are_replicas), []).append(rows)
-    for key in dict.fromkeys(key for groups in listed.values() for key in groups):
-        (first, *others), _ = key
-        own = listed[first].get(key, [])
-        for peer in others:
-            other = listed[peer].get(key, [])
-            if other != own:
-                raise ValueError(
-                    f"ranks {first} and {peer} share a data-parallel group but not its parameter groups; "
-                    "build the same model and skip the same modules on both. First difference: "
-                    + _first_difference({first: own, peer: other})
-                )
-
-
-def _first_difference(listed: Mapping[int, Sequence[ShardedRows]]) -> str:
-    """Return which parameter group differs between two ranks, and in which fields."""
-    for number, pair in enumerate(zip(*listed.values(), strict=False), start=1):
-        rows = dict(zip(listed, pair, strict=True))
-        differing = _differing(f"group {number}", rows)
-        if differing:
-            names = dict.fromkeys(each.name for each in pair)
-            fields = (f"{name.partition('.')[2]} {_by_value(values)}" for name, values in differing.items())
-            return f"group {number} ({' or '.join(names)}): {'; '.join(fields)}"
-    return _by_value({rank: f"{len(groups)} groups" for rank, groups in listed.items()})
-
-
-def _raise_unmatched(proposals: Mapping[int, Proposal]) -> None:
-    """Check that every pattern matches on some rank; the stages of a pipeline have different modules."""
-    nowhere = set.intersection(*(set(p.unmatched) for p in proposals.values()))
-    if nowhere:
-        names = dict.fromkeys(rows.name for p in proposals.values() for rows in p.groups)
-        raise ValueError(f"skip={min(nowhere)!r} matches no FSDP module; there are {', '.join(names)}")
-
-
-def _arrange_all(summaries: Mapping[int, Summary]) -> Layouts:
-    """Return the layout of every data-parallel group; the topology of ranks without one is ignored."""
-    spec = _common_spec(summaries)
-    world = range(dist.get_world_size())
-    meshes = [_mesh_of(rank, summaries) for rank in world]
+def _arrange_all(summaries: Sequence[Summary]) -> Layouts:
+    """Return the layout of every data-parallel group."""
+    first = summaries[0]["topology"]
     labels = node_labels(
-        meshes if spec is None else spec,
-        hosts=[summaries[rank].host if rank in summaries else "" for rank in world],
+        first
+        if isinstance(first, str | int)
+        else [None if isinstance(each["topology"], str | int) else each["topology"] for each in summaries],
+        hosts=[each["host"] for each in summaries],
     )
-    shards = {tuple(ranks) for ranks in {r for summary in summaries.values() for r, _ in summary.groups}}
-    replicas = {tuple(ranks) for ranks in {r for summary in summaries.values() for r, _ in summary.replicas}}
-    return Layouts(
-        shards={ranks: arrange(ranks, labels) for ranks in sorted(shards)},
-        replicas={ranks: arrange(ranks, labels) for ranks in sorted(replicas)},
-    )
+    distinct = {(tuple(ranks), kind) for each in summaries for ranks, kind in each["digests"]}
+    layouts = {
+        wanted: {ranks: arrange(ranks, labels) for ranks, kind in sorted(distinct) if kind == wanted}
+        for wanted in ("shards", "replicas")
+    }
+    return Layouts(shards=layouts["shards"], replicas=layouts["replicas"])
 
 
-def _common_spec(summaries: Mapping[int, Summary]) -> str | int | None:
-    """Return the topology, None if it is meshes."""
-    first = next((s.spec for s in summaries.values() if s.groups), "auto")
-    return first if isinstance(first, str | int) else None
-
-
-def _mesh_of(rank: int, summaries: Mapping[int, Summary]) -> MeshRows | None:
-    summary = summaries.get(rank)
-    if summary is None or isinstance(summary.spec, str | int):
-        return None
-    is_in_it = any(rank in row for row in summary.spec)
-    return summary.spec if summary.groups or is_in_it else None
-
-
-def _warn_of_hosts(summaries: Mapping[int, Summary]) -> None:
-    """Compare the nodes that host names make with what torchrun says, and tell if they differ."""
-    if _common_spec(summaries) != "auto":
+def _warn_of_hosts(summaries: Sequence[Summary]) -> None:
+    """Warn if the nodes that host names make are not those of torchrun."""
+    if summaries[0]["topology"] != "auto":
         return
-    on_host: dict[str, list[int]] = {}
-    for rank, summary in summaries.items():
-        on_host.setdefault(summary.host, []).append(rank)
-    everyone = len(summaries) == dist.get_world_size()
+    on_host: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        on_host.setdefault(summary["host"], []).append(summary)
     differing: dict[tuple[int, int], list[str]] = {}
-    for host, ranks in on_host.items():
-        said = summaries[ranks[0]].ranks_on_node
-        # Of some ranks of a job, a node may hold fewer than of all.
-        if said is not None and (len(ranks) > said or (everyone and len(ranks) < said)):
-            differing.setdefault((len(ranks), said), []).append(host)
-    if differing:
-        (count, said), hosts = next(iter(differing.items()))
-        risk = "ranks of several nodes exchange as if they were on one, with more bits than between nodes"
-        if count < said:
-            risk = "ranks of one node exchange as if they were on several, and each keeps a whole replica"
-        warnings.warn(
-            f'sdp4bit: topology="auto" takes ranks with equal host names for one node: {count} on '
-            f"{hosts[0]!r}{f' and {len(hosts) - 1} more' if len(hosts) > 1 else ''}. LOCAL_WORLD_SIZE says "
-            f"{said}. If that is right, {risk}: pass topology={said}, or give every node a host name of its "
-            f"own. If not, pass topology={count}",
-            stacklevel=4,
-        )
+    for host, members in on_host.items():
+        said = members[0]["ranks_on_node"]
+        if said is not None and said != len(members):
+            differing.setdefault((len(members), said), []).append(host)
+    if not differing:
+        return
+    (count, said), hosts = next(iter(differing.items()))
+    risk = "ranks of several nodes exchange as if they were on one, with more bits than between nodes"
+    if count < said:
+        risk = "ranks of one node exchange as if they were on several, and each keeps a whole replica"
+    warnings.warn(
+        f'sdp4bit: topology="auto" takes ranks with equal host names for one node: {count} on '
+        f"{hosts[0]!r}{f' and {len(hosts) - 1} more' if len(hosts) > 1 else ''}. LOCAL_WORLD_SIZE says "
+        f"{said}. If that is right, {risk}: pass topology={said}, or give every node a host name of its "
+        f"own. If not, pass topology={count}",
+        stacklevel=4,
+    )

@@ -8,7 +8,6 @@ sums nothing, uses streams as NCCL's does, and notes every call.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from sdp4bit.collectives import process_groups
 from sdp4bit.engines.fsdp2.groups import FSDPGroup
 from tests.engines.stream_simulator import (
     CPU,
@@ -241,24 +239,30 @@ class _Group(dist.ProcessGroup):
             running().launch(kind, reads=inputs, writes=outputs, on=stream)
         return _Work(stream.record_event(), *tensors)
 
+    def _run_on_device(self, kind: str, output: Tensor, input: Tensor, options: Any, *more: Any) -> _Work:
+        """Weights, gradients and messages stay on the device; objects and flags travel by other calls."""
+        if running().is_on_host(output) or running().is_on_host(input):
+            raise ValueError(f"{kind} of memory of the host: {output.dtype} {output.shape}, {input.shape}")
+        return self._run(kind, [output], [input], options, *more)
+
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> _Work:
         if output.numel() != self.size() * input.numel():
             raise ValueError(f"all-gather of {input.numel()} into {output.numel()} over {self.size()} ranks")
-        return self._run("all_gather", [output], [input], opts)
+        return self._run_on_device("all_gather", output, input, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> _Work:
         if input.numel() != self.size() * output.numel():
             raise ValueError(
                 f"reduce-scatter of {input.numel()} into {output.numel()} over {self.size()} ranks"
             )
-        return self._run("reduce_scatter", [output], [input], opts, str(opts.reduceOp.op))
+        return self._run_on_device("reduce_scatter", output, input, opts, str(opts.reduceOp.op))
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any, opts: Any
     ) -> _Work:
         if output.shape[0] % self.size() or output.numel() != input.numel():
             raise ValueError(f"all-to-all of {input.shape} into {output.shape} over {self.size()} ranks")
-        return self._run("all_to_all", [output], [input], opts, tuple(output_sizes), tuple(input_sizes))
+        return self._run_on_device("all_to_all", output, input, opts, tuple(output_sizes), tuple(input_sizes))
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> _Work:
         return self._run("all_reduce", tensors, tensors, opts, str(opts.reduceOp.op))
@@ -352,10 +356,7 @@ def simulate(
         stack.callback(dist.destroy_process_group)
         for module in (torch.cpu, torch.cuda):
             stack.enter_context(mock.patch.multiple(module, **handle))
-        # Simulated ranks cannot agree on a random number; they attach in the same order.
-        numbers = itertools.count()
-        stack.enter_context(mock.patch.object(process_groups, "_agreed_number", side_effect=numbers))
-        # Megatron-Core's groups on gloo would wait for other ranks.
+        # Groups on gloo would wait for other ranks.
         stack.enter_context(mock.patch("torch.distributed.new_group", _new_simulated_group))
         stack.enter_context(mock.patch("torch.cuda.default_stream", side_effect=default_stream))
         stack.enter_context(mock.patch("torch.accelerator.current_stream", handle["current_stream"]))

@@ -4,7 +4,7 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import TopologySpec, create_topologies
 from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import GradientConfig
-from sdp4bit.engines.agreement import ShardedRows, agree, participants
+from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.explain import ONE_NODE_GRADIENTS, ONE_RANK, describe_all_reduce, describe_ranks
 from sdp4bit.quantization.random import check_numbers
 from sdp4bit.traffic import TrafficCounter
@@ -42,10 +42,11 @@ class DDPCommState:
         config: GradientConfig | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the process groups; all ranks of the process group make this call.
+        """Create the process groups; all ranks of the job make this call, each for its own model.
 
         Args:
-            process_group: that of the model; the default group when not given.
+            process_group: that of the model, as `torch.distributed.new_group` returned it, also on a rank
+                outside of it, which has no model; the default group when not given.
             topology: which ranks share a node: "auto" (by host name), ranks per node, or an (inter, intra)
                 mesh.
             config: how gradients are quantized, inside nodes and between them.
@@ -58,7 +59,6 @@ class DDPCommState:
         """
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("sdp4bit.DDPCommState needs torch.distributed: call init_process_group first")
-        within = participants(process_group, call="DDPCommState")
         self.config = GradientConfig() if config is None else config
         """How gradients are quantized."""
         failure: Exception | None = None
@@ -67,19 +67,20 @@ class DDPCommState:
         if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
             failure = ValueError(f"seed={seed!r} must be an integer of at least 0")
         self._group = process_group
-        ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        ranks: tuple[int, ...] = (dist.get_rank(),)
+        if cast(object, process_group) is not dist.GroupMember.NON_GROUP_MEMBER:
+            ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         rows = ShardedRows(name="the gradients", ranks=ranks, shard_numel=0, dtypes=())
         layouts = agree(
             [rows],
             settings={"config": self.config, "seed": seed},
             topology=topology,
             failure=failure,
-            within=within,
             call="DDPCommState",
         ).shards
         check_numbers(buckets=1, ranks=len(ranks))
         self._layout = layouts[ranks]
-        self._topology = create_topologies(list(layouts.values()), purpose="DDP", within=within)[ranks]
+        self._topology = create_topologies(list(layouts.values()), purpose="DDP")[ranks]
         self._seed = seed
         self._scratch = Scratch()
         self._traffic = TrafficCounter(nodes=self._layout.nodes, ranks_per_node=self._layout.ranks_per_node)

@@ -30,7 +30,7 @@ from sdp4bit.collectives.topology import (
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
-from sdp4bit.engines.agreement import Layouts, ShardedRows, agree, participants
+from sdp4bit.engines.agreement import Layouts, ShardedRows, agree
 from sdp4bit.engines.alerts import Alerts
 from sdp4bit.engines.explain import ONE_RANK
 from sdp4bit.engines.fsdp2.checks import (
@@ -70,20 +70,18 @@ def quantize_communication(
     topology: TopologySpec = "auto",
     config: SDP4BitConfig | str | None = None,
     skip: Skip = None,
-    process_group: ProcessGroup | None = None,
 ) -> FSDPCommHandle:
     """Quantize the model's FSDP2 communication from the next forward on.
 
-    Call it on every rank, once, after the last `fully_shard` and before the first forward. The optimizer may
-    be built before or after; steps of any `torch.optim.Optimizer` over the model's parameters are noticed.
+    Call it on every rank of the job, once, after the last `fully_shard` and before the first forward. The
+    optimizer may be built before or after; steps of any `torch.optim.Optimizer` over the model's parameters
+    are noticed.
 
     Args:
         model: the root FSDP module, or all local roots (the stages of a pipeline); `[]` on a rank without.
         topology: which ranks share a node: "auto" (by host name), ranks per node, or an (inter, intra) mesh.
         config: what to quantize, or the name of a preset; the default is the paper's method.
         skip: FSDP modules to leave in full precision, as patterns over their names or a predicate.
-        process_group: the ranks that have parts of the model, if other ranks of the job have none. These
-            alone then make this call; the others need not know of it.
 
     Raises:
         ValueError: the model, the topology or the settings don't allow it; the same on every rank, and
@@ -95,7 +93,6 @@ def quantize_communication(
         raise RuntimeError(
             "sdp4bit.quantize_communication needs torch.distributed: call init_process_group first"
         )
-    within = participants(process_group)
     settings = SDP4BitConfig()
     roots: list[nn.Module] = []
     groups: list[FSDPGroup] = []
@@ -152,7 +149,6 @@ def quantize_communication(
         unmatched=unmatched,
         failure=failure,
         check=partial(check_staging, groups, config=settings, skipped=skipped) if is_staged else None,
-        within=within,
     )
     if not layouts.shards:
         raise ValueError("sdp4bit.quantize_communication: no rank has passed an FSDP2 model, all passed []")
@@ -171,7 +167,6 @@ def quantize_communication(
         config=settings,
         skipped=skipped,
         note=note,
-        process_group=within,
     )
 
 
@@ -193,7 +188,6 @@ class FSDPCommHandle(CommHandle):
         config: SDP4BitConfig,
         skipped: dict[str, str],
         note: str,
-        process_group: ProcessGroup | None,
     ) -> None:
         comms = [
             FSDPCommunication(
@@ -211,23 +205,19 @@ class FSDPCommHandle(CommHandle):
         gradient_topologies: dict[tuple[int, ...], Topology] = {}
         replica_topologies: dict[tuple[int, ...], Topology] = {}
         if config.weights:
-            weight_topologies = create_topologies(ordered, purpose="weights", within=process_group)
+            weight_topologies = create_topologies(ordered, purpose="weights")
         if config.gradients:
-            gradient_topologies = create_topologies(ordered, purpose="gradients", within=process_group)
+            gradient_topologies = create_topologies(ordered, purpose="gradients")
         if config.gradients and layouts.replicas:
-            replica_topologies = create_topologies(
-                list(layouts.replicas.values()), purpose="replicas", within=process_group
-            )
+            replica_topologies = create_topologies(list(layouts.replicas.values()), purpose="replicas")
         self._topologies = [
             *weight_topologies.values(),
             *gradient_topologies.values(),
             *replica_topologies.values(),
         ]
         # NCCL alone takes no tensors on the host, and on the device a decision would wait for computation.
-        if config.weights and "cpu:" not in dist.get_backend_config(process_group):
-            self._state.decision_groups = create_host_groups(
-                ordered, purpose="decisions", within=process_group
-            )
+        if config.weights and "cpu:" not in dist.get_backend_config():
+            self._state.decision_groups = create_host_groups(ordered, purpose="decisions")
         weight_scratch, gradient_scratch = Scratch(), Scratch()
         for comm in comms:
             note_reasons(comm, layouts, config=config, skipped=skipped)
@@ -282,7 +272,6 @@ class FSDPCommHandle(CommHandle):
             self._watch(
                 Alerts(comms, process_groups=process_groups, telemetry=telemetry, config=config.alerts)
             )
-        self._process_group = process_group
         self._previous = [self._install(comm) for comm in comms]
         self._is_quantized = True
         self._hooks = [self._state.steps_seen.watch_optimizers()] if groups else []

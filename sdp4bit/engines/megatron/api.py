@@ -12,12 +12,11 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.topology import NodeLayout, TopologySpec
 from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig, as_config
-from sdp4bit.engines.agreement import ShardedRows, agree, participants
+from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.megatron.buckets import (
     REPLICATED_DTYPES,
     MegatronBucket,
@@ -36,7 +35,6 @@ def quantize_communication(
     *,
     config: SDP4BitConfig | str | None = None,
     topology: TopologySpec = "auto",
-    process_group: ProcessGroup | None = None,
 ) -> MegatronCommHandle:
     """Quantize the data-parallel communication of Megatron-Core from the next step on.
 
@@ -51,8 +49,6 @@ def quantize_communication(
             are quantized inside one node, as on FSDP2.
         topology: which ranks share a node: "auto" (by host name), ranks of the job per node, or an
             (inter, intra) mesh of the data-parallel group.
-        process_group: the ranks that Megatron-Core runs on, if other ranks of the job do something else.
-            These alone then make this call; the others need not know of it.
 
     Raises:
         ValueError: the model, the optimizer, their versions or the settings don't allow it; the same on every
@@ -64,7 +60,6 @@ def quantize_communication(
         raise RuntimeError(
             "sdp4bit.megatron.quantize_communication needs torch.distributed: call init_process_group first"
         )
-    within = participants(process_group)
     settings = SDP4BitConfig()
     chunks: list[Chunk] = []
     optimizers: list[Optimizer] = []
@@ -101,7 +96,6 @@ def quantize_communication(
         },
         topology=topology,
         failure=failure,
-        within=within,
     ).shards
     if existing is not None:
         return existing
@@ -113,7 +107,6 @@ def quantize_communication(
         layouts=layouts,
         config=settings,
         topology=topology,
-        process_group=within,
     )
 
 

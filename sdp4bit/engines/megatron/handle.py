@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
@@ -64,7 +63,6 @@ class MegatronCommHandle(CommHandle):
         layouts: dict[tuple[int, ...], NodeLayout],
         config: SDP4BitConfig,
         topology: TopologySpec,
-        process_group: ProcessGroup | None,
     ) -> None:
         comms = [
             BucketCommunication(bucket, index=index, layout=layouts[bucket.ranks])
@@ -80,7 +78,6 @@ class MegatronCommHandle(CommHandle):
         state = MegatronModelCommunication(comms, telemetry=config.telemetry, optimizers=len(counted))
         super().__init__(state, config=config)
         self.topology = topology
-        self._process_group = process_group
         self._copies = TensorParallelCopies(chunks, buckets)
         self._topologies: list[Topology] = []
         self._staged: StagedCollectives | None = None
@@ -156,7 +153,7 @@ class MegatronCommHandle(CommHandle):
             )
 
     def _create_topologies(self, layouts: Sequence[NodeLayout]) -> dict[tuple[int, ...], Topology]:
-        topologies = create_topologies(layouts, within=self._process_group)
+        topologies = create_topologies(layouts)
         self._topologies += topologies.values()
         return topologies
 

@@ -259,7 +259,7 @@ def test_settings_that_differ_between_ranks_are_refused_and_named() -> None:
     model, first = toy.build(), dist.get_rank() == 0
     grid = init_device_mesh("cpu", (2, 2))
     # What differs is named, and nothing else.
-    differ = "ask for different configurations; pass the same to all:\n  config."
+    differ = "have different settings or versions; make them equal on all ranks:\n  config."
     refuse(
         model,
         f"{differ}seed: 0 [rank 0], 1 [ranks 1, 2, 3]",
@@ -282,15 +282,14 @@ def test_settings_that_differ_between_ranks_are_refused_and_named() -> None:
     )
     skips: list[Any] = [["blocks.0"] if first else ["blocks.1"], ["blocks.?"] if first else None]
     for skip in skips:
-        refuse(model, "ask for different configurations", "skip: ['blocks.", skip=skip, topology=2)
-    differ = "ask for different topologies; pass the same to all: "
-    refuse(model, f"{differ}1 [rank 0], 2 [ranks 1, 2, 3]", topology=1 if first else 2)
-    refuse(model, f"{differ}a mesh [rank 0], 2", topology=grid if first else 2)
+        refuse(model, "different settings", "skip: ['blocks.", skip=skip, topology=2)
+    refuse(model, "\n  topology: 1 [rank 0], 2 [ranks 1, 2, 3]", topology=1 if first else 2)
+    refuse(model, "\n  topology: a mesh [rank 0], 2 [ranks", topology=grid if first else 2)
     refuse(
         model,
-        "ranks 0 and 1 share a data-parallel group but not its parameter groups",
-        "skip the same modules on both",
-        "First difference: group 2 (blocks.0): skipped True [rank 0], False [rank 1]",
+        "ranks 0, 1, 2, 3 share a data-parallel group but not its parameter groups",
+        "skip the same modules on all of them",
+        "group 2 (blocks.0).skipped: True [rank 0], False [ranks 1, 2, 3]",
         without="shard_numel",
         skip=lambda name: name == "blocks.0" and first,
         topology=2,
@@ -325,21 +324,19 @@ def test_what_one_rank_cannot_do_is_refused_by_all() -> None:
         "config.gradients: None [ranks 0, 1, 2], GradientConfig(...) [rank 3]",
     )
     refuse(model, *parts, config="tlq" if last else "qwd", topology=2)
-    with mock.patch("torch.__version__", "2.8.1" if last else "2.9.0"):
-        different = (", torch 2.9.0 [ranks 0, 1, 2], sdp4bit ", ", torch 2.8.1 [rank 3]")
-        refuse(model, "the ranks run different versions; install the same", *different, topology=2)
+    with mock.patch("torch.__version__", "2.9.1" if last else "2.9.0"):
+        different = "\n  torch: 2.9.0 [ranks 0, 1, 2], 2.9.1 [rank 3]"
+        refuse(model, "different settings or versions", different, topology=2)
     with mock.patch("torch.__version__", "2.8.1"):
         refuse(model, "sdp4bit needs torch 2.9 or newer", "this is 2.8.1", "[ranks 0, 1, 2, 3]", topology=2)
     torch.manual_seed(0)
     wider = toy.shard(toy.ToyGPT(width=48 if last else 40))
-    differ = "ranks 0 and 3 share a data-parallel group"
+    differ = "ranks 0, 1, 2, 3 share a data-parallel group"
     refuse(
-        wider, differ, "build the same model", "group 1 ((root)): shard_numel ", without="dtypes", topology=2
+        wider, differ, "build the same model", "group 1 ((root)).shard_numel: ", without="dtypes", topology=2
     )
     deeper = toy.shard(toy.ToyGPT(layers=3 if last else 2))
-    refuse(
-        deeper, differ, "group 4 (norm or blocks.2): name 'norm' [rank 0], 'blocks.2' [rank 3]", topology=2
-    )
+    refuse(deeper, differ, "parameter groups: 4 [ranks 0, 1, 2], 5 [rank 3]", topology=2)
     accept(model, topology=2)
 
 
