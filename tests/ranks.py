@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import importlib
 import inspect
 import multiprocessing
 import os
@@ -212,7 +213,14 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         _run_rank(pipe, *task)
+        forget_meshes()
         gc.collect()  # models and process groups refer to each other
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's caches: they hold meshes by value, and the next job's groups may have other names."""
+    if "torch.distributed.tensor" in sys.modules:
+        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
 
 
 def _run_rank(

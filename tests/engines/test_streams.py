@@ -157,21 +157,13 @@ def _unwaited() -> Any:
 
 def _read_late() -> Any:
     """A side stream reads the main shard, and not a copy that was made before."""
-    due = AllGatherHook._due_refresh
+    refresh = AllGatherHook._refresh
 
-    def read_late(hook: AllGatherHook, *args: Any, **options: Any) -> Any:
-        main, start = due(hook, *args, **options)
-        if main is None or start is None:
-            return main, start
-        replica, row, _ = start.args
-        group = hook._comm.group
+    def read_late(hook: AllGatherHook, row: Any, loaded: Any, main: Any, due: Any) -> None:
+        late = None if main is None else hook._comm.group.main_shard(torch.float32)
+        refresh(hook, row, loaded, late, due)
 
-        def late() -> None:
-            start.func(replica, row, group.main_shard(torch.float32), **start.keywords)
-
-        return main, late
-
-    return mock.patch.object(AllGatherHook, "_due_refresh", read_late)
+    return mock.patch.object(AllGatherHook, "_refresh", read_late)
 
 
 def all_of_megatron() -> dict[str, Result]:

@@ -1,7 +1,6 @@
 """What the integration reads of FSDP2's parameter groups; the only file that touches their private parts.
 
-`torch_internals` checks that these are what they are in the releases of torch that are tested. What changes
-FSDP2 goes through its public setters, but for the process group of HSDP's replicas, which has none.
+`torch_internals` checks that these are what they are in the releases of torch that are tested.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from sdp4bit.engines.fsdp2.torch_internals import (
     ParamGroup,
     RootContext,
     param_groups_of,
-    setters_of,
 )
 from sdp4bit.engines.measures import pieces_of
 
@@ -445,12 +443,13 @@ class FSDPGroup:
     def install(self, comms: CommObjects) -> CommObjects:
         """Let the group communicate through the given objects; return what it used before, for install()."""
         previous = self.comms
-        setters = self.module if len(self._siblings) == 1 else setters_of(self._group)
-        setters.set_custom_all_gather(comms.all_gather)
-        setters.set_custom_reduce_scatter(comms.reduce_scatter)
-        setters.set_force_sum_reduction_for_comms(comms.force_sum)
+        # FSDP2's setters write the same attributes, but refuse a module with several parameter groups, as a
+        # mesh per parameter makes them (docs/upstream.md).
+        self._group._all_gather_comm = comms.all_gather
+        self._group._reduce_scatter_comm = comms.reduce_scatter
+        self._group.force_sum_reduction_for_comms = comms.force_sum
         if comms.replicas is not None:
-            # There is no setter: FSDP2's hook for all-reduces comes after its own one over the replicas. The
+            # FSDP2's set_all_reduce_hook adds to the all-reduce over replicas and does not replace it. The
             # record is this group's own from here on: placement functions give one to many groups.
             self._group.mesh_info = copy(self._group.mesh_info)
             self._hybrid_info.replicate_process_group = comms.replicas

@@ -1,4 +1,8 @@
-"""The objects FSDP2 calls to communicate."""
+"""The objects FSDP2 calls to communicate: one body each, on the stream that FSDP2 has made current.
+
+That is its all-gather stream, its reduce-scatter stream or, for HSDP's replicas, its all-reduce stream.
+Memory that a hook allocates belongs to that stream: the caching allocator gives it to later work there only.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
 from sdp4bit.collectives.sections import Section
-from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.collectives.work import CompletedWork, DeferredWork
 from sdp4bit.engines.fsdp2.group_state import FSDPCommunication
 from sdp4bit.engines.fsdp2.observers import in_backward
@@ -31,11 +35,14 @@ class AllGatherHook:
         self._comm = comm
         self._state = state
         self._stock = stock
+        self._range = f"sdp4bit::all_gather ({comm.group.name})"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor to gather to; with a replica a new one, whose storage may be exchanged."""
+        """Return a tensor to gather to; called on FSDP2's copy-in stream."""
         if self._comm.replica is None:
             return self._stock.allocate(size, dtype=dtype, device=device)
+        # A new tensor each time: `_fill` may exchange its storage for the replica's, which a second copy-in
+        # into the same tensor would overwrite.
         return torch.empty(*size, dtype=dtype, device=device)
 
     @torch.no_grad()
@@ -51,39 +58,63 @@ class AllGatherHook:
         Args:
             input_tensor: [n], this rank's shard in the model's type; a row of output_tensor.
         """
+        with record_function(self._range):
+            return self._gather(output_tensor, input_tensor, group, async_op=async_op)
+
+    def _gather(self, output: Tensor, row: Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Any:
         comm, replica = self._comm, self._comm.replica
         members = self._members(group)
         outside_backward = not in_backward()
         if outside_backward:
             self._state.before_unshard(comm)
         if replica is None:
-            return self._gather_densely(output_tensor, input_tensor, group, async_op, members)
-        comm.weight_traffic.count_plain(input_tensor.nbytes)
-        with torch.inference_mode(False):
-            refresh = self._due_refresh(replica, input_tensor, outside_backward=outside_backward)
-            # Read on the current stream: the optimizer may write the main shard before a side stream gets
-            # there.
-            main = self._main_shard(replica, input_tensor) if refresh.ranges != "none" else None
+            comm.count_dense(comm.weight_traffic, row.nbytes, members=members)
+            what = f"full-precision weight all-gather of {comm.group.name}"
+            return all_gather_dense(output, row, group, gather=self._stock, async_op=async_op, what=what)
+        comm.weight_traffic.count_plain(row.nbytes)
+        # Backward computes with the weights of its forward, also if an optimizer steps in between.
+        if not outside_backward and replica.rows is not None:
+            refresh = comm.apply(Event.GATHER_IN_BACKWARD)
+        else:
+            if replica.rows is not None and replica.rows.dtype != row.dtype:
+                comm.apply(Event.RESYNC)
+            refresh = comm.apply(Event.GATHER)
         loaded = comm.loaded_shard
-        # A GPU's current stream is the one that computes if FSDP2 gathers with async_op, as torch's pipeline
-        # schedules do: the refresh then goes beside it, on a stream of its own.
-        is_beside = async_op and input_tensor.device.type == "cuda"
-        # The refresh is only queued below. It reads the input, a view of memory that FSDP2 allocated for the
-        # output on its copy-in stream, or a loaded row or a copy of the main shard from the compute stream.
-        # Freed on return, they could be overwritten first. FSDP2 keeps the output until its streams wait for
-        # its copy-out (its "Note: Overlapping all-gather copy-in and all-gather"): the output keeps them too.
-        read = (input_tensor.untyped_storage(), loaded, main if is_beside else None)
-        output_tensor.read_by_refresh = read  # type: ignore[attr-defined]
+        main = None
+        if refresh.ranges != "none":
+            main = row
+            if comm.group.rounds_weights and replica.bits is not None:
+                # The difference of the fp32 weights, not of rounded ones: docs/numerics.md, "Differences of
+                # fp32 weights". Copied on the current stream: before a side stream reads the main shard, the
+                # optimizer may write it. A plain tensor also in inference mode, as training reads it later.
+                with torch.inference_mode(False):
+                    main = comm.group.main_shard(torch.float32)
+        # With async_op, as torch's pipeline schedules gather, the current stream is the one that computes: a
+        # refresh there would delay computation, so it runs on a side stream.
+        is_beside = async_op and row.device.type == "cuda"
+        # The refresh is only queued below, and reads memory of other streams: the input, a view of the
+        # output's first storage, which `_fill` drops, is of the copy-in stream; a loaded row and a copy of
+        # the main shard are of the compute stream. Freed on return, they could be given away before they are
+        # read. FSDP2 keeps the output until its streams wait for the copy-out ("Note: Overlapping all-gather
+        # copy-in and all-gather" in _fsdp_param_group.py), and the output keeps these.
+        kept = (row.untyped_storage(), loaded, main if is_beside else None)
+        output.read_by_refresh = kept  # type: ignore[attr-defined]
+
         if is_beside:
-            serve = partial(self._serve, replica, output_tensor, input_tensor, loaded, main, refresh)
+
+            def serve() -> None:
+                self._refresh(row, loaded, main, refresh)
+                self._fill(output)
+
             return replica.run_beside(self._state.unshard_stream, serve)
-        self._refresh(replica, input_tensor, loaded, main, refresh)
-        if replica.is_pending and output_tensor.device.type == "cpu":
-            # FSDP2 waits for it when it needs the weights: at once, unless they are prefetched. On a GPU the
-            # streams do this.
-            return DeferredWork(partial(self._fill, replica, output_tensor))
-        self._fill(replica, output_tensor)
-        return CompletedWork(output_tensor.device) if async_op else None
+        self._refresh(row, loaded, main, refresh)
+        if replica.is_pending and row.device.type == "cpu":
+            # The host's transfers continue until FSDP2 needs the weights, later if they are prefetched. On a
+            # GPU the streams overlap them.
+            return DeferredWork(partial(self._fill, output))
+        self._fill(output)
+        # FSDP2 records an event behind a synchronous call by itself.
+        return CompletedWork(output.device) if async_op else None
 
     def _members(self, group: dist.ProcessGroup) -> list[int] | None:
         """Return the places in the layout of the ranks that gather; None for all."""
@@ -98,60 +129,8 @@ class AllGatherHook:
             )
         return [comm.layout.ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
 
-    def _gather_densely(
-        self,
-        output: Tensor,
-        row: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool,
-        members: list[int] | None,
-    ) -> Any:
-        self._comm.count_dense(self._comm.weight_traffic, row.nbytes, members=members)
-        return all_gather_dense(
-            output,
-            row,
-            group,
-            gather=self._stock,
-            async_op=async_op,
-            what=f"full-precision weight all-gather of {self._comm.group.name}",
-        )
-
-    def _due_refresh(self, replica: WeightReplica, row: Tensor, *, outside_backward: bool) -> Refresh:
-        """Take the refresh that the state of the group asks for."""
-        if not outside_backward and replica.rows is not None:
-            return self._comm.apply(Event.GATHER_IN_BACKWARD)
-        if replica.rows is not None and replica.rows.dtype != row.dtype:
-            self._comm.apply(Event.RESYNC)
-        return self._comm.apply(Event.GATHER)
-
-    def _main_shard(self, replica: WeightReplica, row: Tensor) -> Tensor:
-        """Return the main shard [n] whose difference is sent."""
-        # Of the fp32 weights, not of rounded ones: docs/numerics.md, "Differences of fp32 weights".
-        is_rounded = self._comm.group.rounds_weights and replica.bits is not None
-        return self._comm.group.main_shard(torch.float32) if is_rounded else row
-
-    def _serve(
-        self,
-        replica: WeightReplica,
-        output: Tensor,
-        row: Tensor,
-        loaded: Tensor | None,
-        main: Tensor | None,
-        refresh: Refresh,
-    ) -> None:
-        """Refresh the replica and fill the output, all on the current stream."""
-        self._refresh(replica, row, loaded, main, refresh)
-        self._fill(replica, output)
-
-    @torch.inference_mode(False)
-    def _refresh(
-        self,
-        replica: WeightReplica,
-        row: Tensor,
-        loaded: Tensor | None,
-        main: Tensor | None,
-        refresh: Refresh,
-    ) -> None:
+    @torch.inference_mode(False)  # training updates the replica in place, also if an evaluation creates it
+    def _refresh(self, row: Tensor, loaded: Tensor | None, main: Tensor | None, refresh: Refresh) -> None:
         """Start the transfers of a refresh.
 
         Args:
@@ -159,9 +138,10 @@ class AllGatherHook:
             loaded: [n], the row of a checkpoint.
             main: [n], the main shard whose difference is sent.
         """
+        comm, replica = self._comm, self._comm.replica
         if refresh.kind == "none":
             return
-        comm = self._comm
+        assert replica is not None
         if refresh.is_full:
             replica.start_full_refresh(row if loaded is None else loaded)
         if main is not None:
@@ -170,14 +150,18 @@ class AllGatherHook:
         comm.note_refresh(row, refresh=refresh)
         self._state.warn_of_full_refreshes(comm)
 
-    def _fill(self, replica: WeightReplica, output: Tensor) -> None:
-        """Fill the output with the weights of all ranks, and wait for the refresh."""
+    def _fill(self, output: Tensor) -> None:
+        """Fill the output with the weights of all ranks; waits for the refresh."""
+        replica = self._comm.replica
+        assert replica is not None
         if not replica.is_full:
             replica.gather(output)
             return
         replica.wait()
         assert replica.rows is not None
-        output.set_(replica.rows.view(-1))  # type: ignore[call-overload]  # FSDP2 copies out of the replica itself
+        # FSDP2 copies out of the replica itself: the tensor object stays, its storage is exchanged. The next
+        # refresh writes the replica behind that copy-out, as its stream waits for the compute stream first.
+        output.set_(replica.rows.view(-1))  # type: ignore[call-overload]
 
 
 class ReduceScatterHook:
@@ -188,9 +172,10 @@ class ReduceScatterHook:
         self._comm = comm
         self._state = state
         self._stock = stock
+        self._range = f"sdp4bit::reduce_scatter ({comm.group.name})"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor for what is reduced, or for the result."""
+        """Return a tensor for what is reduced, or for the result, which may become the gradients' storage."""
         if self._comm.reduction is None:
             return self._stock.allocate(size, dtype=dtype, device=device)
         return torch.empty(*size, dtype=dtype, device=device)
@@ -206,47 +191,40 @@ class ReduceScatterHook:
     ) -> None:
         """Reduce `input_tensor` [ranks * n] to this rank's row, `output_tensor` [n].
 
-        Only parameters that got a gradient are in the rows, so n changes from call to call.
+        Only parameters that got a gradient are in the rows, so n changes from call to call. FSDP2 never sets
+        async_op, and ignores a result; it keeps the input until an event behind this call has passed.
         """
-        comm, state, numel = self._comm, self._state, output_tensor.numel()
-        state.note_reduction(comm)
-        comm.awaits_replicas = comm.replica_layout is not None
-        comm.gradient_bits = None
-        sections = _quantized_sections(comm, state, numel, comm.reduction)
-        if comm.reduction is None or not sections:
-            self._reduce_densely(output_tensor, input_tensor, group, op)
-            return
-        multiplier = reduction_multiplier(op, group, name=comm.group.name, engine="FSDP2")
-        nonfinite = comm.sample_gradient(input_tensor, sample_numel=state.gradient_sample_numel)
-        comm.reduction(
-            output_tensor,
-            input_tensor,
-            call=comm.reductions,
-            multiplier=multiplier,
-            nonfinite=nonfinite,
-            sections=sections,
-        )
-        comm.gradient_bits = comm.reduction.bits
-        comm.reductions += 1
-
-    def _reduce_densely(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object
-    ) -> None:
-        traffic = self._comm.gradient_traffic
-        self._comm.count_dense(traffic, output_tensor.nbytes)
-        what = f"full-precision gradient reduce-scatter of {self._comm.group.name}"
-        if self._comm.reduction is None:
-            reduce_scatter_dense(output_tensor, input_tensor, group, op, reduce=self._stock, what=what)
-        else:
-            reduce_scatter_dense(output_tensor, input_tensor, group, op, what=what)
+        with record_function(self._range):
+            comm, state, reduction = self._comm, self._state, self._comm.reduction
+            state.note_reduction(comm)
+            comm.awaits_replicas = comm.replica_layout is not None
+            comm.gradient_bits = None
+            sections = _quantized_sections(comm, state, output_tensor.numel(), reduction)
+            if reduction is None or not sections:
+                comm.count_dense(comm.gradient_traffic, output_tensor.nbytes)
+                what = f"full-precision gradient reduce-scatter of {comm.group.name}"
+                reduce_scatter_dense(output_tensor, input_tensor, group, op, reduce=self._stock, what=what)
+                return
+            multiplier = reduction_multiplier(op, group, name=comm.group.name, engine="FSDP2")
+            nonfinite = comm.sample_gradient(input_tensor, sample_numel=state.gradient_sample_numel)
+            reduction(
+                output_tensor,
+                input_tensor,
+                call=comm.reductions,
+                multiplier=multiplier,
+                nonfinite=nonfinite,
+                sections=sections,
+            )
+            comm.gradient_bits = reduction.bits
+            comm.reductions += 1
 
 
 class ReplicaGroup:
     """Stands for the process group of HSDP's replicas, over which FSDP2 all-reduces gradients.
 
     FSDP2 calls `torch.distributed.all_reduce` with it, on its all-reduce stream. There it keeps the gradients
-    until the collective is over, and leaves out the reduction of micro-batches that are only accumulated. In
-    tables of process groups this is found where the group it stands for is.
+    until the collective is over (pytorch#140044, #180900), and leaves out the reduction of micro-batches that
+    are only accumulated. In tables of process groups this is found where the group it stands for is.
     """
 
     def __init__(
@@ -256,6 +234,7 @@ class ReplicaGroup:
         self._comm = comm
         self._state = state
         self._stock = stock
+        self._range = f"sdp4bit::all_reduce ({comm.group.name})"
 
     def __eq__(self, other: object) -> bool:
         return other is self or other == self._stock
@@ -273,36 +252,33 @@ class ReplicaGroup:
         Args:
             opts: with the operation, `reduceOp`; the call is synchronous.
         """
-        comm, (values,) = self._comm, tensors
-        self._state.before_all_reduce(self._comm)
-        comm.gradient_bits, comm.awaits_replicas = None, False
-        sections = _quantized_sections(comm, self._state, values.numel(), comm.all_reduce)
-        if comm.all_reduce is None or not sections or not comm.all_reduce.takes(values.numel()):
-            self._reduce_densely(values, opts)
-            return
-        multiplier = reduction_multiplier(opts.reduceOp, self._stock, name=comm.group.name, engine="FSDP2")
-        nonfinite = None
-        if comm.reduction is None:
-            nonfinite = comm.sample_gradient(values, sample_numel=self._state.gradient_sample_numel)
-        comm.all_reduce(
-            values, call=comm.all_reduces, multiplier=multiplier, nonfinite=nonfinite, sections=sections
-        )
-        comm.gradient_bits = comm.all_reduce.bits
-        comm.all_reduces += 1
-
-    def _reduce_densely(self, values: Tensor, opts: Any) -> None:
-        comm = self._comm
-        if not values.numel():
-            return
-        # As a ring does it: twice around, a part of the values at a time.
-        row_bytes = round(2 * values.nbytes / self._stock.size())
-        comm.count_dense(comm.all_reduce_traffic, row_bytes)
-        with comm_error_context(
-            f"full-precision gradient all-reduce of {comm.group.name} over replicas", group=self._stock
-        ):
-            work = self._stock.allreduce([values], opts)
-            if work is not None:
-                work.wait()
+        with record_function(self._range):
+            comm, state, all_reduce, (values,) = self._comm, self._state, self._comm.all_reduce, tensors
+            state.before_all_reduce(comm)
+            comm.gradient_bits, comm.awaits_replicas = None, False
+            sections = _quantized_sections(comm, state, values.numel(), all_reduce)
+            if all_reduce is None or not sections or not all_reduce.takes(values.numel()):
+                if not values.numel():
+                    return
+                # As a ring does it: twice around, a part of the values at a time.
+                comm.count_dense(comm.all_reduce_traffic, round(2 * values.nbytes / self._stock.size()))
+                what = f"full-precision gradient all-reduce of {comm.group.name} over replicas"
+                with comm_error_context(what, group=self._stock):
+                    work = self._stock.allreduce([values], opts)
+                    if work is not None:
+                        work.wait()
+                return
+            multiplier = reduction_multiplier(
+                opts.reduceOp, self._stock, name=comm.group.name, engine="FSDP2"
+            )
+            nonfinite = None
+            if comm.reduction is None:  # else the reduce-scatter before has sampled this gradient
+                nonfinite = comm.sample_gradient(values, sample_numel=state.gradient_sample_numel)
+            all_reduce(
+                values, call=comm.all_reduces, multiplier=multiplier, nonfinite=nonfinite, sections=sections
+            )
+            comm.gradient_bits = all_reduce.bits
+            comm.all_reduces += 1
 
 
 def _quantized_sections(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from sdp4bit.config import TESTED_TORCH
@@ -49,9 +49,6 @@ class Module(Protocol):
     training: bool
     _get_fsdp_state: Callable[[], ModuleState]
     reshard: Callable[[], None]
-    set_custom_all_gather: Callable[[Comm], None]
-    set_custom_reduce_scatter: Callable[[Comm], None]
-    set_force_sum_reduction_for_comms: Callable[[bool], None]
 
 
 class MeshInfo(Protocol):
@@ -159,9 +156,6 @@ def param_groups_of(module: Module) -> list[ParamGroup]:
             _check(param, relied_on(Param))
         for name, arguments in _ARGUMENTS.items():
             _check_call(getattr(group, name), arguments)
-    if len(groups) > 1:
-        for group in groups:
-            _check_setters(group, groups)
     return list(groups)
 
 
@@ -175,63 +169,6 @@ def _refuse_replicated(group: ParamGroup, module: Module) -> None:
             "shard, the same memory, and its all-reduce over replicas is quantized; or use "
             "DistributedDataParallel with sdp4bit.ddp_comm_hook"
         )
-
-
-class _OneGroup:
-    """Stands for a module with several parameter groups, and shows FSDP2's setters one of them.
-
-    With a mesh per parameter FSDP2 makes several groups of a module, and `set_custom_all_gather` and
-    `set_custom_reduce_scatter` refuse it, as they cannot be told which is meant (docs/upstream.md). They ask
-    the module for its state and the state for its groups, and change nothing else.
-    """
-
-    def __init__(self, group: ParamGroup) -> None:
-        self._fsdp_param_groups = [group]
-
-    def _get_fsdp_state(self) -> _OneGroup:
-        return self
-
-    def set_custom_all_gather(self, comm: Comm) -> None:
-        """Call FSDP2's setter."""
-        FSDPModule.set_custom_all_gather(cast(FSDPModule, self), cast(Any, comm))
-
-    def set_custom_reduce_scatter(self, comm: Comm) -> None:
-        """Call FSDP2's setter."""
-        FSDPModule.set_custom_reduce_scatter(cast(FSDPModule, self), cast(Any, comm))
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Call FSDP2's setter."""
-        FSDPModule.set_force_sum_reduction_for_comms(cast(FSDPModule, self), enable)
-
-
-def setters_of(group: ParamGroup) -> Module:
-    """Return an object whose setters of communication act on this parameter group alone."""
-    return cast(Module, _OneGroup(group))
-
-
-def _check_setters(group: ParamGroup, groups: Sequence[ParamGroup]) -> None:
-    """Raise ValueError unless FSDP2's setters can be had for one of several groups; nothing is changed."""
-    before = [_communication(each) for each in groups]
-    wanted = (cast(Comm, object()), cast(Comm, object()), not group.force_sum_reduction_for_comms)
-    setters = setters_of(group)
-    try:
-        setters.set_custom_all_gather(wanted[0])
-        setters.set_custom_reduce_scatter(wanted[1])
-        setters.set_force_sum_reduction_for_comms(wanted[2])
-        found = [_communication(each) for each in groups]
-    except Exception as caught:
-        raise _unknown(f"setters of one of several parameter groups fail ({caught!r})") from caught
-    finally:
-        for each, (all_gather, reduce_scatter, force_sum) in zip(groups, before, strict=True):
-            each._all_gather_comm, each._reduce_scatter_comm = all_gather, reduce_scatter
-            each.force_sum_reduction_for_comms = force_sum
-    others = zip(groups, before, strict=True)
-    if found != [wanted if each is group else comms for each, comms in others]:
-        raise _unknown("setters of one of several parameter groups do not set what this one uses")
-
-
-def _communication(group: ParamGroup) -> tuple[Comm, Comm, bool]:
-    return group._all_gather_comm, group._reduce_scatter_comm, group.force_sum_reduction_for_comms
 
 
 def _check(target: object, names: Sequence[str]) -> None:

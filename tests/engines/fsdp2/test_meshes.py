@@ -1,6 +1,6 @@
 """FSDP2 integration, a mesh per parameter: modules with several parameter groups, each on ranks of its own.
 
-Layer: 4 real processes over gloo, 2 nodes x 2 ranks, a model with experts; units with FSDP2's setters.
+Layer: 4 real processes over gloo, 2 nodes x 2 ranks, a model with experts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from sdp4bit import AlertConfig, ReplicaMismatchError, SDP4BitConfig, quantize_communication
 from sdp4bit.engines.explain import ONE_NODE, ONE_NODE_GRADIENTS, ONE_RANK
-from sdp4bit.engines.fsdp2.torch_internals import _OneGroup, param_groups_of
+from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
 from sdp4bit_lab.plan.traffic import RankGrid, gradient_exchange, weight_gather, weight_refresh
 from tests.engines.fsdp2 import toy_moe
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
@@ -242,24 +242,3 @@ def two_groups() -> Iterator[Any]:
 def test_groups_of_one_owner_are_numbered(two_groups: Any) -> None:
     comm = quantize_communication(two_groups, topology=1)
     assert [group.group.name for group in comm._state.groups] == ["(root)", "(root) (2)"]
-
-
-def test_a_torch_whose_setters_differ_is_refused_and_nothing_is_changed(
-    two_groups: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    groups = param_groups_of(two_groups)
-    before = [(g._all_gather_comm, g._reduce_scatter_comm, g.force_sum_reduction_for_comms) for g in groups]
-
-    def on_first(self: Any, comm: Any) -> None:
-        groups[0]._all_gather_comm = comm
-
-    def renamed(self: Any, comm: Any) -> None:
-        self._get_fsdp_state()._param_groups[0]._all_gather_comm = comm
-
-    for setter, problem in ((on_first, "do not set what this one uses"), (renamed, "fail .AttributeError")):
-        monkeypatch.setattr(_OneGroup, "set_custom_all_gather", setter)
-        with pytest.raises(ValueError, match=rf"in torch .*: setters of one of several .* {problem}.*Tested"):
-            quantize_communication(two_groups, topology=2)
-        assert before == [
-            (g._all_gather_comm, g._reduce_scatter_comm, g.force_sum_reduction_for_comms) for g in groups
-        ]
