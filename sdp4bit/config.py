@@ -92,15 +92,12 @@ class WeightConfig:
     """Values that share one scale; a multiple of 32."""
     mode: WeightMode = "difference"
     """"difference" sends main shard minus replica; "direct" sends the weights themselves (qW)."""
-    rounding: Rounding = "nearest"
-    """Nearest contracts every group; the reference implementation rounds stochastically. Subtractive dither
-    ("dither") has the error of nearest, unbiased."""
     clip: float | None = _option(
         None, flag="wq-clip", help="part of a group's largest difference that the largest code stands for"
     )
     """Part of a group's largest magnitude that the largest code stands for, from 0.1 to 1; what is larger
     saturates, and is made good by the next difference. None clips only where that has been measured to pay:
-    0.6 for 2-bit differences that are rounded to nearest, 1 (no clipping) otherwise."""
+    0.6 for 2-bit differences, 1 (no clipping) otherwise."""
     replica: ReplicaPlacement = "node"
     """"node" spreads one replica over the ranks of a node, "full" keeps one on every rank. If all ranks are
     on one node, "node" leaves the weights in full precision."""
@@ -109,7 +106,6 @@ class WeightConfig:
         _check_bits("weights.bits", self.bits)
         _check_group_size("weights.group_size", self.group_size)
         _check_choice("weights.mode", self.mode, get_args(WeightMode))
-        _check_choice("weights.rounding", self.rounding, get_args(Rounding))
         _check_choice("weights.replica", self.replica, get_args(ReplicaPlacement))
         is_number = isinstance(self.clip, int | float) and not isinstance(self.clip, bool)
         if self.clip is not None and not (is_number and LEAST_CLIP <= self.clip <= 1):
@@ -123,10 +119,8 @@ class WeightConfig:
         """The clip, chosen if it is None."""
         if self.clip is not None:
             return float(self.clip)
-        # Stochastic rounding is there to be unbiased, which clipping is not; weights sent as they are do not
-        # get back what was cut off.
-        feeds_back = self.mode == "difference" and self.rounding == "nearest"
-        return TERNARY_CLIP if self.bits == 2 and feeds_back else 1.0
+        # Weights that are sent as they are do not get back what was cut off.
+        return TERNARY_CLIP if self.bits == 2 and self.mode == "difference" else 1.0
 
     def applies_to(self, *, nodes: int) -> bool:
         """Return whether weights of ranks on so many nodes travel as differences.
@@ -164,14 +158,6 @@ class GradientConfig:
         shown="Hadamard",
     )
     """Transform blocks of 32 values before the first quantization and back after the last sum."""
-    random_signs: bool = _option(
-        False,
-        flag="hadamard-random-signs",
-        help="change random signs of the gradients, the same on all ranks, before that transform",
-        shown="random signs",
-    )
-    """Change signs of the values before the transform, by 32 random bits per reduction that all ranks share,
-    and back after the last sum: no fixed pattern of gradients then adds up in one place."""
     intra_rounding: Rounding = "stochastic"
     """Rounding of the hop inside a node; nearest is as good at 8 bits."""
     inter_rounding: Rounding = "dither"
@@ -208,12 +194,6 @@ class GradientConfig:
         _check_group_size("gradients.intra_group_size", self.intra_group_size)
         _check_group_size("gradients.inter_group_size", self.inter_group_size)
         _check_flag("gradients.hadamard", self.hadamard)
-        _check_flag("gradients.random_signs", self.random_signs)
-        if self.random_signs and not self.hadamard:
-            raise ValueError(
-                "gradients.random_signs=True has no effect with gradients.hadamard=False: it belongs to the "
-                "transform; leave it out, or set hadamard=True"
-            )
         _check_choice("gradients.intra_rounding", self.intra_rounding, get_args(Rounding))
         _check_choice("gradients.inter_rounding", self.inter_rounding, get_args(Rounding))
         if self.pipeline_chunks is not None:

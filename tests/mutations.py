@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sdp4bit.collectives.weight_replica import QuantizedReplica, WeightReplica
+from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.engines.ddp.hook import DDPCommState
 from sdp4bit.engines.fsdp2.hooks import ReduceScatterHook, ReplicaGroup
 from sdp4bit.engines.group import reduction_multiplier
@@ -145,7 +145,7 @@ WEIGHTS = (PREVIOUS, FIRST_RANK, TWICE)
 
 
 def _weight_seams(name: str, fired: Fired) -> Iterator[tuple[type, str, Callable[..., Any]]]:
-    start, apply = WeightReplica.start_quantized_refresh, QuantizedReplica.apply
+    start, apply = WeightReplica.start_quantized_refresh, WeightReplica.apply
     refreshed: list[WeightReplica] = []
 
     def start_unless_first(self: WeightReplica, row: Tensor, **options: Any) -> None:
@@ -163,14 +163,14 @@ def _weight_seams(name: str, fired: Fired) -> Iterator[tuple[type, str, Callable
                 dist.broadcast(row, group=group, group_src=0)
         start(self, row, **options)
 
-    def apply_twice(self: QuantizedReplica, messages: Tensor, rows: Tensor, **options: Any) -> None:
+    def apply_twice(self: WeightReplica, messages: Tensor, rows: Tensor, **options: Any) -> None:
         apply(self, messages, rows, **options)
         if self.sends_differences:
             fired.append(name)
             apply(self, messages, rows, **options)
 
     if name == TWICE:
-        yield QuantizedReplica, "apply", apply_twice
+        yield WeightReplica, "apply", apply_twice
     else:
         wrapped = start_unless_first if name == PREVIOUS else start_with_first_rank
         yield WeightReplica, "start_quantized_refresh", wrapped

@@ -13,7 +13,6 @@ WEIGHTS = {
     "bits": 4,
     "group_size": 2048,
     "mode": "difference",
-    "rounding": "nearest",
     "clip": None,
     "replica": "node",
 }
@@ -23,7 +22,6 @@ GRADIENTS = {
     "intra_group_size": 128,
     "inter_group_size": 128,
     "hadamard": True,
-    "random_signs": False,
     "inside_one_node": False,
     "intra_rounding": "stochastic",
     "inter_rounding": "stochastic",
@@ -136,9 +134,9 @@ def test_clips_that_leave_little_or_nothing_are_refused(clip: object) -> None:
     assert f"weights.clip={clip!r}" in str(error.value)
 
 
-def test_only_2_bit_differences_rounded_to_nearest_are_clipped_unasked() -> None:
+def test_only_2_bit_differences_are_clipped_unasked() -> None:
     assert WeightConfig(bits=2).effective_clip == 0.6
-    others: list[dict[str, object]] = [{"mode": "direct"}, {"rounding": "stochastic"}]
+    others: list[dict[str, object]] = [{"mode": "direct"}]
     others += [{"bits": bits} for bits in (3, 4, 8, None)]
     for changed in others:
         assert WeightConfig(**{"bits": 2} | changed).effective_clip == 1.0  # type: ignore[arg-type]
@@ -194,7 +192,6 @@ def test_bad_group_size_is_refused_with_two_that_work(
     ("cls", "part", "field", "choices"),
     [
         (WeightConfig, "weights", "mode", ("difference", "direct")),
-        (WeightConfig, "weights", "rounding", ("nearest", "stochastic")),
         (WeightConfig, "weights", "replica", ("node", "full")),
         (GradientConfig, "gradients", "intra_rounding", ("nearest", "stochastic")),
         (GradientConfig, "gradients", "inter_rounding", ("nearest", "stochastic")),
@@ -235,17 +232,11 @@ def test_count_below_its_minimum_or_no_integer_is_refused(
     assert getattr(cls(**{field: minimum}), field) == minimum
 
 
-@pytest.mark.parametrize("field", ["hadamard", "random_signs"])
+@pytest.mark.parametrize("field", ["hadamard", "inside_one_node"])
 def test_switch_is_a_bool(field: str) -> None:
     for value in (0, 1, None, "yes"):
         with pytest.raises(ValueError, match=f"gradients.{field}={value!r} must be True or False"):
             GradientConfig(**{field: value})
-
-
-def test_random_signs_belong_to_the_transform() -> None:
-    assert GradientConfig(random_signs=True).random_signs
-    with pytest.raises(ValueError, match=r"gradients\.random_signs=True has no effect with .*hadamard=False"):
-        GradientConfig(random_signs=True, hadamard=False)
 
 
 def test_parts_in_each_others_place_are_an_error() -> None:

@@ -36,7 +36,6 @@ VALID: dict[type, dict[str, st.SearchStrategy[Any]]] = {
         "bits": bits,
         "group_size": group_sizes,
         "mode": st.sampled_from(["difference", "direct"]),
-        "rounding": roundings,
         "clip": st.none() | st.floats(LEAST_CLIP, 1),
         "replica": st.sampled_from(["node", "full"]),
     },
@@ -45,8 +44,7 @@ VALID: dict[type, dict[str, st.SearchStrategy[Any]]] = {
         "inter_bits": bits,
         "intra_group_size": group_sizes,
         "inter_group_size": group_sizes,
-        "hadamard": st.just(True),
-        "random_signs": st.booleans(),
+        "hadamard": st.booleans(),
         "intra_rounding": roundings,
         "inter_rounding": roundings,
         "pipeline_chunks": st.none() | st.integers(1, 1 << 40),
@@ -86,7 +84,7 @@ def is_valid(name: str, value: Any) -> bool:
         return value is None or (is_int and value in QUANTIZED_BITS)
     if name.endswith("group_size"):
         return is_int and value > 0 and value % 32 == 0
-    if name in ("hadamard", "random_signs", "inside_one_node", "separate_parameters"):
+    if name in ("hadamard", "inside_one_node", "separate_parameters"):
         return type(value) is bool
     if name in ("pipeline_chunks", "start_step", "min_numel", "seed"):
         is_unset = name == "pipeline_chunks" and value is None
@@ -118,9 +116,6 @@ def check_settings(case: tuple[type, dict[str, Any], str, Any]) -> None:
         with pytest.raises(ValueError) as error:
             cls(**fields | {name: value})
         assert str(error.value).startswith(f"{PREFIX[cls]}{name}={value!r}")
-    elif name == "hadamard" and not value and fields.get("random_signs"):
-        with pytest.raises(ValueError, match="random_signs=True has no effect"):
-            cls(**fields | {name: value})
     else:
         assert getattr(cls(**fields | {name: value}), name) == value
 

@@ -13,13 +13,14 @@ from sdp4bit.collectives.exchange import all_gather_blocks, start_all_gather_row
 from sdp4bit.collectives.pieces import is_long_enough, piece_places
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, RowPart
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.sections import WHOLE, Section, split_messages, whole_row
+from sdp4bit.collectives.sections import Section, split_messages, whole_row
 from sdp4bit.collectives.topology import NodeLayout, Topology
 from sdp4bit.config import GradientConfig
+from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.hadamard import INVERSE_FACTOR, Hadamard
+from sdp4bit.quantization.hadamard import INVERSE_FACTOR
 from sdp4bit.quantization.layout import JointLayout, MessageLayout
-from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, draw_signs, pack_stream
+from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
 from sdp4bit.traffic import Level, TrafficCounter
 
 
@@ -67,79 +68,40 @@ class PieceQuantizer:
     def configure(self, config: GradientConfig) -> None:
         """Quantize the next pieces with these settings."""
         between_nodes = self._layout.nodes > 1
-        self._config = config
         self.bits = config.inter_bits if between_nodes else config.intra_bits
         """Bits of a value; None for full precision."""
         self._group_size = config.inter_group_size if between_nodes else config.intra_group_size
         self._rounding = config.inter_rounding if between_nodes else config.intra_rounding
-
-    def _layout_of(self, piece: Tensor, section: Section) -> MessageLayout:
-        return section.layout(piece.numel(), bits=self.bits, group_size=self._group_size)
+        self._hadamard = config.hadamard and self.bits is not None
 
     def message_layout(self, pieces: Sequence[Tensor], sections: Sequence[PieceSection]) -> JointLayout:
         """Return the layout of the message that carries a rank's pieces of all sections."""
-        pairs = zip(pieces, sections, strict=True)
-        return JointLayout(tuple(self._layout_of(piece, each.section) for piece, each in pairs))
+        return JointLayout(
+            tuple(
+                each.section.layout(piece.numel(), bits=self.bits, group_size=self._group_size)
+                for piece, each in zip(pieces, sections, strict=True)
+            )
+        )
 
-    def quantize_all(
+    def quantize(
         self, pieces: Sequence[Tensor], out: Tensor, *, call: int, rank: int, sections: Sequence[PieceSection]
     ) -> None:
-        """Write the message that carries a rank's pieces of all sections; see quantize."""
-        messages = split_messages(out, self.message_layout(pieces, sections))
-        for piece, part, each in zip(pieces, messages, sections, strict=True):
-            self.quantize(piece, part, call=call, rank=rank, section=each.section)
-
-    def quantize(self, piece: Tensor, out: Tensor, *, call: int, rank: int, section: Section = WHOLE) -> None:
-        """Write the message that carries a piece of a section.
+        """Write the message that carries a rank's pieces of all sections.
 
         Args:
-            piece: [n], fp32.
+            pieces: [n] each, fp32.
             out: uint8 [1, nbytes] of the layout.
-            rank: numbers the one whose piece it is, for the rounding bits.
+            rank: numbers the one whose pieces they are, for the rounding bits.
         """
-        number = section.call(call)
-        ops.hadamard_quantize(
-            piece.view(1, 1, -1),
-            out=out,
-            layout=self._layout_of(piece, section),
-            hadamard=self._transform(number),
-            rounding=None if self._rounding == "nearest" else self._key(call=number, rank=rank),
-        )
-
-    def _key(self, *, call: int, rank: int) -> RoundingKey:
-        # The bucket is the all-reduce's own: no weights are rounded by this stage's bits.
-        stream = pack_stream(step=call, bucket=self._bucket, stage=Stage.WEIGHT, rank=rank)
-        return RoundingKey(*derive_keys(self._seed, stream), dither=self._rounding == "dither")
+        layout = self.message_layout(pieces, sections)
+        for piece, part, message, each in zip(
+            pieces, layout.layouts, split_messages(out, layout), sections, strict=True
+        ):
+            key = None if self._rounding == "nearest" else self._key(each.section.call(call), rank)
+            rows = piece.view(1, 1, -1)
+            ops.hadamard_quantize(rows, out=message, layout=part, hadamard=self._hadamard, rounding=key)
 
     def restore(
-        self,
-        message: Tensor,
-        out: Tensor,
-        *,
-        call: int,
-        rank: int,
-        multiplier: float = 1.0,
-        section: Section = WHOLE,
-    ) -> None:
-        """Write the piece that a message carries, times the multiplier.
-
-        Args:
-            message: uint8 [1, nbytes] of the layout.
-            out: [n], fp32, bf16 or fp16, contiguous.
-            rank: as its sender had it.
-        """
-        number = section.call(call)
-        hadamard = self._transform(number)
-        ops.dequantize_reduce_hadamard(
-            message,
-            out=out,
-            layout=self._layout_of(out, section),
-            hadamard=hadamard,
-            multiplier=multiplier * INVERSE_FACTOR if hadamard else multiplier,
-            dither=self._key(call=number, rank=rank) if self._rounding == "dither" else None,
-        )
-
-    def restore_all(
         self,
         messages: Tensor,
         values: Tensor,
@@ -156,17 +118,39 @@ class PieceQuantizer:
         """
         of_all = [each.pieces(ranks=self._layout.size) for each in sections]
         layout = self.message_layout([pieces[0] for pieces in of_all], sections)
-        for pieces, parts, each in zip(of_all, split_messages(messages, layout), sections, strict=True):
+        for pieces, part, parts, each in zip(
+            of_all, layout.layouts, split_messages(messages, layout), sections, strict=True
+        ):
             # One by one, in the order of the ranks: neighbours overlap.
-            for part, piece, rank in zip(parts.split(1), pieces.unbind(), self._ranks, strict=True):
-                self.restore(part, piece, call=call, rank=rank, multiplier=multiplier, section=each.section)
+            for message, piece, rank in zip(parts.split(1), pieces.unbind(), self._ranks, strict=True):
+                self._restore(message, piece, part, each.section.call(call), rank, multiplier)
             each.section.put(each.values, values)
 
-    def _transform(self, call: int) -> Hadamard | None:
-        if self.bits is None or not self._config.hadamard:
-            return None
-        signs = draw_signs(self._seed, step=call, bucket=self._bucket) if self._config.random_signs else 0
-        return Hadamard(signs)
+    def _restore(
+        self, message: Tensor, out: Tensor, layout: MessageLayout, call: int, rank: int, multiplier: float
+    ) -> None:
+        ops.dequantize_reduce_hadamard(
+            message,
+            out=out,
+            layout=layout,
+            hadamard=self._hadamard,
+            multiplier=multiplier * INVERSE_FACTOR if self._hadamard else multiplier,
+            dither=self._key(call, rank) if self._rounding == "dither" else None,
+        )
+
+    def _key(self, call: int, rank: int) -> RoundingKey:
+        stream = pack_stream(step=call, bucket=self._bucket, stage=Stage.GATHER, rank=rank)
+        return RoundingKey(*derive_keys(self._seed, stream), dither=self._rounding == "dither")
+
+    def requantized(self, values: Tensor, *, rank: int) -> Tensor:
+        """Return values [n], fp32, contiguous, as they arrive in the message of a rank."""
+        whole = sections_of(values, ())
+        layout = self.message_layout([values], whole)
+        message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=values.device)
+        self.quantize([values], message, call=0, rank=rank, sections=whole)
+        result = torch.empty_like(values)
+        self._restore(message, result, layout.layouts[0], 0, rank, 1.0)
+        return result
 
 
 class QuantizedAllReduce:
@@ -258,54 +242,51 @@ class QuantizedAllReduce:
         Args:
             values: [n], fp32, bf16 or fp16, contiguous; changed in place.
             call: number of this reduction of the bucket since the start, the same on all ranks, for the
-                rounding bits and the random signs.
+                rounding bits.
             nonfinite: see QuantizedReduceScatter; of this rank's pieces.
             sections: of the values, which together are all of them; () for one. A rank has a piece of each.
         """
-        topology, numel = self._topology, values.numel()
+        topology, numel, device = self._topology, values.numel(), values.device
         if topology.size == 1 or not numel:
             if multiplier != 1.0:
                 values.mul_(multiplier)
             return
-        cut = sections_of(values, sections)
-        rows = [each.pieces(ranks=topology.size) for each in cut]
-        # The sums lie apart: the rows are read until the last of them is there.
-        lengths = [row.shape[1] for row in rows]
-        own = torch.empty(sum(lengths), dtype=torch.float32, device=values.device).split(lengths)
-        self._reduction.reduce_parts(
-            [
+        with profiler_range(f"sdp4bit::all_reduce ({self._name})"):
+            # 1. Each rank's pieces of the sum, one per section; the rows are read until the last is there.
+            cut = sections_of(values, sections)
+            rows = [each.pieces(ranks=topology.size) for each in cut]
+            lengths = [row.shape[1] for row in rows]
+            own = torch.empty(sum(lengths), dtype=torch.float32, device=device).split(lengths)
+            parts = [
                 RowPart(section=each.section, rows=row, output=output)
                 for each, row, output in zip(cut, rows, own, strict=True)
-            ],
-            call=call,
-            nonfinite=nonfinite,
-        )
-        # As a ring does it: twice around, a part of the values at a time.
-        self._traffic.count_plain(round(2 * values.nbytes / topology.size))
-        layout = self._pieces.message_layout(own, cut)
-        message = self._scratch.messages("gather send", 1, layout.nbytes, device=values.device)
-        self._pieces.quantize_all(own, message, call=call, rank=self._rank, sections=cut)
-        messages = self._gather(message, layout)
-        self._pieces.restore_all(messages, values, call=call, multiplier=multiplier, sections=cut)
+            ]
+            self._reduction.reduce_parts(parts, call=call, nonfinite=nonfinite)
+            # As a ring does it: twice around, a part of the values at a time.
+            self._traffic.count_plain(round(2 * values.nbytes / topology.size))
 
-    def _gather(self, message: Tensor, layout: JointLayout) -> Tensor:
-        """Return the messages of all ranks, uint8 [ranks, nbytes], of which this rank's is [1, nbytes]."""
-        topology, device = self._topology, message.device
-        peers = message
-        if topology.inter is not None:
-            peers = self._scratch.messages("gather inter", topology.nodes, layout.nbytes, device=device)
-            others = topology.nodes - 1
-            transfer = start_all_gather_rows(peers, message[0], topology.inter, what=self._what("inter"))
-            transfer.wait()
-            self._traffic.count_messages(layout, level="inter", peers=others)
-        if topology.intra is None:
-            return peers
-        messages = self._scratch.messages("gather intra", topology.size, layout.nbytes, device=device)
-        blocks = messages.view(topology.nodes, topology.ranks_per_node, layout.nbytes)
-        copies, others = topology.nodes, topology.ranks_per_node - 1
-        all_gather_blocks(blocks, peers, topology.intra, what=self._what("intra"))
-        self._traffic.count_messages(layout, level="intra", peers=others, copies=copies)
-        return messages
+            # 2. One message per rank.
+            layout = self._pieces.message_layout(own, cut)
+            messages = self._scratch.messages("gather send", 1, layout.nbytes, device=device)
+            self._pieces.quantize(own, messages, call=call, rank=self._rank, sections=cut)
+
+            # 3. All-gather between nodes, of ranks with one local rank;  4. in the node.
+            if topology.inter is not None:
+                peers = self._scratch.messages("gather inter", topology.nodes, layout.nbytes, device=device)
+                what = self._what("inter")
+                start_all_gather_rows(peers, messages[0], topology.inter, what=what).wait()
+                self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
+                messages = peers
+            if topology.intra is not None:
+                gathered = self._scratch.messages("gather intra", topology.size, layout.nbytes, device=device)
+                blocks = gathered.view(topology.nodes, topology.ranks_per_node, layout.nbytes)
+                all_gather_blocks(blocks, messages, topology.intra, what=self._what("intra"))
+                copies, others = topology.nodes, topology.ranks_per_node - 1
+                self._traffic.count_messages(layout, level="intra", peers=others, copies=copies)
+                messages = gathered
+
+            # 5. Every rank takes all pieces, its own too, from the messages.
+            self._pieces.restore(messages, values, call=call, multiplier=multiplier, sections=cut)
 
     def requantized(self, values: Tensor) -> Tensor:
         """Return, in fp32, these values with the errors that the quantizers of both halves make of them.
@@ -317,11 +298,7 @@ class QuantizedAllReduce:
             values: [n], a sample of a gradient, contiguous.
         """
         exact = values.float()
-        layout = self._pieces.message_layout([exact], sections_of(exact, ()))
-        message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=values.device)
-        self._pieces.quantize(exact, message, call=0, rank=self._rank)
-        gathered = torch.empty_like(exact)
-        self._pieces.restore(message, gathered, call=0, rank=self._rank)
+        gathered = self._pieces.requantized(exact, rank=self._rank)
         return self._reduction.requantized(values).add_(gathered).sub_(exact)
 
     def _what(self, level: Level) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,16 +15,17 @@ from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import WHOLE, Section, split_messages, whole_row
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.config import GradientConfig, Rounding
+from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.hadamard import INVERSE_FACTOR, Hadamard
+from sdp4bit.quantization.hadamard import INVERSE_FACTOR
 from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, JointLayout, MessageLayout, round_up
-from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, draw_signs, pack_stream
+from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
 from sdp4bit.traffic import Level, TrafficCounter
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Hop:
-    """One all-to-all: among whom, and what its messages look like."""
+class Hop:
+    """One all-to-all: its ranks, and the settings of its messages."""
 
     level: Level
     stage: Stage
@@ -57,11 +58,11 @@ class RowPart:
             self.section.put(self.output, self.target)
 
 
-def _hops(topology: Topology, config: GradientConfig) -> list[_Hop]:
+def _hops(topology: Topology, config: GradientConfig) -> list[Hop]:
     hops = []
     if topology.ranks_per_node > 1:
         hops.append(
-            _Hop(
+            Hop(
                 level="intra",
                 stage=Stage.INTRA,
                 size=topology.ranks_per_node,
@@ -73,7 +74,7 @@ def _hops(topology: Topology, config: GradientConfig) -> list[_Hop]:
         )
     if topology.nodes > 1:
         hops.append(
-            _Hop(
+            Hop(
                 level="inter",
                 stage=Stage.INTER,
                 size=topology.nodes,
@@ -136,25 +137,35 @@ class QuantizedReduceScatter:
             bucket: number of the parameter group, for the same reason.
             scratch: message buffers, shared by the reductions that follow each other.
             exchange: how messages travel; by default through the topology's process groups.
-            name: of the parameter group, for errors.
+            name: of the parameter group, for errors and profiles.
         """
-        self._topology = topology
+        self.topology = topology
         self.configure(config)
         self._seed = seed
         self._rank = rank
         self._rank_step = rank_step
         self._bucket = bucket
-        self._traffic = traffic
-        self._exchange = exchange or GroupExchange(topology, scratch)
-        self._what = f"quantized gradient reduce-scatter of {name or f'group {bucket}'}"
+        self.traffic = traffic
+        self.exchange = exchange or GroupExchange(topology, scratch)
+        self.name = name or f"group {bucket}"
 
     def configure(self, config: GradientConfig) -> None:
         """Do the next reductions with these settings; all ranks change them between the same two."""
         self.config = config
-        self._hops = _hops(self._topology, config)
+        self.hops = _hops(self.topology, config)
         # Without a quantizer the transform would only add rounding errors.
-        self._hadamard = config.hadamard and any(hop.bits is not None for hop in self._hops)
-        self._random_signs = config.random_signs and self._hadamard
+        self.hadamard = config.hadamard and any(hop.bits is not None for hop in self.hops)
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of a value on the last hop, which is the one between nodes if there are several."""
+        return self.hops[-1].bits
+
+    @property
+    def group_unit(self) -> int:
+        """The shortest range of values that divides no quantization group of either level."""
+        topology = self.topology
+        return group_unit(self.config, nodes=topology.nodes, ranks_per_node=topology.ranks_per_node)
 
     def __call__(
         self,
@@ -180,7 +191,7 @@ class QuantizedReduceScatter:
             output: [n], fp32, bf16 or fp16.
             input: [size * n] or [size, n] of contiguous rows, row r for group rank r; not changed.
             call: number of this reduction of the bucket since the start, the same on all ranks, for the
-                rounding bits and the random signs.
+                rounding bits.
             nonfinite: a scalar on the device, to which the number of quantization groups is added that came
                 in with the last hop and are not finite; with 32 bits, the number of such values.
             sections: of a row, which together are all of it; () for one. The same on all ranks.
@@ -188,24 +199,26 @@ class QuantizedReduceScatter:
         Raises:
             ValueError: input is not size times as long as output.
         """
-        slices = self.begin(
-            output, input, call=call, multiplier=multiplier, nonfinite=nonfinite, sections=sections
+        self._run(
+            self.slices(
+                output, input, call=call, multiplier=multiplier, nonfinite=nonfinite, sections=sections
+            )
         )
-        self._run(slices, input.device)
 
     def reduce_parts(self, parts: Sequence[RowPart], *, call: int, nonfinite: Tensor | None = None) -> None:
         """Reduce sections that are not parts of one row; see a call for the rest."""
-        self._run(self.begin_parts(parts, call=call, nonfinite=nonfinite), parts[0].rows.device)
+        self._run(self.slices_of_parts(parts, call=call, nonfinite=nonfinite))
 
-    def _run(self, waiting: list[Iterator[None]], device: torch.device) -> None:
-        under_way: list[Iterator[None]] = []
-        while waiting or under_way:
-            if waiting:
-                under_way.insert(0, waiting.pop(0))
-            # Newest first: each slice starts its next transfer before an older one is waited for.
-            under_way = [reduction for reduction in under_way if next(reduction, _DONE) is not _DONE]
+    def _run(self, slices: Sequence[ReductionSlice]) -> None:
+        steps = len(self.hops) + 1
+        with profiler_range(f"sdp4bit::reduce_scatter ({self.name})"):
+            for turn in range(len(slices) + steps - 1 if slices else 0):
+                # Newest slice first: it starts its transfer before the current stream waits for an older one.
+                for step in range(steps):
+                    if 0 <= turn - step < len(slices):
+                        slices[turn - step].steps[step]()
 
-    def begin(
+    def slices(
         self,
         output: Tensor,
         input: Tensor,
@@ -215,23 +228,23 @@ class QuantizedReduceScatter:
         nonfinite: Tensor | None = None,
         sections: Sequence[Section] = (),
         whole: bool = False,
-    ) -> list[Iterator[None]]:
-        """Return the reductions of the slices; each yields whenever a transfer of it is under way.
+    ) -> list[ReductionSlice]:
+        """Return the slices of a reduction; the caller runs their steps, each but the last starts a transfer.
 
-        The input is read before the first of these, the output written after the last. Arguments and errors
-        are those of a call.
+        The input is read by the first steps, the output written by the last. Arguments and errors are those
+        of a call.
 
         Args:
             whole: there is one slice. Reductions of several rows, a step of each in turn and the oldest
                 first, may then share message buffers.
         """
-        topology, numel = self._topology, output.numel()
+        topology, numel = self.topology, output.numel()
         if input.numel() != topology.size * numel:
             raise ValueError(
                 f"reduce-scatter over {topology.size} ranks needs an input of {topology.size} x {numel} "
                 f"values, got {input.numel()}"
             )
-        if not self._hops:
+        if not self.hops:
             output.copy_(input if multiplier == 1.0 else input * multiplier)
             return []
         rows = input.view(topology.size, numel)
@@ -241,10 +254,10 @@ class QuantizedReduceScatter:
             place = section.take(output) if is_view else output.new_empty(section.numel)
             target = None if is_view else output
             parts.append(RowPart(section=section, rows=section.take(rows), output=place, target=target))
-        self._traffic.count_plain(numel * input.element_size())
-        return self.begin_parts(parts, call=call, multiplier=multiplier, nonfinite=nonfinite, whole=whole)
+        self.traffic.count_plain(numel * input.element_size())
+        return self.slices_of_parts(parts, call=call, multiplier=multiplier, nonfinite=nonfinite, whole=whole)
 
-    def begin_parts(
+    def slices_of_parts(
         self,
         parts: Sequence[RowPart],
         *,
@@ -252,22 +265,41 @@ class QuantizedReduceScatter:
         multiplier: float = 1.0,
         nonfinite: Tensor | None = None,
         whole: bool = False,
-    ) -> list[Iterator[None]]:
-        """Return the reductions of the slices of sections that are not parts of one row; see begin."""
+    ) -> list[ReductionSlice]:
+        """Return the reductions of the slices of sections that are not parts of one row; see slices."""
         if not parts:
             return []
         lengths = [part.output.numel() for part in parts]
         places = [[(number, slice(0, numel)) for number, numel in enumerate(lengths)]]
         if not whole:
-            nodes, ranks_per_node = self._topology.nodes, self._topology.ranks_per_node
+            nodes, ranks_per_node = self.topology.nodes, self.topology.ranks_per_node
             places = slice_places(lengths, config=self.config, nodes=nodes, ranks_per_node=ranks_per_node)
-        overlaps = whole or len(places) > 1
         return [
-            self._reduce_slice(
-                index, [(parts[i], there) for i, there in chosen], call, multiplier, nonfinite, overlaps
+            ReductionSlice(
+                self,
+                [(parts[i], there) for i, there in chosen],
+                index=index,
+                call=call,
+                multiplier=multiplier,
+                nonfinite=nonfinite,
+                overlaps=whole or len(places) > 1,
             )
             for index, chosen in enumerate(places)
         ]
+
+    def rounding_key(self, hop: Hop, call: int, part: RowPart, places: slice) -> RoundingKey | None:
+        """Return the key by which this rank rounds these places of a section at a hop; None for nearest."""
+        if hop.rounding == "nearest":
+            return None
+        rank, dither = self._rank, hop.rounding == "dither"
+        if dither:
+            # Ranks whose messages meet share a key, so that their receiver can draw it: that of the first.
+            apart = 1 if hop.level == "intra" else self.topology.ranks_per_node
+            rank -= hop.own * apart * self._rank_step
+        stream = pack_stream(step=call, bucket=self._bucket, stage=hop.stage, rank=rank)
+        keys = derive_keys(self._seed, stream)
+        stride = round_up(part.output.numel(), BLOCK)
+        return RoundingKey(*keys, first=places.start, row_stride=stride, dither=dither, sender=hop.own)
 
     def requantized(self, values: Tensor) -> Tensor:
         """Return, in fp32, what these values are after passing the quantizers of all hops, unsummed.
@@ -275,12 +307,11 @@ class QuantizedReduceScatter:
         Args:
             values: [n], a sample of a gradient, contiguous; quantized as one section, whatever it holds.
         """
-        numel, first, *rest = values.numel(), *self._hops
-        layout, hadamard = first.layout(numel, parts=1), self._transform(0)
+        numel, first, *rest = values.numel(), *self.hops
+        layout, rounding = first.layout(numel, parts=1), self._sample_key(first)
         message = values.new_empty(1, layout.nbytes, dtype=torch.uint8)
-        rounding = self._sample_key(first)
         rows = values.view(1, 1, numel)
-        ops.hadamard_quantize(rows, out=message, layout=layout, hadamard=hadamard, rounding=rounding)
+        ops.hadamard_quantize(rows, out=message, layout=layout, hadamard=self.hadamard, rounding=rounding)
         for hop in rest:
             received, layout = layout, hop.layout(numel, parts=1)
             sent = values.new_empty(1, layout.nbytes, dtype=torch.uint8)
@@ -290,168 +321,159 @@ class QuantizedReduceScatter:
             )
             message = sent
         result = torch.empty(numel, dtype=torch.float32, device=values.device)
-        factor = INVERSE_FACTOR if hadamard else 1.0
         ops.dequantize_reduce_hadamard(
             message,
             out=result,
             layout=layout,
-            hadamard=hadamard,
-            multiplier=factor,
+            hadamard=self.hadamard,
+            multiplier=INVERSE_FACTOR if self.hadamard else 1.0,
             dither=as_dither(rounding),
         )
         return result
 
-    def _sample_key(self, hop: _Hop) -> RoundingKey | None:
+    def _sample_key(self, hop: Hop) -> RoundingKey | None:
         """Return the key for a sample, which is its own sender."""
         if hop.rounding == "nearest":
             return None
         stream = pack_stream(step=0, bucket=0, stage=hop.stage, rank=0)
         return RoundingKey(*derive_keys(self._seed, stream), dither=hop.rounding == "dither")
 
-    @property
-    def bits(self) -> int | None:
-        """Bits of a value on the last hop, which is the one between nodes if there are several."""
-        return self._hops[-1].bits
 
-    @property
-    def group_unit(self) -> int:
-        """The shortest range of values that divides no quantization group of either level."""
-        topology = self._topology
-        return group_unit(self.config, nodes=topology.nodes, ranks_per_node=topology.ranks_per_node)
+class ReductionSlice:
+    """Places of sections that travel together, one message per destination and hop.
 
-    def _reduce_slice(
+    A section's random bits are numbered by its values' places in it, so slicing changes nothing.
+    """
+
+    def __init__(
         self,
-        index: int,
+        reduction: QuantizedReduceScatter,
         pieces: list[tuple[RowPart, slice]],
+        *,
+        index: int,
         call: int,
         multiplier: float,
         nonfinite: Tensor | None,
         overlaps: bool,
-    ) -> Iterator[None]:
-        """Reduce these places of sections; yields whenever a transfer is under way.
+    ) -> None:
+        """Prepare; see QuantizedReduceScatter.__call__.
 
-        A section's random bits are numbered by its values' places in it, so slicing changes nothing.
+        Args:
+            index: of the slice among those of the row, which share message buffers in turn.
+            overlaps: whether the current stream gets other work before it waits for a transfer.
         """
-        first, *rest = self._hops
-        topology, device = self._topology, pieces[0][0].rows.device
-        calls = [part.section.call(call) for part, _ in pieces]
-        hadamards = [self._transform(number) for number in calls]
-        rounding: list[RoundingKey | None] = []
-        sources, layouts = [], []
-        for part, places in pieces:
-            grid = part.rows.unflatten(0, (topology.nodes, topology.ranks_per_node))[..., places]
-            by_destination = grid.transpose(0, 1) if first.level == "intra" else grid
-            sources.append(by_destination)
-            count, numel = by_destination.shape[1:]
-            layouts.append(first.layout(numel, parts=count, section=part.section))
-        layout = JointLayout(tuple(layouts))
-        sent = self._buffer(first, "send", index, layout, device)
+        self._reduction = reduction
+        self._pieces = pieces
+        self._index = index
+        self._calls = [part.section.call(call) for part, _ in pieces]
+        self._multiplier = multiplier
+        self._nonfinite = nonfinite
+        self._overlaps = overlaps
+        self._device = pieces[0][0].rows.device
+        two_levels = len(reduction.hops) > 1
+        self.steps: tuple[Callable[[], None], ...] = (
+            (self.send, self.forward, self.finish) if two_levels else (self.send, self.finish)
+        )
+        """In this order, on all ranks; after each but the last a transfer is under way."""
+
+    def send(self) -> None:
+        """Transform and quantize, one message of all sections per rank of the first hop, and send these."""
+        reduction, hop = self._reduction, self._reduction.hops[0]
+        nodes, ranks_per_node = reduction.topology.nodes, reduction.topology.ranks_per_node
+        sources = []
+        for part, places in self._pieces:
+            grid = part.rows.unflatten(0, (nodes, ranks_per_node))[..., places]
+            sources.append(grid.transpose(0, 1) if hop.level == "intra" else grid)  # by destination
+        layout = JointLayout(
+            tuple(
+                hop.layout(source.shape[2], parts=source.shape[1], section=part.section)
+                for source, (part, _) in zip(sources, self._pieces, strict=True)
+            )
+        )
+        sent = self._buffer(hop, "send", layout)
+        rounding = self._rounding(hop)
         for i, out in enumerate(split_messages(sent, layout)):
-            rounding.append(self._rounding(first, calls[i], *pieces[i]))
             ops.hadamard_quantize(
-                sources[i], out=out, layout=layouts[i], hadamard=hadamards[i], rounding=rounding[i]
+                sources[i],
+                out=out,
+                layout=layout.layouts[i],
+                hadamard=reduction.hadamard,
+                rounding=rounding[i],
             )
-        received, transfer = self._start(first, sent, index, layout, overlaps)
-        yield
-        transfer.wait()
+        self._start(hop, sent, layout, rounding)
 
-        came_by = first
-        for hop in rest:
-            before, messages = layout, split_messages(received, layout)
-            layout = JointLayout(
-                tuple(
-                    hop.layout(each.numel, parts=1, section=part.section)
-                    for each, (part, _) in zip(before.layouts, pieces, strict=True)
-                )
+    def forward(self) -> None:
+        """Sum over the node, quantize again, one message of all sections per node, and send these."""
+        intra, hop = self._reduction.hops
+        self._transfer.wait()
+        before, dithers = self._layout, self._dithers(intra)
+        layout = JointLayout(
+            tuple(
+                hop.layout(each.numel, parts=1, section=part.section)
+                for each, (part, _) in zip(before.layouts, self._pieces, strict=True)
             )
-            sent = self._buffer(hop, "send", index, layout, device)
-            for i, out in enumerate(split_messages(sent, layout)):
-                dither = as_dither(rounding[i], row=came_by.own * before.layouts[i].parts)
-                rounding[i] = self._rounding(hop, calls[i], *pieces[i])
-                self._requantize(
-                    messages[i],
-                    before.layouts[i],
-                    out,
-                    layout.layouts[i],
-                    rounding=rounding[i],
-                    dither=dither,
-                    place=(pieces[i][0].section.number, pieces[i][1].start),
-                )
-            came_by = hop
-            received, transfer = self._start(hop, sent, index, layout, overlaps)
-            yield
-            transfer.wait()
+        )
+        sent = self._buffer(hop, "send", layout)
+        rounding = self._rounding(hop)
+        received = split_messages(self._received, before)
+        for i, out in enumerate(split_messages(sent, layout)):
+            ops.dequantize_reduce_quantize(
+                received[i],
+                received=before.layouts[i],
+                out=out,
+                sent=layout.layouts[i],
+                rounding=rounding[i],
+                dither=dithers[i],
+            )
+        self._start(hop, sent, layout, rounding)
 
-        for i, messages_of_part in enumerate(split_messages(received, layout)):
-            (part, places), own_layout = pieces[i], layout.layouts[i]
-            if nonfinite is not None:
-                nonfinite += count_nonfinite(messages_of_part, own_layout)
+    def finish(self) -> None:
+        """Sum the messages of the last hop, transform back, and write the outputs."""
+        reduction = self._reduction
+        self._transfer.wait()
+        multiplier = self._multiplier * INVERSE_FACTOR if reduction.hadamard else self._multiplier
+        dithers = self._dithers(reduction.hops[-1])
+        for i, messages in enumerate(split_messages(self._received, self._layout)):
+            (part, places), layout = self._pieces[i], self._layout.layouts[i]
+            if self._nonfinite is not None:
+                self._nonfinite += count_nonfinite(messages, layout)
             ops.dequantize_reduce_hadamard(
-                messages_of_part,
+                messages,
                 out=part.output[places],
-                layout=own_layout,
-                hadamard=hadamards[i],
-                multiplier=multiplier * INVERSE_FACTOR if hadamards[i] else multiplier,
-                dither=as_dither(rounding[i], row=came_by.own * own_layout.parts),
+                layout=layout,
+                hadamard=reduction.hadamard,
+                multiplier=multiplier,
+                dither=dithers[i],
             )
             if places.stop == part.output.numel():  # slices end in the order in which they begin
                 part.finish()
 
-    def _requantize(
-        self,
-        received: Tensor,
-        layout: MessageLayout,
-        sent: Tensor,
-        summed: MessageLayout,
-        *,
-        rounding: RoundingKey | None,
-        dither: RoundingKey | None,
-        place: tuple[int, int],
-    ) -> None:
-        """Write the messages of a sum over the node's messages.
-
-        Args:
-            place: number of the section, and of the first value in it.
-        """
-        ops.dequantize_reduce_quantize(
-            received, received=layout, out=sent, sent=summed, rounding=rounding, dither=dither
-        )
-
-    def _start(
-        self, hop: _Hop, sent: Tensor, index: int, layout: JointLayout, overlaps: bool
-    ) -> tuple[Tensor, PendingExchange]:
-        received = self._buffer(hop, "receive", index, layout, sent.device)
-        transfer = self._exchange.start(
-            received,
+    def _start(self, hop: Hop, sent: Tensor, layout: JointLayout, rounding: list[RoundingKey | None]) -> None:
+        """Start the all-to-all of a hop; the next step reads what comes."""
+        reduction = self._reduction
+        self._layout, self._sent_by = layout, rounding
+        self._received = self._buffer(hop, "receive", layout)
+        self._transfer: PendingExchange = reduction.exchange.start(
+            self._received,
             sent,
             level=hop.level,
-            index=index,
-            overlaps=overlaps,
-            what=f"{self._what}, all-to-all {PLACES[hop.level]}",
+            index=self._index,
+            overlaps=self._overlaps,
+            what=f"quantized gradient reduce-scatter of {reduction.name}, all-to-all {PLACES[hop.level]}",
         )
-        self._traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
-        return received, transfer
+        reduction.traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
 
-    def _buffer(self, hop: _Hop, use: Use, index: int, layout: JointLayout, device: torch.device) -> Tensor:
-        return self._exchange.messages(hop.level, use, index, nbytes=layout.nbytes, device=device)
+    def _buffer(self, hop: Hop, use: Use, layout: JointLayout) -> Tensor:
+        return self._reduction.exchange.messages(
+            hop.level, use, self._index, nbytes=layout.nbytes, device=self._device
+        )
 
-    def _rounding(self, hop: _Hop, call: int, part: RowPart, places: slice) -> RoundingKey | None:
-        if hop.rounding == "nearest":
-            return None
-        rank, dither = self._rank, hop.rounding == "dither"
-        if dither:
-            # Ranks whose messages meet share a key, so that their receiver can draw it: that of the first.
-            apart = 1 if hop.level == "intra" else self._topology.ranks_per_node
-            rank -= hop.own * apart * self._rank_step
-        stream = pack_stream(step=call, bucket=self._bucket, stage=hop.stage, rank=rank)
-        keys = derive_keys(self._seed, stream)
-        stride = round_up(part.output.numel(), BLOCK)
-        return RoundingKey(*keys, first=places.start, row_stride=stride, dither=dither, sender=hop.own)
+    def _rounding(self, hop: Hop) -> list[RoundingKey | None]:
+        """Return the keys of all sections at a hop."""
+        pairs = zip(self._calls, self._pieces, strict=True)
+        return [self._reduction.rounding_key(hop, call, *piece) for call, piece in pairs]
 
-    def _transform(self, call: int) -> Hadamard | None:
-        if not self._hadamard:
-            return None
-        return Hadamard(draw_signs(self._seed, step=call, bucket=self._bucket) if self._random_signs else 0)
-
-
-_DONE = object()
+    def _dithers(self, hop: Hop) -> list[RoundingKey | None]:
+        """Return the keys by which the dither of what has come over a hop is taken off."""
+        pairs = zip(self._sent_by, self._layout.layouts, strict=True)
+        return [as_dither(key, row=hop.own * layout.parts) for key, layout in pairs]

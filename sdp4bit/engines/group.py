@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.sections import FINE_BITS, Range
 from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.collectives.weight_replica import QuantizedReplica
+from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.engines.audit import ReplicaCopy
 from sdp4bit.engines.explain import Row, describe_gradients, describe_ranks, describe_weights
@@ -105,7 +105,7 @@ class GroupStats(Measures):
 
 
 GroupT = TypeVar("GroupT", bound=ParameterGroup)
-ReplicaT = TypeVar("ReplicaT", bound=QuantizedReplica)
+ReplicaT = TypeVar("ReplicaT", bound=WeightReplica)
 
 
 class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
@@ -244,7 +244,7 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
         if self.replica is not None:
             ranges: list[Range] = [(0, numel)]
             if sample_numel is not None:
-                ranges = sample_ranges(numel, sample_numel=sample_numel, unit=self.replica.group_size)
+                ranges = sample_ranges(numel, sample_numel=sample_numel, unit=self.replica.config.group_size)
             sample = self.sample_weights(ranges, may_wait=sample_numel is None)
             if sample is not None:
                 weights = weight_squares(

@@ -17,7 +17,7 @@ from torch import Tensor
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.sections import Range
-from sdp4bit.collectives.weight_replica import QuantizedReplica
+from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import TelemetryConfig
 
 GradientQuantizer = QuantizedReduceScatter | QuantizedAllReduce
@@ -124,7 +124,7 @@ def weight_squares(
     main: Tensor,
     replica_values: Tensor,
     *,
-    replica: QuantizedReplica,
+    replica: WeightReplica,
     exact: bool,
     refreshed: bool,
     numel: int,

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from sdp4bit.config import LEAST_CLIP
-from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import BLOCK, MESSAGE_ALIGNMENT, MessageLayout, round_up
 from sdp4bit.quantization.random import MAX_ELEMENTS, RoundingKey
 
@@ -83,11 +82,3 @@ def check_clip(clip: float) -> None:
     """Require a part of the largest magnitude that is not so small that most values would saturate."""
     if not LEAST_CLIP <= clip <= 1:
         raise ValueError(f"clip={clip} must be from {LEAST_CLIP} to 1, which does not clip")
-
-
-def check_signs(hadamard: Hadamard | None) -> None:
-    """Require that the signs of a transform are 32 bits."""
-    if hadamard is not None and not 0 <= hadamard.signs < 1 << BLOCK:
-        raise ValueError(
-            f"signs={hadamard.signs} must be {BLOCK} bits, a number from 0 to {(1 << BLOCK) - 1}"
-        )

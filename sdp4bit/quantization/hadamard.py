@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -12,26 +10,6 @@ from sdp4bit.quantization.layout import BLOCK
 STRIDES = (1, 2, 4, 8, 16)
 INVERSE_FACTOR = 1.0 / BLOCK
 """The transform applied twice multiplies by 32; exact in fp32, a power of two."""
-
-
-class Hadamard(NamedTuple):
-    """Transform of an operator, and the signs that change before it and back after the second one."""
-
-    signs: int = 0
-    """32 bits: element k of each block of 32 changes its sign if bit k is set."""
-
-
-def flip_signs(values: Tensor, signs: int) -> Tensor:
-    """Return the values with the sign of element k of each run of 32 changed if bit k of `signs` is set.
-
-    Args:
-        values: as for :func:`hadamard32`.
-    """
-    if not signs:
-        return values
-    flipped = torch.tensor([bool(signs >> lane & 1) for lane in range(BLOCK)], device=values.device)
-    blocks = values.view(-1, BLOCK)
-    return torch.where(flipped, -blocks, blocks).view(values.shape)
 
 
 def hadamard32(values: Tensor) -> Tensor:

@@ -129,18 +129,11 @@ class JointLayout:
         return tuple(slice(start, end) for start, end in pairwise((0, *ends)))
 
 
+@lru_cache(maxsize=4096, typed=True)
 def message_layout(*, numel: int, bits: int, group_size: int, parts: int = 1) -> MessageLayout:
     """Return a layout, the same object for equal arguments, so that its sizes are computed once.
 
     Raises:
         ValueError: as :class:`MessageLayout`.
     """
-    if isinstance(numel, int) and isinstance(parts, int):
-        return _shared_layout(numel, bits, group_size, parts)
-    # While torch.compile traces dynamic shapes, sizes are symbols, which cannot be looked up.
-    return MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
-
-
-@lru_cache(maxsize=4096, typed=True)
-def _shared_layout(numel: int, bits: int, group_size: int, parts: int) -> MessageLayout:
     return MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)

@@ -1,28 +1,25 @@
-"""The five fused operators, registered with torch.library, and their dispatch to a back end.
+"""The five fused operators: checks of their arguments, and the choice of a back end.
 
 Every operator writes into a caller's buffer and returns nothing, so that buffers can be kept from step to
 step. Tensors on the CPU are served by numba if it is installed and by the reference otherwise; CUDA tensors
 by Triton. All back ends give the same bytes, so ranks may differ in what they use.
 
-An operator is written once, here: its signature, from which its schema follows, and the checks of its
-arguments. The back ends have functions of the same names and arguments.
+The back ends have functions of the same names and arguments.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
-from itertools import accumulate
 from types import ModuleType
-from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, get_type_hints
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.checks import (
     check_clip,
@@ -31,11 +28,9 @@ from sdp4bit.quantization.checks import (
     check_layout,
     check_messages,
     check_rounding,
-    check_signs,
     check_values,
 )
-from sdp4bit.quantization.hadamard import Hadamard
-from sdp4bit.quantization.layout import MessageLayout, message_layout
+from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import RoundingKey
 
 BackendName = Literal["auto", "reference", "numba", "triton"]
@@ -121,122 +116,12 @@ def use_backend(name: BackendName) -> Iterator[None]:
         _forced.pop()
 
 
-Written = Annotated[Tensor, "written"]
-"""A tensor that an operator changes; the only one that it does."""
-
-
-class _Passing(NamedTuple):
-    """Way of an argument through torch.library, which knows tensors and numbers but no records."""
-
-    schema: str
-    pack: Callable[[Any], tuple[Any, ...]] | None = None
-    unpack: Callable[..., Any] | None = None
-
-
-_PASSING: dict[Any, _Passing] = {
-    Tensor: _Passing("Tensor {0}"),
-    Tensor | None: _Passing("Tensor? {0}"),
-    Written: _Passing("Tensor(a!) {0}"),
-    bool: _Passing("bool {0}"),
-    float: _Passing("float {0}"),
-    # Lengths are symbols while torch.compile traces dynamic shapes.
-    MessageLayout: _Passing(
-        "SymInt {0}_numel, int {0}_bits, int {0}_group_size, SymInt {0}_parts",
-        lambda x: (x.numel, x.bits, x.group_size, x.parts),
-        lambda n, bits, size, parts: message_layout(numel=n, bits=bits, group_size=size, parts=parts),
-    ),
-    # A plain tuple: torch takes longer to read a subclass of it, which the key is.
-    RoundingKey | None: _Passing(
-        "int[]? {0}",
-        lambda x: (None if x is None else (x.k0, x.k1, x.first, x.row_stride, int(x.dither), x.sender),),
-        lambda numbers: None if numbers is None else RoundingKey(*numbers),
-    ),
-    Hadamard | None: _Passing(
-        "int? {0}",
-        lambda x: (None if x is None else x.signs,),
-        lambda signs: None if signs is None else Hadamard(signs),
-    ),
-}
-# Plain definitions cost a few microseconds a call; torch.library.custom_op costs a hundred.
-_library = torch.library.Library("sdp4bit", "DEF")
-_P = ParamSpec("_P")
-
-
-def _operator(check: Callable[_P, None]) -> Callable[_P, None]:
-    """Register an operator for all devices and return the function that calls it.
-
-    Its name, arguments and docstring are those of `check`, whose annotations give the schema. `check` raises
-    for what does not fit, alike when the operator is traced and when it runs.
-    """
-    name, hints = check.__name__, get_type_hints(check, include_extras=True)
-    del hints["return"]
-    passing = {parameter: _PASSING[hint] for parameter, hint in hints.items()}
-    signature = inspect.signature(check)
-    defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
-    schema = ", ".join(way.schema.format(parameter) for parameter, way in passing.items())
-    _library.define(f"{name}({schema}) -> ()", tags=[torch.Tag.needs_fixed_stride_order])
-    written = next(parameter for parameter, hint in hints.items() if hint is Written)
-    tensors = [parameter for parameter, hint in hints.items() if hint in (Tensor, Written)]
-    _, *keywords = [(parameter, way.pack) for parameter, way in passing.items()]
-    # Where each argument lies among those of the schema, and what makes it of them.
-    ends = list(accumulate(way.schema.count("{0}") for way in passing.values()))
-    places = [
-        (parameter, slice(start, end), way.unpack)
-        for (parameter, way), start, end in zip(passing.items(), [0, *ends], ends, strict=False)
-    ]
-
-    def checked(args: tuple[Any, ...]) -> dict[str, Any]:
-        named = {
-            parameter: args[place.start] if unpack is None else unpack(*args[place])
-            for parameter, place, unpack in places
-        }
-        for parameter in tensors:
-            if named[parameter] is None:  # which the dispatcher lets through
-                raise ValueError(f"{name}: {parameter} must be a tensor, got None")
-        check(**named)  # type: ignore[call-arg]
-        return named
-
-    def trace(*args: Any) -> None:
-        checked(args)
-
-    def run(*args: Any) -> None:
-        named = checked(args)
-        getattr(_backend(named[written]), name)(**named)
-
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sdp4bit::{name}", trace)
-    registered = getattr(torch.ops.sdp4bit, name).default
-
-    @wraps(check)
-    def call(first: Any, /, **named: Any) -> None:
-        args = [first]
-        if len(named) != len(keywords):
-            named = {**defaults, **named}
-        try:
-            for parameter, pack in keywords:
-                value = named[parameter]
-                if pack is None:
-                    args.append(value)
-                else:
-                    args.extend(pack(value))
-        except (KeyError, AttributeError):
-            signature.bind(first, **named)  # raises if one is missing
-            raise TypeError(f"{name}: {parameter} must be a {hints[parameter]}, got {value!r}") from None
-        if len(named) != len(keywords):
-            signature.bind(first, **named)
-        registered(*args)
-
-    return call  # type: ignore[return-value]
-
-
-@_operator
 def subtract_quantize(
     main: Tensor,
     *,
     replica: Tensor | None,
-    out: Written,
+    out: Tensor,
     layout: MessageLayout,
-    rounding: RoundingKey | None,
     clip: float = 1.0,
 ) -> None:
     """Quantize main - replica (paper algorithm 2), or main if there is no replica, into a message.
@@ -245,14 +130,12 @@ def subtract_quantize(
         main: [n], fp32, bf16 or fp16; contiguous.
         replica: [n], any of these types, or None; the difference is taken in fp32.
         out: uint8 [nbytes] of the layout.
-        layout: of n values, one part.
-        rounding: stochastic with this key, or subtractive dither if it says so, which the receiver needs the
-            key for; None for nearest. So for all operators.
+        layout: of n values, one part. Values are rounded to nearest.
         clip: part of a group's largest magnitude that the largest code stands for, 0.1 to 1; what is larger
             saturates. It is not sent: the scale says all that a receiver has to know.
 
     Raises:
-        ValueError: shapes, types, devices or numbers that do not fit; so for all operators.
+        ValueError: shapes, types, devices or numbers that do not fit; so do all operators.
     """
     if main.dim() != 1 or (replica is not None and replica.shape != main.shape):
         other = None if replica is None else list(replica.shape)
@@ -266,18 +149,17 @@ def subtract_quantize(
     check_values("main", main, messages=out)
     if replica is not None:
         check_values("replica", replica, messages=out)
-    check_rounding(rounding, rows=1, numel=layout.numel)
     check_clip(clip)
+    with profiler_range("sdp4bit::subtract_quantize"):
+        _backend(out).subtract_quantize(main, replica=replica, out=out, layout=layout, clip=clip)
 
 
-@_operator
 def dequantize_add(
     messages: Tensor,
     *,
-    replica: Written,
+    replica: Tensor,
     layout: MessageLayout,
     accumulate: bool,
-    dither: RoundingKey | None,
 ) -> None:
     """Add message i to row i of the replica, or replace the row by it; fp32 sum, rounded to nearest even.
 
@@ -286,24 +168,22 @@ def dequantize_add(
         replica: [k, n], fp32, bf16 or fp16, changed in place; rows contiguous.
         layout: of n values, one part.
         accumulate: True adds (differences), False replaces (weights themselves).
-        dither: the key of messages with subtractive dither, which numbers row i as the sender of message i
-            numbered its own; None for other messages.
     """
     if replica.dim() != 2 or (replica.shape[1] > 1 and replica.stride(1) != 1):
         raise ValueError(f"replica must be 2-D with contiguous rows, got {list(replica.shape)}")
     check_layout("layout", layout, numel=replica.shape[1])
     check_messages("messages", messages, count=replica.shape[0], layout=layout)
     check_values("replica", replica, messages=messages)
-    check_dither(dither, rows=replica.shape[0], numel=layout.numel)
+    with profiler_range("sdp4bit::dequantize_add"):
+        _backend(replica).dequantize_add(messages, replica=replica, layout=layout, accumulate=accumulate)
 
 
-@_operator
 def hadamard_quantize(
     values: Tensor,
     *,
-    out: Written,
+    out: Tensor,
     layout: MessageLayout,
-    hadamard: Hadamard | None,
+    hadamard: bool,
     rounding: RoundingKey | None,
 ) -> None:
     """Quantize values[i], transformed first (paper algorithm 3, steps 1 and 2), into message i.
@@ -313,7 +193,9 @@ def hadamard_quantize(
             transposed view of the gradient is sent without a copy.
         out: uint8 [destinations, nbytes] of the layout.
         layout: of n values, any number of parts.
-        hadamard: the transform, or None for none.
+        hadamard: transform blocks of 32 values first.
+        rounding: stochastic with this key, or subtractive dither if it says so, which the receiver needs the
+            key for; None for nearest.
     """
     if values.dim() != 3 or (values.shape[2] > 1 and values.stride(2) != 1):
         raise ValueError(f"values must be 3-D with contiguous rows, got {list(values.shape)}")
@@ -321,16 +203,16 @@ def hadamard_quantize(
     check_layout("layout", layout, numel=numel, parts=parts)
     check_messages("out", out, count=destinations, layout=layout)
     check_values("values", values, messages=out)
-    check_signs(hadamard)
     check_rounding(rounding, rows=destinations * parts, numel=numel)
+    with profiler_range("sdp4bit::hadamard_quantize"):
+        _backend(out).hadamard_quantize(values, out=out, layout=layout, hadamard=hadamard, rounding=rounding)
 
 
-@_operator
 def dequantize_reduce_quantize(
     messages: Tensor,
     *,
     received: MessageLayout,
-    out: Written,
+    out: Tensor,
     sent: MessageLayout,
     rounding: RoundingKey | None,
     dither: RoundingKey | None,
@@ -342,6 +224,7 @@ def dequantize_reduce_quantize(
         received: of n values, any number of parts.
         out: uint8 [parts, nbytes] of the layout `sent`, one per node.
         sent: of n values, one part.
+        rounding: as for hadamard_quantize.
         dither: the key of messages that came with subtractive dither, message i from sender i whatever the
             key's own; it numbers part i as row i. None for other messages.
     """
@@ -354,15 +237,18 @@ def dequantize_reduce_quantize(
     check_device("messages", messages, messages=out)
     check_rounding(rounding, rows=received.parts, numel=sent.numel)
     check_dither(dither, rows=received.parts, numel=received.numel)
+    with profiler_range("sdp4bit::dequantize_reduce_quantize"):
+        _backend(out).dequantize_reduce_quantize(
+            messages, received=received, out=out, sent=sent, rounding=rounding, dither=dither
+        )
 
 
-@_operator
 def dequantize_reduce_hadamard(
     messages: Tensor,
     *,
-    out: Written,
+    out: Tensor,
     layout: MessageLayout,
-    hadamard: Hadamard | None,
+    hadamard: bool,
     multiplier: float,
     dither: RoundingKey | None,
 ) -> None:
@@ -374,7 +260,7 @@ def dequantize_reduce_hadamard(
         messages: uint8 [k, nbytes] of the layout.
         out: [n], fp32, bf16 or fp16; contiguous.
         layout: of n values, one part.
-        hadamard: that of the values that were sent, or None; its signs change back after the transform.
+        hadamard: whether the values that were sent had been transformed.
         dither: as for dequantize_reduce_quantize.
     """
     if out.dim() != 1 or not out.is_contiguous():
@@ -382,5 +268,8 @@ def dequantize_reduce_hadamard(
     check_layout("layout", layout, numel=out.shape[0])
     check_messages("messages", messages, count=None, layout=layout)
     check_values("out", out, messages=messages)
-    check_signs(hadamard)
     check_dither(dither, rows=1, numel=layout.numel)
+    with profiler_range("sdp4bit::dequantize_reduce_hadamard"):
+        _backend(out).dequantize_reduce_hadamard(
+            messages, out=out, layout=layout, hadamard=hadamard, multiplier=multiplier, dither=dither
+        )

@@ -32,12 +32,11 @@ MAX_ELEMENTS = 1 << 33
 
 
 class Stage(IntEnum):
-    """Purpose of random bits: one of the quantizations of a step, or the signs of a transform."""
+    """Quantization of a step that random bits are for."""
 
     INTRA = 0
     INTER = 1
-    WEIGHT = 2
-    SIGNS = 3
+    GATHER = 2
 
 
 class RoundingKey(NamedTuple):
@@ -111,15 +110,6 @@ def derive_keys(seed: int, stream: int) -> tuple[int, int]:
     z = ((z ^ (z >> 27)) * _SPLITMIX_2) & _MASK64
     z ^= z >> 31
     return z & _MASK32, z >> 32
-
-
-def draw_signs(seed: int, *, step: int, bucket: int) -> int:
-    """Return the 32 random bits that change signs before a transform, equal on all ranks.
-
-    Raises:
-        ValueError: as :func:`pack_stream`.
-    """
-    return derive_keys(seed, pack_stream(step=step, bucket=bucket, stage=Stage.SIGNS, rank=0))[0]
 
 
 def dither_mask(sender: int) -> int:

@@ -30,7 +30,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sdp4bit.quantization.hadamard import Hadamard, flip_signs, hadamard32
+from sdp4bit.quantization.hadamard import hadamard32
 from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MessageLayout
 from sdp4bit.quantization.random import RoundingKey, random_bits16
 
@@ -261,12 +261,11 @@ def subtract_quantize(
     replica: Tensor | None,
     out: Tensor,
     layout: MessageLayout,
-    rounding: RoundingKey | None,
     clip: float,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`."""
     difference = main.float() if replica is None else main.float() - replica.float()
-    encode(_pad(difference.view(1, 1, -1), layout), out.unsqueeze(0), layout, rounding, clip)
+    encode(_pad(difference.view(1, 1, -1), layout), out.unsqueeze(0), layout, None, clip)
 
 
 def dequantize_add(
@@ -275,13 +274,9 @@ def dequantize_add(
     replica: Tensor,
     layout: MessageLayout,
     accumulate: bool,
-    dither: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`."""
-    random = None
-    if dither is not None:
-        random = _random_rows(dither, rows=len(messages), layout=layout, device=messages.device).unsqueeze(1)
-    received = decode(messages, layout, random)[:, 0, : layout.numel]
+    received = decode(messages, layout)[:, 0, : layout.numel]
     replica.copy_(replica.float() + received if accumulate else received)
 
 
@@ -290,13 +285,13 @@ def hadamard_quantize(
     *,
     out: Tensor,
     layout: MessageLayout,
-    hadamard: Hadamard | None,
+    hadamard: bool,
     rounding: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`."""
     padded = _pad(values, layout)
     if hadamard:
-        padded = hadamard32(flip_signs(padded, hadamard.signs))
+        padded = hadamard32(padded)
     encode(padded, out, layout, rounding)
 
 
@@ -318,12 +313,12 @@ def dequantize_reduce_hadamard(
     *,
     out: Tensor,
     layout: MessageLayout,
-    hadamard: Hadamard | None,
+    hadamard: bool,
     multiplier: float,
     dither: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
     total = _reduce(messages, layout, dither)[0]
     if hadamard:
-        total = flip_signs(hadamard32(total), hadamard.signs)
+        total = hadamard32(total)
     out.copy_(total[: layout.numel] * torch.tensor(multiplier, dtype=torch.float32))

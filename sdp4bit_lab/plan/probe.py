@@ -26,7 +26,7 @@ from sdp4bit.collectives.topology import (
 )
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.hadamard import INVERSE_FACTOR, Hadamard
+from sdp4bit.quantization.hadamard import INVERSE_FACTOR
 from sdp4bit.quantization.layout import BLOCK, message_layout, round_up
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 from sdp4bit.traffic import format_bytes
@@ -188,12 +188,12 @@ def _quantization(values: int, *, ranks: int, device: torch.device) -> tuple[Cal
     messages = torch.empty(ranks, layout.nbytes, dtype=torch.uint8, device=device)
     gradient = torch.randn(ranks, 1, row, device=device)
     result = torch.empty(row, device=device)
-    rounding, hadamard = RoundingKey(*derive_keys(0, 0), row_stride=round_up(row, BLOCK)), Hadamard()
+    rounding = RoundingKey(*derive_keys(0, 0), row_stride=round_up(row, BLOCK))
 
     def reduce() -> None:
-        ops.hadamard_quantize(gradient, out=messages, layout=layout, hadamard=hadamard, rounding=rounding)
+        ops.hadamard_quantize(gradient, out=messages, layout=layout, hadamard=True, rounding=rounding)
         ops.dequantize_reduce_hadamard(
-            messages, out=result, layout=layout, hadamard=hadamard, multiplier=INVERSE_FACTOR, dither=None
+            messages, out=result, layout=layout, hadamard=True, multiplier=INVERSE_FACTOR, dither=None
         )
 
     grid = RankGrid(nodes=1, ranks_per_node=ranks)

@@ -31,7 +31,7 @@ GRADIENTS = {
     "no transform, nearest": GradientConfig(
         hadamard=False, intra_rounding="nearest", inter_rounding="nearest", min_numel=0
     ),
-    "random signs, three slices": GradientConfig(random_signs=True, pipeline_chunks=3, min_numel=0),
+    "three slices": GradientConfig(pipeline_chunks=3, min_numel=0),
     "8 bits, groups of 32": GradientConfig(
         inter_bits=8, inter_group_size=32, intra_group_size=32, min_numel=0
     ),
@@ -42,8 +42,6 @@ WEIGHTS = {
     "default": WeightConfig(),
     "full replica": WeightConfig(replica="full"),
     "weights, not differences": WeightConfig(mode="direct"),
-    "stochastic": WeightConfig(rounding="stochastic"),
-    "dither": WeightConfig(rounding="dither"),
 }
 
 
@@ -135,10 +133,9 @@ def _check_weights(context: Context, topology: Topology, layout: str) -> Iterato
     size, rank = context.ranks.world_size, context.ranks.rank
     for name, config in WEIGHTS.items():
         for numel in _NUMELS:
-            shared: dict[str, Any] = {"config": config, "seed": context.config.seed, "bucket": 5}
-            real = WeightReplica(topology, rank=rank, traffic=_counter(topology), scratch=Scratch(), **shared)
+            real = WeightReplica(topology, config=config, traffic=_counter(topology), scratch=Scratch())
             expected = SimulatedReplica(
-                topology.layout, traffic=_counter(topology), scratch=Scratch(), **shared
+                topology.layout, config=config, traffic=_counter(topology), scratch=Scratch()
             )
             main = _values(context, size, numel, seed=numel).bfloat16()
             held = torch.empty_like(main)
@@ -147,9 +144,9 @@ def _check_weights(context: Context, topology: Topology, layout: str) -> Iterato
             expected.refresh_fully(main, held)
             for call in range(_CALLS):
                 main = main + 0.01 * _values(context, size, numel, seed=numel + 7 + call).bfloat16()
-                real.start_quantized_refresh(main[rank].clone(), call=call)
+                real.start_quantized_refresh(main[rank].clone())
                 real.wait()
-                expected.refresh(main, held, call=call)
+                expected.refresh(main, held)
                 gathered = torch.full((size * numel,), float("nan"), dtype=main.dtype, device=main.device)
                 if real.is_full:
                     assert real.rows is not None

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 from sdp4bit_lab.selftest.kernel_buffers import (
@@ -27,7 +26,6 @@ KEY = RoundingKey(*derive_keys(1234, 7))
 DITHER = KEY._replace(dither=True)
 ROUNDINGS = (None, KEY, DITHER._replace(sender=5))
 DITHERS = (None, DITHER._replace(first=96, row_stride=32 * 555))
-TRANSFORMS = (None, Hadamard(), Hadamard(0x99999999))
 ALL_BITS = (*QUANTIZED_BITS, FULL_PRECISION)
 CLIPS = (1.0, 0.6, 0.25)
 _HOPS = (
@@ -100,10 +98,8 @@ def subtract_quantize(shape: Shape) -> Iterator[KernelCase]:
     """Yield calls for rows of this shape; so do the others."""
     for bits in ALL_BITS:
         numel, layout = shape.numel, shape.layout(bits)
-        rounding, dtype, replica_dtype = shape.choose(
-            ROUNDINGS, DTYPES, (torch.bfloat16, None, torch.float16, torch.float32)
-        )
-        named = {"layout": layout, "rounding": rounding, "clip": CLIPS[(shape.number + bits) % len(CLIPS)]}
+        dtype, replica_dtype = shape.choose(DTYPES, (torch.bfloat16, None, torch.float16, torch.float32))
+        named = {"layout": layout, "clip": CLIPS[(shape.number + bits) % len(CLIPS)]}
         main = guarded_values(make_values(numel, seed=1, dtype=dtype), offset=numel % 3)
         replica = None if replica_dtype is None else make_values(numel, seed=2, dtype=replica_dtype)
         out = guarded_messages(1, layout)[0]
@@ -114,11 +110,11 @@ def dequantize_add(shape: Shape) -> Iterator[KernelCase]:
     """See subtract_quantize."""
     for bits in ALL_BITS:
         layout = shape.layout(bits)
-        accumulate, dtype, rows, dither = shape.choose((True, False), DTYPES, (1, 3), DITHERS)
+        accumulate, dtype, rows = shape.choose((True, False), DTYPES, (1, 3))
         values = make_values(rows, shape.numel, seed=4, dtype=dtype)
         replica = guarded_values(values, offset=shape.numel % 3)
         messages = make_messages(rows, layout, seed=3)
-        named = {"layout": layout, "accumulate": accumulate, "dither": dither}
+        named = {"layout": layout, "accumulate": accumulate}
         yield _case(ops.dequantize_add, messages, replica=replica, **named)
 
 
@@ -126,9 +122,9 @@ def hadamard_quantize(shape: Shape) -> Iterator[KernelCase]:
     """Yield calls on a transposed view: gradients lie as [parts, destinations, numel]."""
     for bits in ALL_BITS:
         layout = shape.layout(bits, parts=2)
-        rounding, dtype, signs = shape.choose(ROUNDINGS[::-1], DTYPES, (0, 0xDEADBEEF))
+        rounding, dtype = shape.choose(ROUNDINGS[::-1], DTYPES)
         values = make_values(2, 3, shape.numel, seed=5, dtype=dtype)
-        for transform in (None, Hadamard(signs)):
+        for transform in (False, True):
             yield _case(
                 ops.hadamard_quantize,
                 guarded_values(values, offset=shape.numel % 3).transpose(0, 1),
@@ -162,7 +158,7 @@ def dequantize_reduce_hadamard(shape: Shape) -> Iterator[KernelCase]:
     for bits in ALL_BITS:
         layout = shape.layout(bits)
         transform, dtype, count, dither = shape.choose(
-            (Hadamard(), None, Hadamard(0xDEADBEEF), None), DTYPES, (2, 1, 4, 3, 0, 9, 16, 33), DITHERS
+            (True, False), DTYPES, (2, 1, 4, 3, 0, 9, 16, 33), DITHERS
         )
         poison = torch.full((shape.numel,), float("nan"), dtype=dtype)
         yield _case(
@@ -181,14 +177,14 @@ def long_groups() -> Iterator[KernelCase]:
     for long in LONG_SHAPES:
         for bits in QUANTIZED_BITS:
             layout, numel, sent = long.layout(bits), long.numel, guarded_messages(1, long.layout(bits))
-            written = {"out": sent, "layout": layout, "rounding": KEY}
+            written = {"out": sent, "layout": layout}
             main = make_values(numel, seed=4)
             for clip in CLIPS[:2]:
                 named = written | {"out": sent[0], "clip": clip}
                 yield _case(ops.subtract_quantize, main, replica=None, **named)
-            for transform in (None, Hadamard(0x80000001)):
+            for transform in (False, True):
                 values = make_values(1, 1, numel, seed=13)
-                yield _case(ops.hadamard_quantize, values, hadamard=transform, **written)
+                yield _case(ops.hadamard_quantize, values, hadamard=transform, rounding=KEY, **written)
             received = long.layout(8, group_size=4096)
             named = {"received": received, "out": sent, "sent": layout, "rounding": KEY, "dither": DITHER}
             yield _case(ops.dequantize_reduce_quantize, make_messages(2, received, seed=17), **named)
@@ -202,14 +198,13 @@ def special_values() -> Iterator[KernelCase]:
                 main = make_special_values(group_size, seed=8, dtype=dtype)
                 layout = MessageLayout(numel=main.numel(), bits=bits, group_size=group_size)
                 out, replica = guarded_messages(1, layout), torch.zeros_like(main)
-                for rounding in ROUNDINGS:
-                    named: dict[str, Any] = {"layout": layout, "rounding": rounding}
-                    for clip in CLIPS:
-                        clipped = {"out": out[0], "clip": clip, **named}
-                        yield _case(ops.subtract_quantize, main, replica=replica, **clipped)
-                for transform in TRANSFORMS:
-                    values = main[None, None]
-                    yield _case(ops.hadamard_quantize, values, out=out, hadamard=transform, **named)
+                for clip in CLIPS:
+                    clipped: dict[str, Any] = {"out": out[0], "layout": layout, "clip": clip}
+                    yield _case(ops.subtract_quantize, main, replica=replica, **clipped)
+                for transform in (False, True):
+                    for rounding in ROUNDINGS:
+                        named: dict[str, Any] = {"hadamard": transform, "rounding": rounding}
+                        yield _case(ops.hadamard_quantize, main[None, None], out=out, layout=layout, **named)
 
 
 def special_scales() -> Iterator[KernelCase]:
@@ -219,15 +214,22 @@ def special_scales() -> Iterator[KernelCase]:
             replica = make_special_values(64, seed=9, dtype=dtype)
             layout = MessageLayout(numel=replica.numel(), bits=bits, group_size=64)
             messages = make_messages(3, layout, seed=10, special=True)
+            for accumulate in (False, True):
+                target: dict[str, Any] = {
+                    "replica": replica[None],
+                    "layout": layout,
+                    "accumulate": accumulate,
+                }
+                yield _case(ops.dequantize_add, messages[:1], **target)
             for dither in DITHERS:
-                named: dict[str, Any] = {"layout": layout, "dither": dither}
-                for accumulate in (False, True):
-                    target: dict[str, Any] = {"replica": replica[None], "accumulate": accumulate}
-                    yield _case(ops.dequantize_add, messages[:1], **target, **named)
-                for transform, multiplier in zip(TRANSFORMS, (1.0, 0.1, 2.0**-12), strict=True):
-                    out = torch.empty_like(replica)
-                    target = {"out": out, "hadamard": transform, "multiplier": multiplier}
-                    yield _case(ops.dequantize_reduce_hadamard, messages, **target, **named)
+                for transform, multiplier in ((False, 1.0), (True, 0.1), (True, 2.0**-12)):
+                    named: dict[str, Any] = {
+                        "hadamard": transform,
+                        "multiplier": multiplier,
+                        "dither": dither,
+                    }
+                    named |= {"out": torch.empty_like(replica), "layout": layout}
+                    yield _case(ops.dequantize_reduce_hadamard, messages, **named)
 
 
 def special_sums() -> Iterator[KernelCase]:
@@ -252,7 +254,7 @@ def scales_that_round_up() -> Iterator[KernelCase]:
         main[:, 3] = torch.cat(edges)
         main[:, 4] = -main[:, 3] / 3
         layout = MessageLayout(numel=1024, bits=bits, group_size=32)
-        named = {"out": guarded_messages(1, layout)[0], "layout": layout, "rounding": None}
+        named = {"out": guarded_messages(1, layout)[0], "layout": layout}
         yield _case(ops.subtract_quantize, main.view(-1), replica=None, **named)
 
 
@@ -265,7 +267,7 @@ def ends_of_random_numbers() -> Iterator[KernelCase]:
             for first, row_stride in ((0, 0), ((1 << 32) - 64, (1 << 32) - 32)):
                 for dither in (False, True):
                     key = RoundingKey(k0, k1, first, row_stride, dither=dither, sender=255)
-                    named = {"layout": layout, "hadamard": Hadamard(), "rounding": key}
+                    named = {"layout": layout, "hadamard": True, "rounding": key}
                     yield _case(ops.hadamard_quantize, values, out=out, **named)
 
 

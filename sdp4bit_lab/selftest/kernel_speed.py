@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sdp4bit.config import WeightConfig
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 
@@ -43,7 +42,7 @@ class Case:
 def _make_messages(values: Tensor, layout: MessageLayout) -> Tensor:
     messages = torch.empty(values.shape[0], layout.nbytes, dtype=torch.uint8, device=values.device)
     numbered = KEY._replace(row_stride=layout.padded_numel)
-    ops.hadamard_quantize(values, out=messages, layout=layout, hadamard=Hadamard(), rounding=numbered)
+    ops.hadamard_quantize(values, out=messages, layout=layout, hadamard=True, rounding=numbered)
     return messages
 
 
@@ -72,7 +71,6 @@ def make_cases(elements: int, device: str, *, bits: int = 4) -> dict[str, Case]:
         "replica": replica,
         "out": difference[0],
         "layout": weights,
-        "rounding": None,
         "clip": clip,
     }
     ops.subtract_quantize(main, **named)
@@ -92,7 +90,7 @@ def make_cases(elements: int, device: str, *, bits: int = 4) -> dict[str, Case]:
     result = torch.empty_like(main)
     dithered = numbered._replace(dither=True)
     summed: dict[str, Any] = {"received": intra, "out": reduced, "sent": inter, "dither": None}
-    finished: dict[str, Any] = {"out": result, "layout": whole, "hadamard": Hadamard()}
+    finished: dict[str, Any] = {"out": result, "layout": whole, "hadamard": True}
     finished["multiplier"] = 1 / (32 * RANKS * NODES)
     return {
         COPY: Case(run=lambda: copied.copy_(main), inputs=(main,), output=copied),
@@ -102,15 +100,13 @@ def make_cases(elements: int, device: str, *, bits: int = 4) -> dict[str, Case]:
             output=difference,
         ),
         "dequantize_add": Case(
-            run=lambda: ops.dequantize_add(
-                difference, replica=updated, layout=weights, accumulate=True, dither=None
-            ),
+            run=lambda: ops.dequantize_add(difference, replica=updated, layout=weights, accumulate=True),
             inputs=(difference, updated),
             output=updated,
         ),
         "hadamard_quantize": Case(
             run=lambda: ops.hadamard_quantize(
-                gradient, out=sent, layout=intra, hadamard=Hadamard(), rounding=numbered
+                gradient, out=sent, layout=intra, hadamard=True, rounding=numbered
             ),
             inputs=(gradient,),
             output=sent,

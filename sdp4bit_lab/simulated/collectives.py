@@ -5,18 +5,18 @@ A message is quantized right where its receiver reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from sdp4bit.collectives.all_reduce import PieceQuantizer, sections_of
 from sdp4bit.collectives.exchange import PendingExchange, Use
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, RowPart
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, ReductionSlice, RowPart
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section, split_messages, whole_row
 from sdp4bit.collectives.topology import NodeLayout, Topology, arrange
-from sdp4bit.collectives.weight_replica import QuantizedReplica
+from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.traffic import Level, TrafficCounter
 
@@ -98,7 +98,7 @@ class SimulatedReduceScatter:
                     exchange=SimulatedExchange(topology, scratch, bucket=bucket),
                 )
             )
-        self._under_way: list[list[Iterator[None]]] = []
+        self._under_way: list[list[ReductionSlice]] = []
         self._row: Tensor | None = None
 
     def add(
@@ -122,7 +122,7 @@ class SimulatedReduceScatter:
         if self._row is None or self._row.shape != rows.shape[1:] or self._row.device != rows.device:
             self._row = rows.new_empty(rows.shape[1])
         self._take(
-            self._members[rank].begin(
+            self._members[rank].slices(
                 self._row, rows.view(-1), call=call, nonfinite=nonfinite, sections=sections
             )
         )
@@ -130,16 +130,18 @@ class SimulatedReduceScatter:
     def add_parts(self, parts: Sequence[RowPart], row: Tensor, *, call: int) -> None:
         """Add the next rank's sections, whose outputs together are this row, which `finish` hands on."""
         self._row = row
-        self._take(self._members[len(self._under_way)].begin_parts(parts, call=call))
+        self._take(self._members[len(self._under_way)].slices_of_parts(parts, call=call))
 
-    def _take(self, slices: list[Iterator[None]]) -> None:
+    def _take(self, slices: list[ReductionSlice]) -> None:
         """Let the next rank send its messages, and those of a node that is complete theirs to others."""
         self._under_way.append(slices)
         rank, per_node = len(self._under_way) - 1, self._layout.ranks_per_node
-        _advance(slices)
+        for each in slices:
+            each.send()
         if self._layout.nodes > 1 and per_node > 1 and (rank + 1) % per_node == 0:
             for member in self._under_way[-per_node:]:
-                _advance(member)
+                for each in member:
+                    each.forward()
 
     def finish(self, take: Callable[[int, Tensor], None]) -> None:
         """Hand every rank's row [n] of the sum to take(rank, row), which must copy it.
@@ -149,7 +151,8 @@ class SimulatedReduceScatter:
         under_way, self._under_way = self._under_way, []
         assert self._row is not None and len(under_way) == self._layout.size
         for rank, slices in enumerate(under_way):
-            _advance(slices)
+            for each in slices:
+                each.finish()
             take(rank, self._row)
 
     def configure(self, config: GradientConfig) -> None:
@@ -219,42 +222,26 @@ class SimulatedAllReduce:
 
         def quantize(rank: int, row: Tensor) -> None:
             message = messages[rank : rank + 1]
-            self._pieces.quantize_all(row.split(lengths), message, call=call, rank=rank, sections=cut)
+            self._pieces.quantize(row.split(lengths), message, call=call, rank=rank, sections=cut)
 
         self._reduction.finish(quantize)
-        self._pieces.restore_all(messages, total, call=call, multiplier=multiplier, sections=cut)
+        self._pieces.restore(messages, total, call=call, multiplier=multiplier, sections=cut)
         return total
 
 
-def _advance(slices: list[Iterator[None]]) -> None:
-    """Every slice has gone on to its next transfer, or to its end."""
-    for reduction in slices:
-        next(reduction, None)
-
-
-class SimulatedReplica(QuantizedReplica):
-    """What all simulated ranks hold of a parameter group's weights, which is the same on all: kept once."""
+class SimulatedReplica(WeightReplica):
+    """Replica that all simulated ranks share: it is the same on all, and stored once, by the caller."""
 
     def __init__(
-        self,
-        layout: NodeLayout,
-        *,
-        config: WeightConfig,
-        seed: int,
-        bucket: int,
-        traffic: TrafficCounter,
-        scratch: Scratch,
+        self, layout: NodeLayout, *, config: WeightConfig, traffic: TrafficCounter, scratch: Scratch
     ) -> None:
         """Prepare; nothing is allocated.
 
         Args:
             traffic: counts what one of the ranks sends; all send the same.
         """
-        super().__init__(config, seed=seed, bucket=bucket, rank=0)
-        self._layout = layout
-        self._traffic = traffic
-        self._scratch = scratch
-        self._is_full = config.replica == "full" or layout.ranks_per_node == 1
+        topology = Topology(layout=layout, node=0, local_rank=0, intra=None, inter=None)
+        super().__init__(topology, config=config, traffic=traffic, scratch=scratch)
 
     def refresh_fully(self, rows: Tensor, held: Tensor) -> None:
         """Set what is held to the given rows of all ranks.
@@ -262,43 +249,42 @@ class SimulatedReplica(QuantizedReplica):
         Args:
             rows, held: [ranks, n], contiguous, in the type that weights are gathered in.
         """
-        layout, row_bytes = self._layout, held[0].nbytes
+        layout, row_bytes = self._topology.layout, held[0].nbytes
         if rows is not held:
             held.copy_(rows)
         if layout.nodes > 1:
             self._traffic.count_bytes(row_bytes, level="inter", peers=layout.nodes - 1)
-        if self._is_full and layout.ranks_per_node > 1:
+        if self.is_full and layout.ranks_per_node > 1:
             peers = layout.ranks_per_node - 1
             self._traffic.count_bytes(row_bytes * layout.nodes, level="intra", peers=peers)
 
-    def refresh(self, rows: Tensor, held: Tensor, *, call: int, sections: Sequence[Section] = ()) -> None:
+    def refresh(self, rows: Tensor, held: Tensor, *, sections: Sequence[Section] = ()) -> None:
         """Move what is held towards the given rows by their quantized differences.
 
         Args:
-            call: number of this refresh of the bucket since the start, for the rounding bits.
             sections: of a row; () for one.
         """
         if self.bits is None:
             self.refresh_fully(rows, held)
             return
         chosen = sections or whole_row(rows.shape[1])
-        layout, message = self._layout, self.message_layout(chosen)
+        layout, message = self._topology.layout, self.message_layout(chosen)
         sent = self._scratch.messages("weights", layout.size, message.nbytes, device=rows.device)
         for section, part in zip(chosen, split_messages(sent, message), strict=True):
             main, replica = section.take(rows), section.take(held)
             for rank in range(layout.size):
-                self.quantize(main[rank], replica[rank], part[rank], call=call, rank=rank, section=section)
-            self.apply(part, replica, call=call, section=section)
+                self.quantize(main[rank], replica[rank], part[rank], section=section)
+            self.apply(part, replica, section=section)
             section.put(replica, held)
         if layout.nodes > 1:
             self._traffic.count_messages(message, level="inter", peers=layout.nodes - 1)
-        if self._is_full and layout.ranks_per_node > 1:
+        if self.is_full and layout.ranks_per_node > 1:
             peers = layout.ranks_per_node - 1
             self._traffic.count_messages(message, level="intra", peers=peers, copies=layout.nodes)
 
     def count_gather(self, row_bytes: int) -> None:
         """Count a gather of the weights from the ranks of the node, if a rank does not hold all of them."""
-        layout = self._layout
-        if not self._is_full:
+        layout = self._topology.layout
+        if not self.is_full:
             peers = layout.ranks_per_node - 1
             self._traffic.count_bytes(row_bytes * layout.nodes, level="intra", peers=peers)

@@ -169,8 +169,6 @@ class SimulatedCommHandle(CommHandle):
             comm.replica = SimulatedReplica(
                 self.layout,
                 config=config.weights,
-                seed=config.seed,
-                bucket=comm.index,
                 traffic=comm.weight_traffic,
                 scratch=self._scratch,
             )
@@ -264,7 +262,7 @@ class SimulatedCommHandle(CommHandle):
             comm.is_changed = comm.is_changed and comm.was_loaded
             comm.resync_wanted = comm.was_loaded = False
         if comm.is_changed:
-            comm.replica.refresh(rows, held, call=comm.refreshes, sections=comm.weight_sections)
+            comm.replica.refresh(rows, held, sections=comm.weight_sections)
             comm.refreshes += 1
             comm.is_changed = False
         layout.read_rows(held, self._held)

@@ -158,7 +158,7 @@ def all_reduce(
     for rank, start in enumerate(starts):
         row = padded(sums[rank])
         row = hadamard32(row.contiguous()) if config.hadamard and bits is not None else row
-        named = {"rounding": rounding, "call": call, "stage": Stage.WEIGHT, "rank": rank}
+        named = {"rounding": rounding, "call": call, "stage": Stage.GATHER, "rank": rank}
         random = rounding_bits(row, **named, sender=0)
         seen, bound = passed(row, bits, group_size, random, dither=rounding == "dither")
         factor = torch.tensor(multiplier)
@@ -195,7 +195,7 @@ def _intra(
     return sums.view(world, nodes, length), limits.view(world, nodes, length)
 
 
-def refresh(replica: Tensor, mains: Tensor, *, config: WeightConfig, call: int) -> Tensor:
+def refresh(replica: Tensor, mains: Tensor, *, config: WeightConfig) -> Tensor:
     """Return the replica [world, n] after a quantized refresh towards the main shards [world, n]."""
     if config.bits is None or not mains.shape[1]:
         return mains.clone()
@@ -203,14 +203,9 @@ def refresh(replica: Tensor, mains: Tensor, *, config: WeightConfig, call: int) 
     for rank, (held, main) in enumerate(zip(replica, mains, strict=True)):
         direct = config.mode == "direct"
         row = padded(main.float() if direct else main.float() - held.float())
-        if config.rounding == "dither":  # all rows are numbered as one
-            stream = pack_stream(step=call, bucket=BUCKET, stage=Stage.WEIGHT, rank=0)
-            random = random_bits16(rank * len(row), len(row), *derive_keys(SEED, stream))
-        else:
-            named = {"rounding": config.rounding, "call": call, "stage": Stage.WEIGHT, "rank": rank}
-            random = rounding_bits(row, **named, sender=0)
-        dither, clip = config.rounding == "dither", config.effective_clip
-        values, _ = passed(row, config.bits, config.group_size, random, dither=dither, clip=clip)
+        values, _ = passed(
+            row, config.bits, config.group_size, None, dither=False, clip=config.effective_clip
+        )
         received = values[: len(main)]
         result[rank] = received if direct else held.float() + received
     return result

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.config import GradientConfig
-from sdp4bit.quantization import ops, reference
+from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import hadamard32
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
 from sdp4bit.traffic import TrafficCounter
 from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, simulated_layout
 
@@ -200,7 +199,6 @@ UNBIASED = {
     "int8 alone": ONE_NODE,
     "int4 alone": ONE_NODE.with_config(intra_bits=4),
     "tlq-hs": SMALL,
-    "tlq-hs with random signs": SMALL.with_config(random_signs=True),
     "tlq": SMALL.with_config(hadamard=False),
     "ulq": SMALL.with_config(intra_bits=4, hadamard=False),
     "dither": SMALL.with_config(**DITHER),
@@ -287,25 +285,6 @@ def test_stochastic_error_averages_out_over_steps_and_nearest_error_does_not() -
     assert averaged_nearest > 10 * averaged
 
 
-def test_random_signs_bound_what_a_fixed_pattern_costs_its_group() -> None:
-    """A row of the transform's own matrix lands in one value, and its neighbours share that value's scale."""
-    gradients = torch.randn(4, 1024, generator=torch.Generator().manual_seed(8))
-    pattern = hadamard32(torch.eye(32))[21]
-    gradients.view(4, -1, GROUP)[..., :32] = 4 * pattern
-    exact = gradients.double().mean(0)
-    steps = 20
-
-    def error(reduction: Reduction) -> float:
-        results = (reduction(gradients, seed=2, step=step).double() for step in range(steps))
-        return (
-            sum(float((result - exact).view(-1, GROUP)[:, 32:].square().mean()) for result in results) / steps
-        )
-
-    # The pattern makes one value of 32 times its size. With random signs the largest of its 32 values has
-    # sqrt(2 * 32 * log(64)) = 16 times that size, about: half the scale, a quarter of the mean square.
-    assert error(SMALL.with_config(random_signs=True)) < 0.5 * error(SMALL)
-
-
 # -- weight differences: contraction, tracking, the counterexample ------------------------------------
 
 
@@ -317,18 +296,13 @@ QMAX = {4: 7, 8: 127}
 # Contraction, paper definition 4.2: |C(v) - v|**2 <= (1 - delta) |v|**2
 
 
-def rounding_key(seed: int, *, step: int) -> RoundingKey:
-    return RoundingKey(*derive_keys(seed, pack_stream(step=step, bucket=0, stage=Stage.WEIGHT, rank=0)))
-
-
-def quantize_once(values: Tensor, bits: int, group_size: int, *, seed: int | None = None) -> Tensor:
-    """Return what arrives of values [n]; rounded to nearest, or stochastically with a seed."""
+def quantize_once(values: Tensor, bits: int, group_size: int) -> Tensor:
+    """Return what arrives of values [n]."""
     layout = MessageLayout(numel=values.numel(), bits=bits, group_size=group_size)
     message = torch.empty(layout.nbytes, dtype=torch.uint8)
-    key = None if seed is None else rounding_key(seed, step=0)
-    ops.subtract_quantize(values, replica=None, out=message, layout=layout, rounding=key)
+    ops.subtract_quantize(values, replica=None, out=message, layout=layout)
     received = torch.empty(1, values.numel())
-    ops.dequantize_add(message.unsqueeze(0), replica=received, layout=layout, accumulate=False, dither=None)
+    ops.dequantize_add(message.unsqueeze(0), replica=received, layout=layout, accumulate=False)
     return received[0]
 
 
@@ -371,28 +345,6 @@ def test_guaranteed_contraction_of_the_weight_group_is_positive_and_almost_reach
     assert 1 - delta - 0.01 < error <= 1 - delta
 
 
-def test_stochastic_rounding_need_not_contract() -> None:
-    # One value 7, all others 0.1 in a group of 2048. In exact arithmetic with step one: 2.65 and 0.29.
-    values = torch.full((WEIGHT_GROUP,), 0.1)
-    values[0] = 7.0
-    exact = 0.09 * 2047 / (49 + 20.47)  # a value at 0.1 of a level varies by 0.1 * 0.9
-    assert exact == pytest.approx(2.65, abs=0.005)
-    _, reciprocal, _ = reference.compute_scales(values.view(1, -1), 4)
-    fixed = (values * reciprocal).to(torch.int32)
-    scale = 65536 / reciprocal.item()
-    fraction = (fixed & 0xFFFF).double() / 65536
-    variance = (fraction * (1 - fraction)).sum().item() * scale**2
-    expected = variance / values.double().square().sum().item()
-    # The scale rule takes a step of 1 + 2**-7 instead of 1: the variance x (step - x) grows with the step.
-    assert exact <= expected <= exact * (1 + 2**-7 / 0.9) + 0.01
-    repeats = [relative_mse(quantize_once(values, 4, WEIGHT_GROUP, seed=s), values) for s in range(50)]
-    # Each of 50 x 2047 values moves up with probability 0.1: five standard deviations.
-    spread = 5 * math.sqrt(0.1 * 0.9 / (50 * 2047)) / 0.09
-    assert sum(repeats) / 50 == pytest.approx(expected, rel=spread)
-    assert min(repeats) > 2
-    assert relative_mse(quantize_once(values, 4, WEIGHT_GROUP), values) == pytest.approx(0.295, abs=1e-3)
-
-
 # Weights over steps
 
 
@@ -421,8 +373,8 @@ def test_quantized_differences_track_the_main_weights_for_200_steps() -> None:
     for update in adam_like_updates(numel, 200, learning_rate=3e-4):
         main = main - update
         before = (main.double() - replica.double()).norm().item()
-        ops.subtract_quantize(main, replica=replica, out=message, layout=layout, rounding=None)
-        ops.dequantize_add(message[None], replica=replica[None], layout=layout, accumulate=True, dither=None)
+        ops.subtract_quantize(main, replica=replica, out=message, layout=layout)
+        ops.dequantize_add(message[None], replica=replica[None], layout=layout, accumulate=True)
         # One step of the paper's recursion. bf16 rounds by at most 2**-8 of a value, fp32 by 2**-24.
         gap = (main.double() - replica.double()).norm().item()
         cast = 2**-8 * replica.double().norm().item() + 2**-23 * main.double().norm().item()
@@ -441,18 +393,16 @@ def test_quantized_differences_track_the_main_weights_for_200_steps() -> None:
     assert sum(directs) >= 1000 * sum(differences)
 
 
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_residual_is_not_lost_but_sent_later(stochastic: bool) -> None:
+def test_residual_is_not_lost_but_sent_later() -> None:
     # With the main weights at rest, repeated differences bring an fp32 replica to them.
     main = student_t(WEIGHT_GROUP, seed=1)
     replica = torch.zeros(1, WEIGHT_GROUP)
     layout = MessageLayout(numel=WEIGHT_GROUP, bits=4, group_size=WEIGHT_GROUP)
     message = torch.empty(layout.nbytes, dtype=torch.uint8)
-    for step in range(40):
-        key = rounding_key(0, step=step) if stochastic else None
-        ops.subtract_quantize(main, replica=replica[0], out=message, layout=layout, rounding=key)
-        ops.dequantize_add(message.unsqueeze(0), replica=replica, layout=layout, accumulate=True, dither=None)
-    # The largest residual falls to half a level (nearest) or a level (stochastic) of 7 per step.
+    for _ in range(40):
+        ops.subtract_quantize(main, replica=replica[0], out=message, layout=layout)
+        ops.dequantize_add(message.unsqueeze(0), replica=replica, layout=layout, accumulate=True)
+    # The largest residual falls to half a level of 7 per step.
     assert (replica[0] - main).abs().max().item() <= 2.0**-23 * main.abs().max().item()
 
 

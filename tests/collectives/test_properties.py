@@ -55,7 +55,6 @@ weight_configs = st.builds(
     bits=bits,
     group_size=group_sizes,
     mode=st.sampled_from(["difference", "direct"]),
-    rounding=roundings,
     replica=st.sampled_from(["node", "full"]),
 )
 Case = tuple[tuple[int, int], list[int], torch.dtype, int]
@@ -204,21 +203,13 @@ def test_without_a_quantizer_whole_numbers_are_summed_exactly(
 def refresh_on_threads(world: World, config: WeightConfig, mains: list[Tensor]) -> list[Tensor]:
     """What this rank holds, [rows, n], or could gather, [world, n], after each refresh towards [world, n]."""
     counter, rank, topology = world.counter(), dist.get_rank(), world.topology()
-    replica = WeightReplica(
-        topology,
-        config=config,
-        seed=plain.SEED,
-        rank=rank,
-        bucket=plain.BUCKET,
-        traffic=counter,
-        scratch=Scratch(),
-    )
+    replica = WeightReplica(topology, config=config, traffic=counter, scratch=Scratch())
     replica.start_full_refresh(mains[0][rank])
     replica.wait()
     counter.end_step()
     held = []
-    for call, rows in enumerate(mains):
-        replica.start_quantized_refresh(rows[rank].clone(), call=call)
+    for rows in mains:
+        replica.start_quantized_refresh(rows[rank].clone())
         replica.wait()
         held.append(replica.rows.clone())
     planned = [weight_refresh(rows.shape[1], grid=world.grid, config=config) for rows in mains]
@@ -245,7 +236,7 @@ def check_weights(case: Case, config: WeightConfig) -> None:
     expected = start
     is_full = config.replica == "full" or per_node == 1
     for call, rows in enumerate(mains):
-        expected = plain.refresh(expected, rows, config=config, call=call)
+        expected = plain.refresh(expected, rows, config=config)
         if config.bits is None:
             assert torch.equal(expected, rows)
         by_place = expected.view(nodes, per_node, numel)
@@ -292,7 +283,7 @@ def test_hundreds_of_ranks_sum_and_refresh_by_definition(nodes: int) -> None:
     assert error.mean() < bound.mean() / world.size**0.5
     for weights in (
         WeightConfig(group_size=64),
-        WeightConfig(group_size=64, replica="full", rounding="stochastic"),
+        WeightConfig(group_size=64, replica="full"),
         WeightConfig(bits=None),
     ):
         check_weights(((nodes, 8), [numel], torch.bfloat16, nodes), weights)

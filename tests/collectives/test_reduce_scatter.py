@@ -1,6 +1,6 @@
 """Two-level reduce-scatter, between processes and over simulated ranks, which refresh weights alike too.
 
-The shard map, exactness with the identity, slices, random signs. Layer: gloo.
+The shard map, exactness with the identity, slices. Layer: gloo.
 """
 
 from __future__ import annotations
@@ -10,23 +10,17 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology, arrange, create_topologies
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
-from sdp4bit.quantization import ops
-from sdp4bit.quantization.hadamard import Hadamard
-from sdp4bit.quantization.layout import message_layout
-from sdp4bit.quantization.random import RoundingKey
 from sdp4bit.traffic import Traffic, TrafficCounter
 from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, SimulatedReplica, simulated_layout
 from tests.ranks import on_ranks, run_ranks
 
 EXACT = GradientConfig(intra_bits=None, inter_bits=None)
-SIGNED = GradientConfig(random_signs=True)
 LAYOUTS = [(2, 2), (3, 2), (2, 3), (4, 2), (4, 1), (1, 4), (1, 1)]
 
 
@@ -49,17 +43,11 @@ def make(
     return topology, reduce_scatter, traffic
 
 
-def reduce_integers(nodes: int, per_node: int, chunks: int, signed: bool = False) -> None:
-    """Each rank ends with the sum of the rows meant for it, in the order of a plain reduce-scatter.
-
-    Args:
-        signed: transform the fp32 values, with random signs.
-    """
+def reduce_integers(nodes: int, per_node: int, chunks: int) -> None:
+    """Each rank ends with the sum of the rows meant for it, in the order of a plain reduce-scatter."""
     world, rank = nodes * per_node, dist.get_rank()
-    config = replace(EXACT, pipeline_chunks=chunks, random_signs=signed)
-    _, reduce_scatter, _ = make(nodes, per_node, config)
-    assert reduce_scatter._transform(0) is None, "nothing is quantized: there is no transform"
-    reduce_scatter._hadamard = reduce_scatter._random_signs = signed
+    _, reduce_scatter, _ = make(nodes, per_node, replace(EXACT, pipeline_chunks=chunks))
+    assert not reduce_scatter.hadamard, "nothing is quantized: there is no transform"
     for call, numel in enumerate((0, 1, 31, 128, 777, 1000)):
         # Small integers, so that sums are exact in fp32 in any order.
         rows = (torch.arange(world * numel) % 997).float().view(world, numel)
@@ -73,11 +61,6 @@ def reduce_integers(nodes: int, per_node: int, chunks: int, signed: bool = False
 def test_every_rank_gets_its_row_exactly(nodes: int, per_node: int) -> None:
     for chunks in (1, 3):
         run_ranks(reduce_integers, nodes * per_node, nodes, per_node, chunks)
-
-
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2), (2, 1), (1, 2)])
-def test_an_unquantized_reduction_with_random_signs_is_the_plain_one(nodes: int, per_node: int) -> None:
-    run_ranks(reduce_integers, nodes * per_node, nodes, per_node, 3, True)
 
 
 def reduce_floats(nodes: int, per_node: int) -> None:
@@ -153,7 +136,7 @@ def reduce_special_values(config: GradientConfig) -> None:
         assert torch.equal(output.isnan(), expected)
 
 
-@pytest.mark.parametrize("config", [GradientConfig(hadamard=False), SIGNED])
+@pytest.mark.parametrize("config", [GradientConfig(hadamard=False), GradientConfig()])
 def test_values_that_are_not_finite_come_out_not_finite(config: GradientConfig) -> None:
     run_ranks(reduce_special_values, 4, config)
 
@@ -163,59 +146,6 @@ def test_an_input_of_the_wrong_size_is_an_error() -> None:
     _, reduce_scatter, _ = make(2, 1, GradientConfig())
     with pytest.raises(ValueError, match="2 x 10 values, got 30"):
         reduce_scatter(torch.empty(10), torch.empty(30), call=0)
-
-
-# -- random signs -------------------------------------------------------------------------------------
-
-
-def gathered(tensor: Tensor) -> list[Tensor]:
-    results = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(results, tensor)
-    return results
-
-
-@on_ranks(4)
-def test_signs_are_those_of_the_call_on_every_rank() -> None:
-    """Other signs give another rounding of the same sum, every call other ones, and the ranks the same."""
-    nearest = replace(SIGNED, intra_rounding="nearest", inter_rounding="nearest")
-    _, plain, _ = make(2, 2, replace(nearest, random_signs=False))
-    _, signed, _ = make(2, 2, nearest)
-    rows = torch.randn(4 * 1000, generator=torch.Generator().manual_seed(dist.get_rank()))
-    exact = sum(gathered(rows)).view(4, 1000)[dist.get_rank()]
-    results = []
-    for reduce_scatter, call in ((plain, 0), (plain, 1), (signed, 0), (signed, 1), (signed, 0)):
-        results.append(torch.empty(1000))
-        reduce_scatter(results[-1], rows, call=call)
-        assert (results[-1] - exact).norm() < 0.15 * exact.norm()
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[2], results[4])
-    assert not torch.equal(results[2], results[0])
-    assert not torch.equal(results[2], results[3])
-
-    drawn = torch.tensor([signed._transform(call).signs for call in range(50)])
-    assert len(set(drawn.tolist())) == 50
-    assert all(torch.equal(drawn, others) for others in gathered(drawn))
-    assert 0 < (signed.requantized(rows) - rows).norm() < 0.15 * rows.norm()
-    assert not signed.requantized(torch.full((1000,), float("nan"))).isfinite().any()
-
-
-def test_neither_slices_nor_back_ends_change_a_bit_with_random_signs() -> None:
-    pytest.importorskip("numba", reason="compares with numba")
-    config = replace(SIGNED, intra_group_size=96, inter_group_size=256)
-    expected = run_ranks(reduce_with_slices, 4, config)
-    actual = run_ranks(reduce_with_slices, 4, config, backend="numba")
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-
-
-def test_calls_of_the_operators_without_signs_are_the_plain_transform() -> None:
-    values = torch.randn(2, 1, 100, generator=torch.Generator().manual_seed(0))
-    layout, rounding = message_layout(numel=100, bits=4, group_size=32), RoundingKey(1, 2, row_stride=128)
-    with ops.use_backend("reference"):
-        messages = [torch.zeros(2, layout.nbytes, dtype=torch.uint8) for _ in range(3)]
-        for message, hadamard in zip(messages, (Hadamard(), Hadamard(0), Hadamard(6)), strict=True):
-            ops.hadamard_quantize(values, out=message, layout=layout, hadamard=hadamard, rounding=rounding)
-    assert torch.equal(messages[0], messages[1])
-    assert not torch.equal(messages[0], messages[2])
 
 
 # -- simulated ranks ----------------------------------------------------------------------------------
@@ -237,10 +167,8 @@ GRADIENTS = [
 ]
 WEIGHTS = [
     WeightConfig(),
-    WeightConfig(replica="full", rounding="stochastic", group_size=96),
+    WeightConfig(replica="full", group_size=96),
     WeightConfig(mode="direct", bits=8),
-    WeightConfig(rounding="dither", group_size=96),
-    WeightConfig(replica="full", rounding="dither"),
     WeightConfig(bits=None, replica="full"),
 ]
 
@@ -300,15 +228,13 @@ def refresh_between_processes(nodes: int) -> list[tuple[list[torch.Tensor], Traf
     layout = simulated_layout(4, ranks_per_node=4 // nodes)
     topology, rank = create_topologies([layout])[layout.ranks], dist.get_rank()
     results = []
-    for bucket, config in enumerate(WEIGHTS):
+    for config in WEIGHTS:
         traffic, held = counted(nodes), []
-        replica = WeightReplica(
-            topology, config=config, seed=7, rank=rank, bucket=bucket, traffic=traffic, scratch=Scratch()
-        )
+        replica = WeightReplica(topology, config=config, traffic=traffic, scratch=Scratch())
         for numel in LENGTHS[1:]:
             replica.start_full_refresh(weights_of(rank, 0, numel))
             for call in (1, 2):
-                replica.start_quantized_refresh(weights_of(rank, call, numel), call=call)
+                replica.start_quantized_refresh(weights_of(rank, call, numel))
             held.append(replica.own_shard.clone())
         if not replica.is_full:
             replica.gather(torch.empty(4 * LENGTHS[-1], dtype=torch.bfloat16))
@@ -324,8 +250,6 @@ def test_replicas_and_bytes_are_those_of_processes(nodes: int, per_node: int) ->
         replica = SimulatedReplica(
             simulated_layout(4, ranks_per_node=per_node),
             config=config,
-            seed=7,
-            bucket=bucket,
             traffic=traffic,
             scratch=Scratch(),
         )
@@ -334,27 +258,7 @@ def test_replicas_and_bytes_are_those_of_processes(nodes: int, per_node: int) ->
             held = torch.empty_like(rows[0])
             replica.refresh_fully(rows[0], held)
             for call in (1, 2):
-                replica.refresh(rows[call], held, call=call)
+                replica.refresh(rows[call], held)
             assert all(torch.equal(held[rank], expected[rank][bucket][0][index]) for rank in range(4)), config
         replica.count_gather(held[0].nbytes)
         assert all(traffic.total == of_rank[bucket][1] for of_rank in expected), config
-
-
-def test_sums_of_full_precision_messages_are_within_the_bound_of_fp32() -> None:
-    """The identity for a quantizer: the exact sum, within (ranks - 1) * 2**-24 * sum |x|."""
-    config = replace(GradientConfig(), intra_bits=None, inter_bits=None)
-    reduce_scatter = SimulatedReduceScatter(
-        simulated_layout(6, ranks_per_node=2),
-        config=config,
-        seed=0,
-        bucket=0,
-        traffic=TrafficCounter(nodes=3, ranks_per_node=2),
-        scratch=Scratch(),
-    )
-    inputs = torch.randn(6, 6, 321, generator=torch.Generator().manual_seed(0))
-    for rows in inputs:
-        reduce_scatter.add(rows.clone(), call=0)
-    reduced = torch.empty(6, 321)
-    reduce_scatter.finish(lambda rank, row: reduced[rank].copy_(row))
-    bound = 5 * 2**-24 * inputs.double().abs().sum(0)
-    assert ((reduced - inputs.double().sum(0)).abs() <= bound).all()

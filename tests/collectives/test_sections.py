@@ -50,9 +50,9 @@ GRADIENTS = {
 }
 WEIGHTS = {
     "difference": WeightConfig(group_size=UNIT),
-    "full": WeightConfig(group_size=UNIT, replica="full", rounding="stochastic"),
-    "2 bits": WeightConfig(group_size=UNIT, bits=2, rounding="nearest"),
-    "dither": WeightConfig(group_size=UNIT, rounding="dither", mode="direct"),
+    "full": WeightConfig(group_size=UNIT, replica="full"),
+    "2 bits": WeightConfig(group_size=UNIT, bits=2),
+    "direct": WeightConfig(group_size=UNIT, mode="direct"),
 }
 
 
@@ -292,9 +292,6 @@ def refresh_on_threads(nodes: int, per_node: int, config: WeightConfig, mains: T
     replica = WeightReplica(
         create_topologies([layout])[layout.ranks],
         config=config,
-        seed=plain.SEED,
-        rank=rank,
-        bucket=plain.BUCKET,
         traffic=counter,
         scratch=Scratch(),
         sections=SECTIONS,
@@ -302,14 +299,14 @@ def refresh_on_threads(nodes: int, per_node: int, config: WeightConfig, mains: T
     replica.start_full_refresh(mains[0, rank].bfloat16())
     replica.wait()
     before = counter.total
-    replica.start_quantized_refresh(mains[1, rank], call=5)
+    replica.start_quantized_refresh(mains[1, rank])
     replica.wait()
     whole = replica.rows.clone()  # type: ignore[union-attr]
     sent, planned = counter.total, weight_refresh(NUMEL, grid=grid, config=config, sections=SECTIONS)
     assert sent.inter_bytes - before.inter_bytes == planned.inter_bytes
     assert sent.intra_bytes - before.intra_bytes == planned.intra_bytes
     assert sent.collectives - before.collectives == planned.collectives
-    replica.start_quantized_refresh(mains[2, rank], call=6, ranges=TRAINED)
+    replica.start_quantized_refresh(mains[2, rank], ranges=TRAINED)
     replica.wait()
     return whole, replica.rows, replica.is_full  # type: ignore[return-value]
 
@@ -339,7 +336,6 @@ def test_each_section_is_refreshed_as_if_it_were_alone(
                     section.take(expected),
                     section.take(mains[call - 4]),
                     config=of_section(config, section),
-                    call=section.call(call),
                 )
                 section.take(expected).copy_(moved)
                 section.put(moved, expected)
@@ -354,13 +350,11 @@ def test_each_section_is_refreshed_as_if_it_were_alone(
     simulated = SimulatedReplica(
         simulated_layout(world, ranks_per_node=per_node),
         config=config,
-        seed=plain.SEED,
-        bucket=plain.BUCKET,
         traffic=counter,
         scratch=Scratch(),
     )
     held = mains[0].bfloat16()
-    simulated.refresh(mains[1], held, call=5, sections=SECTIONS)
+    simulated.refresh(mains[1], held, sections=SECTIONS)
     assert torch.equal(held, whole)
 
 
@@ -371,13 +365,11 @@ def test_norms_and_biases_have_errors_of_eight_bits() -> None:
     simulated = SimulatedReplica(
         simulated_layout(world, ranks_per_node=2),
         config=config,
-        seed=0,
-        bucket=0,
         traffic=TrafficCounter(nodes=2, ranks_per_node=2),
         scratch=Scratch(),
     )
     held = mains[0].clone()
-    simulated.refresh(mains[1], held, call=0, sections=SECTIONS)
+    simulated.refresh(mains[1], held, sections=SECTIONS)
     at = 0
     for numel, fine in NUMELS:
         for start in range(at, at + numel, 32) if fine else ():

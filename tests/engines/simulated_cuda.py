@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from sdp4bit.engines.fsdp2.groups import FSDPGroup
+from sdp4bit.quantization import ops, reference
 from tests.engines.stream_simulator import (
     CPU,
     CUDA,
@@ -74,6 +75,23 @@ class _Operators(TorchDispatchMode):
         if name == "copy_" and len(places) > 1 and not (args[2:] or kwargs.get("non_blocking")):
             running().host_waits_for(running().stream.clock, "a copy between host and device")
         return result
+
+
+class _Kernels:
+    """The library's kernels: one operation on the current stream for each call of an operator."""
+
+    def __getattr__(self, name: str) -> Any:
+        compute = getattr(reference, name)
+
+        def launch(first: Tensor, **named: Any) -> None:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                compute(first, **named)
+            written = named["replica" if name == "dequantize_add" else "out"]
+            tensors = [first, *(each for each in named.values() if isinstance(each, Tensor))]
+            reads = [each for each in tensors if each is not written]
+            running().launch(name, reads=reads, writes=[written])
+
+        return launch
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -367,6 +385,7 @@ def simulate(
             stack.enter_context(mock.patch(f"torch.{module}.has_torch_function", _no_override))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", _resized))
         stack.enter_context(mock.patch.object(FSDPGroup, "device", CUDA))
+        stack.enter_context(mock.patch.object(ops, "_backend", return_value=_Kernels()))
         stack.enter_context(_OnCUDA())
         if sees_operators:
             stack.enter_context(_Operators())

@@ -60,7 +60,7 @@ class ByteTests:
             layout = MessageLayout(numel=main.numel(), bits=bits, group_size=32)
             out = guarded_messages(1, layout)[0]
             scaled = (main * 2.0**exponent).view(-1)
-            named = {"out": out, "layout": layout, "rounding": None}
+            named = {"out": out, "layout": layout}
             self.compare(ops.subtract_quantize, scaled, replica=None, **named)
             with ops.use_backend("reference"):
                 ops.subtract_quantize(scaled, replica=None, **named)

@@ -23,7 +23,6 @@ pytest.importorskip("numba", reason="needs numba")
 from sdp4bit.kernels.cpu import backend as cpu
 from sdp4bit.kernels.cpu import kernels as cpu_kernels
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit_lab.selftest.kernel_buffers import guarded_messages, make_values, whole
 from sdp4bit_lab.selftest.kernel_cases import KEY, SHAPES, Shape
@@ -54,7 +53,7 @@ class TestBytes(ByteTests):
 
 def quantize_long(main: Tensor, out: Tensor) -> None:
     """Divided among all threads, whatever the least of work for one."""
-    ops.hadamard_quantize(main.view(1, 1, -1), out=out, layout=LONG_LAYOUT, hadamard=Hadamard(), rounding=KEY)
+    ops.hadamard_quantize(main.view(1, 1, -1), out=out, layout=LONG_LAYOUT, hadamard=True, rounding=KEY)
 
 
 LONG = 1 << 18
@@ -135,13 +134,12 @@ CHECK = """
 import torch
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import RoundingKey
 main = torch.randn(1 << 17, generator=torch.Generator().manual_seed(0))
 layout = MessageLayout(numel=main.numel(), bits=4, group_size=128)
 def quantize(backend):
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
     with ops.use_backend(backend):
-        ops.subtract_quantize(main, replica=None, out=out, layout=layout, rounding=RoundingKey(1, 2))
+        ops.subtract_quantize(main, replica=None, out=out, layout=layout)
     return out
 def check():
     assert torch.equal(quantize("numba"), quantize("reference"))

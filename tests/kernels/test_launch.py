@@ -5,15 +5,16 @@ On a driver that launches nothing: kernels are compiled for a real target, and w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs Triton")
-
-import triton
 
 from sdp4bit.kernels.triton import backend
 from sdp4bit.kernels.triton import launch as launch_module
@@ -25,139 +26,108 @@ if not backend._IS_COMPILED:
     pytest.skip("Triton interprets kernels in this process", allow_module_level=True)
 
 try:  # None of what this needs is public, so it may move in any release.
-    from tests.kernels.fake_driver import KERNELS, Forgetful, fake_driver, operator_calls
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
 except ImportError:
     pytest.skip("this Triton has no known way to compile without a GPU", allow_module_level=True)
 
-
-@pytest.fixture
-def driver_calls():
-    with fake_driver() as calls:
-        yield calls
+Call = tuple[Any, ...]
 
 
 @pytest.fixture
-def own_launches():
-    """How often Triton's own launch ran."""
-    count = [0]
-    run = triton.JITFunction.run
+def calls() -> Iterator[list[Call]]:
+    """The kernel, the grid and the arguments of every launch."""
+    reached: list[Call] = []
 
-    def counted(self, *args, **named):
-        count[0] += 1
-        return run(self, *args, **named)
+    class Launcher:
+        def __init__(self, source: Any, metadata: Any) -> None:
+            self.source = source
 
-    with patch.object(triton.JITFunction, "run", counted):
-        yield count
+        def __call__(self, x: int, y: int, z: int, *rest: Any) -> None:
+            # stream, function, metadata of two kinds, two hooks, and the arguments
+            reached.append((self.source, x, y, z, *map(identity, rest[6:])))
+
+    device = {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
+    active = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 2000,  # Triton keeps compiled kernels per device number
+        get_current_stream=lambda _: 0,
+        launcher_cls=Launcher,
+        map_python_to_cpp_type=str,
+        utils=SimpleNamespace(
+            load_binary=lambda *_: ("module", "function", 64, 0, 1024),  # and registers, spills, threads
+            get_device_properties=lambda _: device,
+            unload_module=lambda _: None,
+        ),
+    )
+    # Kernels that Triton keeps for the device hold the launcher they were made with, and its list.
+    backend.quantize_kernel.device_caches.pop(2000, None)
+    with (
+        patch.object(driver, "_active", active),
+        patch.object(backend, "_IS_COMPILED", False),
+        patch.object(backend, "_warp_size", lambda _: 32),
+        patch.object(backend, "_multiprocessors", lambda _: 132),
+        patch.dict(launch_module._known, clear=True),
+        ops.use_backend("triton"),
+    ):
+        yield reached
 
 
-def identity(argument):
+def identity(argument: Any) -> Any:
     """What the device gets of an argument; views of one tensor are new objects in each call."""
     if not isinstance(argument, torch.Tensor):
         return argument
     return argument.data_ptr(), argument.dtype, argument.shape, argument.stride()
 
 
-def test_second_launch_is_the_first_one(driver_calls, own_launches):
-    """The same kernel, grid and arguments reach the driver, without Triton's own launch."""
-    calls = operator_calls(1 << 14)
-    for run in calls.values():
-        run()
-    assert own_launches == [len(calls)]
-    first = driver_calls.copy()
-    for run in calls.values():
-        run()
-    assert own_launches == [len(calls)]
-    for own, known in zip(first, driver_calls[len(first) :], strict=True):
-        assert own.kernel is known.kernel and own.grid == known.grid
-        assert len(own.arguments) == len(known.arguments) > 10
-        assert list(map(identity, own.arguments)) == list(map(identity, known.arguments))
+class Forgetful(dict[Any, Any]):
+    """Knows no kernel, so that every launch is Triton's own."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
 
 
-def subtract(numel: int, *, offset=0, dtype=torch.bfloat16, bits=4, group_size=128, key=None, replica=True):
-    layout = MessageLayout(numel=numel, bits=bits, group_size=group_size)
-    main = torch.zeros(numel + offset, dtype=dtype)[offset:]
-    other = torch.zeros(numel, dtype=torch.bfloat16) if replica else None
-    out = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    ops.subtract_quantize(main, replica=other, out=out, layout=layout, rounding=key)
+BUFFER = torch.zeros(4096 + 8, dtype=torch.float32)
+
+
+def quantize(numel: int, offset: int, k0: int, dtype: torch.dtype, bits: int, hadamard: bool) -> None:
+    layout = MessageLayout(numel=numel, bits=bits, group_size=128)
+    values, out = BUFFER.view(dtype)[offset : offset + numel].view(1, 1, -1), BUFFER.view(torch.uint8)
+    rounding = None if k0 < 0 else RoundingKey(k0, 1, row_stride=(1 << 32) * (k0 & 32))
+    named: dict[str, Any] = {"layout": layout, "hadamard": hadamard, "rounding": rounding}
+    ops.hadamard_quantize(values, out=out[None, : layout.nbytes], **named)
 
 
 VARIANTS = [
-    {"numel": numel, "offset": offset, "key": key}
-    for numel, offset, key in product(
-        (4096, 4095, 16), (0, 1, 8), (None, RoundingKey(0xFFFFFFFF, 1), RoundingKey(0, 0))
-    )
+    *product((4096, 4095, 16), (0, 1, 8), (-1, 0, 32, 0xFFFFFFDF), (torch.bfloat16,), (4,), (True,)),
+    *product((4096,), (0, 1, 4), (0,), (torch.float32,), (4, 8), (True, False)),
 ]
-VARIANTS += [{"numel": 4096, **other} for other in ({"bits": 8}, {"group_size": 64}, {"replica": False})]
-VARIANTS += [{"numel": 4096, "dtype": torch.float32, "offset": offset} for offset in (0, 1, 4)]
+"""Lengths, alignments, numbers of 32 and of 64 bits, types and constants."""
 
 
-def test_variants_are_those_of_triton(driver_calls, own_launches):
-    """Twice through many calls in one process: each time the kernel that Triton chooses without our help."""
-    expected = []
+def test_known_kernels_are_those_that_triton_chooses(calls):
+    """Twice through many calls: the kernel, the grid and the arguments of Triton's own launch."""
     with patch.object(launch_module, "_known", Forgetful()):
         for variant in VARIANTS:
-            subtract(**variant)
-    expected = [call.kernel for call in driver_calls]
-    assert own_launches == [len(VARIANTS)]
-    assert 10 < len({id(kernel) for kernel in expected}) < len(VARIANTS)
+            quantize(*variant)
+    expected = calls.copy()
+    kernels = {id(source) for source, *_ in expected}
+    assert 10 < len(kernels) < len(VARIANTS)
     for _ in range(2):
-        driver_calls.clear()
+        calls.clear()
         for variant in VARIANTS:
-            subtract(**variant)
-        for call, kernel, variant in zip(driver_calls, expected, VARIANTS, strict=True):
-            assert call.kernel is kernel, variant
-    kernels = len({id(kernel) for kernel in expected})
-    assert own_launches == [len(VARIANTS) + kernels], "one launch of Triton's own for each variant"
+            quantize(*variant)
+        for call, own, variant in zip(calls, expected, VARIANTS, strict=True):
+            assert call[0] is own[0] and call == own, variant
+    assert len(launch_module._known) == len(kernels)
 
 
-def test_changed_alignment_takes_another_kernel(driver_calls):
-    subtract(4096)
-    subtract(4096, offset=1)  # 2 bytes from a multiple of 16
-    subtract(4096, offset=8)  # 16 bytes
-    aligned, ragged, moved = (call.kernel for call in driver_calls)
-    assert aligned is moved and aligned is not ragged
-
-
-@pytest.mark.parametrize(
-    "order", [(0, (1 << 31) - 1, 1 << 31, -(1 << 31)), (-(1 << 31), 1 << 31, (1 << 31) - 1, 0)]
-)
-def test_wide_numbers_take_another_kernel(driver_calls, order):
-    """A number that needs 64 bits is not cut to the 32 of a kernel that is known."""
-    layout = MessageLayout(numel=64, bits=8, group_size=64)
-    values, out = torch.zeros(1, 1, 64), torch.zeros(1, layout.nbytes, dtype=torch.uint8)
-    constants = (16, 8, 1.0, 2, 16, 2, False, False, 1, False)
-    for first in order:
-        numbers = (4, 0, 0, 2, 0, 1, 2, first, 0, None, None)
-        tensors = values, values, out
-        launch_module.launch(backend.quantize_kernel, (1, 1, 1), tensors, numbers, constants, 1)
-    for call, first in zip(driver_calls, order, strict=True):
-        assert call.kernel.signature["first_block"] == ("i64" if first == 1 << 31 else "i32")
-
-
-def test_devices_have_kernels_of_their_own(driver_calls):
-    """A compiled kernel is loaded into one device's context."""
-    subtract(4096)
-    with patch.object(torch.Tensor, "get_device", lambda _: 1):
-        subtract(4096)
-    assert sorted(key[1] for key in launch_module._known) == [-1, 1]
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
-def test_numbers_are_never_specialized(kernel):
+@pytest.mark.parametrize("name", ["quantize", "dequantize", "reduce_quantize", "reduce_hadamard"])
+def test_numbers_are_never_specialized(name):
     """What the choice of a kernel relies on: tensors, numbers of which only the type counts, constants."""
-    kinds = []
-    for parameter in kernel.params:
-        if parameter.is_constexpr:
-            kinds.append("constant")
-        else:
-            kinds.append("number" if parameter.do_not_specialize else "tensor")
+    kernel = getattr(backend, f"{name}_kernel")
+    kinds = [
+        "constant" if p.is_constexpr else "number" if p.do_not_specialize else "tensor" for p in kernel.params
+    ]
     assert kinds == sorted(kinds, key=["tensor", "number", "constant"].index)
-    assert kinds.count("tensor") == (3 if kernel is backend.quantize_kernel else 2)
-
-
-def test_storages_of_amd_count(monkeypatch):
-    """For AMD Triton's choice depends on the size of a storage."""
-    monkeypatch.setattr(launch_module, "_IS_HIP", True)
-    near, far = torch.empty(16, dtype=torch.uint8), torch.empty((1 << 31) + 16, dtype=torch.uint8)
-    assert launch_module._variant(near) == launch_module._variant(far[:16][:0].new_empty(16))
-    assert launch_module._variant(near) != launch_module._variant(far[:16])
+    assert kinds.count("tensor") == (3 if name == "quantize" else 2)

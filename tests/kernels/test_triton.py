@@ -27,11 +27,9 @@ from triton.runtime.errors import InterpreterError
 
 from sdp4bit.kernels.triton import backend as cuda
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit_lab.selftest import kernel_cases
-from sdp4bit_lab.selftest.kernel_buffers import guarded_messages, make_values
-from sdp4bit_lab.selftest.kernel_cases import KEY, SHAPES, TROUBLE, Shape
+from sdp4bit_lab.selftest.kernel_cases import SHAPES, TROUBLE, Shape
 from tests.kernels.byte_tests import ByteTests, compare
 from tests.quantization.property_cases import CALLS, hold
 
@@ -80,7 +78,7 @@ def test_cpu_tensors_are_refused_with_the_way_out():
     layout = MessageLayout(numel=64, bits=4, group_size=32)
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
     with ops.use_backend("triton"), pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
-        ops.subtract_quantize(torch.zeros(64), replica=None, out=out, layout=layout, rounding=None)
+        ops.subtract_quantize(torch.zeros(64), replica=None, out=out, layout=layout)
 
 
 INTERPRETED_BY_DEFAULT = {(128, 0), (128, 3 * 128 + 96), (160, 160 * 2 + 96 + 7)}
@@ -102,14 +100,9 @@ def shape(request: pytest.FixtureRequest) -> Shape:
 
 
 @pytest.fixture(autouse=True)
-def any_order(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Few programs with several tiles each, in random order, if they are interpreted."""
-    if not IS_INTERPRETED:
-        yield
-        return
-    from tests.kernels.program_order import random_order
-
-    with random_order(request.node.nodeid, resident_warps=3):
+def few_programs() -> Iterator[None]:
+    """Few programs with several tiles each."""
+    with patch.object(cuda, "_RESIDENT_WARPS", 3 if IS_INTERPRETED else cuda._RESIDENT_WARPS):
         yield
 
 
@@ -144,42 +137,3 @@ class TestBytes(ByteTests):
             compare_unless_too_old(getattr(ops, name), call[0], **call[1])
 
         hold(SOME, CALLS[name](), check, name=name)
-
-
-@pytest.mark.skipif(not IS_INTERPRETED, reason="orders are those of the interpreter")
-class TestOrder:
-    """The check of the order, which every other test here runs under, can fail."""
-
-    @pytest.fixture(autouse=True)
-    def any_order(self):
-        """In place of the one that every other test has."""
-
-    @pytest.mark.parametrize(
-        "warps", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 100)), 24]
-    )
-    def test_programs_share_out_all_tiles(self, warps):
-        """From one program with every tile to a program per tile."""
-        from tests.kernels.program_order import random_order
-
-        layout = MessageLayout(numel=128 * 8 * 5 + 77, bits=4, group_size=128, parts=2)
-        values = make_values(2, 3, layout.numel, seed=5).transpose(0, 1)
-        named = {"layout": layout, "hadamard": Hadamard(3), "rounding": KEY._replace(row_stride=1 << 20)}
-        with random_order(str(warps), resident_warps=warps) as order:
-            compare_unless_too_old(ops.hadamard_quantize, values, out=guarded_messages(3, layout), **named)
-        tiles = -(-layout.groups // 16)
-        assert order.launches == 1
-        assert order.programs == 6 * -(-tiles // max(1, 6 * tiles // warps))
-
-    def test_two_programs_that_store_alike_are_found(self):
-        from tests.kernels.program_order import random_order
-
-        layout = MessageLayout(numel=128 * 40, bits=4, group_size=128)
-        out = guarded_messages(2, layout)
-        values = make_values(2, 1, layout.numel, seed=5)
-        with (
-            pytest.raises(AssertionError, match="more than one program"),
-            random_order("", resident_warps=3),
-            patch.object(cuda, "_message_stride", lambda _: 0),  # every message is the first
-            ops.use_backend("triton"),
-        ):
-            ops.hadamard_quantize(values, out=out, layout=layout, hadamard=None, rounding=None)

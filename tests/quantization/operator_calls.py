@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout, message_layout
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 
@@ -29,7 +28,7 @@ def quantized(
     values: Tensor,
     layout: MessageLayout,
     *,
-    hadamard: Hadamard | None = None,
+    hadamard: bool = False,
     rounding: RoundingKey | None = None,
 ) -> Tensor:
     """Messages of values [destinations, parts, n]."""

@@ -157,7 +157,7 @@ def encoded(rows: Tensor, bits: int, group_size: int, *, stochastic: bool = Fals
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
     out = torch.full((1, layout.nbytes), 0xAA, dtype=torch.uint8)
     rounding = KEY._replace(row_stride=layout.padded_numel) if stochastic else None
-    reference.hadamard_quantize(rows[None], out=out, layout=layout, hadamard=None, rounding=rounding)
+    reference.hadamard_quantize(rows[None], out=out, layout=layout, hadamard=False, rounding=rounding)
     return out[0]
 
 

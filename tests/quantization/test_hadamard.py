@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sdp4bit.quantization.hadamard import INVERSE_FACTOR, flip_signs, hadamard32
+from sdp4bit.quantization.hadamard import INVERSE_FACTOR, hadamard32
 
 repeatable = settings(deadline=None, derandomize=True)
 
@@ -69,20 +69,6 @@ def test_input_is_not_changed() -> None:
 
 def test_empty_input_gives_empty_output() -> None:
     assert hadamard32(torch.empty(3, 0)).shape == (3, 0)
-
-
-@repeatable
-@given(blocks, st.integers(0, 2**32 - 1))
-def test_signs_change_where_their_bits_are_set_and_back(block: list[int], signs: int) -> None:
-    values = torch.tensor(block, dtype=torch.float32)
-    flipped = flip_signs(values, signs)
-    assert flipped.tolist() == [-x if signs >> k & 1 else x for k, x in enumerate(block)]
-    assert torch.equal(flip_signs(hadamard32(hadamard32(flipped)), signs) * INVERSE_FACTOR, values)
-    assert torch.equal(flip_signs(values.repeat(3, 2), signs), flipped.repeat(3, 2))
-
-
-def test_a_zero_changes_its_sign_too() -> None:
-    assert flip_signs(torch.zeros(32), 1 << 31).signbit().tolist() == [False] * 31 + [True]
 
 
 def test_rounding_follows_the_order_of_strides() -> None:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import MAX_ELEMENTS, RoundingKey
 from sdp4bit_lab.selftest.kernel_buffers import POISON, bits_of, guarded_messages, whole
 from tests.quantization.operator_calls import empty_messages, layout_of, values_of
-from tests.quantization.property_cases import PROFILES, hold
 
 NUMEL, BITS, GROUP, ROWS, PARTS = 128, 4, 64, 2, 3
 """A row without padding: one value more has another layout."""
@@ -49,7 +43,6 @@ def valid_calls() -> dict[str, dict[str, Any]]:
             "replica": torch.zeros(NUMEL, dtype=torch.bfloat16),
             "out": guarded_messages(1, LAYOUT)[0],
             "layout": LAYOUT,
-            "rounding": KEY,
             "clip": 0.5,
         },
         "dequantize_add": {
@@ -57,13 +50,12 @@ def valid_calls() -> dict[str, dict[str, Any]]:
             "replica": torch.zeros(ROWS, NUMEL, dtype=torch.bfloat16),
             "layout": LAYOUT,
             "accumulate": True,
-            "dither": DITHER,
         },
         "hadamard_quantize": {
             "values": torch.ones(ROWS, PARTS, NUMEL),
             "out": guarded_messages(ROWS, PARTED),
             "layout": PARTED,
-            "hadamard": Hadamard(5),
+            "hadamard": True,
             "rounding": KEY,
         },
         "dequantize_reduce_quantize": {
@@ -78,7 +70,7 @@ def valid_calls() -> dict[str, dict[str, Any]]:
             "messages": messages(ROWS, LAYOUT),
             "out": torch.zeros(NUMEL),
             "layout": LAYOUT,
-            "hadamard": Hadamard(5),
+            "hadamard": True,
             "multiplier": 0.5,
             "dither": DITHER,
         },
@@ -95,7 +87,6 @@ def call(name: str, arguments: dict[str, Any]) -> None:
 SUBTRACT, ADD, HADAMARD = "subtract_quantize", "dequantize_add", "hadamard_quantize"
 REQUANTIZE, REDUCE = "dequantize_reduce_quantize", "dequantize_reduce_hadamard"
 BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
-    (SUBTRACT, {"main": None}, ["subtract_quantize", "main must be a tensor", "None"]),
     (SUBTRACT, {"main": values_of(2, 64)}, ["main", "1-D", "[2, 64]"]),
     (SUBTRACT, {"replica": values_of(65)}, ["[128]", "[65]"]),
     *((SUBTRACT, {"clip": clip}, [f"clip={clip}", "0.1 to 1"]) for clip in (0.0, 0.09, 1.01, -0.5, math.nan)),
@@ -127,10 +118,9 @@ BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
     (HADAMARD, {"rounding": KEY._replace(k0=1 << 32)}, ["k0=4294967296", "k1=2", "32-bit"]),
     (HADAMARD, {"rounding": KEY._replace(sender=-1)}, ["sender=-1", "at least 0"]),
     (HADAMARD, {"rounding": KEY._replace(dither=2)}, ["dither=2", "True or False"]),
-    (ADD, {"dither": KEY}, ["dither must be a key with dither=True", "k0=1"]),
-    (ADD, {"dither": DITHER._replace(first=8)}, ["first=8", "32"]),
+    (REDUCE, {"dither": KEY}, ["dither must be a key with dither=True", "k0=1"]),
+    (REDUCE, {"dither": DITHER._replace(first=8)}, ["first=8", "32"]),
     (REQUANTIZE, {"dither": DITHER._replace(row_stride=MAX_ELEMENTS)}, [str(MAX_ELEMENTS)]),
-    (HADAMARD, {"hadamard": Hadamard(1 << 32)}, ["signs=4294967296", "32 bits"]),
     (
         HADAMARD,
         {"rounding": RoundingKey(1, 2, 32, MAX_ELEMENTS // 4)},
@@ -146,7 +136,6 @@ BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
     (REDUCE, {"out": torch.zeros(1, 128)}, ["out", "1-D", "[1, 128]"]),
     (REDUCE, {"out": torch.zeros(256)[::2]}, ["out", "contiguous", "[128]"]),
     (REDUCE, {"out": torch.zeros(128).double()}, ["out", "torch.float64"]),
-    (REDUCE, {"hadamard": Hadamard(-1)}, ["signs=-1", "32 bits"]),
     (REDUCE, {"messages": messages(2, layout_of(64))}, ["messages", "80", "[2, 48]"]),
     (REDUCE, {"out": torch.zeros(128, device="meta")}, ["out", "meta", "cpu"]),
 ]
@@ -156,126 +145,14 @@ BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
 def test_bad_call_is_a_value_error_with_the_numbers(
     name: str, change: dict[str, Any], named: list[str]
 ) -> None:
+    arguments = valid_calls()[name] | change
+    written = arguments["replica" if name == ADD else "out"]
+    before = whole(written).clone()
     with pytest.raises(ValueError) as error:
-        call(name, valid_calls()[name] | change)
+        call(name, arguments)
     for text in named:
         assert text in str(error.value)
-
-
-@pytest.mark.parametrize("numbers", [(128, 5, 64, 1), (128, 4, 48, 1), (-1, 4, 64, 1), (128, 4, 64, 0)])
-def test_numbers_that_are_no_layout_are_refused_by_the_registered_operator(numbers: tuple[int, ...]) -> None:
-    main, out = torch.ones(NUMEL), messages(1, LAYOUT)[0]
-    with pytest.raises(ValueError, match=r"bits=5|group_size=48|numel=-1|parts=0"):
-        torch.ops.sdp4bit.subtract_quantize(main, None, out, *numbers, None, 1.0)
-
-
-# Any argument, anything wrong with it
-
-junk = st.sampled_from([None, "4", b"4", 4.5, math.nan, [4], {}, object(), np.ones(3), 2**70, -(2**70)])
-"""What no argument can be, save None for the replica of a difference, a transform or a rounding."""
-wrong_layouts = {
-    "bits": st.sampled_from([-4, 0, 1, 2, 3, 5, 7, 9, 16, 31, 33, 64, 2**40, True, False]),
-    "group_size": st.sampled_from([-64, -1, 0, 1, 31, 33, 48, 65, 100, 2**40 + 1, True]),
-    "numel": st.sampled_from([-100, -1, 0, 63, 64, 129, 1 << 40]),
-    "parts": st.sampled_from([-1, 0, 2, 4, 1 << 40]),
-}
-wrong_numbers = st.sampled_from([-32, -1, 1, 31, 33, MAX_ELEMENTS, 2**40, -(2**40)])
-wrong_keys = st.sampled_from([-1, 1 << 32, 1 << 40, -(1 << 31)])
-wrong_roundings = {
-    **{"k0": wrong_keys, "k1": wrong_keys, "first": wrong_numbers, "row_stride": wrong_numbers},
-    "sender": st.sampled_from([-1, -(2**40)]),
-}
-wrong_signs = st.sampled_from([-1, -(1 << 31), 1 << 32, (1 << 32) + 5])
-wrong_dtypes = st.sampled_from(
-    [torch.float64, torch.int32, torch.int8, torch.bool, torch.complex64, torch.uint8, torch.float32]
-)
-
-
-def _misaligned(tensor: Tensor, offset: int) -> Tensor:
-    """Messages whose rows begin where a kernel must not write."""
-    rows, length = tensor.shape if tensor.dim() == 2 else (1, tensor.shape[0])
-    buffer = torch.full((rows, length + 32), POISON, dtype=torch.uint8)
-    view = buffer[:, offset : offset + length]
-    return view if tensor.dim() == 2 else view[0]
-
-
-def _strided(tensor: Tensor) -> Tensor:
-    return torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)[..., ::2]
-
-
-shape_changes: dict[str, Callable[[Tensor], Tensor]] = {
-    "longer": lambda x: torch.cat([x, x[..., -16:]], -1).clone(),
-    "shorter": lambda x: x[..., :-48].clone(),
-    "empty": lambda x: x[..., :0].clone(),
-    "one more row": lambda x: torch.cat([x, x[-1:]]).clone(),
-    "one more dimension": lambda x: x.unsqueeze(0).clone(),
-    "no dimension": lambda x: x.new_zeros(()),
-    "flat": lambda x: x.flatten().clone() if x.dim() > 1 else x.view(1, 1, -1).clone(),
-    "every other value": _strided,
-}
-"""Each makes a tensor of any argument one that does not fit; the first of a reduction may have more rows."""
-
-
-@st.composite
-def wrong_arguments(draw: st.DrawFn) -> tuple[str, str, Callable[[Any], Any]]:
-    """An operator, the argument that does not fit, and what makes it so."""
-    name = draw(st.sampled_from(sorted(valid_calls())))
-    arguments = valid_calls()[name]
-    wrong = draw(st.sampled_from(sorted(arguments)))
-    value = arguments[wrong]
-    if isinstance(value, bool | float):  # PyTorch takes None for a bool, and numbers
-        kinds = float | int | None if isinstance(value, bool) else float | int
-        other = draw(junk.filter(lambda x: not isinstance(x, kinds)))
-        return name, wrong, lambda _: other
-    if not isinstance(value, Tensor) and draw(st.booleans()):
-        other = draw(junk.filter(lambda x: x is not None or isinstance(value, MessageLayout)))
-        return name, wrong, lambda _: other
-    if isinstance(value, MessageLayout):
-        field = draw(st.sampled_from(sorted(wrong_layouts)))
-        number = draw(junk | wrong_layouts[field])
-        return name, wrong, lambda layout: dataclasses.replace(layout, **{field: number})
-    if isinstance(value, RoundingKey | Hadamard):
-        wrong_fields = wrong_roundings if isinstance(value, RoundingKey) else {"signs": wrong_signs}
-        # A single row has no next one, whose number could be wrong.
-        fields = wrong_fields.keys() - ({"row_stride"} if name in (SUBTRACT, REDUCE) else set())
-        field = draw(st.sampled_from(sorted(fields)))
-        number = draw(junk.filter(lambda x: x is not None) | wrong_fields[field])
-        return name, wrong, lambda record: record._replace(**{field: number})
-    changes = [*shape_changes, "dtype", "value"]
-    if value.dtype == torch.uint8:
-        changes.append("misaligned")
-    if wrong == "messages" and name != "dequantize_add":
-        changes.remove("one more row")
-    change = draw(st.sampled_from(changes))
-    if change == "value":
-        other = draw(junk.filter(lambda x: x is not None or wrong != "replica" or name == "dequantize_add"))
-        return name, wrong, lambda _: other
-    if change == "misaligned":
-        offset = draw(st.integers(1, 15))
-        return name, wrong, lambda tensor: _misaligned(tensor, offset)
-    if change == "dtype":
-        fitting = {value.dtype, torch.float32} if value.is_floating_point() else {value.dtype}
-        dtype = draw(wrong_dtypes.filter(lambda dtype: dtype not in fitting))
-        return name, wrong, lambda tensor: tensor.to(dtype)
-    return name, wrong, shape_changes[change]
-
-
-def check_refused(case: tuple[str, str, Callable[[Any], Any]]) -> None:
-    """ValueError, TypeError or, from PyTorch's own check of types, RuntimeError; nothing has been written."""
-    name, wrong, change = case
-    arguments, before = valid_calls()[name], {}
-
-    def attempt() -> None:
-        arguments[wrong] = change(arguments[wrong])
-        tensors = {key: value for key, value in arguments.items() if isinstance(value, Tensor)}
-        before.update((key, whole(value).clone()) for key, value in tensors.items())
-        call(name, arguments)
-
-    with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
-        attempt()
-    assert str(error.value).strip(), "refused without a word"
-    for key, copy in before.items():
-        assert torch.equal(whole(arguments[key]), copy)
+    assert written.is_meta or torch.equal(whole(written), before)
 
 
 def test_valid_calls_are_not_refused() -> None:
@@ -284,11 +161,6 @@ def test_valid_calls_are_not_refused() -> None:
         before = bits_of(written).clone()
         call(name, arguments)
         assert not torch.equal(bits_of(written), before)
-
-
-@PROFILES
-def test_an_argument_that_does_not_fit_is_refused(profile: settings) -> None:
-    hold(profile, wrong_arguments(), check_refused)
 
 
 def test_multipliers_beyond_fp32_are_infinite() -> None:

@@ -17,7 +17,6 @@ from sdp4bit.quantization.random import (
     Stage,
     check_numbers,
     derive_keys,
-    draw_signs,
     hash32,
     pack_stream,
     random_bits16,
@@ -156,23 +155,6 @@ def test_a_name_beyond_its_field_is_refused(name: str) -> None:
         bits = limit.bit_length() - 1
         with pytest.raises(ValueError, match=rf"{name}={value} does not fit the {bits} bits"):
             pack_stream(**names | {name: value})
-
-
-def test_stages_are_four_different_numbers() -> None:
-    stages = (Stage.INTRA, Stage.INTER, Stage.WEIGHT, Stage.SIGNS)
-    assert [int(stage) for stage in stages] == list(range(1 << 2))
-
-
-def test_signs_are_32_fair_bits_that_seed_step_and_bucket_name() -> None:
-    drawn = [draw_signs(5, step=step, bucket=9) for step in range(2000)]
-    assert drawn == [draw_signs(5, step=step, bucket=9) for step in range(2000)]
-    assert len(set(drawn)) == 2000
-    assert all(0 <= signs < 1 << 32 for signs in drawn)
-    for lane in range(32):
-        # Five standard deviations of 2000 fair coins.
-        assert abs(sum(signs >> lane & 1 for signs in drawn) - 1000) < 5 * 2000**0.5 / 2
-    others = {draw_signs(6, step=0, bucket=9), draw_signs(5, step=0, bucket=8)}
-    assert len(others - {drawn[0]}) == 2
 
 
 # Bits

@@ -389,7 +389,7 @@ def test_a_non_finite_value_of_one_rank_survives_the_reduction(
                 out[part : part + 1],
                 out=result[part],
                 layout=sent,
-                hadamard=None,
+                hadamard=False,
                 multiplier=0.5,
                 dither=None,
             )

@@ -227,9 +227,6 @@ class FSDPCommHandle(CommHandle):
                 comm.replica = WeightReplica(
                     weight_topologies[comm.group.ranks],
                     config=config.weights,
-                    seed=config.seed,
-                    rank=comm.group.shard_rank,
-                    bucket=comm.index,
                     traffic=comm.weight_traffic,
                     scratch=weight_scratch,
                     sections=comm.group.sections(

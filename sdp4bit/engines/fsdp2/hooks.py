@@ -145,7 +145,7 @@ class AllGatherHook:
         if refresh.is_full:
             replica.start_full_refresh(row if loaded is None else loaded)
         if main is not None:
-            replica.start_quantized_refresh(main, call=comm.refreshes, ranges=comm.ranges_of(refresh))
+            replica.start_quantized_refresh(main, ranges=comm.ranges_of(refresh))
             comm.refreshes += 1
         comm.note_refresh(row, refresh=refresh)
         self._state.warn_of_full_refreshes(comm)

@@ -23,7 +23,7 @@ _REFERENCE = GradientConfig(intra_group_size=512, hadamard=False)
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Let the parser take the reference implementation's flags, by its names and defaults; return the parser.
 
-    --hadamard-random-signs, --gradients-inside-one-node and --wq-clip are this library's own.
+    --gradients-inside-one-node and --wq-clip are this library's own.
     Goes to Megatron as `extra_args_provider`. Flags of the reference's launch scripts that current versions
     of Megatron have dropped are taken and ignored, with a warning by :func:`from_args`.
     """

@@ -20,7 +20,6 @@ from sdp4bit.engines.group import GroupCommunication, reduction_multiplier
 from sdp4bit.engines.handle import ModelCommunication
 from sdp4bit.engines.measures import sample_of
 from sdp4bit.engines.megatron.buckets import MegatronBucket
-from sdp4bit.quantization.random import BUCKET_BITS
 from sdp4bit.traffic import TrafficCounter
 
 
@@ -38,37 +37,21 @@ class BucketReplica(WeightReplica):
         topology: Topology,
         *,
         config: WeightConfig,
-        seed: int,
         scratch: Scratch,
-        number: int,
         exact_ranges: Sequence[Sequence[Range]],
         traffic: TrafficCounter,
     ) -> None:
         """Prepare; nothing is sent.
 
         Args:
-            number: of the bucket, for the rounding bits.
             exact_ranges: for every rank, the ranges of its row that travel in full precision.
         """
-        config = replace(config, replica="full")
-        rank, name = topology.row, bucket.name
-        super().__init__(
-            topology,
-            config=config,
-            seed=seed,
-            rank=rank,
-            bucket=number,
-            traffic=traffic,
-            scratch=scratch,
-            name=name,
-        )
+        config, name = replace(config, replica="full"), bucket.name
+        super().__init__(topology, config=config, traffic=traffic, scratch=scratch, name=name)
         self._group = bucket
         self._exact = WeightReplica(
             topology,
             config=WeightConfig(bits=None, replica=config.replica),
-            seed=seed,
-            rank=rank,
-            bucket=number,
             traffic=traffic,
             scratch=scratch,
             name=name,
@@ -118,20 +101,17 @@ class BucketReplica(WeightReplica):
         self.start_full_refresh(self.own_shard.clone())
         self.wait()
 
-    def refresh(self, *, call: int) -> None:
+    def refresh(self) -> None:
         """Move the replica to the main weights, by quantized differences.
 
         Steps: 1. read the main weights;  2. take the exact ranges out of the difference;  3. exchange the
         quantized differences and add them;  4. gather the exact ranges.
-
-        Args:
-            call: number of this refresh of the bucket since the start, for the rounding bits.
         """
         row = self.main_shard()
         self._traffic.count_plain(self.own_shard.nbytes)
         self._attach_rows()
         exact = self._take_out_exact(row) if self.exact_numel else None
-        self.start_quantized_refresh(row, call=call)
+        self.start_quantized_refresh(row)
         self.wait()
         if exact is not None:
             self._gather_exact(exact)
@@ -242,8 +222,12 @@ class BucketCommunication(GroupCommunication[MegatronBucket, BucketReplica]):
         """Reduce gradients as `reduce` does; yields whenever a transfer is under way."""
         assert self.reduction is not None
         arguments = self._next_reduction(input, op, sample_numel)
-        for steps in self.reduction.begin(output, input, whole=True, **arguments):
-            yield from steps
+        for each in self.reduction.slices(output, input, whole=True, **arguments):
+            *steps, last = each.steps
+            for step in steps:
+                step()
+                yield
+            last()
 
     def _next_reduction(self, input: Tensor, op: object, sample_numel: int | None) -> dict[str, Any]:
         """Return what tells the next reduction from others, and count it."""
@@ -264,7 +248,7 @@ class BucketCommunication(GroupCommunication[MegatronBucket, BucketReplica]):
         """Move the replica to the main weights, by quantized differences."""
         assert self.replica is not None
         self.is_changed = False
-        self.replica.refresh(call=self.refreshes)
+        self.replica.refresh()
         self.refreshes += 1
 
     @torch.inference_mode(False)
@@ -305,13 +289,3 @@ class MegatronModelCommunication(ModelCommunication[BucketCommunication]):
         self._stepped += 1
         if self._stepped == self._optimizers:
             self.measure_step()
-
-
-def weight_number(bucket: MegatronBucket, index: int) -> int:
-    """Return the bucket's number for the rounding bits of its weights.
-
-    A tied embedding has the same number on the first and the last pipeline stage, so that both, with equal
-    main weights, round alike; it is no other bucket's.
-    """
-    tied = (1 << BUCKET_BITS) - 1
-    return tied if bucket.has_tied_embedding else index + (index >= tied)

@@ -33,7 +33,6 @@ from sdp4bit.engines.megatron.communication import (
     BucketCommunication,
     BucketReplica,
     MegatronModelCommunication,
-    weight_number,
 )
 from sdp4bit.engines.megatron.objects import Chunk, Optimizer
 from sdp4bit.engines.megatron.patches import GroupPatch, OptimizerPatch
@@ -127,9 +126,7 @@ class MegatronCommHandle(CommHandle):
                     bucket,
                     weights[bucket.ranks],
                     config=config.weights,
-                    seed=config.seed,
                     scratch=weight_scratch,
-                    number=weight_number(bucket, comm.index),
                     exact_ranges=replicated_ranges(bucket, self._copies.parameters),
                     traffic=comm.weight_traffic,
                 )

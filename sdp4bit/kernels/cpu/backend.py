@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from sdp4bit.kernels.cpu import kernels, tiles
-from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import MessageLayout, round_up
 from sdp4bit.quantization.random import RoundingKey
 
@@ -176,23 +175,14 @@ def _rounding_numbers(rounding: RoundingKey | None) -> tuple[int, ...]:
     return (tiles.DITHER, *numbers, rounding.mask) if is_dither else (tiles.STOCHASTIC, *numbers, 0)
 
 
-def _dither_numbers(dither: RoundingKey | None, *, is_sum: bool) -> tuple[int, ...]:
-    """Return whether codes are dithered, the keys, how values are numbered, and the sender of a row's first
-    message: of sums that is 0.
-    """
-    if dither is None:
-        return False, 0, 0, 0, 0, 0
-    return True, dither.k0, dither.k1, dither.first, dither.row_stride, 0 if is_sum else dither.sender
+def _dither_numbers(dither: RoundingKey | None) -> tuple[int, ...]:
+    """Return whether codes are dithered, the keys, and the number of the first value of row 0."""
+    return (False, 0, 0, 0) if dither is None else (True, dither.k0, dither.k1, dither.first)
 
 
 def _step(layout: MessageLayout, clip: float = 1.0) -> int:
     """Return the bits of the part of a group's largest magnitude that a unit of the codes is."""
     return _float_bits(clip / (2 ** (layout.bits - 1) - 1))
-
-
-def _transform_numbers(hadamard: Hadamard | None) -> tuple[int, int]:
-    """Return whether to transform, and the signs."""
-    return (False, 0) if hadamard is None else (True, hadamard.signs)
 
 
 def subtract_quantize(
@@ -201,7 +191,6 @@ def subtract_quantize(
     replica: Tensor | None,
     out: Tensor,
     layout: MessageLayout,
-    rounding: RoundingKey | None,
     clip: float,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`."""
@@ -214,7 +203,7 @@ def subtract_quantize(
         layout.numel, layout.padded_numel, 1, 1,
         out.data_ptr(), 0, layout.code_bytes, layout.scales_offset, layout.payload_bytes, layout.nbytes,
         layout.groups, layout.bits, layout.group_size, _step(layout, clip),
-        (2 ** (layout.bits - 1) - 1) << 16 if clip < 1 else 0, False, 0, *_rounding_numbers(rounding),
+        (2 ** (layout.bits - 1) - 1) << 16 if clip < 1 else 0, False, *_rounding_numbers(None),
         work=layout.numel, layout=layout,
     )  # fmt: skip
 
@@ -225,7 +214,6 @@ def dequantize_add(
     replica: Tensor,
     layout: MessageLayout,
     accumulate: bool,
-    dither: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`."""
     rows = replica.shape[0]
@@ -236,7 +224,7 @@ def dequantize_add(
         kernels.dequantize_rows,
         messages.data_ptr(), messages.stride(0), 1, layout.scales_offset, layout.bits, layout.group_size,
         rows, layout.numel, layout.padded_numel, target.data_ptr(), target.stride(0) * size, size == 2,
-        accumulate, _NEGATIVE_ZERO_BITS, False, 0, kernels.ONE_BITS, *_dither_numbers(dither, is_sum=False),
+        accumulate, _NEGATIVE_ZERO_BITS, False, kernels.ONE_BITS, *_dither_numbers(None),
         work=rows * layout.numel, layout=layout, terms=1,
     )  # fmt: skip
     if target is not replica:
@@ -248,7 +236,7 @@ def hadamard_quantize(
     *,
     out: Tensor,
     layout: MessageLayout,
-    hadamard: Hadamard | None,
+    hadamard: bool,
     rounding: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`."""
@@ -261,7 +249,7 @@ def hadamard_quantize(
         layout.numel, layout.padded_numel, destinations, layout.parts,
         out.data_ptr(), out.stride(0), layout.code_bytes, layout.scales_offset, layout.payload_bytes,
         layout.nbytes, layout.groups, layout.bits, layout.group_size, _step(layout), 0,
-        *_transform_numbers(hadamard), *_rounding_numbers(rounding),
+        hadamard, *_rounding_numbers(rounding),
         work=values.numel(), layout=layout,
     )  # fmt: skip
 
@@ -283,7 +271,7 @@ def dequantize_reduce_quantize(
         received.groups, received.bits, received.group_size, parts, sent.padded_numel,
         out.data_ptr(), out.stride(0), sent.scales_offset, sent.payload_bytes, sent.nbytes,
         sent.bits, sent.group_size, _step(sent), *_rounding_numbers(rounding),
-        *_dither_numbers(dither, is_sum=True),
+        *_dither_numbers(dither), 0 if dither is None else dither.row_stride,
         work=max(terms, 1) * parts * sent.numel, layout=sent, terms=terms,
     )  # fmt: skip
 
@@ -293,7 +281,7 @@ def dequantize_reduce_hadamard(
     *,
     out: Tensor,
     layout: MessageLayout,
-    hadamard: Hadamard | None,
+    hadamard: bool,
     multiplier: float,
     dither: RoundingKey | None,
 ) -> None:
@@ -304,8 +292,7 @@ def dequantize_reduce_hadamard(
         kernels.dequantize_rows,
         messages.data_ptr(), messages.stride(0), terms, layout.scales_offset, layout.bits, layout.group_size,
         1, layout.numel, layout.padded_numel, target.data_ptr(), 0, target.dtype is torch.bfloat16,
-        False, 0, *_transform_numbers(hadamard), _float_bits(multiplier),
-        *_dither_numbers(dither, is_sum=True),
+        False, 0, hadamard, _float_bits(multiplier), *_dither_numbers(dither),
         work=max(terms, 1) * layout.numel, layout=layout, terms=terms,
     )  # fmt: skip
     if target is not out:

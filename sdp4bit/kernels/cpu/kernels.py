@@ -31,7 +31,6 @@ from sdp4bit.kernels.cpu.tiles import (
 )
 from sdp4bit.kernels.cpu.vectors import (
     INT64,
-    flip_signs,
     float_from_bits,
     hadamard32,
     largest_lane,
@@ -104,25 +103,21 @@ def _share(rows, padded, tile, thread, threads):
 
 
 @inline
-def _load_block(source, is_bf16, replica, replica_is_bf16, hadamard, signs, count, spare):
+def _load_block(source, is_bf16, replica, replica_is_bf16, hadamard, count, spare):
     """Return up to 32 values, less those of the replica, transformed."""
     block = load_values(source, is_bf16, count, spare)
     if replica:
         block = block - load_values(replica, replica_is_bf16, count, spare)
     if hadamard:
-        if signs:
-            block = flip_signs(block, signs)
         block = hadamard32(block)
     return block
 
 
 @inline
-def _finish_block(block, target, is_bf16, accumulate, hadamard, signs, multiplier, count, spare):
+def _finish_block(block, target, is_bf16, accumulate, hadamard, multiplier, count, spare):
     """Transform and scale a block of sums, and write it or add it to its place."""
     if hadamard:
         block = hadamard32(block)
-        if signs:
-            block = flip_signs(block, signs)
     if multiplier != ONE_BITS:  # which would change nothing
         block = block * splat(float_from_bits(multiplier))
     if accumulate:
@@ -139,17 +134,14 @@ def _clear_padding(out, messages, stride, payload_bytes, nbytes):
 
 
 def quantize_rows(thread, threads, parameters):
-    """Quantize the rows of a tensor, minus a replica if there is one, transformed if `hadamard`.
-
-    Before the transform, element k of each block changes its sign if bit k of `signs` is set.
-    """
+    """Quantize the rows of a tensor, minus a replica if there is one, transformed if `hadamard`."""
     (
         values, is_bf16, outer_stride, inner_stride, replica, replica_is_bf16,
         numel, padded, destinations, parts,
         out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, bits, group_size,
-        step, limit, hadamard, signs, rounding, k0, k1, first, row_stride, mask,
+        step, limit, hadamard, rounding, k0, k1, first, row_stride, mask,
         tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 32)  # fmt: skip
+    ) = _unpack(parameters, 31)  # fmt: skip
     total, spare, largest, _ = _locate(thread, tile, scratch, scratch_stride)
     shift, replica_shift = 2 - is_bf16, 2 - replica_is_bf16
     tiles, row, start = _share(destinations * parts, padded, tile, thread, threads)
@@ -168,13 +160,13 @@ def quantize_rows(thread, threads, parameters):
             for i in range(origin, min(stop, whole), 32):
                 block = _load_block(
                     source + (i << shift), is_bf16, other + (i << replica_shift) if replica else 0,
-                    replica_is_bf16, hadamard, signs, 32, spare,
+                    replica_is_bf16, hadamard, 32, spare,
                 )  # fmt: skip
                 peak = record(total + 4 * i, block, peak)
             if whole < stop:
                 block = _load_block(
                     source + (whole << shift), is_bf16, other + (whole << replica_shift) if replica else 0,
-                    replica_is_bf16, hadamard, signs, numel - start - whole, spare,
+                    replica_is_bf16, hadamard, numel - start - whole, spare,
                 )  # fmt: skip
                 peak = record(total + 4 * whole, block, peak)
             store_u32(largest + 4 * group, largest_lane(peak))
@@ -201,11 +193,11 @@ def reduce_quantize(thread, threads, parameters):
         messages, stride, terms, code_bytes_in, scales_offset_in, groups_in, bits_in, group_size_in,
         parts, padded, out, out_stride, scales_offset, payload_bytes, nbytes, bits, group_size,
         step, rounding, k0, k1, first, row_stride, mask,
-        is_dither, k0_in, k1_in, first_in, row_stride_in, sender, tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 33)  # fmt: skip
+        is_dither, k0_in, k1_in, first_in, row_stride_in, tile, scratch, scratch_stride,
+    ) = _unpack(parameters, 32)  # fmt: skip
     total, spare, largest, table = _locate(thread, tile, scratch, scratch_stride)
     masks = table + 4 * terms
-    write_masks(masks, terms, is_dither, sender)
+    write_masks(masks, terms, is_dither)
     tiles, part, start = _share(parts, padded, tile, thread, threads)
     for _ in range(tiles):
         count = min(tile, padded - start)
@@ -239,17 +231,17 @@ def reduce_quantize(thread, threads, parameters):
 def dequantize_rows(thread, threads, parameters):
     """Write the sum of messages i * terms to (i + 1) * terms to row i, or add it if `accumulate`.
 
-    It is transformed if `hadamard`, its signs changed where `signs` has a bit set, and multiplied. `initial`
-    and `multiplier` are the bits of fp32 numbers; sums start from the first.
+    It is transformed if `hadamard`, and multiplied. `initial` and `multiplier` are the bits of fp32 numbers;
+    sums start from the first.
     """
     (
         messages, stride, terms, scales_offset, bits, group_size, rows, numel, padded,
-        out, out_stride, is_bf16, accumulate, initial, hadamard, signs, multiplier,
-        is_dither, k0, k1, first, row_stride, sender, tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 26)  # fmt: skip
+        out, out_stride, is_bf16, accumulate, initial, hadamard, multiplier,
+        is_dither, k0, k1, first, tile, scratch, scratch_stride,
+    ) = _unpack(parameters, 23)  # fmt: skip
     total, spare, _, table = _locate(thread, tile, scratch, scratch_stride)
     masks = table + 4 * terms
-    write_masks(masks, terms, is_dither, sender)
+    write_masks(masks, terms, is_dither)
     shift = 2 - is_bf16
     tiles, row, start = _share(rows, padded, tile, thread, threads)
     for _ in range(tiles):
@@ -258,7 +250,7 @@ def dequantize_rows(thread, threads, parameters):
         sum_messages(
             total, start, count, start // group_size, message, message + scales_offset,
             terms, stride, bits, group_size, padded, table, masks, float_from_bits(initial),
-            is_dither, row * row_stride + first, k0, k1, spare,
+            is_dither, first, k0, k1, spare,
         )  # fmt: skip
         target = out + row * out_stride + (start << shift)
         whole = min(count, (numel - start) & ~31)
@@ -268,15 +260,13 @@ def dequantize_rows(thread, threads, parameters):
             if shift == 2:
                 prefetch(target + ((i + count) << shift) + 64)
             block = load_f32(total + 4 * i)
-            _finish_block(
-                block, target + (i << shift), is_bf16, accumulate, hadamard, signs, multiplier, 32, spare
-            )
+            _finish_block(block, target + (i << shift), is_bf16, accumulate, hadamard, multiplier, 32, spare)
         if whole < count:
             block = load_f32(total + 4 * whole)
             left = numel - start - whole
             _finish_block(
                 block, target + (whole << shift), is_bf16, accumulate,
-                hadamard, signs, multiplier, left, spare,
+                hadamard, multiplier, left, spare,
             )  # fmt: skip
         start += tile
         if start >= padded:

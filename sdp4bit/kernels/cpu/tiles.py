@@ -415,12 +415,12 @@ def sum_nibbles(total, codes, count, shift, table, masks, terms, stride, start, 
 
 
 @inline
-def write_masks(masks, terms, is_dither, sender):
-    """Write the mask of each term's dither, as take_off needs it; terms are senders from `sender` on."""
+def write_masks(masks, terms, is_dither):
+    """Write the mask of each term's dither, as take_off needs it; terms are numbered like senders."""
     for term in range(terms if is_dither else 0):
-        number, mask = sender + term, 0
+        mask = 0
         for bit in range(8):
-            mask |= (number >> bit & 1) << (8 - bit)
+            mask |= (term >> bit & 1) << (8 - bit)
         store_u32(masks + 4 * term, mask)
 
 

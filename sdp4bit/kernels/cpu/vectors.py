@@ -401,23 +401,6 @@ def hadamard32(typing_context, block):
 
 
 @intrinsic
-def flip_signs(typing_context, block, signs):
-    """Return 32 values of which value k has changed its sign if bit k of the int64 is set."""
-
-    def codegen(context, builder, sig, args):
-        lanes = ir.VectorType(INT32, 32)
-        # Bit k moves to the sign bit of lane k. The sign is flipped as a bit, so that zeros and NaN follow
-        # the same rule as other numbers.
-        to_the_top = ir.Constant(lanes, [INT32(31 - lane) for lane in range(32)])
-        flips = builder.shl(_splat_int(builder, args[1], 32), to_the_top)
-        flips = builder.and_(flips, _constant(32, 0x80000000))
-        flipped = builder.xor(builder.bitcast(args[0], lanes), flips)
-        return builder.bitcast(flipped, args[0].type)
-
-    return block(block, types.int64), codegen
-
-
-@intrinsic
 def random_bits16(typing_context, element, k0, k1, mask):
     """Return the 16 random bits of each value of the block that begins at `element`, a multiple of 32.
 

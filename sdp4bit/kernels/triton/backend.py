@@ -1,8 +1,8 @@
 """The five operators as Triton kernels for NVIDIA and AMD GPUs. Not run on a GPU.
 
-What is known: Triton's interpreter gives the bytes of :mod:`sdp4bit.quantization.reference`, every kernel
-compiles for sm_80 to sm_120, gfx942 and gfx950, to as many instructions as docs/benchmarks.md says. Speed is
-not measured, so tile sizes and warp counts are reasoned, not tuned; nothing is tuned at run time.
+What is known: Triton's interpreter gives the bytes of :mod:`sdp4bit.quantization.reference`, and every
+kernel compiles for sm_80 to sm_120, gfx942 and gfx950. Speed is not measured, so tile sizes and warp counts
+are reasoned, not tuned; nothing is tuned at run time.
 
 Each function is one kernel launch and nothing else: no allocation, no other kernel, no wait for the device.
 So a step can be captured in a CUDA graph, after one call that compiles. Each operator passes once over
@@ -10,8 +10,8 @@ memory: the bytes in the docstrings are all that a value costs, and they are the
 is read once and each output written once. The exception are groups of more than 8192 values, whose input
 `subtract_quantize`, `hadamard_quantize` and `dequantize_reduce_quantize` read twice.
 
-A kernel is compiled per dtype, bits, group size, rounding, number of messages (up to 8), alignment of the
-rows and whether signs change, not per shape. Rows whose length and strides are multiples of 16 values move
+A kernel is compiled per dtype, bits, group size, rounding, number of messages (up to 8) and
+alignment of the rows, not per shape. Rows whose length and strides are multiples of 16 values move
 in 16-byte vectors; rows of any length work, with smaller accesses to the values, never to the codes.
 
 CPU tensors are served if TRITON_INTERPRET=1 was set before Triton was imported, for tests.
@@ -34,7 +34,6 @@ from sdp4bit.kernels.triton.kernels import (
     reduce_quantize_kernel,
 )
 from sdp4bit.kernels.triton.launch import launch
-from sdp4bit.quantization.hadamard import Hadamard
 from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MESSAGE_ALIGNMENT, MessageLayout
 from sdp4bit.quantization.random import RoundingKey
 
@@ -153,11 +152,6 @@ def _mode(rounding: RoundingKey | None) -> int:
     return DITHER.value if rounding.dither else STOCHASTIC.value
 
 
-def _signs(hadamard: Hadamard | None) -> int | None:
-    """Return the signs to change, None for none: another kernel, without the work."""
-    return _signed(hadamard.signs) if hadamard is not None and hadamard.signs else None
-
-
 def _message_stride(messages: Tensor) -> int:
     """Return how far apart messages begin, in units of 16 bytes; a single message may report anything."""
     return messages.stride(0) // MESSAGE_ALIGNMENT if messages.shape[0] > 1 else 0
@@ -172,7 +166,7 @@ def _quantize(
     replica: Tensor | None,
     out: Tensor,
     layout: MessageLayout,
-    hadamard: Hadamard | None,
+    hadamard: bool,
     rounding: RoundingKey | None,
     *,
     destinations: int,
@@ -193,11 +187,11 @@ def _quantize(
         (values, values if replica is None else replica, out),
         (
             *(layout.numel // unit, strides[0] // unit, strides[1] // unit),
-            *(layout.padded_numel // BLOCK, out_stride, *_rounding_numbers(rounding), _signs(hadamard)),
+            *(layout.padded_numel // BLOCK, out_stride, *_rounding_numbers(rounding)),
         ),
         (
             *(unit, layout.bits, float(clip), _group_blocks(layout), groups, slots),
-            *(replica is not None, hadamard is not None, _mode(rounding), is_paired),
+            *(replica is not None, hadamard, _mode(rounding), is_paired),
         ),
         _warps(groups * slots, values_per_thread, out.device),
     )
@@ -209,7 +203,6 @@ def subtract_quantize(
     replica: Tensor | None,
     out: Tensor,
     layout: MessageLayout,
-    rounding: RoundingKey | None,
     clip: float,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`.
@@ -221,7 +214,7 @@ def subtract_quantize(
     # 4 bits are words of a whole chunk.
     per_thread = 16 if layout.bits < 4 else 8
     place = {"destinations": 1, "strides": (0, 0), "out_stride": 0, "values_per_thread": per_thread}
-    _quantize(main, replica, out, layout, None, rounding, **place, is_paired=False, clip=clip)
+    _quantize(main, replica, out, layout, False, None, **place, is_paired=False, clip=clip)
 
 
 def dequantize_add(
@@ -230,7 +223,6 @@ def dequantize_add(
     replica: Tensor,
     layout: MessageLayout,
     accumulate: bool,
-    dither: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`.
 
@@ -245,10 +237,7 @@ def dequantize_add(
         dequantize_kernel,
         (-(-blocks // slots), rows, 1),
         (messages, replica),
-        (
-            *(layout.numel // unit, blocks, _message_stride(messages), row_stride // unit),
-            *(0 if dither is None else dither.mask, *_dither_numbers(dither)),
-        ),
+        (layout.numel // unit, blocks, _message_stride(messages), row_stride // unit),
         (unit, layout.bits, _group_blocks(layout), slots, accumulate),
         # 16 bytes of the replica per thread, the widest store: more would be exchanged before it.
         _warps(slots, 16 // replica.element_size(), replica.device),
@@ -260,7 +249,7 @@ def hadamard_quantize(
     *,
     out: Tensor,
     layout: MessageLayout,
-    hadamard: Hadamard | None,
+    hadamard: bool,
     rounding: RoundingKey | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`.
@@ -272,7 +261,7 @@ def hadamard_quantize(
     # The stride of a dimension of size 1 means nothing.
     strides = values.stride(0) if destinations > 1 else 0, values.stride(1) if parts > 1 else 0
     place = {"destinations": destinations, "strides": strides, "out_stride": _message_stride(out)}
-    is_paired = hadamard is not None and _in_pairs(layout)
+    is_paired = hadamard and _in_pairs(layout)
     work = {"values_per_thread": 32 if is_paired else 16, "is_paired": is_paired}
     _quantize(values, None, out, layout, hadamard, rounding, **place, **work)
 
@@ -315,7 +304,7 @@ def dequantize_reduce_hadamard(
     *,
     out: Tensor,
     layout: MessageLayout,
-    hadamard: Hadamard | None,
+    hadamard: bool,
     multiplier: float,
     dither: RoundingKey | None,
 ) -> None:
@@ -332,11 +321,11 @@ def dequantize_reduce_hadamard(
         (messages, out),
         (
             *(layout.numel // unit, messages.shape[0], blocks, _message_stride(messages)),
-            *(multiplier, _signs(hadamard), *_dither_numbers(dither)[:3]),
+            *(multiplier, *_dither_numbers(dither)[:3]),
         ),
         (
             *(unit, _unrolled(messages.shape[0]), layout.bits, _group_blocks(layout), slots),
-            hadamard is not None,
+            hadamard,
         ),
         _warps(slots, 16, out.device),
     )

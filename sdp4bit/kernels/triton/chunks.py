@@ -169,27 +169,9 @@ def mix16(x):
 
 
 @triton.jit
-def flip_signs(value, chunk, signs, HALF: tl.constexpr):
-    """Change the sign of element k of each block if bit k of `signs` is set.
-
-    HALF says that all are first (0) or second (1) chunks of their blocks; -1 leaves it to their numbers.
-    """
-    if HALF < 0:
-        half = tl.expand_dims(signs >> ((chunk & 1) * 16), -1)
-    else:
-        half = signs >> (16 * HALF)
-    # The bit of each lane as the sign bit of an fp32 number; the shift to the left drops the others.
-    flip = (half >> tl.arange(0, CHUNK)) << 31
-    return (value.to(tl.int32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def load_mixed(row, chunk, mask, numel, signs, UNIT: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr):
-    """Return fp32 of chunks of a row, their signs changed unless `signs` is None, after mix16."""
-    value = load_for(row, chunk, mask, numel, UNIT, BITS)
-    if signs is not None:
-        value = flip_signs(value, chunk, signs, HALF)
-    return mix16(value)
+def load_mixed(row, chunk, mask, numel, UNIT: tl.constexpr, BITS: tl.constexpr):
+    """Return fp32 of chunks of a row after mix16."""
+    return mix16(load_for(row, chunk, mask, numel, UNIT, BITS))
 
 
 @triton.jit

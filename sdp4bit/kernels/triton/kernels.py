@@ -19,7 +19,6 @@ from sdp4bit.kernels.triton.chunks import (
     chunks_of,
     codes_and_scales,
     ends_odd,
-    flip_signs,
     float_from_bf16,
     load_for,
     load_mixed,
@@ -43,8 +42,6 @@ from sdp4bit.kernels.triton.codes import (
     load_small,
     store_codes,
     sum_messages,
-    take_off,
-    take_off_small,
 )
 from sdp4bit.kernels.triton.random_bits import (
     draw_dither,
@@ -53,7 +50,7 @@ from sdp4bit.kernels.triton.random_bits import (
 
 # Arguments that Triton must not make constants of, nor compile variants for: they differ from call to call.
 _RUNTIME = [
-    *("numel", "blocks", "count", "k0", "k1", "first_block", "row_blocks", "signs"),
+    *("numel", "blocks", "count", "k0", "k1", "first_block", "row_blocks"),
     *("destination_stride", "part_stride", "row_stride", "stride", "out_stride", "multiplier"),
     *("sender_mask", "k0_in", "k1_in", "first_block_in", "row_blocks_in"),
 ]
@@ -61,42 +58,42 @@ _RUNTIME = [
 
 @triton.jit
 def _read_transformed(
-    row, numel, low_chunk, high_chunk, mask, is_odd, signs,
+    row, numel, low_chunk, high_chunk, mask, is_odd,
     UNIT: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of a row, transformed. Stride 16 joins the two chunks of a block."""
     if BITS != 4:
         # They are the low and the high one of a slot.
-        first = load_mixed(row, low_chunk, mask, numel, signs, UNIT, 0, BITS)
-        second = load_mixed(row, high_chunk, mask, numel, signs, UNIT, 1, BITS)
+        first = load_mixed(row, low_chunk, mask, numel, UNIT, BITS)
+        second = load_mixed(row, high_chunk, mask, numel, UNIT, BITS)
         return first + second, first - second
     elif PAIRED:
         # They are the low ones of a pair of slots, and the high ones. Of a last slot without another, the low
         # chunk's block goes on in the group's high chunks, so that it counts here as well.
-        first = load_mixed(row, low_chunk, mask, numel, signs, UNIT, 0, BITS)
-        second = load_mixed(row, low_chunk + 1, mask, numel, signs, UNIT, 1, BITS)
+        first = load_mixed(row, low_chunk, mask, numel, UNIT, BITS)
+        second = load_mixed(row, low_chunk + 1, mask, numel, UNIT, BITS)
         if is_odd:
             # The high ones of a pair are of two blocks; the others of those are read, and transformed, too.
-            high = load_mixed(row, high_chunk, mask, numel, signs, UNIT, -1, BITS)
-            twin = load_mixed(row, high_chunk ^ 1, mask, numel, signs, UNIT, -1, BITS)
-            next_high = load_mixed(row, high_chunk + 1, mask, numel, signs, UNIT, -1, BITS)
-            next_twin = load_mixed(row, (high_chunk + 1) ^ 1, mask, numel, signs, UNIT, -1, BITS)
+            high = load_mixed(row, high_chunk, mask, numel, UNIT, BITS)
+            twin = load_mixed(row, high_chunk ^ 1, mask, numel, UNIT, BITS)
+            next_high = load_mixed(row, high_chunk + 1, mask, numel, UNIT, BITS)
+            next_twin = load_mixed(row, (high_chunk + 1) ^ 1, mask, numel, UNIT, BITS)
             is_first = tl.expand_dims(high_chunk & 1, -1) == 0
             high = tl.where(is_first, high + twin, twin - high)
             next_high = tl.where(is_first, next_twin - next_high, next_high + next_twin)
         else:
-            even = load_mixed(row, high_chunk, mask, numel, signs, UNIT, 0, BITS)
-            odd = load_mixed(row, high_chunk + 1, mask, numel, signs, UNIT, 1, BITS)
+            even = load_mixed(row, high_chunk, mask, numel, UNIT, BITS)
+            odd = load_mixed(row, high_chunk + 1, mask, numel, UNIT, BITS)
             high = even + odd
             next_high = even - odd
         return first + second, high, first - second, next_high
     else:
         # They are in different threads. The other chunk of each block is read again, from the cache, and
         # transformed again. The first chunk of a block becomes the sum, the second the difference.
-        low = load_mixed(row, low_chunk, mask, numel, signs, UNIT, -1, BITS)
-        high = load_mixed(row, high_chunk, mask, numel, signs, UNIT, -1, BITS)
-        low_twin = load_mixed(row, low_chunk ^ 1, mask, numel, signs, UNIT, -1, BITS)
-        high_twin = load_mixed(row, high_chunk ^ 1, mask, numel, signs, UNIT, -1, BITS)
+        low = load_mixed(row, low_chunk, mask, numel, UNIT, BITS)
+        high = load_mixed(row, high_chunk, mask, numel, UNIT, BITS)
+        low_twin = load_mixed(row, low_chunk ^ 1, mask, numel, UNIT, BITS)
+        high_twin = load_mixed(row, high_chunk ^ 1, mask, numel, UNIT, BITS)
         low = tl.where(tl.expand_dims(low_chunk & 1, -1) == 0, low + low_twin, low_twin - low)
         high = tl.where(tl.expand_dims(high_chunk & 1, -1) == 0, high + high_twin, high_twin - high)
         return low, high
@@ -104,14 +101,14 @@ def _read_transformed(
 
 @triton.jit
 def _read_values(
-    row, replica, numel, group, slot, blocks, is_odd, signs,
+    row, replica, numel, group, slot, blocks, is_odd,
     UNIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     HAS_REPLICA: tl.constexpr, HADAMARD: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of a row, less the replica or transformed."""
     low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
     if HADAMARD:
-        return _read_transformed(row, numel, low_chunk, high_chunk, mask, is_odd, signs, UNIT, BITS, PAIRED)
+        return _read_transformed(row, numel, low_chunk, high_chunk, mask, is_odd, UNIT, BITS, PAIRED)
     else:
         low = load_for(row, low_chunk, mask, numel, UNIT, BITS)
         high = load_for(row, high_chunk, mask, numel, UNIT, BITS)
@@ -136,7 +133,6 @@ def quantize_kernel(
     first_block,
     row_blocks,
     sender_mask,  # of dither, or None
-    signs,  # to change before the transform, or None
     UNIT: tl.constexpr,
     BITS: tl.constexpr,
     CLIP: tl.constexpr,
@@ -167,14 +163,14 @@ def quantize_kernel(
         group = tl.expand_dims(tile * GROUPS + tl.arange(0, GROUPS), 1)
         is_odd = ends_odd(tile, blocks, GROUP, GROUPS)
         held = _read_values(
-            source, replica, numel, group, slot, blocks, is_odd, signs,
+            source, replica, numel, group, slot, blocks, is_odd,
             UNIT, BITS, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
         )  # fmt: skip
         largest = largest_bits(held)
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
                 again = _read_values(
-                    source, replica, numel, group, slot + i, blocks, is_odd, signs,
+                    source, replica, numel, group, slot + i, blocks, is_odd,
                     UNIT, BITS, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
                 )  # fmt: skip
                 largest = tl.maximum(largest, largest_bits(again))
@@ -188,7 +184,7 @@ def quantize_kernel(
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
                 again = _read_values(
-                    source, replica, numel, group, slot + i, blocks, is_odd, signs,
+                    source, replica, numel, group, slot + i, blocks, is_odd,
                     UNIT, BITS, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
                 )  # fmt: skip
                 store_codes(
@@ -338,11 +334,6 @@ def dequantize_kernel(
     blocks,  # of 32 values in a row, with padding
     stride: tl.int64,  # in units of 16 bytes
     row_stride: tl.int64,
-    sender_mask,
-    k0_in,
-    k1_in,
-    first_block_in,  # of dither, or None
-    row_blocks_in,
     UNIT: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -368,32 +359,16 @@ def dequantize_kernel(
             high = tl.load(floats + offsets(high_chunk), mask=each, other=0.0)
         else:
             scale = tl.expand_dims(float_from_bf16(tl.load(scales + group, mask=mask, other=0)), -1)
-            if first_block_in is not None:
-                random = first_block_in + row * row_blocks_in
-                low_dither = draw_dither(random, low_chunk, k0_in, k1_in) ^ (sender_mask << 1)
-                high_dither = draw_dither(random, high_chunk, k0_in, k1_in) ^ (sender_mask << 1)
             if BITS < 4:
                 low = load_small(codes, low_chunk, mask, BITS)
                 high = load_small(codes, high_chunk, mask, BITS)
-                if first_block_in is not None:
-                    low = take_off_small(low, low_dither, BITS)
-                    high = take_off_small(high, high_dither, BITS)
+            elif BITS == 8:
+                low = decode_int8(tl.load(codes + offsets(low_chunk), mask=each, other=0))
+                high = decode_int8(tl.load(codes + offsets(high_chunk), mask=each, other=0))
             else:
-                if BITS == 8:
-                    low_byte = tl.load(codes + offsets(low_chunk), mask=each, other=0)
-                    high_byte = tl.load(codes + offsets(high_chunk), mask=each, other=0)
-                else:
-                    low_byte = tl.load(codes + offsets(position), mask=each, other=0)
-                    high_byte = low_byte
-                if first_block_in is not None:
-                    low = take_off(low_byte, False, low_dither, BITS)
-                    high = take_off(high_byte, True, high_dither, BITS)
-                elif BITS == 8:
-                    low = decode_int8(low_byte)
-                    high = decode_int8(high_byte)
-                else:
-                    low = decode_int4(low_byte, LOW_NIBBLE, LOW_EXPONENT, LOW_BIAS)
-                    high = decode_int4(high_byte, HIGH_NIBBLE, HIGH_EXPONENT, HIGH_BIAS)
+                byte = tl.load(codes + offsets(position), mask=each, other=0)
+                low = decode_int4(byte, LOW_NIBBLE, LOW_EXPONENT, LOW_BIAS)
+                high = decode_int4(byte, HIGH_NIBBLE, HIGH_EXPONENT, HIGH_BIAS)
             low *= scale
             high *= scale
         if ACCUMULATE:
@@ -412,7 +387,6 @@ def reduce_hadamard_kernel(
     blocks,  # of 32 values in a row, with padding
     stride: tl.int64,  # in units of 16 bytes
     multiplier,
-    signs,  # to change after the transform, or None
     k0_in,
     k1_in,
     first_block_in,  # of dither, or None
@@ -452,8 +426,5 @@ def reduce_hadamard_kernel(
             difference = low - high
             low = low + high
             high = difference
-            if signs is not None:
-                low = flip_signs(low, low_chunk, signs, 0)
-                high = flip_signs(high, high_chunk, signs, 1)
         store_values(out, low_chunk, low * multiplier, mask, numel, UNIT)
         store_values(out, high_chunk, high * multiplier, mask, numel, UNIT)

@@ -41,7 +41,6 @@ _WEIGHTS = {
     "weight_mode": "mode",
     "weight_bits": "bits",
     "weight_group_size": "group_size",
-    "weight_rounding": "rounding",
     "weight_clip": "clip",
     "replica": "replica",
 }
@@ -54,7 +53,6 @@ _GRADIENTS = {
 }
 _GRADIENT_SWITCHES = {
     "hadamard_transform": "hadamard",
-    "hadamard_random_signs": "random_signs",
     "gradients_inside_one_node": "inside_one_node",
 }
 """Of the gradients too, but False where the others are None when not given."""
@@ -75,11 +73,9 @@ class CommunicationConfig:
     """Bits of a weight difference; 4 when not given."""
     weight_group_size: Annotated[int | None, option("wq-group-size")] = None
     """Weight differences that share a scale; 2048 when not given."""
-    weight_rounding: Rounding | None = None
-    """Rounding of weight differences; nearest when not given."""
     weight_clip: Annotated[float | None, option("wq-clip")] = None
     """Part of a group's largest weight difference that the largest code stands for, 0.1 to 1; not given:
-    0.6 with 2 bits and nearest rounding, else 1."""
+    0.6 with 2 bits, else 1."""
     replica: ReplicaPlacement | None = None
     """Weight replica: node (spread over the ranks of a node, also when not given) or full (on every rank)."""
     quantized_gradients: Annotated[bool, Switch] = False
@@ -95,8 +91,6 @@ class CommunicationConfig:
     reference implementation; 128 with a strategy, as in the paper."""
     hadamard_transform: Annotated[bool, Switch] = False
     """Smooth gradients by a Hadamard transform before they are quantized; part of tlq-hs and sdp4bit."""
-    hadamard_random_signs: Annotated[bool, Switch] = False
-    """Change random signs of the gradients, the same on all ranks, before that transform."""
     intra_rounding: Annotated[Rounding | None, option("gradient-rounding-intra")] = None
     """Rounding of intra-node gradients; stochastic when not given."""
     inter_rounding: Annotated[Rounding | None, option("gradient-rounding-inter")] = None
@@ -154,9 +148,6 @@ class CommunicationConfig:
                     getattr(base, part) is not None,
                     f"with strategy {strategy}, which does not quantize {part}: leave it out, or use {users}",
                 )
-        transforms = self.hadamard_transform or (base.gradients is not None and base.gradients.hadamard)
-        if self.hadamard_random_signs and not transforms:
-            raise SettingError("--hadamard-random-signs has no effect without --hadamard-transform")
         try:
             return replace(
                 base,
@@ -194,8 +185,6 @@ class CommunicationConfig:
             unused.update(dict.fromkeys(_WEIGHTS))
         if preset.gradients is None:
             unused.update(dict.fromkeys(_GRADIENTS), **dict.fromkeys(_GRADIENT_SWITCHES, False))
-        elif not (preset.gradients.hadamard or self.hadamard_transform):
-            unused["hadamard_random_signs"] = False
         return replace(self, **unused)  # type: ignore[arg-type]
 
     def given(self) -> list[str]:

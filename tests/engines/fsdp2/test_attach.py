@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from sdp4bit import AlertConfig, GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
+from sdp4bit import AlertConfig, GradientConfig, SDP4BitConfig, quantize_communication
 from sdp4bit.quantization import random
 from tests import toy
 from tests.ranks import on_ranks, run_ranks
@@ -159,9 +159,7 @@ def test_host_names_that_torchrun_contradicts_are_warned_of() -> None:
 def test_more_than_4096_groups_have_random_bits() -> None:
     count = (1 << 12) + 3
     layers = [fully_shard(nn.Linear(2, 2, bias=False)) for _ in range(count)]
-    config = SDP4BitConfig(
-        weights=WeightConfig(rounding="stochastic"), gradients=GradientConfig(min_numel=0), telemetry=None
-    )
+    config = SDP4BitConfig(gradients=GradientConfig(min_numel=0), telemetry=None)
     comm = quantize_communication(layers, topology=1, config=config)
     model = nn.Sequential(*layers[-5:])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -35,7 +35,7 @@ from tests.ranks import on_ranks, run_ranks
 
 NODE = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
 RANDOM = SDP4BitConfig(
-    weights=WeightConfig(replica="full", rounding="stochastic"),
+    weights=WeightConfig(replica="full"),
     gradients=GradientConfig(min_numel=0, inter_rounding="dither"),
 )
 """All rounding is by random bits, which a resumed run must draw again."""

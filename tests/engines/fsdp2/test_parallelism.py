@@ -55,10 +55,10 @@ from tests.toy import (
 )
 
 RANDOM = SDP4BitConfig(
-    weights=WeightConfig(group_size=32, rounding="dither"),
+    weights=WeightConfig(group_size=32),
     gradients=replace(QUANTIZED.gradients, intra_group_size=32, inter_group_size=32, inter_rounding="dither"),
 )
-"""All is rounded by random bits, and parameters whose rows are multiples of 32 share no scale."""
+"""Gradients are dithered, and parameters whose rows are multiples of 32 share no scale."""
 CHECKS = [(IDENTITY, assert_equal), (QUANTIZED, assert_close), (RANDOM, assert_close)]
 
 

@@ -25,7 +25,7 @@ LOSSLESS, IDENTITY, QUANTIZED = (
     for config in (toy.LOSSLESS, toy.IDENTITY, toy.QUANTIZED)
 )
 STOCHASTIC = SDP4BitConfig(
-    weights=WeightConfig(rounding="stochastic", replica="full"),
+    weights=WeightConfig(replica="full"),
     gradients=GradientConfig(min_numel=0, pipeline_chunks=3, inside_one_node=True),
 )
 FP16: dict[str, Any] = {

@@ -53,7 +53,7 @@ def test_every_flag_takes_effect() -> None:
     line = (
         "--quantized-weights --weight-quantization-bits 8 --wq-group-size 64 --quantized-gradients "
         "--gradient-quantization-bits-inter 8 --gq-group-size-inter 256 --gradient-quantization-bits-intra 4 "
-        "--gq-group-size-intra 32 --hadamard-transform --hadamard-random-signs "
+        "--gq-group-size-intra 32 --hadamard-transform "
         "--gradients-quantization-start-iteration 7 --gradient-alltoall-pipeline 3 "
         "--gradients-inside-one-node --seed 5"
     )
@@ -64,7 +64,6 @@ def test_every_flag_takes_effect() -> None:
         inter_group_size=256,
         intra_bits=4,
         intra_group_size=32,
-        random_signs=True,
         start_step=7,
         pipeline_chunks=3,
         inside_one_node=True,
@@ -93,7 +92,6 @@ def test_unsupported_bits_are_refused_by_the_parser(capsys: pytest.CaptureFixtur
         "--no-async-tensor-model-parallel-allreduce",
         "--data-impl mmap",
         "--hadamard-transform",
-        "--hadamard-random-signs",
     ],
 )
 def test_flags_without_effect_are_taken_and_say_so(line: str) -> None:

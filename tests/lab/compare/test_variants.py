@@ -56,8 +56,8 @@ def test_every_communication_option_is_understood():
     for flag in names:
         if flag in ("--quantized-weights", "--quantized-gradients"):
             continue
-        # The only switches that the strategy does not have already.
-        if flag in ("--hadamard-random-signs", "--gradients-inside-one-node"):
+        # The only switch that the strategy does not have already.
+        if flag == "--gradients-inside-one-node":
             assert labels(f"sdp4bit:{flag}") == [f"sdp4bit:{flag.removeprefix('--')}"]
             continue
         with pytest.raises(SettingError, match=r"needs a value|changes nothing"):
@@ -108,7 +108,7 @@ def test_shared_options_hold_where_the_strategy_has_a_use_for_them_and_its_own_w
         ("qwd:wq-group-size", "wq-group-size needs a value"),
         ("qwd:wq-group-size=33", "must be a positive multiple of 32"),
         ("qwd:weight-quantization-bits=5", r"=5 is not possible: give \{None,2,3,4,8\}"),
-        ("qwd:weight-rounding=up", r"=up is not possible: give \{None,nearest,stochastic,dither\}"),
+        ("tlq:gradient-rounding-inter=up", r"=up is not possible: give \{None,nearest,stochastic,dither\}"),
         ("tlq:hadamard-transform=yes", "is a switch: write it without a value"),
         ("qwd:replica=full:replica=node", "gives replica twice"),
         ("qwd:quantized-gradients", "the strategy says what is quantized"),

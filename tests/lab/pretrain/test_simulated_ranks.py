@@ -89,7 +89,6 @@ def four_ranks(text: Path, folder: Path) -> list[PretrainConfig]:
     every_option = CommunicationConfig(
         weight_bits=8,
         weight_group_size=96,
-        weight_rounding="stochastic",
         replica="full",
         intra_bits=4,
         inter_group_size=256,

@@ -76,12 +76,9 @@ def test_a_strategy_with_details_changed():
     config = pretrain_config(
         "--strategy", "tlq", "--hadamard-transform", "--gq-group-size-intra", "256",
         "--gradient-rounding-inter", "nearest", "--gradients-quantization-start-iteration", "7",
-        "--hadamard-random-signs",
     ).quantization  # fmt: skip
     gradients = SDP4BitConfig.preset("tlq-hs").gradients
-    expected = replace(
-        gradients, intra_group_size=256, inter_rounding="nearest", start_step=7, random_signs=True
-    )
+    expected = replace(gradients, intra_group_size=256, inter_rounding="nearest", start_step=7)
     assert (config.weights, config.gradients) == (None, expected)
 
 
@@ -103,9 +100,6 @@ def test_options_of_reliability_become_the_library_s_settings():
         (["--strategy", "qwd", "--quantized-weights"], "give one of the two"),
         (["--wq-group-size", "64", "--quantized-gradients"], "--wq-group-size has no effect without"),
         (["--hadamard-transform", "--quantized-weights"], "--hadamard-transform has no effect without"),
-        (["--hadamard-random-signs", "--quantized-weights"], "--hadamard-random-signs has no effect without"),
-        (["--hadamard-random-signs", "--strategy", "tlq"], "has no effect without --hadamard-transform"),
-        (["--hadamard-random-signs", "--strategy", "qwd"], "has no effect with strategy qwd"),
         (["--strategy", "baseline", "--replica", "full"], "--replica has no effect with strategy baseline"),
         (["--wq-group-size", "100"], "weights.group_size=100 must be a positive multiple of 32"),
         (["--accumulation", "2", "--global-batch-size", "8"], "give one of the two"),

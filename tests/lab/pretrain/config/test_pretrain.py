@@ -108,18 +108,6 @@ def test_compare_trains_seed_by_seed_and_applies_options_where_they_mean_somethi
     assert len({run.logging.out for run in runs}) == 6
 
 
-def test_compare_changes_random_signs_where_there_is_a_transform():
-    signs = CommunicationConfig(hadamard_random_signs=True)
-    runs = CompareConfig(strategies="qwd,tlq,sdp4bit", communication=signs).runs()
-    assert [run.communication.hadamard_random_signs for run in runs[:3]] == [False, False, True]
-    assert runs[2].quantization.gradients.random_signs
-    both = dataclasses.replace(signs, hadamard_transform=True)
-    runs = CompareConfig(strategies="qwd,tlq", communication=both).runs()
-    assert [run.communication.hadamard_random_signs for run in runs[:2]] == [False, True]
-    with pytest.raises(SettingError, match="--hadamard-random-signs has no effect with any"):
-        CompareConfig(strategies="qwd,tlq", communication=signs)
-
-
 def test_demo_is_two_nodes_of_two_ranks():
     runs = DemoConfig().comparison().runs()
     assert [run.strategy for run in runs] == ["baseline", "sdp4bit"]
