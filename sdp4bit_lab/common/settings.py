@@ -6,18 +6,13 @@ import ast
 import inspect
 import itertools
 import textwrap
-import warnings
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
 
 from sdp4bit_lab.common.marks import Positional, Switch, arg
 
 if TYPE_CHECKING:
     from tyro.constructors import PrimitiveConstructorSpec
-
-T = TypeVar("T")
 
 
 class SettingError(Exception):
@@ -140,42 +135,3 @@ def docstrings(settings: type) -> dict[str, str]:
 def option_flags(settings: type) -> dict[str, list[str]]:
     """Return the flags of each field of a settings class, the one to name in messages first."""
     return {name: option.flags for name, option in options_of(settings).items()}
-
-
-RENAMED: dict[str, dict[str, str]] = {
-    "training": {"arithmetic": "compute_dtype", "weights": "param_dtype"},
-    "parallel": {"virtual_ranks": "simulated_ranks"},
-}
-"""Earlier names of settings, by section: in files that runs have written, and for one release in Python."""
-
-
-def with_current_names(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return settings that a run has written down, renamed as they are called now."""
-    current = dict(settings)
-    for section, names in RENAMED.items():
-        members = current.get(section)
-        if isinstance(members, dict):
-            current[section] = {names.get(name, name): value for name, value in members.items()}
-    return current
-
-
-def renamed_fields(names: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
-    """Return a decorator of settings classes: earlier names of fields are taken and shown, deprecated."""
-
-    def current(old: str) -> str:
-        warnings.warn(f"{old} is now {names[old]}", DeprecationWarning, stacklevel=3)
-        return names[old]
-
-    def decorate(settings: type[T]) -> type[T]:
-        construct = settings.__init__
-
-        @wraps(construct)
-        def accept(self: T, **given: object) -> None:
-            construct(self, **{current(name) if name in names else name: given[name] for name in given})
-
-        settings.__init__ = accept  # type: ignore[assignment]
-        for old in names:
-            setattr(settings, old, property(lambda self, old=old: getattr(self, current(old))))  # type: ignore[misc]
-        return settings
-
-    return decorate

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sdp4bit_lab.common.files import write_atomically
-from sdp4bit_lab.common.settings import SettingError, with_current_names
+from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.stability import GradientSpike, gradient_spikes
 from sdp4bit_lab.pretrain.trainer import TrainingResult
@@ -84,7 +84,7 @@ def run_settings(config: PretrainConfig, *, dataset: str, world_size: int) -> di
         dataset: key of the tokens; where they lie does not matter.
     """
     training = asdict(config.training)
-    for name in ("precision", "bf16", "fp16"):
+    for name in ("precision", "bf16"):
         del training[name]
     training |= {
         "param_dtype": config.training.param_dtype,
@@ -145,7 +145,6 @@ class RunRecord:
             run["validation"] = tuple((step, _number(loss)) for step, loss in run["validation"])
             run["train_loss"] = _number(run["train_loss"])
             run["spikes"] = tuple(GradientSpike(*spike) for spike in run.get("spikes", ()))
-            content["settings"] = with_current_names(content["settings"])
             return cls(run=FinishedRun(**run), **content)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SettingError(

@@ -16,13 +16,12 @@ from sdp4bit_lab.pretrain.checkpoint_files import Progress
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.data.batches import Batches
 from sdp4bit_lab.pretrain.metrics import CommunicationMetrics, StepMetrics, ValidationMetrics
-from sdp4bit_lab.pretrain.step.optimizer import LossScale, learning_rate_at, set_learning_rate
+from sdp4bit_lab.pretrain.step.optimizer import learning_rate_at, set_learning_rate
 from sdp4bit_lab.pretrain.step.parallelize import ShardedModel
 from sdp4bit_lab.pretrain.step.pipeline import Batch
 from sdp4bit_lab.pretrain.step.simulated_model import SimulatedModel
 from sdp4bit_lab.pretrain.step.simulated_step import SimulatedTrainingStep
 from sdp4bit_lab.pretrain.step.training_step import TrainingStep
-from sdp4bit_lab.pretrain.timers import Timers
 
 
 class TrainingDivergedError(RuntimeError):
@@ -50,23 +49,15 @@ class TrainingLoop:
     config: PretrainConfig
     model: ShardedModel
     optimizer: torch.optim.Optimizer
-    loss_scale: LossScale | None
     batches: Batches
     progress: Progress
     ranks: Ranks
 
     def __post_init__(self) -> None:
-        self.timers = Timers(level=self.config.logging.timing_log_level, device=self.ranks.device)
         self._communication = self.model.communication
         simulates = isinstance(self.model, SimulatedModel)
         step: type[TrainingStep] = SimulatedTrainingStep if simulates else TrainingStep
-        self._step_of_model = step(
-            model=self.model,
-            optimizer=self.optimizer,
-            loss_scale=self.loss_scale,
-            config=self.config,
-            timers=self.timers,
-        )
+        self._step_of_model = step(model=self.model, optimizer=self.optimizer, config=self.config)
         self._operations_per_device = (
             self.config.model_shape.flops_per_sample(self.config.sequence_length)
             * self.batches.global_batch_size
@@ -91,23 +82,21 @@ class TrainingLoop:
             with _naming_the_time(f"step {self.progress.step + 1}"):
                 metrics = self._step(stop_code)
             yield metrics
-            self._check_finite(metrics)
+            if not math.isfinite(metrics.loss):
+                raise TrainingDivergedError(f"the loss is {metrics.loss} at step {metrics.step}: lower --lr")
 
     def _step(self, stop_code: Callable[[int], int]) -> StepMetrics:
         config = self.config
         start = time.perf_counter()
-        # The schedule counts steps that changed the weights.
-        skipped = 0 if self.loss_scale is None else self.loss_scale.skipped
         learning_rate = learning_rate_at(
-            self.progress.step - skipped,
+            self.progress.step,
             config=config.optimizer,
             peak=config.learning_rate,
             warmup_steps=config.warmup_steps,
             steps=config.training.steps,
         )
         set_learning_rate(self.optimizer, learning_rate)
-        with self.timers("batch-generator", level=2):
-            batches = list(self.batches.training(self.progress.samples))
+        batches = list(self.batches.training(self.progress.samples))
 
         def numbers() -> list[float]:
             # Behind the backward pass nothing is sent in a step but these.
@@ -117,7 +106,6 @@ class TrainingLoop:
         outcome = self._step_of_model.run(batches, numbers=numbers)
         intra_bytes, inter_bytes, _ = outcome.sums
         self.stop_code = round(outcome.maxima[-1])
-        self.timers.count_step()
         self.progress = Progress(
             step=self.progress.step + 1,
             samples=self.progress.samples + self.batches.global_batch_size,
@@ -139,8 +127,6 @@ class TrainingLoop:
             compression_ratio=stats["compression_ratio"],
             weight_drift=stats["weight_drift"],
             gradient_error=stats["gradient_error"],
-            loss_scale=outcome.loss_scale,
-            skipped=outcome.skipped,
         )
 
     def communication(self) -> CommunicationMetrics | None:
@@ -150,17 +136,6 @@ class TrainingLoop:
             return None
         self._reported_step = step
         return CommunicationMetrics(step=step, groups=self._communication.group_stats())
-
-    def _check_finite(self, metrics: StepMetrics) -> None:
-        training = self.config.training
-        if metrics.skipped:
-            if training.loss_scale is None and metrics.loss_scale == training.min_loss_scale:
-                raise TrainingDivergedError(
-                    f"the gradient is not finite at step {metrics.step}, at the smallest loss scale "
-                    f"{metrics.loss_scale:g}: lower --lr"
-                )
-        elif not math.isfinite(metrics.loss):
-            raise TrainingDivergedError(f"the loss is {metrics.loss} at step {metrics.step}: lower --lr")
 
     def validate(self, *, test: bool = False) -> ValidationMetrics:
         """Return the mean loss over the validation or test batches of all ranks, and what it took to send."""

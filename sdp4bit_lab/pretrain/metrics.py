@@ -1,4 +1,4 @@
-"""What a run reports while it trains: JSON lines, TensorBoard, Weights & Biases, a bar or plain lines."""
+"""Output of a run while it trains: JSON lines, TensorBoard, a bar or plain lines."""
 
 from __future__ import annotations
 
@@ -51,10 +51,6 @@ class StepMetrics:
     """|main weights - replica| / |main weights| when last measured; None where weights are not quantized."""
     gradient_error: float | None
     """Relative error of quantizing gradients when last measured; None where they are not quantized."""
-    loss_scale: float | None = None
-    """What the loss was multiplied by; None without fp16."""
-    skipped: bool = False
-    """Whether an fp16 gradient was not finite, so that the weights have been left as they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +108,9 @@ class MetricsWriter:
                     norm = event.get("grad_norm")
                     self._spikes.observe(event["step"], math.nan if norm is None else norm)
             self._lines = _continued_jsonl(config, earlier)
+        # First W&B: it copies the events of TensorBoard writers that are made after it.
+        self._wandb = _start_wandb(config)
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
-        self._wandb = _wandb_run(config)
-        self._last_step = first_step
         self._since_line: list[StepMetrics] = []
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -178,14 +174,6 @@ class MetricsWriter:
         self._write_scalars("alert", {f"{where}/{name}": v for name, v in finite.items()}, step=step)
         self.say(f"step {step}/{self._steps}  alert  {where}: {message}")
 
-    def log_timings(self, milliseconds: Mapping[str, tuple[float, float]]) -> None:
-        """Print where the time went: per part the least and the most of all ranks."""
-        if milliseconds:
-            parts = ", ".join(
-                f"{name} {least:.1f}-{most:.1f}" for name, (least, most) in milliseconds.items()
-            )
-            self.say(f"milliseconds per step, least and most of the ranks: {parts}")
-
     def log_validation(
         self, metrics: ValidationMetrics, *, event: Literal["validation", "test"] = "validation"
     ) -> None:
@@ -235,10 +223,6 @@ class MetricsWriter:
             for name, value in values.items():
                 if value is not None:
                     self._tensorboard.add_scalar(f"{event}/{name}", value, step)
-        if self._wandb is not None:
-            # It drops what is of an earlier step than it has seen.
-            self._last_step = max(self._last_step, step)
-            self._wandb.log({f"{event}/{name}": v for name, v in values.items()}, step=self._last_step)
 
 
 def _finite(values: Mapping[str, object]) -> dict[str, object]:
@@ -282,7 +266,7 @@ def _tensorboard_writer(config: LoggingConfig, *, first_step: int) -> SummaryWri
     return SummaryWriter(str(folder), purge_step=first_step + 1)
 
 
-def _wandb_run(config: LoggingConfig) -> Any:  # wandb has no types here
+def _start_wandb(config: LoggingConfig) -> Any:  # wandb has no types here
     if config.wandb_project is None:
         return None
     try:
@@ -294,4 +278,5 @@ def _wandb_run(config: LoggingConfig) -> Any:  # wandb has no types here
         name=config.wandb_exp_name or config.out.name,
         dir=str(config.out),
         config=json.loads((config.out / "config.json").read_text(encoding="utf-8")),
+        sync_tensorboard=True,
     )

@@ -42,7 +42,7 @@ class SpikeDetector:
     def observe(self, step: int, norm: float) -> GradientSpike | None:
         """Take the norm of the next step; return the spike that it is, or None.
 
-        A norm that is not finite, as fp16 has at an overflow, is left out.
+        A norm that is not finite is left out.
         """
         if not math.isfinite(norm):
             return None

@@ -28,7 +28,7 @@ from sdp4bit_lab.pretrain.data.batches import Batches, prepare_dataset
 from sdp4bit_lab.pretrain.loop import TrainingDivergedError, TrainingLoop
 from sdp4bit_lab.pretrain.metrics import MetricsWriter, StepMetrics
 from sdp4bit_lab.pretrain.model.gpt import GPT
-from sdp4bit_lab.pretrain.step.optimizer import LossScale, build_optimizer
+from sdp4bit_lab.pretrain.step.optimizer import build_optimizer
 from sdp4bit_lab.pretrain.step.parallelize import build_model, lay_out
 from sdp4bit_lab.pretrain.step.simulated_model import build_simulated_model
 from sdp4bit_lab.pretrain.stopping import StopRequests
@@ -167,7 +167,6 @@ def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
     optimizer = build_optimizer(
         model.parameters(), config=config.optimizer, learning_rate=config.learning_rate
     )
-    loss_scale = LossScale(config.training) if config.training.param_dtype == "fp16" else None
     tokenizer = dataset.tokenizer
     checkpointer = Checkpointer(
         models=model.chunks,
@@ -198,7 +197,6 @@ def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
         config=config,
         model=model,
         optimizer=optimizer,
-        loss_scale=loss_scale,
         batches=batches,
         progress=progress,
         ranks=ranks,
@@ -226,8 +224,6 @@ def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
         _report_communication(loop, writer)
         is_last = metrics.step == config.training.steps
         result.stopped = None if is_last else stops.reason(loop.stop_code)
-        if metrics.step % config.logging.log_interval == 0:
-            writer.log_timings(loop.timers.summarize())
         evaluates = is_last or metrics.step % config.training.eval_interval == 0
         if evaluates and not result.stopped:
             _validate(run, writer)

@@ -35,7 +35,6 @@ from sdp4bit_lab.pretrain.step.optimizer import build_optimizer
 from sdp4bit_lab.pretrain.step.parallelize import lay_out
 from sdp4bit_lab.pretrain.step.simulated_model import build_simulated_model
 from sdp4bit_lab.pretrain.step.simulated_step import SimulatedTrainingStep
-from sdp4bit_lab.pretrain.timers import Timers
 from sdp4bit_lab.selftest.check import CheckFailedError, CheckSkippedError, Context
 from sdp4bit_lab.selftest.model import batches, loss_of, sharded_toy, topology_of, toy_config
 
@@ -303,13 +302,7 @@ def _train_simulated(context: Context, strategy: Any) -> list[float]:
     )
     model = build_simulated_model(config, layout=lay_out(config, ranks=context.ranks))
     optimizer = build_optimizer(model.parameters(), config=config.optimizer, learning_rate=LEARNING_RATE)
-    step = SimulatedTrainingStep(
-        model=model,
-        optimizer=optimizer,
-        loss_scale=None,
-        config=config,
-        timers=Timers(level=0, device=context.device),
-    )
+    step = SimulatedTrainingStep(model=model, optimizer=optimizer, config=config)
     of_ranks = [batches(context, rank=rank, count=context.config.steps) for rank in range(size)]
     losses = []
     for number in range(context.config.steps):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated
 
 from sdp4bit_lab.common.settings import (
     SettingError,
-    option,
     require,
     require_at_least,
     require_positive,
@@ -57,7 +55,7 @@ class RanksConfig:
 class SimulatedRanksConfig(RanksConfig):
     """Processes and nodes, or one process that stands for several."""
 
-    simulated_ranks: Annotated[int | None, option("simulated-ranks", "virtual-ranks")] = None
+    simulated_ranks: int | None = None
     """Train in one process as this many data-parallel ranks would, with what their communication does to
     weights and gradients; --ranks-per-node of them count as one node."""
 

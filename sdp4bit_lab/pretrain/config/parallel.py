@@ -5,16 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sdp4bit_lab.common.launch.config import SimulatedRanksConfig
-from sdp4bit_lab.common.settings import (
-    RENAMED,
-    renamed_fields,
-    require,
-    require_at_least,
-)
+from sdp4bit_lab.common.settings import require, require_at_least
 from sdp4bit_lab.pretrain.model.cards import Recompute
 
 
-@renamed_fields(RENAMED["parallel"])
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(SimulatedRanksConfig):
     """Processes, nodes and parallelism."""

@@ -136,15 +136,13 @@ class LoggingConfig:
     tensorboard_dir: Path | None = None
     """Folder of the TensorBoard events; tensorboard in the run's folder when not given."""
     wandb_project: str | None = None
-    """Send the measurements to this project of Weights & Biases (needs the wandb package)."""
+    """Copy the TensorBoard events to this project of Weights & Biases (needs the wandb package)."""
     wandb_exp_name: str | None = None
     """Name of the run in Weights & Biases; the folder's name when not given."""
     log_interval: int = 10
     """Steps between printed lines when the output is not a terminal."""
     log_throughput: bool = False
     """Print TFLOP/s per device, by the paper's count of operations."""
-    timing_log_level: Literal[0, 1, 2] = 0
-    """Print where the time of a step goes: 1 forward-backward and optimizer, 2 also data and clipping."""
     telemetry_interval: int = 10
     """Steps from one measurement of what quantization costs to the next; 0 measures nothing."""
 
@@ -154,6 +152,10 @@ class LoggingConfig:
         require(
             self.wandb_exp_name is None or self.wandb_project is not None,
             "--wandb-exp-name has no effect without --wandb-project",
+        )
+        require(
+            self.wandb_project is None or self.tensorboard,
+            "--wandb-project copies the events of TensorBoard: leave out --no-tensorboard",
         )
 
 

@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 from sdp4bit_lab.common.marks import Switch, arg
 from sdp4bit_lab.common.settings import options_of
 
+_NO_FP16 = "Weights are gathered in bf16 or fp32, which need no loss scale."
+
 
 def _because(reason: str) -> object:
     return arg(help=reason)
@@ -63,6 +65,14 @@ class ReferenceConfig:
     num_workers: Annotated[
         int | None, _because("Every rank reads the memory-mapped data itself, without worker processes.")
     ] = None
+
+    fp16: Annotated[bool, Switch, _because(_NO_FP16)] = False
+    loss_scale: Annotated[float | None, _because(_NO_FP16)] = None
+    initial_loss_scale: Annotated[float | None, _because(_NO_FP16)] = None
+    min_loss_scale: Annotated[float | None, _because(_NO_FP16)] = None
+    loss_scale_window: Annotated[float | None, _because(_NO_FP16)] = None
+    hysteresis: Annotated[int | None, _because(_NO_FP16)] = None
+    timing_log_level: Annotated[Literal[0, 1, 2] | None, _because("torch.profiler shows the times.")] = None
 
     def explain(self) -> list[str]:
         """Return a line for each flag that was given."""

@@ -78,15 +78,11 @@ class Gradients:
         own = torch.nn.utils.get_total_norm([_gradient(p) for p in self._counted if p.grad is not None])
         return [own.to(self._device).double().square()]
 
-    def clip(self, norm: Tensor, *, largest: float, divisor: float = 1.0) -> None:
-        """Divide the gradients by the divisor, and scale them to at most the largest norm (0: any).
-
-        Args:
-            norm: of the gradients after the division.
-        """
+    def clip(self, norm: Tensor, *, largest: float) -> None:
+        """Scale the gradients, whose norm is given, to at most the largest norm (0: any)."""
         factor = torch.ones_like(norm) if largest == 0 else (largest / (norm + _EPSILON)).clamp(max=1.0)
         gradients = [_gradient(p) for p in self._parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, (factor / divisor).float())
+        torch._foreach_mul_(gradients, factor.float())
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

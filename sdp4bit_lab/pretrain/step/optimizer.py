@@ -1,4 +1,4 @@
-"""AdamW with Megatron's decay groups, the learning-rate schedule, and the scale of the loss for fp16."""
+"""AdamW with Megatron's decay groups, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sdp4bit_lab.pretrain.config.pretrain import LOWEST_SHARE, OptimizerConfig
-from sdp4bit_lab.pretrain.config.training import TrainingConfig
-
-SCALE_GROWTH = 2.0
-SCALE_BACKOFF = 0.5
 
 
 def build_optimizer(
@@ -61,59 +57,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
     """Set the rate of the next step of the optimizer."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-
-
-class LossScale:
-    """The factor of the loss for fp16, whose gradients are too small or too large without (Megatron's rules).
-
-    It is doubled after a window of good steps and halved after overflows. A Stateful.
-
-    Every rank has the same: it depends only on the norm of the gradient, which all ranks know alike.
-    """
-
-    def __init__(self, config: TrainingConfig) -> None:
-        self._config = config
-        self.value = config.loss_scale or config.initial_loss_scale
-        """What the loss is multiplied by."""
-        self.skipped = 0
-        """Steps that changed no weights, because the gradient was not finite."""
-        self._good_steps = 0
-        self._overflows_left = config.hysteresis
-
-    def update(self, *, overflow: bool) -> None:
-        """Adapt the scale for the next step.
-
-        As in Megatron, overflows count towards the hysteresis until the scale grows: once it is used up, each
-        further one halves the scale.
-        """
-        self.skipped += int(overflow)
-        if self._config.loss_scale is not None:
-            return
-        if overflow:
-            self._good_steps = 0
-            self._overflows_left -= 1
-            if self._overflows_left <= 0:
-                self.value = max(self.value * SCALE_BACKOFF, self._config.min_loss_scale)
-            return
-        self._good_steps += 1
-        if self._good_steps == self._config.loss_scale_window:
-            self._good_steps = 0
-            self._overflows_left = self._config.hysteresis
-            self.value *= SCALE_GROWTH
-
-    def state_dict(self) -> dict[str, float]:
-        """Return what a bit-exact resume needs: plain numbers."""
-        return {
-            "value": self.value,
-            "skipped": self.skipped,
-            "good_steps": self._good_steps,
-            "overflows_left": self._overflows_left,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Continue from a state; a scale that is given as an option stays what it is."""
-        if self._config.loss_scale is None:
-            self.value = float(state_dict["value"])
-        self.skipped = int(state_dict["skipped"])
-        self._good_steps = int(state_dict["good_steps"])
-        self._overflows_left = int(state_dict["overflows_left"])

@@ -28,8 +28,7 @@ from sdp4bit_lab.pretrain.config.training import ComputeDtype, Precision
 from sdp4bit_lab.pretrain.model.gpt import GPT, Block
 from sdp4bit_lab.pretrain.model.tensor_parallel import BLOCK_STYLES, VocabularyParallel
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_CPU_FEATURES = {torch.bfloat16: "avx512_bf16", torch.float16: "amx_fp16"}
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def dtype_of(precision: Precision) -> torch.dtype:
@@ -43,17 +42,16 @@ def resolve_compute_dtype(
     """Return the dtype of the activations."""
     if chosen != "auto":
         return _DTYPES[chosen]
-    feature = _CPU_FEATURES.get(param_dtype)
-    if device.type == "cpu" and feature and not _cpu_has(feature):
+    if device.type == "cpu" and not _cpu_has_bf16():
         return torch.float32
     return param_dtype
 
 
-def _cpu_has(feature: str) -> bool:
+def _cpu_has_bf16() -> bool:
     capabilities: Callable[[], dict[str, bool]] | None = getattr(torch.cpu, "get_capabilities", None)
     if capabilities is None:  # torch 2.9
-        return bool(getattr(torch.cpu, f"_is_{feature}_supported")())
-    return bool(capabilities().get(feature, False))
+        return bool(torch.cpu._is_avx512_bf16_supported())
+    return bool(capabilities().get("avx512_bf16", False))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,8 +76,7 @@ class SimulatedModel(ShardedModel):
 
     def describe_layout(self) -> str:
         """Return how many simulated ranks there are, nodes x ranks per node, as checkpoints name it."""
-        # Checkpoints hold this text, those of earlier releases as well, and resuming compares it.
-        return f"{self.data_parallel_size} virtual ranks {self._nodes}"
+        return f"{self.data_parallel_size} simulated ranks {self._nodes}"
 
     def describe_ranks(self) -> str:
         """Return how many ranks there are, and where."""
@@ -92,7 +91,7 @@ class SimulatedModel(ShardedModel):
     @property
     def per_rank(self) -> dict[str, Stateful]:
         """Further state that a checkpoint holds."""
-        return {"virtual_random": self.random}
+        return {"simulated_random": self.random}
 
 
 def parameter_groups(model: GPT) -> Iterator[tuple[str, list[str]]]:

@@ -60,10 +60,8 @@ class SimulatedTrainingStep(TrainingStep):
             with model.random.of_rank(rank):
                 loss_sum, gradients = self._of_rank(own, weight, is_first=rank == 0)
             total += loss_sum
-            with self.timers("simulated-exchange", level=2):
-                model.communication.add_gradients(gradients, rank=rank)
-        with self.timers("simulated-exchange", level=2):
-            model.communication.reduce_gradients()
+            model.communication.add_gradients(gradients, rank=rank)
+        model.communication.reduce_gradients()
         return total
 
     def _of_rank(
@@ -74,8 +72,7 @@ class SimulatedTrainingStep(TrainingStep):
         loss_sum, gradients = torch.zeros_like(weight), dict[str, Tensor]()
         for tokens, targets in batches:
             if is_first:
-                with self.timers("simulated-exchange", level=2):
-                    communication.before_forward()
+                communication.before_forward()
             loss = model(tokens, targets).sum()
             if is_first:
                 communication.after_forward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,10 +16,8 @@ from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.model.tensor_parallel import IGNORED_TARGET
 from sdp4bit_lab.pretrain.step.gradients import Gradients
-from sdp4bit_lab.pretrain.step.optimizer import LossScale
 from sdp4bit_lab.pretrain.step.parallelize import ShardedModel
 from sdp4bit_lab.pretrain.step.pipeline import Batch, Pipeline
-from sdp4bit_lab.pretrain.timers import Timers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +30,6 @@ class StepOutcome:
     """Tokens of the global batch whose loss counts; the same on all ranks."""
     grad_norm: float
     """Norm of the gradient before clipping; the same on all ranks."""
-    loss_scale: float | None
-    """What the loss was multiplied by, with fp16."""
-    skipped: bool
-    """Whether the gradient was not finite and the weights have been left as they were, with fp16."""
     sums: list[float]
     """Of the further numbers, over all ranks."""
     maxima: list[float]
@@ -49,9 +42,7 @@ class TrainingStep:
 
     model: ShardedModel
     optimizer: torch.optim.Optimizer
-    loss_scale: LossScale | None
     config: PretrainConfig
-    timers: Timers
 
     def __post_init__(self) -> None:
         self._accumulation = self.config.micro_batches(self.model.data_parallel_size)
@@ -67,7 +58,7 @@ class TrainingStep:
             )
 
     def run(self, batches: Iterable[Batch], *, numbers: Callable[[], Sequence[float]] = tuple) -> StepOutcome:
-        """Return what the step has found; the weights are updated, unless an fp16 gradient is not finite.
+        """Run one optimizer step; return loss, tokens and norm.
 
         The gradient is that of the mean over all tokens of the global batch whose target is not -100. Two
         collectives beside the model's own, and one wait of the host: it reads everything at once.
@@ -80,40 +71,28 @@ class TrainingStep:
         data = layout.data.get_group()
         with comm_error_context("sum of the number of tokens", group=data):
             dist.all_reduce(tokens, group=data)
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        # FSDP2 averages over the data ranks; the weight makes a sum of it. In fp64, as scale may be large.
-        weight = (self.model.data_parallel_size * scale / tokens.clamp(min=1)).float()
+        # FSDP2 averages over the data ranks; the weight makes a sum of it.
+        weight = (self.model.data_parallel_size / tokens.clamp(min=1)).float()
 
         self.model.train()
-        with self.timers("forward-backward", level=1):
-            loss_sum = self._forward_backward(batches, weight)
-        with self.timers("clip-grad-norm", level=2):
-            self._gradients.add_tied()
-            further = torch.tensor([0.0, *numbers()], dtype=torch.float64, pin_memory=loss_sum.is_cuda)
-            mine = further.to(loss_sum.device, non_blocking=True)
-            if layout.reports_loss:
-                mine[0] = loss_sum
-            norm, rows = self._gradients.gather(mine)
-            norm = norm / scale
-            found = torch.cat([torch.stack([norm, tokens]), rows.sum(dim=0), rows.amax(dim=0)])
-        # With fp16 the norm decides whether there is an update; otherwise the host reads behind it.
-        read = None if self.loss_scale is None else found.tolist()
-        skipped = read is not None and not math.isfinite(read[0])
-        with self.timers("optimizer", level=1):
-            if not skipped:
-                self._gradients.clip(norm, largest=self.config.optimizer.clip_grad, divisor=scale)
-                self.optimizer.step()
-            self.optimizer.zero_grad()
-        if self.loss_scale is not None:
-            self.loss_scale.update(overflow=skipped)
-        grad_norm, count, *both = found.tolist() if read is None else read
-        sums, maxima = both[: mine.numel()], both[mine.numel() :]
+        loss_sum = self._forward_backward(batches, weight)
+        self._gradients.add_tied()
+        local = torch.tensor([0.0, *numbers()], dtype=torch.float64, pin_memory=loss_sum.is_cuda)
+        local = local.to(loss_sum.device, non_blocking=True)
+        if layout.reports_loss:
+            local[0] = loss_sum
+        norm, rows = self._gradients.gather(local)
+        results = torch.cat([torch.stack([norm, tokens]), rows.sum(dim=0), rows.amax(dim=0)])
+        self._gradients.clip(norm, largest=self.config.optimizer.clip_grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        # The only wait of the host, behind everything that it has queued.
+        grad_norm, count, *both = results.tolist()
+        sums, maxima = both[: local.numel()], both[local.numel() :]
         return StepOutcome(
             loss_sum=sums[0],
             tokens=max(1.0, count),
             grad_norm=grad_norm,
-            loss_scale=None if self.loss_scale is None else scale,
-            skipped=skipped,
             sums=sums[1:],
             maxima=maxima[1:],
         )

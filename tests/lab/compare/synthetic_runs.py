@@ -8,7 +8,7 @@ from typing import Any
 from sdp4bit_lab.compare.finished_run import FinishedRun, RunRecord
 from sdp4bit_lab.pretrain.stability import GradientSpike
 
-SETTINGS: dict[str, Any] = {"model": {"layers": 2}, "training": {"steps": 20, "loss_scale": None}}
+SETTINGS: dict[str, Any] = {"model": {"layers": 2}, "training": {"steps": 20, "exit_interval": None}}
 
 
 def finished(

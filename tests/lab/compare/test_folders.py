@@ -48,7 +48,7 @@ def test_finished_runs_are_found_and_unfinished_ones_are_not(tmp_path):
 def test_a_result_of_other_settings_is_refused_with_the_first_difference(tmp_path):
     run = finished("qw", 1, 4.0)
     record(run).write(tmp_path)
-    longer = {**SETTINGS, "training": {"steps": 40, "loss_scale": None}}
+    longer = {**SETTINGS, "training": {"steps": 40, "exit_interval": None}}
     with pytest.raises(SettingError, match=r"other settings, training\.steps 20 \(now 40\): choose another"):
         find_finished([plan(tmp_path, run, settings=longer)])
     other = {"weights": None, "gradients": {"bits": 8}, "seed": 1}
@@ -63,14 +63,6 @@ def test_a_result_of_other_settings_is_refused_with_the_first_difference(tmp_pat
         find_finished([plan(tmp_path, run, settings=newer)])
     unchanged = {**SETTINGS, "optimizer": {"fused": None}}
     assert len(find_finished([plan(tmp_path, run, settings=unchanged)])) == 1
-
-
-def test_a_result_with_earlier_names_of_settings_is_found(tmp_path):
-    run = finished("qw", 1, 4.0)
-    earlier = {"training": {"weights": "bf16", "arithmetic": "auto"}, "parallel": {"virtual_ranks": 8}}
-    record(run, settings=earlier).write(tmp_path)
-    now = {"training": {"param_dtype": "bf16", "compute_dtype": "auto"}, "parallel": {"simulated_ranks": 8}}
-    assert find_finished([plan(tmp_path, run, settings=now)])[tmp_path].settings == now
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"run": {}}'])
@@ -93,7 +85,7 @@ def test_settings_are_equal_where_runs_are():
     assert difference(parallel=ParallelConfig(nproc_per_node=4)) is None
     assert difference(training=TrainingConfig(precision="bf16", sequence_length=128)) is None
     assert difference(data=DataConfig(mock_data=True, cache_dir=Path("elsewhere"))) is None
-    assert difference(training=TrainingConfig(fp16=True)) == "training.param_dtype"
+    assert difference(training=TrainingConfig(precision="fp32")) == "training.param_dtype"
     assert difference(optimizer=OptimizerConfig(learning_rate=1.0)) == "optimizer.learning_rate"
     assert difference(parallel=ParallelConfig(ranks_per_node=2)) == "parallel.ranks_per_node"
     assert first_difference(
@@ -135,7 +127,7 @@ def test_merged_comparisons_are_one(tmp_path, capsys):
     ("changes", "message"),
     [
         (
-            {"settings": {**SETTINGS, "training": {"steps": 40, "loss_scale": None}}},
+            {"settings": {**SETTINGS, "training": {"steps": 40, "exit_interval": None}}},
             "/a/baseline-seed2 has training.steps 20, ",
         ),
         (

@@ -1,4 +1,4 @@
-"""Leaving early and what a run says of itself: signals, limits, timers, the line of an interval."""
+"""Leaving early and what a run says of itself: signals, limits, the line of an interval."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig
 from sdp4bit_lab.pretrain.config.training import TrainingConfig
 from sdp4bit_lab.pretrain.metrics import MetricsWriter
 from sdp4bit_lab.pretrain.stopping import StopRequests
-from sdp4bit_lab.pretrain.timers import Timers
 from tests.lab.pretrain.tiny_runs import command_after, losses, read_log, small, step_metrics, train_here
 from tests.ranks import run_ranks
 
@@ -116,35 +115,11 @@ def test_a_signal_to_the_command_saves_and_leaves(number, text, tmp_path):
     assert max(path.name for path in (tmp_path / "checkpoints").iterdir()) == f"step-{steps[-1]:08d}"
 
 
-def timed_parts() -> dict[str, tuple[float, float]]:
-    timers = Timers(level=1, device=CPU)
-    for _ in range(4):
-        with timers("slow on rank 1", level=1):
-            time.sleep(0.02 * torch.distributed.get_rank())
-        with timers("left out", level=2):
-            pass
-        timers.count_step()
-    first = timers.summarize()
-    assert timers.summarize() == {}
-    return first
-
-
-def test_timers_give_the_bounds_over_all_ranks():
-    first, second = run_ranks(timed_parts, 2, timeout=60)
-    assert first == second
-    assert list(first) == ["slow on rank 1"]
-    least, most = first["slow on rank 1"]
-    # A sleep is never shorter than asked for; how much longer it is decides nothing.
-    assert 0 <= least <= most
-    assert most >= 20
-
-
 def written_lines(tmp_path: Path, config: LoggingConfig) -> list[str]:
     console = Console(file=(tmp_path / "console").open("w+"), force_terminal=False)
     writer = MetricsWriter(config, description="qwd", steps=4, first_step=0, console=console)
     for step in range(1, 5):
         writer.log_step(step_metrics(step))
-    writer.log_timings({"optimizer": (1.0, 2.5)})
     writer.close()
     console.file.close()
     return (tmp_path / "console").read_text().splitlines()
@@ -158,7 +133,6 @@ def test_a_line_has_the_means_since_the_last_one(tmp_path):
         "samples 24", "loss 2.5000", "lr 1.000e-03", "grad norm 0.500", "500.0 ms", "1,000 tokens/s",
         "2 TFLOP/s per device", "2.5 kB intra-node", "500 B inter-node", "5.90x fewer",
     ]  # fmt: skip
-    assert lines[3] == "qwd: milliseconds per step, least and most of the ranks: optimizer 1.0-2.5"
 
 
 def test_tensorboard_events_go_where_they_are_wanted(tmp_path):

@@ -75,7 +75,7 @@ def step_metrics(step: int, *, grad_norm: float = 0.5) -> StepMetrics:
     return StepMetrics(
         step=step, samples=8 * step, loss=float(step), lr=1e-3, grad_norm=grad_norm, tokens_per_second=1000.0,
         tflops_per_device=2.0, step_seconds=0.5, intra_bytes=1000 * step, inter_bytes=500,
-        compression_ratio=5.9, weight_drift=None, gradient_error=None, loss_scale=None, skipped=False,
+        compression_ratio=5.9, weight_drift=None, gradient_error=None,
     )  # fmt: skip
 
 

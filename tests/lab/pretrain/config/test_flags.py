@@ -10,7 +10,6 @@ from sdp4bit import AlertConfig, AuditConfig, SDP4BitConfig, TelemetryConfig
 from sdp4bit_lab.cli import COMMANDS, main
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.config.communication import STRATEGIES, CommunicationConfig
-from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.config.training import TrainingConfig
 
@@ -203,25 +202,3 @@ def test_communication_settings_restricted_to_a_strategy():
     assert settings.restricted_to("qwd") == CommunicationConfig(weight_group_size=64)
     assert settings.restricted_to("tlq") == CommunicationConfig(inter_group_size=256, hadamard_transform=True)
     assert settings.restricted_to("sdp4bit") == settings
-
-
-def test_earlier_names_of_options_are_understood(tmp_path):
-    ranks = ["--ranks-per-node", "4"]
-    expected = pretrain_config(
-        "--param-dtype", "bf16", "--compute-dtype", "fp32", "--simulated-ranks", "8", *ranks
-    )
-    earlier = ("--precision", "bf16", "--arithmetic", "fp32", "--virtual-ranks", "8")
-    assert pretrain_config(*earlier, *ranks) == expected
-    path = tmp_path / "run.yaml"
-    path.write_text("arithmetic: fp32\nprecision: bf16\nvirtual_ranks: 8\nranks_per_node: 4\n")
-    assert pretrain_config("--config-file", str(path)) == expected
-
-
-def test_earlier_names_of_fields_are_deprecated():
-    with pytest.warns(DeprecationWarning, match="virtual_ranks is now simulated_ranks"):
-        parallel = ParallelConfig(virtual_ranks=8, ranks_per_node=4)
-    assert parallel == ParallelConfig(simulated_ranks=8, ranks_per_node=4)
-    with pytest.warns(DeprecationWarning, match="arithmetic is now compute_dtype"):
-        assert TrainingConfig(arithmetic="fp32").compute_dtype == "fp32"
-    with pytest.warns(DeprecationWarning, match="weights is now param_dtype"):
-        assert TrainingConfig().weights == "bf16"

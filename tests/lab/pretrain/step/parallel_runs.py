@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, PretrainConfig
 from sdp4bit_lab.pretrain.model.gpt import GPT
-from sdp4bit_lab.pretrain.step.optimizer import LossScale, build_optimizer
+from sdp4bit_lab.pretrain.step.optimizer import build_optimizer
 from sdp4bit_lab.pretrain.step.parallelize import build_model, lay_out
 from sdp4bit_lab.pretrain.step.training_step import StepOutcome, TrainingStep
-from sdp4bit_lab.pretrain.timers import Timers
 from tests.lab.pretrain.tiny_runs import small, this_rank
 
 Batch = tuple[Tensor, Tensor]
@@ -69,14 +68,7 @@ class Job:
         self.optimizer = build_optimizer(
             self.model.parameters(), config=config.optimizer, learning_rate=config.learning_rate
         )
-        self.scale = LossScale(config.training) if config.training.param_dtype == "fp16" else None
-        self.step = TrainingStep(
-            model=self.model,
-            optimizer=self.optimizer,
-            loss_scale=self.scale,
-            config=config,
-            timers=Timers(level=0, device=torch.device("cpu")),
-        )
+        self.step = TrainingStep(model=self.model, optimizer=self.optimizer, config=config)
 
     def train(self, batches: Sequence[Batch]) -> tuple[float, StepOutcome]:
         """Return the mean loss and the outcome of a step over global micro batches."""

@@ -20,7 +20,6 @@ from sdp4bit_lab.pretrain.config.training import TrainingConfig
 from sdp4bit_lab.pretrain.model.cards import ModelShape
 from sdp4bit_lab.pretrain.model.gpt import GPT
 from sdp4bit_lab.pretrain.model.tensor_parallel import random_numbers_of_rank, summed_cross_entropy
-from sdp4bit_lab.pretrain.step.optimizer import LossScale
 from tests.lab.pretrain.step.parallel_runs import Job, laid_out, random_batches
 from tests.ranks import run_ranks
 
@@ -89,43 +88,6 @@ def test_masked_targets_have_no_loss():
     assert gpt(tokens(), targets).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def scale_of(**options: Any) -> LossScale:
-    return LossScale(TrainingConfig(precision="fp16", **options))
-
-
-def test_loss_scale_follows_megatron():
-    scale = scale_of(initial_loss_scale=1024.0, loss_scale_window=3, hysteresis=2)
-    seen = []
-    for overflow in (True, False, True, True, False, False, False, True, True, True):
-        scale.update(overflow=overflow)
-        seen.append(scale.value)
-    # The first overflow only uses up the hysteresis, which growth restores.
-    assert seen == [1024, 1024, 512, 256, 256, 256, 512, 512, 256, 128]
-    assert scale.skipped == 6
-
-
-def test_loss_scale_ends_at_its_smallest_and_may_be_constant():
-    scale = scale_of(initial_loss_scale=4.0, min_loss_scale=2.0, hysteresis=1)
-    for _ in range(3):
-        scale.update(overflow=True)
-    assert scale.value == 2.0
-    constant = scale_of(loss_scale=64.0, hysteresis=1)
-    constant.update(overflow=True)
-    assert (constant.value, constant.skipped) == (64.0, 1)
-
-
-def test_loss_scale_resumes():
-    options: dict[str, Any] = {"initial_loss_scale": 1024.0, "loss_scale_window": 3}
-    scale, resumed = scale_of(**options), scale_of(**options)
-    for overflow in (True, False, True, False, False):
-        scale.update(overflow=overflow)
-    resumed.load_state_dict(scale.state_dict())
-    for overflow in (False, True, True, True):
-        scale.update(overflow=overflow)
-        resumed.update(overflow=overflow)
-        assert resumed.state_dict() == scale.state_dict()
-
-
 @pytest.mark.parametrize(
     ("parallel", "training", "message"),
     [
@@ -142,8 +104,6 @@ def test_loss_scale_resumes():
             "3 micro batches .* not a multiple of --pipeline-model-parallel-size 2",
         ),
         ({"num_layers_per_virtual_pipeline_stage": 1}, {}, "without --pipeline-model-parallel-size"),
-        ({}, {"loss_scale": 8.0}, "--loss-scale 8.0 has no effect with --param-dtype bf16"),
-        ({}, {"initial_loss_scale": 0.5}, "is below --min-loss-scale 1.0"),
     ],
 )
 def test_layouts_that_cannot_be_are_refused(parallel, training, message):
@@ -239,46 +199,3 @@ def check_pairs(text: Path) -> None:
 
 def test_split_loss_and_dropout_on_two_ranks(text):
     run_ranks(check_pairs, 2, text, timeout=140)
-
-
-def check_overflow(text: Path) -> None:
-    fp16 = {"precision": "fp16", "initial_loss_scale": 2.0**34, "hysteresis": 1, "loss_scale_window": 4}
-    config = laid_out(text, data=2, layers=2, strategy="sdp4bit", ranks_per_node=1, **fp16)
-    job = Job(config)
-    assert job.scale is not None
-    groups = job.comm._state.groups
-    batches = random_batches(config)
-    skipped, scales, losses = [], [], []
-    for step in range(24):
-        weights = [p.to_local().detach().clone() for p in job.model.parameters()]
-        rows = [None if step == 0 else group.replica.rows.clone() for group in groups]
-        refreshes = [group.refreshes for group in groups]
-        loss, outcome = job.train(batches)
-        refreshed = [group.refreshes - before for group, before in zip(groups, refreshes, strict=True)]
-        after_update = bool(skipped) and not skipped[-1]
-        # Weights are refreshed after an update, and only then.
-        assert refreshed == [int(after_update)] * len(groups)
-        if step and not after_update:
-            assert all(torch.equal(g.replica.rows, row) for g, row in zip(groups, rows, strict=True))
-        same = [torch.equal(p.to_local(), w) for p, w in zip(job.model.parameters(), weights, strict=True)]
-        assert all(same) == outcome.skipped
-        assert outcome.skipped == (not torch.tensor(outcome.grad_norm).isfinite().item())
-        skipped.append(outcome.skipped)
-        scales.append(outcome.loss_scale)
-        losses.append(loss)
-    first_good = skipped.index(False)
-    assert first_good >= 2
-    assert scales[: first_good + 1] == [2.0 ** (34 - step) for step in range(first_good + 1)]
-    assert len(set(losses[: first_good + 1])) == 1
-    assert losses[-1] < losses[0] - 0.3
-    assert job.scale.skipped == sum(skipped)
-    assert all(len(job.optimizer.state[p]) for p in job.model.parameters())
-    steps = {int(job.optimizer.state[p]["step"]) for p in job.model.parameters()}
-    assert steps == {24 - sum(skipped)}
-    everybody: list[Any] = [None, None]
-    dist.all_gather_object(everybody, (skipped, scales, losses))
-    assert everybody[0] == everybody[1]
-
-
-def test_an_fp16_overflow_skips_the_step_on_all_ranks(text):
-    run_ranks(check_overflow, 2, text, timeout=140)

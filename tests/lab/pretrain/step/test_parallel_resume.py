@@ -40,20 +40,17 @@ def losses_of(*configs: PretrainConfig) -> tuple[list[list[Any]], list[str]]:
         warnings.simplefilter("always")
         results = train_here(*configs)
     texts = [str(warning.message) for warning in caught]
-    return [
-        [(step.loss, step.grad_norm, step.loss_scale, step.skipped) for step in result.steps]
-        for result in results
-    ], [text for text in texts if "saved by" in text]
+    return [[(step.loss, step.grad_norm) for step in result.steps] for result in results], [
+        text for text in texts if "saved by" in text
+    ]
 
 
 @pytest.mark.slow
 def test_the_same_layout_resumes_bit_for_bit_and_another_one_in_full_precision(text, tmp_path):
-    # The fp16 run skips steps until its scale is low enough: here all steps before the checkpoint.
-    fp16 = {"precision": "fp16", "initial_loss_scale": 2.0**20, "hysteresis": 1}
     names = ("TP2 x DP2", "PP2 x DP2, interleaved")
     runs = [
         saving(text, tmp_path / "tensor", layers=2, **LAYOUTS[names[0]]),
-        saving(text, tmp_path / "pipeline", **LAYOUTS[names[1]], **fp16),
+        saving(text, tmp_path / "pipeline", **LAYOUTS[names[1]]),
     ]
     # Without dropout and quantization, what another layout continues differs by rounding alone.
     plain = saving(
@@ -62,10 +59,6 @@ def test_the_same_layout_resumes_bit_for_bit_and_another_one_in_full_precision(t
     (whole, *_) = run_ranks(losses_of, 4, *runs, plain, timeout=140)
     expected, texts = whole
     assert not texts
-    scales = [scale for _, _, scale, _ in expected[1]]
-    skipped = [skipped for *_, skipped in expected[1]]
-    assert skipped[0] and not skipped[-1]
-    assert scales == [2.0 ** (20 - sum(skipped[:step])) for step in range(4)]
 
     elsewhere = laid_out(text, **LAYOUTS[names[0]], **SHORT)
     elsewhere = replace(elsewhere, checkpoint=resumed(plain).checkpoint)
