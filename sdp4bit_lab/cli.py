@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from sdp4bit_lab.pretrain.config.checkpoint import ExportConfig
     from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
     from sdp4bit_lab.pretrain.data.preprocess import PreprocessConfig
-    from sdp4bit_lab.pretrain.data.tokenizer_training import TokenizerTrainingConfig
     from sdp4bit_lab.report.command import ReportConfig
     from sdp4bit_lab.selftest.config import SelftestConfig
 
@@ -184,27 +183,13 @@ def _export(config: ExportConfig) -> int:
 
 
 @_command(
-    "tokenizer",
-    settings="sdp4bit_lab.pretrain.data.tokenizer_training:TokenizerTrainingConfig",
-    packages="tyro rich tokenizers",
-)
-def _tokenizer(config: TokenizerTrainingConfig) -> int:
-    """Learn a byte-level BPE tokenizer from documents (.jsonl, also .gz or .zst, .parquet, text); pretrain,
-    compare and preprocess read it with --tokenizer-model."""
-    from sdp4bit_lab.pretrain.data.tokenizer_training import train_tokenizer
-
-    train_tokenizer(config)
-    return 0
-
-
-@_command(
     "preprocess",
     settings="sdp4bit_lab.pretrain.data.preprocess:PreprocessConfig",
     packages="tyro rich tokenizers",
 )
 def _preprocess(config: PreprocessConfig) -> int:
-    """Turn documents (.jsonl, also .gz or .zst, and .parquet) into Megatron's .bin/.idx files, which pretrain
-    and compare read with --data-path."""
+    """Turn documents (.jsonl, plain text) into Megatron's .bin/.idx files, which pretrain and compare read
+    with --data-path."""
     from sdp4bit_lab.pretrain.data.preprocess import preprocess
 
     preprocess(config)

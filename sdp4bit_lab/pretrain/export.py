@@ -29,7 +29,7 @@ from sdp4bit_lab.pretrain.checkpoint_files import (
     sync,
 )
 from sdp4bit_lab.pretrain.config.checkpoint import ExportConfig
-from sdp4bit_lab.pretrain.data.corpus import END_OF_TEXT
+from sdp4bit_lab.pretrain.data.documents import END_OF_TEXT
 from sdp4bit_lab.pretrain.model.cards import ModelShape
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

@@ -43,7 +43,7 @@ class TokenizerConfig:
     merge_file: Path | None = None
     """GPT-2's merges.txt."""
     tokenizer_model: Path | None = None
-    """A tokenizer.json of the tokenizers library, or the folder it is in; `sdp4bit tokenizer` makes one."""
+    """A tokenizer.json of the tokenizers library, or the folder it is in."""
     eod_token: str | None = None
     """Token that ends a document; <|endoftext|>, </s> and the like are found without."""
 
@@ -89,6 +89,12 @@ class TokenizerConfig:
             tokenizer_model=self.tokenizer_model,
             eod_token=self.eod_token,
         )
+
+    @cached_property
+    def tokenizer(self) -> BytePairTokenizer | None:
+        """The tokenizer of the given files; None without files."""
+        files = self.tokenizer_files
+        return None if files is None else files.load()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,12 +219,6 @@ class DataConfig(TokenizerConfig):
             "of these is one (`sdp4bit preprocess` makes them from text)",
         )
         return "text"
-
-    @cached_property
-    def tokenizer(self) -> BytePairTokenizer | None:
-        """The tokenizer of the given files; None without files."""
-        files = self.tokenizer_files
-        return None if files is None else files.load()
 
     @cached_property
     def vocabulary(self) -> int:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.pretrain.data.document_files import read_pieces
+from sdp4bit_lab.pretrain.data.documents import read_documents
 
-END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257
 """The 256 bytes and the end of text."""
 STANDARD_LIBRARY_BYTES = 6_000_000
@@ -73,22 +72,9 @@ class FileCorpus:
     def documents(self) -> Iterator[str]:
         """Yield every document that is not empty; SettingError names the line that is no document."""
         for path in self._paths:
-            documents = _jsonl_documents(path) if path.suffix == ".jsonl" else _text_documents(path)
-            yield from filter(None, documents)
-
-
-def _text_documents(path: Path) -> Iterator[str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise SettingError(f"{path} is not UTF-8 text: {error}") from error
-    return iter(text.split(END_OF_TEXT))
-
-
-def _jsonl_documents(path: Path) -> Iterator[str]:
-    for piece in read_pieces(path, keys=("text",)):
-        for (sentences,) in piece.documents(("text",)):
-            yield "".join(sentences)
+            for (sentences,) in read_documents(path):
+                if text := "".join(sentences):
+                    yield text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from dataclasses import dataclass
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -17,18 +18,6 @@ from sdp4bit_lab.pretrain.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSIO
 
 _WRITTEN_AT_ONCE = 1 << 20
 _LONGEST = np.iinfo(np.int32).max
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodedDocuments:
-    """Some documents, in the dtype of the files they go into."""
-
-    tokens: bytes
-    """Of all sequences, one after another."""
-    lengths: npt.NDArray[np.int32]
-    """Tokens of each sequence."""
-    sequences: npt.NDArray[np.int32]
-    """Sequences of each document; 0 for an empty one."""
 
 
 class IndexedWriter:
@@ -48,8 +37,9 @@ class IndexedWriter:
                 overwrite or not path.exists(),
                 f"{path} is there: remove it, give --overwrite or another prefix",
             )
-        self._lengths: list[npt.NDArray[np.int32]] = []
-        self._sequences: list[npt.NDArray[np.int32]] = []
+        # 4 bytes each: a corpus may have 200 million documents.
+        self._lengths, self._sequences = array("i"), array("i")
+        self.tokens = 0
         try:
             prefix.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._partial_bin.open("ab")
@@ -76,17 +66,20 @@ class IndexedWriter:
             self._partial_bin.unlink(missing_ok=True)
         self._file.close()
 
-    def add(self, documents: EncodedDocuments) -> None:
-        """Write the documents behind those before."""
-        lengths, sequences = documents.lengths, documents.sequences
-        held = int(lengths.sum(dtype=np.int64)) * self._dtype.itemsize
-        assert held == len(documents.tokens) and int(sequences.sum(dtype=np.int64)) == len(lengths)
+    def add(self, document: Sequence[Sequence[int]]) -> None:
+        """Append the tokens of each sequence of a document; an empty document has no sequence."""
         try:
-            self._file.write(documents.tokens)
+            for tokens in document:
+                require(
+                    len(tokens) <= _LONGEST,
+                    f"{self._prefix}: {len(tokens)} tokens in one text; an index holds at most {_LONGEST}",
+                )
+                self._file.write(np.array(tokens, self._dtype).tobytes())
+                self._lengths.append(len(tokens))
+                self.tokens += len(tokens)
         except OSError as error:
             raise SettingError(f"cannot write {self._partial_bin}: {error}") from error
-        self._lengths.append(lengths)
-        self._sequences.append(sequences)
+        self._sequences.append(len(document))
 
     def finish(self) -> None:
         """Write both files to the disk, under their names.
@@ -110,19 +103,12 @@ class IndexedWriter:
             raise SettingError(f"cannot write {target_bin} and {target_idx.name}: {error}") from error
 
     def _write_index(self, file: BinaryIO) -> None:
-        lengths = np.concatenate([np.empty(0, np.int32), *self._lengths])
-        sequences = np.concatenate([np.empty(0, np.int32), *self._sequences])
+        lengths, sequences = (np.array(values, "<i4") for values in (self._lengths, self._sequences))
         file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self._dtype], len(lengths), len(sequences) + 1))
-        file.write(lengths.astype("<i4").tobytes())
+        file.write(lengths.tobytes())
         _write_sums(file, lengths, scale=self._dtype.itemsize)
         _write_sums(file, sequences, scale=1)
         file.write(int(sequences.sum(dtype=np.int64)).to_bytes(8, "little"))
-
-
-def sequence_length(tokens: int, *, where: str) -> int:
-    """Return the number of tokens; SettingError if an index has no room for it."""
-    require(tokens <= _LONGEST, f"{where}: {tokens} tokens in one text; an index holds at most {_LONGEST}")
-    return tokens
 
 
 def _write_sums(file: BinaryIO, values: npt.NDArray[np.int32], *, scale: int) -> None:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sdp4bit_lab.common.settings import SettingError, require, require_at_least
+from sdp4bit_lab.common.settings import require, require_at_least
 from sdp4bit_lab.pretrain.data.config import TokenizerConfig
-from sdp4bit_lab.pretrain.data.document_files import Piece, find_files, read_pieces
-from sdp4bit_lab.pretrain.data.encoding import PieceEncoder, encode_in_order
-from sdp4bit_lab.pretrain.data.indexed import idx_path
-from sdp4bit_lab.pretrain.data.indexed_writer import EncodedDocuments, IndexedWriter
+from sdp4bit_lab.pretrain.data.documents import find_files, read_documents
+from sdp4bit_lab.pretrain.data.indexed import token_dtype
+from sdp4bit_lab.pretrain.data.indexed_writer import IndexedWriter
+from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
 
 _Keys = Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--columns"])]
+_ENCODED_AT_ONCE = 1 << 22
+"""Characters; the tokenizer's threads share the documents of one call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +31,9 @@ class PreprocessConfig(TokenizerConfig):
     """Documents to tokens, in the files that Megatron reads."""
 
     input: tuple[str, ...]
-    """Files or patterns such as 'pile/*.jsonl.zst': .jsonl (one object a line), also as .gz or .zst, or
-    .parquet."""
+    """Files or patterns such as 'pile/*.jsonl': .jsonl or .json (one object a line), or plain text (one
+    document a file, or several separated by <|endoftext|>). .gz, .zst (of lines) and .parquet need the
+    package `datasets`."""
     output_prefix: Path
     """Where to write: PREFIX_KEY_document.bin and .idx for each of --json-keys."""
     json_keys: _Keys = ("text",)
@@ -37,25 +41,25 @@ class PreprocessConfig(TokenizerConfig):
     append_eod: bool = False
     """End every document with the token for it."""
     workers: int | None = None
-    """Processes that tokenize; as many as cores when not given."""
+    """Threads that tokenize; as many as cores when not given."""
     overwrite: bool = False
     """Replace files that are there."""
     log_interval: int = 100_000
-    """Documents between printed lines when the output is not a terminal."""
+    """Documents between printed lines."""
     dataset_impl: Literal["mmap"] = "mmap"
     """Kind of output; the reference's mmap is the only one."""
     split: str | None = None
     """Taken for the reference's command line, without effect: all documents of the input are used."""
     torch_backend: str | None = None
-    """Taken for the reference's command line, without effect: processes need no torch backend."""
+    """Taken for the reference's command line, without effect: no torch backend is needed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.input), "--input: give the files that hold the documents")
         require(
             self.tokenizer_files is not None,
-            "give the tokenizer: --vocab-file and --merge-file, or --tokenizer-model; `sdp4bit "
-            "tokenizer` makes one from text",
+            "give the tokenizer: --vocab-file and --merge-file, or --tokenizer-model; docs/data.md shows how "
+            "to train one",
         )
         require(
             bool(self.json_keys) and len(set(self.json_keys)) == len(self.json_keys),
@@ -68,18 +72,6 @@ class PreprocessConfig(TokenizerConfig):
         return self.output_prefix.with_name(f"{self.output_prefix.name}_{key}_document")
 
 
-@dataclass(kw_only=True)
-class _Totals:
-    documents: int = 0
-    tokens: int = 0
-    bytes_read: int = 0
-
-    def add(self, piece: Piece, keys: list[EncodedDocuments]) -> None:
-        self.documents += len(keys[0].sequences)
-        self.tokens += sum(int(documents.lengths.sum()) for documents in keys)
-        self.bytes_read += piece.bytes_read
-
-
 def preprocess(config: PreprocessConfig, *, console: Console | None = None) -> None:
     """Write the files of every key, complete.
 
@@ -88,82 +80,70 @@ def preprocess(config: PreprocessConfig, *, console: Console | None = None) -> N
             then there are no new files.
     """
     console = console or Console(stderr=True)
-    tokenizer = config.tokenizer_files
-    assert tokenizer is not None
     for name in ("split", "torch_backend"):
         if getattr(config, name) is not None:
             console.print(
                 f"--{name.replace('_', '-')} {getattr(config, name)} has no effect here", style="yellow"
             )
-    inputs = find_files(config.input)
-    dtype = PieceEncoder(tokenizer, keys=config.json_keys, append_eod=config.append_eod).dtype
-    workers = config.workers or len(os.sched_getaffinity(0))
-    start, totals = time.perf_counter(), _Totals()
+    if config.workers is not None:
+        # The tokenizers library reads it when its first call starts the threads.
+        os.environ["RAYON_NUM_THREADS"] = str(config.workers)
+    files, tokenizer = find_files(config.input), config.tokenizer
+    assert tokenizer is not None
+    dtype = token_dtype(tokenizer.vocabulary_size)
+    start, count, tokens = time.perf_counter(), 0, 0
     with ExitStack() as stack:
         writers = [
             stack.enter_context(IndexedWriter(config.prefix(key), dtype=dtype, overwrite=config.overwrite))
             for key in config.json_keys
         ]
-        pieces = (piece for path in inputs for piece in read_pieces(path, keys=config.json_keys))
-        encoded = encode_in_order(
-            pieces, files=tokenizer, keys=config.json_keys, append_eod=config.append_eod, workers=workers
-        )
-        report = stack.enter_context(
-            _Report(console, size=sum(path.stat().st_size for path in inputs), interval=config.log_interval)
-        )
-        for piece, keys in encoded:
-            for writer, documents in zip(writers, keys, strict=True):
-                writer.add(documents)
-            totals.add(piece, keys)
-            report.update(totals)
-        if not totals.tokens:
-            raise SettingError(
-                f"--input {' '.join(config.input)}: the {totals.documents} documents hold no text"
-            )
+        documents = (texts for path in files for texts in read_documents(path, keys=config.json_keys))
+        for batch in _batched(documents):
+            for index, writer in enumerate(writers):
+                texts = [keys[index] for keys in batch]
+                for document in encode(texts, tokenizer=tokenizer, append_eod=config.append_eod):
+                    writer.add(document)
+            tokens = sum(writer.tokens for writer in writers)
+            before, count = count, count + len(batch)
+            if count // config.log_interval > before // config.log_interval:
+                rate = tokens / (time.perf_counter() - start)
+                console.print(f"{count:,} documents, {tokens:,} tokens, {rate:,.0f}/s", highlight=False)
+        require(tokens > 0, f"--input {' '.join(config.input)}: the {count} documents hold no text")
         for writer in writers:
             writer.finish()
     seconds = time.perf_counter() - start
     console.print(
-        f"{totals.documents:,} documents, {totals.tokens:,} tokens in {seconds:.1f} s "
-        f"({totals.tokens / seconds:,.0f} tokens/s) with {workers} workers; "
-        f"{', '.join(str(idx_path(config.prefix(key)).with_suffix('')) for key in config.json_keys)} "
-        f"(.bin and .idx, {dtype.name})",
+        f"{count:,} documents, {tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s); "
+        f"{', '.join(str(config.prefix(key)) for key in config.json_keys)} (.bin and .idx, {dtype.name})",
         highlight=False,
         soft_wrap=True,
     )
 
 
-class _Report:
-    """A progress bar on a terminal, lines elsewhere."""
+def encode(
+    documents: Sequence[Sequence[str]], *, tokenizer: BytePairTokenizer, append_eod: bool
+) -> Iterator[list[list[int]]]:
+    """Yield the tokens of each sentence of each document.
 
-    def __init__(self, console: Console, *, size: int, interval: int) -> None:
-        self._console = console
-        self._interval = interval
-        self._next = interval
-        self._start = time.perf_counter()
-        self._bar = Progress(
-            BarColumn(),
-            DownloadColumn(),
-            TextColumn("{task.fields[tokens]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=size, tokens="")
+    As in Megatron: sentences without tokens are left out, and a document without any stays as an empty one
+    and has no end-of-document token.
+    """
+    end = [tokenizer.require_end_of_text()] if append_eod else []
+    encoded = iter(tokenizer.encode([sentence for sentences in documents for sentence in sentences]))
+    for sentences in documents:
+        sequences = [tokens for tokens in islice(encoded, len(sentences)) if tokens]
+        if sequences:
+            sequences[-1] = sequences[-1] + end
+        yield sequences
 
-    def __enter__(self) -> _Report:
-        self._bar.start()
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def update(self, totals: _Totals) -> None:
-        """Show what has been done."""
-        seconds = time.perf_counter() - self._start
-        tokens = f"{totals.tokens:,} tokens, {totals.tokens / seconds:,.0f}/s"
-        if self._console.is_terminal:
-            self._bar.update(self._task, completed=totals.bytes_read, tokens=tokens)
-        elif totals.documents >= self._next:
-            self._next = totals.documents - totals.documents % self._interval + self._interval
-            self._console.print(f"{totals.documents:,} documents, {tokens}", highlight=False)
+def _batched(documents: Iterable[list[list[str]]]) -> Iterator[list[list[list[str]]]]:
+    batch: list[list[list[str]]] = []
+    characters = 0
+    for keys in documents:
+        batch.append(keys)
+        characters += sum(len(sentence) for sentences in keys for sentence in sentences)
+        if characters >= _ENCODED_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    yield batch

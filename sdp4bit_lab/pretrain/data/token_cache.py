@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import tokenizers
 
 from sdp4bit_lab.common.settings import SettingError
@@ -28,7 +27,7 @@ from sdp4bit_lab.pretrain.data.corpus import (
     split_corpus,
 )
 from sdp4bit_lab.pretrain.data.indexed import IndexedTokens, token_dtype
-from sdp4bit_lab.pretrain.data.indexed_writer import EncodedDocuments, IndexedWriter, sequence_length
+from sdp4bit_lab.pretrain.data.indexed_writer import IndexedWriter
 from sdp4bit_lab.pretrain.data.sample_index import (
     IndexedSplit,
     Order,
@@ -119,12 +118,7 @@ def _tokenize(corpus: Corpus, *, split: CorpusSplit, config: DataConfig, folder:
         for documents in _batched(split.read(corpus)):
             encoded = tokenizer.encode_documents([text for text, _ in documents])
             for (_, held_out), tokens in zip(documents, encoded, strict=True):
-                document = EncodedDocuments(
-                    tokens=np.array(tokens, dtype).tobytes(),
-                    lengths=np.array([sequence_length(len(tokens), where="the text")], np.int32),
-                    sequences=np.ones(1, np.int32),
-                )
-                (validation if held_out else train).add(document)
+                (validation if held_out else train).add([tokens])
         for writer in (train, validation):
             writer.finish()
 

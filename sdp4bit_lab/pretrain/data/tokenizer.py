@@ -11,9 +11,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.pretrain.data.corpus import END_OF_TEXT
+from sdp4bit_lab.pretrain.data.documents import END_OF_TEXT
 
-TRAINING_CHARACTERS = 64 << 20
+_TRAINING_CHARACTERS = 64 << 20
 """The vocabulary is learned from this much text; more changes little and takes minutes."""
 _ENDS_OF_DOCUMENTS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
@@ -21,23 +21,14 @@ _ENDS_OF_DOCUMENTS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>"
 class BytePairTokenizer:
     """Text to token numbers and back."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, end_of_text: int | None = None, words_are_gpt2s: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, end_of_text: int | None = None) -> None:
         self._tokenizer = tokenizer
         self.end_of_text = end_of_text
         """Token that ends a document; None if the tokenizer has none."""
-        self.words_are_gpt2s = words_are_gpt2s
-        """Whether text is cut by GPT-2's pattern and nothing else happens before or after BPE."""
 
     @classmethod
-    def train(
-        cls, documents: Iterable[str], *, vocabulary_size: int, characters: int = TRAINING_CHARACTERS
-    ) -> BytePairTokenizer:
-        """Return a tokenizer of at most `vocabulary_size` tokens: fewer if the text repeats too little.
-
-        It is learned from the first so many characters of the documents.
-        """
+    def train(cls, documents: Iterable[str], *, vocabulary_size: int) -> BytePairTokenizer:
+        """Learn a tokenizer of at most `vocabulary_size` tokens, fewer if the text repeats too little."""
         tokenizer = _gpt2_tokenizer(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocabulary_size,
@@ -45,7 +36,7 @@ class BytePairTokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        tokenizer.train_from_iterator(_first_characters(documents, characters), trainer)
+        tokenizer.train_from_iterator(_first_characters(documents, _TRAINING_CHARACTERS), trainer)
         return cls(tokenizer, end_of_text=tokenizer.token_to_id(END_OF_TEXT))
 
     @classmethod
@@ -57,11 +48,6 @@ class BytePairTokenizer:
     def save(self, path: Path) -> None:
         """Write the tokenizer, as JSON."""
         self._tokenizer.save(str(path))
-
-    def save_all(self, folder: Path) -> None:
-        """Write tokenizer.json, and vocab.json and merges.txt, the same BPE in GPT-2's format."""
-        self.save(folder / "tokenizer.json")
-        self._tokenizer.model.save(str(folder))
 
     @property
     def vocabulary_size(self) -> int:
@@ -79,12 +65,17 @@ class BytePairTokenizer:
 
     def encode_documents(self, documents: Sequence[str]) -> list[list[int]]:
         """Return the token numbers of each document, the end of text included."""
+        end = self.require_end_of_text()
+        return [[*tokens, end] for tokens in self.encode(documents)]
+
+    def require_end_of_text(self) -> int:
+        """Return the token that ends a document; SettingError if there is none."""
         if self.end_of_text is None:
             raise SettingError(
                 f"the tokenizer has none of the tokens {', '.join(_ENDS_OF_DOCUMENTS)}: name the one that "
                 "ends a document with --eod-token"
             )
-        return [[*tokens, self.end_of_text] for tokens in self.encode(documents)]
+        return self.end_of_text
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token numbers."""
@@ -128,9 +119,7 @@ class TokenizerFiles:
             raise SettingError(
                 f"--vocab-file {self.vocab_file} and --merge-file {self.merge_file} are not GPT-2's: {error}"
             ) from error
-        return BytePairTokenizer(
-            tokenizer, end_of_text=self._end_of_document(tokenizer, folder=None), words_are_gpt2s=True
-        )
+        return BytePairTokenizer(tokenizer, end_of_text=self._end_of_document(tokenizer, folder=None))
 
     def _end_of_document(self, tokenizer: Tokenizer, *, folder: Path | None) -> int | None:
         if self.eod_token is not None:

@@ -21,7 +21,7 @@ from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig, ModelConfig, OptimizerConfig, PretrainConfig
 from sdp4bit_lab.pretrain.config.training import TrainingConfig
 from sdp4bit_lab.pretrain.data.config import DataConfig
-from sdp4bit_lab.pretrain.data.corpus import END_OF_TEXT
+from sdp4bit_lab.pretrain.data.documents import END_OF_TEXT
 from sdp4bit_lab.pretrain.metrics import StepMetrics
 from sdp4bit_lab.pretrain.trainer import TrainingResult, pretrain
 

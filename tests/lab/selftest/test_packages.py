@@ -31,7 +31,17 @@ EXTRA = {
         ]["lab"]
     )
 }
-OTHERS = {"hypothesis", "megatron", "numba", "pandas", "pyarrow", "transformers", "triton", "zstandard"}
+OTHERS = {
+    "datasets",
+    "hypothesis",
+    "megatron",
+    "numba",
+    "pandas",
+    "pyarrow",
+    "transformers",
+    "triton",
+    "zstandard",
+}
 OF_TYRO = {"docstring_parser", "markdown_it", "pygments", "shtab", "typeguard"}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.data.indexed import IndexedTokens, token_dtype
-from sdp4bit_lab.pretrain.data.indexed_writer import EncodedDocuments, IndexedWriter
+from sdp4bit_lab.pretrain.data.indexed_writer import IndexedWriter
 from tests.lab.pretrain.data.indexed_corpora import layout, write_corpus
 
 DOCUMENTS = [[[5, 6, 7]], [], [[1], [2, 3]], [[9, 8]], []]
@@ -22,19 +22,10 @@ DOCUMENTS = [[[5, 6, 7]], [], [[1], [2, 3]], [[9, 8]], []]
 SMALL = np.dtype("<u2")
 
 
-def encoded(documents: list[list[list[int]]], *, dtype: np.dtype = SMALL) -> EncodedDocuments:
-    sequences = [sequence for document in documents for sequence in document]
-    return EncodedDocuments(
-        tokens=np.array([token for sequence in sequences for token in sequence], dtype).tobytes(),
-        lengths=np.array([len(sequence) for sequence in sequences], np.int32),
-        sequences=np.array([len(document) for document in documents], np.int32),
-    )
-
-
 def write(prefix: Path, documents: list[list[list[int]]], *, dtype: np.dtype = SMALL) -> None:
     with IndexedWriter(prefix, dtype=dtype) as writer:
-        for start in range(0, len(documents), 2):
-            writer.add(encoded(documents[start : start + 2], dtype=dtype))
+        for document in documents:
+            writer.add(document)
         writer.finish()
 
 
@@ -106,7 +97,7 @@ class TestWriter:
     def test_nothing_loads_before_the_end_and_nothing_is_left_of_a_failure(self, tmp_path):
         def write_and_fail() -> None:
             with IndexedWriter(tmp_path / "x", dtype=SMALL) as writer:
-                writer.add(encoded([[[1]]]))
+                writer.add([[1]])
                 assert [path.name for path in tmp_path.iterdir()] == ["x.bin.partial"]
                 raise RuntimeError("stop")
 
@@ -160,7 +151,7 @@ class TestWriter:
         writer = IndexedWriter(tmp_path / "x", dtype=SMALL)
         writer._file.close()
         writer._file = Path("/dev/full").open("ab")  # noqa: SIM115
-        writer.add(encoded([[[1]]]))
+        writer.add([[1]])
         with pytest.raises(SettingError, match=r"cannot write .*No space left"):
             writer.finish()
         assert not (tmp_path / "x.idx").exists()

@@ -1,4 +1,4 @@
-"""`sdp4bit preprocess`: the reference's command, inputs, errors, kills, and words."""
+"""`sdp4bit preprocess`: the reference's command, inputs, errors and kills."""
 
 from __future__ import annotations
 
@@ -15,24 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sdp4bit_lab.cli import main
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.pretrain.data import document_files, word_encoder
+from sdp4bit_lab.pretrain.data import preprocess as command
 from sdp4bit_lab.pretrain.data.config import DataConfig
 from sdp4bit_lab.pretrain.data.indexed import IndexedTokens
 from sdp4bit_lab.pretrain.data.preprocess import PreprocessConfig, preprocess
 from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer, TokenizerFiles
-from sdp4bit_lab.pretrain.data.word_encoder import DocumentEncoder, kind_of_character
-from tests.lab.common.launch.started_ranks import (
-    COMMAND,
-    children_of,
-    outcome_of,
-    wait_for_the_end_of,
-    wait_until,
-)
+from tests.lab.common.launch.started_ranks import COMMAND, outcome_of, wait_until
 from tests.lab.pretrain.data.indexed_corpora import layout, library_texts, write_vocabulary
 from tests.lab.pretrain.tiny_runs import small, train_here
 from tests.ranks import run_ranks
@@ -69,10 +60,7 @@ def write_lines(path: Path, texts: Sequence[object], *, key: str = "text") -> Pa
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(content.encode()))
     elif path.suffix == ".zst":
-        zstandard = pytest.importorskip("zstandard")
-        half = len(content) // 2
-        frames = [zstandard.compress(part.encode()) for part in (content[:half], content[half:])]
-        path.write_bytes(b"".join(frames))
+        path.write_bytes(pytest.importorskip("zstandard").compress(content.encode()))
     elif path.suffix == ".parquet":
         pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(pyarrow.table({key: list(texts)}), path, row_group_size=3)
@@ -89,7 +77,7 @@ def run(vocabulary: tuple[Path, Path], *inputs: Path | str, to: Path, **options:
             vocab_file=vocabulary[0],
             merge_file=vocabulary[1],
             append_eod=True,
-            **{"workers": 1, **options},
+            **options,
         )
     )
 
@@ -120,11 +108,14 @@ class TestCommand:
         assert "--split train has no effect here" in said and "--torch-backend mpi has no effect" in said
         assert re.search(r"10 documents, [\d,]+ tokens in .* tokens/s", said)
 
-    def test_workers_keep_the_order(self, vocabulary, reference, tmp_path, monkeypatch):
-        monkeypatch.setattr(document_files, "PIECE_BYTES", 20_000)
+    def test_batches_keep_the_order(self, vocabulary, reference, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(command, "_ENCODED_AT_ONCE", 20_000)
         texts = TEXTS * 4
-        run(vocabulary, write_lines(tmp_path / "x.jsonl", texts), to=tmp_path / "x", workers=2)
+        source = write_lines(tmp_path / "x.jsonl", texts)
+        run(vocabulary, source, to=tmp_path / "x", log_interval=16)
         assert files(tmp_path / "x_text_document") == expected(reference, [[text] for text in texts])
+        lines = re.findall(r"^(\d+) documents, .* tokens, .*/s$", capsys.readouterr().err, re.M)
+        assert [int(count) // 16 for count in lines] == [1, 2]
 
     def test_training_reads_what_it_wrote(self, vocabulary, tmp_path):
         run(vocabulary, write_lines(tmp_path / "x.jsonl", library_texts(20)), to=tmp_path / "x")
@@ -160,7 +151,6 @@ class TestCommand:
             output_prefix=tmp_path / "x",
             tokenizer_model=tmp_path,
             append_eod=True,
-            workers=1,
         )
         preprocess(config)
         data, _ = layout([[tokens] for tokens in tokenizer.encode_documents(TEXTS[:3])])
@@ -168,11 +158,22 @@ class TestCommand:
 
 
 class TestInputs:
-    @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+    @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz", ".jsonl.zst", ".parquet"])
     def test_every_format_gives_the_same_files(self, vocabulary, reference, tmp_path, suffix):
+        if suffix not in (".jsonl", ".json"):
+            pytest.importorskip("datasets")
         path = write_lines(tmp_path / f"x{suffix}", TEXTS)
         run(vocabulary, path, to=tmp_path / "out" / "x")
         assert files(tmp_path / "out" / "x_text_document") == expected(reference, [[t] for t in TEXTS])
+
+    def test_plain_text_is_divided_at_the_end_of_text(self, vocabulary, reference, tmp_path):
+        (tmp_path / "a.txt").write_text("one<|endoftext|>two\n<|endoftext|>")
+        (tmp_path / "b.py").write_text("three")
+        run(vocabulary, tmp_path / "a.txt", tmp_path / "b.py", to=tmp_path / "x")
+        assert files(tmp_path / "x_text_document") == expected(reference, [["one"], ["two\n"], ["three"]])
+        (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+        with pytest.raises(SettingError, match=r"latin\.txt is not UTF-8"):
+            run(vocabulary, tmp_path / "latin.txt", to=tmp_path / "y")
 
     def test_several_inputs_in_the_order_given_patterns_by_name(self, vocabulary, reference, tmp_path):
         for name, text in (("b1", "b one"), ("b0", "b zero"), ("a", "a")):
@@ -205,43 +206,24 @@ class TestInputs:
             run(vocabulary, tmp_path / "x.jsonl", to=tmp_path / "x")
         assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 
-    @pytest.mark.slow
-    def test_a_bad_line_in_a_worker_is_one_line_on_the_console(self, vocabulary, tmp_path, capsys):
-        (tmp_path / "x.jsonl").write_text('{"text": "fine"}\n' * 5 + "{}\n")
-        arguments = f"preprocess --input {tmp_path}/x.jsonl --output-prefix {tmp_path}/x --workers 2"
-        files = f"--vocab-file {vocabulary[0]} --merge-file {vocabulary[1]}"
-        assert main([*arguments.split(), *files.split()]) == 2
-        error = capsys.readouterr().err
-        assert f'sdp4bit: error: {tmp_path}/x.jsonl, line 6: there is no "text", but : set' in error
-
     @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".parquet"])
-    @pytest.mark.parametrize("kept", [0.3, 0.9])
-    def test_a_file_that_is_cut_off_or_foreign_is_named(self, vocabulary, tmp_path, suffix, kept):
+    def test_a_file_that_is_cut_off_or_foreign_is_named(self, vocabulary, tmp_path, suffix):
+        pytest.importorskip("datasets")
         path = write_lines(tmp_path / f"x{suffix}", TEXTS)
         content = path.read_bytes()
-        for damaged in (content[: int(kept * len(content))], b"not what the name says" * 9):
+        for damaged in (content[: len(content) * 9 // 10], b"not what the name says" * 9):
             path.write_bytes(damaged)
             with pytest.raises(SettingError, match=rf"x{re.escape(suffix)} cannot be read: ."):
                 run(vocabulary, path, to=tmp_path / "x")
             assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
-    def test_a_column_that_is_missing_is_named(self, vocabulary, tmp_path):
-        path = write_lines(tmp_path / "x.parquet", TEXTS, key="body")
-        with pytest.raises(SettingError, match=r'x\.parquet has no column "text", but body: set --json-keys'):
-            run(vocabulary, path, to=tmp_path / "x")
-
-    @pytest.mark.parametrize(("suffix", "package"), [(".zst", "zstandard"), (".parquet", "pyarrow")])
-    def test_a_missing_package_is_named_before_anything_is_read(
-        self, vocabulary, tmp_path, monkeypatch, suffix, package
-    ):
-        path = tmp_path / f"x{suffix}"
-        path.write_bytes(b"")
-        for name in (package, f"{package}.parquet"):
-            monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(
-            SettingError, match=rf'needs the package {package}: pip install "sdp4bit\[data\]"'
-        ):
-            run(vocabulary, path, to=tmp_path / "x")
+    def test_a_missing_package_is_named_before_anything_is_read(self, vocabulary, tmp_path, monkeypatch):
+        (tmp_path / "x.jsonl").write_text("{")
+        (tmp_path / "x.parquet").write_bytes(b"")
+        monkeypatch.setitem(sys.modules, "datasets", None)
+        message = r'x\.parquet needs the package datasets: pip install "sdp4bit\[data\]"'
+        with pytest.raises(SettingError, match=message):
+            run(vocabulary, tmp_path / "x.jsonl", tmp_path / "x.parquet", to=tmp_path / "x")
 
     def test_nothing_to_do_is_an_error(self, vocabulary, tmp_path):
         with pytest.raises(SettingError, match=r"--input .*none\*\.jsonl: there is no such file"):
@@ -255,65 +237,21 @@ class TestInputs:
     ("signal_number", "code"),
     [(signal.SIGKILL, -signal.SIGKILL), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
 )
-def test_a_killed_run_leaves_nothing_that_loads_and_no_process(vocabulary, tmp_path, signal_number, code):
+def test_a_killed_run_leaves_nothing_that_loads(vocabulary, tmp_path, signal_number, code):
     with (tmp_path / "x.jsonl").open("w") as file:
-        for number in range(400):
+        for number in range(2000):
             file.write(json.dumps({"text": f"{number} {TEXTS[number % 6]} " * 3}) + "\n")
     partial = tmp_path / "x_text_document.bin.partial"
 
     def kill(process: subprocess.Popen[str]) -> None:
         wait_until(lambda: partial.exists() and partial.stat().st_size, process=process)
-        children = children_of(process.pid)
-        assert len(children) >= 2
         os.kill(process.pid, signal_number)
         process.wait(timeout=30)
-        wait_for_the_end_of(children)
 
-    command = [*COMMAND, "preprocess", "--input", str(tmp_path / "x.jsonl"), "--workers", "2"]
+    arguments = [*COMMAND, "preprocess", "--input", str(tmp_path / "x.jsonl"), "--workers", "1"]
     files = ["--vocab-file", str(vocabulary[0]), "--merge-file", str(vocabulary[1])]
-    assert outcome_of([*command, *files, "--output-prefix", str(tmp_path / "x")], kill)[0] == code
+    assert outcome_of([*arguments, *files, "--output-prefix", str(tmp_path / "x")], kill)[0] == code
     assert partial.exists() == (signal_number == signal.SIGKILL)
     assert not any((tmp_path / f"x_text_document.{end}").exists() for end in ("bin", "idx"))
     with pytest.raises(SettingError, match="there is no such file"):
         IndexedTokens(tmp_path / "x_text_document")
-
-
-class TestWords:
-    def test_every_covered_character_is_cut_as_the_tokenizer_cuts_it(self):
-        pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        _, words, uncovered = word_encoder._patterns()
-        covered = [chr(code) for code in range(1 << 16) if kind_of_character(code)]
-        assert len(covered) > 40_000
-        for character in covered:
-            text = f"a{character}b 1{character}2 .{character}. {character} {character * 2}\n {character}"
-            pieces = [text[start:end] for _, (start, end) in pre_tokenizer.pre_tokenize_str(text)]
-            assert words.findall(text) == pieces
-            assert uncovered.search(text) is None
-
-    @settings(max_examples=300, deadline=None)
-    @given(
-        st.lists(
-            st.one_of(
-                st.text(st.characters(codec="utf-8"), max_size=12),
-                st.text("ab'slt 1.\n\t\r\x0b\x1c\x1f\x85\xa0\u2003\u3000éП漢😀", max_size=12),
-            ),
-            max_size=6,
-        )
-    )
-    def test_tokens_are_the_tokenizers_for_any_text(self, vocabulary, reference, texts):
-        encoder = DocumentEncoder(
-            TokenizerFiles(vocab_file=vocabulary[0], merge_file=vocabulary[1]).load(), dtype=np.dtype("<u2")
-        )
-        for _ in range(2):  # the second time from memory
-            assert [np.frombuffer(tokens, "<u2").tolist() for tokens in encoder.encode(texts)] == [
-                reference.encode(text, add_special_tokens=False).ids for text in texts
-            ]
-
-    def test_the_memory_for_words_is_bounded(self, vocabulary, reference, monkeypatch):
-        monkeypatch.setattr(word_encoder, "MAX_WORDS", 3)
-        tokenizer = TokenizerFiles(vocab_file=vocabulary[0], merge_file=vocabulary[1]).load()
-        encoder = DocumentEncoder(tokenizer, dtype=np.dtype("<u2"))
-        text = "one two three four five " + "x" * 1000
-        (tokens,) = encoder.encode([text])
-        assert np.frombuffer(tokens, "<u2").tolist() == reference.encode(text).ids
-        assert len(encoder._words) == 3

@@ -13,7 +13,8 @@ import pytest
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.data import token_cache
 from sdp4bit_lab.pretrain.data.config import DataConfig
-from sdp4bit_lab.pretrain.data.corpus import END_OF_TEXT, FileCorpus, StandardLibraryCorpus, split_corpus
+from sdp4bit_lab.pretrain.data.corpus import FileCorpus, StandardLibraryCorpus, split_corpus
+from sdp4bit_lab.pretrain.data.documents import END_OF_TEXT
 from sdp4bit_lab.pretrain.data.indexed import IndexedTokens
 from sdp4bit_lab.pretrain.data.sample_index import shuffle_samples
 from sdp4bit_lab.pretrain.data.token_cache import fill_cache, open_cache

@@ -1,0 +1,110 @@
+"""Documents of text: JSON lines and plain text; Hugging Face datasets reads compressed lines and Parquet."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from sdp4bit_lab.common.settings import SettingError, require
+
+END_OF_TEXT = "<|endoftext|>"
+_JSON_LINES = (".json", ".jsonl")
+_DATASETS_FORMATS = {".gz": "json", ".zst": "json", ".parquet": "parquet"}
+
+
+def find_files(patterns: Sequence[str]) -> list[Path]:
+    """Expand patterns: files in the order given, those of one pattern by name.
+
+    Raises:
+        SettingError: no file matches, or one needs the package `datasets`, which is missing.
+    """
+    files: list[Path] = []
+    for pattern in patterns:
+        paths = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
+        matching = [Path(path) for path in paths if Path(path).is_file()]
+        require(bool(matching), f"--input {pattern}: there is no such file")
+        files += matching
+    for path in files:
+        if path.suffix in _DATASETS_FORMATS:
+            _import_datasets(path)
+    return files
+
+
+def read_documents(path: Path, *, keys: Sequence[str] = ("text",)) -> Iterator[list[list[str]]]:
+    """Yield the sentences of each key of each document; an undivided text is one sentence.
+
+    Raises:
+        SettingError: the file cannot be read, or a document has no text; it names the line.
+    """
+    try:
+        for where, members in _members(path):
+            yield [_sentences(members, key, where=where) for key in keys]
+    except OSError as error:
+        raise SettingError(f"{path} cannot be read: {error}") from error
+
+
+def _members(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Yield the place of each document, for messages, and its members."""
+    if path.suffix in _DATASETS_FORMATS:
+        for number, row in enumerate(_datasets_rows(path), start=1):
+            yield f"{path}, row {number}", row
+    elif path.suffix in _JSON_LINES:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    yield where, _parse(line, where=where)
+    else:
+        try:
+            texts = path.read_text(encoding="utf-8").split(END_OF_TEXT)
+        except UnicodeDecodeError as error:
+            raise SettingError(f"{path} is not UTF-8 text: {error}") from error
+        for number, text in enumerate(filter(None, texts), start=1):
+            yield f"{path}, document {number}", {"text": text}
+
+
+def _datasets_rows(path: Path) -> Iterator[Mapping[str, object]]:
+    datasets, kind = _import_datasets(path), _DATASETS_FORMATS[path.suffix]
+    try:
+        yield from datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
+    except Exception as error:  # of any of the packages that decompress and parse
+        raise SettingError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _import_datasets(path: Path) -> Any:
+    try:
+        return import_module("datasets")
+    except ImportError:
+        raise SettingError(f'{path} needs the package datasets: pip install "sdp4bit[data]"') from None
+
+
+def _parse(line: bytes, *, where: str) -> dict[str, object]:
+    try:
+        members = json.loads(line)
+    except ValueError as error:
+        raise SettingError(f"{where}: not JSON: {error}") from error
+    require(isinstance(members, dict), f"{where}: a JSON object is expected, not {type(members).__name__}")
+    return dict(members)
+
+
+def _sentences(members: Mapping[str, object], key: str, *, where: str) -> list[str]:
+    require(
+        key in members,
+        f'{where}: there is no "{key}", but {", ".join(map(repr, members))}: set --json-keys of sdp4bit '
+        "preprocess",
+    )
+    value = members[key]
+    sentences: list[str] = []
+    for sentence in value if isinstance(value, list) else [value]:
+        if not isinstance(sentence, str):
+            raise SettingError(f'{where}: "{key}" is {type(sentence).__name__}, not a string')
+        try:
+            sentence.encode()
+        except UnicodeEncodeError as error:
+            raise SettingError(f'{where}: "{key}" is no text: {error}') from None
+        sentences.append(sentence)
+    return sentences
