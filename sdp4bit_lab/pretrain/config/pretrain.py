@@ -294,7 +294,7 @@ class PretrainConfig:
     def resolved_data(self) -> DataConfig:
         """The data's settings; what is tokenized or made up here gets the card's vocabulary by default."""
         data = self.data
-        if data.vocabulary_size is not None or data.source == "indexed" or data.tokenizer_files is not None:
+        if data.vocabulary_size is not None or data.source == "indexed" or data.has_tokenizer:
             return data
         return replace(data, vocabulary_size=self.model.card.vocabulary)
 

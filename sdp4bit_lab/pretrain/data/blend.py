@@ -1,4 +1,4 @@
-"""Several corpora read as one: weights on the command line, and whose turn it is at a sample."""
+"""Blends of corpora: weights on the command line, and the corpus that each sample comes from."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class BlendedSamples:
         return np.concatenate([self._parts[part].rows([number]) for part, number in turns])
 
     def turn(self, number: int) -> tuple[int, int]:
-        """Return whose turn it is at a sample, and the number of its sample."""
+        """Return the source of a sample, and the number of the sample there."""
         for part, share in enumerate(self._shares[:-1]):
             before, after = _rounded(number * share), _rounded((number + 1) * share)
             if after > before:

@@ -14,7 +14,7 @@ from sdp4bit_lab.common.settings import SettingError, require
 from sdp4bit_lab.pretrain.data.corpus import SMALLEST_VOCABULARY
 
 if TYPE_CHECKING:
-    from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer, TokenizerFiles
+    from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
 
 Source = Literal["standard library", "text", "indexed", "mock"]
 """text: files that are tokenized at the start; indexed: Megatron's .bin/.idx files."""
@@ -66,35 +66,34 @@ class TokenizerConfig:
             "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model with a tokenizer.json",
         )
         require(
-            kind != "NullTokenizer" or self.tokenizer_files is None,
+            kind != "NullTokenizer" or not self.has_tokenizer,
             "--tokenizer-type NullTokenizer reads no files: leave out --vocab-file, --merge-file and "
             "--tokenizer-model",
         )
         require(
-            self.eod_token is None or self.tokenizer_files is not None,
+            self.eod_token is None or self.has_tokenizer,
             "--eod-token names a token of --vocab-file or --tokenizer-model: give one of them",
         )
 
     @property
-    def tokenizer_files(self) -> TokenizerFiles | None:
-        """The files to read the tokenizer from; None if none are given."""
-        if self.vocab_file is None and self.tokenizer_model is None:
+    def has_tokenizer(self) -> bool:
+        """Whether files of a tokenizer are given."""
+        return self.vocab_file is not None or self.tokenizer_model is not None
+
+    @cached_property
+    def tokenizer(self) -> BytePairTokenizer | None:
+        """The tokenizer of the given files; None without files."""
+        if not self.has_tokenizer:
             return None
         # The self-test has these settings without the package `tokenizers`.
-        from sdp4bit_lab.pretrain.data.tokenizer import TokenizerFiles
+        from sdp4bit_lab.pretrain.data.tokenizer import load_tokenizer
 
-        return TokenizerFiles(
+        return load_tokenizer(
             vocab_file=self.vocab_file,
             merge_file=self.merge_file,
             tokenizer_model=self.tokenizer_model,
             eod_token=self.eod_token,
         )
-
-    @cached_property
-    def tokenizer(self) -> BytePairTokenizer | None:
-        """The tokenizer of the given files; None without files."""
-        files = self.tokenizer_files
-        return None if files is None else files.load()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +181,7 @@ class DataConfig(TokenizerConfig):
         if source in ("text", "standard library"):
             size = self.vocabulary_size
             require(
-                size is None or self.tokenizer_files is not None or size >= SMALLEST_VOCABULARY,
+                size is None or self.has_tokenizer or size >= SMALLEST_VOCABULARY,
                 f"--vocab-size {size} must be between {SMALLEST_VOCABULARY} (256 bytes and the end of text) "
                 f"and {1 << 20}",
             )

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.common.settings import SettingError, require
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -66,14 +66,13 @@ class IndexedTokens:
         """
         self.prefix = prefix
         path, data = idx_path(prefix), bin_path(prefix)
-        if prefix.suffix in (".bin", ".idx"):
-            raise SettingError(f"{prefix}: leave out {prefix.suffix}: the prefix of both files is meant")
+        require(
+            prefix.suffix not in (".bin", ".idx"),
+            f"{prefix}: leave out {prefix.suffix}: the prefix of both files is meant",
+        )
         for file, other in ((path, data), (data, path)):
-            if not file.is_file():
-                raise SettingError(
-                    f"{file}: there is no such file"
-                    + (f", though {other} is there" if other.exists() else "")
-                )
+            though = f", though {other} is there" if other.exists() else ""
+            require(file.is_file(), f"{file}: there is no such file{though}")
         try:
             self._open(path, data)
         except OSError as error:
@@ -83,25 +82,22 @@ class IndexedTokens:
         size = path.stat().st_size
         with path.open("rb") as file:
             header = file.read(HEADER.size)
-        if len(header) < HEADER.size:
-            raise SettingError(f"{path}: header: the file has {size} bytes of its {HEADER.size}")
+        require(len(header) == HEADER.size, f"{path}: header: the file has {size} bytes of its {HEADER.size}")
         magic, version, code, sequences, boundaries = HEADER.unpack(header)
-        if magic != MAGIC:
-            raise SettingError(f"{path}: magic: the file starts with {magic!r} instead of {MAGIC!r}")
-        if version != VERSION:
-            raise SettingError(f"{path}: version: {version} instead of {VERSION}")
+        require(magic == MAGIC, f"{path}: magic: the file starts with {magic!r} instead of {MAGIC!r}")
+        require(version == VERSION, f"{path}: version: {version} instead of {VERSION}")
         dtype = np.dtype(_CODES.get(code, "V1"))
-        if not np.issubdtype(dtype, np.integer):
-            raise SettingError(f"{path}: dtype: code {code} is not one of whole numbers (1-5, 8)")
-        if boundaries < 1:
-            raise SettingError(f"{path}: document count: 0 boundaries, at least 1 is needed")
+        require(
+            np.issubdtype(dtype, np.integer),
+            f"{path}: dtype: code {code} is not one of whole numbers (1-5, 8)",
+        )
+        require(boundaries >= 1, f"{path}: document count: 0 boundaries, at least 1 is needed")
         needed = HEADER.size + sequences * 12 + boundaries * 8
-        if size not in (needed, needed + sequences):
-            raise SettingError(
-                f"{path}: arrays: {sequences} sequences and {boundaries} document boundaries take {needed} "
-                f"bytes (or {needed + sequences} with modes), the file has {size}: cut off, or not of this "
-                "format"
-            )
+        require(
+            size in (needed, needed + sequences),
+            f"{path}: arrays: {sequences} sequences and {boundaries} document boundaries take {needed} bytes "
+            f"(or {needed + sequences} with modes), the file has {size}: cut off, or not of this format",
+        )
         self.dtype: np.dtype[np.integer] = dtype
         start = HEADER.size
         self._lengths = _map(path, "<i4", sequences, offset=start)
@@ -109,24 +105,23 @@ class IndexedTokens:
         self._boundaries = _map(path, "<i8", boundaries, offset=start + 12 * sequences)
         self.tokens = 0
         if sequences:
-            end = int(self._pointers[-1]) + int(self._lengths[-1]) * dtype.itemsize
-            self.tokens = end // dtype.itemsize
-        held = data.stat().st_size
-        if held != self.tokens * dtype.itemsize:
-            raise SettingError(
-                f"{data}: size: the file has {held} bytes, {path.name} tells of {self.tokens} tokens of "
-                f"{dtype.itemsize} bytes ({self.tokens * dtype.itemsize})"
-            )
+            self.tokens = int(self._pointers[-1]) // dtype.itemsize + int(self._lengths[-1])
+        size, needed = data.stat().st_size, self.tokens * dtype.itemsize
+        require(
+            size == needed,
+            f"{data}: size: the file has {size} bytes, {path.name} tells of {self.tokens} tokens of "
+            f"{dtype.itemsize} bytes ({needed})",
+        )
         self._tokens: npt.NDArray[np.integer] = _map(data, dtype, self.tokens, offset=0)
 
     @property
     def documents(self) -> int:
-        """Documents there are, empty ones included."""
+        """Number of documents, empty ones included."""
         return len(self._boundaries) - 1
 
     @property
     def sequences(self) -> int:
-        """Sequences there are: one a document, unless documents were split into sentences."""
+        """Number of sequences: one per document, unless documents were split into sentences."""
         return len(self._lengths)
 
     def starts(self, documents: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
@@ -151,33 +146,29 @@ class IndexedTokens:
         Reads the whole index, a second or two for 100 million documents.
         """
         path, item, sequences = idx_path(self.prefix), self.dtype.itemsize, self.sequences
-        expected = 0
+        offset = 0
         for start in range(0, sequences, _CHECKED_AT_ONCE):
             lengths = np.asarray(self._lengths[start : start + _CHECKED_AT_ONCE], np.int64)
-            _check(path, "sequence lengths", lengths, lengths >= 0, start=start, rule="at least 0")
-            pointers = np.asarray(self._pointers[start : start + _CHECKED_AT_ONCE])
-            ends = expected + np.cumsum(lengths) * item
-            begins = ends - lengths * item
-            _check(
-                *(path, "sequence pointers", pointers, pointers == begins),
-                start=start,
-                rule="the bytes of the sequences before",
-            )
-            expected = int(ends[-1])
+            _check(f"{path}: sequence lengths", lengths, lengths >= 0, start=start, rule="at least 0")
+            pointers = self._pointers[start : start + _CHECKED_AT_ONCE]
+            ends = offset + np.cumsum(lengths) * item
+            right = pointers == ends - lengths * item
+            rule = "the bytes of the sequences before"
+            _check(f"{path}: sequence pointers", pointers, right, start=start, rule=rule)
+            offset = int(ends[-1])
         previous = 0
         for start in range(0, len(self._boundaries), _CHECKED_AT_ONCE):
             boundaries = np.asarray(self._boundaries[start : start + _CHECKED_AT_ONCE])
-            before = np.concatenate(([previous], boundaries[:-1]))
-            _check(
-                *(path, "document indices", boundaries, (boundaries >= before) & (boundaries <= sequences)),
-                start=start,
-                rule=f"ascending from 0 to {sequences}",
-            )
+            right = (boundaries >= np.append(previous, boundaries[:-1])) & (boundaries <= sequences)
+            rule = f"ascending from 0 to {sequences}"
+            _check(f"{path}: document indices", boundaries, right, start=start, rule=rule)
             previous = int(boundaries[-1])
-        for position, value in ((0, 0), (len(self._boundaries) - 1, sequences)):
-            found = self._boundaries[position]
-            if found != value:
-                raise SettingError(f"{path}: document indices: number {position} is {found}, not {value}")
+        for position, expected in ((0, 0), (len(self._boundaries) - 1, sequences)):
+            value = self._boundaries[position]
+            require(
+                value == expected,
+                f"{path}: document indices: number {position} is {value}, not {expected}",
+            )
 
     def fingerprint(self) -> str:
         """Return a hash of both files: of all bytes of small ones, of 64 blocks spread over large ones."""
@@ -185,12 +176,13 @@ class IndexedTokens:
         for path in (idx_path(self.prefix), bin_path(self.prefix)):
             size = path.stat().st_size
             digest.update(size.to_bytes(8, "little"))
-            steps = np.linspace(0, max(0, size - _SAMPLED_BYTES), _SAMPLED_BLOCKS).astype(np.int64).tolist()
             with path.open("rb") as file:
                 if size <= _SAMPLED_BLOCKS * _SAMPLED_BYTES:
                     digest.update(file.read())
                     continue
-                for offset in steps:
+                for offset in (
+                    np.linspace(0, size - _SAMPLED_BYTES, _SAMPLED_BLOCKS).astype(np.int64).tolist()
+                ):
                     file.seek(offset)
                     digest.update(file.read(_SAMPLED_BYTES))
         return digest.hexdigest()
@@ -204,16 +196,8 @@ def _map(path: Path, dtype: npt.DTypeLike, count: int, *, offset: int) -> npt.ND
 
 
 def _check(
-    path: Path,
-    field: str,
-    values: npt.NDArray[np.integer],
-    right: npt.NDArray[np.bool_],
-    *,
-    start: int,
-    rule: str,
+    field: str, values: npt.NDArray[np.integer], right: npt.NDArray[np.bool_], *, start: int, rule: str
 ) -> None:
     if not right.all():
         position = int(np.argmin(right))
-        raise SettingError(
-            f"{path}: {field}: number {start + position} is {values[position]}; it must be {rule}"
-        )
+        raise SettingError(f"{field}: number {start + position} is {values[position]}; it must be {rule}")

@@ -57,7 +57,7 @@ class PreprocessConfig(TokenizerConfig):
         super().__post_init__()
         require(bool(self.input), "--input: give the files that hold the documents")
         require(
-            self.tokenizer_files is not None,
+            self.has_tokenizer,
             "give the tokenizer: --vocab-file and --merge-file, or --tokenizer-model; docs/data.md shows how "
             "to train one",
         )

@@ -1,11 +1,10 @@
-"""Byte-level BPE: trained on the text at hand, or read from files."""
+"""Byte-level BPE: trained on a text, or read from files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -51,11 +50,11 @@ class BytePairTokenizer:
 
     @property
     def vocabulary_size(self) -> int:
-        """Tokens there are: the largest number, plus one."""
+        """Largest token number, plus one."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def digest(self) -> str:
-        """Return a hash of everything that decides about the tokens of a text."""
+        """Hash everything that the tokens of a text depend on."""
         return hashlib.sha256(f"{self.end_of_text} {self._tokenizer.to_str()}".encode()).hexdigest()
 
     def encode(self, documents: Sequence[str]) -> list[list[int]]:
@@ -82,61 +81,45 @@ class BytePairTokenizer:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenizerFiles:
-    """Where a tokenizer is read from: GPT-2's two files, or a tokenizer.json."""
+def load_tokenizer(
+    *, vocab_file: Path | None, merge_file: Path | None, tokenizer_model: Path | None, eod_token: str | None
+) -> BytePairTokenizer:
+    """Read GPT-2's two files, or a tokenizer.json or the folder it is in.
 
-    vocab_file: Path | None = None
-    merge_file: Path | None = None
-    tokenizer_model: Path | None = None
-    """A tokenizer.json, or the folder it is in."""
-    eod_token: str | None = None
-
-    def load(self) -> BytePairTokenizer:
-        """Return the tokenizer.
-
-        Raises:
-            SettingError: a file is missing or damaged, or has no token --eod-token.
-        """
-        if self.tokenizer_model is not None:
-            path = self.tokenizer_model
-            path = path / "tokenizer.json" if path.is_dir() else path
-            _require_file("--tokenizer-model", path)
-            try:
-                tokenizer = Tokenizer.from_file(str(path))
-            except Exception as error:  # the library raises Exception itself
-                raise SettingError(f"--tokenizer-model {path} is not a tokenizer.json: {error}") from error
-            return BytePairTokenizer(
-                tokenizer, end_of_text=self._end_of_document(tokenizer, folder=path.parent)
-            )
-        assert self.vocab_file is not None and self.merge_file is not None
-        _require_file("--vocab-file", self.vocab_file)
-        _require_file("--merge-file", self.merge_file)
+    Raises:
+        SettingError: a file is missing or damaged, or has no token --eod-token.
+    """
+    if tokenizer_model is not None:
+        path = tokenizer_model / "tokenizer.json" if tokenizer_model.is_dir() else tokenizer_model
+        _require_file("--tokenizer-model", path)
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises Exception itself
+            raise SettingError(f"--tokenizer-model {path} is not a tokenizer.json: {error}") from error
+        ends = (*_named_end(path.with_name("tokenizer_config.json")), *_ENDS_OF_DOCUMENTS)
+    else:
+        assert vocab_file is not None and merge_file is not None
+        _require_file("--vocab-file", vocab_file)
+        _require_file("--merge-file", merge_file)
         try:
             # <|endoftext|> in a text is text: as in Megatron, it is not added as a special token.
-            tokenizer = _gpt2_tokenizer(models.BPE.from_file(str(self.vocab_file), str(self.merge_file)))
+            tokenizer = _gpt2_tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
         except Exception as error:  # the library raises Exception itself
             raise SettingError(
-                f"--vocab-file {self.vocab_file} and --merge-file {self.merge_file} are not GPT-2's: {error}"
+                f"--vocab-file {vocab_file} and --merge-file {merge_file} are not GPT-2's: {error}"
             ) from error
-        return BytePairTokenizer(tokenizer, end_of_text=self._end_of_document(tokenizer, folder=None))
-
-    def _end_of_document(self, tokenizer: Tokenizer, *, folder: Path | None) -> int | None:
-        if self.eod_token is not None:
-            number: int | None = tokenizer.token_to_id(self.eod_token)
-            if number is None:
-                raise SettingError(
-                    f"--eod-token {self.eod_token}: the tokenizer has no such token among its "
-                    f"{tokenizer.get_vocab_size()}"
-                )
-            return number
-        named = () if folder is None else _named_end(folder / "tokenizer_config.json")
-        known = [tokenizer.token_to_id(name) for name in (*named, *_ENDS_OF_DOCUMENTS)]
-        return next((number for number in known if number is not None), None)
+        ends = _ENDS_OF_DOCUMENTS
+    numbers = [tokenizer.token_to_id(name) for name in ((eod_token,) if eod_token else ends)]
+    end_of_text = next((number for number in numbers if number is not None), None)
+    if eod_token and end_of_text is None:
+        raise SettingError(
+            f"--eod-token {eod_token}: the tokenizer has no such token among its {tokenizer.get_vocab_size()}"
+        )
+    return BytePairTokenizer(tokenizer, end_of_text=end_of_text)
 
 
 def _named_end(config: Path) -> tuple[str, ...]:
-    """Return the end-of-text token that the file beside a tokenizer.json names."""
+    """Read the end-of-text token from the file beside a tokenizer.json."""
     try:
         named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
     except FileNotFoundError:

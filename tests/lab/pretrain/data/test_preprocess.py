@@ -19,10 +19,10 @@ import tokenizers
 from sdp4bit_lab.cli import main
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.data import preprocess as command
-from sdp4bit_lab.pretrain.data.config import DataConfig
+from sdp4bit_lab.pretrain.data.config import DataConfig, TokenizerConfig
 from sdp4bit_lab.pretrain.data.indexed import IndexedTokens
 from sdp4bit_lab.pretrain.data.preprocess import PreprocessConfig, preprocess
-from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer, TokenizerFiles
+from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
 from tests.lab.common.launch.started_ranks import COMMAND, outcome_of, wait_until
 from tests.lab.pretrain.data.indexed_corpora import layout, library_texts, write_vocabulary
 from tests.lab.pretrain.tiny_runs import small, train_here
@@ -142,9 +142,9 @@ class TestCommand:
         named = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).id_to_token(270)
         for eos in (named, {"content": named}):
             (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
-            assert TokenizerFiles(tokenizer_model=tmp_path).load().end_of_text == 270
+            assert TokenizerConfig(tokenizer_model=tmp_path).tokenizer.end_of_text == 270
         (tmp_path / "tokenizer_config.json").unlink()
-        assert TokenizerFiles(tokenizer_model=tmp_path, eod_token=named).load().end_of_text == 270
+        assert TokenizerConfig(tokenizer_model=tmp_path, eod_token=named).tokenizer.end_of_text == 270
         source = write_lines(tmp_path / "x.jsonl", TEXTS[:3])
         config = PreprocessConfig(
             input=(str(source),),
