@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +36,7 @@ class CompareConfig:
     merge: tuple[Path, ...] = ()
     """Folders of earlier comparisons: nothing is trained, and --out gets the tables of all their runs."""
     out: Path = DEFAULT_OUT
-    """Folder for summary.json, table.md, curves.png and a folder for every run. Runs that it has are not
+    """Folder for summary.json, table.md, curves.png and a folder for every run. Finished runs in it are not
     trained again."""
     log_interval: int = 10
     """Steps between printed lines when the output is not a terminal."""
@@ -54,14 +54,14 @@ class CompareConfig:
         for name in ("exit_interval", "exit_duration_in_mins"):
             require(
                 getattr(self.training, name) is None,
-                f"--{name.replace('_', '-')} is for `pretrain`, which saves what it has: leave it out. A "
-                "signal stops `compare`, and the same command goes on with the runs that are left",
+                f"--{name.replace('_', '-')} is for `pretrain`, which saves a checkpoint: leave it out. A "
+                "signal stops `compare`, and the same command continues with the remaining runs",
             )
         self.runs()
         _ = self.baseline_label
 
     def derived(self) -> dict[str, object]:
-        """Return what options that are not given come to, by field."""
+        """Return the effective defaults by field."""
         return {**self.runs()[-1].derived(), "baseline": self.baseline_label}
 
     def variants(self) -> list[Variant]:
@@ -81,7 +81,7 @@ class CompareConfig:
 
     @property
     def baseline_label(self) -> str | None:
-        """Label of the strategy to compare with; None if none is asked for and `baseline` is not there."""
+        """Label of the strategy to compare with; None if none is given and `baseline` is not there."""
         given = self.baseline
         if given is not None:
             try:
@@ -113,12 +113,7 @@ class CompareConfig:
 
     def _check_used(self, variants: Sequence[Variant]) -> None:
         communication = self.communication
-        if communication.names_parts:
-            raise SettingError(
-                "--quantized-weights and --quantized-gradients are for `pretrain`: "
-                "here, --strategies says what is quantized"
-            )
-        # Options that concern one half of the method are meant for the strategies that have it.
+        # Options of one half of the method apply to the strategies that have it.
         used = {
             name
             for variant in variants
@@ -126,23 +121,15 @@ class CompareConfig:
             if getattr(variant.communication, name) == getattr(communication, name)
         }
         for name in communication.given():
-            if name not in used:
-                flag = option_flags(CommunicationConfig)[name][0]
-                raise SettingError(f"{flag} has no effect with any of the strategies {self.strategies}")
+            flag = option_flags(CommunicationConfig)[name][0]
+            require(name in used, f"{flag} has no effect with any of the strategies {self.strategies}")
 
     def _check_merges_only(self) -> None:
         require(self.out != DEFAULT_OUT, "--merge needs --out, a folder for the merged tables")
-        for settings in fields(self):
-            if settings.name in ("merge", "out", "baseline"):
-                continue
-            value = getattr(self, settings.name)
-            if not is_dataclass(value):
-                given = option_flags(type(self))[settings.name] if value != settings.default else []
-            else:
-                flags, unchanged = option_flags(type(value)), getattr(CompareConfig(), settings.name)
-                changed = [name for name in flags if getattr(value, name) != getattr(unchanged, name)]
-                given = [flags[name][0] for name in changed]
-            require(not given, f"--merge trains nothing, so {''.join(given[:1])} has no effect: leave it out")
+        require(
+            replace(self, merge=(), out=DEFAULT_OUT, baseline=None) == CompareConfig(),
+            "--merge trains nothing: the only other options that it takes are --out and --baseline",
+        )
 
 
 def _choose(labels: Sequence[str], *, given: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Plain FSDP2 against 4-bit communication on one machine: 4 processes that stand for 2 nodes of 2 ranks."""
+"""Train plain FSDP2 and 4-bit communication on one machine: 4 processes as 2 nodes of 2 ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ def demo(config: DemoConfig, *, ranks: Ranks) -> None:
     """
     console = Console()
     results: list[TrainingResult] = []
-    runs = config.comparison().runs()
-    for number, run in enumerate(runs, start=1):
-        part = f"run {number} of {len(runs)}"
-        results.append(pretrain(run, ranks=ranks, console=console, part=part))
-        if results[-1].stopped is not None:
+    for number, run in enumerate(config.comparison().runs(), start=1):
+        result = pretrain(run, ranks=ranks, console=console, part=f"run {number} of 2")
+        if result.stopped is not None:
             if ranks.is_first:
-                console.print(f"Stopped by {results[-1].stopped}: the same command begins again.")
+                console.print(f"Stopped by {result.stopped}: the same command begins again.")
             return
+        results.append(result)
     agree(lambda: _write_report(config.out, results, console) if ranks.is_first else None)
 
 
@@ -43,15 +42,15 @@ def _write_report(out: Path, results: Sequence[TrainingResult], console: Console
     write_atomically(out / "summary.json", json.dumps(summary, indent=2) + "\n")
     runs = [FinishedRun.of(result) for result in results]
     draw_curves(runs, baseline=results[0].strategy, path=out / "curves.png")
-    print_outcome(results, console=console)
+    print_outcome(runs, console=console)
     for note in unstable_notes(runs, baseline=results[0].strategy):
         console.print(note, highlight=False, soft_wrap=True)
     console.print(f"Curves and summary are in {out}", highlight=False, soft_wrap=True)
     console.print(f"Next: sdp4bit report {out}", highlight=False, soft_wrap=True)
 
 
-def print_outcome(results: Sequence[TrainingResult], *, console: Console) -> None:
-    """Print the two runs side by side, with the ratio of what they sent."""
+def print_outcome(results: Sequence[FinishedRun], *, console: Console) -> None:
+    """Print losses, bytes and times of the two runs side by side."""
     baseline, quantized = results
     table = Table("", "plain FSDP2", "sdp4bit", "difference", title="Bytes are sums over all ranks")
     for name, before, after in (
@@ -59,19 +58,9 @@ def print_outcome(results: Sequence[TrainingResult], *, console: Console) -> Non
         ("validation loss", baseline.validation_loss, quantized.validation_loss),
     ):
         table.add_row(name, f"{before:.4f}", f"{after:.4f}", f"{100 * (after / before - 1):+.2f} %")
-    for name, sent, sent_quantized in (
-        (
-            "intra-node bytes per step",
-            baseline.intra_bytes_per_step,
-            quantized.intra_bytes_per_step,
-        ),
-        (
-            "inter-node bytes per step",
-            baseline.inter_bytes_per_step,
-            quantized.inter_bytes_per_step,
-        ),
-    ):
-        ratio = f"{sent / sent_quantized:.2f}x fewer" if sent_quantized else "-"
-        table.add_row(name, format_bytes(sent), format_bytes(sent_quantized), ratio)
+    for level in ("intra", "inter"):
+        sent, fewer = (getattr(result, f"{level}_bytes_per_step") for result in results)
+        ratio = f"{sent / fewer:.2f}x fewer" if fewer else "-"
+        table.add_row(f"{level}-node bytes per step", format_bytes(sent), format_bytes(fewer), ratio)
     table.add_row("seconds of training", f"{baseline.seconds:.0f}", f"{quantized.seconds:.0f}", "")
     console.print(table)

@@ -1,11 +1,11 @@
-"""A run of a comparison that has ended: what is kept of it in result.json, and which settings it had."""
+"""Keep the measurements and settings of a run that has ended in result.json."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ RESULT = "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """The measurements of one run that a comparison uses; the same on every rank, apart from the seconds."""
+    """One run of a comparison, the content of result.json; the same on every rank, apart from the seconds."""
 
     strategy: str
     """Label of the variant."""
@@ -44,11 +44,21 @@ class FinishedRun:
     diverged_at: int | None = None
     """Step at which the loss stopped being a finite number; None for a run that reached its end."""
     spikes: tuple[GradientSpike, ...] = ()
-    """Steps whose gradient norm stood far above those before: training was unstable there."""
+    """Steps whose gradient norm was far above those before: training was unstable there."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings that all runs of a comparison share."""
+    quantization: dict[str, Any] = field(default_factory=dict)
+    """The library's settings, the seed included."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Version of torch, and the device."""
 
     @classmethod
-    def of(cls, result: TrainingResult) -> FinishedRun:
-        """Return what a comparison keeps of a run that has ended."""
+    def of(cls, result: TrainingResult, **settings: Any) -> FinishedRun:
+        """Return the run of a training result.
+
+        Args:
+            settings: fields that the result lacks: settings, quantization, environment.
+        """
         diverged_at = result.diverged_at
         if diverged_at is None and not math.isfinite(result.validation_loss):
             diverged_at = result.steps[-1].step
@@ -64,6 +74,7 @@ class FinishedRun:
             test_loss=result.test_loss,
             diverged_at=diverged_at,
             spikes=tuple(gradient_spikes((step.step, step.grad_norm) for step in result.steps)),
+            **settings,
         )
 
     @property
@@ -76,12 +87,39 @@ class FinishedRun:
         """The run, for people."""
         return f"{self.strategy}, seed {self.seed}"
 
+    def write(self, folder: Path) -> None:
+        """Write result.json into the folder; JSON has null for a loss that is not finite."""
+        content = asdict(self) | {
+            "losses": [finite(loss) for loss in self.losses],
+            "validation": [[step, finite(loss)] for step, loss in self.validation],
+            "train_loss": finite(self.train_loss),
+            "test_loss": finite(self.test_loss),
+        }
+        write_atomically(folder / RESULT, json.dumps(content, allow_nan=False) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> FinishedRun:
+        """Return the run of a folder's result.json; SettingError if it is not one."""
+        path = folder / RESULT
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            content["losses"] = tuple(map(_number, content["losses"]))
+            content["validation"] = tuple((step, _number(loss)) for step, loss in content["validation"])
+            content["train_loss"] = _number(content["train_loss"])
+            content["spikes"] = tuple(GradientSpike(*spike) for spike in content["spikes"])
+            return cls(**content)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SettingError(
+                f"{path} cannot be read ({type(error).__name__}: {error}): delete it, and the run is "
+                "trained again"
+            ) from error
+
 
 def run_settings(config: PretrainConfig, *, dataset: str, world_size: int) -> dict[str, Any]:
-    """Return what must be equal for two runs to be comparable, whatever their strategy and seed.
+    """Return the settings that must be equal in two comparable runs, whatever their strategy and seed.
 
     Args:
-        dataset: key of the tokens; where they lie does not matter.
+        dataset: key of the tokens; their folder does not matter.
     """
     training = asdict(config.training)
     for name in ("precision", "bf16"):
@@ -109,60 +147,20 @@ def run_settings(config: PretrainConfig, *, dataset: str, world_size: int) -> di
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Return what else may change the last digits of a loss."""
+    """Return facts outside the settings that may change the last digits of a loss."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"torch": torch.__version__, "device": kind}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """The content of result.json."""
-
-    settings: dict[str, Any]
-    """What all runs of a comparison have in common."""
-    quantization: dict[str, Any]
-    """The library's settings, the seed included."""
-    environment: dict[str, str]
-    run: FinishedRun
-
-    def write(self, folder: Path) -> None:
-        """Write result.json into the folder."""
-        content = asdict(self)
-        content["run"]["losses"] = [finite(loss) for loss in self.run.losses]
-        content["run"]["validation"] = [[step, finite(loss)] for step, loss in self.run.validation]
-        content["run"]["train_loss"] = finite(self.run.train_loss)
-        content["run"]["test_loss"] = finite(self.run.test_loss)
-        write_atomically(folder / RESULT, json.dumps(content, allow_nan=False) + "\n")
-
-    @classmethod
-    def read(cls, folder: Path) -> RunRecord:
-        """Return the content of a folder's result.json; SettingError if it is not one."""
-        path = folder / RESULT
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            run = content.pop("run")
-            run["losses"] = tuple(map(_number, run["losses"]))
-            run["validation"] = tuple((step, _number(loss)) for step, loss in run["validation"])
-            run["train_loss"] = _number(run["train_loss"])
-            run["spikes"] = tuple(GradientSpike(*spike) for spike in run.get("spikes", ()))
-            return cls(run=FinishedRun(**run), **content)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SettingError(
-                f"{path} cannot be read ({type(error).__name__}: {error}): delete it, and the run is "
-                "trained again"
-            ) from error
 
 
 def first_difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, Any, Any] | None:
     """Return the first setting that differs, with both values; None if all are equal.
 
-    A setting that an older version did not know is the same as None, which leaves things as they were.
+    A setting that only one of them has equals None in the other.
     """
     left, right = dict(_flat(one)), dict(_flat(other))
     for name in dict.fromkeys([*left, *right]):
-        values = left.get(name), right.get(name)
-        if values[0] != values[1]:
-            return name, *values
+        if left.get(name) != right.get(name):
+            return name, left.get(name), right.get(name)
     return None
 
 
@@ -175,7 +173,7 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def finite(value: float | None) -> float | None:
-    """Return the loss, or None for one that is not a number any more: JSON has no NaN."""
+    """Return the loss, or None for one that is not a number: JSON has no NaN."""
     return value if value is None or math.isfinite(value) else None
 
 

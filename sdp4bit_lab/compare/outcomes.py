@@ -1,4 +1,4 @@
-"""What several runs of each strategy say: means, spreads, and differences to a baseline seed by seed."""
+"""Summarize several runs of each strategy: means, spreads, and differences from a baseline seed by seed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StrategyOutcome:
     """Standard deviation over the seeds; None for one seed, too."""
     train_loss: float | None
     difference: PairedDifference | None
-    """To the baseline; None for the baseline itself, and without a seed that both have."""
+    """From the baseline; None for the baseline itself, and without a seed that both have."""
     intra_bytes_per_step: int
     inter_bytes_per_step: int
     seconds: float
@@ -36,28 +36,28 @@ def outcomes(runs: Sequence[FinishedRun], *, baseline: str | None) -> list[Strat
     """Return one outcome per strategy, in the order of their first runs."""
     losses = {(run.strategy, run.seed): run.validation_loss for run in runs if run.diverged_at is None}
     unstable = [run.seed for run in runs if run.strategy == baseline and run.spikes]
-    found = []
+    results = []
     for strategy in dict.fromkeys(run.strategy for run in runs):
-        mine = [run for run in runs if run.strategy == strategy]
-        ended = [run for run in mine if run.diverged_at is None]
+        all_runs = [run for run in runs if run.strategy == strategy]
+        ended = [run for run in all_runs if run.diverged_at is None]
         validation = [run.validation_loss for run in ended]
         pairs = {
             run.seed: (run.validation_loss, losses[baseline, run.seed])
             for run in ended
             if baseline is not None and strategy != baseline and (baseline, run.seed) in losses
         }
-        found.append(
+        results.append(
             StrategyOutcome(
                 strategy=strategy,
                 seeds=tuple(run.seed for run in ended),
-                diverged={run.seed: run.diverged_at for run in mine if run.diverged_at is not None},
+                diverged={run.seed: run.diverged_at for run in all_runs if run.diverged_at is not None},
                 validation_loss=statistics.fmean(validation) if ended else None,
                 validation_spread=statistics.stdev(validation) if len(ended) > 1 else None,
                 train_loss=statistics.fmean(run.train_loss for run in ended) if ended else None,
                 difference=paired_difference(pairs, unstable_seeds=unstable) if pairs else None,
-                intra_bytes_per_step=mine[0].intra_bytes_per_step,
-                inter_bytes_per_step=mine[0].inter_bytes_per_step,
-                seconds=statistics.fmean(run.seconds for run in mine),
+                intra_bytes_per_step=all_runs[0].intra_bytes_per_step,
+                inter_bytes_per_step=all_runs[0].inter_bytes_per_step,
+                seconds=statistics.fmean(run.seconds for run in all_runs),
             )
         )
-    return found
+    return results

@@ -1,4 +1,4 @@
-"""Losses of two kinds of runs compared seed by seed: what a seed does to both is not in the difference."""
+"""Compare the losses of two kinds of runs seed by seed, so that the seeds' own effect cancels."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from scipy.special import stdtrit
 
 CONFIDENCE = 0.95
 FEWEST_PAIRS = 3
-"""Seeds that a verdict needs: of two, the interval is 3.6 times as wide as of three with equal spread."""
+"""Seeds that significance needs: the interval of two is 3.6 times as wide as of three with equal spread."""
 
-Verdict = Literal["not significantly different", "higher", "lower", "unstable baseline"]
+Significance = Literal["not significantly different", "higher", "lower", "unstable baseline"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class PairedDifference:
     percent_by_seed: dict[int, float]
     """The same, relative to the baseline's loss of that seed."""
     unstable_seeds: tuple[int, ...] = ()
-    """Seeds with which training the baseline was unstable, so that differences to it mean little."""
+    """Seeds whose baseline trained unstably, so that differences from it mean little."""
 
     @property
     def mean(self) -> float:
@@ -48,8 +48,8 @@ class PairedDifference:
         return confidence_interval(list(self.percent_by_seed.values()))
 
     @property
-    def verdict(self) -> Verdict | None:
-        """Whether the interval holds 0; None for fewer than three seeds."""
+    def significance(self) -> Significance | None:
+        """Side of 0 on which the interval lies; None for fewer than three seeds."""
         interval = self.interval
         if interval is None or len(self.by_seed) < FEWEST_PAIRS:
             return None
@@ -62,7 +62,7 @@ class PairedDifference:
 
 
 def interval_text(difference: PairedDifference) -> str:
-    """Return the interval for people, in nats and in percent; a dash for one seed."""
+    """Return the interval in nats and in percent as text; a dash for one seed."""
     interval, percent = difference.interval, difference.percent_interval
     if interval is None or percent is None:
         return "-"
@@ -76,7 +76,7 @@ def paired_difference(
 
     Args:
         pairs: by seed, the loss of the strategy and of the baseline.
-        unstable_seeds: those with which training the baseline was unstable.
+        unstable_seeds: those whose baseline trained unstably.
     """
     return PairedDifference(
         by_seed={seed: loss - reference for seed, (loss, reference) in pairs.items()},
@@ -86,7 +86,7 @@ def paired_difference(
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the interval that holds the mean with 95 % confidence, by Student's t; None for one value."""
+    """Return the 95 % confidence interval of the mean, by Student's t; None for one value."""
     if len(values) < 2:
         return None
     mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))

@@ -1,26 +1,28 @@
-"""Several strategies and seeds under the same conditions, and what came out: summary, table, curves."""
+"""Train several strategies and seeds under the same conditions, and report their losses and bytes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from sdp4bit_lab.common.ranks import Ranks, agree, decide_on_rank_0
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.compare.config import CompareConfig
-from sdp4bit_lab.compare.finished_run import FinishedRun, RunRecord, environment, run_settings
-from sdp4bit_lab.compare.run_folders import PlannedFolder, find_finished, merge_finished
+from sdp4bit_lab.compare.finished_run import FinishedRun, environment, run_settings
+from sdp4bit_lab.compare.run_folders import find_finished, merge_finished
 from sdp4bit_lab.compare.tables import Report
 from sdp4bit_lab.pretrain.data.batches import prepare_dataset
 from sdp4bit_lab.pretrain.trainer import pretrain
 
 
 def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
-    """Return every finished run; the folder holds summary, table and curves, written by rank 0.
+    """Train the runs without a result, report all of them, and return them.
 
     1. Runs whose folder has a result of the same settings are taken from there.
     2. Each other one is trained; its result and the report are written before the next one starts.
@@ -33,88 +35,77 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
     if ranks.world_size == 1 and config.parallel.simulated_ranks is None:
         raise SettingError(
             "one rank sends nothing, so all strategies are the same: start several, for example "
-            "--nproc-per-node 4 --ranks-per-node 2, or let this one stand for several with "
+            "--nproc-per-node 4 --ranks-per-node 2, or simulate them with "
             "--simulated-ranks 4 --ranks-per-node 2"
         )
     console = Console()
-    planned = _folders(config, ranks=ranks)
-    finished = decide_on_rank_0(lambda: find_finished(list(planned.values())))
+    planned = _planned_settings(config, ranks=ranks)
+    finished = decide_on_rank_0(lambda: find_finished(planned))
     if finished and ranks.is_first:
-        names = ", ".join(record.run.name for record in finished.values())
+        names = ", ".join(run.name for run in finished.values())
         console.print(f"trained before: {names}", highlight=False, markup=False, soft_wrap=True)
 
-    def records() -> list[RunRecord]:
-        return [finished[folder] for folder in planned if folder in finished]
-
     def report() -> Report:
-        return _report(records(), baseline=config.baseline_label, planned=len(planned))
+        runs = [finished[folder] for folder in planned if folder in finished]
+        return _report(runs, baseline=config.baseline_label, planned=len(planned))
+
+    def write(run: FinishedRun, folder: Path) -> None:
+        if ranks.is_first:
+            run.write(folder)
+            report().write(config.out)
 
     stopped = None
-    for number, (variant, run) in enumerate(config.planned(), start=1):
-        folder = run.logging.out
+    for number, (variant, run_config) in enumerate(config.planned(), start=1):
+        folder = run_config.logging.out
         if folder in finished:
             continue
-        part = f"seed {run.seed}, run {number} of {len(planned)}"
+        part = f"seed {run_config.seed}, run {number} of {len(planned)}"
         result = pretrain(
-            run, ranks=ranks, console=console, label=variant.label, part=part, keep_diverged=True
+            run_config, ranks=ranks, console=console, label=variant.label, part=part, keep_diverged=True
         )
         stopped = result.stopped
         if stopped is not None:
             break
-        finished[folder] = record = RunRecord(
-            settings=planned[folder].settings,
-            quantization=planned[folder].quantization,
-            environment=environment(ranks.device),
-            run=FinishedRun.of(result),
-        )
-
-        def write(record: RunRecord = record, folder: Path = folder) -> None:
-            if ranks.is_first:
-                record.write(folder)
-                report().write(config.out)
-
-        agree(write)
+        settings = {name: planned[folder][name] for name in ("settings", "quantization")}
+        run = FinishedRun.of(result, **settings, environment=environment(ranks.device))
+        finished[folder] = run
+        agree(partial(write, run, folder))
     if finished:
         agree(lambda: _conclude(report(), config.out, console) if ranks.is_first else None)
     if stopped is not None and ranks.is_first:
-        console.print(f"Stopped by {stopped}: the same command goes on with the runs that are left.")
-    return [record.run for record in records()]
+        console.print(f"Stopped by {stopped}: the same command continues with the remaining runs.")
+    return list(report().runs)
 
 
 def merge_comparisons(config: CompareConfig) -> list[FinishedRun]:
-    """Return the finished runs of the folders of --merge; --out holds their summary, table and curves."""
-    records = merge_finished(config.merge)
-    labels = list(dict.fromkeys(record.run.strategy for record in records))
-    baseline = config.choose_baseline(labels)
-    _conclude(_report(records, baseline=baseline, planned=len(records)), config.out, Console())
-    return [record.run for record in records]
+    """Write summary, table and curves of the finished runs of --merge to --out, and return the runs."""
+    runs = merge_finished(config.merge)
+    baseline = config.choose_baseline(list(dict.fromkeys(run.strategy for run in runs)))
+    _conclude(_report(runs, baseline=baseline, planned=len(runs)), config.out, Console())
+    return runs
 
 
-def _folders(config: CompareConfig, *, ranks: Ranks) -> dict[Path, PlannedFolder]:
-    """Return what the folder of every run has to hold when it is done; called on every rank."""
+def _planned_settings(config: CompareConfig, *, ranks: Ranks) -> dict[Path, dict[str, Any]]:
+    """Return by folder the settings that its result must have; called on every rank."""
     runs = config.planned()
     dataset = prepare_dataset(runs[0][1].resolved_data, ranks=ranks).key
     return {
-        run.logging.out: PlannedFolder(
-            folder=run.logging.out,
-            strategy=variant.label,
-            settings=run_settings(run, dataset=dataset, world_size=ranks.world_size),
-            quantization=json.loads(json.dumps(asdict(run.quantization))),
-        )
+        run.logging.out: {
+            "strategy": variant.label,
+            "settings": run_settings(run, dataset=dataset, world_size=ranks.world_size),
+            "quantization": json.loads(json.dumps(asdict(run.quantization))),
+        }
         for variant, run in runs
     }
 
 
-def _report(records: Iterable[RunRecord], *, baseline: str | None, planned: int) -> Report:
-    records = list(records)
+def _report(runs: Sequence[FinishedRun], *, baseline: str | None, planned: int) -> Report:
     remarks = []
-    for what in ("torch", "device"):
-        kinds = list(dict.fromkeys(record.environment.get(what, "unknown") for record in records))
+    for name in ("torch", "device"):
+        kinds = list(dict.fromkeys(run.environment.get(name, "unknown") for run in runs))
         if len(kinds) > 1:
-            remarks.append(f"WARNING: runs differ in {what}: {', '.join(kinds)}.")
-    return Report(
-        runs=[record.run for record in records], baseline=baseline, planned=planned, remarks=remarks
-    )
+            remarks.append(f"WARNING: runs differ in {name}: {', '.join(kinds)}.")
+    return Report(runs=runs, baseline=baseline, planned=planned, remarks=remarks)
 
 
 def _conclude(report: Report, out: Path, console: Console) -> None:

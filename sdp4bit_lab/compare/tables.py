@@ -1,4 +1,4 @@
-"""The tables of a comparison: printed, in Markdown, and as JSON, with notes on what they cannot say."""
+"""Print a comparison as tables, write it as Markdown and JSON, and add notes on its limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sdp4bit_lab.compare.paired import CONFIDENCE, FEWEST_PAIRS, interval_text
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The finished runs of a comparison, ready to be written down."""
+    """The finished runs of a comparison, to be printed and written."""
 
     runs: Sequence[FinishedRun]
     baseline: str | None
@@ -30,7 +30,7 @@ class Report:
     planned: int
     """Runs that the comparison has when it is complete."""
     remarks: Sequence[str] = ()
-    """What else a reader must know of the runs."""
+    """Further notes on the runs."""
 
     def outcomes(self) -> list[StrategyOutcome]:
         """Return one outcome per strategy."""
@@ -38,16 +38,14 @@ class Report:
 
     def write(self, out: Path) -> None:
         """Write summary.json, table.md and curves.png."""
-        from sdp4bit_lab.compare.curves import (
-            draw_curves,  # matplotlib takes a second that only rank 0 spends
-        )
+        from sdp4bit_lab.compare.curves import draw_curves  # imports matplotlib: a second, on rank 0 only
 
         write_atomically(out / "summary.json", json.dumps(self.summary(), indent=2, allow_nan=False) + "\n")
         write_atomically(out / "table.md", self.markdown())
         draw_curves(self.runs, baseline=self.baseline, path=out / "curves.png")
 
     def notes(self) -> list[str]:
-        """Return what the numbers do not show, a sentence each."""
+        """Return the limits of the numbers, a sentence each."""
         return [
             *unstable_notes(self.runs, baseline=self.baseline),
             *self._missing(),
@@ -60,21 +58,21 @@ class Report:
         left = self.planned - len(self.runs)
         if left:
             yield f"Still to be trained: {left} of {self.planned} runs."
-        found = self.outcomes()
+        strategies = self.outcomes()
         if self.baseline is None:
             yield (
                 f"There are no differences, as {DEFAULT_BASELINE} is not among the strategies: add it, or "
                 "choose another to compare with by --baseline."
             )
-        elif len(found) > 1 and all(outcome.difference is None for outcome in found):
+        elif len(strategies) > 1 and all(outcome.difference is None for outcome in strategies):
             yield f"There are no differences, as no seed has runs of {self.baseline} and of another strategy."
-        pairs = [len(outcome.difference.by_seed) for outcome in found if outcome.difference is not None]
+        pairs = [len(outcome.difference.by_seed) for outcome in strategies if outcome.difference is not None]
         if pairs and min(pairs) < FEWEST_PAIRS:
             yield (
-                f"There is no verdict on a difference of {min(pairs)} seed{'s' if min(pairs) > 1 else ''}: "
+                f"Differences of {min(pairs)} seed{'s' if min(pairs) > 1 else ''} have no significance: "
                 f"give --seeds {FEWEST_PAIRS} numbers or more."
             )
-        for outcome in found:
+        for outcome in strategies:
             if outcome.difference is not None:
                 alone = [str(seed) for seed in outcome.seeds if seed not in outcome.difference.by_seed]
                 if alone:
@@ -89,13 +87,13 @@ class Report:
                 yield f"{run.name} diverged at step {run.diverged_at}; no mean contains it."
 
     def _unequal_starts(self) -> Iterator[str]:
-        """Yield what is wrong where first losses differ, of initial weights, in full precision always."""
+        """Yield a warning for each seed whose first losses, of the initial weights, differ."""
         for seed in dict.fromkeys(run.seed for run in self.runs):
             first, *others = [run for run in self.runs if run.seed == seed and run.losses]
             other = next((run for run in others if not _same(run.losses[0], first.losses[0])), None)
             if other is not None:
                 yield (
-                    f"WARNING: with seed {seed}, {first.strategy} and {other.strategy} did not start alike: "
+                    f"WARNING: with seed {seed}, {first.strategy} and {other.strategy} started differently: "
                     f"the loss of step 1, before any update, is {first.losses[0]!r} and {other.losses[0]!r}."
                 )
 
@@ -113,7 +111,7 @@ class Report:
     def loss_table(self) -> list[tuple[str, ...]]:
         """Return titles and rows; those of differences only where there is a baseline."""
         has_baseline = self.baseline is not None
-        differences = (f"difference to {self.baseline}", f"{CONFIDENCE:.0%} interval", "verdict")
+        differences = (f"difference to {self.baseline}", f"{CONFIDENCE:.0%} interval", "significance")
         titles = ("strategy", "seeds", "validation loss", *(differences if has_baseline else ()))
         rows = [
             (
@@ -165,7 +163,7 @@ class Report:
 
 
 def unstable_notes(runs: Sequence[FinishedRun], *, baseline: str | None) -> Iterator[str]:
-    """Yield which runs had spikes of the gradient norm, and what it means if the baseline is among them."""
+    """Yield the runs with spikes of the gradient norm, and a warning if the baseline is among them."""
     unstable = [run for run in runs if run.spikes]
     for run in unstable:
         worst = max(run.spikes, key=lambda spike: spike.ratio)
@@ -200,7 +198,7 @@ def _strategy_member(outcome: StrategyOutcome) -> dict[str, Any]:
         "difference_to_baseline_percent": difference and difference.mean_percent,
         "difference_to_baseline_percent_interval": difference and difference.percent_interval,
         "difference_to_baseline_percent_by_seed": difference and difference.percent_by_seed,
-        "verdict": difference and difference.verdict,
+        "significance": difference and difference.significance,
     }
 
 
@@ -237,7 +235,7 @@ def _difference_cells(outcome: StrategyOutcome) -> tuple[str, str, str]:
     if difference is None:
         return "-", "-", "-"
     mean = f"{difference.mean:+.4f} ({difference.mean_percent:+.2f} %)"
-    return mean, interval_text(difference), difference.verdict or "-"
+    return mean, interval_text(difference), difference.significance or "-"
 
 
 def _same(one: float, other: float) -> bool:

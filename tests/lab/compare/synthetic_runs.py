@@ -1,12 +1,11 @@
-"""Finished runs that nobody has trained, for the tests of what a comparison makes of them."""
+"""Finished runs without training, for the tests of comparisons."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from sdp4bit_lab.compare.finished_run import FinishedRun, RunRecord
-from sdp4bit_lab.pretrain.stability import GradientSpike
+from sdp4bit_lab.compare.finished_run import FinishedRun
 
 SETTINGS: dict[str, Any] = {"model": {"layers": 2}, "training": {"steps": 20, "exit_interval": None}}
 
@@ -18,7 +17,7 @@ def finished(
     *,
     first: float = 6.0,
     diverged_at: int | None = None,
-    spikes: tuple[GradientSpike, ...] = (),
+    **changes: Any,
 ) -> FinishedRun:
     """Return a run of 20 steps that ends at this validation loss, or at the step where it diverged."""
     losses = [first + (loss - first) * step / 19 for step in range(20)]
@@ -26,6 +25,12 @@ def finished(
     if diverged_at is not None:
         losses = [*losses[: diverged_at - 1], math.nan]
         validation = [(step, loss) for step, loss in validation if step < diverged_at]
+    content: dict[str, Any] = {
+        "settings": SETTINGS,
+        "quantization": {"weights": None, "gradients": {"bits": 4}, "seed": seed},
+        "environment": {"torch": "2.9", "device": "cpu"},
+        **changes,
+    }
     return FinishedRun(
         strategy=strategy,
         seed=seed,
@@ -36,15 +41,5 @@ def finished(
         inter_bytes_per_step=1000 if strategy == "baseline" else 250,
         seconds=1.5,
         diverged_at=diverged_at,
-        spikes=spikes,
+        **content,
     )
-
-
-def record(run: FinishedRun, **changes: Any) -> RunRecord:
-    content: dict[str, Any] = {
-        "settings": SETTINGS,
-        "quantization": {"weights": None, "gradients": {"bits": 4}, "seed": run.seed},
-        "environment": {"torch": "2.9", "device": "cpu"},
-        **changes,
-    }
-    return RunRecord(run=run, **content)

@@ -1,4 +1,4 @@
-"""What several seeds say: means, spreads, paired differences, intervals, and their tables. No process."""
+"""Means, spreads, paired differences and intervals over seeds, and their tables. No process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import pytest
 from rich.console import Console
 
+from sdp4bit_lab.compare.demo import print_outcome
 from sdp4bit_lab.compare.finished_run import FinishedRun
 from sdp4bit_lab.compare.outcomes import outcomes
 from sdp4bit_lab.compare.paired import confidence_interval
@@ -50,7 +51,7 @@ def test_the_differences_are_paired_by_seed():
 
 
 @pytest.mark.parametrize(
-    ("losses", "verdict"),
+    ("losses", "significance"),
     [
         ((4.1, 4.2, 5.3), "not significantly different"),
         ((4.19, 4.2, 5.21), "higher"),
@@ -60,11 +61,11 @@ def test_the_differences_are_paired_by_seed():
         ((4.5, 4.5), None),
     ],
 )
-def test_the_verdict_is_whether_the_interval_holds_0(losses, verdict):
+def test_significance_is_the_side_of_0_on_which_the_interval_lies(losses, significance):
     runs = [finished("qw", seed, loss) for seed, loss in enumerate(losses, start=1)]
     outcome = outcomes([*BASELINE[: len(losses)], *runs], baseline="baseline")[1]
     assert outcome.difference is not None
-    assert outcome.difference.verdict == verdict
+    assert outcome.difference.significance == significance
 
 
 def test_summary_json():
@@ -77,10 +78,10 @@ def test_summary_json():
     assert member["val_loss_mean"] == pytest.approx(13.6 / 3)
     assert member["difference_to_baseline_by_seed"] == pytest.approx({"1": 0.1, "2": 0.2, "3": 0.3})
     assert member["difference_to_baseline_interval"] == pytest.approx([0.2 - HALF, 0.2 + HALF])
-    assert member["verdict"] == "not significantly different"
+    assert member["significance"] == "not significantly different"
     nothing = summary["strategies"]["baseline"]
     assert nothing.keys() == member.keys()
-    assert all(nothing[name] is None for name in nothing if "difference" in name or name == "verdict")
+    assert all(nothing[name] is None for name in nothing if "difference" in name or name == "significance")
     assert summary["runs"][0] == {
         "strategy": "baseline",
         "seed": 1,
@@ -98,7 +99,7 @@ def test_summary_json():
 
 def test_markdown():
     assert report([*BASELINE, *HIGHER]).markdown() == (
-        "| strategy | seeds | validation loss | difference to baseline | 95% interval | verdict |\n"
+        "| strategy | seeds | validation loss | difference to baseline | 95% interval | significance |\n"
         "| --- | --- | --- | --- | --- | --- |\n"
         "| baseline | 3 | 4.3333 ± 0.5774 | - | - | - |\n"
         "| tlq | 3 | 4.5333 ± 0.6658 | +0.2000 (+4.50 %) | -0.0484 to +0.4484 (+0.02 to +8.98 %) | "
@@ -112,21 +113,21 @@ def test_markdown():
 
 def test_a_table_without_a_baseline_has_no_differences_and_says_so():
     markdown = report(HIGHER, baseline=None).markdown()
-    assert "difference to" not in markdown and "verdict" not in markdown
+    assert "difference to" not in markdown and "significance" not in markdown
     assert "* There are no differences, as baseline is not among the strategies: add it" in markdown
 
 
 def test_a_single_seed_has_no_interval_and_the_table_says_so():
     markdown = report([BASELINE[0], HIGHER[0]]).markdown()
     assert "| tlq | 1 | 4.1000 | +0.1000 (+2.50 %) | - | - |" in markdown
-    assert "* There is no verdict on a difference of 1 seed: give --seeds 3 numbers or more.\n" in markdown
+    assert "* Differences of 1 seed have no significance: give --seeds 3 numbers or more.\n" in markdown
 
 
-def test_two_seeds_have_an_interval_and_no_verdict_and_the_table_asks_for_a_third():
+def test_two_seeds_have_an_interval_without_significance_and_the_table_asks_for_a_third():
     markdown = report([*BASELINE[:2], *HIGHER[:2]]).markdown()
     assert "+0.1500 (+3.75 %) | -0.4853 to +0.7853 (-12.13 to +19.63 %) | - |" in markdown
-    assert "* There is no verdict on a difference of 2 seeds: give --seeds 3 numbers or more.\n" in markdown
-    assert "verdict on" not in report([*BASELINE, *HIGHER]).markdown()
+    assert "* Differences of 2 seeds have no significance: give --seeds 3 numbers or more.\n" in markdown
+    assert "have no significance" not in report([*BASELINE, *HIGHER]).markdown()
 
 
 def test_an_unstable_baseline_makes_every_difference_mean_little():
@@ -134,7 +135,7 @@ def test_an_unstable_baseline_makes_every_difference_mean_little():
     unstable = [*BASELINE[:2], finished("baseline", 3, 5.0, spikes=spikes)]
     both = report([*unstable, *HIGHER])
     assert both.outcomes()[1].difference is not None
-    assert both.outcomes()[1].difference.verdict == "unstable baseline"
+    assert both.outcomes()[1].difference.significance == "unstable baseline"
     assert both.notes() == [
         "baseline, seed 3 was unstable: gradient norm 43.6 at step 10, 29 times the median before (and 1 "
         "more).",
@@ -142,10 +143,10 @@ def test_an_unstable_baseline_makes_every_difference_mean_little():
         "--lr-warmup-iters until it has no such steps.",
     ]
     assert both.summary()["runs"][2]["spikes"][0] == {"step": 10, "norm": 43.6, "median": 1.5}
-    # Of a quantized run, the spike may be what quantization did: it is said, and the verdict stands.
+    # Of a quantized run, the spike may be what quantization did: it is named, and the significance stays.
     other = report([*BASELINE, *HIGHER[:2], finished("tlq", 3, 5.3, spikes=spikes[:1])])
     assert other.outcomes()[1].difference is not None
-    assert other.outcomes()[1].difference.verdict == "not significantly different"
+    assert other.outcomes()[1].difference.significance == "not significantly different"
     assert other.notes() == [
         "tlq, seed 3 was unstable: gradient norm 43.6 at step 10, 29 times the median before."
     ]
@@ -185,16 +186,16 @@ def test_another_strategy_may_be_what_the_others_are_compared_with():
     assert "difference to tlq" in report([*BASELINE, *HIGHER], baseline="tlq").markdown()
 
 
-def test_runs_of_a_seed_that_do_not_start_alike_are_named():
+def test_runs_of_a_seed_that_start_differently_are_named():
     assert report([*BASELINE, *HIGHER]).notes() == []
     other = finished("tlq", 2, 4.2, first=math.nextafter(6.0, 7.0))
     assert report([*BASELINE, HIGHER[0], other, HIGHER[2]]).notes() == [
-        "WARNING: with seed 2, baseline and tlq did not start alike: the loss of step 1, before any update, "
+        "WARNING: with seed 2, baseline and tlq started differently: the loss of step 1, before any update, "
         "is 6.0 and 6.000000000000001."
     ]
 
 
-def test_what_is_left_to_train_is_said():
+def test_remaining_runs_are_counted():
     assert Report(runs=BASELINE[:1], baseline="baseline", planned=4).notes() == [
         "Still to be trained: 3 of 4 runs."
     ]
@@ -219,7 +220,7 @@ def test_everything_is_written_and_printed(tmp_path):
         report(few).write(tmp_path / "few")
 
 
-def test_what_is_kept_of_a_training_result():
+def test_a_finished_run_keeps_a_training_result():
     def step(number: int, loss: float) -> StepMetrics:
         return StepMetrics(
             **dict.fromkeys(("lr", "grad_norm", "tokens_per_second", "tflops_per_device"), 0.0),
@@ -243,3 +244,19 @@ def test_what_is_kept_of_a_training_result():
     # The last update can ruin the weights without a training step that would notice.
     result.validation = [(3, math.nan)]
     assert FinishedRun.of(result).diverged_at == 3
+
+
+def test_the_demo_s_table_compares_both_runs_in_80_columns():
+    runs = [finished("baseline", 1, 4.0), finished("sdp4bit", 1, 4.2)]
+    console = Console(width=80, record=True)
+    print_outcome(runs, console=console)
+    text = console.export_text()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    assert rows == [
+        ["training loss, last 20 steps", "4.0000", "4.2000", "+5.00 %"],
+        ["validation loss", "4.0000", "4.2000", "+5.00 %"],
+        ["intra-node bytes per step", "2 kB", "2 kB", "1.00x fewer"],
+        ["inter-node bytes per step", "1 kB", "250 B", "4.00x fewer"],
+        ["seconds of training", "2", "2", ""],
+    ]
+    assert max(map(len, text.splitlines())) <= 80

@@ -1,13 +1,12 @@
-"""Strategies with options: how `compare --strategies` is read, and what it refuses. No process."""
+"""Strategies with options: the grammar of `compare --strategies`, and its errors. No process."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
-from sdp4bit_lab.common.settings import SettingError, option_flags
+from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.compare.config import CompareConfig
 from sdp4bit_lab.compare.variants import parse_variant, parse_variants
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
@@ -15,10 +14,6 @@ from sdp4bit_lab.pretrain.config.pretrain import ModelConfig
 from sdp4bit_lab.pretrain.config.training import TrainingConfig
 
 NONE = CommunicationConfig()
-
-
-def labels(text: str, shared: CommunicationConfig = NONE) -> list[str]:
-    return [variant.label for variant in parse_variants(text, shared=shared)]
 
 
 def test_options_stand_behind_their_strategy():
@@ -36,65 +31,23 @@ def test_options_stand_behind_their_strategy():
 @pytest.mark.parametrize(
     ("text", "label"),
     [
-        (" qwd : wq_group_size = 0512 ", "qwd:wq-group-size=512"),
-        ("tlq-hs:inter-rounding=nearest", "tlq-hs:gradient-rounding-inter=nearest"),
+        (" qwd : wq_group_size=0512 ", "qwd:wq-group-size=512"),
         ("tlq-hs:pipeline-chunks=2", "tlq-hs:gradient-alltoall-pipeline=2"),
         ("tlq:--hadamard-transform", "tlq:hadamard-transform"),
-        (
-            "sdp4bit:gq-group-size-inter=64:replica=full",
-            "sdp4bit:replica=full:gq-group-size-inter=64",
-        ),
+        ("sdp4bit:gq-group-size-inter=64:replica=full", "sdp4bit:replica=full:gq-group-size-inter=64"),
     ],
 )
 def test_a_label_has_each_option_s_own_name_in_a_fixed_order(text, label):
-    assert labels(text) == [label]
-    assert labels(label) == [label]
+    for given in (text, label):
+        assert [variant.label for variant in parse_variants(given, shared=NONE)] == [label]
 
 
-def test_every_communication_option_is_understood():
-    names = {name for flags in option_flags(CommunicationConfig).values() for name in flags}
-    for flag in names:
-        if flag in ("--quantized-weights", "--quantized-gradients"):
-            continue
-        # The only switch that the strategy does not have already.
-        if flag == "--gradients-inside-one-node":
-            assert labels(f"sdp4bit:{flag}") == [f"sdp4bit:{flag.removeprefix('--')}"]
-            continue
-        with pytest.raises(SettingError, match=r"needs a value|changes nothing"):
-            labels(f"sdp4bit:{flag}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Extended(CommunicationConfig):
-    random_order: bool = False
-    """A switch with both forms."""
-    share: float | None = None
-    """A number."""
-    checked: bool | None = None
-    """Undecided when not given."""
-
-    def resolve(self, strategy, *, seed):
-        return super().resolve(strategy, seed=seed), self.random_order, self.share, self.checked
-
-
-def test_an_option_that_is_added_to_the_communication_s_settings_is_part_of_the_grammar(monkeypatch):
-    monkeypatch.setattr("sdp4bit_lab.compare.variants.CommunicationConfig", Extended)
-    shared = Extended(random_order=True)
-    text = "qwd:no-random-order,qwd:share=0.5,qwd:checked=True:share=2"
-    assert labels(text, shared) == ["qwd:no-random-order", "qwd:share=0.5", "qwd:share=2.0:checked=True"]
-    variants = parse_variants(text, shared=shared)
-    assert [variant.quantization(seed=0)[1:] for variant in variants] == [
-        (False, None, None),
-        (True, 0.5, None),
-        (True, 2.0, True),
-    ]
-
-
-def test_shared_options_hold_where_the_strategy_has_a_use_for_them_and_its_own_win():
+def test_shared_options_apply_to_strategies_that_use_them_and_a_variant_s_own_win():
     shared = CommunicationConfig(weight_group_size=512)
     tlq, qwd, own = parse_variants("tlq,qwd,qwd:wq-group-size=2048", shared=shared)
     assert tlq.communication.weight_group_size is None
     assert [qwd.communication.weight_group_size, own.communication.weight_group_size] == [512, 2048]
+    assert [qwd.label, own.label] == ["qwd", "qwd:wq-group-size=2048"]
 
 
 @pytest.mark.parametrize(
@@ -102,28 +55,35 @@ def test_shared_options_hold_where_the_strategy_has_a_use_for_them_and_its_own_w
     [
         ("", "give at least one of baseline, qw"),
         ("fast", "'fast' is unknown: use any of baseline, qw"),
-        ("qwd:wq-group=64", "'wq-group' is not an option of communication: did you mean wq-group-size"),
-        ("qwd:steps=64", "'steps' is not an option of communication: .*sdp4bit pretrain --help"),
-        ("qwd:wq-group-size=many", r"wq-group-size=many is not possible: give \{None\}\|INT"),
-        ("qwd:wq-group-size", "wq-group-size needs a value"),
         ("qwd:wq-group-size=33", "must be a positive multiple of 32"),
-        ("qwd:weight-quantization-bits=5", r"=5 is not possible: give \{None,2,3,4,8\}"),
-        ("tlq:gradient-rounding-inter=up", r"=up is not possible: give \{None,nearest,stochastic,dither\}"),
-        ("tlq:hadamard-transform=yes", "is a switch: write it without a value"),
-        ("qwd:replica=full:replica=node", "gives replica twice"),
-        ("qwd:quantized-gradients", "the strategy says what is quantized"),
+        ("qwd:quantized-gradients", "both say what is quantized"),
         ("tlq:wq-group-size=64", "no effect with strategy tlq, which does not quantize weights: .* use qw, "),
         ("baseline:hadamard-transform", "no effect with strategy baseline"),
-        ("qwd:wq-group-size=2048", "changes nothing, as qwd has that already: leave it out, or give another"),
-        ("tlq-hs:hadamard-transform", "changes nothing, as tlq-hs has that already: leave it out$"),
         ("qwd:replica=full,qwd: replica=full", "qwd:replica=full is given twice"),
         ("tlq-hs,tlq:hadamard-transform", "tlq-hs and tlq:hadamard-transform are the same settings"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_the_way_out(text, message):
+def test_contradictions_are_refused_with_the_way_out(text, message):
     with pytest.raises(SettingError, match=message) as error:
         parse_variants(text, shared=NONE)
     assert str(error.value).startswith("--strategies")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("qwd:wq-group=64", "Unrecognized options: --wq-group=64"),
+        ("qwd:steps=64", "Unrecognized options: --steps=64"),
+        ("qwd:wq-group-size=many", "Error parsing --wq-group-size"),
+        ("qwd:wq-group-size", "Missing value for argument '--wq-group-size'"),
+    ],
+)
+def test_options_are_parsed_as_those_of_pretrain(capsys, text, message):
+    with pytest.raises(SystemExit) as exit_info:
+        parse_variants(text, shared=NONE)
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and f"--strategies {text}" in error
 
 
 def test_folders_have_safe_names():
@@ -144,18 +104,29 @@ def test_the_baseline_is_one_of_the_strategies():
         CompareConfig(baseline="fast")
 
 
-def test_settings_that_only_pretrain_or_training_has_a_use_for_are_refused():
-    with pytest.raises(SettingError, match="--exit-interval is for `pretrain`"):
-        CompareConfig(training=TrainingConfig(exit_interval=5))
-    with pytest.raises(SettingError, match="--wq-group-size has no effect with any of the strategies"):
-        CompareConfig(
-            strategies="qwd:wq-group-size=64", communication=CommunicationConfig(weight_group_size=32)
-        )
-    with pytest.raises(SettingError, match="--merge needs --out"):
-        CompareConfig(merge=(Path("a"),))
-    out = Path("merged")
-    with pytest.raises(SettingError, match="--merge trains nothing, so --seeds has no effect"):
-        CompareConfig(merge=(Path("a"),), out=out, seeds="1,2")
-    with pytest.raises(SettingError, match="--merge trains nothing, so --num-layers has no effect"):
-        CompareConfig(merge=(Path("a"),), out=out, model=ModelConfig(layers=2))
-    CompareConfig(merge=(Path("a"), Path("b")), out=out, baseline="tlq")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"training": TrainingConfig(exit_interval=5)}, "--exit-interval is for `pretrain`"),
+        (
+            {
+                "strategies": "qwd:wq-group-size=64",
+                "communication": CommunicationConfig(weight_group_size=32),
+            },
+            "--wq-group-size has no effect with any of the strategies",
+        ),
+        ({"communication": CommunicationConfig(quantized_weights=True)}, "both say what is quantized"),
+        ({"merge": (Path("a"),)}, "--merge needs --out"),
+        *(
+            ({"merge": (Path("a"),), "out": Path("b"), **more}, "other options that it takes are --out and")
+            for more in ({"seeds": "1,2"}, {"model": ModelConfig(layers=2)})
+        ),
+    ],
+)
+def test_settings_without_effect_are_refused(settings, message):
+    with pytest.raises(SettingError, match=message):
+        CompareConfig(**settings)
+
+
+def test_a_merge_takes_a_baseline():
+    CompareConfig(merge=(Path("a"), Path("b")), out=Path("merged"), baseline="tlq")

@@ -112,6 +112,8 @@ def test_a_plan_fits_80_columns(capsys: Capture, arguments: tuple[str, ...]) -> 
 
 def test_a_cluster_of_ones_own_is_not_called_the_paper_s(capsys: Capture) -> None:
     assert "a100: 16 nodes of 4 devices" in shown(capsys, "--latency-us", "5")
+    faster = planned(capsys, "--inter-bandwidth", "60", "--tp", "4")["cluster"]
+    assert (faster["inter_bandwidth"], faster["inter_bandwidth_shared"]) == (60e9, None)
     own = shown(capsys, *SHAPE)
     assert "your cluster, the paper's a100 where nothing else is given: 4 nodes of 8 devices" in own
 

@@ -162,6 +162,19 @@ def test_one_sentence_covers_both_ends_of_the_overlap(bandwidth: float, advice: 
     assert text.startswith(advice) and "\n" not in text
 
 
+def test_replicas_lie_on_neighbouring_ranks() -> None:
+    sizes = {}
+    for replicas in (1, 2, 4, 8):
+        grids = ParallelLayout(replicas=replicas).grids(CLUSTER)
+        sizes[replicas] = [(grid.nodes, grid.ranks_per_node) for grid in grids]
+    assert sizes == {
+        1: [(4, 8), (1, 1)],
+        2: [(2, 8), (2, 1)],
+        4: [(1, 8), (4, 1)],
+        8: [(1, 4), (4, 2)],
+    }
+
+
 @pytest.mark.parametrize(
     ("layout", "message"),
     [

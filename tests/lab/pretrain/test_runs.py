@@ -189,14 +189,14 @@ def test_compare_writes_summary_table_and_curves(text, tmp_path):
     assert answers[0] == answers[1]
     assert answers[0][0] == names
     assert (
-        "baseline-seed1 has the result of a run with other settings, optimizer.learning_rate 0.005"
+        "baseline-seed1 has the result of a run with other settings, settings.optimizer.learning_rate 0.005"
         in (answers[0][1])
     )
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert list(summary["strategies"]) == ["baseline", "qw", variant]
     assert summary["complete"] is True
     # The same weights and the same samples: before any update, quantization changes nothing.
-    assert [note[:44] for note in summary["notes"]] == ["There is no verdict on a difference of 2 see"]
+    assert [note[:38] for note in summary["notes"]] == ["Differences of 2 seeds have no signifi"]
     assert len(summary["runs"]) == 6
     baseline, _, quantized = summary["strategies"].values()
     assert baseline["difference_to_baseline_percent"] is None

@@ -156,7 +156,7 @@ def test_compare_demo_and_probe_leave_on_a_signal_to_the_group(tmp_path):
     text, out = write_text(tmp_path / "text.txt"), tmp_path / "compare"
     code, output = outcome_of_signal(signal.SIGINT, ["compare", *ranks, *options(text, out)], out=out)
     assert code == 130, output
-    assert "Stopped by SIGINT: the same command goes on with the runs that are left." in output
+    assert "Stopped by SIGINT: the same command continues with the remaining runs." in output
 
     out = tmp_path / "demo"
     demo = ["demo", "--out", str(out), "--cache-dir", str(tmp_path / "cache")]
