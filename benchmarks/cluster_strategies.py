@@ -29,6 +29,7 @@ import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.collectives.exchange import start_all_to_all
 from sdp4bit.collectives.scratch import Scratch
+from sdp4bit_lab.common import strategies
 from sdp4bit_lab.pretrain.model.cards import ModelShape
 from sdp4bit_lab.pretrain.model.gpt import GPT, Block
 from sdp4bit_lab.pretrain.step.parallelize import resolve_compute_dtype
@@ -310,8 +311,8 @@ def _hsdp_quantized(workload: Workload, cluster: Cluster) -> TrainingStep:
     )
 
 
-def _preset(name: str, *, chunks: int = 1) -> SDP4BitConfig:
-    config = SDP4BitConfig.preset(name)
+def _preset(name: strategies.Strategy, *, chunks: int = 1) -> SDP4BitConfig:
+    config = strategies.STRATEGIES[name]
     gradients = config.gradients or FULL_GRADIENTS
     return replace(
         config,

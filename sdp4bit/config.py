@@ -2,15 +2,14 @@
 subtractive dither between nodes, which costs half as much in loss (docs/numerics.md), and for parameters that
 are quantized separately.
 
-Source of the other defaults: SDP4Bit (NeurIPS 2024, arXiv 2410.15526), sections 3 and 5. The ablation names
-of its table 6 are available through :meth:`SDP4BitConfig.preset`.
+Source of the other defaults: SDP4Bit (NeurIPS 2024, arXiv 2410.15526), sections 3 and 5.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 VERSION = "0.2.0"
 """Of the package; all ranks of a job run the same."""
@@ -30,21 +29,6 @@ TERNARY_CLIP = 0.6
 """`WeightConfig.clip` of 2-bit differences, measured (docs/numerics.md)."""
 HADAMARD_BLOCK = 32
 """Length of the blocks that the Walsh-Hadamard transform mixes; groups are multiples of it."""
-
-
-_Value = TypeVar("_Value")
-
-
-def _option(default: _Value, *, flag: str, help: str, shown: str = "") -> _Value:
-    """Return a field that launch scripts of the reference implementation set, too.
-
-    Args:
-        flag: its name there, without dashes.
-        help: what `--help` says of it.
-        shown: what `explain()` says of it where it is on, formatted with its value.
-    """
-    metadata = {"flag": flag, "help": help, "shown": shown}
-    return field(default=default, metadata=metadata)
 
 
 def _check_bits(name: str, bits: int | None) -> None:
@@ -85,16 +69,14 @@ def _check_at_least(name: str, value: int, minimum: int) -> None:
 class WeightConfig:
     """Quantized weight differences, qWD (paper section 3.1, algorithm 2)."""
 
-    bits: int | None = _option(4, flag="weight-quantization-bits", help="bits per weight difference")
+    bits: int | None = 4
     """Bits per transmitted value: 2, 3, 4 or 8. None sends the new weights in the model's own dtype. Below 4
     bits groups of 128 are worth their scales (docs/numerics.md)."""
-    group_size: int = _option(2048, flag="wq-group-size", help="weight differences that share a scale")
+    group_size: int = 2048
     """Values that share one scale; a multiple of 32."""
     mode: WeightMode = "difference"
     """"difference" sends main shard minus replica; "direct" sends the weights themselves (qW)."""
-    clip: float | None = _option(
-        None, flag="wq-clip", help="part of a group's largest difference that the largest code stands for"
-    )
+    clip: float | None = None
     """Part of a group's largest magnitude that the largest code stands for, from 0.1 to 1; what is larger
     saturates, and is made good by the next difference. None clips only where that has been measured to pay:
     0.6 for 2-bit differences, 1 (no clipping) otherwise."""
@@ -135,56 +117,30 @@ class WeightConfig:
 class GradientConfig:
     """Two-level quantized reduce-scatter with Hadamard smoothing, TLq-HS (paper section 3.2, algorithm 3)."""
 
-    intra_bits: int | None = _option(
-        8, flag="gradient-quantization-bits-intra", help="bits per gradient value, intra-node"
-    )
+    intra_bits: int | None = 8
     """Bits inside a node: 2, 3, 4 or 8; None sends fp32."""
-    inter_bits: int | None = _option(
-        4, flag="gradient-quantization-bits-inter", help="bits per gradient value, inter-node"
-    )
+    inter_bits: int | None = 4
     """Bits between nodes: 2, 3, 4 or 8; None sends fp32."""
-    intra_group_size: int = _option(
-        128, flag="gq-group-size-intra", help="gradient values that share a scale, intra-node"
-    )
+    intra_group_size: int = 128
     """Values that share one scale inside a node; a multiple of 32."""
-    inter_group_size: int = _option(
-        128, flag="gq-group-size-inter", help="gradient values that share a scale, inter-node"
-    )
+    inter_group_size: int = 128
     """Values that share one scale between nodes; a multiple of 32, independent of the other."""
-    hadamard: bool = _option(
-        True,
-        flag="hadamard-transform",
-        help="spread outliers of gradients over blocks of 32 values before quantization",
-        shown="Hadamard",
-    )
+    hadamard: bool = True
     """Transform blocks of 32 values before the first quantization and back after the last sum."""
     intra_rounding: Rounding = "stochastic"
     """Rounding of the hop inside a node; nearest is as good at 8 bits."""
     inter_rounding: Rounding = "dither"
     """Rounding of the hop between nodes. Subtractive dither has half the squared error of "stochastic", the
     paper's, for the same bytes; "nearest" leaves a bias that averaging over steps cannot remove."""
-    pipeline_chunks: int | None = _option(
-        None,
-        flag="gradient-alltoall-pipeline",
-        help="slices of a gradient whose two levels overlap; chosen by the row's size when not given",
-    )
+    pipeline_chunks: int | None = None
     """Slices of a row whose hops overlap: one is inside the node while another crosses it. None chooses by
     the size of the row and the nodes (docs/method.md); the result is the same for any number."""
-    start_step: int = _option(
-        0,
-        flag="gradients-quantization-start-iteration",
-        help="steps with gradients in full precision before quantization starts",
-        shown="from step {}",
-    )
+    start_step: int = 0
     """Steps whose gradients are reduced in full precision before quantization starts. A step is a backward
     pass whose gradients are reduced, whatever optimizer uses them."""
     min_numel: int = 1024
     """Rows (one rank's share of one reduction) shorter than this are reduced in full precision."""
-    inside_one_node: bool = _option(
-        False,
-        flag="gradients-inside-one-node",
-        help="quantize gradients also where all ranks that share a parameter are on one node",
-    )
+    inside_one_node: bool = False
     """Quantize also where all ranks that share a group's parameters, replicas included, are on one node.
     Links there are fast, so that rounding costs precision and gains little: full precision by default."""
 
@@ -300,11 +256,8 @@ class AlertConfig:
         return replace(self, gradient_error=gradient, weight_error=weight)
 
 
-PRESETS = (
-    *("baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit-paper"),
-    *("sdp4bit", "sdp4bit-w2g3", "sdp4bit-w2g2"),
-)
-"""Names of the paper's ablation (table 6) in its order, and of what this library does by default."""
+PRESETS = ("sdp4bit", "sdp4bit-w2g3", "sdp4bit-w2g2")
+"""Names of the default and of two that send less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,39 +305,24 @@ class SDP4BitConfig:
 
     @classmethod
     def preset(cls, name: str) -> SDP4BitConfig:
-        """Return one of the paper's strategies (table 6), the default, or one that sends less.
+        """Return the default or one that sends less for more loss (docs/numerics.md).
 
-        baseline: bf16 weights, fp32 gradients. qw: 4-bit weights. qwd: 4-bit weight differences.
-        ulq: 4-bit gradients at both hops. tlq: 8-bit inside a node, 4-bit between nodes.
-        tlq-hs: tlq after a Hadamard transform. sdp4bit-paper: qwd and tlq-hs together, the paper's SDP4Bit.
-        sdp4bit: the same with dithered gradients between nodes, which cost half as much in loss, and with
-        parameters that are quantized separately.
-        sdp4bit-w2g3, sdp4bit-w2g2: weight differences of 2 bits, and gradients of 3 or 2 between nodes, in
-        smaller groups: 0.70 and 0.57 bytes per parameter instead of 1.02, for more loss (docs/numerics.md).
+        sdp4bit: 4-bit weight differences; gradients of 8 bits inside a node and 4 bits between nodes.
+        sdp4bit-w2g3, sdp4bit-w2g2: weight differences of 2 bits, and gradients of 3 or 2 bits between nodes,
+        in smaller groups: 0.70 and 0.57 bytes per parameter instead of 1.02.
 
         Raises:
             ValueError: another name; lists these.
         """
-        tlq_hs = GradientConfig(inter_rounding="stochastic")
         narrow = WeightConfig(bits=2, group_size=256)
-        parts: dict[str, tuple[WeightConfig | None, GradientConfig | None]] = {
-            "baseline": (None, None),
-            "qw": (WeightConfig(mode="direct"), None),
-            "qwd": (WeightConfig(), None),
-            "ulq": (None, replace(tlq_hs, intra_bits=4, hadamard=False)),
-            "tlq": (None, replace(tlq_hs, hadamard=False)),
-            "tlq-hs": (None, tlq_hs),
-            "sdp4bit-paper": (WeightConfig(), tlq_hs),
-            "sdp4bit": (WeightConfig(), GradientConfig()),
-            "sdp4bit-w2g3": (narrow, GradientConfig(inter_bits=3, inter_group_size=32)),
-            "sdp4bit-w2g2": (narrow, GradientConfig(inter_bits=2, inter_group_size=32)),
+        presets = {
+            "sdp4bit": cls(),
+            "sdp4bit-w2g3": cls(weights=narrow, gradients=GradientConfig(inter_bits=3, inter_group_size=32)),
+            "sdp4bit-w2g2": cls(weights=narrow, gradients=GradientConfig(inter_bits=2, inter_group_size=32)),
         }
-        if name not in parts:
+        if name not in presets:
             raise ValueError(f"unknown preset {name!r}: use one of {', '.join(PRESETS)}")
-        weights, gradients = parts[name]
-        # The paper's strategies quantize rows as a whole.
-        separate = name.startswith("sdp4bit") and name != "sdp4bit-paper"
-        return cls(weights=weights, gradients=gradients, separate_parameters=separate)
+        return presets[name]
 
 
 def as_config(config: SDP4BitConfig | str | None) -> SDP4BitConfig:

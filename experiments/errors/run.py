@@ -31,12 +31,13 @@ import torch
 from torch import Tensor
 
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.config import GradientConfig, SDP4BitConfig
+from sdp4bit.config import GradientConfig
 from sdp4bit.traffic import TrafficCounter
 from sdp4bit_lab.cli import COMMANDS
 from sdp4bit_lab.common.files import save_figure, write_atomically
 from sdp4bit_lab.common.ranks import Ranks, join_ranks
 from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.common.strategies import STRATEGIES, Strategy
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.step.simulated_model import SimulatedModel
 from sdp4bit_lab.pretrain.trainer import build_run
@@ -50,8 +51,8 @@ OWN = "this run"
 THIRDS = ("first third", "middle", "last third")
 
 
-def _gradients(strategy: str, **changes: Any) -> GradientConfig:
-    config = SDP4BitConfig.preset(strategy).gradients
+def _gradients(strategy: Strategy, **changes: Any) -> GradientConfig:
+    config = STRATEGIES[strategy].gradients
     assert config is not None
     return replace(config, **changes)
 

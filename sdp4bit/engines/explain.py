@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from sdp4bit.collectives.pieces import is_long_enough
 from sdp4bit.collectives.pipeline import pipeline_chunks
@@ -124,11 +124,8 @@ def describe_gradients(config: GradientConfig | None, layout: NodeLayout, shard_
     assert config is not None
     if shard_numel < config.min_numel:
         return f"row below min_numel={config.min_numel}"
-    options = [
-        field.metadata["shown"].format(value)
-        for field in fields(config)
-        if field.metadata.get("shown") and (value := getattr(config, field.name))
-    ]
+    options = ["Hadamard"] * config.hadamard + ["random signs"] * config.random_signs
+    options += [f"from step {config.start_step}"] if config.start_step else []
     return ", ".join([*_hops(config, layout), *options, *_chunks(config, layout, shard_numel)])
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.common.strategies import STRATEGIES
 from sdp4bit_lab.compare.finished_run import RESULT, FinishedRun, first_difference
-from sdp4bit_lab.pretrain.config.communication import STRATEGIES
 
 
 def find_finished(planned: Mapping[Path, dict[str, Any]]) -> dict[Path, FinishedRun]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit_lab.common.settings import SettingError, option_flags
-from sdp4bit_lab.pretrain.config.communication import STRATEGIES, CommunicationConfig, Strategy
+from sdp4bit_lab.common.strategies import STRATEGIES, Strategy
+from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,11 @@ from sdp4bit.config import SDP4BitConfig
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.marks import Switch
 from sdp4bit_lab.common.settings import SettingError, require, require_at_least, require_positive
+from sdp4bit_lab.common.strategies import Strategy
 from sdp4bit_lab.plan.model import PlanModelConfig, ShardedGroup, flat_buffer, gpt_groups
 from sdp4bit_lab.plan.paper import ClusterName, reproduction
 from sdp4bit_lab.plan.step import Cluster, ParallelLayout, Plan, plan_step
-from sdp4bit_lab.pretrain.config.communication import CommunicationConfig, Strategy
+from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 from sdp4bit_lab.pretrain.model.cards import ModelShape
 
 DEFAULT_CLUSTER: ClusterName = "a100"

@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 
 import sdp4bit
-from sdp4bit.config import PRESETS
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.common.launch.signals import listening
 from sdp4bit_lab.common.ranks import Ranks, agree
 from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.common.strategies import STRATEGIES
 from sdp4bit_lab.pretrain.checkpoint import Checkpointer, Start, choose_start
 from sdp4bit_lab.pretrain.checkpoint_files import TOKENIZER, Progress, RunRecord
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig, PretrainConfig
@@ -282,7 +282,7 @@ def describe_run(run: Run) -> str:
         f"{parameters / 1e6:,.1f} million parameters on {model.describe_ranks()}, "
         f"{batches.global_batch_size} sequences of {config.sequence_length} tokens a step, "
         f"param dtype {config.training.param_dtype}, compute dtype {compute_dtype}"
-        + (f", flags = preset {name}" if config.communication.names_parts and name in PRESETS else "")
+        + (f", flags = strategy {name}" if config.communication.names_parts and name in STRATEGIES else "")
     )
 
 

@@ -35,11 +35,17 @@ from tests.ranks import run_ranks
 WAITS = 4
 
 
+CONFIGS = {
+    "sdp4bit": sdp4bit.SDP4BitConfig(),
+    "baseline": sdp4bit.SDP4BitConfig(weights=None, gradients=None),
+}
+
+
 def train_until_rank_3_is_gone(preset: str, *, hangs: bool) -> None:
     set_timeout(timedelta(seconds=WAITS), dist.group.WORLD)
     assert job_timeout() == timedelta(seconds=WAITS)
     model = toy.build()
-    sdp4bit.quantize_communication(model, topology=2, config=sdp4bit.SDP4BitConfig.preset(preset))
+    sdp4bit.quantize_communication(model, topology=2, config=CONFIGS[preset])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step, batch in enumerate(islice(toy.batches(), 20)):
         if step == 2 and dist.get_rank() == 3:

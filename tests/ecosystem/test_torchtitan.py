@@ -284,8 +284,10 @@ def test_the_last_checkpoint_is_the_model_alone(runs: Any, tmp_path: Path) -> No
 
 def test_the_example_is_found_by_torchtitan_and_takes_options() -> None:
     names = ["--module", "examples.trainer_torchtitan", "--config", "llama3_debugmodel_sdp4bit"]
-    config = ConfigManager().parse_args([*names, "--sdp4bit.preset", "qwd", "--sdp4bit.skip", "lm_head"])
-    assert config.sdp4bit == CommunicationOptions(preset="qwd", skip=["lm_head"])
+    config = ConfigManager().parse_args(
+        [*names, "--sdp4bit.preset", "sdp4bit-w2g3", "--sdp4bit.skip", "lm_head"]
+    )
+    assert config.sdp4bit == CommunicationOptions(preset="sdp4bit-w2g3", skip=["lm_head"])
     assert type(config) is SDP4BitTrainer.Config and config._owner is SDP4BitTrainer
 
 

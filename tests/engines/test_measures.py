@@ -164,7 +164,7 @@ def test_groups_that_are_not_finite_are_counted_where_they_arrive() -> None:
 
 @on_ranks(4)
 def test_what_is_not_quantized_has_no_error_and_nothing_is_measured_where_it_is_switched_off() -> None:
-    config = replace(SDP4BitConfig.preset("tlq-hs"), telemetry=None)
+    config = SDP4BitConfig(weights=None)
     run = Run(build(), config, topology=4).train(2)
     run.evaluate()
     stats = run.comm.stats()

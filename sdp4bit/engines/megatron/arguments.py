@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from dataclasses import Field, fields
 from typing import Any
 
 from sdp4bit.config import QUANTIZED_BITS, GradientConfig, SDP4BitConfig, WeightConfig
@@ -15,6 +14,38 @@ _WITHOUT_MEANING: dict[str, dict[str, Any]] = {
 }
 """Flags of the reference's launch scripts that current Megatron no longer has, with how they parse."""
 
+_WEIGHTS = {
+    "bits": ("--weight-quantization-bits", "bits per weight difference"),
+    "group_size": ("--wq-group-size", "weight differences that share a scale"),
+    "clip": ("--wq-clip", "part of a group's largest difference that the largest code represents"),
+}
+_GRADIENTS = {
+    "intra_bits": ("--gradient-quantization-bits-intra", "bits per gradient value, intra-node"),
+    "inter_bits": ("--gradient-quantization-bits-inter", "bits per gradient value, inter-node"),
+    "intra_group_size": ("--gq-group-size-intra", "gradient values that share a scale, intra-node"),
+    "inter_group_size": ("--gq-group-size-inter", "gradient values that share a scale, inter-node"),
+    "hadamard": (
+        "--hadamard-transform",
+        "spread outliers of gradients over blocks of 32 values before quantization",
+    ),
+    "random_signs": (
+        "--hadamard-random-signs",
+        "change random signs of the gradients, the same on all ranks, before that transform",
+    ),
+    "pipeline_chunks": (
+        "--gradient-alltoall-pipeline",
+        "slices of a gradient whose two levels overlap; chosen by the row's size when not given",
+    ),
+    "start_step": (
+        "--gradients-quantization-start-iteration",
+        "steps with gradients in full precision before quantization starts",
+    ),
+    "inside_one_node": (
+        "--gradients-inside-one-node",
+        "quantize gradients also where all ranks that share a parameter are on one node",
+    ),
+}
+"""Flag and help by the name of the field."""
 
 _REFERENCE = GradientConfig(intra_group_size=512, hadamard=False)
 """The reference parser's defaults; its scripts and the paper use groups of 128."""
@@ -28,13 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     of Megatron have dropped are taken and ignored, with a warning by :func:`from_args`.
     """
     group = parser.add_argument_group("quantized communication (SDP4Bit)")
-    for part, config, text in (
-        ("weights", WeightConfig(), "send quantized differences of the weights instead of the weights"),
-        ("gradients", _REFERENCE, "reduce gradients by the two-level quantized exchange"),
-    ):
-        group.add_argument(f"--quantized-{part}", action="store_true", help=text)
-        for field in _with_flags(config):
-            _add(group, field, default=getattr(config, field.name))
+    text = "send quantized differences of the weights instead of the weights"
+    group.add_argument("--quantized-weights", action="store_true", help=text)
+    for name, (flag, text) in _WEIGHTS.items():
+        _add(group, flag, text, name=name, default=getattr(WeightConfig(), name))
+    text = "reduce gradients by the two-level quantized exchange"
+    group.add_argument("--quantized-gradients", action="store_true", help=text)
+    for name, (flag, text) in _GRADIENTS.items():
+        _add(group, flag, text, name=name, default=getattr(_REFERENCE, name))
     for flag, options in _WITHOUT_MEANING.items():
         try:
             group.add_argument(flag, help="taken and ignored: this Megatron has no such choice", **options)
@@ -43,41 +75,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _with_flags(config: WeightConfig | GradientConfig) -> list[Field[object]]:
-    return [field for field in fields(config) if "flag" in field.metadata]
-
-
-def _add(group: argparse._ArgumentGroup, field: Field[object], *, default: object) -> None:
-    flag, text = f"--{field.metadata['flag']}", field.metadata["help"]
+def _add(group: argparse._ArgumentGroup, flag: str, text: str, *, name: str, default: object) -> None:
     if isinstance(default, bool):
         group.add_argument(flag, action="store_true", default=default, help=text)
     else:
-        choices: tuple[object, ...] | None = QUANTIZED_BITS if field.name.endswith("bits") else None
-        kind = float if field.name == "clip" else str if isinstance(default, str) else int
+        choices = QUANTIZED_BITS if name.endswith("bits") else None
+        kind = float if name == "clip" else int
         group.add_argument(flag, type=kind, choices=choices, default=default, help=text)
 
 
-def _given(args: argparse.Namespace, config: WeightConfig | GradientConfig) -> dict[str, Any]:
-    """Return what the flags say of a part of the configuration, by the names of its fields."""
-    return {f.name: getattr(args, f.metadata["flag"].replace("-", "_")) for f in _with_flags(config)}
+def _values(args: argparse.Namespace, flags: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    """Read the values of flags, by the names of their fields."""
+    return {name: _value(args, flag) for name, (flag, _) in flags.items()}
+
+
+def _value(args: argparse.Namespace, flag: str) -> Any:
+    return getattr(args, flag.strip("-").replace("-", "_"))
 
 
 def from_args(args: argparse.Namespace) -> SDP4BitConfig:
-    """Return what the flags of :func:`add_arguments` ask for; the rounding seed is Megatron's `--seed`.
+    """Build the settings from the flags of :func:`add_arguments`; the rounding seed is Megatron's `--seed`.
 
     Raises:
         ValueError: a value that is not supported.
     """
     weights = gradients = None
     if args.quantized_weights:
-        weights = WeightConfig(**_given(args, WeightConfig()))
+        weights = WeightConfig(**_values(args, _WEIGHTS))
     if args.quantized_gradients:
-        gradients = GradientConfig(**_given(args, _REFERENCE))
+        gradients = GradientConfig(**_values(args, _GRADIENTS))
     else:
-        for field in _with_flags(_REFERENCE):
-            flag = field.metadata["flag"]
-            if getattr(args, flag.replace("-", "_")) is True:
-                warnings.warn(f"sdp4bit: --{flag} has no effect without --quantized-gradients", stacklevel=2)
+        for flag, _ in _GRADIENTS.values():
+            if _value(args, flag) is True:
+                warnings.warn(f"sdp4bit: {flag} has no effect without --quantized-gradients", stacklevel=2)
     for flag in _WITHOUT_MEANING:
         if getattr(args, flag.strip("-").replace("-", "_"), None):
             warnings.warn(f"sdp4bit: {flag} has no effect on this Megatron", stacklevel=2)

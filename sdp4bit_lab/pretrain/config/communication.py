@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from sdp4bit.config import (
     AlertConfig,
@@ -18,21 +18,7 @@ from sdp4bit.config import (
 )
 from sdp4bit_lab.common.marks import Switch
 from sdp4bit_lab.common.settings import SettingError, option, option_flags
-
-Strategy = Literal[
-    "baseline",
-    "qw",
-    "qwd",
-    "ulq",
-    "tlq",
-    "tlq-hs",
-    "sdp4bit-paper",
-    "sdp4bit",
-    "sdp4bit-w2g3",
-    "sdp4bit-w2g2",
-]
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-DEFAULT_STRATEGY: Strategy = "sdp4bit"
+from sdp4bit_lab.common.strategies import DEFAULT_STRATEGY, STRATEGIES, Strategy
 
 REFERENCE_INTRA_GROUP = 512
 """The reference parser's intra-node default; its scripts, the paper and our strategies use 128."""
@@ -140,9 +126,9 @@ class CommunicationConfig:
             )
         else:
             strategy = strategy or DEFAULT_STRATEGY
-            base = SDP4BitConfig.preset(strategy)
+            base = STRATEGIES[strategy]
             for names, part in ((_WEIGHTS, "weights"), (_GRADIENTS, "gradients")):
-                users = ", ".join(s for s in STRATEGIES if getattr(SDP4BitConfig.preset(s), part) is not None)
+                users = ", ".join(s for s, c in STRATEGIES.items() if getattr(c, part) is not None)
                 self._require_used(
                     names,
                     getattr(base, part) is not None,
@@ -163,8 +149,7 @@ class CommunicationConfig:
         the strategy whose details they are, or custom. How a row is cut changes no value and no name."""
         ours = self.resolve(strategy, seed=0)
         uncut = ours.gradients and replace(ours.gradients, pipeline_chunks=None)
-        presets = {name: SDP4BitConfig.preset(name) for name in STRATEGIES}
-        alike = (name for name, p in presets.items() if (p.weights, p.gradients) == (ours.weights, uncut))
+        alike = (n for n, c in STRATEGIES.items() if (c.weights, c.gradients) == (ours.weights, uncut))
         return next(alike, "custom" if self.names_parts else strategy or DEFAULT_STRATEGY)
 
     def derived(self, config: SDP4BitConfig) -> dict[str, object]:
@@ -179,7 +164,7 @@ class CommunicationConfig:
 
     def restricted_to(self, strategy: Strategy) -> CommunicationConfig:
         """Return these settings without those that the strategy has no use for."""
-        preset = SDP4BitConfig.preset(strategy)
+        preset = STRATEGIES[strategy]
         unused: dict[str, bool | None] = {}
         if preset.weights is None:
             unused.update(dict.fromkeys(_WEIGHTS))

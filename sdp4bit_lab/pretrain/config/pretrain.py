@@ -12,12 +12,9 @@ from typing import Annotated, Literal
 
 from sdp4bit.config import SDP4BitConfig, TelemetryConfig
 from sdp4bit_lab.common.settings import SettingError, option, require, require_at_least, require_positive
+from sdp4bit_lab.common.strategies import Strategy
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
-from sdp4bit_lab.pretrain.config.communication import (
-    CommunicationConfig,
-    ReliabilityConfig,
-    Strategy,
-)
+from sdp4bit_lab.pretrain.config.communication import CommunicationConfig, ReliabilityConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.reference_flags import ReferenceConfig
 from sdp4bit_lab.pretrain.config.training import TrainingConfig

@@ -26,6 +26,7 @@ from tests import toy
 from tests.ranks import on_ranks
 
 LIMIT = 150.0
+WEIGHTS_ONLY, GRADIENTS_ONLY = SDP4BitConfig(gradients=None), SDP4BitConfig(weights=None)
 
 
 class Holder(nn.Module):
@@ -122,7 +123,7 @@ def test_models_that_cannot_be_quantized_are_refused() -> None:
     refuse(float8, "holds torch.float8_e4m3fn parameters", no_kernel, topology=2)
     summed = held(torch.ones(40, 40), policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
     refuse(summed, "reduces gradients in torch.float64", "reduce_dtype=torch.float32", topology=2)
-    accept(summed, config="qwd", topology=2)
+    accept(summed, config=WEIGHTS_ONLY, topology=2)
 
 
 @on_ranks(4, timeout=LIMIT)
@@ -176,8 +177,8 @@ def test_other_memory_is_refused_for_what_is_quantized_and_else_used() -> None:
     refuse(allocating, f"(root): {setter} asks for other memory", "all-gather of its weights", topology=2)
     inside = {"topology": 4, "config": toy.QUANTIZED}
     refuse(allocating, "reduce-scatter of its gradients", "skip=['(root)']", **inside)
-    refuse(allocating, "reduce-scatter of its gradients", topology=2, config="tlq-hs")
-    toy.Run(allocating, SDP4BitConfig.preset("qwd"), topology=4).train(2).comm.remove()
+    refuse(allocating, "reduce-scatter of its gradients", topology=2, config=GRADIENTS_ONLY)
+    toy.Run(allocating, WEIGHTS_ONLY, topology=4).train(2).comm.remove()
     accept(allocating, topology=2, skip="(root)")
 
     only_here = toy.build()
@@ -316,14 +317,14 @@ def test_what_one_rank_cannot_do_is_refused_by_all() -> None:
         quantize_communication(model, skip=fail, topology=2)
     lines = [line.name for line in traceback.extract_tb(caught.value.__traceback__)]
     assert ("fail" in lines) == last, lines  # where it went wrong is in the traceback
-    options = "use an SDP4BitConfig, the name of a preset (baseline, qw, "
+    options = "use an SDP4BitConfig, the name of a preset (sdp4bit, "
     refuse(model, "config=4 is unknown", options, error=TypeError, config=4 if last else None, topology=2)
-    refuse(model, "unknown preset 'qvd': use one of baseline", config="qvd" if last else "qwd", topology=2)
+    refuse(model, "unknown preset 'qvd': use one of sdp4bit", config="qvd" if last else "sdp4bit", topology=2)
     parts = (
         "config.weights: WeightConfig(...) [ranks 0, 1, 2], None [rank 3]",
         "config.gradients: None [ranks 0, 1, 2], GradientConfig(...) [rank 3]",
     )
-    refuse(model, *parts, config="tlq" if last else "qwd", topology=2)
+    refuse(model, *parts, config=GRADIENTS_ONLY if last else WEIGHTS_ONLY, topology=2)
     with mock.patch("torch.__version__", "2.9.1" if last else "2.9.0"):
         different = "\n  torch: 2.9.0 [ranks 0, 1, 2], 2.9.1 [rank 3]"
         refuse(model, "different settings or versions", different, topology=2)

@@ -16,6 +16,7 @@ import sdp4bit
 from sdp4bit import SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.quantization.checksum import checksum
 from tests import mutations
+from tests.paper_strategies import PAPER_STRATEGIES
 from tests.ranks import run_ranks
 from tests.toy import (
     IDENTITY,
@@ -78,7 +79,8 @@ FULL = SDP4BitConfig(weights=WeightConfig(replica="full"))
 FOUR_RANKS: dict[str, SDP4BitConfig | None] = {
     "plain": None,
     "identity": IDENTITY,
-    **{name: SDP4BitConfig.preset(name) for name in ("baseline", "qw", "qwd", "sdp4bit")},
+    **{name: PAPER_STRATEGIES[name] for name in ("baseline", "qw", "qwd")},
+    "sdp4bit": SDP4BitConfig(),
     "full": FULL,
 }
 TWO_RANKS: dict[str, SDP4BitConfig | None] = {
@@ -162,7 +164,7 @@ def test_four_ranks_with_the_identity_differ_from_plain_by_the_order_of_summatio
     ],
 )
 def test_presets_train_on_their_own_paths(runs: Runs, steps: int, name: str) -> None:
-    config = SDP4BitConfig.preset(name)
+    config = SDP4BitConfig() if name == "sdp4bit" else PAPER_STRATEGIES[name]
     outcome = (runs[name] if name in runs else run_ranks(train_with, 4, config, 2, steps))[0]
     closeness(name)(outcome[:4], runs["plain"][0][:4])
     stats = outcome.stats

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import sdp4bit
 from sdp4bit import SDP4BitConfig
+from tests.paper_strategies import PAPER_STRATEGIES
 from tests.ranks import on_ranks
 from tests.toy import QUANTIZED, Run, build, data_mesh
 
@@ -80,5 +81,5 @@ def test_sections_add_no_collective_and_few_bytes() -> None:
 def test_the_table_says_which_bits_norms_have() -> None:
     table = " ".join(Run(build(), QUANTIZED, topology=1).comm.explain().split())
     assert table.count("1-D in 8 bits") == 8
-    for config in (WHOLE, SDP4BitConfig.preset("sdp4bit-paper"), SDP4BitConfig.preset("qwd")):
+    for config in (WHOLE, PAPER_STRATEGIES["sdp4bit-paper"], PAPER_STRATEGIES["qwd"]):
         assert "1-D" not in Run(build(), config, topology=1).comm.explain()

@@ -9,7 +9,8 @@ import pytest
 from sdp4bit import AlertConfig, AuditConfig, SDP4BitConfig, TelemetryConfig
 from sdp4bit_lab.cli import COMMANDS, main
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.pretrain.config.communication import STRATEGIES, CommunicationConfig
+from sdp4bit_lab.common.strategies import STRATEGIES
+from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.config.training import TrainingConfig
 
@@ -31,7 +32,7 @@ def pretrain_config(*arguments: str) -> PretrainConfig:
 
 
 def test_flags_of_the_reference_scripts_make_the_paper_s_method():
-    expected = SDP4BitConfig.preset("sdp4bit-paper")
+    expected = STRATEGIES["sdp4bit-paper"]
     telemetry = TelemetryConfig()
     expected = replace(
         expected, telemetry=telemetry, seed=1234, gradients=replace(expected.gradients, pipeline_chunks=8)
@@ -76,7 +77,7 @@ def test_a_strategy_with_details_changed():
         "--strategy", "tlq", "--hadamard-transform", "--gq-group-size-intra", "256",
         "--gradient-rounding-inter", "nearest", "--gradients-quantization-start-iteration", "7",
     ).quantization  # fmt: skip
-    gradients = SDP4BitConfig.preset("tlq-hs").gradients
+    gradients = STRATEGIES["tlq-hs"].gradients
     expected = replace(gradients, intra_group_size=256, inter_rounding="nearest", start_step=7)
     assert (config.weights, config.gradients) == (None, expected)
 

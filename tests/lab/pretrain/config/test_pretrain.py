@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import get_args
 
 import pytest
 
-from sdp4bit import PRESETS
+from sdp4bit import PRESETS, SDP4BitConfig
 from sdp4bit_lab.cli import main
 from sdp4bit_lab.common.settings import SettingError, option_flags
+from sdp4bit_lab.common.strategies import STRATEGIES, Strategy
 from sdp4bit_lab.compare.config import CompareConfig, DemoConfig
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
-from sdp4bit_lab.pretrain.config.communication import STRATEGIES, CommunicationConfig
+from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig, ModelConfig, OptimizerConfig, PretrainConfig
 from sdp4bit_lab.pretrain.config.training import TrainingConfig
 from sdp4bit_lab.pretrain.data.config import DataConfig
 from sdp4bit_lab.pretrain.model.cards import MODEL_CARDS
+from tests.paper_strategies import PAPER_STRATEGIES
 
 
-def test_strategies_are_the_presets_of_the_library():
-    assert STRATEGIES == PRESETS
+def test_strategies_are_the_paper_s_and_the_presets_of_the_library():
+    presets = {name: SDP4BitConfig.preset(name) for name in PRESETS}
+    assert {**PAPER_STRATEGIES, **presets} == STRATEGIES
+    assert tuple(STRATEGIES) == get_args(Strategy)
 
 
 def test_defaults_come_from_the_model_card():
