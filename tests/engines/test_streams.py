@@ -52,7 +52,7 @@ MAY_WAIT = {
     "frozen": (EDITS,),  # whether frozen weights were edited
     "edits": (EDITS,),  # in evaluations: whether weights were edited, and by how much
     "evaluation": (EDITS,),  # the same
-    "unshard, measured meanwhile": (EDITS,),
+    "unshard, measured meanwhile": (EDITS, "measures.py"),  # measure() returns numbers
     "audit": ("audit.py",),  # the host compares checksums
     "resync and audit": ("audit.py",),
 }
