@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
 
-_WEIGHTS = WeightConfig(bits=4, group_size=2048, mode="difference", rounding="nearest", replica="node")
-_DIRECT = WeightConfig(bits=4, group_size=2048, mode="direct", rounding="nearest", replica="node")
+_WEIGHTS = WeightConfig(bits=4, group_size=2048, mode="difference", replica="node")
+_DIRECT = WeightConfig(bits=4, group_size=2048, mode="direct", replica="node")
 
 
 def _gradients(*, intra_bits: int, hadamard: bool) -> GradientConfig:

@@ -124,7 +124,7 @@ def describe_gradients(config: GradientConfig | None, layout: NodeLayout, shard_
     assert config is not None
     if shard_numel < config.min_numel:
         return f"row below min_numel={config.min_numel}"
-    options = ["Hadamard"] * config.hadamard + ["random signs"] * config.random_signs
+    options = ["Hadamard"] * config.hadamard
     options += [f"from step {config.start_step}"] if config.start_step else []
     return ", ".join([*_hops(config, layout), *options, *_chunks(config, layout, shard_numel)])
 

@@ -82,8 +82,8 @@ def _loss(runs: Sequence[Run]) -> Answer:
     differences = {
         label: paired_difference(pairs, unstable_seeds=unstable) for label, pairs in losses.items()
     }
-    is_good = [d.verdict in ("not significantly different", "lower") for d in differences.values()]
-    is_bad = [d.verdict == "higher" and d.mean_percent > LARGE_PERCENT for d in differences.values()]
+    is_good = [d.significance in ("not significantly different", "lower") for d in differences.values()]
+    is_bad = [d.significance == "higher" and d.mean_percent > LARGE_PERCENT for d in differences.values()]
     return Answer(
         question=question,
         mood="bad" if any(is_bad) else "good" if all(is_good) else "open",
@@ -109,7 +109,7 @@ def _loss_sentence(label: str, difference: PairedDifference, baseline: str) -> s
     interval, seeds = difference.percent_interval, len(difference.by_seed)
     between = "" if interval is None else f", 95 % interval {interval[0]:+.2f} to {interval[1]:+.2f} %"
     return (
-        f"{label}: {_SIGNIFICANCE[difference.verdict]}. Validation loss {difference.mean:+.4f} "
+        f"{label}: {_SIGNIFICANCE[difference.significance]}. Validation loss {difference.mean:+.4f} "
         f"({difference.mean_percent:+.2f} %) relative to {baseline}{between}; "
         f"{seeds} seed{'s' * (seeds > 1)}."
     )

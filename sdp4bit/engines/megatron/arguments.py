@@ -28,10 +28,6 @@ _GRADIENTS = {
         "--hadamard-transform",
         "spread outliers of gradients over blocks of 32 values before quantization",
     ),
-    "random_signs": (
-        "--hadamard-random-signs",
-        "change random signs of the gradients, the same on all ranks, before that transform",
-    ),
     "pipeline_chunks": (
         "--gradient-alltoall-pipeline",
         "slices of a gradient whose two levels overlap; chosen by the row's size when not given",
