@@ -115,7 +115,7 @@ def _gradient_seams(name: str, fired: Fired) -> Iterator[tuple[type, str, Callab
     megatron = sys.modules.get("sdp4bit.engines.megatron.communication")
     if megatron is None:
         return
-    buckets = megatron.BucketCommunication
+    buckets = megatron.BucketState
     reduce, reduce_in_steps = buckets.reduce, buckets.reduce_in_steps
 
     def reduce_buffer(self: Any, output: Tensor, input: Tensor, op: object, **options: Any) -> None:

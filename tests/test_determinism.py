@@ -57,7 +57,7 @@ def recorded() -> Iterator[dict[str, Bits]]:
         bits["gradients"].add(output)
 
     def record_and_remove(self: FSDPCommHandle) -> None:
-        for comm in self._state.groups:
+        for comm in self.groups:
             for parameter in comm.group._group.fsdp_params:
                 bits["weights"].add(parameter.sharded_param.to_local())
             assert comm.replica is not None

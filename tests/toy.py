@@ -367,7 +367,7 @@ def assert_variants_equal(
 def assert_replicas_identical(comm: Any) -> None:
     """Every rank that holds the same rows of the same parameter group holds the same bits."""
     mine = {}
-    for group in comm._state.groups:
+    for group in comm.groups:
         if group.replica is not None:
             layout = group.layout
             part = 0 if group.replica.is_full else layout.ranks.index(dist.get_rank()) % layout.ranks_per_node

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.config import AlertConfig
-from sdp4bit.engines.group import AnyGroup
+from sdp4bit.engines.group import GroupState
 from sdp4bit.engines.measures import MEASURES, Telemetry
 
 logger = logging.getLogger("sdp4bit")
@@ -51,7 +51,7 @@ class Alerts:
 
     def __init__(
         self,
-        groups: Sequence[AnyGroup],
+        groups: Sequence[GroupState],
         *,
         process_groups: Sequence[ProcessGroup | None],
         telemetry: Telemetry,
@@ -151,7 +151,7 @@ class Alerts:
         self._groups, self._members = [], {}
 
 
-def _thresholds(config: AlertConfig, group: AnyGroup) -> tuple[float | None, ...]:
+def _thresholds(config: AlertConfig, group: GroupState) -> tuple[float | None, ...]:
     """Return the thresholds of a group; automatic ones follow the fewest bits of the hops that it has."""
     gradients, weights = group.gradient_config, group.weight_config
     hops: list[int | None] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -104,25 +104,21 @@ class GroupStats(Measures):
     """Of the last reduction, on its last hop; None for full precision."""
 
 
-GroupT = TypeVar("GroupT", bound=ParameterGroup)
-ReplicaT = TypeVar("ReplicaT", bound=WeightReplica)
-
-
-class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
+class GroupState(ABC):
     """Communication of one parameter group: replica, reduction, counters, measures.
 
     What is None stays the engine's own, for the reason given. Engines extend it by what they remember of a
     group, and by `sample_weights`.
     """
 
-    def __init__(self, group: GroupT, *, index: int, layout: NodeLayout) -> None:
+    def __init__(self, group: ParameterGroup, *, index: int, layout: NodeLayout) -> None:
         """Prepare; nothing is quantized yet.
 
         Args:
             index: number of the group in its model, the same on all its ranks.
             layout: the nodes of its ranks.
         """
-        self.group = group
+        self.group: ParameterGroup = group
         self.index = index
         self.layout = layout
         nodes, ranks = layout.nodes, layout.ranks_per_node
@@ -130,7 +126,7 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
         self.gradient_traffic = TrafficCounter(nodes=nodes, ranks_per_node=ranks)
         self.separate_parameters = False
         """Rows are cut into sections of whole parameters, see `SDP4BitConfig`."""
-        self.replica: ReplicaT | None = None
+        self.replica: WeightReplica | None = None
         self.weights_unquantized_reason = ""
         self.reduction: QuantizedReduceScatter | None = None
         self.gradients_unquantized_reason = ""
@@ -317,10 +313,6 @@ class GroupCommunication(ABC, Generic[GroupT, ReplicaT]):
         """Return that norms and biases have more bits than these, if so."""
         has_fewer = any(each is not None and each < FINE_BITS for each in bits)
         return f", 1-D in {FINE_BITS} bits" if self.separate_parameters and has_fewer else ""
-
-
-AnyGroup = GroupCommunication[Any, Any]
-"""Communication of a group of whatever engine."""
 
 
 def reduction_multiplier(op: object, process_group: ProcessGroup, *, name: str, engine: str) -> float:

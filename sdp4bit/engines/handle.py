@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,10 @@ from sdp4bit.config import AuditConfig, SDP4BitConfig, TelemetryConfig
 from sdp4bit.engines.alerts import Alert, AlertCallback, Alerts
 from sdp4bit.engines.audit import audit_replicas
 from sdp4bit.engines.explain import render, wrapped
-from sdp4bit.engines.group import AnyGroup, GroupStats
+from sdp4bit.engines.group import GroupState, GroupStats
 from sdp4bit.engines.measures import SQUARES, Measures, Telemetry, total_measures
 from sdp4bit.engines.time_steps import StepTimes, time_steps
 from sdp4bit.traffic import Traffic
-
-GroupT = TypeVar("GroupT", bound=AnyGroup)
 
 
 class Stats(Measures):
@@ -34,11 +32,11 @@ class Stats(Measures):
     sampled_step: int | None
 
 
-class ModelCommunication(Generic[GroupT]):
+class ModelState:
     """What the parameter groups of one attached model share: the step count and the measures."""
 
-    def __init__(self, groups: Sequence[GroupT], *, telemetry: TelemetryConfig | None = None) -> None:
-        self.groups: Sequence[GroupT] = groups
+    def __init__(self, groups: Sequence[GroupState], *, telemetry: TelemetryConfig | None = None) -> None:
+        self.groups: Sequence[GroupState] = groups
         self.telemetry = Telemetry(telemetry, [comm.group.name for comm in groups])
         self.step_listeners: list[Callable[[int], None]] = []
         """Called once per step, with its number, on all ranks alike: when the step's measures are
@@ -90,7 +88,7 @@ class ModelCommunication(Generic[GroupT]):
         """Where the groups compute; None on a rank without any."""
         return self.groups[0].group.device if self.groups else None
 
-    def last_traffic(self, comm: GroupT) -> Traffic:
+    def last_traffic(self, comm: GroupState) -> Traffic:
         """Return what a group sent in the last step, which ends with its optimizer step."""
         return sum((c.current_step if self.step_pending else c.last_step for c in comm.counters), Traffic())
 
@@ -106,11 +104,11 @@ StateDict = dict[str, Any]
 class CommHandle(ABC):
     """Quantized communication of a model, and what is known of it."""
 
-    _state: ModelCommunication[Any]
+    _state: ModelState
     _hint = ""
     """Last line of `explain()`."""
 
-    def __init__(self, state: ModelCommunication[Any], *, config: SDP4BitConfig, note: str = "") -> None:
+    def __init__(self, state: ModelState, *, config: SDP4BitConfig, note: str = "") -> None:
         """Take over an attached model.
 
         Args:
@@ -156,7 +154,12 @@ class CommHandle(ABC):
         """Whether the model communicates through this handle: until `remove`."""
         return not self._removed
 
-    # -- what all engines tell -------------------------------------------------------------------------
+    @property
+    def groups(self) -> Sequence[GroupState]:
+        """Communication of each parameter group: `replica`, `reduction`, `refreshes`, counters."""
+        return self._state.groups
+
+    # -- reports ---------------------------------------------------------------------------------------
 
     def explain(self) -> str:
         """Return a table: per group what is quantized, how, bytes of the last step, or why it is not.
@@ -315,7 +318,9 @@ class CommHandle(ABC):
             self._audit(config)
 
     @abstractmethod
-    def _refresh_mismatched(self, wrong: Sequence[AnyGroup], *, config: AuditConfig) -> Sequence[AnyGroup]:
+    def _refresh_mismatched(
+        self, wrong: Sequence[GroupState], *, config: AuditConfig
+    ) -> Sequence[GroupState]:
         """Have the replicas of these groups refreshed in full precision.
 
         Returns:

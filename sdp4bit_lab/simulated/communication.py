@@ -17,8 +17,8 @@ from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.alerts import Alerts
 from sdp4bit.engines.explain import one_node_reason
-from sdp4bit.engines.group import AnyGroup, GroupCommunication, change_squares, is_large_change
-from sdp4bit.engines.handle import CommHandle, ModelCommunication, StateDict
+from sdp4bit.engines.group import GroupState, change_squares, is_large_change
+from sdp4bit.engines.handle import CommHandle, ModelState, StateDict
 from sdp4bit.engines.measures import sample_of
 from sdp4bit.traffic import Traffic
 from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, SimulatedReplica
@@ -55,8 +55,11 @@ class SimulatedGroup:
         return sample_of(self.rows.row(self._main, rank=0), ranges).float()
 
 
-class SimulatedGroupCommunication(GroupCommunication[SimulatedGroup, SimulatedReplica]):
+class SimulatedGroupState(GroupState):
     """Communication of one parameter group of all simulated ranks; its counters are one rank's."""
+
+    group: SimulatedGroup
+    replica: SimulatedReplica | None
 
     def __init__(
         self,
@@ -85,11 +88,11 @@ class SimulatedGroupCommunication(GroupCommunication[SimulatedGroup, SimulatedRe
 
     @property
     def refresh_is_full(self) -> bool:
-        """See GroupCommunication."""
+        """See GroupState."""
         return self.resync_wanted
 
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
-        """See GroupCommunication."""
+        """See GroupState."""
         held = self.group.rows.row(self._held, rank=0)
         return self.group.sample_main(ranges), sample_of(held, ranges)
 
@@ -101,6 +104,12 @@ class SimulatedGroupCommunication(GroupCommunication[SimulatedGroup, SimulatedRe
         )
 
 
+class SimulatedModelState(ModelState):
+    """State of the simulated model."""
+
+    groups: Sequence[SimulatedGroupState]
+
+
 class SimulatedCommHandle(CommHandle):
     """Communication of simulated ranks: the engine, and the handle that all engines have.
 
@@ -108,7 +117,7 @@ class SimulatedCommHandle(CommHandle):
     are decided on that. There is one copy of each replica, so an audit finds nothing.
     """
 
-    _state: ModelCommunication[SimulatedGroupCommunication]
+    _state: SimulatedModelState
 
     def __init__(
         self,
@@ -141,7 +150,7 @@ class SimulatedCommHandle(CommHandle):
         comms = []
         for index, (name, members) in enumerate(groups):
             rows = RowLayout({member: self._main[member] for member in members}, ranks=layout.size)
-            comm = SimulatedGroupCommunication(
+            comm = SimulatedGroupState(
                 SimulatedGroup(name, rows, main=self._main),
                 index=index,
                 layout=layout,
@@ -151,13 +160,13 @@ class SimulatedCommHandle(CommHandle):
             comm.separate_parameters = config.separate_parameters
             self._choose(comm, config)
             comms.append(comm)
-        super().__init__(ModelCommunication(comms, telemetry=config.telemetry), config=config)
+        super().__init__(SimulatedModelState(comms, telemetry=config.telemetry), config=config)
         if config.alerts is not None:
             alone = [None] * len(comms)
             telemetry = self._state.telemetry
             self._watch(Alerts(comms, process_groups=alone, telemetry=telemetry, config=config.alerts))
 
-    def _choose(self, comm: SimulatedGroupCommunication, config: SDP4BitConfig) -> None:
+    def _choose(self, comm: SimulatedGroupState, config: SDP4BitConfig) -> None:
         """Give a group what quantizes its weights and its gradients, or the reason why nothing does."""
         nodes = self.layout.nodes
         comm.weights_unquantized_reason = one_node_reason(config.weights, nodes=nodes)
@@ -238,7 +247,7 @@ class SimulatedCommHandle(CommHandle):
             comm.resync_wanted, comm.was_loaded = True, False
             comm.is_changed = comm.is_gathered = False
 
-    def _refresh(self, comm: SimulatedGroupCommunication) -> None:
+    def _refresh(self, comm: SimulatedGroupState) -> None:
         layout = comm.group.rows
         if comm.replica is None:
             if (comm.is_changed or comm.resync_wanted) and not self._is_shared:
@@ -267,7 +276,7 @@ class SimulatedCommHandle(CommHandle):
             comm.is_changed = False
         layout.read_rows(held, self._held)
 
-    def _count_gather(self, comm: SimulatedGroupCommunication) -> None:
+    def _count_gather(self, comm: SimulatedGroupState) -> None:
         shard_bytes = comm.group.shard_numel * self._dtype.itemsize
         if comm.replica is None:
             comm.count_dense(comm.weight_traffic, shard_bytes)
@@ -275,7 +284,7 @@ class SimulatedCommHandle(CommHandle):
             comm.weight_traffic.count_plain(shard_bytes)
             comm.replica.count_gather(shard_bytes)
 
-    def _rows(self, use: str, comm: SimulatedGroupCommunication, dtype: torch.dtype) -> Tensor:
+    def _rows(self, use: str, comm: SimulatedGroupState, dtype: torch.dtype) -> Tensor:
         """Return [ranks, n] of unspecified content, until the next call for this use."""
         nbytes = comm.group.shard_numel * dtype.itemsize
         name, device = f"{use} rows", comm.group.device
@@ -343,7 +352,9 @@ class SimulatedCommHandle(CommHandle):
     def _reported(self, traffic: Traffic) -> dict[str, int]:
         return {name: count * self.layout.size for name, count in traffic.as_dict().items()}
 
-    def _refresh_mismatched(self, wrong: Sequence[AnyGroup], *, config: AuditConfig) -> Sequence[AnyGroup]:
+    def _refresh_mismatched(
+        self, wrong: Sequence[GroupState], *, config: AuditConfig
+    ) -> Sequence[GroupState]:
         return wrong
 
     def state_dict(self) -> StateDict:

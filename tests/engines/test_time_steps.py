@@ -71,9 +71,9 @@ def counted_steps() -> dict[str, Any]:
         run.train(1)
         sent.append(run.comm.stats()["total"]["collectives"] > before)
 
-    reductions = [comm.reductions for comm in run.comm._state.groups]
+    reductions = [comm.reductions for comm in run.comm.groups]
     times = run.comm.time_steps(step, repeats=REPEATS)
-    counted = [comm.reductions - n for comm, n in zip(run.comm._state.groups, reductions, strict=True)]
+    counted = [comm.reductions - n for comm, n in zip(run.comm.groups, reductions, strict=True)]
     refreshes = run.comm.stats()["full_refreshes"]
     run.train(1)
     return {
@@ -128,7 +128,7 @@ def test_an_exception_leaves_the_model_quantized() -> None:
 
     with pytest.raises(KeyError, match="of the step"):
         run.comm.time_steps(step)
-    hooks = [comm.group.comms.all_gather for comm in run.comm._state.groups]
+    hooks = [comm.group.comms.all_gather for comm in run.comm.groups]
     assert all(isinstance(hook, AllGatherHook) for hook in hooks)
     plain = Run(build(), None).train(BLOCK + 3)
     assert run.train(2).finish() == plain.finish()

@@ -42,7 +42,7 @@ from sdp4bit.engines.fsdp2.checks import (
     warn_of_layout,
     weights_left_whole_reason,
 )
-from sdp4bit.engines.fsdp2.group_state import FSDPCommunication
+from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 from sdp4bit.engines.fsdp2.groups import (
     CommObjects,
     FSDPGroup,
@@ -52,10 +52,10 @@ from sdp4bit.engines.fsdp2.groups import (
 )
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook, ReplicaGroup
 from sdp4bit.engines.fsdp2.observers import in_backward
-from sdp4bit.engines.fsdp2.refresh import FSDPModelCommunication
+from sdp4bit.engines.fsdp2.refresh import FSDPModelState
 from sdp4bit.engines.fsdp2.state import load_state, save_state
 from sdp4bit.engines.fsdp2.torch_internals import check_torch_version
-from sdp4bit.engines.group import AnyGroup
+from sdp4bit.engines.group import GroupState
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.quantization.checksum import prepare_checksums
 from sdp4bit.quantization.random import check_numbers
@@ -176,7 +176,7 @@ class FSDPCommHandle(CommHandle):
     Made by :func:`quantize_communication`.
     """
 
-    _state: FSDPModelCommunication
+    _state: FSDPModelState
     _hint = "comm.time_steps(step) measures your steps with and without quantization."
 
     def __init__(
@@ -190,7 +190,7 @@ class FSDPCommHandle(CommHandle):
         note: str,
     ) -> None:
         comms = [
-            FSDPCommunication(
+            FSDPGroupState(
                 group,
                 index=index,
                 layout=layouts.shards[group.ranks],
@@ -198,7 +198,7 @@ class FSDPCommHandle(CommHandle):
             )
             for index, group in enumerate(groups)
         ]
-        super().__init__(FSDPModelCommunication(comms, telemetry=config.telemetry), config=config, note=note)
+        super().__init__(FSDPModelState(comms, telemetry=config.telemetry), config=config, note=note)
         # Separate process groups: one communicator would run gathers and reductions one after the other.
         ordered = list(layouts.shards.values())
         weight_topologies: dict[tuple[int, ...], Topology] = {}
@@ -279,7 +279,7 @@ class FSDPCommHandle(CommHandle):
             after_load = _resync_after_load(self._state)
             self._hooks += [module.register_load_state_dict_post_hook(after_load) for module in watched]
 
-    def _install(self, comm: FSDPCommunication) -> CommObjects:
+    def _install(self, comm: FSDPGroupState) -> CommObjects:
         stock = comm.group.comms
         # Without a quantizer the operation FSDP2 chooses stays, so that its results do too.
         return comm.group.install(
@@ -326,7 +326,9 @@ class FSDPCommHandle(CommHandle):
         # Plain steps have moved the main weights, and parameters that stayed unsharded would hide that.
         self.resync()
 
-    def _refresh_mismatched(self, wrong: Sequence[AnyGroup], *, config: AuditConfig) -> Sequence[AnyGroup]:
+    def _refresh_mismatched(
+        self, wrong: Sequence[GroupState], *, config: AuditConfig
+    ) -> Sequence[GroupState]:
         state = self._state
         if config.on_mismatch == "resync" and state.groups:
             flags = torch.tensor(
@@ -392,7 +394,7 @@ class FSDPCommHandle(CommHandle):
         self._removed = True
 
 
-def _resync_after_load(state: FSDPModelCommunication) -> Callable[..., None]:
+def _resync_after_load(state: FSDPModelState) -> Callable[..., None]:
     def after_load(*_: object) -> None:
         state.note_load()
 

@@ -12,7 +12,7 @@ from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.engines.agreement import Layouts
 from sdp4bit.engines.explain import OFF, ONE_RANK, one_node_note, one_node_reason
-from sdp4bit.engines.fsdp2.group_state import FSDPCommunication
+from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 from sdp4bit.engines.fsdp2.groups import FSDPGroup
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook
 
@@ -126,7 +126,7 @@ def weights_left_whole_reason(group: FSDPGroup) -> str:
 
 
 def note_reasons(
-    comm: FSDPCommunication, layouts: Layouts, *, config: SDP4BitConfig, skipped: Mapping[str, str]
+    comm: FSDPGroupState, layouts: Layouts, *, config: SDP4BitConfig, skipped: Mapping[str, str]
 ) -> None:
     """Note in a group's communication why its weights or its gradients are not quantized, if so."""
     comm.weights_unquantized_reason = _weights_unquantized_reason(

@@ -16,14 +16,17 @@ from sdp4bit.engines.audit import ReplicaCopy
 from sdp4bit.engines.explain import describe_all_reduce, describe_ranks
 from sdp4bit.engines.fsdp2.groups import FSDPGroup
 from sdp4bit.engines.fsdp2.refresh import FROM_CHECKPOINT, Event, Refresh, State, next_refresh
-from sdp4bit.engines.group import GroupCommunication, change_squares
+from sdp4bit.engines.group import GroupState, change_squares
 from sdp4bit.engines.measures import GradientQuantizer, sample_of
 from sdp4bit.quantization.checksum import checksum
 from sdp4bit.traffic import TrafficCounter
 
 
-class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
+class FSDPGroupState(GroupState):
     """A parameter group, the state of its replica, and this rank's view of the events that may follow."""
+
+    group: FSDPGroup
+    replica: WeightReplica | None
 
     def __init__(
         self, group: FSDPGroup, *, index: int, layout: NodeLayout, replicas: NodeLayout | None
@@ -70,7 +73,7 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
 
     @property
     def refresh_is_full(self) -> bool:
-        """See GroupCommunication."""
+        """See GroupState."""
         return next_refresh(self.state, Event.GATHER).is_full
 
     def apply(self, event: Event) -> Refresh:
@@ -214,29 +217,29 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
 
     @property
     def counters(self) -> tuple[TrafficCounter, ...]:
-        """See GroupCommunication."""
+        """See GroupState."""
         return (*super().counters, self.all_reduce_traffic)
 
     @property
     def gradient_quantizers(self) -> Sequence[GradientQuantizer]:
-        """See GroupCommunication."""
+        """See GroupState."""
         return [*super().gradient_quantizers, *([] if self.all_reduce is None else [self.all_reduce])]
 
     @property
     def gradient_layouts(self) -> Sequence[NodeLayout]:
-        """See GroupCommunication."""
+        """See GroupState."""
         over_replicas = [] if self.all_reduce is None else [self.replica_layout]
         return [*super().gradient_layouts, *(layout for layout in over_replicas if layout is not None)]
 
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
-        """See GroupCommunication."""
+        """See GroupState."""
         replica = self.replica
         if replica is None or replica.rows is None or (replica.is_pending and not may_wait):
             return None
         return self.group.sample_main(ranges), sample_of(replica.own_shard, ranges)
 
     def copies(self) -> Sequence[ReplicaCopy]:
-        """See GroupCommunication; with HSDP, also a checksum of the main shard, which replicas hold alike."""
+        """See GroupState; with HSDP, also a checksum of the main shard, which replicas hold alike."""
         found = []
         if self.replica is not None:
             self.replica.wait()
@@ -266,7 +269,7 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
         return found
 
     def describe_weights(self) -> str:
-        """See GroupCommunication."""
+        """See GroupState."""
         text = super().describe_weights()
         if self.replica is None or self.replica.bits is None:
             return text
@@ -274,7 +277,7 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
         return text + (f", {frozen} frozen not sent" if frozen else "")
 
     def describe_gradients(self) -> str:
-        """See GroupCommunication."""
+        """See GroupState."""
         if not any(segment.sharded.requires_grad for segment in self.group.segments):
             return "none, all frozen"
         text = super().describe_gradients()
@@ -284,7 +287,7 @@ class FSDPCommunication(GroupCommunication[FSDPGroup, WeightReplica]):
         return text
 
     def describe_ranks(self) -> str:
-        """See GroupCommunication."""
+        """See GroupState."""
         text = super().describe_ranks()
         return (
             text if self.replica_layout is None else f"{text}, replicas {describe_ranks(self.replica_layout)}"

@@ -19,9 +19,9 @@ from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
 from sdp4bit.collectives.sections import Section
 from sdp4bit.collectives.work import CompletedWork, DeferredWork
-from sdp4bit.engines.fsdp2.group_state import FSDPCommunication
+from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 from sdp4bit.engines.fsdp2.observers import in_backward
-from sdp4bit.engines.fsdp2.refresh import Event, FSDPModelCommunication, Refresh
+from sdp4bit.engines.fsdp2.refresh import Event, FSDPModelState, Refresh
 from sdp4bit.engines.fsdp2.torch_internals import Comm
 from sdp4bit.engines.group import reduction_multiplier
 from sdp4bit.engines.measures import GradientQuantizer
@@ -30,7 +30,7 @@ from sdp4bit.engines.measures import GradientQuantizer
 class AllGatherHook:
     """FSDP2's all-gather, served from a replica that a quantized difference updates once per step."""
 
-    def __init__(self, comm: FSDPCommunication, state: FSDPModelCommunication, *, stock: Comm) -> None:
+    def __init__(self, comm: FSDPGroupState, state: FSDPModelState, *, stock: Comm) -> None:
         """Take over from FSDP2's own object, which still gathers groups without a replica."""
         self._comm = comm
         self._state = state
@@ -167,7 +167,7 @@ class AllGatherHook:
 class ReduceScatterHook:
     """FSDP2's reduce-scatter in two quantized levels."""
 
-    def __init__(self, comm: FSDPCommunication, state: FSDPModelCommunication, *, stock: Comm) -> None:
+    def __init__(self, comm: FSDPGroupState, state: FSDPModelState, *, stock: Comm) -> None:
         """Take over from FSDP2's own object, which still reduces what is never quantized."""
         self._comm = comm
         self._state = state
@@ -227,9 +227,7 @@ class ReplicaGroup:
     are only accumulated. In tables of process groups this is found where the group it stands for is.
     """
 
-    def __init__(
-        self, comm: FSDPCommunication, state: FSDPModelCommunication, *, stock: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, comm: FSDPGroupState, state: FSDPModelState, *, stock: dist.ProcessGroup) -> None:
         """Take over from the group itself, which still reduces what is not quantized."""
         self._comm = comm
         self._state = state
@@ -282,8 +280,8 @@ class ReplicaGroup:
 
 
 def _quantized_sections(
-    comm: FSDPCommunication,
-    state: FSDPModelCommunication,
+    comm: FSDPGroupState,
+    state: FSDPModelState,
     numel: int,
     quantizer: GradientQuantizer | None,
 ) -> Sequence[Section]:

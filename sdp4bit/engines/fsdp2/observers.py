@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from sdp4bit.engines.fsdp2.groups import FSDPGroup, ParamSegment, tensor_version
 
 if TYPE_CHECKING:
-    from sdp4bit.engines.fsdp2.refresh import FSDPModelCommunication
+    from sdp4bit.engines.fsdp2.refresh import FSDPModelState
 
 
 def in_backward() -> bool:
@@ -27,7 +27,7 @@ def in_backward() -> bool:
 class StepObserver:
     """Sees the steps of optimizers over a model's parameters."""
 
-    def __init__(self, model: FSDPModelCommunication) -> None:
+    def __init__(self, model: FSDPModelState) -> None:
         self._model = weakref.proxy(model)
         self._segments: dict[int, ParamSegment] = {}
         self._stepping_in = -1
@@ -64,7 +64,7 @@ class StepObserver:
     def note_step(self, params: Iterable[object] | None = None) -> None:
         """Note an optimizer step over these parameters (None: the user's own), unless none is ours.
 
-        The segments to send must not depend on this rank's optimizer: see `FSDPCommunication.note_step`.
+        The segments to send must not depend on this rank's optimizer: see `FSDPGroupState.note_step`.
         """
         params = None if params is None else list(params)
         if params is not None and not self._holds_any(params):

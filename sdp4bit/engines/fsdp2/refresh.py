@@ -25,10 +25,10 @@ from sdp4bit.config import TelemetryConfig
 from sdp4bit.engines.fsdp2.groups import reduce_over_copies
 from sdp4bit.engines.fsdp2.observers import StateDictAliases, StepObserver
 from sdp4bit.engines.group import SMALL_EDIT, is_large_change
-from sdp4bit.engines.handle import ModelCommunication
+from sdp4bit.engines.handle import ModelState
 
 if TYPE_CHECKING:
-    from sdp4bit.engines.fsdp2.group_state import FSDPCommunication
+    from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 
 FULL_REFRESHES_IN_A_ROW = 3
 """So many cause a warning."""
@@ -113,12 +113,12 @@ def next_refresh(state: State, event: Event) -> Refresh:
     return Refresh("none", "none", _TRANSITIONS[event].get(state, state))
 
 
-class FSDPModelCommunication(ModelCommunication["FSDPCommunication"]):
+class FSDPModelState(ModelState):
     """The groups of one attached model: their step count, and the events on which their ranks agree."""
 
-    def __init__(
-        self, groups: Sequence[FSDPCommunication], *, telemetry: TelemetryConfig | None = None
-    ) -> None:
+    groups: Sequence[FSDPGroupState]
+
+    def __init__(self, groups: Sequence[FSDPGroupState], *, telemetry: TelemetryConfig | None = None) -> None:
         super().__init__(groups, telemetry=telemetry)
         self.aliases = StateDictAliases()
         self.steps_seen = StepObserver(self)
@@ -140,7 +140,7 @@ class FSDPModelCommunication(ModelCommunication["FSDPCommunication"]):
 
     # -- steps ---------------------------------------------------------------------------------------
 
-    def note_reduction(self, comm: FSDPCommunication) -> None:
+    def note_reduction(self, comm: FSDPGroupState) -> None:
         """Note that gradients of a group are being reduced: the next forward begins a new step."""
         comm.is_reduced = self.steps_seen.is_reduced = True
         self.step_pending = self.step_pending or self.communicates
@@ -159,7 +159,7 @@ class FSDPModelCommunication(ModelCommunication["FSDPCommunication"]):
                 )
         self.reshard([comm for comm in self.groups if comm.has_stepped])
 
-    def before_all_reduce(self, comm: FSDPCommunication) -> None:
+    def before_all_reduce(self, comm: FSDPGroupState) -> None:
         """Notice a step boundary if no shard is gathered: a group is reduced over replicas once more."""
         if self.communicates:
             return
@@ -183,14 +183,14 @@ class FSDPModelCommunication(ModelCommunication["FSDPCommunication"]):
         for comm in self.groups:
             comm.was_loaded = True
 
-    def request_resync(self, comms: Collection[FSDPCommunication] | None = None) -> None:
+    def request_resync(self, comms: Collection[FSDPGroupState] | None = None) -> None:
         """Have the replicas of all groups, or of these, refreshed in full precision; called on all ranks."""
         comms = self.groups if comms is None else comms
         self.reshard(comms)
         for comm in comms:
             comm.apply(Event.RESYNC)
 
-    def reshard(self, comms: Iterable[FSDPCommunication]) -> None:
+    def reshard(self, comms: Iterable[FSDPGroupState]) -> None:
         """Free parameters that stayed unsharded: they would hide a refresh. Those in use are kept."""
         for comm in comms:
             if comm.group.is_unsharded and comm.group.is_idle:
@@ -198,7 +198,7 @@ class FSDPModelCommunication(ModelCommunication["FSDPCommunication"]):
 
     # -- agreement -----------------------------------------------------------------------------------
 
-    def before_unshard(self, comm: FSDPCommunication) -> None:
+    def before_unshard(self, comm: FSDPGroupState) -> None:
         """Let the ranks agree on what has happened to the weights; called outside of backward.
 
         The first group of a forward asks for all groups of its root at once. A gather outside of forward asks
@@ -226,12 +226,12 @@ class FSDPModelCommunication(ModelCommunication["FSDPCommunication"]):
 
     @torch.no_grad()
     @torch.inference_mode(False)
-    def _agree(self, comms: Sequence[FSDPCommunication]) -> None:
+    def _agree(self, comms: Sequence[FSDPGroupState]) -> None:
         if self.aliases.take_loads(
             segment.name for comm in comms for segment in comm.group.segments if segment.is_on_all_ranks
         ):
             self.note_load()
-        asked: dict[tuple[int, ...], list[FSDPCommunication]] = {}
+        asked: dict[tuple[int, ...], list[FSDPGroupState]] = {}
         for comm in comms:
             # These states are the same on all ranks, and no event changes the refresh that follows.
             if comm.replica is not None and comm.state not in (State.NEVER, State.FULL_DUE):
@@ -269,7 +269,7 @@ class FSDPModelCommunication(ModelCommunication["FSDPCommunication"]):
             if measured:
                 self._apply_sizes(measured)
 
-    def _reduced_flags(self, comms: Sequence[FSDPCommunication]) -> list[list[int]]:
+    def _reduced_flags(self, comms: Sequence[FSDPGroupState]) -> list[list[int]]:
         """Return for each of these groups, all of the same ranks, which events any rank has seen."""
         edits: dict[int, Tensor] = {}
         for index, comm in enumerate(comms):
@@ -295,7 +295,7 @@ class FSDPModelCommunication(ModelCommunication["FSDPCommunication"]):
         rows: list[list[int]] = self._over_copies(flags, comms).tolist()
         return rows
 
-    def _apply_sizes(self, measured: Sequence[tuple[FSDPCommunication, bool]]) -> None:
+    def _apply_sizes(self, measured: Sequence[tuple[FSDPGroupState, bool]]) -> None:
         """Let the size of a change decide between a difference and full precision."""
         comms = [comm for comm, _ in measured]
         squares = torch.stack([comm.change_squares() for comm in comms]).cpu()
@@ -309,7 +309,7 @@ class FSDPModelCommunication(ModelCommunication["FSDPCommunication"]):
                 comm.apply(Event.SMALL_EDIT)
 
     def _reduce(
-        self, values: Tensor, comms: Sequence[FSDPCommunication], *, op: dist.ReduceOp.RedOpType, what: str
+        self, values: Tensor, comms: Sequence[FSDPGroupState], *, op: dist.ReduceOp.RedOpType, what: str
     ) -> None:
         """Reduce values on the host, in place, over the ranks of these groups."""
         group = self.decision_groups.get(comms[0].layout.ranks, comms[0].group.process_group)
@@ -317,14 +317,14 @@ class FSDPModelCommunication(ModelCommunication["FSDPCommunication"]):
             dist.all_reduce(values, op=op, group=group)
 
     @staticmethod
-    def _over_copies(flags: Tensor, comms: Sequence[FSDPCommunication]) -> Tensor:
+    def _over_copies(flags: Tensor, comms: Sequence[FSDPGroupState]) -> Tensor:
         """Return the maximum over tensor-parallel ranks: one of them may see an edit of its part alone."""
         if any(comm.has_copies for comm in comms):
             flags = flags.to(comms[0].group.device)
             reduce_over_copies(flags, [comm.group for comm in comms], op=dist.ReduceOp.MAX)
         return flags
 
-    def warn_of_full_refreshes(self, comm: FSDPCommunication) -> None:
+    def warn_of_full_refreshes(self, comm: FSDPGroupState) -> None:
         """Warn once of weights that travel in full precision again and again."""
         if comm.full_in_a_row == FULL_REFRESHES_IN_A_ROW:
             self.warn_once(
@@ -343,12 +343,12 @@ class FSDPModelCommunication(ModelCommunication["FSDPCommunication"]):
             warnings.warn(message, stacklevel=3)
 
     def detach(self) -> None:
-        """See ModelCommunication."""
+        """See ModelState."""
         super().detach()
         self.aliases, self.steps_seen = StateDictAliases(), StepObserver(self)
 
 
-def _may_wait(comm: FSDPCommunication) -> bool:
+def _may_wait(comm: FSDPGroupState) -> bool:
     """Return whether the host may wait for checksums of the device.
 
     On a GPU it would wait in every micro-batch of an accumulation. An edit between two of them is found by
@@ -359,7 +359,7 @@ def _may_wait(comm: FSDPCommunication) -> bool:
     return _is_on_host(comm) or not (is_accumulating and was_accumulating)
 
 
-def _is_on_host(comm: FSDPCommunication) -> bool:
+def _is_on_host(comm: FSDPGroupState) -> bool:
     return comm.group.device.type == "cpu"
 
 

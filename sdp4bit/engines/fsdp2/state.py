@@ -14,8 +14,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from sdp4bit.engines.fsdp2.group_state import FSDPCommunication
-from sdp4bit.engines.fsdp2.refresh import FROM_CHECKPOINT, Event, FSDPModelCommunication
+from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
+from sdp4bit.engines.fsdp2.refresh import FROM_CHECKPOINT, Event, FSDPModelState
 from sdp4bit.engines.handle import StateDict
 
 FORMAT_VERSION = 2
@@ -23,7 +23,7 @@ _PARTS = ("counters", "replica", "fingerprints")
 _FINGERPRINT_SLOTS = 1024
 
 
-def save_state(state: FSDPModelCommunication) -> StateDict:
+def save_state(state: FSDPModelState) -> StateDict:
     """Return the state, keyed by parameter: names and shapes depend on the model alone.
 
     So any layout can load it with plain `torch.distributed.checkpoint.load`: pipeline stages have keys of
@@ -64,7 +64,7 @@ def save_state(state: FSDPModelCommunication) -> StateDict:
     }
 
 
-def _keys(state: FSDPModelCommunication) -> list[list[str]]:
+def _keys(state: FSDPModelState) -> list[list[str]]:
     """Return the keys of each group's parameters: their names in the model, also below several local roots.
 
     Stages of a pipeline are roots whose parameters have names of their own; copies of one model are not.
@@ -87,7 +87,7 @@ def _spread(fingerprint: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     )
 
 
-def load_state(state: FSDPModelCommunication, saved: StateDict) -> None:
+def load_state(state: FSDPModelState, saved: StateDict) -> None:
     """Take over the counters; the ranks agree at the next forward whether rows fit. All ranks must load.
 
     Rows that another rank has saved, or with other weights or on other nodes, do not fit: all ranks then
@@ -128,7 +128,7 @@ def _check(saved: object) -> None:
         raise ValueError(f"{what}: {', '.join(wrong)} should be dictionaries")
 
 
-def _row(comm: FSDPCommunication, keys: Sequence[str], replica: Mapping[str, object]) -> torch.Tensor | None:
+def _row(comm: FSDPGroupState, keys: Sequence[str], replica: Mapping[str, object]) -> torch.Tensor | None:
     """Return the saved row of a group, or None if a part is missing or has another shape."""
     if comm.replica is None:
         return None

@@ -16,8 +16,8 @@ from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import TelemetryConfig, WeightConfig
 from sdp4bit.engines.audit import ReplicaCopy
 from sdp4bit.engines.explain import describe_gradients
-from sdp4bit.engines.group import GroupCommunication, reduction_multiplier
-from sdp4bit.engines.handle import ModelCommunication
+from sdp4bit.engines.group import GroupState, reduction_multiplier
+from sdp4bit.engines.handle import ModelState
 from sdp4bit.engines.measures import sample_of
 from sdp4bit.engines.megatron.buckets import MegatronBucket
 from sdp4bit.traffic import TrafficCounter
@@ -155,8 +155,11 @@ def _packed(ranges: Sequence[Range]) -> list[tuple[Range, int]]:
     return result
 
 
-class BucketCommunication(GroupCommunication[MegatronBucket, BucketReplica]):
+class BucketState(GroupState):
     """Communication of one bucket."""
+
+    group: MegatronBucket
+    replica: BucketReplica | None
 
     is_changed = False
     """The main weights have moved since the last refresh."""
@@ -164,13 +167,13 @@ class BucketCommunication(GroupCommunication[MegatronBucket, BucketReplica]):
     """The second half of a reduction is issued with the first half of the next bucket's."""
 
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
-        """See GroupCommunication; at a step's boundary experts have no new weights yet."""
+        """See GroupState; at a step's boundary experts have no new weights yet."""
         if self.replica is None or (self.group.is_expert and not may_wait):
             return None
         return self.replica.sample(ranges)
 
     def copies(self) -> Sequence[ReplicaCopy]:
-        """See GroupCommunication."""
+        """See GroupState."""
         if self.replica is None:
             return []
         copy = ReplicaCopy(
@@ -185,18 +188,18 @@ class BucketCommunication(GroupCommunication[MegatronBucket, BucketReplica]):
 
     @property
     def replica_place(self) -> str:
-        """See GroupCommunication."""
+        """See GroupState."""
         return "in the parameter buffer"
 
     def describe_gradients(self) -> str:
-        """See GroupCommunication."""
+        """See GroupState."""
         if self.reduction is None or not self.is_staged:
             return super().describe_gradients()
         config = replace(self.reduction.config, pipeline_chunks=1)
         return describe_gradients(config, self.layout, self.group.shard_numel) + ", staged over buckets"
 
     def describe_weights(self) -> str:
-        """See GroupCommunication."""
+        """See GroupState."""
         exact = 0 if self.replica is None else self.replica.exact_numel
         return super().describe_weights() + (f", {exact:,} exact (equal under TP)" if exact else "")
 
@@ -261,12 +264,14 @@ class BucketCommunication(GroupCommunication[MegatronBucket, BucketReplica]):
         self.count_full_refresh()
 
 
-class MegatronModelCommunication(ModelCommunication[BucketCommunication]):
+class MegatronModelState(ModelState):
     """What the buckets of one attached model share; counts the steps of its optimizers."""
+
+    groups: Sequence[BucketState]
 
     def __init__(
         self,
-        groups: Sequence[BucketCommunication],
+        groups: Sequence[BucketState],
         *,
         telemetry: TelemetryConfig | None,
         optimizers: int,

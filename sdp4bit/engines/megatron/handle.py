@@ -20,7 +20,7 @@ from sdp4bit.collectives.work import SideStream, StagedCollectives, has_one_queu
 from sdp4bit.config import AlertConfig, AuditConfig, SDP4BitConfig
 from sdp4bit.engines.alerts import Alerts
 from sdp4bit.engines.explain import ONE_RANK, describe_gradients, one_node_note, one_node_reason
-from sdp4bit.engines.group import AnyGroup
+from sdp4bit.engines.group import GroupState
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.measures import Telemetry
 from sdp4bit.engines.megatron.buckets import (
@@ -30,9 +30,9 @@ from sdp4bit.engines.megatron.buckets import (
     replicated_ranges,
 )
 from sdp4bit.engines.megatron.communication import (
-    BucketCommunication,
     BucketReplica,
-    MegatronModelCommunication,
+    BucketState,
+    MegatronModelState,
 )
 from sdp4bit.engines.megatron.objects import Chunk, Optimizer
 from sdp4bit.engines.megatron.patches import GroupPatch, OptimizerPatch
@@ -51,7 +51,7 @@ class MegatronCommHandle(CommHandle):
     A step ends when the optimizer has updated the main weights; that of experts updates theirs behind it.
     """
 
-    _state: MegatronModelCommunication
+    _state: MegatronModelState
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class MegatronCommHandle(CommHandle):
         topology: TopologySpec,
     ) -> None:
         comms = [
-            BucketCommunication(bucket, index=index, layout=layouts[bucket.ranks])
+            BucketState(bucket, index=index, layout=layouts[bucket.ranks])
             for index, bucket in enumerate(buckets)
         ]
         # A step's boundary is when the buckets without experts have new weights. The optimizer of experts
@@ -74,7 +74,7 @@ class MegatronCommHandle(CommHandle):
             for optimizer in optimizers
             if any(bucket.optimizer is optimizer and not bucket.is_expert for bucket in buckets)
         ] or optimizers
-        state = MegatronModelCommunication(comms, telemetry=config.telemetry, optimizers=len(counted))
+        state = MegatronModelState(comms, telemetry=config.telemetry, optimizers=len(counted))
         super().__init__(state, config=config)
         self.topology = topology
         self._copies = TensorParallelCopies(chunks, buckets)
@@ -155,7 +155,7 @@ class MegatronCommHandle(CommHandle):
         return topologies
 
     def _group_patches(self) -> list[GroupPatch]:
-        comms_of: dict[int, list[BucketCommunication]] = {}
+        comms_of: dict[int, list[BucketState]] = {}
         for comm in self._state.groups:
             if comm.layout.size > 1:
                 comms_of.setdefault(id(comm.group.bucket_group), []).append(comm)
@@ -203,7 +203,9 @@ class MegatronCommHandle(CommHandle):
         self._finish_pending()
         return super()._audit(config)
 
-    def _refresh_mismatched(self, wrong: Sequence[AnyGroup], *, config: AuditConfig) -> Sequence[AnyGroup]:
+    def _refresh_mismatched(
+        self, wrong: Sequence[GroupState], *, config: AuditConfig
+    ) -> Sequence[GroupState]:
         for comm in self._state.groups:
             if comm in wrong:
                 comm.refresh_fully()
@@ -255,7 +257,7 @@ class MegatronCommHandle(CommHandle):
 
 def _alerts(
     chunks: Sequence[Chunk],
-    comms: Sequence[BucketCommunication],
+    comms: Sequence[BucketState],
     *,
     telemetry: Telemetry,
     config: AlertConfig,
@@ -276,7 +278,7 @@ def _alerts(
     )
 
 
-def _unquantized_reason(comm: BucketCommunication, *, is_split: bool) -> str:
+def _unquantized_reason(comm: BucketState, *, is_split: bool) -> str:
     """Return why neither weights nor gradients of a bucket are quantized; "" if they can be.
 
     Args:

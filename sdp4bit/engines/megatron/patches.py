@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sdp4bit.collectives.work import JointWork, SideStream, StagedCollectives
 from sdp4bit.engines.handle import StateDict
-from sdp4bit.engines.megatron.communication import BucketCommunication, MegatronModelCommunication
+from sdp4bit.engines.megatron.communication import BucketState, MegatronModelState
 from sdp4bit.engines.megatron.guards import GROUP_METHODS, MARK, OPTIMIZER_METHODS
 from sdp4bit.engines.megatron.objects import BucketGroup, Optimizer, Waitable
 
@@ -64,9 +64,9 @@ class GroupPatch:
     def __init__(
         self,
         group: BucketGroup,
-        comms: Sequence[BucketCommunication],
+        comms: Sequence[BucketState],
         *,
-        state: MegatronModelCommunication,
+        state: MegatronModelState,
         weight_stream: SideStream,
         gradient_stream: SideStream,
         staged: StagedCollectives | None,
@@ -101,7 +101,7 @@ class GroupPatch:
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Reduce gradients of quantized buckets to this rank's row by the two-level exchange."""
         assert self._replacement is not None
-        wanted: list[tuple[BucketCommunication, Tensor, Tensor, object]] = []
+        wanted: list[tuple[BucketState, Tensor, Tensor, object]] = []
 
         def reduce_scatter(
             output: Tensor, input: Tensor, op: object, group: object, async_op: bool = False
@@ -140,7 +140,7 @@ class GroupPatch:
         syncs before evaluation or a checkpoint do not change the run.
         """
         assert self._replacement is not None
-        wanted: list[BucketCommunication] = []
+        wanted: list[BucketState] = []
 
         def all_gather(output: Tensor, input: Tensor, group: object, async_op: bool = False) -> Any:
             comm = self._of(output, "gathers parameters into")
@@ -168,7 +168,7 @@ class GroupPatch:
             self.group.param_gather_handle.wait()
             self.group.param_gather_handle = None
 
-    def _of(self, tensor: Tensor, what: str) -> BucketCommunication:
+    def _of(self, tensor: Tensor, what: str) -> BucketState:
         """Return the bucket that a buffer belongs to.
 
         Raises:
@@ -200,9 +200,9 @@ class OptimizerPatch:
     def __init__(
         self,
         optimizer: Optimizer,
-        comms: Sequence[BucketCommunication],
+        comms: Sequence[BucketState],
         *,
-        state: MegatronModelCommunication | None,
+        state: MegatronModelState | None,
         save: Callable[[], StateDict],
         load: Callable[[StateDict], None],
     ) -> None:

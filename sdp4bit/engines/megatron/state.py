@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sdp4bit.engines.handle import StateDict
-from sdp4bit.engines.megatron.communication import MegatronModelCommunication
+from sdp4bit.engines.megatron.communication import MegatronModelState
 
 FORMAT_VERSION = 1
 _COUNTERS = ("steps", "refreshes", "reductions", "pending")
 
 
-def save_counters(state: MegatronModelCommunication) -> dict[str, int]:
+def save_counters(state: MegatronModelState) -> dict[str, int]:
     """Return the counters and the version of the format."""
     return {
         "format_version": FORMAT_VERSION,
@@ -26,7 +26,7 @@ def save_counters(state: MegatronModelCommunication) -> dict[str, int]:
     }
 
 
-def load_counters(state: MegatronModelCommunication, counters: Mapping[str, int]) -> None:
+def load_counters(state: MegatronModelState, counters: Mapping[str, int]) -> None:
     """Let rounding bits go on where they were, and what was still to be sent be sent."""
     state.steps = counters["steps"]
     for comm in state.groups:

@@ -67,7 +67,7 @@ class EditedRun(Run):
     @contextmanager
     def _compared(self) -> Iterator[None]:
         """After the enclosed forward every replica holds this rank's shards as exactly as it must."""
-        comms = [] if self.comm is None else self.comm._state.groups
+        comms = [] if self.comm is None else self.comm.groups
         held = [None if c.replica.rows is None else c.replica.own_shard.double().clone() for c in comms]
         yield
         for comm, before in zip(comms, held, strict=True):

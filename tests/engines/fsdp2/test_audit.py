@@ -72,7 +72,7 @@ def configured(replica: ReplicaPlacement, audit_config: AuditConfig | None) -> S
 
 def flip_bit(run: Run, *, rank: int, group: str) -> None:
     """One bit of what one rank holds of a group's weights is another."""
-    comm = next(comm for comm in run.comm._state.groups if comm.group.name == group)
+    comm = next(comm for comm in run.comm.groups if comm.group.name == group)
     comm.replica.wait()
     if dist.get_rank() == rank:
         comm.replica.rows.view(-1).view(torch.int16)[5] ^= 1 << 3
@@ -140,7 +140,7 @@ def check_resync(replica: ReplicaPlacement) -> None:
     with pytest.warns(UserWarning, match=r"group blocks\.0: .*ranks? .*1.*refreshed in full precision"):
         run.evaluate()
     assert_replicas_identical(run.comm)
-    for comm in run.comm._state.groups:
+    for comm in run.comm.groups:
         exact = torch.equal(comm.replica.own_shard, comm.group.main_shard(torch.bfloat16))
         assert exact == (comm.group.name == "blocks.0")
     with warnings.catch_warnings():
@@ -203,7 +203,7 @@ def test_an_audit_is_one_collective_of_eight_bytes_per_group() -> None:
     audit.all_gather_dense = counted  # type: ignore[assignment]
     run = Run(build(), configured("node", AuditConfig(interval=2)))
     run.train(5).evaluate()
-    groups = len(run.comm._state.groups)
+    groups = len(run.comm.groups)
     assert calls == [8 * groups] * 2
     before = run.comm.stats()["total"]["collectives"]
     assert run.comm.audit()

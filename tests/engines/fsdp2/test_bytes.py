@@ -154,7 +154,7 @@ def measure_odd(per_node: int, replica: str) -> list[tuple[int, int, dict[str, i
     train(model, optimizer, data, 1, clip=None)
     with count_sent_bytes(per_node) as sent:
         train(model, optimizer, data, 1, clip=None)
-    rows = [group.group.shard_numel for group in comm._state.groups]
+    rows = [group.group.shard_numel for group in comm.groups]
     return sent["intra"], sent["inter"], comm.stats()["last_step"], rows
 
 
@@ -204,7 +204,7 @@ def one_node(name: str, is_hybrid: bool) -> None:
         warnings.simplefilter("always")
         run = Run(build(mesh=mesh), config, topology=world)
     texts = [str(w.message).removeprefix("sdp4bit: ") for w in caught if "sdp4bit" in str(w.message)]
-    table, count = run.comm.explain(), len(run.comm._state.groups)
+    table, count = run.comm.explain(), len(run.comm.groups)
     assert flat(table).count('sharded inside one node (WeightConfig(replica="full")') == count * (not weights)
     is_unquantized = not gradients and config.gradients is not None
     assert flat(table).count("GradientConfig(inside_one_node=True) quantizes") == count * is_unquantized
@@ -212,7 +212,7 @@ def one_node(name: str, is_hybrid: bool) -> None:
     assert len(texts) == (not weights and not gradients)
     assert all(flat(table).endswith(text) for text in texts)
     assert (run.train(2).finish() == plain) == (not weights and not gradients)
-    groups = run.comm._state.groups
+    groups = run.comm.groups
     assert [group.replica is not None for group in groups] == [weights] * count
     assert [bool(group.gradient_quantizers) for group in groups] == [gradients] * count
     if is_hybrid and not gradients:

@@ -83,7 +83,7 @@ class Job:
         """Of every group: bit patterns of the main shard and of what the devices hold of it, counters."""
         return [
             value
-            for comm in self.comm._state.groups
+            for comm in self.comm.groups
             for value in (
                 int(comm.group.fingerprints().sum()),
                 int(comm.replica.own_shard.view(torch.int16).sum(dtype=torch.int64)),
@@ -129,7 +129,7 @@ def save_and_go_on(folder: str, config: SDP4BitConfig, after: int) -> tuple[list
     job.train(BEFORE)
     job.save(f"{folder}/after-step", comm=job.comm)
     job.logits()
-    assert {comm.state for comm in job.comm._state.groups} == {State.CURRENT}
+    assert {comm.state for comm in job.comm.groups} == {State.CURRENT}
     job.save(f"{folder}/after-eval", comm=job.comm.state_dict())
     return job.train(after), job.bits()
 

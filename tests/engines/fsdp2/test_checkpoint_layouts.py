@@ -140,6 +140,6 @@ def test_an_edit_that_no_forward_has_used_survives_a_resume() -> None:
     resumed = toy.Run(toy.build(), toy.QUANTIZED, topology=1)
     resumed.model.load_state_dict(weights)
     resumed.comm.load_state_dict(state)
-    assert {comm.state for comm in resumed.comm._state.groups} == {State.LOADED}
+    assert {comm.state for comm in resumed.comm.groups} == {State.LOADED}
     with pytest.warns(UserWarning, match="was not saved with these weights"):
         assert resumed.evaluate() == run.evaluate()

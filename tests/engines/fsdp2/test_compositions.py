@@ -41,7 +41,7 @@ def accumulate(config: SDP4BitConfig | None, reductions: int) -> list[float]:
             run.backward()
         run.step()
     if config is QUANTIZED:
-        assert [group.reductions for group in run.comm._state.groups] == [2 * reductions] * 4
+        assert [group.reductions for group in run.comm.groups] == [2 * reductions] * 4
         assert run.comm.stats()["steps"] == 2 * reductions
     return run.finish()
 
@@ -233,10 +233,10 @@ def test_gradients_are_dense_before_the_start_step() -> None:
     config = SDP4BitConfig(weights=None, gradients=GradientConfig(start_step=2, min_numel=0))
     plain, run = Run(build(), None).train(3), Run(build(), config)
     run.train(2)
-    assert [group.reductions for group in run.comm._state.groups] == [0] * 4
+    assert [group.reductions for group in run.comm.groups] == [0] * 4
     dense = run.comm.stats()["last_step"]
     run.train(1)
-    assert [group.reductions for group in run.comm._state.groups] == [1] * 4
+    assert [group.reductions for group in run.comm.groups] == [1] * 4
     assert run.losses == plain.losses
     assert run.evaluate() != plain.evaluate()
     assert run.comm.stats()["last_step"]["inter_bytes"] < dense["inter_bytes"]
@@ -247,7 +247,7 @@ def test_rows_below_the_minimum_are_reduced_densely_and_counted() -> None:
     run = Run(build(), SDP4BitConfig(weights=None, gradients=GradientConfig(min_numel=1024))).train(1)
     small = 0
     groups = explained(run.comm.explain())
-    for group in run.comm._state.groups:
+    for group in run.comm.groups:
         line = groups[group.group.name]
         rows, sent = group.group.shard_numel, group.gradient_traffic.current_step
         assert ("below min_numel=1024" in line) == (group.reductions == 0) == (rows < 1024)
@@ -290,7 +290,7 @@ def scenario(
         run.comm.resync()
     losses = run.train(1).finish()
     if run.comm is not None:
-        assert not any(group.replica.is_pending for group in run.comm._state.groups)
+        assert not any(group.replica.is_pending for group in run.comm.groups)
         run.comm.remove()
     return losses
 
@@ -319,7 +319,7 @@ def watch_forward() -> tuple[list[list[bool]], int]:
     model = build()
     prefetch_blocks(model)
     run = Run(model, QUANTIZED, topology=1)
-    groups = {group.group.name: group.replica for group in run.comm._state.groups}
+    groups = {group.group.name: group.replica for group in run.comm.groups}
     seen: list[list[bool]] = []
     model.blocks[0].ln1.register_forward_pre_hook(
         lambda *_: seen.append([groups[f"blocks.{index}"].is_pending for index in (0, 1)])
@@ -346,9 +346,9 @@ def give_up_in_the_middle() -> tuple[list[float], list[float]]:
             with pytest.raises(InterruptedError):
                 run.evaluate()
             handle.remove()
-            assert run.comm._state.groups[2].replica.is_pending
+            assert run.comm.groups[2].replica.is_pending
             assert run.comm.measure()["weight_drift"] > 0
-            assert not run.comm._state.groups[2].replica.is_pending
+            assert not run.comm.groups[2].replica.is_pending
         results.append(run.evaluate())
         run.comm.remove()
         dist.barrier()

@@ -51,21 +51,21 @@ def fresh_groups(run: Run) -> set[str]:
     """Return the groups whose replica row equals this rank's main shard, as after a full refresh."""
     return {
         g.group.name
-        for g in run.comm._state.groups
+        for g in run.comm.groups
         if torch.equal(g.replica.own_shard, g.group.main_shard(g.replica.rows.dtype))
     }
 
 
 def sent_weights(run: Run) -> dict[str, float]:
     """Return what each group's weights sent to other nodes since the last optimizer step."""
-    return {g.group.name: g.weight_traffic.current_step.inter_bytes for g in run.comm._state.groups}
+    return {g.group.name: g.weight_traffic.current_step.inter_bytes for g in run.comm.groups}
 
 
 def difference_bytes(run: Run) -> dict[str, float]:
     """Return what a 4-bit difference of each group's row takes."""
     return {
         g.group.name: MessageLayout(numel=g.group.shard_numel, bits=4, group_size=2048).nbytes
-        for g in run.comm._state.groups
+        for g in run.comm.groups
     }
 
 
@@ -247,7 +247,7 @@ def train_filtered(config: SDP4BitConfig | None, freeze: bool) -> list[float]:
         model.reshard()
         model(x)
         assert_replicas_identical(comm)
-        (group,) = comm._state.groups
+        (group,) = comm.groups
         main = group.group.main_shard(torch.bfloat16).float()
         assert (group.replica.own_shard.float() - main).norm() < 0.02 * main.norm()
     return Result(losses, gradients)
@@ -280,7 +280,7 @@ def alternating(config: SDP4BitConfig | None) -> list[float]:
                     model.reshard()
                     loss_of(model, run.eval_batch)
                 mine = models.index(run.model)
-                sent = [g.weight_traffic.current_step.inter_bytes > 0 for g in comm._state.groups]
+                sent = [g.weight_traffic.current_step.inter_bytes > 0 for g in comm.groups]
                 started = comm.stats()["steps"] > 1
                 assert not started or sent == [(g < len(sent) // 2) == (mine == 0) for g in range(len(sent))]
     losses = [loss for run in runs for loss in run.losses]

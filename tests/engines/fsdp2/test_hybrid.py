@@ -65,7 +65,7 @@ class HybridRun(Run):
 
     @property
     def groups(self) -> list[Any]:
-        return list(self.comm._state.groups)
+        return list(self.comm.groups)
 
     def check_replicas(self) -> None:
         """Weights and what the optimizer keeps of them are the same bits on all ranks with the same shard."""
@@ -362,7 +362,7 @@ def test_what_tensor_parallel_ranks_hold_alike_stays_equal_over_replicas() -> No
         if name in split:  # so that a part of every block has no gradient at all
             param.requires_grad_(False)
     frozen.train(2)
-    assert [group.gradient_bits for group in frozen.comm._state.groups] == [4] * 4
+    assert [group.gradient_bits for group in frozen.comm.groups] == [4] * 4
     dist.all_gather_object(peers, frozen.weights())
     assert all(
         torch.equal(own, peer[name][1])

@@ -145,7 +145,7 @@ def test_a_refresh_that_has_failed_leaves_nothing_half_removed() -> None:
     hooks = hooks_of(run.model)
     comm = sdp4bit.quantize_communication(run.model, topology=2, config=QUANTIZED)
     run.train(1)
-    lost = mock.patch.object(comm._state.groups[0].replica, "wait", side_effect=RuntimeError("lost"))
+    lost = mock.patch.object(comm.groups[0].replica, "wait", side_effect=RuntimeError("lost"))
     with lost, pytest.raises(RuntimeError, match="lost"):
         comm.remove()
     assert not comm.is_attached and hooks_of(run.model) == hooks
@@ -221,7 +221,7 @@ def test_reports_add_up() -> None:
         "nonfinite_groups": 0,
     }
     header, rule, *lines = comm.explain().splitlines()
-    names = [group.group.name for group in comm._state.groups]
+    names = [group.group.name for group in comm.groups]
     numbers = [line for line in lines if not line.startswith(" ")]
     assert names == ["(root)", "blocks.0", "blocks.1", "norm"]
     assert [line.split()[0] for line in numbers] == [*names, "total"]
@@ -249,7 +249,7 @@ def test_reports_add_up() -> None:
     assert "2 x 2" in block and "int4/2048 difference, node replica" in block
     assert "intra int8/128, inter int4/128, Hadamard" in block
     assert norm.count("skipped by 'norm'") == 2
-    rows = comm._state.groups[3].group.shard_numel
+    rows = comm.groups[3].group.shard_numel
     # Two bf16 gathers and one fp32 reduction over the ring, half of it between nodes.
     sent = next(line for line in table.splitlines() if line.startswith("norm")).split()[-2:]
     assert [int(cell.replace(",", "")) for cell in sent] == [3 * rows * 4] * 2

@@ -44,7 +44,7 @@ LIMIT = 400.0
 
 
 def groups_of(run: Run) -> list[Any]:
-    return list(run.comm._state.groups)
+    return list(run.comm.groups)
 
 
 def stock_objects(run: Run) -> list[str]:
@@ -122,7 +122,7 @@ def reasons(ranks: list[list[int]], **options: Any) -> dict[str, tuple[str, str]
         comm = quantize_communication(model, topology=2, **options)
     found = {
         group.group.name: (group.weights_unquantized_reason, group.gradients_unquantized_reason)
-        for group in comm._state.groups
+        for group in comm.groups
     }
     table = comm.explain()
     comm.remove()
@@ -241,4 +241,4 @@ def two_groups() -> Iterator[Any]:
 
 def test_groups_of_one_owner_are_numbered(two_groups: Any) -> None:
     comm = quantize_communication(two_groups, topology=1)
-    assert [group.group.name for group in comm._state.groups] == ["(root)", "(root) (2)"]
+    assert [group.group.name for group in comm.groups] == ["(root)", "(root) (2)"]

@@ -102,7 +102,7 @@ class TensorParallelRun(Run):
             if p.device_mesh.ndim == 1 or p.placements[1].is_replicate()
         }
         assert len(copies) == len(list(self.model.parameters())) - 6  # two matrices and a bias per block
-        for group in self.comm._state.groups if self.comm is not None else []:
+        for group in self.comm.groups if self.comm is not None else []:
             for segment in group.group.segments:
                 assert bool(segment.split_over) == (segment.name not in copies)
                 if segment.name in copies and group.replica is not None:
@@ -118,7 +118,7 @@ class TensorParallelRun(Run):
 def tensor_parallel(config: SDP4BitConfig | None, topology: int, sequence: bool = False) -> list[float]:
     run = TensorParallelRun(config, topology=topology, sequence=sequence)
     if run.comm is not None:
-        layouts = {(g.layout.nodes, g.layout.ranks_per_node) for g in run.comm._state.groups}
+        layouts = {(g.layout.nodes, g.layout.ranks_per_node) for g in run.comm.groups}
         assert layouts == {(2, 1) if topology == 2 else (1, 2)}
     losses = run.train(2).finish()
     run.check_copies()
@@ -142,7 +142,7 @@ def check_sections() -> None:
     """Tensor-parallel copies share no section with what is split; one message carries all."""
     run = TensorParallelRun(QUANTIZED).train(2)
     run.evaluate()
-    block = run.comm._state.groups[1]
+    block = run.comm.groups[1]
     group, grid = block.group, RankGrid(nodes=2, ranks_per_node=1)
     for separate in (True, False):  # copies are apart in any case
         sections = group.sections(group.shard_numel, unit=128, separate=separate)
@@ -174,7 +174,7 @@ def check_sections() -> None:
             parameter.requires_grad_(False)
     run.train(2).finish()
     run.check_copies()
-    assert [group.gradient_bits for group in run.comm._state.groups] == [4] * 4
+    assert [group.gradient_bits for group in run.comm.groups] == [4] * 4
 
 
 def check_rows_that_cannot_be_told_apart() -> None:
@@ -185,7 +185,7 @@ def check_rows_that_cannot_be_told_apart() -> None:
     (text,) = [str(w.message) for w in caught if "got no gradient" in str(w.message)]
     assert "reduced in full precision" in text and "(blocks.1)" in text
     run.check_copies()
-    assert [group.gradient_bits for group in run.comm._state.groups] == [4, None, None, 4]
+    assert [group.gradient_bits for group in run.comm.groups] == [4, None, None, 4]
 
 
 def check_edits_of_what_is_split() -> None:
@@ -198,7 +198,7 @@ def check_edits_of_what_is_split() -> None:
             run.model.blocks[0].fc1.weight.to_local().data.mul_(factor)
         run.evaluate()
         run.check_copies()
-    assert [group.full_refreshes for group in run.comm._state.groups] == [0, 1, 0, 0]
+    assert [group.full_refreshes for group in run.comm.groups] == [0, 1, 0, 0]
 
 
 @on_ranks(4)
@@ -213,8 +213,8 @@ def test_tensor_parallel_ranks_decide_together_how_copies_are_refreshed() -> Non
     """What concerns the split weights of one tensor-parallel rank refreshes those of its peers too."""
     run = TensorParallelRun(replace(QUANTIZED, audit=AuditConfig(on_mismatch="resync"))).train(2)
     run.evaluate()
-    group = run.comm._state.groups[1]
-    assert [len(g.group.copied_over) for g in run.comm._state.groups] == [0, 1, 1, 0]
+    group = run.comm.groups[1]
+    assert [len(g.group.copied_over) for g in run.comm.groups] == [0, 1, 1, 0]
     if dist.get_rank() == 1:
         split = next(segment for segment in group.group.segments if segment.split_over)
         with torch.no_grad():
@@ -226,7 +226,7 @@ def test_tensor_parallel_ranks_decide_together_how_copies_are_refreshed() -> Non
     run.check_copies()
 
     # Of groups without copies one rank may list others than its peer.
-    rank, groups = dist.get_rank(), run.comm._state.groups
+    rank, groups = dist.get_rank(), run.comm.groups
     listed = groups[1:3] if rank % 2 else groups
     flags = torch.full((len(listed),), rank)
     reduce_over_copies(flags, [each.group for each in listed], op=dist.ReduceOp.MAX)
@@ -273,12 +273,12 @@ def hybrid(config: SDP4BitConfig | None, topology: int) -> list[float]:
     held = [parameter.to_local().detach() for parameter in model.parameters()]
     if run.comm is not None:
         # Shards inside one node are gathered by FSDP2: differences would save nothing.
-        replicas = [group.replica for group in run.comm._state.groups]
+        replicas = [group.replica for group in run.comm.groups]
         assert all((replica is None) == (topology == 2) for replica in replicas)
         held += [replica.rows for replica in replicas if replica is not None]
         # Equal weights are rounded alike, gradients of different data are not.
-        assert {g.group.shard_rank for g in run.comm._state.groups} == {dist.get_rank() % 2}
-        assert {g.group.data_rank for g in run.comm._state.groups} == {dist.get_rank()}
+        assert {g.group.shard_rank for g in run.comm.groups} == {dist.get_rank() % 2}
+        assert {g.group.data_rank for g in run.comm.groups} == {dist.get_rank()}
     everybody: list[Any] = [None] * 4
     dist.all_gather_object(everybody, held)
     assert all(map(torch.equal, everybody[0], everybody[2]))
@@ -332,7 +332,7 @@ def two_roots(config: SDP4BitConfig | None) -> list[float]:
     run.comm = config and sdp4bit.quantize_communication(pair, topology=2, config=config)
     run.train(2)
     if config:
-        names = [group.group.name for group in run.comm._state.groups]
+        names = [group.group.name for group in run.comm.groups]
         assert names == ["part0", "part0.block", "part1", "part1.block"]
         assert run.comm.stats()["steps"] == 2
     return run.finish()
@@ -364,7 +364,7 @@ def pipelined(config: SDP4BitConfig | None) -> list[float]:
     if comm:
         assert_replicas_identical(comm)
         assert comm.stats()["steps"] == 2
-        assert [group.reductions for group in comm._state.groups] == [2, 2]
+        assert [group.reductions for group in comm.groups] == [2, 2]
     everybody: list[Any] = [None] * 4
     dist.all_gather_object(everybody, losses)
     return Result(everybody[2 + mesh.get_local_rank("dp")], gradients)

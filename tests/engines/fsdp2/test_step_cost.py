@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.engines.fsdp2.hooks import ReduceScatterHook
-from sdp4bit.engines.fsdp2.refresh import FSDPModelCommunication
+from sdp4bit.engines.fsdp2.refresh import FSDPModelState
 from tests.engines.simulated_cuda import simulate
 from tests.engines.stream_scenarios import (
     FULL,
@@ -52,14 +52,14 @@ class Calls(TorchDispatchMode):
 
 def calls_to_measure(config: SDP4BitConfig) -> list[int]:
     """Return the calls of each measured step before its first unshard can start."""
-    measure, found = FSDPModelCommunication.measure_step, []
+    measure, found = FSDPModelState.measure_step, []
 
-    def counted(state: FSDPModelCommunication) -> None:
+    def counted(state: FSDPModelState) -> None:
         with Calls() as calls:
             measure(state)
         found.append(calls.counts.total())
 
-    with simulate(sees_operators=False), mock.patch.object(FSDPModelCommunication, "measure_step", counted):
+    with simulate(sees_operators=False), mock.patch.object(FSDPModelState, "measure_step", counted):
         run = FSDPRun(config).train(4)
         assert len(run.comm.group_stats()) == GROUPS
     return found
@@ -119,7 +119,7 @@ def peak_of_gathers(config: SDP4BitConfig) -> tuple[int, int]:
     """Return the bytes that a step allocates for gathering beside what FSDP2 does, and those of a block."""
     with simulate(world=32) as sim:
         run = FSDPRun(replace(config, telemetry=None), prepare=prefetch, topology=8).train(2)
-        group = next(each.group for each in run.comm._state.groups if each.group.name == "blocks.1")
+        group = next(each.group for each in run.comm.groups if each.group.name == "blocks.1")
         held = dict(sim.allocated)
         sim.peak = dict(held)
         run.train(1)

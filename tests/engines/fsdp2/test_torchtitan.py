@@ -109,9 +109,9 @@ def test_experts_and_the_rest_are_quantized_each_over_its_own_ranks() -> None:
     losses = run.train(2)
     assert losses != plain
     assert_close(losses, plain)
-    layouts = {g.group.name: (g.layout.nodes, g.layout.ranks_per_node) for g in run.comm._state.groups}
+    layouts = {g.group.name: (g.layout.nodes, g.layout.ranks_per_node) for g in run.comm.groups}
     experts = "layers.0.moe.routed_experts.inner_experts"
     assert layouts == {name: (2, 1) if name == experts else (2, 2) for name in layouts}
     assert {experts, "layers.0", "norm"} <= layouts.keys()
-    assert all(group.gradient_bits == 4 for group in run.comm._state.groups)
+    assert all(group.gradient_bits == 4 for group in run.comm.groups)
     run.comm.audit()

@@ -83,7 +83,7 @@ def adapting(config: SDP4BitConfig | None) -> list[float]:
 def sent_by(run: Run) -> list[tuple[float, float, float, float]]:
     """Return what each group sent in the last step: weights intra and inter, gradients intra and inter."""
     result = []
-    for group in run.comm._state.groups:
+    for group in run.comm.groups:
         weights, gradients = group.weight_traffic.last_step, group.gradient_traffic.last_step
         sent = weights.intra_bytes, weights.inter_bytes, gradients.intra_bytes, gradients.inter_bytes
         result.append(sent)
@@ -93,7 +93,7 @@ def sent_by(run: Run) -> list[tuple[float, float, float, float]]:
 def expected_bytes(run: Run, gathers: dict[str, int]) -> list[tuple[float, float, float, float]]:
     """Return what groups send if only trainable parameters are sent."""
     result = []
-    for group in run.comm._state.groups:
+    for group in run.comm.groups:
         trainable = [s.end - s.start for s in group.group.segments if s.sharded.requires_grad]
         gathered = 2 * 2 * group.group.shard_numel * gathers[group.group.name]  # bf16 rows of both nodes
         if not trainable:
@@ -182,7 +182,7 @@ def visiting(config: SDP4BitConfig | None) -> list[float]:
         fully_shard(module, mesh=mesh, mp_policy=POLICY)
     run = Run(model, config, ordered=True).train(2)
     if config is not None:
-        replicas = {g.group.name: g.replica.rows.dtype for g in run.comm._state.groups}
+        replicas = {g.group.name: g.replica.rows.dtype for g in run.comm.groups}
         assert list(replicas) == ["zoo", "zoo.experts", "zoo.columns", "zoo.norm", "zoo.first"]
         assert [name for name, dtype in replicas.items() if dtype == torch.float32] == ["zoo.norm"]
     return run.finish()
@@ -397,7 +397,7 @@ def mixing(config: SDP4BitConfig | None, kind: type[nn.Module], reason: str) -> 
     if config is not None:
         (text,) = [str(warning.message) for warning in caught if "sdp4bit" in str(warning.message)]
         assert f"weights stay in full precision in layers.0 ({reason}), layers.1 ({reason})" in text
-        root, *layers = run.comm._state.groups
+        root, *layers = run.comm.groups
         has_gradients = kind is not Reordered
         assert root.replica is not None
         for layer in layers:
@@ -439,7 +439,7 @@ def resharding(config: SDP4BitConfig | None, topology: int) -> list[float]:
     losses = run.finish()
     if config is not None:
         assert flat(run.comm.explain()).count("reshard_after_forward=2") == 4
-        for group in run.comm._state.groups:
+        for group in run.comm.groups:
             # A ring over all ranks in forward and, of rows of twice the size, over a pair in backward.
             sent, row = group.weight_traffic.last_step, group.group.shard_nbytes
             expected = (3.5 * row, 1.5 * row) if topology == 2 else (0, 5 * row)

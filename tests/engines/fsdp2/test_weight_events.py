@@ -29,7 +29,7 @@ def exact_groups(run: Run) -> list[bool]:
     """Return for each group whether the replica equals this rank's main shard as it is gathered."""
     return [
         torch.equal(comm.replica.own_shard, comm.group.main_shard(comm.replica.rows.dtype))
-        for comm in run.comm._state.groups
+        for comm in run.comm.groups
     ]
 
 
@@ -80,7 +80,7 @@ def check_small_updates_in_evaluation_are_differences() -> None:
         run.evaluate()
     assert run.comm.stats()["full_refreshes"] == 0
     assert not any(exact_groups(run))
-    assert [comm.refreshes for comm in run.comm._state.groups] == [3] * 4
+    assert [comm.refreshes for comm in run.comm.groups] == [3] * 4
 
 
 @on_ranks(2)
@@ -162,7 +162,7 @@ def test_steps_are_counted_whatever_optimizer_makes_them() -> None:
     stats: dict[str, Any] = run.comm.stats()
     assert stats["steps"] == 5 and stats["sampled_step"] is not None
     assert {group["gradient_bits"] for group in run.comm.group_stats()} == {4}
-    assert [comm.reductions for comm in run.comm._state.groups] == [3] * 4
+    assert [comm.reductions for comm in run.comm.groups] == [3] * 4
     assert with_host_optimizer(LOSSLESS).finish() == with_host_optimizer(None).finish()
 
 

@@ -44,12 +44,12 @@ def check_buckets() -> list[Alert]:
     losses = []
     for config in (CONFIG, replace(CONFIG, alerts=None)):
         run = MegatronRun(config, ddp={"bucket_size": 10_000}, overlap=True)
-        add_outliers(run.comm._state.groups[-1])
+        add_outliers(run.comm.groups[-1])
         losses.append(run.train(4).finish())
         if config is CONFIG:
             alerts: list[Alert] = run.comm.alerts()
-            last = run.comm._state.groups[-1].group.name
-            names = {comm.group.name for comm in run.comm._state.groups}
+            last = run.comm.groups[-1].group.name
+            names = {comm.group.name for comm in run.comm.groups}
     assert losses[0] == losses[1]
     assert [(a.step, a.group) for a in alerts if a.measure == "gradient_error"] == [(2, last)]
     assert {a.group for a in alerts if a.measure == "weight_error"} == names
@@ -59,7 +59,7 @@ def check_buckets() -> list[Alert]:
 def check_experts() -> list[str]:
     run = MegatronRun(CONFIG, topology=1, transformer=MOE)
     run.train(3).finish()
-    watched = {comm.group.name for comm in run.comm._state.groups if not comm.group.is_expert}
+    watched = {comm.group.name for comm in run.comm.groups if not comm.group.is_expert}
     assert {alert.group for alert in run.comm.alerts()} == watched
     return sorted(watched)
 

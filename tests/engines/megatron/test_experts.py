@@ -43,7 +43,7 @@ def check_bytes(run: MegatronRun) -> None:
     with count_sent_bytes(2) as sent:
         run.train(1)
     intra = inter = 0
-    for comm in run.comm._state.groups:
+    for comm in run.comm.groups:
         nodes, per_node = (2, 1) if comm.group.is_expert else (2, 2)
         assert (comm.layout.nodes, comm.layout.ranks_per_node) == (nodes, per_node)
         n = comm.group.shard_numel

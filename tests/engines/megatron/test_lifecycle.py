@@ -202,7 +202,7 @@ def test_resume_is_bit_exact(overlap: bool) -> None:
 
 def flip_bit(run: MegatronRun, *, rank: int) -> str:
     """One bit of one rank's parameters is another; returns the bucket's name."""
-    bucket = run.comm._state.groups[0].group
+    bucket = run.comm.groups[0].group
     if dist.get_rank() == rank:
         bucket.weights.view(torch.int16)[7] ^= 1 << 2
     return str(bucket.name)

@@ -90,8 +90,8 @@ def fp32_buffer() -> None:
     quantized.evaluate()
     assert "float32 parameters" in explained(quantized.comm.explain())["chunk0.float32.0"]
     total = quantized.comm.stats()["last_step"]
-    dense = next(c for c in quantized.comm._state.groups if c.replica is None)
-    assert total["collectives"] == 2 * len(quantized.comm._state.groups)
+    dense = next(c for c in quantized.comm.groups if c.replica is None)
+    assert total["collectives"] == 2 * len(quantized.comm.groups)
     # 48 + 48 values padded to 128, in rows of 64; gathered in fp32 and reduced in fp32.
     assert quantized.comm._state.last_traffic(dense).inter_bytes == 2 * 64 * 4
     quantized.comm.remove()
@@ -113,7 +113,7 @@ def counted_bytes(*, nodes: int, ranks_per_node: int) -> None:
     whole = replace(QUANTIZED, telemetry=TelemetryConfig(interval=3, sample_numel=1 << 20))
     run = MegatronRun(whole, topology=ranks_per_node, **OVERLAP).train(3)
     intra = inter = collectives = 0
-    for comm in run.comm._state.groups:
+    for comm in run.comm.groups:
         n = comm.group.shard_numel
         difference = MessageLayout(numel=n, bits=4, group_size=2048).nbytes
         inter += difference * (nodes - 1)
@@ -131,7 +131,7 @@ def counted_bytes(*, nodes: int, ranks_per_node: int) -> None:
         "collectives": collectives,
         "padding_bytes": stats["last_step"]["padding_bytes"],
     }
-    row_bytes = sum(comm.group.shard_numel for comm in run.comm._state.groups) * (4 + 2)
+    row_bytes = sum(comm.group.shard_numel for comm in run.comm.groups) * (4 + 2)
     if nodes > 1:
         plain = row_bytes * (nodes * ranks_per_node - 1) / ranks_per_node
         assert stats["compression_ratio"] == pytest.approx(plain / inter)
@@ -165,8 +165,8 @@ def first_steps_in_full_precision() -> None:
 
     long = SDP4BitConfig(weights=None, gradients=GradientConfig(min_numel=10_000))
     short_rows = MegatronRun(long, topology=1, **OVERLAP)
-    reduced = [comm for comm in short_rows.comm._state.groups if comm.reduction is not None]
-    assert 0 < len(reduced) < len(short_rows.comm._state.groups)
+    reduced = [comm for comm in short_rows.comm.groups if comm.reduction is not None]
+    assert 0 < len(reduced) < len(short_rows.comm.groups)
     assert "row below min_numel=10000" in flat(short_rows.comm.explain())
     short_rows.train(1)
     with_short = MegatronRun(QUANTIZED, topology=1, **OVERLAP).train(1)
@@ -188,7 +188,7 @@ def different_initial_weights() -> None:
 def test_two_nodes_of_two_ranks() -> None:
     assert_close_to_plain(training, OVERLAP, checks=LOSSLESS_AND_CLOSE)
     run = MegatronRun(STOCHASTIC, **OVERLAP)
-    assert {(c.layout.nodes, c.layout.ranks_per_node) for c in run.comm._state.groups} == {(2, 2)}
+    assert {(c.layout.nodes, c.layout.ranks_per_node) for c in run.comm.groups} == {(2, 2)}
     counted_bytes(nodes=2, ranks_per_node=2)
 
 
@@ -227,7 +227,7 @@ def tensor_parallel(config: SDP4BitConfig | None, options: dict[str, Any]) -> Re
     run = MegatronRun(config, tp=2, **options).train(3)
     result = run.finish()
     if config is not None:
-        assert {(c.layout.nodes, c.layout.ranks_per_node) for c in run.comm._state.groups} == {(2, 1)}
+        assert {(c.layout.nodes, c.layout.ranks_per_node) for c in run.comm.groups} == {(2, 1)}
         assert_equal_in(run.state.get_tensor_model_parallel_group(), replicated(run), at_least=15)
         assert "exact (equal under TP)" in flat(run.comm.explain())
     return result
@@ -239,7 +239,7 @@ def test_tensor_parallelism() -> None:
     for options in (SYNC, OVERLAP):
         assert_close_to_plain(tensor_parallel, options, checks=[*EXACT_AND_CLOSE, (STOCHASTIC, close)])
     one_node = MegatronRun(QUANTIZED, tp=2, topology=4).train(2)
-    assert {(c.layout.nodes, c.layout.ranks_per_node) for c in one_node.comm._state.groups} == {(1, 2)}
+    assert {(c.layout.nodes, c.layout.ranks_per_node) for c in one_node.comm.groups} == {(1, 2)}
     one_node.finish()
     one_node.comm.remove()
     marked = [
@@ -252,7 +252,7 @@ def pipelined(config: SDP4BitConfig | None, chunks: int, mode: dict[str, Any]) -
     run = MegatronRun(config, pp=2, chunks=chunks, layers=2 * chunks, **mode).train(3)
     result = run.finish()
     if config is not None:
-        names = {comm.group.name.partition(".")[0] for comm in run.comm._state.groups}
+        names = {comm.group.name.partition(".")[0] for comm in run.comm.groups}
         assert names == {f"chunk{number}" for number in range(chunks)}
         ends = ("word_embeddings.weight", "output_layer.weight")
         (tied,) = (p for name, p in run.parameters().items() if name.endswith(ends))

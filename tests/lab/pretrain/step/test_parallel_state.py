@@ -71,7 +71,7 @@ def check_equal_parameters_stay_equal(text: Path) -> None:
         # Tensor ranks share a node, which the data ranks, neighbours under PP, must not: on one node weights
         # are not quantized.
         job = Job(laid_out(text, ranks_per_node=2 if name.startswith("TP") else 1, **options))
-        assert {group.layout.nodes for group in job.comm._state.groups} == {2}
+        assert {group.layout.nodes for group in job.comm.groups} == {2}
         for _ in range(3):
             job.train(random_batches(job.config))
         assert job.comm.stats()["steps"] == 3
@@ -96,7 +96,7 @@ def held(job: Job) -> dict[str, torch.Tensor]:
 
 
 def replicas(job: Job) -> dict[str, torch.Tensor]:
-    return {group.group.name: group.replica.rows for group in job.comm._state.groups}
+    return {group.group.name: group.replica.rows for group in job.comm.groups}
 
 
 def test_quantization_keeps_parameters_equal_that_several_ranks_hold(text):
