@@ -1,4 +1,4 @@
-"""Loss curves of several runs in one picture, and how far each strategy is from the baseline."""
+"""Draw the loss curves of several runs, and the differences of the strategies from the baseline."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Strategy:
 
 
 def draw_curves(runs: Sequence[FinishedRun], *, baseline: str | None, path: Path) -> None:
-    """Draw the losses of every strategy into a PNG file; with a baseline, also the differences to it.
+    """Draw the losses of every strategy into a PNG file; with a baseline, also the differences from it.
 
     Lines are training losses, smoothed, and points validation losses; both are means over the seeds. Bands
     reach from the least to the most of the seeds. A run that diverged is a thin line of its own, with a cross
@@ -72,21 +72,21 @@ def draw_curves(runs: Sequence[FinishedRun], *, baseline: str | None, path: Path
 
 
 def _strategies(runs: Sequence[FinishedRun]) -> list[_Strategy]:
-    found = []
+    strategies = []
     for number, label in enumerate(dict.fromkeys(run.strategy for run in runs)):
-        mine = [run for run in runs if run.strategy == label]
+        labelled = [run for run in runs if run.strategy == label]
         colour = _COLOURS[number % len(_COLOURS)]
         line = _LINES[number // len(_COLOURS) % len(_LINES)]
-        found.append(
+        strategies.append(
             _Strategy(
                 label=label,
-                ended=[run for run in mine if run.diverged_at is None],
-                diverged=[run for run in mine if run.diverged_at is not None],
+                ended=[run for run in labelled if run.diverged_at is None],
+                diverged=[run for run in labelled if run.diverged_at is not None],
                 style={"color": colour, "linestyle": line},
                 marker=_MARKERS[number % len(_MARKERS)],
             )
         )
-    return found
+    return strategies
 
 
 def _legend(strategies: Sequence[_Strategy]) -> list[Line2D]:
@@ -147,10 +147,10 @@ def _draw_outcomes(
     axes: Any, runs: Sequence[FinishedRun], others: Sequence[_Strategy], *, baseline: str
 ) -> None:
     """Draw the last validation loss of every strategy against the baseline's: seeds, mean, interval."""
-    found = {outcome.strategy: outcome.difference for outcome in outcomes(runs, baseline=baseline)}
-    shown = [strategy for strategy in others if found[strategy.label] is not None]
+    differences = {outcome.strategy: outcome.difference for outcome in outcomes(runs, baseline=baseline)}
+    shown = [strategy for strategy in others if differences[strategy.label] is not None]
     for row, strategy in enumerate(shown):
-        difference = found[strategy.label]
+        difference = differences[strategy.label]
         if difference is None:
             continue
         colour = strategy.style["color"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.compare.config import DEFAULT_BASELINE
 from sdp4bit_lab.compare.finished_run import FinishedRun, finite
-from sdp4bit_lab.compare.outcomes import StrategyOutcome, outcomes
+from sdp4bit_lab.compare.outcomes import StrategyOutcome
+from sdp4bit_lab.compare.outcomes import outcomes as strategy_outcomes
 from sdp4bit_lab.compare.paired import CONFIDENCE, FEWEST_PAIRS, interval_text
 
 
@@ -34,7 +34,7 @@ class Report:
 
     def outcomes(self) -> list[StrategyOutcome]:
         """Return one outcome per strategy."""
-        return outcomes(self.runs, baseline=self.baseline)
+        return strategy_outcomes(self.runs, baseline=self.baseline)
 
     def write(self, out: Path) -> None:
         """Write summary.json, table.md and curves.png."""
@@ -46,56 +46,52 @@ class Report:
 
     def notes(self) -> list[str]:
         """Return the limits of the numbers, a sentence each."""
-        return [
-            *unstable_notes(self.runs, baseline=self.baseline),
-            *self._missing(),
-            *self._diverged(),
-            *self._unequal_starts(),
-            *self.remarks,
-        ]
-
-    def _missing(self) -> Iterator[str]:
+        notes = list(unstable_notes(self.runs, baseline=self.baseline))
         left = self.planned - len(self.runs)
         if left:
-            yield f"Still to be trained: {left} of {self.planned} runs."
-        strategies = self.outcomes()
+            notes.append(f"Still to be trained: {left} of {self.planned} runs.")
+        outcomes = self.outcomes()
+        differences = {o.strategy: o.difference for o in outcomes if o.difference is not None}
         if self.baseline is None:
-            yield (
+            notes.append(
                 f"There are no differences, as {DEFAULT_BASELINE} is not among the strategies: add it, or "
                 "choose another to compare with by --baseline."
             )
-        elif len(strategies) > 1 and all(outcome.difference is None for outcome in strategies):
-            yield f"There are no differences, as no seed has runs of {self.baseline} and of another strategy."
-        pairs = [len(outcome.difference.by_seed) for outcome in strategies if outcome.difference is not None]
-        if pairs and min(pairs) < FEWEST_PAIRS:
-            yield (
-                f"Differences of {min(pairs)} seed{'s' if min(pairs) > 1 else ''} have no significance: "
-                f"give --seeds {FEWEST_PAIRS} numbers or more."
+        elif len(outcomes) > 1 and not differences:
+            notes.append(
+                f"There are no differences, as no seed has runs of {self.baseline} and of another strategy."
             )
-        for outcome in strategies:
-            if outcome.difference is not None:
-                alone = [str(seed) for seed in outcome.seeds if seed not in outcome.difference.by_seed]
-                if alone:
-                    yield (
-                        f"{outcome.strategy}: {self.baseline} has no finished run with seed "
-                        f"{', '.join(alone)}, so the difference is over the other seeds."
-                    )
-
-    def _diverged(self) -> Iterator[str]:
+        pairs = min((len(difference.by_seed) for difference in differences.values()), default=FEWEST_PAIRS)
+        if pairs < FEWEST_PAIRS:
+            notes.append(
+                f"Differences of {pairs} seed{'s' if pairs > 1 else ''} have no significance: give --seeds "
+                f"{FEWEST_PAIRS} numbers or more."
+            )
+        for outcome in outcomes:
+            paired = outcome.difference.by_seed if outcome.difference is not None else outcome.seeds
+            alone = ", ".join(str(seed) for seed in outcome.seeds if seed not in paired)
+            if alone:
+                notes.append(
+                    f"{outcome.strategy}: {self.baseline} has no finished run with seed {alone}, so the "
+                    "difference is over the other seeds."
+                )
         for run in self.runs:
             if run.diverged_at is not None:
-                yield f"{run.name} diverged at step {run.diverged_at}; no mean contains it."
-
-    def _unequal_starts(self) -> Iterator[str]:
-        """Yield a warning for each seed whose first losses, of the initial weights, differ."""
+                notes.append(f"{run.name} diverged at step {run.diverged_at}; no mean contains it.")
         for seed in dict.fromkeys(run.seed for run in self.runs):
-            first, *others = [run for run in self.runs if run.seed == seed and run.losses]
-            other = next((run for run in others if not _same(run.losses[0], first.losses[0])), None)
-            if other is not None:
-                yield (
-                    f"WARNING: with seed {seed}, {first.strategy} and {other.strategy} started differently: "
-                    f"the loss of step 1, before any update, is {first.losses[0]!r} and {other.losses[0]!r}."
+            starts: dict[
+                str, str
+            ] = {}  # by the loss of the initial weights, as text: NaN differs from itself
+            for run in self.runs:
+                if run.seed == seed and run.losses:
+                    starts.setdefault(repr(run.losses[0]), run.strategy)
+            if len(starts) > 1:
+                (loss, strategy), (other_loss, other), *_ = starts.items()
+                notes.append(
+                    f"WARNING: with seed {seed}, {strategy} and {other} started differently: the loss of "
+                    f"step 1, before any update, is {loss} and {other_loss}."
                 )
+        return [*notes, *self.remarks]
 
     def summary(self) -> dict[str, Any]:
         """Return the content of summary.json; docs/pretraining.md explains its members."""
@@ -236,7 +232,3 @@ def _difference_cells(outcome: StrategyOutcome) -> tuple[str, str, str]:
         return "-", "-", "-"
     mean = f"{difference.mean:+.4f} ({difference.mean_percent:+.2f} %)"
     return mean, interval_text(difference), difference.significance or "-"
-
-
-def _same(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))

@@ -132,7 +132,7 @@ class Prediction:
     predicted: float
     """Speed-up."""
     predicted_from_baseline: float
-    """Speed-up if the compute rate is what the published baseline alone leaves after its communication."""
+    """Speed-up with the compute rate of the published baseline alone, not fitted to the quantized step."""
     bandwidth: float
     """Bytes per second of a node, fitted to all rows of this cluster with this kind of parallelism."""
     device_flops: float
@@ -255,8 +255,8 @@ def _fit(rows: Sequence[Published], runs: Sequence[_Run]) -> float:
         sum(run.node_bytes("baseline")) / _times(row, run)[0] for row, run in zip(rows, runs, strict=True)
     ]
     low, high = math.log(min(exhausted)), math.log(100 * max(exhausted))
-    found = minimize_scalar(error, bounds=(low, high), method="bounded", options={"xatol": 1e-9})
-    return math.exp(found.x)
+    fit = minimize_scalar(error, bounds=(low, high), method="bounded", options={"xatol": 1e-9})
+    return math.exp(fit.x)
 
 
 def _table_4(predictions: Sequence[Prediction]) -> tuple[float, float]:

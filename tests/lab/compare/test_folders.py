@@ -104,7 +104,7 @@ def test_settings_are_equal_for_comparable_runs():
 
 
 def write_comparison(out: Path, seed: int, **changes: Any) -> None:
-    for strategy, loss in (("tlq", 4.1), ("baseline", 4.0), ("qwd:wq-group-size=64", 3.9)):
+    for strategy, loss in (("tlq", 4.1), ("baseline", 4.0), ("ulq:gq-group-size-inter=64", 3.9)):
         loss += 0.01 * seed + (0.02 * seed if strategy == "tlq" else 0)
         finished(strategy, seed, loss, **changes).write(out / f"{strategy.replace(':', '+')}-seed{seed}")
 
@@ -118,7 +118,7 @@ def test_merged_comparisons_are_one(tmp_path, capsys):
     write_comparison(tmp_path / "b", 1, environment={"torch": "2.10", "device": "cpu"})
     assert merge(tmp_path / "a", tmp_path / "b", tmp_path / "a", out=tmp_path / "all") == 0
     summary = json.loads((tmp_path / "all" / "summary.json").read_text())
-    assert list(summary["strategies"]) == ["baseline", "qwd:wq-group-size=64", "tlq"]
+    assert list(summary["strategies"]) == ["baseline", "ulq:gq-group-size-inter=64", "tlq"]
     assert [run["seed"] for run in summary["runs"]] == [1, 2] * 3
     assert summary["complete"] is True
     assert summary["strategies"]["tlq"]["difference_to_baseline_by_seed"] == pytest.approx(
@@ -126,7 +126,7 @@ def test_merged_comparisons_are_one(tmp_path, capsys):
     )
     assert "* WARNING: runs differ in torch: 2.10, 2.9.\n" in (tmp_path / "all" / "table.md").read_text()
     assert (tmp_path / "all" / "curves.png").exists()
-    assert "qwd:wq-group" in capsys.readouterr().out
+    assert "ulq:gq-group" in capsys.readouterr().out
 
     assert merge(tmp_path / "a", out=tmp_path / "one", more=("--baseline", "tlq")) == 0
     assert json.loads((tmp_path / "one" / "summary.json").read_text())["baseline"] == "tlq"

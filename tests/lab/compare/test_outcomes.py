@@ -111,23 +111,48 @@ def test_markdown():
     )
 
 
-def test_a_table_without_a_baseline_has_no_differences_and_says_so():
-    markdown = report(HIGHER, baseline=None).markdown()
-    assert "difference to" not in markdown and "significance" not in markdown
-    assert "* There are no differences, as baseline is not among the strategies: add it" in markdown
-
-
-def test_a_single_seed_has_no_interval_and_the_table_says_so():
-    markdown = report([BASELINE[0], HIGHER[0]]).markdown()
-    assert "| tlq | 1 | 4.1000 | +0.1000 (+2.50 %) | - | - |" in markdown
-    assert "* Differences of 1 seed have no significance: give --seeds 3 numbers or more.\n" in markdown
-
-
-def test_two_seeds_have_an_interval_without_significance_and_the_table_asks_for_a_third():
-    markdown = report([*BASELINE[:2], *HIGHER[:2]]).markdown()
-    assert "+0.1500 (+3.75 %) | -0.4853 to +0.7853 (-12.13 to +19.63 %) | - |" in markdown
-    assert "* Differences of 2 seeds have no significance: give --seeds 3 numbers or more.\n" in markdown
-    assert "have no significance" not in report([*BASELINE, *HIGHER]).markdown()
+@pytest.mark.parametrize(
+    ("runs", "baseline", "row", "note"),
+    [
+        (HIGHER, None, "| tlq | 3 | 4.5333 ± 0.6658 |\n", "no differences, as baseline is not among the"),
+        (
+            [BASELINE[0], HIGHER[0]],
+            "baseline",
+            "| tlq | 1 | 4.1000 | +0.1000 (+2.50 %) | - | - |",
+            "* Differences of 1 seed have no significance: give --seeds 3 numbers or more.\n",
+        ),
+        (
+            [*BASELINE[:2], *HIGHER[:2]],
+            "baseline",
+            "+0.1500 (+3.75 %) | -0.4853 to +0.7853 (-12.13 to +19.63 %) | - |",
+            "* Differences of 2 seeds have no significance: give --seeds 3 numbers or more.\n",
+        ),
+        (
+            [BASELINE[0], HIGHER[1]],
+            "baseline",
+            "| tlq | 1 | 4.2000 | - | - | - |",
+            "no differences, as no seed has runs of baseline and of another strategy.",
+        ),
+        (
+            [*BASELINE[:2], finished("baseline", 3, 5.0, diverged_at=4), *HIGHER],
+            "baseline",
+            "| baseline | 2, 1 diverged |",
+            "tlq: baseline has no finished run with seed 3, so the difference is over the other seeds.",
+        ),
+        (
+            [*BASELINE, HIGHER[0], finished("tlq", 2, 4.2, first=math.nextafter(6.0, 7.0)), HIGHER[2]],
+            "baseline",
+            "| tlq | 3 |",
+            "WARNING: with seed 2, baseline and tlq started differently: the loss of step 1, before any "
+            "update, is 6.0 and 6.000000000000001.",
+        ),
+    ],
+)
+def test_the_table_names_the_limits_of_its_numbers(runs, baseline, row, note):
+    markdown = report(runs, baseline=baseline).markdown()
+    assert row in markdown and note in markdown
+    assert ("difference to" in markdown) == (baseline is not None)
+    assert report([*BASELINE, *HIGHER]).notes() == []
 
 
 def test_an_unstable_baseline_makes_every_difference_mean_little():
@@ -166,33 +191,11 @@ def test_runs_that_diverged_are_listed_and_in_no_mean():
     assert [run["val_loss"] for run in summary["runs"][3:6]] == [4.0, None, 5.2]
 
 
-def test_a_seed_that_the_baseline_lacks_is_no_pair():
-    diverged = [BASELINE[0], BASELINE[1], finished("baseline", 3, 5.0, diverged_at=4)]
-    notes = report([*diverged, *HIGHER]).notes()
-    assert (
-        "tlq: baseline has no finished run with seed 3, so the difference is over the other seeds." in notes
-    )
-    nothing_common = report([BASELINE[0], HIGHER[1]])
-    assert nothing_common.outcomes()[1].difference is None
-    assert "There are no differences, as no seed has runs of baseline and of another strategy." in (
-        nothing_common.notes()
-    )
-
-
 def test_another_strategy_may_be_what_the_others_are_compared_with():
     baseline, tlq = report([*BASELINE, *HIGHER], baseline="tlq").outcomes()
     assert tlq.difference is None
     assert baseline.difference is not None and baseline.difference.mean == pytest.approx(-0.2)
     assert "difference to tlq" in report([*BASELINE, *HIGHER], baseline="tlq").markdown()
-
-
-def test_runs_of_a_seed_that_start_differently_are_named():
-    assert report([*BASELINE, *HIGHER]).notes() == []
-    other = finished("tlq", 2, 4.2, first=math.nextafter(6.0, 7.0))
-    assert report([*BASELINE, HIGHER[0], other, HIGHER[2]]).notes() == [
-        "WARNING: with seed 2, baseline and tlq started differently: the loss of step 1, before any update, "
-        "is 6.0 and 6.000000000000001."
-    ]
 
 
 def test_remaining_runs_are_counted():
