@@ -225,9 +225,9 @@ def _probe(config: ProbeConfig) -> int:
 
 @_command("selftest", settings="sdp4bit_lab.selftest.config:SelftestConfig", packages="")
 def _selftest(config: SelftestConfig) -> int:
-    """Check on these machines that the library works, and say whether it pays: kernels against the reference,
+    """Check that the library works on these machines, and recommend it or not: kernels against the reference,
     exchanges over the real network, streams under random delays, a training run. Under torchrun, or with
-    --nproc-per-node; --simulated-ranks does what one GPU can."""
+    --nproc-per-node; one process alone checks kernels and training."""
     from sdp4bit_lab.common.launch.local import run_on_ranks
     from sdp4bit_lab.selftest.command import selftest
 

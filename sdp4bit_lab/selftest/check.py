@@ -1,4 +1,4 @@
-"""What a check of the self-test is: it runs on all ranks; the first failure on any of them ends the test."""
+"""Run checks on all ranks, up to the first failure on any of them."""
 
 from __future__ import annotations
 
@@ -16,34 +16,32 @@ from sdp4bit_lab.selftest.config import SelftestConfig
 
 
 class CheckFailedError(Exception):
-    """Something is not as it should be; the message says what, with the numbers."""
+    """A result is wrong; the message has the numbers."""
 
     def __init__(self, message: str, *, case: str) -> None:
         super().__init__(message)
         self.case = case
-        """What was being done, to do it again."""
+        """Input that shows the failure."""
 
 
 class OtherRankFailedError(Exception):
-    """Another rank has raised what this check has failed with."""
+    """Another rank has raised CheckFailedError."""
 
 
 class CheckSkippedError(Exception):
-    """The check does not apply to these ranks; the message says why."""
+    """The check does not apply to these ranks; the message gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What all checks are given."""
+    """Settings and ranks of a self-test."""
 
     config: SelftestConfig
     ranks: Ranks
-    found: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Findings of the checks before, by their names."""
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank."""
+        """Device of this rank."""
         return self.ranks.device
 
     @property
@@ -51,13 +49,8 @@ class Context:
         """Whether it is a GPU."""
         return self.device.type == "cuda"
 
-    @property
-    def simulated_ranks(self) -> int | None:
-        """Ranks that this process stands for; None for real ones."""
-        return self.config.parallel.simulated_ranks
-
     def say(self, line: str) -> None:
-        """Print progress, on rank 0."""
+        """Print progress on rank 0."""
         if self.ranks.is_first:
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
@@ -68,37 +61,41 @@ class Context:
             torch.cuda.synchronize(self.device)
 
     def fail_together(self, failure: CheckFailedError | None) -> None:
-        """Raise on all ranks if a rank has found a failure; called by all, so that none is left waiting.
+        """Raise on all ranks if one has a failure, so that none waits for another. All ranks call this.
 
         Raises:
-            CheckFailedError: the failure that was given, on the rank that has found it.
-            OtherRankFailedError: on the others.
+            CheckFailedError: the failure of this rank.
+            OtherRankFailedError: the failure of another rank.
         """
-        failed = gather_over_ranks(failure is not None, what="what a check has found")
+        failed = gather_over_ranks(failure is not None, what="failures of a check")
         if failure is not None:
             raise failure
         if any(failed):
             raise OtherRankFailedError
 
+    def require(self, is_right: bool, message: str, *, case: str) -> None:
+        """Raise on all ranks, as `fail_together` does, unless the result is right on all."""
+        self.fail_together(None if is_right else CheckFailedError(message, case=case))
+
 
 Check = Callable[[Context], dict[str, Any]]
-"""Returns its findings, which JSON can hold; raises CheckFailedError or CheckSkippedError."""
+"""Returns findings for JSON; raises CheckFailedError or CheckSkippedError."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How a check has failed on one rank."""
+    """Failure of a check on one rank."""
 
     rank: int
     message: str
     case: str
     details: str
-    """The traceback where something was raised that no check raises; else nothing."""
+    """Traceback of an unexpected error; empty for a CheckFailedError."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came out of a check."""
+    """Outcome of a check on all ranks."""
 
     name: str
     result: str
@@ -106,38 +103,37 @@ class Outcome:
     seconds: float
     findings: dict[str, Any] = field(default_factory=dict)
     reason: str | None = None
-    """Why it was skipped."""
+    """Reason for skipping."""
     failure: Failure | None = None
     reproduce: str | None = None
-    """Command that runs the check that has failed alone."""
+    """Command that runs the failed check alone."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON is given."""
+        """Return the members for JSON, without empty ones."""
         return {name: value for name, value in asdict(self).items() if value not in (None, {})}
 
 
 def run_checks(checks: Sequence[tuple[str, Check]], context: Context) -> list[Outcome]:
-    """Return the outcomes, the same on every rank, up to the first failure."""
+    """Return the outcomes up to the first failure; the same on every rank, findings aside."""
     outcomes: list[Outcome] = []
     for number, (name, check) in enumerate(checks, start=1):
         context.say(f"[{number}/{len(checks)}] {name} ...")
         outcome = _run(name, check, context)
         outcomes.append(outcome)
-        context.found[name] = outcome.findings
-        context.say(f"      {outcome.result} in {outcome.seconds:.1f} s" + _why(outcome))
+        context.say(f"      {outcome.result} in {outcome.seconds:.1f} s")
         if outcome.failure is not None:
             break
     return outcomes
 
 
 def _run(name: str, check: Check, context: Context) -> Outcome:
-    start = time.perf_counter()
+    start, rank = time.perf_counter(), context.ranks.rank
     findings: dict[str, Any] = {}
     failure: Failure | None = None
     reason: str | None = None
-    rank = context.ranks.rank
     try:
         findings = check(context)
+        # Errors of CUDA kernels are raised here, not in the next check.
         context.synchronize()
     except CheckSkippedError as skipped:
         reason = str(skipped)
@@ -145,19 +141,18 @@ def _run(name: str, check: Check, context: Context) -> Outcome:
         pass
     except CheckFailedError as failed:
         failure = Failure(rank=rank, message=str(failed), case=failed.case, details="")
-    except Exception as error:  # whatever it is, the others must not wait for this rank
+    except Exception as error:  # the other ranks must not wait for this one, whatever the error is
         message = f"{type(error).__name__}: {error}"
         failure = Failure(rank=rank, message=message, case=name, details=traceback.format_exc())
     if failure is not None:
-        # At once: ranks that wait for this one in an exchange learn of it when that times out.
+        # Printed before the gather, because ranks inside an exchange arrive there only after its timeout.
         sys.stderr.write(f"rank {rank}: {name} failed: {failure.message}\n{failure.details}\n")
         sys.stderr.flush()
     failures = gather_over_ranks(failure, what=f"end of the check of {name}")
-    failure = next((found for found in failures if found is not None), None)
-    result = "failed" if failure else "skipped" if reason else "passed"
+    failure = next((each for each in failures if each is not None), None)
     return Outcome(
         name=name,
-        result=result,
+        result="failed" if failure else "skipped" if reason else "passed",
         seconds=time.perf_counter() - start,
         findings=findings,
         reason=reason,
@@ -167,24 +162,12 @@ def _run(name: str, check: Check, context: Context) -> Outcome:
 
 
 def command_to_repeat(name: str, context: Context) -> str:
-    """Return the command that runs one check again, with as many ranks."""
+    """Return the command that runs one check again with as many ranks."""
     config, ranks = context.config, context.ranks
-    options = [f"--only {name}", f"--seed {config.seed}"]
-    if config.device != "auto":
-        options.append(f"--device {config.device}")
-    for flag, value in (
-        ("--ranks-per-node", config.parallel.ranks_per_node),
-        ("--simulated-ranks", config.parallel.simulated_ranks),
-    ):
-        if value is not None:
-            options.append(f"{flag} {value}")
-    start = "python" if ranks.world_size == 1 else f"torchrun --nproc-per-node {ranks.local_world_size}"
+    command = "python" if ranks.world_size == 1 else f"torchrun --nproc-per-node {ranks.local_world_size}"
     nodes = ranks.world_size // ranks.local_world_size
-    start += f" --nnodes {nodes} --rdzv-endpoint HOST:PORT" if nodes > 1 else ""
-    return f"{start} -m sdp4bit_lab selftest {' '.join(options)}"
-
-
-def _why(outcome: Outcome) -> str:
-    if outcome.failure is not None:
-        return f" on rank {outcome.failure.rank}: {outcome.failure.message}"
-    return f": {outcome.reason}" if outcome.reason else ""
+    command += f" --nnodes {nodes} --rdzv-endpoint HOST:PORT" if nodes > 1 else ""
+    command += f" -m sdp4bit_lab selftest --only {name} --seed {config.seed}"
+    command += f" --device {config.device}" if config.device != "auto" else ""
+    per_node = config.parallel.ranks_per_node
+    return command if per_node is None else f"{command} --ranks-per-node {per_node}"

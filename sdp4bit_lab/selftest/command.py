@@ -1,4 +1,4 @@
-"""`sdp4bit selftest`: the checks in their order, the verdict, and the file for a bug report."""
+"""`sdp4bit selftest`: run the checks, print their results, write the file for a bug report."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sdp4bit_lab.selftest.config import CheckName, SelftestConfig
 from sdp4bit_lab.selftest.exchanges import check_exchanges
 from sdp4bit_lab.selftest.facts import check_facts
 from sdp4bit_lab.selftest.kernels import check_kernels
+from sdp4bit_lab.selftest.recommendation import check_recommendation
 from sdp4bit_lab.selftest.streams import check_streams
 from sdp4bit_lab.selftest.training import check_training
-from sdp4bit_lab.selftest.verdict import check_verdict
 
 FORMAT = "sdp4bit-selftest-1"
 EXIT_FAILED = 1
@@ -31,17 +31,17 @@ _CHECKS: dict[CheckName, Check] = {
     "exchanges": check_exchanges,
     "streams": check_streams,
     "training": check_training,
-    "verdict": check_verdict,
+    "recommendation": check_recommendation,
 }
 
 
 def selftest(config: SelftestConfig, *, ranks: Ranks) -> dict[str, Any]:
-    """Return the result, the same on every rank, after rank 0 has written and shown it.
+    """Run the checks, print and write their results on rank 0, and return them.
 
     Exits with 1 on all ranks if a check has failed.
 
     Raises:
-        SettingError: on all ranks, if the result cannot be written.
+        SettingError: on all ranks, if the file cannot be written.
     """
     context = Context(config=config, ranks=ranks)
     outcomes = run_checks([(name, _CHECKS[name]) for name in config.checks], context)
@@ -50,7 +50,7 @@ def selftest(config: SelftestConfig, *, ranks: Ranks) -> dict[str, Any]:
         "format": FORMAT,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "passed": not failed,
-        "verdict": _verdict(outcomes),
+        "result": _result(outcomes),
         "ranks": ranks.world_size,
         "checks": [outcome.as_dict() for outcome in outcomes],
     }
@@ -60,14 +60,14 @@ def selftest(config: SelftestConfig, *, ranks: Ranks) -> dict[str, Any]:
     return result
 
 
-def _verdict(outcomes: Sequence[Outcome]) -> str:
-    for outcome in outcomes:
-        if outcome.failure is not None:
-            return f"{outcome.name} failed: do not train with this installation, and report it"
-    found = next((outcome.findings.get("verdict") for outcome in outcomes if outcome.name == "verdict"), None)
+def _result(outcomes: Sequence[Outcome]) -> str:
+    """Return the result in one sentence."""
+    if outcomes[-1].failure is not None:
+        return f"{outcomes[-1].name} failed: do not train with this installation, and report it"
     skipped = [outcome.name for outcome in outcomes if outcome.result == "skipped"]
-    left_out = f" ({', '.join(skipped)} skipped)" if skipped else ""
-    return f"what was checked works{left_out}" + (f"; {found}" if found else "")
+    text = "all checks passed" + (f" ({', '.join(skipped)} skipped)" if skipped else "")
+    recommendation = outcomes[-1].findings.get("recommendation")
+    return f"{text}; {recommendation}" if recommendation else text
 
 
 def _report(config: SelftestConfig, outcomes: Sequence[Outcome], result: dict[str, Any]) -> None:
@@ -81,21 +81,16 @@ def _report(config: SelftestConfig, outcomes: Sequence[Outcome], result: dict[st
         about = outcome.failure.message if outcome.failure else outcome.reason or ""
         lines.append(_row(outcome.name, outcome.result, f"{outcome.seconds:.1f}", about))
     lines.append(_RULE)
-    for outcome in outcomes:
-        if outcome.failure is not None:
-            lines.append(f"Rank {outcome.failure.rank}, {outcome.failure.case}")
-            lines.append(f"Again: {outcome.reproduce}")
-    lines.append(textwrap.fill(f"Verdict: {result['verdict']}.", _WIDTH))
-    if not any(outcome.failure for outcome in outcomes):
-        lines.append("comm.time_steps(step) measures your own training step (docs/telemetry.md).")
+    if outcomes[-1].failure is not None:
+        lines.append(f"Rank {outcomes[-1].failure.rank}, {outcomes[-1].failure.case}")
+        lines.append(f"Again: {outcomes[-1].reproduce}")
+    lines.append(textwrap.fill(f"Result: {result['result']}.", _WIDTH))
     if config.json is not None:
         lines.append(f"{config.json} is for a bug report.")
     sys.stdout.write("\n".join(lines) + "\n")
 
 
 def _row(name: str, result: str, seconds: str, about: str) -> str:
-    """Return a row of the table; a long text goes on in its column."""
-    first = f"{name:<10} {result:<8} {seconds:>8}  "
-    return textwrap.fill(
-        f"{first}{about}", _WIDTH, subsequent_indent=" " * len(first), drop_whitespace=True
-    ).rstrip()
+    """Return a row of the table; a long text continues in its column."""
+    first = f"{name:<15} {result:<8} {seconds:>8}  "
+    return textwrap.fill(f"{first}{about}", _WIDTH, subsequent_indent=" " * len(first)).rstrip()

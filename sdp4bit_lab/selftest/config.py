@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from sdp4bit_lab.common.launch.config import SimulatedRanksConfig
+from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.settings import SettingError, option, require_at_least
 
-CheckName = Literal["facts", "kernels", "exchanges", "streams", "training", "verdict"]
-CHECKS: tuple[CheckName, ...] = ("facts", "kernels", "exchanges", "streams", "training", "verdict")
+CheckName = Literal["facts", "kernels", "exchanges", "streams", "training", "recommendation"]
+CHECKS: tuple[CheckName, ...] = get_args(CheckName)
 _TIMEOUT_MINUTES = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelftestConfig:
-    """What is tested, and where the result goes."""
+    """Settings of the self-test."""
 
     json: Path | None = None
     """File for the result, to attach to a bug report."""
     device: Literal["auto", "cpu"] = "auto"
-    """auto: GPUs if there are any; cpu: leave them alone."""
+    """auto: GPUs if there are any; cpu: CPUs."""
     only: str = ",".join(CHECKS)
-    """Checks to run, with commas between, in this order."""
+    """Checks to run, with commas between."""
     seed: int = 0
     """Seed of all values and delays."""
     steps: int = 20
-    """Optimizer steps of the check that trains."""
+    """Optimizer steps of the training check."""
     delays: Annotated[int, option("delay-rounds")] = 3
-    """How often each run of the check of streams is repeated with other random delays."""
-    parallel: SimulatedRanksConfig = field(
-        default_factory=lambda: SimulatedRanksConfig(distributed_timeout_minutes=_TIMEOUT_MINUTES)
+    """Repetitions of the streams check, each with other random delays."""
+    parallel: RanksConfig = field(
+        default_factory=lambda: RanksConfig(distributed_timeout_minutes=_TIMEOUT_MINUTES)
     )
 
     def __post_init__(self) -> None:
@@ -43,7 +43,6 @@ class SelftestConfig:
     def checks(self) -> list[CheckName]:
         """The checks to run, in their order."""
         given = [name.strip() for name in self.only.split(",") if name.strip()]
-        unknown = [name for name in given if name not in CHECKS]
-        if unknown or not given:
+        if not given or not set(given) <= set(CHECKS):
             raise SettingError(f"--only {self.only!r}: use any of {', '.join(CHECKS)}, with commas between")
         return [name for name in CHECKS if name in given]

@@ -1,8 +1,7 @@
-"""Do the exchanges over the real network write what they write in one process, for any nodes x ranks?"""
+"""Check that exchanges over the real network equal the same exchanges simulated in one process."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,7 +45,7 @@ WEIGHTS = {
 
 
 def check_exchanges(context: Context) -> dict[str, Any]:
-    """Return which layouts were compared with the simulated collectives, bit for bit."""
+    """Return the number of exchanges by nodes x ranks; every one is bit-equal to the simulated exchange."""
     size = context.ranks.world_size
     if size == 1:
         raise CheckSkippedError("one rank sends nothing: start several, with torchrun or --nproc-per-node")
@@ -57,23 +56,21 @@ def check_exchanges(context: Context) -> dict[str, Any]:
         layout = simulated_layout(size, ranks_per_node=per_node)
         topology = create_topologies([layout])[layout.ranks]
         name = f"{layout.nodes} x {per_node}"
-        # To the end, whatever differs: other ranks wait for this one's messages.
-        compared = list(
-            itertools.chain(
-                _check_gradients(context, topology, name),
-                _check_all_reduces(context, topology, name),
-                _check_weights(context, topology, name),
-            )
-        )
-        context.fail_together(next((failure for failure in compared if failure is not None), None))
+        # All exchanges run before a failure is raised, because other ranks wait for this rank's messages.
+        failures = [
+            *_check_gradients(context, topology, name),
+            *_check_all_reduces(context, topology, name),
+            *_check_weights(context, topology, name),
+        ]
+        context.fail_together(next((failure for failure in failures if failure is not None), None))
         destroy_topology(topology)
-        layouts[name] = len(compared)
+        layouts[name] = len(failures)
     context.say(f"      nodes x ranks {', '.join(layouts)}: {sum(layouts.values())} exchanges are bit-equal")
     return {"layouts": layouts}
 
 
 def _values(context: Context, *shape: int, seed: int) -> Tensor:
-    """Return values that are the same on all ranks, over several magnitudes."""
+    """Return values of several magnitudes, the same on all ranks."""
     generator = torch.Generator().manual_seed(1000 * context.config.seed + seed)
     scales = torch.exp2(torch.randint(-6, 3, (*shape[:-1], 1), generator=generator).float())
     return (torch.randn(shape, generator=generator) * scales).to(context.device)
@@ -100,14 +97,11 @@ def _check_gradients(context: Context, topology: Topology, layout: str) -> Itera
                 real(output, rows[rank].reshape(-1).clone(), call=call)
                 for peer in range(size):
                     expected.add(rows[peer].clone(), call=call)
-                results: dict[int, Tensor] = {}
-
-                def keep(peer: int, row: Tensor, results: dict[int, Tensor] = results) -> None:
-                    results[peer] = row.clone()
-
-                expected.finish(keep)
-                what = f"gradients, {name}, rows of {numel}, {layout}, call {call}"
-                yield _compare(output, results[rank], what)
+                rows_of_ranks: list[Tensor] = []
+                # The row is overwritten for the next rank.
+                expected.finish(lambda _, row: rows_of_ranks.append(row.clone()))  # noqa: B023
+                case = f"gradients, {name}, rows of {numel}, {layout}, call {call}"
+                yield _compare(output, rows_of_ranks[rank], case)
 
 
 def _check_all_reduces(
@@ -125,8 +119,8 @@ def _check_all_reduces(
                 values = _values(context, size, numel, seed=numel + call)
                 output = values[rank].clone()
                 real(output, call=call)
-                what = f"all-reduce, {name}, {numel} values, {layout}, call {call}"
-                yield _compare(output, expected(list(values), call=call), what)
+                case = f"all-reduce, {name}, {numel} values, {layout}, call {call}"
+                yield _compare(output, expected(list(values), call=call), case)
 
 
 def _check_weights(context: Context, topology: Topology, layout: str) -> Iterator[CheckFailedError | None]:
@@ -138,28 +132,28 @@ def _check_weights(context: Context, topology: Topology, layout: str) -> Iterato
                 topology.layout, config=config, traffic=_counter(topology), scratch=Scratch()
             )
             main = _values(context, size, numel, seed=numel).bfloat16()
-            held = torch.empty_like(main)
+            replica = torch.empty_like(main)
             real.start_full_refresh(main[rank].clone())
             real.wait()
-            expected.refresh_fully(main, held)
+            expected.refresh_fully(main, replica)
             for call in range(_CALLS):
                 main = main + 0.01 * _values(context, size, numel, seed=numel + 7 + call).bfloat16()
                 real.start_quantized_refresh(main[rank].clone())
                 real.wait()
-                expected.refresh(main, held)
+                expected.refresh(main, replica)
                 gathered = torch.full((size * numel,), float("nan"), dtype=main.dtype, device=main.device)
                 if real.is_full:
                     assert real.rows is not None
                     gathered = real.rows.reshape(size, numel)
                 else:
                     real.gather(gathered)
-                what = f"weights, {name}, rows of {numel}, {layout}, call {call}"
-                yield _compare(gathered.view(size, numel), held, what)
+                case = f"weights, {name}, rows of {numel}, {layout}, call {call}"
+                yield _compare(gathered.view(size, numel), replica, case)
 
 
-def _compare(found: Tensor, expected: Tensor, case: str) -> CheckFailedError | None:
-    if torch.equal(found, expected):
+def _compare(output: Tensor, expected: Tensor, case: str) -> CheckFailedError | None:
+    if torch.equal(output, expected):
         return None
-    different = int((found != expected).sum())
-    message = f"{different} of {found.numel()} values differ from the same exchange in one process: {case}"
+    different = int((output != expected).sum())
+    message = f"{different} of {output.numel()} values differ from the simulated exchange: {case}"
     return CheckFailedError(message, case=case)

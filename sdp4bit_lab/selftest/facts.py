@@ -1,4 +1,4 @@
-"""What the ranks run on, and what about it will hurt."""
+"""Collect versions, devices and environment of all ranks, and warn of settings that hurt."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ _MUST_AGREE = ("versions", "cuda", "nccl", "device", "kernels")
 
 
 def check_facts(context: Context) -> dict[str, Any]:
-    """Return versions, devices and the environment of all ranks, and warnings about them."""
-    mine: dict[str, Any] = {
+    """Return versions, devices and environment of all ranks, and warnings about them."""
+    device = context.device
+    properties = torch.cuda.get_device_properties(device) if context.is_cuda else None
+    facts: dict[str, Any] = {
         "host": host_name(),
         "local_world_size": context.ranks.local_world_size,
-        "device": _device(context.device),
-        "device_uuid": _uuid(context.device),
-        "memory_bytes": _memory(context.device),
-        "peer_access": _peer_access(context.device),
-        "kernels": ops.backend_name(context.device.type),
+        "device": _device_name(device),
+        "device_uuid": str(properties.uuid) if properties else None,
+        "memory_bytes": properties.total_memory if properties else None,
+        "peer_access": _peer_access(device),
+        "kernels": ops.backend_name(device.type),
         "communicator_bytes": _communicator_bytes(context),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "cuda": torch.version.cuda,
@@ -44,19 +46,19 @@ def check_facts(context: Context) -> dict[str, Any]:
             if name in _VARIABLES or name.startswith(_PREFIXES)
         },
     }
-    ranks = gather_over_ranks(mine, what="facts about the ranks")
-    found = list(warnings_of(ranks))
+    ranks = gather_over_ranks(facts, what="facts about the ranks")
+    warnings = list(warnings_of(ranks))
     context.say(
-        f"      {len(ranks)} ranks on {len({rank['host'] for rank in ranks})} hosts, {mine['device']}, torch "
-        f"{mine['versions']['torch']}, backend {dist.get_backend()}, kernels {mine['kernels']}"
+        f"      {len(ranks)} ranks on {len({rank['host'] for rank in ranks})} hosts, {facts['device']}, "
+        f"torch {facts['versions']['torch']}, backend {dist.get_backend()}, kernels {facts['kernels']}"
     )
-    for warning in found:
+    for warning in warnings:
         context.say(f"      warning: {warning}")
-    return {"backend": dist.get_backend(), "ranks": ranks, "warnings": found}
+    return {"backend": dist.get_backend(), "ranks": ranks, "warnings": warnings}
 
 
 def warnings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what a person should know of these ranks, a sentence each."""
+    """Yield warnings about the facts of all ranks, a sentence each."""
     for name in _MUST_AGREE:
         for number, rank in enumerate(ranks):
             if rank[name] != ranks[0][name]:
@@ -87,23 +89,15 @@ def warnings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield "no fast kernels: install triton (GPUs) or numba (CPUs); the PyTorch reference is very slow"
 
 
-def _device(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return f"CPU ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
 
 
-def _uuid(device: torch.device) -> str | None:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-
-
-def _memory(device: torch.device) -> int | None:
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-
-
 def _peer_access(device: torch.device) -> bool | None:
-    """Return whether this GPU reaches the memory of all others of the host; None for a CPU."""
+    """Return whether this GPU can access the memory of all others of the host; None for a CPU."""
     if device.type != "cuda":
         return None
     others = [index for index in range(torch.cuda.device_count()) if index != device.index]
@@ -111,14 +105,15 @@ def _peer_access(device: torch.device) -> bool | None:
 
 
 def _communicator_bytes(context: Context) -> int | None:
-    """Return the device memory that one more communicator of all ranks takes; None for a CPU or one rank."""
+    """Return the device memory of one more communicator of all ranks; None for a CPU or one rank."""
     if not context.is_cuda or context.ranks.world_size == 1:
         return None
-    torch.cuda.synchronize(context.device)
+    context.synchronize()
     before, _ = torch.cuda.mem_get_info(context.device)
     group = dist.new_group()
+    # NCCL creates a communicator at its first collective.
     dist.all_reduce(torch.zeros(1, device=context.device), group=group)
-    torch.cuda.synchronize(context.device)
+    context.synchronize()
     after, _ = torch.cuda.mem_get_info(context.device)
     dist.destroy_process_group(group)
     return before - after

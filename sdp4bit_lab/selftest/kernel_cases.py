@@ -1,4 +1,7 @@
-"""Calls of the operators that a back end must answer like the reference: any shape, every kind of trouble."""
+"""Calls on which a back end must equal the reference bit for bit: row lengths, widths, types, edge values.
+
+Outputs are poisoned and lie between guard bytes, so that a byte written beside them is a difference, too.
+"""
 
 from __future__ import annotations
 
@@ -12,280 +15,247 @@ from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout
 from sdp4bit.quantization.random import RoundingKey, derive_keys
-from sdp4bit_lab.selftest.kernel_buffers import (
-    DTYPES,
-    difference,
-    guarded_messages,
-    guarded_values,
-    make_messages,
-    make_special_values,
-    make_values,
-)
 
+CPU = torch.device("cpu")
+POISON, GUARD = 0xAB, 16
+"""Byte around every message, and bytes; a multiple of a message's alignment."""
 KEY = RoundingKey(*derive_keys(1234, 7))
 DITHER = KEY._replace(dither=True)
 ROUNDINGS = (None, KEY, DITHER._replace(sender=5))
 DITHERS = (None, DITHER._replace(first=96, row_stride=32 * 555))
-ALL_BITS = (*QUANTIZED_BITS, FULL_PRECISION)
 CLIPS = (1.0, 0.6, 0.25)
-_HOPS = (
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALL_BITS = (*QUANTIZED_BITS, FULL_PRECISION)
+HOPS = (
     *((8, 4), (4, 8), (4, 4), (8, 8), (32, 8), (32, 4), (8, 32), (32, 32)),
     *((8, 3), (8, 2), (3, 2), (2, 3), (4, 2), (3, 4), (2, 8), (3, 32)),
 )
-"""Bits that come in and that go out."""
+"""Bits that are received and that are sent."""
+EDGE_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "zero": lambda x: x * 0.0,
+    "negative zero": lambda x: x.abs() * -0.0,
+    "subnormal": lambda x: x * 1e-40,
+    "below 2**-100": lambda x: x * 2.0**-104,
+    "around 2**-100": lambda x: x.sign() * 2.0**-100,
+    "near the largest": lambda x: x.sign() * 3.4e38,
+    "NaN": lambda x: x.index_fill(-1, torch.tensor(5), float("nan")),
+    "infinity": lambda x: x.index_fill(-1, torch.tensor(7), float("inf")),
+    "minus infinity": lambda x: x.index_fill(-1, torch.tensor(9), -float("inf")),
+    "ties": lambda x: (torch.arange(x.shape[-1]) % 15 - 7) / 2 + 0.0 * x,
+    "one value": lambda x: torch.zeros_like(x).index_fill(-1, torch.tensor(30), -3.0),
+    "powers": lambda x: x * 2.0 ** (torch.arange(x.shape[-1]) % 40 - 20),
+}
+EDGE_SCALES = (0.0, -0.0, float("nan"), float("inf"), 1e-40, 2.0**-110, 2.0**120, -(2.0**125))
+
+
+def guarded_messages(count: int, layout: MessageLayout) -> Tensor:
+    """Return poisoned messages, uint8 [count, nbytes], with poison around each."""
+    buffer = torch.full((count + 1, layout.nbytes + 2 * GUARD), POISON, dtype=torch.uint8)
+    return buffer[:count, GUARD : GUARD + layout.nbytes]
+
+
+def guarded_values(values: Tensor, offset: int = 0) -> Tensor:
+    """Return a copy whose rows have any alignment, with 77 around each."""
+    buffer = torch.full((*values.shape[:-1], values.shape[-1] + offset + 8), 77.0, dtype=values.dtype)
+    view = buffer[..., offset : offset + values.shape[-1]]
+    view.copy_(values)
+    return view
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole storage of a view."""
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return the bits of floats as integers, -1 for every NaN: payloads may differ."""
+    if tensor.dtype == torch.uint8:
+        return tensor
+    integers = {4: torch.int32, 2: torch.int16}[tensor.element_size()]
+    return tensor.view(integers).masked_fill(tensor.isnan(), -1)
+
+
+def make_values(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return normal values whose magnitude changes from block to block."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator)
+    blocks = -(-shape[-1] // 32)
+    magnitude = torch.exp2(torch.randint(-12, 12, (*shape[:-1], blocks), generator=generator))
+    return (values * magnitude.repeat_interleave(32, -1)[..., : shape[-1]]).to(dtype)
+
+
+def make_messages(count: int, layout: MessageLayout, seed: int, special: bool = False) -> Tensor:
+    """Return messages of any codes, unused ones included, with scales of many magnitudes or edge values."""
+    generator = torch.Generator().manual_seed(seed)
+    messages = guarded_messages(count, layout)
+    codes = torch.randint(0, 256, (count, layout.scales_offset), generator=generator, dtype=torch.uint8)
+    if layout.bits == FULL_PRECISION:
+        values = make_values(count, layout.parts, layout.padded_numel, seed=seed)
+        if special:
+            # A NaN that becomes -0 if its bits are rounded to bf16 as those of a number.
+            values.view(torch.int32)[..., ::500] = 0x7FFFFFFF
+        codes = values.view(torch.uint8).reshape(count, layout.scales_offset)
+    messages[:, : layout.scales_offset] = codes
+    scales = torch.randn(count, layout.parts * layout.groups, generator=generator).exp().bfloat16()
+    if special and scales.numel():
+        every_second = scales[:, ::2]
+        edges = torch.tensor(EDGE_SCALES, dtype=torch.bfloat16).repeat(every_second.numel())
+        scales[:, ::2] = edges[: every_second.numel()].view_as(every_second)
+    messages[:, layout.scales_offset : layout.payload_bytes] = scales.view(torch.uint8)
+    return messages
+
+
+class Shape(NamedTuple):
+    """A row of the table; the number chooses the other arguments of its calls."""
+
+    number: int
+    group_size: int
+    numel: int
+    edges: bool
+    """Whether every second group has edge values, or an edge scale."""
+
+    def layout(self, bits: int, *, parts: int = 1, group_size: int | None = None) -> MessageLayout:
+        """Return the layout of a message of these rows."""
+        return MessageLayout(
+            numel=self.numel, bits=bits, group_size=group_size or self.group_size, parts=parts
+        )
+
+    def choose(self, *columns: tuple[Any, ...]) -> list[Any]:
+        """Return one of each column; the columns advance at different paces."""
+        return [column[self.number // pace % len(column)] for pace, column in enumerate(columns, start=1)]
+
+    def values(self, *rows: int, seed: int, dtype: torch.dtype) -> Tensor:
+        """Return guarded values [*rows, numel]."""
+        values = make_values(*rows, self.numel, seed=seed)
+        if self.edges:
+            groups = values.view(*rows, -1, self.group_size)
+            for index, change in enumerate(EDGE_VALUES.values()):
+                groups[..., 2 * index, :] = change(groups[..., 2 * index, :])
+        return guarded_values(values.to(dtype), offset=self.numel % 3)
+
+
+# Group sizes: the defaults, the smallest, halves that begin within a block of 32 (32, 96, 160), more than a
+# tile of the CPU (2048, 5120), more than the registers of a GPU's program (8224, 16384).
+# Lengths: none, below, at and above a block; a tail of an odd and an even number of blocks; several tiles.
+_ROWS = [
+    *((128, 0), (128, 1), (128, 31), (128, 32), (128, 33), (128, 128), (128, 128 + 64)),
+    *((128, 3 * 128 + 96), (128, 128 * 17 + 64), (128, 4096 + 16)),
+    *((32, 100), (32, 1024 + 100), (64, 64 * 5 + 32), (96, 96 * 3), (96, 96 + 50), (96, 96 * 25 + 50)),
+    *((160, 160 * 2 + 96 + 7), (160, 160 * 8 + 96 + 7), (192, 192 * 2 + 64), (512, 512 + 480)),
+    *((2048, 2048), (2048, 2048 * 2), (2048, 2048 + 96 + 5), (2048, 1000), (5120, 5120 + 160)),
+    *((8224, 8224 + 160), (16384, 9000)),
+]
+_EDGE_ROWS = [(size, 2 * len(EDGE_VALUES) * size) for size in (64, 96, 64, 96, 64, 96)]
+SHAPES = [Shape(number, *row, False) for number, row in enumerate(_ROWS)]
+SHAPES += [Shape(number, *row, True) for number, row in enumerate(_EDGE_ROWS)]
 
 
 class KernelCase(NamedTuple):
-    """One call of an operator."""
+    """A call of an operator."""
 
     operator: Callable[..., None]
     first: Tensor
     named: dict[str, Any]
 
     def __str__(self) -> str:
-        named = {name: _text(value) for name, value in self.named.items()}
-        listed = ", ".join(f"{name}={value}" for name, value in named.items())
-        return f"{self.operator.__name__}({_text(self.first)}, {listed})"
+        texts = {name: _text(value) for name, value in {"first": self.first, **self.named}.items()}
+        return f"{self.operator.__name__}({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
-    def difference(self, backend: ops.BackendName, device: torch.device) -> str | None:
-        """Return how a back end differs from the reference; None if it does not."""
+    def difference(self, backend: ops.BackendName, device: torch.device = CPU) -> str | None:
+        """Describe how a back end differs from the reference; return None if it does not."""
         return difference(self.operator, self.first, backend=backend, device=device, **self.named)
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return str(value)
-
-
-def _case(operator: Callable[..., None], first: Tensor, **named: Any) -> KernelCase:
-    return KernelCase(operator, first, named)
-
-
-class Shape(NamedTuple):
-    """A group size and a row length, numbered to give each its own choice of other arguments."""
-
-    number: int
-    group_size: int
-    numel: int
-
-    def layout(self, bits: int, *, parts: int = 1, group_size: int | None = None) -> MessageLayout:
-        """Return the layout of a message of these rows."""
-        size = self.group_size if group_size is None else group_size
-        return MessageLayout(numel=self.numel, bits=bits, group_size=size, parts=parts)
-
-    def choose(self, *columns: tuple[Any, ...]) -> list[Any]:
-        """Return one of each column, which run through their values at different paces."""
-        return [column[self.number // pace % len(column)] for pace, column in enumerate(columns, start=1)]
-
-
-# Group sizes: the defaults, the smallest, halves that begin within a block of 32 (32, 96, 160), more than
-# a tile of the CPU (2048, 5120). Lengths: none, below, at and above a block; a tail of an odd and an even
-# number of blocks; more than a tile.
-_SIZES = [
-    *((128, 0), (128, 1), (128, 31), (128, 32), (128, 33), (128, 128), (128, 128 + 64)),
-    *((128, 3 * 128 + 96), (128, 128 * 17 + 64), (128, 4096 + 16)),
-    *((32, 100), (32, 1024 + 100), (64, 64 * 5 + 32), (96, 96 * 3), (96, 96 + 50), (96, 96 * 25 + 50)),
-    *((160, 160 * 2 + 96 + 7), (160, 160 * 8 + 96 + 7), (192, 192 * 2 + 64), (512, 512 + 480)),
-    *((2048, 2048), (2048, 2048 * 2), (2048, 2048 + 96 + 5), (2048, 1000), (5120, 5120 + 160)),
-]
-SHAPES = [Shape(number, *size) for number, size in enumerate(_SIZES)]
-LONG_SHAPES = [Shape(0, 8224, 8224 + 160), Shape(1, 16384, 9000)]
-"""Groups that do not fit in the registers of a GPU's program."""
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else str(value)
 
 
 def subtract_quantize(shape: Shape) -> Iterator[KernelCase]:
-    """Yield calls for rows of this shape; so do the others."""
+    """Yield calls for rows of this shape, as the next four functions do."""
+    dtype, kind = shape.choose(DTYPES, (*DTYPES, None))
     for bits in ALL_BITS:
-        numel, layout = shape.numel, shape.layout(bits)
-        dtype, replica_dtype = shape.choose(DTYPES, (torch.bfloat16, None, torch.float16, torch.float32))
-        named = {"layout": layout, "clip": CLIPS[(shape.number + bits) % len(CLIPS)]}
-        main = guarded_values(make_values(numel, seed=1, dtype=dtype), offset=numel % 3)
-        replica = None if replica_dtype is None else make_values(numel, seed=2, dtype=replica_dtype)
-        out = guarded_messages(1, layout)[0]
-        yield _case(ops.subtract_quantize, main, replica=replica, out=out, **named)
+        replica = None if kind is None else make_values(shape.numel, seed=2, dtype=kind)
+        layout, clip = shape.layout(bits), CLIPS[(shape.number + bits) % len(CLIPS)]
+        named = {"replica": replica, "out": guarded_messages(1, layout)[0], "layout": layout}
+        main = shape.values(seed=1, dtype=dtype)
+        yield KernelCase(ops.subtract_quantize, main, {**named, "clip": clip})
 
 
 def dequantize_add(shape: Shape) -> Iterator[KernelCase]:
     """See subtract_quantize."""
+    accumulate, dtype, rows = shape.choose((True, False), DTYPES, (1, 3))
     for bits in ALL_BITS:
-        layout = shape.layout(bits)
-        accumulate, dtype, rows = shape.choose((True, False), DTYPES, (1, 3))
-        values = make_values(rows, shape.numel, seed=4, dtype=dtype)
-        replica = guarded_values(values, offset=shape.numel % 3)
-        messages = make_messages(rows, layout, seed=3)
-        named = {"layout": layout, "accumulate": accumulate}
-        yield _case(ops.dequantize_add, messages, replica=replica, **named)
+        messages = make_messages(rows, shape.layout(bits), seed=3, special=shape.edges)
+        named = {"replica": shape.values(rows, seed=4, dtype=dtype), "layout": shape.layout(bits)}
+        yield KernelCase(ops.dequantize_add, messages, {**named, "accumulate": accumulate})
 
 
 def hadamard_quantize(shape: Shape) -> Iterator[KernelCase]:
     """Yield calls on a transposed view: gradients lie as [parts, destinations, numel]."""
+    rounding, dtype = shape.choose(ROUNDINGS[::-1], DTYPES)
+    rounding = rounding and rounding._replace(first=32 * 3, row_stride=32 * 1000)
     for bits in ALL_BITS:
         layout = shape.layout(bits, parts=2)
-        rounding, dtype = shape.choose(ROUNDINGS[::-1], DTYPES)
-        values = make_values(2, 3, shape.numel, seed=5, dtype=dtype)
         for transform in (False, True):
-            yield _case(
-                ops.hadamard_quantize,
-                guarded_values(values, offset=shape.numel % 3).transpose(0, 1),
-                out=guarded_messages(3, layout),
-                layout=layout,
-                hadamard=transform,
-                rounding=rounding and rounding._replace(first=32 * 3, row_stride=32 * 1000),
-            )
+            values = shape.values(2, 3, seed=5, dtype=dtype).transpose(0, 1)
+            named = {"out": guarded_messages(3, layout), "layout": layout, "hadamard": transform}
+            yield KernelCase(ops.hadamard_quantize, values, {**named, "rounding": rounding})
 
 
 def dequantize_reduce_quantize(shape: Shape) -> Iterator[KernelCase]:
     """See subtract_quantize."""
-    for bits_in, bits_out in _HOPS:
-        group_size_in, count, rounding, dither = shape.choose(
-            (None, 96, 32, None, 160, 2048, 128, 512), (1, 2, 4, 16, 3, 17, 9, 0), ROUNDINGS[::-1], DITHERS
-        )
-        received = shape.layout(bits_in, parts=2, group_size=group_size_in)
-        yield _case(
-            ops.dequantize_reduce_quantize,
-            make_messages(count, received, seed=6),
-            received=received,
-            out=guarded_messages(2, shape.layout(bits_out)),
-            sent=shape.layout(bits_out),
-            rounding=rounding and rounding._replace(first=64, row_stride=32 * 777),
-            dither=dither,
-        )
+    sizes, counts = (None, 96, 32, None, 160, 2048, 128, 512), (1, 2, 4, 16, 3, 17, 9, 0)
+    received_size, count, rounding, dither = shape.choose(sizes, counts, ROUNDINGS[::-1], DITHERS)
+    rounding = rounding and rounding._replace(first=64, row_stride=32 * 777)
+    for bits_in, bits_out in HOPS:
+        received = shape.layout(bits_in, parts=2, group_size=received_size)
+        messages = make_messages(count, received, seed=6, special=shape.edges)
+        named = {"received": received, "sent": shape.layout(bits_out), "rounding": rounding, "dither": dither}
+        out = guarded_messages(2, shape.layout(bits_out))
+        yield KernelCase(ops.dequantize_reduce_quantize, messages, {"out": out, **named})
 
 
 def dequantize_reduce_hadamard(shape: Shape) -> Iterator[KernelCase]:
     """See subtract_quantize."""
+    transform, dtype, count, dither = shape.choose((True, False), DTYPES, (2, 1, 4, 3, 0, 9, 16, 33), DITHERS)
     for bits in ALL_BITS:
-        layout = shape.layout(bits)
-        transform, dtype, count, dither = shape.choose(
-            (True, False), DTYPES, (2, 1, 4, 3, 0, 9, 16, 33), DITHERS
-        )
-        poison = torch.full((shape.numel,), float("nan"), dtype=dtype)
-        yield _case(
-            ops.dequantize_reduce_hadamard,
-            make_messages(count, layout, seed=7),
-            out=guarded_values(poison, offset=shape.numel % 3),
-            layout=layout,
-            hadamard=transform,
-            multiplier=1 / 96,
-            dither=dither,
-        )
-
-
-def long_groups() -> Iterator[KernelCase]:
-    """Yield calls with groups of more values than a GPU's program holds."""
-    for long in LONG_SHAPES:
-        for bits in QUANTIZED_BITS:
-            layout, numel, sent = long.layout(bits), long.numel, guarded_messages(1, long.layout(bits))
-            written = {"out": sent, "layout": layout}
-            main = make_values(numel, seed=4)
-            for clip in CLIPS[:2]:
-                named = written | {"out": sent[0], "clip": clip}
-                yield _case(ops.subtract_quantize, main, replica=None, **named)
-            for transform in (False, True):
-                values = make_values(1, 1, numel, seed=13)
-                yield _case(ops.hadamard_quantize, values, hadamard=transform, rounding=KEY, **written)
-            received = long.layout(8, group_size=4096)
-            named = {"received": received, "out": sent, "sent": layout, "rounding": KEY, "dither": DITHER}
-            yield _case(ops.dequantize_reduce_quantize, make_messages(2, received, seed=17), **named)
-
-
-def special_values() -> Iterator[KernelCase]:
-    """Yield calls on zeros of both signs, NaN, infinities, subnormals, ties and the ends of the range."""
-    for bits in ALL_BITS:
-        for group_size in (64, 96):
-            for dtype in (torch.float32, torch.bfloat16):
-                main = make_special_values(group_size, seed=8, dtype=dtype)
-                layout = MessageLayout(numel=main.numel(), bits=bits, group_size=group_size)
-                out, replica = guarded_messages(1, layout), torch.zeros_like(main)
-                for clip in CLIPS:
-                    clipped: dict[str, Any] = {"out": out[0], "layout": layout, "clip": clip}
-                    yield _case(ops.subtract_quantize, main, replica=replica, **clipped)
-                for transform in (False, True):
-                    for rounding in ROUNDINGS:
-                        named: dict[str, Any] = {"hadamard": transform, "rounding": rounding}
-                        yield _case(ops.hadamard_quantize, main[None, None], out=out, layout=layout, **named)
-
-
-def special_scales() -> Iterator[KernelCase]:
-    """Yield calls on messages whose scales are zeros, NaN, infinities and the ends of the range."""
-    for bits in ALL_BITS:
-        for dtype in DTYPES:
-            replica = make_special_values(64, seed=9, dtype=dtype)
-            layout = MessageLayout(numel=replica.numel(), bits=bits, group_size=64)
-            messages = make_messages(3, layout, seed=10, special=True)
-            for accumulate in (False, True):
-                target: dict[str, Any] = {
-                    "replica": replica[None],
-                    "layout": layout,
-                    "accumulate": accumulate,
-                }
-                yield _case(ops.dequantize_add, messages[:1], **target)
-            for dither in DITHERS:
-                for transform, multiplier in ((False, 1.0), (True, 0.1), (True, 2.0**-12)):
-                    named: dict[str, Any] = {
-                        "hadamard": transform,
-                        "multiplier": multiplier,
-                        "dither": dither,
-                    }
-                    named |= {"out": torch.empty_like(replica), "layout": layout}
-                    yield _case(ops.dequantize_reduce_hadamard, messages, **named)
-
-
-def special_sums() -> Iterator[KernelCase]:
-    """Yield sums of messages with such scales."""
-    for bits_in, bits_out in ((8, 4), (4, 8), (32, 8), (3, 2), (2, 3)):
-        received = MessageLayout(numel=1280, bits=bits_in, group_size=32)
-        sent = MessageLayout(numel=1280, bits=bits_out, group_size=64)
-        messages = make_messages(2, received, seed=11, special=True)
-        named = {"received": received, "out": guarded_messages(1, sent), "sent": sent}
-        for rounding, dither in ((KEY, None), (DITHER, DITHER)):
-            yield _case(ops.dequantize_reduce_quantize, messages, rounding=rounding, dither=dither, **named)
+        out = guarded_values(torch.full((shape.numel,), float("nan"), dtype=dtype), offset=shape.numel % 3)
+        named = {"layout": shape.layout(bits), "hadamard": transform, "multiplier": 1 / 96, "dither": dither}
+        messages = make_messages(count, shape.layout(bits), seed=7, special=shape.edges)
+        yield KernelCase(ops.dequantize_reduce_hadamard, messages, {"out": out, **named})
 
 
 def scales_that_round_up() -> Iterator[KernelCase]:
-    """Yield groups whose scale, before it is rounded up to bf16, ends in each of the bits around 0xFFFD."""
+    """Yield groups whose scales end in all low bits around 0xFFFD before they are rounded up to bf16."""
     for bits in QUANTIZED_BITS:
         candidates = (torch.arange(1 << 22, dtype=torch.int32) + 0x40400000).view(torch.float32)
         step = candidates * torch.tensor(1.0 / (2 ** (bits - 1) - 1), dtype=torch.float32)
         low = step.view(torch.int32) & 0xFFFF
-        edges = [candidates[low == edge % 0x10000][:2] for edge in range(0xFFF8, 0x10008)]
         main = torch.zeros(32, 32)
-        main[:, 3] = torch.cat(edges)
+        main[:, 3] = torch.cat([candidates[low == edge % 0x10000][:2] for edge in range(0xFFF8, 0x10008)])
         main[:, 4] = -main[:, 3] / 3
         layout = MessageLayout(numel=1024, bits=bits, group_size=32)
-        named = {"out": guarded_messages(1, layout)[0], "layout": layout}
-        yield _case(ops.subtract_quantize, main.view(-1), replica=None, **named)
+        named = {"replica": None, "out": guarded_messages(1, layout)[0], "layout": layout}
+        yield KernelCase(ops.subtract_quantize, main.view(-1), named)
 
 
 def ends_of_random_numbers() -> Iterator[KernelCase]:
-    """Yield calls whose keys and counters are at the ends of their range."""
-    for bits in QUANTIZED_BITS:
-        layout = MessageLayout(numel=64, bits=bits, group_size=64, parts=2)
-        values, out = make_values(1, 2, 64, seed=12), guarded_messages(1, layout)
-        for k0, k1 in ((0xFFFFFFFF, 0x80000000), (0, 1)):
-            for first, row_stride in ((0, 0), ((1 << 32) - 64, (1 << 32) - 32)):
-                for dither in (False, True):
-                    key = RoundingKey(k0, k1, first, row_stride, dither=dither, sender=255)
-                    named = {"layout": layout, "hadamard": True, "rounding": key}
-                    yield _case(ops.hadamard_quantize, values, out=out, **named)
+    """Yield calls whose keys and counters are at the ends of their ranges."""
+    layout = MessageLayout(numel=64, bits=4, group_size=64, parts=2)
+    values = make_values(1, 2, 64, seed=12)
+    for k0, k1 in ((0xFFFFFFFF, 0x80000000), (0, 1)):
+        for first, row_stride in ((0, 0), ((1 << 32) - 64, (1 << 32) - 32)):
+            for dither in (False, True):
+                key = RoundingKey(k0, k1, first, row_stride, dither=dither, sender=255)
+                named = {"out": guarded_messages(1, layout), "layout": layout, "hadamard": True}
+                yield KernelCase(ops.hadamard_quantize, values, {**named, "rounding": key})
 
 
 BY_SHAPE: tuple[Callable[[Shape], Iterator[KernelCase]], ...] = (
-    subtract_quantize,
-    dequantize_add,
-    hadamard_quantize,
-    dequantize_reduce_quantize,
-    dequantize_reduce_hadamard,
+    *(subtract_quantize, dequantize_add, hadamard_quantize),
+    *(dequantize_reduce_quantize, dequantize_reduce_hadamard),
 )
-TROUBLE: tuple[Callable[[], Iterator[KernelCase]], ...] = (
-    long_groups,
-    special_values,
-    special_scales,
-    special_sums,
-    scales_that_round_up,
-    ends_of_random_numbers,
-)
+EDGE_CASES: tuple[Callable[[], Iterator[KernelCase]], ...] = (scales_that_round_up, ends_of_random_numbers)
 
 
 def all_cases() -> Iterator[KernelCase]:
@@ -293,5 +263,48 @@ def all_cases() -> Iterator[KernelCase]:
     for shape in SHAPES:
         for make in BY_SHAPE:
             yield from make(shape)
-    for make_trouble in TROUBLE:
-        yield from make_trouble()
+    for make_edges in EDGE_CASES:
+        yield from make_edges()
+
+
+def difference(
+    operator: Callable[..., None],
+    first: Tensor,
+    *,
+    backend: ops.BackendName,
+    device: torch.device = CPU,
+    **named: Any,
+) -> str | None:
+    """Describe how a back end differs from the reference on the CPU; return None if it does not.
+
+    All storage of the tensors is compared bit for bit: outputs, the bytes around them, and inputs.
+    """
+    arguments = {"first": first, **named}
+    written, layout = "out" if "out" in named else "replica", named.get("sent", named.get("layout"))
+    results = [_call(operator, arguments, "reference", CPU), _call(operator, arguments, backend, device)]
+    for name in (name for name, value in arguments.items() if isinstance(value, Tensor)):
+        expected, result = (whole(each[name]).to(CPU) for each in results)
+        if name == written and result.dtype == torch.uint8 and layout and layout.bits == FULL_PRECISION:
+            # Any NaN equals any other.
+            expected, result = expected.view(torch.float32), result.view(torch.float32)
+        different = bits_of(result) != bits_of(expected)
+        if different.any():
+            where = different.nonzero()[:8].flatten().tolist()
+            return f"{name}: {int(different.sum())} of {different.numel()} differ, first at {where}"
+        if name != written and not torch.equal(bits_of(result), bits_of(whole(arguments[name]))):
+            return f"{name} is an input and has been changed"
+    return None
+
+
+def _call(
+    operator: Callable[..., None], arguments: dict[str, Any], backend: ops.BackendName, device: torch.device
+) -> dict[str, Any]:
+    """Call the operator with copies of the arguments, and return these."""
+    copies = dict(arguments)
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            storage = whole(value).to(device, copy=True)
+            copies[name] = storage.as_strided(value.shape, value.stride(), value.storage_offset())
+    with ops.use_backend(backend):
+        operator(copies["first"], **{name: value for name, value in copies.items() if name != "first"})
+    return copies

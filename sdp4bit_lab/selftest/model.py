@@ -1,8 +1,7 @@
-"""The small GPT that the self-test trains, and batches of made-up text for it."""
+"""A small GPT for the self-test, and batches of synthetic text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -11,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from sdp4bit.collectives.topology import TopologySpec, host_name
-from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks
+from sdp4bit_lab.common.ranks import gather_over_ranks
 from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, PretrainConfig
 from sdp4bit_lab.pretrain.config.training import TrainingConfig
 from sdp4bit_lab.pretrain.data.config import DataConfig
@@ -20,8 +19,8 @@ from sdp4bit_lab.pretrain.step.parallelize import lay_out, shard_chunks
 from sdp4bit_lab.selftest.check import Context
 
 VOCABULARY, SEQUENCE, SEQUENCES = 512, 64, 4
-"""Tokens of the tokenizer and of a sequence; sequences per rank and step."""
-_STRIDES = 7
+"""Vocabulary size; tokens of a sequence; sequences per rank and step."""
+_LARGEST_STRIDE = 6
 
 
 def toy_config(context: Context) -> PretrainConfig:
@@ -37,13 +36,9 @@ def toy_config(context: Context) -> PretrainConfig:
     )
 
 
-def sharded_toy(context: Context, ranks: Ranks, *, replicas: int = 1) -> GPT:
-    """Return the GPT under FSDP2, with the same weights in every call; nothing is attached to it.
-
-    Args:
-        replicas: of the sharded model, so many (HSDP).
-    """
-    config, mesh = toy_config(context), None
+def sharded_toy(context: Context, *, replicas: int = 1) -> GPT:
+    """Return the GPT under FSDP2, or HSDP with several replicas; its weights are the same in every call."""
+    config, ranks, mesh = toy_config(context), context.ranks, None
     if replicas > 1:
         shape, names = (replicas, ranks.world_size // replicas), ("replicate", "shard")
         mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=names)
@@ -54,22 +49,20 @@ def sharded_toy(context: Context, ranks: Ranks, *, replicas: int = 1) -> GPT:
 
 
 def blocks_of(model: GPT) -> list[FSDPModule]:
-    """Return the blocks, each a parameter group of its own."""
+    """Return the blocks; each is a parameter group."""
     return [cast(FSDPModule, block) for block in model.blocks.values()]
 
 
 def batches(context: Context, *, rank: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Return inputs and targets, int64 [sequences, tokens], others on every rank: numbers in even steps."""
-    return list(_batches(context, rank=rank, count=count))
-
-
-def _batches(context: Context, *, rank: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return inputs and targets, int64 [sequences, tokens], for a rank: numbers with constant strides."""
     generator = torch.Generator().manual_seed(1000 * context.config.seed + rank)
+    result = []
     for _ in range(count):
         start = torch.randint(0, VOCABULARY, (SEQUENCES, 1), generator=generator)
-        stride = torch.randint(1, _STRIDES, (SEQUENCES, 1), generator=generator)
-        tokens = (start + stride * torch.arange(SEQUENCE + 1)) % VOCABULARY
-        yield tokens[:, :-1].to(context.device), tokens[:, 1:].to(context.device)
+        stride = torch.randint(1, _LARGEST_STRIDE + 1, (SEQUENCES, 1), generator=generator)
+        tokens = ((start + stride * torch.arange(SEQUENCE + 1)) % VOCABULARY).to(context.device)
+        result.append((tokens[:, :-1], tokens[:, 1:]))
+    return result
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -79,12 +72,11 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return loss.sum() / targets.numel()
 
 
-def topology_of(context: Context, ranks: Ranks) -> TopologySpec:
-    """Return the nodes: as given, by host name, or two halves of one host, so that something is quantized."""
-    given = context.config.parallel.ranks_per_node
+def topology_of(context: Context) -> TopologySpec:
+    """Return the given ranks per node, or hosts, or two halves of one host so that messages are quantized."""
+    given, size = context.config.parallel.ranks_per_node, context.ranks.world_size
     if given is not None:
         return given
-    hosts = {host_name()} if context.simulated_ranks else set(gather_over_ranks(host_name(), what="hosts"))
-    if len(hosts) > 1:
+    if len(set(gather_over_ranks(host_name(), what="names of the hosts"))) > 1:
         return "auto"
-    return ranks.world_size // 2 if ranks.world_size % 2 == 0 else 1
+    return size // 2 if size % 2 == 0 else 1

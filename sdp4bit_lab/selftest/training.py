@@ -1,4 +1,4 @@
-"""Twenty steps of a small GPT: plain FSDP2, without quantizers, with them, and with a replica per node."""
+"""Check that a small GPT trains as with plain FSDP2: without quantizers, with them, and with HSDP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from sdp4bit import (
     AuditConfig,
-    CommHandle,
     GradientConfig,
     SDP4BitConfig,
     TelemetryConfig,
@@ -29,25 +28,27 @@ from sdp4bit_lab.plan.memory import memory_per_rank
 from sdp4bit_lab.plan.model import gpt_groups
 from sdp4bit_lab.plan.traffic import RankGrid, group_traffic
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
-from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.model.gpt import GPT
 from sdp4bit_lab.pretrain.step.optimizer import build_optimizer
 from sdp4bit_lab.pretrain.step.parallelize import lay_out
 from sdp4bit_lab.pretrain.step.simulated_model import build_simulated_model
 from sdp4bit_lab.pretrain.step.simulated_step import SimulatedTrainingStep
-from sdp4bit_lab.selftest.check import CheckFailedError, CheckSkippedError, Context
+from sdp4bit_lab.selftest.check import Context
 from sdp4bit_lab.selftest.model import batches, loss_of, sharded_toy, topology_of, toy_config
 
 TOLERANCE = 0.003
-"""Of a loss, relative to plain FSDP2's. Rounding to 4 bits changes it by 0.0014 in 20 steps."""
+"""Relative difference of a loss from plain FSDP2's. Rounding to 4 bits changes it by 0.0014 in 20 steps."""
 GRADIENT_TOLERANCE = 0.3
-"""Of the first gradient, by the norm of the difference. A quantizer of 4 bits has an error of 0.12 on
+"""Norm of the first gradient's error over the gradient's. A quantizer of 4 bits has an error of 0.12 on
 bell-shaped values (docs/numerics.md)."""
 NORM_TOLERANCE = math.sqrt(1 + GRADIENT_TOLERANCE**2) - 1
-"""Of the gradient's norm, where ranks hold other parts of it: the error is at right angles to it."""
+"""Relative difference of the gradient's norm. HSDP's shards differ from FSDP2's, so that norms alone can be
+compared; the error is orthogonal to the gradient."""
 LEARNING_RATE = 1e-3
-_UNWATCHED = 3
-"""First steps, in which things are set up and the host may wait."""
+_WARM_UP = 3
+"""First steps, in which buffers are allocated and the host may wait."""
+_SIMULATED = ParallelConfig(simulated_ranks=4, ranks_per_node=2)
+"""Ranks that a process alone, as on one GPU, simulates."""
 _QUANTIZED = SDP4BitConfig(
     gradients=GradientConfig(min_numel=0, inside_one_node=True),
     telemetry=TelemetryConfig(interval=1),
@@ -57,118 +58,108 @@ _LOSSLESS = SDP4BitConfig(weights=WeightConfig(bits=None), gradients=None)
 _IDENTITY = replace(
     _LOSSLESS, gradients=GradientConfig(intra_bits=None, inter_bits=None, hadamard=False, min_numel=0)
 )
-"""Gradients take the whole path, without quantizers."""
+"""Gradients take the whole path without quantizers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Trained:
     losses: list[float]
     gradient: Tensor
-    """This rank's part of the first step's, in fp32."""
+    """This rank's shard of the first step's gradient, in fp32."""
     step_seconds: float
-    """Median over the steps but the first few."""
+    """Median without the warm-up."""
     stats: dict[str, Any]
     peak_bytes: int | None
-    """Largest memory that was in use; None on a CPU."""
+    """Peak of the allocated memory; None on a CPU."""
 
 
 def check_training(context: Context) -> dict[str, Any]:
-    """Return losses, times and bytes, once the losses are as they must be."""
-    if context.simulated_ranks is not None:
-        return _check_simulated(context)
+    """Return losses, times and bytes; losses and gradients are within their tolerances."""
     if context.ranks.world_size == 1:
-        raise CheckSkippedError("one rank exchanges nothing: start several, or give --simulated-ranks")
-    plain = _train(context, None)
-    lossless = _train(context, _LOSSLESS)
-    failure = None
-    if lossless.losses != plain.losses:
-        failure = CheckFailedError(
-            "without a quantizer, losses are not those of plain FSDP2 bit for bit: "
-            + _first_difference(plain, lossless),
-            case="weights in replicas of full precision",
-        )
-    context.fail_together(failure)
+        return _check_simulated(context)
+    plain, lossless = _train(context, None), _train(context, _LOSSLESS)
+    _require_losses(context, plain.losses, lossless.losses, how="sdp4bit without a quantizer", tolerance=0.0)
     size = context.ranks.world_size
-    identity = _train(context, _IDENTITY, steps=1)
-    # Two addends have one sum; more are rounded at every addition.
+    # A sum of two is exact; more addends are rounded at every addition, in another order than FSDP2's.
     exact = 0.0 if size == 2 else size * torch.finfo(torch.float32).eps
-    context.fail_together(_wrong_gradient(plain, identity, how="without a quantizer", tolerance=exact))
+    _require_gradient(context, plain, _train(context, _IDENTITY, steps=1), tolerance=exact)
     quantized = _train(context, _QUANTIZED)
-    context.fail_together(_wrong_gradient(plain, quantized, how="with sdp4bit", tolerance=GRADIENT_TOLERANCE))
-    context.fail_together(_too_different(plain.losses, quantized.losses))
+    _require_gradient(context, plain, quantized, tolerance=GRADIENT_TOLERANCE)
+    _require_losses(context, plain.losses, quantized.losses, how="sdp4bit")
     if context.is_cuda:
+        # Without the audit, which reads its result on the host.
         _train(context, replace(_QUANTIZED, audit=None), forbids_waiting=True)
     losses = {"plain": plain.losses, "sdp4bit": quantized.losses}
     replicas = _grid(context).nodes
     if replicas > 1:
         hybrid = _train(context, _QUANTIZED, replicas=replicas)
         losses["HSDP, sdp4bit"] = hybrid.losses
-        norms = _total_norm(plain.gradient), _total_norm(hybrid.gradient) / math.sqrt(replicas)
-        context.fail_together(_wrong_norm(*norms))
-        context.fail_together(_too_different(plain.losses, losses["HSDP, sdp4bit"], how="HSDP and sdp4bit"))
-    alone = _seconds_alone(context)
-    total = quantized.stats["total"]
-    findings = {
+        # Every replica has the whole gradient, so that the sum over all ranks counts it once per replica.
+        norm, hybrid_norm = _norm(plain.gradient), _norm(hybrid.gradient) / math.sqrt(replicas)
+        context.require(
+            abs(hybrid_norm - norm) <= NORM_TOLERANCE * norm,
+            f"the norm of the first gradient is {hybrid_norm:.4f} with HSDP and sdp4bit and {norm:.4f} with "
+            f"plain FSDP2: more than {100 * NORM_TOLERANCE:.1g} % apart",
+            case="step 1",
+        )
+        _require_losses(context, plain.losses, hybrid.losses, how="HSDP and sdp4bit")
+    total, ratio = quantized.stats["total"], quantized.stats["compression_ratio"]
+    last = ", ".join(f"{name} {values[-1]:.4f}" for name, values in losses.items())
+    context.say(f"      losses after {context.config.steps} steps: {last}")
+    context.say(
+        f"      {format_bytes(total['inter_bytes'])} inter-node, {ratio:.2f}x fewer than plain FSDP2; "
+        "replicas equal on all ranks after every step"
+    )
+    seconds = {
+        "alone": _seconds_alone(context),
+        "plain": plain.step_seconds,
+        "sdp4bit": quantized.step_seconds,
+    }
+    return {
         "losses": losses,
-        "step_seconds": {"alone": alone, "plain": plain.step_seconds, "sdp4bit": quantized.step_seconds},
+        "step_seconds": seconds,
         "bytes": total,
-        "compression_ratio": quantized.stats["compression_ratio"],
+        "compression_ratio": ratio,
         "peak_bytes": {"plain": plain.peak_bytes, "sdp4bit": quantized.peak_bytes},
         "planned_bytes": _planned_bytes(context),
         "audits": context.config.steps,
     }
-    last = ", ".join(f"{name} {values[-1]:.4f}" for name, values in losses.items())
-    context.say(f"      losses after {context.config.steps} steps: {last}")
-    context.say(
-        f"      {format_bytes(total['inter_bytes'])} inter-node in all, "
-        f"{quantized.stats['compression_ratio']:.2f}x fewer; replicas equal on all ranks after every step"
-    )
-    return findings
 
 
-def _too_different(
-    plain: Sequence[float], quantized: Sequence[float], *, how: str = "sdp4bit"
-) -> CheckFailedError | None:
-    for step, (expected, found) in enumerate(zip(plain, quantized, strict=True), start=1):
-        if not abs(found - expected) <= TOLERANCE * expected:
-            return CheckFailedError(
-                f"the loss of step {step} is {found:.4f} with {how} and {expected:.4f} with plain FSDP2: "
-                f"{100 * (found / expected - 1):+.1f} %, more than {100 * TOLERANCE:.0f} %",
-                case=f"step {step}",
-            )
-    return None
+def _require_losses(
+    context: Context,
+    plain: Sequence[float],
+    quantized: Sequence[float],
+    *,
+    how: str,
+    tolerance: float = TOLERANCE,
+) -> None:
+    for step, (expected, loss) in enumerate(zip(plain, quantized, strict=True), start=1):
+        context.require(
+            abs(loss - expected) <= tolerance * expected,
+            f"the loss of step {step} is {loss:.7g} with {how} and {expected:.7g} with plain FSDP2: "
+            f"{100 * (loss / expected - 1):+.2g} %, more than {100 * tolerance:.1g} %",
+            case=f"step {step}",
+        )
 
 
-def _wrong_gradient(
-    plain: _Trained, found: _Trained, *, how: str, tolerance: float
-) -> CheckFailedError | None:
-    error, norm = _total_norm(found.gradient - plain.gradient), _total_norm(plain.gradient)
-    if error <= tolerance * norm:
-        return None
-    return CheckFailedError(
-        f"the first gradient {how} differs from that of plain FSDP2 by {error / norm:.2g} of its norm, more "
-        f"than {tolerance:.2g}",
+def _require_gradient(context: Context, plain: _Trained, other: _Trained, *, tolerance: float) -> None:
+    error, norm = _norm(other.gradient - plain.gradient), _norm(plain.gradient)
+    context.require(
+        error <= tolerance * norm,
+        f"the first gradient differs from that of plain FSDP2 by {error / norm:.2g} of its norm, more than "
+        f"{tolerance:.2g}",
         case="step 1",
     )
 
 
-def _wrong_norm(plain: float, hybrid: float) -> CheckFailedError | None:
-    if abs(hybrid - plain) <= NORM_TOLERANCE * plain:
-        return None
-    return CheckFailedError(
-        f"the first gradient's norm is {hybrid:.4f} with HSDP and sdp4bit and {plain:.4f} with plain FSDP2: "
-        f"more than {100 * NORM_TOLERANCE:.0f} % apart",
-        case="step 1",
-    )
-
-
-def _total_norm(part: Tensor) -> float:
-    """Return the norm of a vector of which every rank has a part; called by all."""
-    return math.sqrt(sum(gather_over_ranks(part.double().square().sum().item(), what="norms")))
+def _norm(shard: Tensor) -> float:
+    """Return the norm of a vector from its shards; all ranks call this."""
+    return math.sqrt(sum(gather_over_ranks(shard.double().square().sum().item(), what="norms")))
 
 
 def _planned_bytes(context: Context) -> int:
-    """Return what the planner reckons with for the quantized run, activations left out."""
+    """Return the planner's memory of the quantized run, without activations."""
     config, grid = toy_config(context), _grid(context)
     groups = gpt_groups(config.model_shape)
     traffic = [group_traffic(group, grid=grid, config=_QUANTIZED) for group in groups]
@@ -176,15 +167,9 @@ def _planned_bytes(context: Context) -> int:
 
 
 def _grid(context: Context) -> RankGrid:
-    topology = topology_of(context, context.ranks)
+    topology = topology_of(context)
     per_node = topology if isinstance(topology, int) else context.ranks.local_world_size
     return RankGrid(nodes=context.ranks.world_size // per_node, ranks_per_node=per_node)
-
-
-def _first_difference(one: _Trained, other: _Trained) -> str:
-    pairs = enumerate(zip(one.losses, other.losses, strict=True), start=1)
-    step, (left, right) = next((step, pair) for step, pair in pairs if pair[0] != pair[1])
-    return f"step {step} has {right!r} instead of {left!r}"
 
 
 def _train(
@@ -195,54 +180,59 @@ def _train(
     forbids_waiting: bool = False,
     replicas: int = 1,
 ) -> _Trained:
-    ranks = context.ranks
-    model = sharded_toy(context, ranks, replicas=replicas)
-    handle: CommHandle | None = None
+    """Train under FSDP2, or HSDP with several replicas; with `config`, under sdp4bit."""
+    model = sharded_toy(context, replicas=replicas)
+    handle = None
     if config is not None:
-        handle = quantize_communication(model, topology=topology_of(context, ranks), config=config)
+        handle = quantize_communication(model, topology=topology_of(context), config=config)
     if context.is_cuda:
         torch.cuda.reset_peak_memory_stats(context.device)
-    losses, seconds = [], []
-    data = batches(context, rank=ranks.rank, count=steps or context.config.steps)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     gradients: list[Tensor] = []
 
     def keep_first(*_: object) -> None:
         if not gradients:
-            gradients.append(_local_gradient(model))
+            shards = [cast(DTensor, p.grad).to_local() for p in model.parameters() if p.grad is not None]
+            gradients.append(torch.cat([shard.flatten().float() for shard in shards]))
 
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     optimizer.register_step_pre_hook(keep_first)
-    for step, batch in enumerate(data):
-        context.synchronize()
-        start = time.perf_counter()
-        with _no_waiting(forbids_waiting and step >= _UNWATCHED):
-            losses.append(_step(model, optimizer, batch))
-        context.synchronize()
-        seconds.append(time.perf_counter() - start)
+    count = steps or context.config.steps
+    losses, seconds = _timed_steps(context, model, optimizer, steps=count, forbids_waiting=forbids_waiting)
     stats: dict[str, Any] = {}
     if handle is not None:
         stats = dict(handle.stats())
         handle.remove()
     return _Trained(
-        losses=[loss.item() for loss in losses],
+        losses=losses,
         gradient=gradients[0],
-        step_seconds=_usual(seconds),
+        step_seconds=seconds,
         stats=stats,
         peak_bytes=torch.cuda.max_memory_allocated(context.device) if context.is_cuda else None,
     )
 
 
-def _local_gradient(model: nn.Module) -> Tensor:
-    parts = [cast(DTensor, param.grad).to_local() for param in model.parameters() if param.grad is not None]
-    return torch.cat([part.flatten().float() for part in parts])
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> Tensor:
-    loss = loss_of(model, batch)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+def _timed_steps(
+    context: Context,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: int,
+    forbids_waiting: bool = False,
+) -> tuple[list[float], float]:
+    """Return the losses, and the median of the seconds per step without the warm-up."""
+    losses, seconds = [], []
+    for step, batch in enumerate(batches(context, rank=context.ranks.rank, count=steps)):
+        context.synchronize()
+        start = time.perf_counter()
+        with _no_waiting(forbids_waiting and step >= _WARM_UP):
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        context.synchronize()
+        seconds.append(time.perf_counter() - start)
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses], statistics.median(seconds[_WARM_UP:] or seconds)
 
 
 @contextmanager
@@ -260,53 +250,34 @@ def _no_waiting(is_forbidden: bool) -> Iterator[None]:
 
 
 def _seconds_alone(context: Context) -> float:
-    """Return the time of a step of the whole model on this rank, without FSDP2 and exchanges."""
+    """Return the seconds of a step of the whole model on this rank, without FSDP2 and exchanges."""
     config = toy_config(context)
-    model = GPT(config.model_shape, compute_dtype=sharded_toy(context, context.ranks).compute_dtype)
+    model = GPT(config.model_shape, compute_dtype=sharded_toy(context).compute_dtype)
     model.reset_parameters(seed=config.seed)
     model.to(context.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    seconds = []
-    for batch in batches(context, rank=context.ranks.rank, count=context.config.steps):
-        context.synchronize()
-        start = time.perf_counter()
-        _step(model, optimizer, batch)
-        context.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return _usual(seconds)
-
-
-def _usual(seconds: Sequence[float]) -> float:
-    return statistics.median(seconds[_UNWATCHED:] or seconds)
+    return _timed_steps(context, model, optimizer, steps=context.config.steps)[1]
 
 
 def _check_simulated(context: Context) -> dict[str, Any]:
-    """Train as many ranks would, one after another, with the kernels of this device and without transfers."""
+    """Train as several ranks would, one after another, with the kernels of this device and no transfers."""
     plain, quantized = (_train_simulated(context, strategy) for strategy in ("baseline", "sdp4bit"))
-    context.fail_together(_too_different(plain, quantized))
+    _require_losses(context, plain, quantized, how="sdp4bit")
+    ranks = _SIMULATED.simulated_ranks
     context.say(
-        f"      losses of plain FSDP2 and sdp4bit after {context.config.steps} steps of "
-        f"{context.simulated_ranks} simulated ranks: {plain[-1]:.4f} and {quantized[-1]:.4f}"
+        f"      losses after {context.config.steps} steps of {ranks} simulated ranks: plain {plain[-1]:.4f}, "
+        f"sdp4bit {quantized[-1]:.4f}"
     )
-    return {"losses": {"plain": plain, "sdp4bit": quantized}, "simulated_ranks": context.simulated_ranks}
+    return {"losses": {"plain": plain, "sdp4bit": quantized}, "simulated_ranks": ranks}
 
 
 def _train_simulated(context: Context, strategy: Any) -> list[float]:
-    size = context.simulated_ranks
-    assert size is not None
-    per_node = context.config.parallel.ranks_per_node
-    config: PretrainConfig = replace(
-        toy_config(context),
-        strategy=strategy,
-        parallel=ParallelConfig(simulated_ranks=size, ranks_per_node=per_node),
-    )
+    config = replace(toy_config(context), strategy=strategy, parallel=_SIMULATED)
     model = build_simulated_model(config, layout=lay_out(config, ranks=context.ranks))
     optimizer = build_optimizer(model.parameters(), config=config.optimizer, learning_rate=LEARNING_RATE)
     step = SimulatedTrainingStep(model=model, optimizer=optimizer, config=config)
-    of_ranks = [batches(context, rank=rank, count=context.config.steps) for rank in range(size)]
-    losses = []
-    for number in range(context.config.steps):
-        outcome = step.run([data[number] for data in of_ranks])
-        losses.append(outcome.loss_sum / outcome.tokens)
+    steps = context.config.steps
+    data = [batches(context, rank=rank, count=steps) for rank in range(model.data_parallel_size)]
+    outcomes = [step.run(list(batch)) for batch in zip(*data, strict=True)]
     model.communication.remove()
-    return losses
+    return [outcome.loss_sum / outcome.tokens for outcome in outcomes]

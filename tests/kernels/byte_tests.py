@@ -11,8 +11,14 @@ import torch
 from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit_lab.selftest.kernel_buffers import difference, guarded_messages
-from sdp4bit_lab.selftest.kernel_cases import BY_SHAPE, TROUBLE, KernelCase, Shape
+from sdp4bit_lab.selftest.kernel_cases import (
+    BY_SHAPE,
+    EDGE_CASES,
+    KernelCase,
+    Shape,
+    difference,
+    guarded_messages,
+)
 
 
 def compare(*args: Any, **named: Any) -> None:
@@ -42,8 +48,8 @@ class ByteTests:
         for case in make(shape):
             self.compare(case.operator, case.first, **case.named)
 
-    @pytest.mark.parametrize("make", TROUBLE, ids=_name)
-    def test_trouble(self, make: Callable[[], Iterator[KernelCase]]) -> None:
+    @pytest.mark.parametrize("make", EDGE_CASES, ids=_name)
+    def test_edge_cases(self, make: Callable[[], Iterator[KernelCase]]) -> None:
         for case in make():
             self.compare(case.operator, case.first, **case.named)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from sdp4bit.config import LEAST_CLIP, QUANTIZED_BITS
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import RoundingKey
-from sdp4bit_lab.selftest.kernel_buffers import (
+from sdp4bit_lab.selftest.kernel_cases import (
     DTYPES,
     guarded_messages,
     guarded_values,

@@ -1,4 +1,4 @@
-"""Does it pay on this machine? Measured links and kernels, and the planner's bytes of a real model."""
+"""Recommend sdp4bit or not for this cluster, from measured bandwidths and the planner's bytes of a model."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from sdp4bit_lab.selftest.check import CheckSkippedError, Context
 
 MODEL: CardName = "1.3B"
 _MEGABYTES, _ROUNDS = 8.0, 3
-_PAYS = 1.1
-"""Times that the exchange must become shorter by to be worth a word."""
+_LEAST_GAIN = 1.1
+"""Ratio of the exchange times for which sdp4bit is recommended."""
 
 
-def check_verdict(context: Context) -> dict[str, Any]:
-    """Return the seconds that the exchanges of a step of a 1.3B model would take here, and a sentence."""
-    if context.simulated_ranks is not None or context.ranks.world_size == 1:
-        raise CheckSkippedError("there is no network between simulated ranks, or for one")
+def check_recommendation(context: Context) -> dict[str, Any]:
+    """Return the seconds of a step's exchanges of a 1.3B model, and a recommendation."""
+    if context.ranks.world_size == 1:
+        raise CheckSkippedError("one rank exchanges nothing")
     parallel = context.config.parallel
     probed = measure(
         ProbeConfig(megabytes=_MEGABYTES, rounds=_ROUNDS, parallel=parallel), ranks=context.ranks
     )
     if probed["inter_bandwidth"] is None:
         raise CheckSkippedError(
-            "all ranks are on one node, where nothing is quantized unless asked for; --ranks-per-node lets "
-            "one host stand for several"
+            "all ranks are on one node, where nothing is quantized by default; --ranks-per-node splits a "
+            "host into nodes"
         )
     cluster = Cluster(
         name=probed["name"],
         nodes=probed["nodes"],
         devices_per_node=probed["devices_per_node"],
         inter_bandwidth=probed["inter_bandwidth"],
-        # Not used where a node has one device.
+        # Unused if a node has one device.
         intra_bandwidth=probed["intra_bandwidth"] or probed["inter_bandwidth"],
         latency=probed["latency"],
         quantization_bandwidth=probed["quantization_bandwidth"],
@@ -58,19 +58,18 @@ def check_verdict(context: Context) -> dict[str, Any]:
         "model": MODEL,
         "exchange_seconds": {"fp32 gradients": plain, "bf16 gradients": bf16, "sdp4bit": ours},
         "kernel_seconds": kernels,
-        "verdict": sentence(plain=plain, bf16=bf16, exchange=ours, kernels=kernels),
+        "recommendation": recommendation(plain=plain, bf16=bf16, exchange=ours, kernels=kernels),
     }
 
 
-def sentence(*, plain: float, bf16: float, exchange: float, kernels: float) -> str:
-    """Return whether it pays, from seconds of a step's exchanges with each way to communicate."""
+def recommendation(*, plain: float, bf16: float, exchange: float, kernels: float) -> str:
+    """Return a recommendation from the seconds of a step's exchanges with each way to communicate."""
     ours = exchange + kernels
     gain = bf16 / ours
     text = (
-        f"here, exchanges of a {MODEL} model would take {plain:.2f} s a step with fp32 gradients, "
+        f"here, the exchanges of a {MODEL} model would take {plain:.2f} s per step with fp32 gradients, "
         f"{bf16:.2f} s with bf16 gradients, {ours:.2f} s with sdp4bit ({kernels:.2f} s of it kernels): "
     )
-    if gain < _PAYS:
+    if gain < _LEAST_GAIN:
         return text + "it does not pay"
-    times = f"{plain / ours:.1f} and {gain:.1f} times less"
-    return text + f"it pays where they do not hide behind computation ({times})"
+    return text + f"it pays unless computation hides them ({plain / ours:.1f} and {gain:.1f} times shorter)"
