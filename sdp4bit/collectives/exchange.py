@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -215,16 +215,28 @@ def reduce_scatter_dense(
 Use = Literal["send", "receive"]
 
 
-class MessageExchange(Protocol):
-    """The all-to-alls of one rank, among the ranks of its node and among those with its local rank."""
+class GroupExchange:
+    """The all-to-alls of one rank, among the ranks of its node and among those with its local rank.
+
+    Simulated ranks overwrite both methods.
+    """
+
+    def __init__(self, topology: Topology, scratch: Scratch) -> None:
+        self._topology = topology
+        self._scratch = scratch
 
     def messages(self, level: Level, use: Use, index: int, *, nbytes: int, device: torch.device) -> Tensor:
         """Return uint8 [ranks of the level, nbytes], to be filled and sent, or to be received into.
 
+        Slices take turns, and reductions that follow each other on a stream share the memory.
+
         Args:
-            index: tells the messages of slices apart that are under way at once.
+            index: of the slice, among those whose messages are under way at once.
         """
-        ...
+        topology = self._topology
+        count = topology.ranks_per_node if level == "intra" else topology.nodes
+        turn = index % SLICES_UNDER_WAY
+        return self._scratch.messages(f"{level} {use} {turn}", count, nbytes, device=device)
 
     def start(
         self, received: Tensor, sent: Tensor, *, level: Level, index: int, overlaps: bool, what: str
@@ -235,27 +247,6 @@ class MessageExchange(Protocol):
             overlaps: whether other work is issued before it is waited for.
             what: is exchanged, for errors.
         """
-        ...
-
-
-class GroupExchange:
-    """Messages between processes, through the process groups of a topology."""
-
-    def __init__(self, topology: Topology, scratch: Scratch) -> None:
-        self._topology = topology
-        self._scratch = scratch
-
-    def messages(self, level: Level, use: Use, index: int, *, nbytes: int, device: torch.device) -> Tensor:
-        """See MessageExchange; slices take turns, and reductions that follow each other share the memory."""
-        topology = self._topology
-        count = topology.ranks_per_node if level == "intra" else topology.nodes
-        turn = index % SLICES_UNDER_WAY
-        return self._scratch.messages(f"{level} {use} {turn}", count, nbytes, device=device)
-
-    def start(
-        self, received: Tensor, sent: Tensor, *, level: Level, index: int, overlaps: bool, what: str
-    ) -> PendingExchange:
-        """See MessageExchange."""
         group = self._topology.intra if level == "intra" else self._topology.inter
         assert group is not None
         return start_all_to_all(received, sent, group, overlaps=overlaps, tag=index, what=what)

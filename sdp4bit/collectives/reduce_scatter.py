@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.collectives.errors import PLACES
-from sdp4bit.collectives.exchange import GroupExchange, MessageExchange, PendingExchange, Use
+from sdp4bit.collectives.exchange import GroupExchange, PendingExchange, Use
 from sdp4bit.collectives.pipeline import group_unit, slice_places
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import WHOLE, Section, split_messages, whole_row
@@ -125,7 +125,7 @@ class QuantizedReduceScatter:
         traffic: TrafficCounter,
         scratch: Scratch,
         rank_step: int = 1,
-        exchange: MessageExchange | None = None,
+        exchange: GroupExchange | None = None,
         name: str = "",
     ) -> None:
         """Prepare; nothing is sent.
@@ -449,7 +449,11 @@ class ReductionSlice:
                 part.finish()
 
     def _start(self, hop: Hop, sent: Tensor, layout: JointLayout, rounding: list[RoundingKey | None]) -> None:
-        """Start the all-to-all of a hop; the next step reads what comes."""
+        """Start the all-to-all of a hop.
+
+        On CUDA it runs on the communicator's stream if other work overlaps it, else on the current one. Both
+        buffers belong to the scratch of the current stream, whose next use is ordered behind the wait.
+        """
         reduction = self._reduction
         self._layout, self._sent_by = layout, rounding
         self._received = self._buffer(hop, "receive", layout)

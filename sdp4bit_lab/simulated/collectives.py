@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.collectives.all_reduce import PieceQuantizer, sections_of
-from sdp4bit.collectives.exchange import PendingExchange, Use
+from sdp4bit.collectives.exchange import GroupExchange, PendingExchange, Use
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, ReductionSlice, RowPart
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section, split_messages, whole_row
@@ -26,7 +26,7 @@ def simulated_layout(ranks: int, *, ranks_per_node: int) -> NodeLayout:
     return arrange(range(ranks), [rank // ranks_per_node for rank in range(ranks)])
 
 
-class SimulatedExchange:
+class SimulatedExchange(GroupExchange):
     """The all-to-alls of one simulated rank: what one rank sends and another receives is one piece of memory.
 
     The ranks of a node exchange in a matrix [receiver, sender, nbytes], which the next node uses after them;
@@ -34,12 +34,11 @@ class SimulatedExchange:
     """
 
     def __init__(self, topology: Topology, scratch: Scratch, *, bucket: int) -> None:
-        self._topology = topology
-        self._scratch = scratch
+        super().__init__(topology, scratch)
         self._bucket = bucket
 
     def messages(self, level: Level, use: Use, index: int, *, nbytes: int, device: torch.device) -> Tensor:
-        """See MessageExchange."""
+        """See GroupExchange."""
         topology = self._topology
         if level == "intra":
             size, me, where = topology.ranks_per_node, topology.local_rank, ""

@@ -63,41 +63,6 @@ def test_every_rank_gets_its_row_exactly(nodes: int, per_node: int) -> None:
         run_ranks(reduce_integers, nodes * per_node, nodes, per_node, chunks)
 
 
-def reduce_floats(nodes: int, per_node: int) -> None:
-    """Unquantized sums are as exact as any fp32 summation: within (ranks - 1) * 2**-24 * sum |x|."""
-    world, rank, numel = nodes * per_node, dist.get_rank(), 777
-    _, reduce_scatter, _ = make(nodes, per_node, EXACT)
-    inputs = [torch.randn(world, numel, generator=torch.Generator().manual_seed(r)) for r in range(world)]
-    output = torch.empty(numel)
-    reduce_scatter(output, inputs[rank].reshape(-1), call=0, multiplier=0.25)
-    rows = torch.stack(inputs)[:, rank].double()
-    bound = (world - 1) * 2**-24 * rows.abs().sum(0) * 0.25
-    assert ((output - rows.sum(0) * 0.25).abs() <= bound * (1 + 1e-6)).all()
-
-
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2)])
-def test_unquantized_sums_keep_the_error_bound_of_fp32(nodes: int, per_node: int) -> None:
-    run_ranks(reduce_floats, nodes * per_node, nodes, per_node)
-
-
-def reduce_with_slices(config: GradientConfig) -> torch.Tensor:
-    """Return the result, which does not depend on the number of slices, nor on the buffers' history."""
-    rows = torch.randn(4 * 3001, generator=torch.Generator().manual_seed(dist.get_rank()))
-    results = []
-    for chunks in (1, 2, 5, 1000):
-        _, reduce_scatter, _ = make(2, 2, replace(config, pipeline_chunks=chunks))
-        output = torch.empty(3001)
-        for call in (4, 3):
-            reduce_scatter(output, rows, call=call)
-        results.append(output)
-    assert all(torch.equal(results[0], result) for result in results[1:])
-    return results[0]
-
-
-def test_slicing_changes_no_bit_for_unequal_group_sizes() -> None:
-    run_ranks(reduce_with_slices, 4, GradientConfig(intra_group_size=96, inter_group_size=256))
-
-
 def bytes_of_messages(chunks: int) -> int:
     scratch, layout = Scratch(), simulated_layout(4, ranks_per_node=2)
     reduce_scatter = QuantizedReduceScatter(
