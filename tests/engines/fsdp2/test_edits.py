@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from sdp4bit import SDP4BitConfig, WeightConfig, quantize_communication
+from sdp4bit import SDP4BitConfig, quantize_communication
 from sdp4bit.quantization.layout import MessageLayout
 from tests import ROOT, mutations
 from tests.engines.fsdp2 import weight_edits
@@ -326,39 +326,6 @@ def test_what_steps_change_does_not_depend_on_the_optimizer_of_one_rank() -> Non
         assert_close_to_plain(scenario, checks=checks, harmless=[mutations.TWICE])
 
 
-def resuming(replica: str) -> None:
-    """A state saved while a frozen part was edited, and one saved in a transition, continue bit for bit."""
-    config = replace(QUANTIZED, weights=WeightConfig(replica=replica))
-    for thaw in (False, True):
-        runs = []
-        for resumed in (False, True):
-            run = Run(build(), config)
-            run.model.blocks.requires_grad_(False)
-            run.model.blocks[1].fc2.requires_grad_(True)
-            run.train(2)
-            if thaw:
-                run.model.reshard()
-                run.model.blocks[1].fc1.requires_grad_(True)
-                run.train(1)
-            if resumed:
-                state = run.comm.state_dict()
-                run.comm.load_state_dict(state)
-            runs.append(run.train(2).finish())
-        assert runs[0] == runs[1], thaw
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_frozen_parts_resume_bit_for_bit() -> None:
-    resuming("node")
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_frozen_parts_resume_bit_for_bit_from_a_full_replica() -> None:
-    resuming("full")
-
-
 # -- the ways that users know -------------------------------------------------------------------------
 
 
@@ -375,17 +342,6 @@ def merged(ranks: list[dict[str, list[str]]]) -> dict[str, list[str]]:
     }
 
 
-VARIANTS = (
-    *("averaged_model_foreach", "averages_as_local_tensors", "foreach_lerp", "foreach_operations"),
-    *("hard_target_update", "sharpness_aware_restored", "clipping_of_one_parameter", "step_by_hand"),
-    *("pruning_mask_on_local_tensors", "numpy_views", "set_state_dict_from_host", "soft_target_update"),
-    *("weight_clipping", "data_of_parameters", "local_tensors_of_detached", "step_by_hand_on_local_tensors"),
-    *("load_state_dict_of_a_part", "set_full_state_dict", "pruned_modules", "data_of_local_tensors"),
-    "detached_parameters",
-)
-"""Ways that change weights as another one does; the slow tests have them."""
-
-
 @pytest.fixture(scope="module")
 def faults(request: pytest.FixtureRequest) -> dict[str, list[str]]:
     """Return the faults of the ways that are tested this time."""
@@ -393,9 +349,7 @@ def faults(request: pytest.FixtureRequest) -> dict[str, list[str]]:
     return merged(run_ranks(find_faults, 2, sorted(names), 1, ("4 bits",), timeout=280))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in VARIANTS else []) for n in WAYS]
-)
+@pytest.mark.parametrize("name", WAYS)
 def test_edits_are_followed_as_by_plain_fsdp2(faults: dict[str, list[str]], name: str) -> None:
     assert not faults[name], "\n".join(faults[name])
 
@@ -408,7 +362,7 @@ def test_edits_are_followed_bit_for_bit(method: str) -> None:
 
 
 def test_edits_are_followed_with_the_decision_that_a_gpu_takes() -> None:
-    names = ["averages_copied_in_and_out", "soft_target_update", "sharpness_aware_restored"]
+    names = ["averages_copied_in_and_out", "soft_target_update", "sharpness_aware_subtracted"]
     assert merged(run_ranks(find_faults, 2, names, 1, ("on a GPU",))) == {name: [] for name in names}
 
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -169,39 +166,6 @@ def test_groups_on_hybrid_meshes_of_one_record_all_reduce_for_themselves() -> No
     hybrid = [g.group for g in groups_of(run) if g.group.is_hybrid]
     run.comm.remove()
     assert [group.comms.replicas for group in hybrid] == [mesh.get_group("replicate")] * 2
-
-
-@pytest.mark.slow
-def test_a_resume_from_a_checkpoint_repeats_the_run_bit_for_bit(tmp_path: Path) -> None:
-    whole = run_ranks(train_and_save, 4, str(tmp_path), timeout=LIMIT)
-    assert run_ranks(resume, 4, str(tmp_path), timeout=LIMIT) == whole
-
-
-def checkpoint_of(run: Run) -> dict[str, Any]:
-    model, optimizer = get_state_dict(run.model, run.optimizer)
-    return {"model": model, "optimizer": optimizer}
-
-
-def train_and_save(folder: str) -> list[float]:
-    run = MoERun(QUANTIZED, ACROSS).train(2)
-    dcp.save({**checkpoint_of(run), "comm": run.comm}, checkpoint_id=folder)
-    return run.train(2).finish()[2:]
-
-
-def resume(folder: str) -> list[float]:
-    run = MoERun(QUANTIZED, ACROSS)
-    state = checkpoint_of(run)
-    dcp.load({**state, "comm": run.comm}, checkpoint_id=folder)
-    set_state_dict(
-        run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
-    for _ in range(2):
-        next(run.data)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "sdp4bit:")
-        losses = run.train(2).finish()
-    assert [group.full_refreshes for group in groups_of(run)] == [0] * 5
-    return losses
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,30 +17,21 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import prune
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 from tests.engines.fsdp2.edited_runs import EditedRun, way
 from tests.toy import POLICY, SEQUENCE, VOCABULARY, ToyGPT, adamw, batches, build, data_mesh, shard
 
 
-def train_with_average(run: EditedRun, average: AveragedModel) -> None:
+@way()
+def averaged_model(run: EditedRun) -> None:
+    average = AveragedModel(ToyGPT())
     averaged = run.another(shard(average.module))
     for _ in range(3):
         run.train(1)
         average.update_parameters(run.model)
         averaged.evaluate()
     run.model.load_state_dict(average.module.state_dict())
-
-
-@way()
-def averaged_model(run: EditedRun) -> None:
-    train_with_average(run, AveragedModel(ToyGPT()))
-
-
-@way()
-def averaged_model_foreach(run: EditedRun) -> None:
-    train_with_average(run, AveragedModel(ToyGPT(), multi_avg_fn=get_ema_multi_avg_fn(0.5)))
 
 
 class Normed(nn.Module):
@@ -94,43 +84,12 @@ def averages_copied_in_and_out(run: EditedRun) -> None:
 
 
 @way()
-def averages_as_local_tensors(run: EditedRun) -> None:
-    averages = [parameter.to_local().detach() * 0.9 for parameter in run.params]
-    for average, parameter in zip(averages, run.params, strict=True):
-        stored = parameter.to_local().detach().clone()
-        parameter.to_local().copy_(average)
-        average.copy_(stored)
-    run.evaluate()
-    for average, parameter in zip(averages, run.params, strict=True):
-        parameter.to_local().data.copy_(average)
-
-
-@way()
 def lerp(run: EditedRun) -> None:
     for parameter in run.params:
         parameter.lerp_(torch.zeros_like(parameter), 0.25)
 
 
-@way()
-def foreach_lerp(run: EditedRun) -> None:
-    torch._foreach_lerp_(run.params, [torch.zeros_like(p) for p in run.params], 0.25)
-
-
 # -- target networks: roots of their own that no optimizer steps --------------------------------------
-
-
-@way()
-def hard_target_update(run: EditedRun) -> None:
-    target = run.another(build())
-    target.evaluate()
-    for _ in range(2):
-        run.train(1)
-        for goal, source in zip(target.params, run.params, strict=True):
-            goal.data.copy_(source.data)
-        target.evaluate()
-    run.train(1)
-    target.model.load_state_dict(run.model.state_dict())
-    target.evaluate()
 
 
 @way()
@@ -163,35 +122,6 @@ def sharpness_aware_subtracted(run: EditedRun) -> None:
 
 
 @way()
-def sharpness_aware_restored(run: EditedRun) -> None:
-    for _ in range(2):
-        run.backward()
-        stored = [parameter.data.clone() for parameter in run.params]
-        for parameter, perturbation in zip(run.params, perturbations(run), strict=True):
-            parameter.add_(perturbation)
-        run.optimizer.zero_grad()
-        run.backward()
-        for parameter, kept in zip(run.params, stored, strict=True):
-            parameter.data.copy_(kept)
-        run.step()
-
-
-@way()
-def weight_clipping(run: EditedRun) -> None:
-    for _ in range(2):
-        run.train(1)
-        for parameter in run.params:
-            parameter.data.clamp_(-0.05, 0.05)
-
-
-@way()
-def clipping_of_one_parameter(run: EditedRun) -> None:
-    for _ in range(2):
-        run.train(1)
-        run.model.head.weight.clamp_(-0.02, 0.02)
-
-
-@way()
 def weight_decay_by_hand(run: EditedRun) -> None:
     for _ in range(2):
         run.train(1)
@@ -205,15 +135,6 @@ def step_by_hand(run: EditedRun) -> None:
         run.backward()
         for parameter in run.params:
             parameter.data.add_(parameter.grad.data, alpha=-0.3)
-        run.optimizer.zero_grad()
-
-
-@way()
-def step_by_hand_on_local_tensors(run: EditedRun) -> None:
-    for _ in range(2):
-        run.backward()
-        for parameter in run.params:
-            parameter.to_local().sub_(parameter.grad.to_local() * 0.3)
         run.optimizer.zero_grad()
 
 
@@ -245,28 +166,6 @@ def pruning_mask(run: EditedRun) -> None:
             parameter.data.mul_(mask)
         run.evaluate()
         run.train(1)
-
-
-@way()
-def pruning_mask_on_local_tensors(run: EditedRun) -> None:
-    for parameter in run.params:
-        parameter.to_local().data[mask_of(parameter) == 0] = 0
-
-
-def pruned() -> nn.Module:
-    torch.manual_seed(0)
-    model = ToyGPT()
-    for block in model.blocks:
-        prune.l1_unstructured(block.fc1, "weight", amount=0.3)
-    return shard(model)
-
-
-@way(pruned)
-def pruned_modules(run: EditedRun) -> None:
-    for block in run.model.blocks:
-        block.fc1.weight_orig.data.mul_(0.5)
-        block.fc1.weight_mask.zero_()
-    run.evaluate()
 
 
 class Adapted(nn.Module):
@@ -340,36 +239,16 @@ def tied_weights(run: EditedRun) -> None:
     run.model.embed.weight.to_local().data.mul_(0.5)
 
 
-def register_halving(name: str, memory_of: Callable[[DTensor], Tensor]) -> None:
-    def halve(run: EditedRun) -> None:
-        for parameter in run.params:
-            memory_of(parameter).mul_(0.5)
-
-    halve.__name__ = name
-    way()(halve)
-
-
-for _name, _memory_of in {
-    "data_of_parameters": lambda p: p.data,
-    "detached_parameters": lambda p: p.detach(),
-    "local_tensors": lambda p: p.to_local(),
-    "data_of_local_tensors": lambda p: p.to_local().data,
-    "local_tensors_of_detached": lambda p: p.detach().to_local(),
-}.items():
-    register_halving(_name, _memory_of)
+@way()
+def local_tensors(run: EditedRun) -> None:
+    for parameter in run.params:
+        parameter.to_local().mul_(0.5)
 
 
 @way()
 def data_assigned(run: EditedRun) -> None:
     for parameter in run.params:
         parameter.data = parameter.data * 0.5
-
-
-@way()
-def numpy_views(run: EditedRun) -> None:
-    for parameter in run.params:
-        values = parameter.detach().to_local().numpy()
-        values *= 0.5
 
 
 @way()
@@ -418,14 +297,6 @@ def load_state_dict(run: EditedRun) -> None:
 
 
 @way()
-def load_state_dict_of_a_part(run: EditedRun) -> None:
-    run.model.blocks[1].fc1.load_state_dict(halves(run.model.blocks[1].fc1))
-    run.evaluate()
-    some = {name: value for name, value in halves(run.model).items() if "ln" in name}
-    run.model.load_state_dict(some, strict=False)
-
-
-@way()
 def load_state_dict_assign(run: EditedRun) -> None:
     run.model.load_state_dict(halves(run.model), assign=True)
     run.evaluate()
@@ -439,23 +310,10 @@ def full_halves(model: nn.Module) -> dict[str, Any]:
 
 
 @way()
-def set_full_state_dict(run: EditedRun) -> None:
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(run.model, full_halves(run.model), options=options)
-
-
-@way()
 def set_state_dict_from_rank_0(run: EditedRun) -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state = full_halves(run.model)
     set_model_state_dict(run.model, state if dist.get_rank() == 0 else {}, options=options)
-
-
-@way()
-def set_state_dict_from_host(run: EditedRun) -> None:
-    state = get_model_state_dict(run.model, options=StateDictOptions(cpu_offload=True))
-    halved = {name: value * 0.5 for name, value in state.items()}
-    set_model_state_dict(run.model, halved, options=StateDictOptions(cpu_offload=True))
 
 
 @way()
