@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import pkgutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -40,8 +42,10 @@ class Command:
     """Its settings class as module:class, imported when the command is chosen."""
     reads_file: bool
     """Whether its options may stand in a file, given by --config-file."""
+    takes_reference_flags: bool
+    """Whether it takes flags of the reference implementation that have no effect here."""
     shown: tuple[str, ...]
-    """Fields that `--help` shows; all of them if empty. `--help-all` shows all always."""
+    """Fields that `--help` shows; all of them if empty. `--help-all` always shows all."""
     packages: tuple[str, ...]
     """Imports of the extra `lab` that it needs sooner or later: none of them is missed after hours."""
     run: Callable[[Any], int]
@@ -59,27 +63,35 @@ class Command:
             SettingError: options that contradict each other, or a package that is missing.
         """
         _check_packages(self.packages, command=self.name)
-        from sdp4bit_lab.common import help
-        from sdp4bit_lab.common.config_file import expand_config_file
+        settings, prog = pkgutil.resolve_name(self.settings), f"sdp4bit {self.name}"
+        if self.shown and ("--help" in options or "-h" in options):
+            from sdp4bit_lab.common.settings import short_help
 
-        settings = pkgutil.resolve_name(self.settings)
-        asked = [option for option in options if option in (*help.HELP, help.HELP_ALL)]
-        if asked:
-            shown = () if help.HELP_ALL in asked else self.shown
-            print(help.help_text(settings, name=self.name, description=self.description, shown=shown), end="")
+            print(short_help(settings, prog=prog, description=self.description, shown=self.shown), end="")
             raise SystemExit(0)
-        prog = f"sdp4bit {self.name}"
+        options = ["--help" if option == "--help-all" else option for option in options]
         if "tyro" not in self.packages:
-            from sdp4bit_lab.common.plain_parser import parse_plainly
+            from sdp4bit_lab.common.plain_parser import parse_without_tyro
 
-            return parse_plainly(settings, options, prog=prog)
+            return parse_without_tyro(settings, options, prog=prog, description=self.description)
+        if self.reads_file:
+            from sdp4bit_lab.common.config_file import expand_config_file
+
+            options = expand_config_file(options)
+        if self.takes_reference_flags:
+            from sdp4bit_lab.pretrain.config.reference_flags import drop_reference_flags
+
+            options, notes = drop_reference_flags(options)
+            if os.environ.get("RANK", "0") == "0":
+                for note in notes:
+                    print(f"sdp4bit: {note}", file=sys.stderr)
         import tyro
 
         return tyro.cli(
             settings,
             prog=prog,
             description=self.description,
-            args=expand_config_file(options, settings=settings) if self.reads_file else options,
+            args=options,
             # Options have the names of their fields alone; a test keeps those unique.
             config=(tyro.conf.OmitArgPrefixes,),
         )
@@ -89,7 +101,13 @@ COMMANDS: dict[str, Command] = {}
 
 
 def _command(
-    name: str, *, settings: str, packages: str, reads_file: bool = False, shown: str = ""
+    name: str,
+    *,
+    settings: str,
+    packages: str,
+    reads_file: bool = False,
+    takes_reference_flags: bool = False,
+    shown: str = "",
 ) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
     """Return a decorator that registers a function; its docstring is the command's description."""
 
@@ -98,6 +116,7 @@ def _command(
             name=name,
             settings=settings,
             reads_file=reads_file,
+            takes_reference_flags=takes_reference_flags,
             shown=tuple(shown.split()),
             packages=(*packages.split(), *(_TOMLI if reads_file else ())),
             run=run,
@@ -112,8 +131,9 @@ def _command(
     settings="sdp4bit_lab.pretrain.config.pretrain:PretrainConfig",
     packages=_TRAINING,
     reads_file=True,
+    takes_reference_flags=True,
     shown="""strategy model_card data_path tokenizer_model vocabulary_size steps micro_batch_size
-    global_batch_size sequence_length learning_rate precision compile eval_interval
+    global_batch_size sequence_length learning_rate param_dtype compile eval_interval
     nproc_per_node ranks_per_node simulated_ranks tensor_model_parallel_size pipeline_model_parallel_size
     save save_interval auto_resume out log_interval alerts seed dry_run""",
 )
@@ -137,8 +157,9 @@ def _pretrain(config: PretrainConfig) -> int:
     settings="sdp4bit_lab.compare.config:CompareConfig",
     packages=f"{_TRAINING} matplotlib scipy",
     reads_file=True,
+    takes_reference_flags=True,
     shown="""strategies seeds baseline merge out model_card data_path tokenizer_model vocabulary_size steps
-    micro_batch_size global_batch_size sequence_length learning_rate precision eval_interval
+    micro_batch_size global_batch_size sequence_length learning_rate param_dtype eval_interval
     nproc_per_node ranks_per_node simulated_ranks log_interval""",
 )
 def _compare(config: CompareConfig) -> int:
@@ -269,26 +290,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show_commands(arguments: Sequence[str]) -> int:
-    """Print help, or what is wrong with the arguments, and exit; settings of no command are imported."""
-    from sdp4bit_lab.common import help
-
-    if any(argument in help.HELP for argument in arguments[:1]):
-        about = {name: command.description for name, command in COMMANDS.items()}
-        print(help.commands_text(about, description=_ABOUT), end="")
-        raise SystemExit(0)
-
-    _check_packages(("tyro",), command=" ".join(arguments[:1]))
-    import tyro
-
-    def named(command: Command) -> Callable[[], int]:
-        def stand_in() -> int:
-            return EXIT_SETTING
-
-        stand_in.__doc__ = command.description
-        return stand_in
-
-    commands = {name: named(command) for name, command in COMMANDS.items()}
-    return tyro.extras.subcommand_cli_from_dict(commands, prog="sdp4bit", description=_ABOUT, args=arguments)
+    """Print the commands; settings of no command are imported."""
+    lines = ["usage: sdp4bit COMMAND [options]", "", *textwrap.wrap(_ABOUT, 80), "", "commands:"]
+    for name, command in COMMANDS.items():
+        lines += textwrap.wrap(
+            f"{name:12}{command.description}", 80, initial_indent="  ", subsequent_indent=" " * 14
+        )
+    if arguments and arguments[0] in ("-h", "--help"):
+        print("\n".join(lines))
+        return 0
+    given = f"{arguments[0]!r} is not a command" if arguments else "no command is given"
+    near = difflib.get_close_matches(arguments[0], COMMANDS, n=1) if arguments else []
+    hint = f": did you mean {near[0]}?" if near else f": use one of {', '.join(COMMANDS)}"
+    return _wrong_setting(given + hint)
 
 
 def _check_packages(names: Sequence[str], *, command: str) -> None:

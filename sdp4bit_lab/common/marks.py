@@ -1,7 +1,7 @@
 """Marks on fields of settings classes for the option parser, tyro.
 
-The self-test makes such settings without tyro and the other packages of the extra `lab`. Nothing reads
-the marks then but `options_of`, which needs their attributes alone.
+The self-test makes such settings without tyro and the other packages of the extra `lab`. Only `option_flags`
+reads the marks then, and it needs their attributes alone.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 try:
-    from tyro.conf import FlagCreatePairsOff as Switch
     from tyro.conf import Positional, arg
 except ModuleNotFoundError:
     if not TYPE_CHECKING:
-        Switch, Positional, arg = "switch", "positional", SimpleNamespace
+        Positional, arg = "positional", SimpleNamespace
 
-__all__ = ["Positional", "Switch", "arg"]
+__all__ = ["Positional", "arg"]

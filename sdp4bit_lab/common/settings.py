@@ -1,22 +1,22 @@
-"""What all settings share: the error of a wrong one, the checks that raise it, and names of options."""
+"""The error of a wrong setting, the checks that raise it, and the names and help of options."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import itertools
+import re
 import textwrap
-from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, get_type_hints
 
-from sdp4bit_lab.common.marks import Positional, Switch, arg
-
-if TYPE_CHECKING:
-    from tyro.constructors import PrimitiveConstructorSpec
+from sdp4bit_lab.common.marks import arg
 
 
 class SettingError(Exception):
-    """A setting that cannot work; the message holds the numbers and the way out, in one line.
+    """A setting that cannot work; the message has the numbers and the way out, in one line.
 
     Not a ValueError: the option parser would catch those and put its own words around them.
     """
@@ -46,81 +46,46 @@ def require_positive(settings: object, *names: str) -> None:
 
 
 def option(name: str, *aliases: str) -> object:
-    """Return the annotation of a field whose option has another name than the field, and further names."""
+    """Annotate a field whose option has another name than the field, and further names."""
     return arg(name=name, aliases=[f"--{alias}" for alias in aliases])
 
 
-def reader_of(kind: object) -> PrimitiveConstructorSpec[Any]:
-    """Return what reads values of a type from a command line, and names them in help: tyro's."""
-    from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo, UnsupportedTypeAnnotationError
-
-    reader = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(cast(type, kind), set()))
-    assert not isinstance(reader, UnsupportedTypeAnnotationError)
-    return reader
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """A field of a settings class, as the command line has it."""
-
-    flags: list[str]
-    """The one to name in messages first."""
-    type: object
-    """Annotation of the field, without what is said to tyro."""
-    is_switch: bool
-    """Whether the flag alone says it all."""
-    has_opposite: bool
-    """Whether there is a --no- form of a switch."""
-    default: object
-    """Value when not given; dataclasses.MISSING if it must be."""
-    metavar: str | None
-    """What stands for the value in `--help`, where it does not follow from the type."""
-    is_positional: bool
-    """Whether the value stands without a flag."""
-    help: str | None
-    """What `--help` says, where it is not the docstring below the field."""
-
-    def parse(self, text: str) -> object:
-        """Return the text as a value of the type, as tyro reads it; SettingError with what is possible."""
-        reader = reader_of(self.type)
-        try:
-            return reader.instance_from_str([text])
-        except ValueError:
-            raise SettingError(f"{text} is not possible: give {reader.metavar}") from None
-
-
-def options_of(settings: type) -> dict[str, Option]:
-    """Return the option of each field of a settings class."""
+def option_flags(settings: type) -> dict[str, list[str]]:
+    """Map the fields of a settings class to their flags, the primary flag first."""
     hints = get_type_hints(settings, include_extras=True)
-    found = {}
+    flags: dict[str, list[str]] = {}
     for field in fields(settings):
-        marks = getattr(hints[field.name], "__metadata__", ())
-        flags, text, metavar = [field.name.replace("_", "-")], None, None
-        for mark in marks:
+        names = [f"--{field.name.replace('_', '-')}"]
+        for mark in getattr(hints[field.name], "__metadata__", ()):
             if getattr(mark, "name", None):
-                flags = [mark.name]
-            flags += [alias.removeprefix("--") for alias in getattr(mark, "aliases", None) or ()]
-            text = text or getattr(mark, "help", None)
-            metavar = metavar or getattr(mark, "metavar", None)
-        is_switch = isinstance(field.default, bool)
-        found[field.name] = Option(
-            flags=[f"--{flag}" for flag in flags],
-            type=get_args(hints[field.name])[0] if marks else hints[field.name],
-            is_switch=is_switch,
-            has_opposite=is_switch and Switch not in marks,
-            default=field.default,
-            metavar=metavar,
-            is_positional=Positional in marks,
-            help=text,
-        )
-    return found
+                names = [f"--{mark.name}"]
+            names += getattr(mark, "aliases", None) or ()
+        flags[field.name] = names
+    return flags
+
+
+def sections(settings: type) -> Iterator[tuple[str, type]]:
+    """Yield the class itself under the name "", then the settings classes among its fields by name."""
+    yield "", settings
+    for field in fields(settings):
+        part = section_type(field)
+        if part is not None:
+            yield field.name, part
+
+
+def section_type(field: Field[Any]) -> type | None:
+    """Return the settings class of a field that has one; None for an option."""
+    if field.default_factory is MISSING:
+        return None
+    default = field.default_factory()
+    return type(default) if is_dataclass(default) else None
 
 
 def docstrings(settings: type) -> dict[str, str]:
-    """Return the docstring below each field, in one line; those of base classes too."""
-    found: dict[str, str] = {}
-    for each in reversed([base for base in settings.__mro__ if is_dataclass(base)]):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+    """Map the fields of a settings class and its bases to the docstrings below them, in one line."""
+    texts: dict[str, str] = {}
+    for base in reversed([base for base in settings.__mro__ if is_dataclass(base)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(definition, ast.ClassDef)
         for statement, below in itertools.pairwise(definition.body):
             match statement, below:
@@ -128,10 +93,22 @@ def docstrings(settings: type) -> dict[str, str]:
                     ast.AnnAssign(target=ast.Name(id=name)),
                     ast.Expr(value=ast.Constant(value=str(text))),
                 ):
-                    found[name] = " ".join(text.split())
-    return found
+                    texts[name] = " ".join(text.split())
+    return texts
 
 
-def option_flags(settings: type) -> dict[str, list[str]]:
-    """Return the flags of each field of a settings class, the one to name in messages first."""
-    return {name: option.flags for name, option in options_of(settings).items()}
+def short_help(settings: type, *, prog: str, description: str, shown: Sequence[str]) -> str:
+    """Format the primary flag and one sentence for each of the fields `shown`."""
+    parser = argparse.ArgumentParser(
+        prog=prog, usage="%(prog)s [options]", description=description, add_help=False
+    )
+    for _, part in sections(settings):
+        texts = docstrings(part)
+        for field in fields(part):
+            if field.name in shown and section_type(field) is None:
+                sentence = re.split(r"[.;:](?= |$)", texts[field.name], maxsplit=1)[0]
+                default = "" if field.default in (None, False, ()) else f" (default: {field.default})"
+                flag = option_flags(part)[field.name][0]
+                parser.add_argument(flag, action="store_true", help=f"{sentence}.{default}")
+    parser.add_argument("--help-all", action="store_true", help="Show all options.")
+    return parser.format_help()

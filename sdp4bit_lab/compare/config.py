@@ -39,7 +39,7 @@ class CompareConfig:
     """Folder for summary.json, table.md, curves.png and a folder for every run. Finished runs in it are not
     trained again."""
     log_interval: int = 10
-    """Steps between printed lines when the output is not a terminal."""
+    """Steps between printed lines."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -59,10 +59,6 @@ class CompareConfig:
             )
         self.runs()
         _ = self.baseline_label
-
-    def derived(self) -> dict[str, object]:
-        """Return the effective defaults by field."""
-        return {**self.runs()[-1].derived(), "baseline": self.baseline_label}
 
     def variants(self) -> list[Variant]:
         """Return the strategies with their options."""

@@ -122,10 +122,7 @@ def run_settings(config: PretrainConfig, *, dataset: str, world_size: int) -> di
         dataset: key of the tokens; their folder does not matter.
     """
     training = asdict(config.training)
-    for name in ("precision", "bf16"):
-        del training[name]
     training |= {
-        "param_dtype": config.training.param_dtype,
         "sequence_length": config.sequence_length,
         "micro_batch_size": config.micro_batch_size,
     }

@@ -6,11 +6,10 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit_lab.common.launch.config import RanksConfig
-from sdp4bit_lab.common.marks import Switch
 from sdp4bit_lab.common.settings import SettingError, require, require_at_least, require_positive
 from sdp4bit_lab.common.strategies import Strategy
 from sdp4bit_lab.plan.model import PlanModelConfig, ShardedGroup, flat_buffer, gpt_groups
@@ -152,9 +151,9 @@ class PlanConfig:
     strategy: Strategy | None = None
     """Which communication is quantized, by the names of the paper's ablation; sdp4bit when neither this nor
     --quantized-weights nor --quantized-gradients is given."""
-    json: Annotated[bool, Switch] = False
+    json: bool = False
     """Print JSON instead of text."""
-    reproduce_table_2: Annotated[bool, Switch] = False
+    reproduce_table_2: bool = False
     """Print the paper's Table 2 beside the planner's, and the checks against Table 4 and Figure 8."""
     model: PlanModelConfig = field(default_factory=PlanModelConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

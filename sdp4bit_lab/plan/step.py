@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from sdp4bit.config import SDP4BitConfig
-from sdp4bit_lab.common.marks import Switch
 from sdp4bit_lab.common.settings import option, require, require_at_least
 from sdp4bit_lab.plan.memory import memory_per_rank
 from sdp4bit_lab.plan.model import ShardedGroup
@@ -90,7 +89,7 @@ class ParallelLayout:
     reshard_after_forward: bool = True
     """FSDP2 frees a block's weights after forward and gathers them again in backward; off: once a micro
     batch."""
-    least_padding: Annotated[bool, Switch] = False
+    least_padding: bool = False
     """FSDP2 shards each parameter along the dimension that pads least (shard_placement_fn)."""
 
     def __post_init__(self) -> None:

@@ -130,7 +130,7 @@ class TrainingLoop:
         )
 
     def communication(self) -> CommunicationMetrics | None:
-        """Return what quantization cost in the last measured step, once; None until it is measured again."""
+        """Return the errors of quantization in the last measured step, once; None until the next measure."""
         step = self._communication.stats()["sampled_step"]
         if step is None or step == self._reported_step:
             return None
@@ -157,6 +157,6 @@ class TrainingLoop:
         )
 
     def _sent_since(self, total: dict[str, int]) -> dict[str, int]:
-        """Return what this rank has sent since the last call."""
+        """Subtract the bytes that this rank had sent at the last call."""
         before, self._sent_before = self._sent_before, total
         return {level: total[level] - before[level] for level in total}

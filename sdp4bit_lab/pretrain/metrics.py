@@ -1,4 +1,4 @@
-"""Output of a run while it trains: JSON lines, TensorBoard, a bar or plain lines."""
+"""Output of a run while it trains: JSON lines, TensorBoard and lines on the console."""
 
 from __future__ import annotations
 
@@ -10,14 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import write_atomically
@@ -69,7 +61,7 @@ class ValidationMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationMetrics:
-    """What quantization cost in a measured step, per parameter group; rank 0's values."""
+    """Errors of quantization in a measured step, per parameter group; rank 0's values."""
 
     step: int
     groups: Sequence[Mapping[str, object]]
@@ -89,7 +81,7 @@ class MetricsWriter:
         validation_due: bool = False,
         console: Console | None = None,
     ) -> None:
-        """Open the outputs; files of an earlier part of the run lose what they say of later steps.
+        """Open the outputs; files of an earlier part of the run lose the events of later steps.
 
         Args:
             first_step: steps that have been done.
@@ -112,24 +104,9 @@ class MetricsWriter:
         self._wandb = _start_wandb(config)
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
         self._since_line: list[StepMetrics] = []
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
-        if self._console.is_terminal:
-            self._progress = Progress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=20),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._task = self._progress.add_task(description, total=steps, completed=first_step, numbers="")
-            self._progress.start()
 
     def close(self) -> None:
-        """Complete all files and remove the progress bar."""
-        if self._progress is not None:
-            self._progress.stop()
+        """Complete all files."""
         if self._lines is not None:
             self._lines.close()
         if self._tensorboard is not None:
@@ -145,13 +122,8 @@ class MetricsWriter:
         if spike is not None:
             message = f"{spike}: training is unstable, lower --lr or raise --lr-warmup-iters"
             self.log_alert(spike.step, None, message, value=spike.norm, threshold=SPIKE_RATIO * spike.median)
-        if self._progress is not None and self._task is not None:
-            sent = f"{format_bytes(metrics.inter_bytes)} inter-node, {metrics.compression_ratio:.1f}x fewer"
-            numbers = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  {sent}"
-            self._progress.update(self._task, completed=metrics.step, numbers=numbers)
         if metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._steps):
-            if self._progress is None:
-                self.say(self._line(metrics))
+            self.say(self._line(metrics))
             self._since_line.clear()
 
     def log_communication(self, metrics: CommunicationMetrics) -> None:
@@ -166,8 +138,8 @@ class MetricsWriter:
         """Write an alert to all outputs and print it.
 
         Args:
-            group: parameter group that it is about; None for the whole run.
-            numbers: what it is about.
+            group: parameter group; None for the whole run.
+            numbers: the value and its threshold.
         """
         finite, where = _finite(numbers), "run" if group is None else group
         self._write_line("alert", {"step": step, "group": group, "message": message, **finite})
@@ -182,11 +154,11 @@ class MetricsWriter:
         self.say(f"step {metrics.step}/{self._steps}  {event} loss {metrics.loss:.4f}")
 
     def say(self, message: str) -> None:
-        """Print a line, above the progress bar if there is one."""
+        """Print a line behind the description of the run."""
         self._console.print(f"{self._description}: {message}", highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, last: StepMetrics) -> str:
-        """Return one line about the steps since the last one."""
+        """Format the means of the steps since the last line."""
         steps = self._since_line
         seconds = statistics.fmean(step.step_seconds for step in steps)
         tokens = statistics.fmean(step.tokens_per_second * step.step_seconds for step in steps)
@@ -226,7 +198,7 @@ class MetricsWriter:
 
 
 def _finite(values: Mapping[str, object]) -> dict[str, object]:
-    """Return the values with None for numbers that are not finite: JSON has no NaN."""
+    """Replace numbers that are not finite by None: JSON has no NaN."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
@@ -234,7 +206,7 @@ def _finite(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _earlier_events(config: LoggingConfig, *, first_step: int, validation_due: bool) -> list[dict[str, Any]]:
-    """Return what metrics.jsonl says of the steps that have been done; nothing for a new run."""
+    """Read the events of the steps that have been done from metrics.jsonl; none for a new run."""
     path = config.out / "metrics.jsonl"
     if not first_step or not path.is_file():
         return []

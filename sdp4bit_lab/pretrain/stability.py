@@ -58,5 +58,5 @@ class SpikeDetector:
 def gradient_spikes(norms: Iterable[tuple[int, float]]) -> list[GradientSpike]:
     """Return the spikes among steps and their gradient norms, given in the order of training."""
     detector = SpikeDetector()
-    found = (detector.observe(step, norm) for step, norm in norms)
-    return [spike for spike in found if spike is not None]
+    spikes = (detector.observe(step, norm) for step, norm in norms)
+    return [spike for spike in spikes if spike is not None]

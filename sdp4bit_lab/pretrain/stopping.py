@@ -15,7 +15,7 @@ _INTERVAL, _DURATION, _FIRST_SIGNAL = 1, 2, 3
 
 
 class StopRequests:
-    """Knows whether to leave after a step; ranks put their answers together, at every step."""
+    """Reasons to leave early; the ranks combine their codes at every step."""
 
     def __init__(self, config: TrainingConfig, *, device: torch.device) -> None:
         self._config = config
@@ -23,14 +23,14 @@ class StopRequests:
         self._start = time.monotonic()
 
     def before_first_step(self) -> str | None:
-        """Return the signal for which the run is to end before it has begun, or None; a collective."""
-        found = torch.tensor(_signal_code(), device=self._device)
+        """Return the signal that ends the run before its first step, or None; a collective."""
+        code = torch.tensor(_signal_code(), device=self._device)
         with comm_error_context("agreement on whether to leave before the first step"):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return self.reason(int(found.item()))
+            dist.all_reduce(code, op=dist.ReduceOp.MAX)
+        return self.reason(int(code.item()))
 
     def reason(self, code: int) -> str | None:
-        """Return why the run is to end, in words, from the largest code of all ranks; None for 0."""
+        """Put the largest code of all ranks into words; None for 0."""
         if code == _INTERVAL:
             return f"--exit-interval {self._config.exit_interval}"
         if code == _DURATION:

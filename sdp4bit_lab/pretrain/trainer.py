@@ -115,8 +115,7 @@ def pretrain(
     writer = agree(lambda: _open_writer(run, console=console, part=part))
     with listening(), closing(writer):
         if ranks.is_first:
-            notes = (*config.reference.explain(), *run.loop.batches.notes)
-            for line in (describe_run(run), *notes, *_describe_start(run)):
+            for line in (describe_run(run), *run.loop.batches.notes, *_describe_start(run)):
                 writer.say(line)
         if ranks.is_first and config.reliability.alerts != "off":
             run.loop.model.communication.on_alert(partial(_report_alert, writer))
@@ -272,7 +271,7 @@ def _report_alert(writer: MetricsWriter, alert: sdp4bit.Alert) -> None:
 
 
 def describe_run(run: Run) -> str:
-    """Return one line that says what is about to be trained."""
+    """Describe the model, the ranks and the batch in one line."""
     config, model, batches = run.config, run.loop.model, run.loop.batches
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in GPT(config.model_shape).parameters())
@@ -287,7 +286,7 @@ def describe_run(run: Run) -> str:
 
 
 def _describe_start(run: Run) -> list[str]:
-    """Return a line about the checkpoint that the run resumes from, or about that there is none yet."""
+    """Name the checkpoint that the run resumes from, if there is one to look for."""
     folder = run.config.checkpoint
     if run.start.folder is not None:
         line = f"resumed from step {run.first_step} of {run.start.folder}"
@@ -299,7 +298,7 @@ def _describe_start(run: Run) -> list[str]:
 
 
 def _describe_end(run: Run) -> list[str]:
-    """Return a line about why the run ends before its last step, if it does."""
+    """Give the reason if the run ends before its last step."""
     result, folder = run.result, run.config.checkpoint.save
     if result.diverged_at is not None:
         return [f"ended at step {result.diverged_at}, as the loss or its gradient is not finite any more"]
@@ -311,7 +310,7 @@ def _describe_end(run: Run) -> list[str]:
 
 
 def _describe_result(run: Run) -> list[str]:
-    """Return lines about what has been measured: losses, time, bytes; none if nothing was trained."""
+    """List losses, time and bytes; nothing if nothing was trained."""
     result = run.result
     if not result.steps:
         return []
@@ -330,7 +329,7 @@ def _describe_result(run: Run) -> list[str]:
 
 
 def _describe_next(run: Run) -> list[str]:
-    """Return lines about what there is now, and what can be done with it."""
+    """Name the checkpoint and the command to continue with."""
     result, logging, save = run.result, run.config.logging, run.config.checkpoint.save
     lines = []
     if result.steps and result.stopped is None:
@@ -359,7 +358,7 @@ def write_settings(config: PretrainConfig, *, label: str, ranks: Ranks) -> None:
 
 
 def _open_writer(run: Run, *, console: Console | None, part: str | None) -> MetricsWriter:
-    """Return what writes and shows metrics on rank 0, and does nothing on the others."""
+    """Open the outputs on rank 0, and a writer without outputs on the others."""
     config, ranks, progress = run.config, run.loop.ranks, run.loop.progress
     logging = config.logging
     if not ranks.is_first:

@@ -14,34 +14,23 @@ from sdp4bit.config import (
     Rounding,
     SDP4BitConfig,
     WeightConfig,
-    WeightMode,
 )
-from sdp4bit_lab.common.marks import Switch
 from sdp4bit_lab.common.settings import SettingError, option, option_flags
 from sdp4bit_lab.common.strategies import DEFAULT_STRATEGY, STRATEGIES, Strategy
 
 REFERENCE_INTRA_GROUP = 512
 """The reference parser's intra-node default; its scripts, the paper and our strategies use 128."""
 
-_WEIGHTS = {
-    "weight_mode": "mode",
-    "weight_bits": "bits",
-    "weight_group_size": "group_size",
-    "weight_clip": "clip",
-    "replica": "replica",
-}
+_WEIGHTS = {"weight_bits": "bits", "weight_group_size": "group_size", "replica": "replica"}
 _GRADIENTS = {
-    name: name
-    for name in (
-        *("inter_bits", "inter_group_size", "intra_bits", "intra_group_size"),
-        *("intra_rounding", "inter_rounding", "pipeline_chunks", "start_step", "min_numel"),
-    )
-}
-_GRADIENT_SWITCHES = {
+    **{f"{hop}_{size}": f"{hop}_{size}" for hop in ("inter", "intra") for size in ("bits", "group_size")},
     "hadamard_transform": "hadamard",
+    "inter_rounding": "inter_rounding",
+    "pipeline_chunks": "pipeline_chunks",
+    "start_step": "start_step",
     "gradients_inside_one_node": "inside_one_node",
 }
-"""Of the gradients too, but False where the others are None when not given."""
+"""Fields of the library's settings by the names of ours. Switches that are off, and None, change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,21 +39,15 @@ class CommunicationConfig:
     --quantized-weights and --quantized-gradients say what is quantized, as in the reference
     implementation."""
 
-    quantized_weights: Annotated[bool, Switch] = False
+    quantized_weights: bool = False
     """Send 4-bit weight differences; instead of --strategy."""
-    weight_mode: WeightMode | None = None
-    """What is sent of the weights: their difference to what devices hold, or direct, themselves; both
-    quantized. The strategy's when not given."""
     weight_bits: Annotated[Literal[2, 3, 4, 8] | None, option("weight-quantization-bits")] = None
     """Bits of a weight difference; 4 when not given."""
     weight_group_size: Annotated[int | None, option("wq-group-size")] = None
     """Weight differences that share a scale; 2048 when not given."""
-    weight_clip: Annotated[float | None, option("wq-clip")] = None
-    """Part of a group's largest weight difference that the largest code stands for, 0.1 to 1; not given:
-    0.6 with 2 bits, else 1."""
     replica: ReplicaPlacement | None = None
     """Weight replica: node (spread over the ranks of a node, also when not given) or full (on every rank)."""
-    quantized_gradients: Annotated[bool, Switch] = False
+    quantized_gradients: bool = False
     """Reduce gradients by two quantized all-to-alls; instead of --strategy."""
     inter_bits: Annotated[Literal[2, 3, 4, 8] | None, option("gradient-quantization-bits-inter")] = None
     """Bits of an inter-node gradient; 4 when not given."""
@@ -75,19 +58,15 @@ class CommunicationConfig:
     intra_group_size: Annotated[int | None, option("gq-group-size-intra")] = None
     """Intra-node gradients that share a scale; not given: 512 with --quantized-gradients, as in the
     reference implementation; 128 with a strategy, as in the paper."""
-    hadamard_transform: Annotated[bool, Switch] = False
+    hadamard_transform: bool = False
     """Smooth gradients by a Hadamard transform before they are quantized; part of tlq-hs and sdp4bit."""
-    intra_rounding: Annotated[Rounding | None, option("gradient-rounding-intra")] = None
-    """Rounding of intra-node gradients; stochastic when not given."""
     inter_rounding: Annotated[Rounding | None, option("gradient-rounding-inter")] = None
     """Rounding of inter-node gradients; when not given dither with sdp4bit, stochastic otherwise."""
     pipeline_chunks: Annotated[int | None, option("gradient-alltoall-pipeline", "pipeline-chunks")] = None
     """Slices whose intra-node and inter-node hops overlap; chosen by the size of a row when not given."""
     start_step: Annotated[int | None, option("gradients-quantization-start-iteration")] = None
     """Steps whose gradients are reduced in full precision before quantization starts; 0 when not given."""
-    min_numel: Annotated[int | None, option("gradient-min-numel")] = None
-    """Rows of fewer gradients than this are reduced in full precision; 1024 when not given."""
-    gradients_inside_one_node: Annotated[bool, Switch] = False
+    gradients_inside_one_node: bool = False
     """Quantize gradients also if all ranks that share a parameter are on one node."""
 
     def __post_init__(self) -> None:
@@ -138,8 +117,8 @@ class CommunicationConfig:
             return replace(
                 base,
                 seed=seed,
-                weights=base.weights and replace(base.weights, **self._given(_WEIGHTS)),
-                gradients=base.gradients and replace(base.gradients, **self._given(_GRADIENTS)),
+                weights=base.weights and replace(base.weights, **self._values(_WEIGHTS)),
+                gradients=base.gradients and replace(base.gradients, **self._values(_GRADIENTS)),
             )
         except ValueError as error:
             raise SettingError(str(error)) from error
@@ -152,50 +131,25 @@ class CommunicationConfig:
         alike = (n for n, c in STRATEGIES.items() if (c.weights, c.gradients) == (ours.weights, uncut))
         return next(alike, "custom" if self.names_parts else strategy or DEFAULT_STRATEGY)
 
-    def derived(self, config: SDP4BitConfig) -> dict[str, object]:
-        """Return what options that are not given come to in the library's settings, by field."""
-        parts = ((_WEIGHTS, config.weights), (_GRADIENTS, config.gradients))
-        return {
-            ours: getattr(part, theirs)
-            for names, part in parts
-            if part is not None
-            for ours, theirs in names.items()
-        }
-
     def restricted_to(self, strategy: Strategy) -> CommunicationConfig:
-        """Return these settings without those that the strategy has no use for."""
-        preset = STRATEGIES[strategy]
-        unused: dict[str, bool | None] = {}
-        if preset.weights is None:
-            unused.update(dict.fromkeys(_WEIGHTS))
-        if preset.gradients is None:
-            unused.update(dict.fromkeys(_GRADIENTS), **dict.fromkeys(_GRADIENT_SWITCHES, False))
-        return replace(self, **unused)  # type: ignore[arg-type]
+        """Leave out the settings of a part that the strategy does not quantize."""
+        config = STRATEGIES[strategy]
+        unused = {**({} if config.weights else _WEIGHTS), **({} if config.gradients else _GRADIENTS)}
+        defaults: dict[str, Any] = {name: getattr(CommunicationConfig(), name) for name in unused}
+        return replace(self, **defaults)
 
     def given(self) -> list[str]:
-        """Return the names of the fields that differ from their default."""
+        """List the names of the fields that differ from their default."""
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
-    def _given(self, names: dict[str, str]) -> dict[str, Any]:
-        given = {theirs: getattr(self, ours) for ours, theirs in names.items()}
-        if names is _GRADIENTS:
-            given.update({theirs: True for ours, theirs in _GRADIENT_SWITCHES.items() if getattr(self, ours)})
-        return {name: value for name, value in given.items() if value is not None}
+    def _values(self, names: dict[str, str]) -> dict[str, Any]:
+        given = self.given()
+        return {theirs: getattr(self, ours) for ours, theirs in names.items() if ours in given}
 
     def _require_used(self, names: dict[str, str], used: bool, otherwise: str) -> None:
-        given = [name for name in names if getattr(self, name) is not None]
-        if names is _GRADIENTS:
-            given += [name for name in _GRADIENT_SWITCHES if getattr(self, name)]
+        given = [name for name in self.given() if name in names]
         if given and not used:
-            flags = option_flags(type(self))
-            raise SettingError(f"{flags[given[0]][0]} has no effect {otherwise}")
-
-
-_THRESHOLDS = {
-    "alert_gradient_error": "gradient_error",
-    "alert_weight_error": "weight_error",
-    "alert_weight_drift": "weight_drift",
-}
+            raise SettingError(f"{option_flags(type(self))[given[0]][0]} has no effect {otherwise}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,33 +162,21 @@ class ReliabilityConfig:
     """What happens if copies differ: end with an error, or warn and refresh them in full precision."""
     alerts: Literal["off", "warn"] = "off"
     """Warn if an error of quantization crosses its threshold. Simulated ranks look at rank 0's measures."""
-    alert_gradient_error: float | None = None
-    """Highest relative error of quantized gradients; when not given 0.3, 0.7 with 3 bits, 2.1 with 2."""
-    alert_weight_error: float | None = None
-    """Highest relative error of quantized weight differences; when not given 0.6, 0.75 with 3 bits,
-    0.9 with 2."""
-    alert_weight_drift: float | None = None
-    """Highest relative distance from the main weights to what devices hold; 0.05 when not given."""
 
     def __post_init__(self) -> None:
         self.applied_to(SDP4BitConfig())
-        given = [name for name in _THRESHOLDS if getattr(self, name) is not None]
-        if given and self.alerts == "off":
-            raise SettingError(f"--{given[0].replace('_', '-')} has no effect without --alerts warn")
         if self.audit_interval == 0 and self.audit_on_mismatch != "error":
             raise SettingError("--audit-on-mismatch has no effect with --audit-interval 0")
 
     def applied_to(self, config: SDP4BitConfig) -> SDP4BitConfig:
-        """Return the library's settings with these.
+        """Add these settings to the library's.
 
         Raises:
-            SettingError: a value that cannot work, or alerts without telemetry.
+            SettingError: a value that cannot work, or alerts although nothing is quantized.
         """
-        thresholds = {theirs: getattr(self, ours) for ours, theirs in _THRESHOLDS.items()}
-        given = {name: value for name, value in thresholds.items() if value is not None}
         try:
             audit = AuditConfig(interval=self.audit_interval or 1, on_mismatch=self.audit_on_mismatch)
-            alerts = None if self.alerts == "off" else AlertConfig(**given)
+            alerts = None if self.alerts == "off" else AlertConfig()
             return replace(config, audit=audit if self.audit_interval else None, alerts=alerts)
         except ValueError as error:
             raise SettingError(str(error)) from error

@@ -16,9 +16,8 @@ from sdp4bit_lab.common.strategies import Strategy
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig, ReliabilityConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
-from sdp4bit_lab.pretrain.config.reference_flags import ReferenceConfig
 from sdp4bit_lab.pretrain.config.training import TrainingConfig
-from sdp4bit_lab.pretrain.data.config import DEFAULT_SPLIT, DataConfig
+from sdp4bit_lab.pretrain.data.config import DataConfig
 from sdp4bit_lab.pretrain.model.cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelCard, ModelShape
 
 DecayStyle = Literal["cosine", "linear", "constant"]
@@ -137,7 +136,7 @@ class LoggingConfig:
     wandb_exp_name: str | None = None
     """Name of the run in Weights & Biases; the folder's name when not given."""
     log_interval: int = 10
-    """Steps between printed lines when the output is not a terminal."""
+    """Steps between printed lines."""
     log_throughput: bool = False
     """Print TFLOP/s per device, by the paper's count of operations."""
     telemetry_interval: int = 10
@@ -180,7 +179,6 @@ class PretrainConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
     def __post_init__(self) -> None:
         require_at_least(0, self, "seed")
@@ -209,30 +207,6 @@ class PretrainConfig:
             vocabulary=shape.vocabulary,
             micro_batches=self.micro_batches(self.parallel.data_parallel_size(world_size)),
         )
-
-    def derived(self) -> dict[str, object]:
-        """Return what options that are not given come to, by field."""
-        shape = self.model_shape
-        return {
-            "strategy": self.strategy_name,
-            "layers": shape.layers,
-            "hidden": shape.hidden,
-            "heads": shape.heads,
-            "positions": shape.positions,
-            "vocabulary_size": self.resolved_data.vocabulary,
-            "split": DEFAULT_SPLIT,
-            "validation_fraction": self.data.held_out,
-            "cache_dir": self.data.cache_folder(),
-            "micro_batch_size": self.micro_batch_size,
-            "accumulation": self.micro_batches(1),
-            "sequence_length": self.sequence_length,
-            "precision": self.training.param_dtype,
-            "learning_rate": self.learning_rate,
-            "min_lr": LOWEST_SHARE * self.learning_rate,
-            "warmup_steps": self.warmup_steps,
-            "decay_steps": self.training.steps,
-            **self.communication.derived(self.quantization),
-        }
 
     @property
     def quantization(self) -> SDP4BitConfig:

@@ -1,81 +1,72 @@
-"""Flags of the reference implementation's scripts that have no meaning here: taken, and said so.
-
-A launch script of Megatron-LM runs unchanged as far as these flags go. A flag that is neither here nor an
-option of another group is an error.
-"""
+"""Flags of the reference implementation's scripts that have no effect here, each with the reason."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from collections.abc import Sequence
 
-from sdp4bit_lab.common.marks import Switch, arg
-from sdp4bit_lab.common.settings import options_of
+from sdp4bit_lab.common.settings import SettingError
 
+_OWN_MODEL = "The model is this program's own."
+_FUSION = "Fusions are up to --compile."
 _NO_FP16 = "Weights are gathered in bf16 or fp32, which need no loss scale."
 
+WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
+    "--accumulate-allreduce-grads-in-fp32": ("", "Gradients are always reduced in fp32."),
+    "--bf16": ("", "Weights are gathered in bf16 unless --param-dtype says fp32."),
+    "--data-impl": ("mmap|infer", "Indexed data is always mapped into memory."),
+    "--distributed-backend": ("nccl|gloo", "The device decides: nccl on GPUs, gloo on CPUs."),
+    "--fp16": ("", _NO_FP16),
+    "--hysteresis": ("N", _NO_FP16),
+    "--initial-loss-scale": ("N", _NO_FP16),
+    "--loss-scale": ("N", _NO_FP16),
+    "--loss-scale-window": ("N", _NO_FP16),
+    "--min-loss-scale": ("N", _NO_FP16),
+    "--no-async-tensor-model-parallel-allreduce": (
+        "",
+        "PyTorch's tensor parallelism has no such switch.",
+    ),
+    "--no-bias-dropout-fusion": ("", _FUSION),
+    "--no-bias-gelu-fusion": ("", _FUSION),
+    "--no-gradient-accumulation-fusion": (
+        "",
+        "There is no fused accumulation of gradients to switch off.",
+    ),
+    "--no-masked-softmax-fusion": ("", "Mask and softmax are part of PyTorch's attention."),
+    "--num-workers": ("N", "Every rank reads the memory-mapped data itself, without worker processes."),
+    "--overlap-grad-reduce": (
+        "",
+        "FSDP2 always reduces a block while backward continues with those before it.",
+    ),
+    "--overlap-param-gather": ("", "FSDP2 always gathers a block while the one before it computes."),
+    "--position-embedding-type": ("learned_absolute", "Positions are always learned, as in the paper."),
+    "--timing-log-level": ("N", "torch.profiler shows the time of the parts of a step."),
+    "--transformer-impl": ("local|transformer_engine", _OWN_MODEL),
+    "--use-distributed-optimizer": ("", "FSDP2 always shards the optimizer's state."),
+    "--use-flash-attn": ("", "Attention takes PyTorch's flash kernel wherever that can run."),
+    "--use-mcore-models": ("", _OWN_MODEL),
+}
+"""Values, separated by |, N for any and empty for a switch; and the reason."""
 
-def _because(reason: str) -> object:
-    return arg(help=reason)
 
+def drop_reference_flags(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Split off the flags without effect; return the other arguments and a line for each flag dropped.
 
-@dataclass(frozen=True, kw_only=True)
-class ReferenceConfig:
-    """Flags of Megatron-LM that change nothing here; a line at the start says why."""
-
-    use_distributed_optimizer: Annotated[
-        bool, Switch, _because("FSDP2 always shards the optimizer's state.")
-    ] = False
-    no_async_tensor_model_parallel_allreduce: Annotated[
-        bool, Switch, _because("PyTorch's tensor parallelism has no such switch.")
-    ] = False
-    use_flash_attn: Annotated[
-        bool, Switch, _because("Attention takes PyTorch's flash kernel wherever that can run.")
-    ] = False
-    overlap_grad_reduce: Annotated[
-        bool, Switch, _because("FSDP2 always reduces a block while backward goes on with those before it.")
-    ] = False
-    overlap_param_gather: Annotated[
-        bool, Switch, _because("FSDP2 always gathers a block while the one before it computes.")
-    ] = False
-    no_gradient_accumulation_fusion: Annotated[
-        bool, Switch, _because("There is no fused accumulation of gradients to switch off.")
-    ] = False
-    no_masked_softmax_fusion: Annotated[
-        bool, Switch, _because("Mask and softmax are part of PyTorch's attention.")
-    ] = False
-    no_bias_gelu_fusion: Annotated[bool, Switch, _because("Fusions are up to --compile.")] = False
-    no_bias_dropout_fusion: Annotated[bool, Switch, _because("Fusions are up to --compile.")] = False
-    accumulate_allreduce_grads_in_fp32: Annotated[
-        bool, Switch, _because("Gradients are reduced in fp32 always.")
-    ] = False
-    use_mcore_models: Annotated[bool, Switch, _because("The model is this program's own.")] = False
-    data_impl: Annotated[
-        Literal["mmap", "infer"] | None, _because("Indexed data is mapped into memory always.")
-    ] = None
-    distributed_backend: Annotated[
-        Literal["nccl", "gloo"] | None, _because("The device decides: nccl on GPUs, gloo on CPUs.")
-    ] = None
-    transformer_impl: Annotated[
-        Literal["local", "transformer_engine"] | None, _because("The model is this program's own.")
-    ] = None
-    position_embedding_type: Annotated[
-        Literal["learned_absolute"] | None, _because("Positions are learned always, as in the paper.")
-    ] = None
-    num_workers: Annotated[
-        int | None, _because("Every rank reads the memory-mapped data itself, without worker processes.")
-    ] = None
-
-    fp16: Annotated[bool, Switch, _because(_NO_FP16)] = False
-    loss_scale: Annotated[float | None, _because(_NO_FP16)] = None
-    initial_loss_scale: Annotated[float | None, _because(_NO_FP16)] = None
-    min_loss_scale: Annotated[float | None, _because(_NO_FP16)] = None
-    loss_scale_window: Annotated[float | None, _because(_NO_FP16)] = None
-    hysteresis: Annotated[int | None, _because(_NO_FP16)] = None
-    timing_log_level: Annotated[Literal[0, 1, 2] | None, _because("torch.profiler shows the times.")] = None
-
-    def explain(self) -> list[str]:
-        """Return a line for each flag that was given."""
-        given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
-        options = options_of(type(self))
-        return [f"{options[name].flags[0]} changes nothing here. {options[name].help}" for name in given]
+    Raises:
+        SettingError: a value that would ask for something else.
+    """
+    rest: list[str] = []
+    notes: list[str] = []
+    remaining = iter(arguments)
+    for argument in remaining:
+        flag, equals, value = argument.partition("=")
+        flag = flag.replace("_", "-")
+        if flag not in WITHOUT_EFFECT:
+            rest.append(argument)
+            continue
+        values, reason = WITHOUT_EFFECT[flag]
+        if values and not equals:
+            value = next(remaining, "")
+        if values not in ("", "N") and value not in values.split("|"):
+            raise SettingError(f"{flag} {value} is not supported, only {values.replace('|', ' or ')}")
+        notes.append(f"{flag} changes nothing here. {reason}")
+    return rest, tuple(notes)

@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from sdp4bit_lab.common.marks import Switch
-from sdp4bit_lab.common.settings import (
-    option,
-    require,
-    require_at_least,
-)
+from sdp4bit_lab.common.settings import option, require, require_at_least
 
 Precision = Literal["bf16", "fp32"]
 ComputeDtype = Literal["auto", "bf16", "fp32"]
@@ -34,11 +29,8 @@ class TrainingConfig:
     """Steps between validations; the last step is always followed by one."""
     eval_batches: Annotated[int, option("eval-iters", "eval-batches")] = 4
     """Global batches per validation, always the same ones."""
-    precision: Annotated[Precision | None, option("param-dtype", "precision")] = None
-    """dtype in which FSDP2 gathers the weights, bf16 when not given; gradients are reduced in fp32, main
-    weights are fp32 always."""
-    bf16: Annotated[bool, Switch] = False
-    """The same as --param-dtype bf16."""
+    param_dtype: Annotated[Precision, option("param-dtype", "precision")] = "bf16"
+    """dtype in which FSDP2 gathers the weights; main weights are fp32, gradients are reduced in fp32."""
     compute_dtype: ComputeDtype = "auto"
     """dtype of the activations. auto: that of the gathered weights, except on CPUs without instructions for
     it, where weights are multiplied in fp32, several times faster."""
@@ -61,16 +53,7 @@ class TrainingConfig:
             "how many sequences a step has: give one of the two",
         )
         require(
-            not (self.bf16 and self.precision == "fp32"),
-            "--bf16 and --param-dtype fp32 contradict each other: choose one",
-        )
-        require(
             self.compute_dtype in ("auto", "fp32", self.param_dtype),
             f"--compute-dtype {self.compute_dtype} needs --param-dtype {self.compute_dtype}: "
             f"{self.param_dtype} weights are multiplied in {self.param_dtype} or fp32",
         )
-
-    @property
-    def param_dtype(self) -> Precision:
-        """dtype of the gathered weights."""
-        return self.precision or "bf16"

@@ -123,10 +123,6 @@ class DataConfig(TokenizerConfig):
     """Share of the text, in whole documents, that is held out for validation; 0.05 when not given."""
     eod_mask_loss: bool = False
     """Leave the loss of the token after each end of a document out."""
-    reset_position_ids: bool = False
-    """Not supported: positions count through the sample, over the ends of documents."""
-    reset_attention_mask: bool = False
-    """Not supported: attention reaches over the ends of documents in a sample."""
     cache_dir: CacheFolder = None
     """Where tokenized text and sample orders are kept between runs; $XDG_CACHE_HOME/sdp4bit or
     ~/.cache/sdp4bit otherwise."""
@@ -139,12 +135,6 @@ class DataConfig(TokenizerConfig):
             self.validation_fraction is None or 0 < self.validation_fraction < 1,
             f"--validation-fraction {self.validation_fraction} must be between 0 and 1, both excluded",
         )
-        for name in ("reset_position_ids", "reset_attention_mask"):
-            require(
-                not getattr(self, name),
-                f"--{name.replace('_', '-')} is not supported: positions and attention go through the whole "
-                "sample; --eod-mask-loss masks the loss at the ends of documents",
-            )
         _ = self.split_shares
         self._check_source()
 

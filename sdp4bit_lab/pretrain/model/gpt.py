@@ -61,8 +61,8 @@ class Embedding(nn.Embedding):
             return F.embedding(input, weight)
         row = input - first_row(self.weight)
         here = (row >= 0) & (row < weight.shape[0])
-        found = F.embedding(torch.where(here, row, 0), weight)
-        return torch.where(here[..., None], found, torch.zeros_like(found))
+        rows = F.embedding(torch.where(here, row, 0), weight)
+        return torch.where(here[..., None], rows, torch.zeros_like(rows))
 
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         self.projection = Linear(shape.hidden, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what every position reads from itself and those before it; [batch, length, hidden]."""
+        """Attend to the position itself and those before it; [batch, length, hidden]."""
         packed = self.query_key_value(x)
         if self.recompute and self.training:
             y = _recomputed(self._core, packed)
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         return F.dropout(self.projection(y), self.dropout, self.training)
 
     def _core(self, packed: Tensor) -> Tensor:
-        """Return what the heads of this rank read, [batch, length, channels of these heads]."""
+        """Compute the heads of this rank; [batch, length, channels of these heads]."""
         batch, length, _ = packed.shape
         # Channels are ordered [head, query/key/value, channel]: a part of them is a part of the heads.
         query, key, value = packed.view(batch, length, -1, 3, self.head_size).permute(3, 0, 2, 1, 4)
@@ -230,18 +230,18 @@ class GPT(nn.Module):
                 local.fill_(1.0)
             else:
                 std = residual_std if name.endswith("projection.weight") else INIT_STD
-                rows, columns = _held(parameter)
+                rows, columns = _local_range(parameter)
                 _fill_normal(
                     local, rows=rows, columns=columns, shape=parameter.shape, std=std, key=f"{seed}/{name}"
                 )
 
 
-def _held(parameter: Tensor) -> tuple[range, range]:
+def _local_range(parameter: Tensor) -> tuple[range, range]:
     """Return the rows and columns of a matrix that this rank holds.
 
     FSDP2 splits what tensor parallelism has left of a parameter, though it comes first in the mesh.
     """
-    held = [range(size) for size in parameter.shape]
+    local = [range(size) for size in parameter.shape]
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         split: set[int] = set()
@@ -254,10 +254,10 @@ def _held(parameter: Tensor) -> tuple[range, range]:
             if dim is None or (dim in split) != hasattr(placement, "split_factor"):
                 raise ValueError(f"cannot tell which part of a parameter {parameter.placements} is")
             split.add(dim)
-            size = -(-len(held[dim]) // mesh.size(mesh_dim))
+            size = -(-len(local[dim]) // mesh.size(mesh_dim))
             start = mesh.get_local_rank(mesh_dim) * size
-            held[dim] = held[dim][start : start + size]
-    rows, columns = held
+            local[dim] = local[dim][start : start + size]
+    rows, columns = local
     return rows, columns
 
 

@@ -62,7 +62,7 @@ def _split(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """Return what this rank holds of a parameter, differentiable."""
+    """Return this rank's part of a parameter, differentiable."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

@@ -132,7 +132,7 @@ class ShardedModel:
             cast(FSDPModule, chunk).reshard()
 
     def describe_layout(self) -> str:
-        """Return what decides which rank has which part of the model, and which random numbers it draws."""
+        """Describe the layout, on which the parts of the model and the random numbers of a rank depend."""
         layout = self.layout
         stages = f" in {len(self.chunks)} stages each" if len(self.chunks) > 1 else ""
         sizes = {"data": layout.data, "pipeline": layout.pipeline, "tensor": layout.tensor}
@@ -172,7 +172,7 @@ def lay_out(config: PretrainConfig, *, ranks: Ranks) -> RankLayout:
 
 
 def build_model(config: PretrainConfig, *, layout: RankLayout) -> ShardedModel:
-    """Return what this rank has of the model, with its initial weights, and its communication quantized.
+    """Build this rank's shards of the model, with initial weights and quantized communication.
 
     No rank ever holds more than that: it is built without memory, split, and each shard is then filled.
 
@@ -180,21 +180,21 @@ def build_model(config: PretrainConfig, *, layout: RankLayout) -> ShardedModel:
         SettingError: the communication cannot be set up like this; on all ranks.
     """
     stages = config.parallel.stages(config.model_shape.layers)
-    mine = _stages_here(config, layout=layout)
+    local_stages = _stages_here(config, layout=layout)
     chunks = shard_chunks(config, layout=layout)
     for chunk in chunks:
         chunk.to_empty(device=layout.ranks.device)
         chunk.reset_parameters(seed=config.seed)
     return ShardedModel(
         chunks=chunks,
-        stages=mine,
+        stages=local_stages,
         layout=layout,
-        communication=quantize(_named_roots(chunks, mine, stages=len(stages)), config=config),
+        communication=quantize(_named_roots(chunks, local_stages, stages=len(stages)), config=config),
     )
 
 
 def shard_chunks(config: PretrainConfig, *, layout: RankLayout, mesh: DeviceMesh | None = None) -> list[GPT]:
-    """Return what this rank has of the model, split and sharded, without memory.
+    """Build this rank's shards of the model, without memory.
 
     Args:
         mesh: what FSDP2 gets instead of the data-parallel ranks in one dimension; with two it replicates

@@ -33,7 +33,7 @@ class SimulatedGradients(Gradients):
 
 
 def _chunk(tensor: Tensor, *, rank: int, ranks: int) -> Tensor:
-    """Return what FSDP2 gives a rank of a tensor: a part of the first dimension, which may be empty."""
+    """Cut out the rows of a tensor that FSDP2 gives a rank; possibly none."""
     size = -(-tensor.shape[0] // ranks)
     return tensor[min(rank * size, tensor.shape[0]) :][:size]
 

@@ -22,7 +22,7 @@ from sdp4bit_lab.pretrain.step.pipeline import Batch, Pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """What an optimizer step has found out."""
+    """Loss, tokens and norm of an optimizer step; the same on all ranks."""
 
     loss_sum: float
     """Sum of the losses of all tokens of the global batch; the same on all ranks."""

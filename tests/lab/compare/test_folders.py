@@ -83,7 +83,7 @@ def test_a_damaged_result_is_named(tmp_path, content):
 
 
 def test_settings_are_equal_for_comparable_runs():
-    config = PretrainConfig(training=TrainingConfig(bf16=True), data=DataConfig(mock_data=True))
+    config = PretrainConfig(training=TrainingConfig(), data=DataConfig(mock_data=True))
 
     def difference(**changes: Any) -> str | None:
         one = run_settings(config, dataset="key", world_size=4)
@@ -93,9 +93,9 @@ def test_settings_are_equal_for_comparable_runs():
 
     assert difference(seed=7, strategy="baseline") is None
     assert difference(parallel=ParallelConfig(nproc_per_node=4)) is None
-    assert difference(training=TrainingConfig(precision="bf16", sequence_length=128)) is None
+    assert difference(training=TrainingConfig(param_dtype="bf16", sequence_length=128)) is None
     assert difference(data=DataConfig(mock_data=True, cache_dir=Path("elsewhere"))) is None
-    assert difference(training=TrainingConfig(precision="fp32")) == "training.param_dtype"
+    assert difference(training=TrainingConfig(param_dtype="fp32")) == "training.param_dtype"
     assert difference(optimizer=OptimizerConfig(learning_rate=1.0)) == "optimizer.learning_rate"
     assert difference(parallel=ParallelConfig(ranks_per_node=2)) == "parallel.ranks_per_node"
     assert first_difference(

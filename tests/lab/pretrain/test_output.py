@@ -1,4 +1,4 @@
-"""What a run tells at its end, and while it trains on a terminal. Layer: gloo; the bar: one process."""
+"""Lines of a run on the console. Layer: gloo."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from rich.console import Console
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
-from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig
-from sdp4bit_lab.pretrain.metrics import MetricsWriter
 from sdp4bit_lab.pretrain.trainer import pretrain
-from tests.lab.pretrain.tiny_runs import small, step_metrics, this_rank
+from tests.lab.pretrain.tiny_runs import small, this_rank
 from tests.ranks import run_ranks
 
 
 def outputs(configs, parts):
-    """Return the lines of each run, on the first rank."""
-    found = []
+    """Collect the lines of each run, on the first rank."""
+    lines = []
     for config, part in zip(configs, parts, strict=True):
         console = Console(file=io.StringIO())
         pretrain(config, ranks=this_rank(), console=console, part=part)
-        found.append(console.file.getvalue().splitlines())
-    return found
+        lines.append(console.file.getvalue().splitlines())
+    return lines
 
 
 def test_a_run_ends_with_what_it_has_measured_and_how_to_go_on(text, tmp_path):
@@ -50,14 +48,5 @@ def test_a_run_ends_with_what_it_has_measured_and_how_to_go_on(text, tmp_path):
     assert "fewer than plain" not in saved[-3]
     # One of several leaves that to the command that trains them, and says which it is in every line.
     assert all(line.startswith("qwd, seed 5, run 1 of 6: ") for line in one)
-    assert one[0].endswith(", flags = preset qwd") and "preset" not in alone[0]
+    assert one[0].endswith(", flags = strategy qwd") and "flags" not in alone[0]
     assert "sent between nodes" in one[-1]
-
-
-def test_the_bar_shows_bytes(tmp_path):
-    console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    config = LoggingConfig(out=tmp_path, tensorboard=False)
-    writer = MetricsWriter(config, description="x", steps=9, first_step=0, console=console)
-    writer.log_step(step_metrics(1))
-    writer.close()
-    assert "500 B inter-node, 5.9x fewer" in console.file.getvalue()

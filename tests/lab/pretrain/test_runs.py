@@ -147,7 +147,7 @@ def test_the_same_training_on_any_number_of_ranks(text, tmp_path):
             parallel=ParallelConfig(),
         )
         training = replace(
-            config.training, precision="fp32", micro_batch_size=8 // world_size, accumulation=1, steps=4
+            config.training, param_dtype="fp32", micro_batch_size=8 // world_size, accumulation=1, steps=4
         )
         config = replace(config, training=training)
         curves.append(run_ranks(sampled_losses, world_size, config, timeout=250)[0])

@@ -94,11 +94,10 @@ def four_ranks(text: Path, folder: Path) -> list[PretrainConfig]:
         inter_group_size=256,
         inter_rounding="nearest",
         pipeline_chunks=2,
-        min_numel=0,
     )
     return [
         changed(base, steps, checkpoint=saving),
-        changed(other, {**steps, "precision": "fp32", "accumulation": 1}, communication=every_option),
+        changed(other, {**steps, "param_dtype": "fp32", "accumulation": 1}, communication=every_option),
     ]
 
 
@@ -125,12 +124,12 @@ def two_ranks(text: Path, folder: Path) -> list[PretrainConfig]:
     steps = {"steps": 4, "eval_interval": 2, "reshard_after_forward": False}
     base, qw, late = (small(text, folder / name, parallel=apart) for name in ("baseline", "qw", "late"))
     return [
-        changed(base, {**steps, "precision": "fp32"}, strategy="baseline"),
+        changed(base, {**steps, "param_dtype": "fp32"}, strategy="baseline"),
         changed(qw, steps, strategy="qw"),
         changed(
             late,
             steps,
-            communication=CommunicationConfig(start_step=2, min_numel=10_000),
+            communication=CommunicationConfig(start_step=2),
         ),
     ]
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from typing import get_args
 
 import pytest
 
 from sdp4bit import PRESETS, SDP4BitConfig
 from sdp4bit_lab.cli import main
-from sdp4bit_lab.common.settings import SettingError, option_flags
+from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.common.strategies import STRATEGIES, Strategy
 from sdp4bit_lab.compare.config import CompareConfig, DemoConfig
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
@@ -61,7 +59,7 @@ def test_vocabulary_is_padded_to_a_multiple_of_128():
         (lambda: TrainingConfig(steps=0), "--train-iters 0 must be at least 1"),
         (lambda: TrainingConfig(micro_batch_size=0), "--micro-batch-size 0"),
         (
-            lambda: TrainingConfig(precision="fp32", compute_dtype="bf16"),
+            lambda: TrainingConfig(param_dtype="fp32", compute_dtype="bf16"),
             "--compute-dtype bf16 needs --param-dtype",
         ),
         (lambda: OptimizerConfig(learning_rate=0.0), "--lr 0.0 must be positive"),
@@ -119,19 +117,6 @@ def test_demo_is_two_nodes_of_two_ranks():
     assert {(run.parallel.nproc_per_node, run.parallel.ranks_per_node, run.seed) for run in runs} == {
         (4, 2, 1)
     }
-
-
-@pytest.mark.parametrize("command", [PretrainConfig, CompareConfig, DemoConfig])
-def test_option_names_are_unique(command):
-    names = []
-    config = command()
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            names += itertools.chain(*option_flags(type(value)).values())
-        else:
-            names += option_flags(command)[field.name]
-    assert len(names) == len(set(names))
 
 
 def test_cards_without_a_learning_rate_are_those_the_paper_only_timed():

@@ -46,8 +46,6 @@ def test_wrong_data_settings_are_refused(tmp_path):
         ({"data_path": (prefix,), "train_data_path": (prefix,)}, "give one or the others"),
         ({"train_data_path": (prefix,)}, "belong together"),
         ({"test_data_path": (prefix,)}, "belong together"),
-        ({"reset_position_ids": True}, "--reset-position-ids is not supported"),
-        ({"reset_attention_mask": True}, "--reset-attention-mask is not supported"),
         ({"vocab_file": vocab}, "--vocab-file and --merge-file are one tokenizer"),
         ({**files, "tokenizer_model": vocab}, "two tokenizers"),
         ({"tokenizer_type": "GPT2BPETokenizer"}, "needs --vocab-file and --merge-file"),

@@ -49,7 +49,7 @@ def laid_out(
         model=ModelConfig(layers=layers, hidden=64, heads=4, dropout=dropout),
         parallel=ParallelConfig(**of_parallel),
     )
-    settings = {"steps": 3, "precision": "fp32", "accumulation": 2, "eval_interval": 3, "eval_batches": 3}
+    settings = {"steps": 3, "param_dtype": "fp32", "accumulation": 2, "eval_interval": 3, "eval_batches": 3}
     training = replace(
         config.training, micro_batch_size=GLOBAL_MICRO_BATCH // data, **{**settings, **changes}
     )

@@ -24,7 +24,7 @@ SHORT = {"steps": 4, "eval_interval": 4, "eval_batches": 1}
 
 def saving(text: Path, folder: Path, **options: Any) -> PretrainConfig:
     """Return a run of 4 steps with dropout and quantized communication, saved after each second."""
-    settings = {"dropout": 0.2, "strategy": "sdp4bit", "ranks_per_node": 1, "precision": "bf16"}
+    settings = {"dropout": 0.2, "strategy": "sdp4bit", "ranks_per_node": 1, "param_dtype": "bf16"}
     config = laid_out(text, **{**settings, **SHORT, **options})
     return replace(config, checkpoint=CheckpointConfig(save=folder, save_interval=SAVED_AT))
 
@@ -54,7 +54,7 @@ def test_the_same_layout_resumes_bit_for_bit_and_another_one_in_full_precision(t
     ]
     # Without dropout and quantization, what another layout continues differs by rounding alone.
     plain = saving(
-        text, tmp_path / "plain", **LAYOUTS[names[1]], dropout=0.0, strategy="baseline", precision="fp32"
+        text, tmp_path / "plain", **LAYOUTS[names[1]], dropout=0.0, strategy="baseline", param_dtype="fp32"
     )
     (whole, *_) = run_ranks(losses_of, 4, *runs, plain, timeout=140)
     expected, texts = whole

@@ -67,7 +67,7 @@ def test_weights_and_masked_means_do_not_depend_on_the_layout(text, tmp_path):
 def check_equal_parameters_stay_equal(text: Path) -> None:
     """Check that quantization does not take apart what two ranks hold alike."""
     for name in ("TP2 x DP2", "PP2 x DP2"):
-        options = {**LAYOUTS[name], "precision": "bf16", "strategy": "sdp4bit"}
+        options = {**LAYOUTS[name], "param_dtype": "bf16", "strategy": "sdp4bit"}
         # Tensor ranks share a node, which the data ranks, neighbours under PP, must not: on one node weights
         # are not quantized.
         job = Job(laid_out(text, ranks_per_node=2 if name.startswith("TP") else 1, **options))
