@@ -38,7 +38,7 @@ def run_plan(config: PlanConfig) -> int:
         tables = reproduction()
         _print(reproduction_json(tables) if config.json else reproduction_text(tables))
         return 0
-    cluster = config.resolved_cluster()
+    cluster = config.cluster.resolve(model=config.model_name)
     plan, hidden = config.plans(cluster)
     show = plan_json if config.json else plan_text
     _print(show(config, cluster, plan, hidden))

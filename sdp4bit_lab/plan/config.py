@@ -198,10 +198,6 @@ class PlanConfig:
         """Parameters of the whole model."""
         return sum(group.numel for group in gpt_groups(self.shape))
 
-    def resolved_cluster(self) -> Cluster:
-        """Return the cluster; SettingError if something is missing."""
-        return self.cluster.resolve(model=self.model_name)
-
     def resolved_layout(self) -> ParallelLayout:
         """Return the layout with a micro batch size."""
         size = self.layout.micro_batch_size or self.model.card.micro_batch_size

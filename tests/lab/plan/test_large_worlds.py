@@ -1,7 +1,7 @@
 """The planner against the real FSDP2 integration in worlds of 64 to 4096 ranks. Layer: a fake process group.
 
-One process poses as one rank. What it computes is garbage, but every collective is called with the buffers it
-would have, so calls and bytes can be counted: by torch's dispatcher and by the library itself.
+One process runs as one rank. Its values are meaningless, but every collective is called with the real
+buffers, so torch's dispatcher and the library can count calls and bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`sdp4bit probe`: what it sends is what it counts, and the planner reads what it writes. Layer: gloo."""
+"""`sdp4bit probe` sends the bytes that it counts, and the planner reads its file. Layer: gloo."""
 
 from __future__ import annotations
 
