@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
-import gc
-import importlib
 import inspect
 import multiprocessing
 import os
@@ -55,92 +53,45 @@ def run_ranks(
     *args: Any,
     timeout: float = 240.0,
     backend: ops.BackendName = "reference",
-    fresh: bool = False,
 ) -> list[Any]:
     """Call function(*args) in world_size processes joined by gloo; return each rank's result.
 
     A failure or a timeout ends all processes and raises with the traceback of every rank that has one.
     The processes are copies of one that has imported `_PRELOADED`, and the function's module's `PRELOAD`.
-    They stay for the next call from the same file of tests, because the first training step of a process
-    takes three times as long as the others.
 
     Args:
         function: a module-level function.
         backend: what serves the operators; the reference by default, which needs no compilation.
-        fresh: start processes for this call alone: for functions that change their process.
     """
     sys.audit(STARTED, function)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = _context(getattr(sys.modules[function.__module__], "PRELOAD", []))
     before = [*before_functions]
     timeout *= 10 if before else 1
-    pool = _pool_for(getattr(sys.modules[function.__module__], "PRELOAD", []))
-    # A process keeps its rank, as those of a job do.
-    idle = {} if fresh or before else pool.idle
-    workers = [idle.pop(rank, None) or _Worker(pool.context) for rank in range(world_size)]
-    succeeded = False
     with tempfile.TemporaryDirectory() as folder:
+        processes, pipes = [], []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_rank,
+                args=(sender, folder, rank, world_size, timeout, backend, before, function, args),
+                daemon=True,
+            )
+            process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
         try:
-            for rank, worker in enumerate(workers):
-                task = (os.getcwd(), folder, rank, world_size, timeout, backend, before, function, args)
-                worker.pipe.send_bytes(pickle.dumps(task))
-            results = _collect([worker.pipe for worker in workers], time.monotonic() + timeout)
-            succeeded = True
-            return results
+            return _collect(pipes, time.monotonic() + timeout)
         finally:
-            if succeeded and not fresh and not before and world_size <= _MOST_IDLE:
-                pool.idle.update(enumerate(workers))
-            else:
-                _end(workers)
-
-
-_MOST_IDLE = 8
-"""Processes that a worker of the tests keeps for its file."""
-
-
-class _Worker:
-    """A process that calls functions, one after the other."""
-
-    def __init__(self, context: ForkServerContext) -> None:
-        self.pipe, remote = context.Pipe()
-        self.process = context.Process(target=_serve, args=(remote,), daemon=True)
-        self.process.start()
-        remote.close()
-
-
-class _Pool:
-    """The processes that wait for the next function of a test file."""
-
-    def __init__(self, file: str, modules: list[str]) -> None:
-        self.key = file, modules
-        self.context = _context(modules)
-        self.idle: dict[int, _Worker] = {}
-
-
-_pool: _Pool | None = None
-
-
-def _pool_for(modules: list[str]) -> _Pool:
-    """Return the pool of the running test's file. That of another file ends: files must not depend on each
-    other."""
-    global _pool
-    file = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
-    if _pool is None or _pool.key != (file, modules):
-        if _pool is not None:
-            _end([*_pool.idle.values()])
-        _pool = _Pool(file, modules)
-    return _pool
-
-
-def _end(workers: list[_Worker]) -> None:
-    for worker in workers:
-        worker.process.kill()
-        worker.pipe.close()
-    for worker in workers:
-        worker.process.join()
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
 
 
 def on_ranks(
-    world_size: int, *, timeout: float = 240.0, fresh: bool = False
+    world_size: int, *, timeout: float = 240.0
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of what every one of so many ranks does, with the same arguments; see `run_ranks`."""
 
@@ -149,8 +100,7 @@ def on_ranks(
 
         @functools.wraps(function)
         def test(*args: Any, **kwargs: Any) -> None:
-            arguments = signature.bind(*args, **kwargs).args
-            run_ranks(test, world_size, *arguments, timeout=timeout, fresh=fresh)
+            run_ranks(test, world_size, *signature.bind(*args, **kwargs).args, timeout=timeout)
 
         test.in_rank = function  # type: ignore[attr-defined]
         return test
@@ -204,28 +154,8 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
-def _serve(pipe: Connection) -> None:
-    """Run in a rank's process: call functions until the other end of the pipe is closed."""
-    torch.set_num_threads(1)
-    while True:
-        try:
-            task = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            return
-        _run_rank(pipe, *task)
-        forget_meshes()
-        gc.collect()  # models and process groups refer to each other
-
-
-def forget_meshes() -> None:
-    """Clear DTensor's caches: they hold meshes by value, and the next job's groups may have other names."""
-    if "torch.distributed.tensor" in sys.modules:
-        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
-
-
 def _run_rank(
-    pipe: Connection,
-    current: str,
+    sender: Connection,
     folder: str,
     rank: int,
     world_size: int,
@@ -236,8 +166,8 @@ def _run_rank(
     args: tuple[Any, ...],
 ) -> None:
     faulthandler.dump_traceback_later(max(1.0, timeout - 2.0))
+    torch.set_num_threads(1)
     try:
-        os.chdir(current)
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/store",
@@ -251,12 +181,10 @@ def _run_rank(
             result = getattr(function, "in_rank", function)(*args)
         dist.barrier()
         dist.destroy_process_group()
-        pipe.send_bytes(pickle.dumps((True, result)))
+        sender.send_bytes(pickle.dumps((True, result)))
     except BaseException:
-        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
         raise SystemExit(1) from None
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def run_threads(

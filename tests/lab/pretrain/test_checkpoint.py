@@ -96,7 +96,7 @@ def test_a_save_beside_training_changes_nothing_and_resumes_bit_for_bit(run, str
     assert losses(base / "overlapped") == straight
     assert names(base / "overlapped-saved") == ["step-00000004", "step-00000008"]
     resumed = but(run, "overlapped", load="overlapped-saved/step-00000004")
-    run_ranks(train_here, 2, resumed, timeout=LIMIT, fresh=True)
+    run_ranks(train_here, 2, resumed, timeout=LIMIT)
     assert losses(base / "overlapped") == straight
 
 
@@ -164,7 +164,7 @@ def resume_and_refuse(run: PretrainConfig) -> list[str]:
 def test_a_full_disk_on_one_rank_ends_the_run_on_all_with_one_error(run, straight):
     base = run.logging.out.parent
     full = but(run, "full", save="full-saved", save_interval=2)
-    outcomes = run_ranks(full_disk, 2, full, timeout=LIMIT, fresh=True)
+    outcomes = run_ranks(full_disk, 2, full, timeout=LIMIT)
     assert outcomes[0] == outcomes[1]
     message, steps = outcomes[0]
     assert 5 <= steps <= 6
