@@ -50,7 +50,7 @@ class ShardedRows:
     skipped: bool = False
     parameters: tuple[tuple[int, int], ...] = ()
     """Values and dimensions of each parameter in a row, which is quantized by them."""
-    whole: str = ""
+    unquantizable_weights: str = ""
     """Why its weights cannot be quantized, if so."""
     are_replicas: bool = False
     """The ranks hold the same shard, and all-reduce its gradients (HSDP)."""

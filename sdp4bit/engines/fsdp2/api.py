@@ -37,10 +37,10 @@ from sdp4bit.engines.fsdp2.checks import (
     check_group,
     check_staging,
     match_skipped,
-    note_reasons,
     skip_patterns,
+    unquantizable_weights_reason,
+    unquantized_reasons,
     warn_of_layout,
-    weights_left_whole_reason,
 )
 from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 from sdp4bit.engines.fsdp2.groups import (
@@ -125,7 +125,7 @@ def quantize_communication(
             dtypes=tuple(sorted(map(str, g.param_dtypes))),
             skipped=g.name in skipped,
             parameters=tuple((s.end - s.start, s.sharded.dim()) for s in g.segments),
-            whole=weights_left_whole_reason(g),
+            unquantizable_weights=unquantizable_weights_reason(g),
         )
         for g in groups
     ]
@@ -220,7 +220,9 @@ class FSDPCommHandle(CommHandle):
             self._state.decision_groups = create_host_groups(ordered, purpose="decisions")
         weight_scratch, gradient_scratch = Scratch(), Scratch()
         for comm in comms:
-            note_reasons(comm, layouts, config=config, skipped=skipped)
+            comm.weights_unquantized_reason, comm.gradients_unquantized_reason = unquantized_reasons(
+                comm.group, layouts, config=config, skipped=skipped
+            )
             comm.separate_parameters = config.separate_parameters
             prepare_checksums(comm.group.device)
             if config.weights is not None and not comm.weights_unquantized_reason:
@@ -275,9 +277,11 @@ class FSDPCommHandle(CommHandle):
         for group in groups:
             self._hooks += self._state.aliases.watch(group)
         for root in roots:
+            # FSDP modules too: a part of the model may be loaded by itself.
             watched = {root, *(module for _, module in named_fsdp_modules(root))}
-            after_load = _resync_after_load(self._state)
-            self._hooks += [module.register_load_state_dict_post_hook(after_load) for module in watched]
+            self._hooks += [
+                module.register_load_state_dict_post_hook(self._state.note_load) for module in watched
+            ]
 
     def _install(self, comm: FSDPGroupState) -> CommObjects:
         stock = comm.group.comms
@@ -392,10 +396,3 @@ class FSDPCommHandle(CommHandle):
             self._alerts.detach()
         self._state.detach()
         self._removed = True
-
-
-def _resync_after_load(state: FSDPModelState) -> Callable[..., None]:
-    def after_load(*_: object) -> None:
-        state.note_load()
-
-    return after_load

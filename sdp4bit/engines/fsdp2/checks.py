@@ -8,11 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import Layouts
 from sdp4bit.engines.explain import OFF, ONE_RANK, one_node_note, one_node_reason
-from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 from sdp4bit.engines.fsdp2.groups import FSDPGroup
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook
 
@@ -71,7 +69,7 @@ def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) ->
             f"{group.name} holds {', '.join(names)} parameters; only floating-point gradients can be "
             f"quantized, pass skip=[{group.name!r}]"
         )
-    are_quantized = config.weights is not None and not weights_left_whole_reason(group)
+    are_quantized = config.weights is not None and not unquantizable_weights_reason(group)
     if are_quantized and not group.param_dtypes <= QUANTIZED_DTYPES:
         raise ValueError(
             f"{group.name} holds {names[0]} parameters; only fp32, bf16 and fp16 can be quantized: give "
@@ -95,11 +93,10 @@ def check_staging(
     """Raise ValueError if FSDP2 was asked for other memory for a collective that is replaced."""
     for group in groups:
         staging = group.staging_comms
-        if "weights" in staging and not _weights_unquantized_reason(group, layouts, config.weights, skipped):
+        weights, gradients = unquantized_reasons(group, layouts, config=config, skipped=skipped)
+        if "weights" in staging and not weights:
             raise _staged(group, staging["weights"], "all-gather of its weights", "weights=None")
-        if "gradients" in staging and not _gradients_unquantized_reason(
-            group, layouts, config.gradients, skipped
-        ):
+        if "gradients" in staging and not gradients:
             raise _staged(group, staging["gradients"], "reduce-scatter of its gradients", "gradients=None")
 
 
@@ -111,7 +108,7 @@ def _staged(group: FSDPGroup, setter: str, collective: str, off: str) -> ValueEr
     )
 
 
-def weights_left_whole_reason(group: FSDPGroup) -> str:
+def unquantizable_weights_reason(group: FSDPGroup) -> str:
     """Return why a group's weights are left to FSDP2, whatever the settings; "" if they can be quantized."""
     names = sorted(str(dtype).removeprefix("torch.") for dtype in group.param_dtypes)
     if group.extension_params:
@@ -125,38 +122,26 @@ def weights_left_whole_reason(group: FSDPGroup) -> str:
     return ""
 
 
-def note_reasons(
-    comm: FSDPGroupState, layouts: Layouts, *, config: SDP4BitConfig, skipped: Mapping[str, str]
-) -> None:
-    """Note in a group's communication why its weights or its gradients are not quantized, if so."""
-    comm.weights_unquantized_reason = _weights_unquantized_reason(
-        comm.group, layouts, config.weights, skipped
-    )
-    comm.gradients_unquantized_reason = _gradients_unquantized_reason(
-        comm.group, layouts, config.gradients, skipped
-    )
-
-
-def _weights_unquantized_reason(
-    group: FSDPGroup, layouts: Layouts, config: WeightConfig | None, skipped: Mapping[str, str]
-) -> str:
-    """Return why a group's weights are not quantized; "" if they are."""
-    layout = layouts.shards[group.ranks]
-    because = _unquantized_reason(group, layout, config, skipped)
-    return because or one_node_reason(config, nodes=layout.nodes) or weights_left_whole_reason(group)
-
-
-def _gradients_unquantized_reason(
-    group: FSDPGroup, layouts: Layouts, config: GradientConfig | None, skipped: Mapping[str, str]
-) -> str:
-    """Return why a group's gradients are not quantized; "" if they are.
+def unquantized_reasons(
+    group: FSDPGroup, layouts: Layouts, *, config: SDP4BitConfig, skipped: Mapping[str, str]
+) -> tuple[str, str]:
+    """Return why a group's weights and its gradients are not quantized; "" for those that are.
 
     ONE_RANK is of the shards alone: gradients may still be summed over the replicas of HSDP.
     """
-    because = _unquantized_reason(group, layouts.shards[group.ranks], config, skipped)
-    if because not in ("", ONE_RANK) or group.name in skipped or len(group.sharing_ranks) == 1:
-        return because
-    return one_node_reason(config, nodes=_nodes_of(group, layouts)) or because
+    layout, skip = layouts.shards[group.ranks], skipped.get(group.name, "")
+    alone = ONE_RANK if layout.size == 1 else ""
+    weights = (
+        alone
+        or ("" if config.weights else OFF)
+        or skip
+        or one_node_reason(config.weights, nodes=layout.nodes)
+        or unquantizable_weights_reason(group)
+    )
+    gradients = alone or ("" if config.gradients else OFF) or skip
+    if gradients in ("", ONE_RANK) and not skip and len(group.sharing_ranks) > 1:
+        gradients = one_node_reason(config.gradients, nodes=_nodes_of(group, layouts)) or gradients
+    return weights, gradients
 
 
 def _nodes_of(group: FSDPGroup, layouts: Layouts) -> int:
@@ -171,16 +156,6 @@ def _nodes_of(group: FSDPGroup, layouts: Layouts) -> int:
     return max(layout.nodes for ranks, layout in everything if sharing.issuperset(ranks))
 
 
-def _unquantized_reason(
-    group: FSDPGroup, layout: NodeLayout, part: object | None, skipped: Mapping[str, str]
-) -> str:
-    if layout.size == 1:
-        return ONE_RANK
-    if part is None:
-        return OFF
-    return skipped.get(group.name, "")
-
-
 def warn_of_layout(
     groups: Sequence[FSDPGroup],
     layouts: Layouts,
@@ -193,28 +168,23 @@ def warn_of_layout(
     Returns:
         What `explain()` repeats; "" for nothing.
     """
-    reasons = [
-        (
-            _weights_unquantized_reason(group, layouts, config.weights, skipped),
-            _gradients_unquantized_reason(group, layouts, config.gradients, skipped),
-        )
-        # Replicas on other nodes are a reason to shard inside one.
-        if _nodes_of(group, layouts) == 1
-        else ("", "")
-        for group in groups
-    ]
-    note = one_node_note(reasons)
+    reasons = [unquantized_reasons(group, layouts, config=config, skipped=skipped) for group in groups]
+    # Replicas on other nodes are a reason to shard inside one.
+    inside = [_nodes_of(group, layouts) == 1 for group in groups]
+    note = one_node_note(
+        [each if is_inside else ("", "") for each, is_inside in zip(reasons, inside, strict=True)]
+    )
     if note:
         warnings.warn(f"sdp4bit: {note}", stacklevel=3)
-    whole = []
-    for group in groups:
-        because = _weights_unquantized_reason(group, layouts, config.weights, skipped)
-        if because and because == weights_left_whole_reason(group):
-            whole.append(f"{group.name} ({because})")
-    if whole:
-        more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+    dense = [
+        f"{group.name} ({because})"
+        for group, (because, _) in zip(groups, reasons, strict=True)
+        if because and because == unquantizable_weights_reason(group)
+    ]
+    if dense:
+        more = f" and {len(dense) - 3} more" if len(dense) > 3 else ""
         warnings.warn(
-            f"sdp4bit: weights stay in full precision in {', '.join(whole[:3])}{more}; see explain()",
+            f"sdp4bit: weights stay in full precision in {', '.join(dense[:3])}{more}; see explain()",
             stacklevel=3,
         )
     if groups and not any(group.holds_values for group in groups):

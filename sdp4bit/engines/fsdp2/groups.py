@@ -393,23 +393,24 @@ class FSDPGroup:
         return cast(HybridMeshInfo, self._group.mesh_info)
 
     @property
+    def _comm_names(self) -> dict[str, str]:
+        comms = {"weights": self._group._all_gather_comm, "gradients": self._group._reduce_scatter_comm}
+        return {kind: type(comm).__name__ for kind, comm in comms.items()}
+
+    @property
     def custom_comms(self) -> list[str]:
         """Class names of communication hooks that are not FSDP2's own."""
-        names = [type(comm).__name__ for comm in (self.comms.all_gather, self.comms.reduce_scatter)]
-        return [name for name in names if name not in (*_DEFAULT_COMMS, *_STAGING_COMMS)]
+        return [name for name in self._comm_names.values() if name not in (*_DEFAULT_COMMS, *_STAGING_COMMS)]
 
     @property
     def staging_comms(self) -> dict[str, str]:
-        """How FSDP2 was told to allocate what it gathers ("weights") and reduces, where not as usual."""
-        kinds: dict[str, Comm] = {
-            "weights": self.comms.all_gather,
-            "gradients": self.comms.reduce_scatter,
-        }
-        names = {kind: type(comm).__name__ for kind, comm in kinds.items()}
-        return {kind: _STAGING_COMMS[name] for kind, name in names.items() if name in _STAGING_COMMS}
+        """The setters that gave FSDP2 other memory to gather ("weights") or to reduce ("gradients")."""
+        return {k: _STAGING_COMMS[name] for k, name in self._comm_names.items() if name in _STAGING_COMMS}
 
     def main_shard(self, dtype: torch.dtype) -> Tensor:
         """Return this rank's main shard [n] as the next all-gather would send it."""
+        # 1-D, padded, in the type of the main weights, on the host with CPU offload; FSDP2's copy-in reads
+        # the same tensors.
         data = [param._sharded_param_data for param in self._group.fsdp_params]
         return torch.cat([d.to(device=self.device, dtype=dtype) for d in data])
 
@@ -431,6 +432,7 @@ class FSDPGroup:
 
     def fingerprints(self) -> Tensor:
         """Return the sum of the bit patterns of this rank's shard of each parameter, int64 [segments]."""
+        # Bits and not values: a sum of integers does not depend on its order, and NaN equals itself.
         shards = [cast(DTensor, segment.sharded).to_local().detach() for segment in self.segments]
         patterns = [shard.reshape(-1).view(_BIT_PATTERNS[shard.element_size()]) for shard in shards]
         return torch.stack([pattern.sum(dtype=torch.int64) for pattern in patterns]).to(self.device)

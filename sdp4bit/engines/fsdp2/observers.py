@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 def in_backward() -> bool:
     """Return whether autograd is running on this thread."""
+    # Torch has no public name for it; -1 is no graph.
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -78,6 +79,7 @@ class StepObserver:
         elif self._stepping_in != torch._C._current_graph_task_id():
             # Optimizers that step in backward come once per parameter.
             self._stepping_in = torch._C._current_graph_task_id()
+            # Called when all of this backward is done; FSDP2 ends its backward by the same means.
             torch.autograd.Variable._execution_engine.queue_callback(after_step)
 
     def _count_step(self, params: Sequence[object] | None) -> None:

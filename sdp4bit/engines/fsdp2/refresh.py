@@ -178,8 +178,8 @@ class FSDPModelState(ModelState):
 
     # -- loads and requests --------------------------------------------------------------------------
 
-    def note_load(self) -> None:
-        """Note that a state dict was loaded into the model, on this rank."""
+    def note_load(self, *_: object) -> None:
+        """Note that a state dict was loaded into the model, on this rank; a hook of torch.nn modules."""
         for comm in self.groups:
             comm.was_loaded = True
 
@@ -193,6 +193,8 @@ class FSDPModelState(ModelState):
     def reshard(self, comms: Iterable[FSDPGroupState]) -> None:
         """Free parameters that stayed unsharded: they would hide a refresh. Those in use are kept."""
         for comm in comms:
+            # FSDP2 does not gather a group that is unsharded. During a forward or backward it is in use, and
+            # FSDP2 reshards it afterwards.
             if comm.group.is_unsharded and comm.group.is_idle:
                 comm.group.module.reshard()
 
@@ -298,6 +300,7 @@ class FSDPModelState(ModelState):
     def _apply_sizes(self, measured: Sequence[tuple[FSDPGroupState, bool]]) -> None:
         """Let the size of a change decide between a difference and full precision."""
         comms = [comm for comm, _ in measured]
+        # The host waits for the device: a rare event, and the choice of the collective depends on it.
         squares = torch.stack([comm.change_squares() for comm in comms]).cpu()
         self._reduce(squares, comms, op=dist.ReduceOp.SUM, what="agreement on the size of edits")
         is_large = self._over_copies(is_large_change(squares).to(torch.int32), comms)

@@ -142,7 +142,7 @@ def param_groups_of(module: Module) -> list[ParamGroup]:
     _check(state, relied_on(ModuleState))
     _check(state._state_ctx, relied_on(RootContext))
     groups: Sequence[ParamGroup] | None = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch before 2.12
+    if groups is None:  # torch before 2.12 has one group per module, and no mesh per parameter
         _check(state, ("_fsdp_param_group",))
         only: ParamGroup | None = getattr(state, "_fsdp_param_group")  # noqa: B009
         groups = [] if only is None else [only]
