@@ -39,7 +39,6 @@ from tests.engines.stream_simulator import (
     running,
     start,
 )
-from tests.ranks import forget_meshes
 
 _WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2"}
 """Operators that give the host a value, or a tensor whose size depends on values."""
@@ -348,7 +347,6 @@ def simulate(
         left_out: one of `Simulator.ordering`; the call does nothing.
     """
     _register()
-    forget_meshes()
     start(Simulator(left_out=left_out))
     if dist.is_initialized():
         dist.barrier()  # others may still be connecting to this one
