@@ -145,7 +145,7 @@ _ROWS = [
     *((2048, 2048), (2048, 2048 * 2), (2048, 2048 + 96 + 5), (2048, 1000), (5120, 5120 + 160)),
     *((8224, 8224 + 160), (16384, 9000)),
 ]
-_EDGE_ROWS = [(size, 2 * len(EDGE_VALUES) * size) for size in (64, 96, 64, 96, 64, 96)]
+_EDGE_ROWS = [(size, 2 * len(EDGE_VALUES) * size) for size in (64, 64, 64, 96, 96, 96)]
 SHAPES = [Shape(number, *row, False) for number, row in enumerate(_ROWS)]
 SHAPES += [Shape(number, *row, True) for number, row in enumerate(_EDGE_ROWS)]
 
@@ -217,12 +217,15 @@ def dequantize_reduce_quantize(shape: Shape) -> Iterator[KernelCase]:
 
 def dequantize_reduce_hadamard(shape: Shape) -> Iterator[KernelCase]:
     """See subtract_quantize."""
-    transform, dtype, count, dither = shape.choose((True, False), DTYPES, (2, 1, 4, 3, 0, 9, 16, 33), DITHERS)
+    counts = (2, 1, 4, 3, 0, 9, 16, 33)
+    transform, dtype, count, dither = shape.choose((True, False), DTYPES, counts, DITHERS)
+    # Exact in fp32, as with a power of two of ranks, or rounded.
+    multiplier = 2.0**-12 if shape.edges else 1 / 96
     for bits in ALL_BITS:
         out = guarded_values(torch.full((shape.numel,), float("nan"), dtype=dtype), offset=shape.numel % 3)
-        named = {"layout": shape.layout(bits), "hadamard": transform, "multiplier": 1 / 96, "dither": dither}
+        named = {"layout": shape.layout(bits), "hadamard": transform, "multiplier": multiplier}
         messages = make_messages(count, shape.layout(bits), seed=7, special=shape.edges)
-        yield KernelCase(ops.dequantize_reduce_hadamard, messages, {"out": out, **named})
+        yield KernelCase(ops.dequantize_reduce_hadamard, messages, {"out": out, "dither": dither, **named})
 
 
 def scales_that_round_up() -> Iterator[KernelCase]:
