@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,13 +23,9 @@ from sdp4bit_lab.pretrain.step.simulated_step import SimulatedTrainingStep
 from sdp4bit_lab.pretrain.step.training_step import TrainingStep
 
 
-class TrainingDivergedError(RuntimeError):
-    """The loss is no longer a finite number."""
-
-
 @contextmanager
 def _naming_the_time(when: str) -> Iterator[None]:
-    """Let errors of the communication inside the block say when they happened."""
+    """Name the step in errors of the communication inside the block."""
     start = time.monotonic()
     try:
         yield
@@ -66,24 +61,21 @@ class TrainingLoop:
         self._sent_before = self._communication.stats()["total"]
         self._reported_step: int | None = None
         self.stop_code = 0
-        """The largest that a rank had in the last step."""
+        """The largest code of a rank in the last step."""
 
     def steps(self, *, stop_code: Callable[[int], int] = lambda _: 0) -> Iterator[StepMetrics]:
         """Yield the measurements of each remaining optimizer step, after it.
 
         Args:
-            stop_code: returns whether this rank asks to leave after a step of this number, and why.
+            stop_code: returns this rank's reason to leave after a step of this number, 0 for none.
 
         Raises:
-            TrainingDivergedError: on all ranks, after the step whose loss was not finite.
             ExchangeError: a rank has ended or hangs; with the step.
         """
         while self.progress.step < self.config.training.steps:
             with _naming_the_time(f"step {self.progress.step + 1}"):
                 metrics = self._step(stop_code)
             yield metrics
-            if not math.isfinite(metrics.loss):
-                raise TrainingDivergedError(f"the loss is {metrics.loss} at step {metrics.step}: lower --lr")
 
     def _step(self, stop_code: Callable[[int], int]) -> StepMetrics:
         config = self.config
@@ -138,7 +130,7 @@ class TrainingLoop:
         return CommunicationMetrics(step=step, groups=self._communication.group_stats())
 
     def validate(self, *, test: bool = False) -> ValidationMetrics:
-        """Return the mean loss over the validation or test batches of all ranks, and what it took to send."""
+        """Compute the mean loss of the validation or test batches of all ranks, and the bytes sent."""
         batches = self.batches.test() if test else self.batches.validation()
         with _naming_the_time(f"{'test' if test else 'validation'} after step {self.progress.step}"):
             return self._validate(batches)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -25,7 +25,7 @@ from sdp4bit_lab.pretrain.checkpoint_files import TOKENIZER, Progress, RunRecord
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig, PretrainConfig
 from sdp4bit_lab.pretrain.config.same_settings import check_same_settings
 from sdp4bit_lab.pretrain.data.batches import Batches, prepare_dataset
-from sdp4bit_lab.pretrain.loop import TrainingDivergedError, TrainingLoop
+from sdp4bit_lab.pretrain.loop import TrainingLoop
 from sdp4bit_lab.pretrain.metrics import MetricsWriter, StepMetrics
 from sdp4bit_lab.pretrain.model.gpt import GPT
 from sdp4bit_lab.pretrain.step.optimizer import build_optimizer
@@ -36,9 +36,13 @@ from sdp4bit_lab.pretrain.stopping import StopRequests
 FINAL_STEPS = 20
 
 
+class TrainingDivergedError(RuntimeError):
+    """The loss is no longer a finite number."""
+
+
 @dataclass(kw_only=True)
 class TrainingResult:
-    """What a run measured; the same on every rank."""
+    """Measurements of a run; the same on every rank."""
 
     strategy: str
     seed: int
@@ -78,7 +82,7 @@ class TrainingResult:
         return sum(step.step_seconds for step in self.steps)
 
     def summary(self) -> dict[str, float]:
-        """Return the outcome in the names of summary.json."""
+        """Map the names in summary.json to the outcome."""
         return {
             "train_loss": self.train_loss,
             "val_loss": self.validation_loss,
@@ -97,11 +101,12 @@ def pretrain(
     part: str | None = None,
     keep_diverged: bool = False,
 ) -> TrainingResult:
-    """Return the measurements of a training run; called on every rank.
+    """Train, and return the measurements; called on every rank.
 
     Args:
-        label: what the run is called in its result and its output; its strategy's name when not given.
-        part: which run it is of several, for the output; None for one alone, whose end says how to go on.
+        label: name of the run in its result and its output; its strategy's name when not given.
+        part: number of the run among several, for the output; None for one alone, which ends with the next
+            command.
         keep_diverged: return the measurements up to there if the loss stops being finite.
 
     Raises:
@@ -137,7 +142,7 @@ class Run:
     first_step: int
     """Steps that have been done before."""
     result: TrainingResult
-    """What has been measured, so far."""
+    """Measurements so far."""
 
 
 def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
@@ -211,14 +216,14 @@ def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
 
 
 def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
-    """Do the remaining steps; after each of them report, validate, save and stop, where that is due."""
+    """Train the remaining steps; after each of them report, validate, save and stop, if that is due."""
     config, loop, result, checkpointer = run.config, run.loop, run.result, run.checkpointer
     stops = StopRequests(config.training, device=loop.ranks.device)
     result.stopped = stops.before_first_step()
     if loop.progress.validation_due and not result.stopped:
         _validate(run, writer)
-    steps = () if result.stopped else _measured_steps(loop, result, stops, keep_diverged=keep_diverged)
-    for metrics in steps:
+    for metrics in () if result.stopped else loop.steps(stop_code=stops.code):
+        result.steps.append(metrics)
         writer.log_step(metrics)
         _report_communication(loop, writer)
         is_last = metrics.step == config.training.steps
@@ -236,21 +241,12 @@ def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
             checkpointer.save(progress=replace(loop.progress, validation_due=left_out))
         if result.stopped:
             break
+        if not math.isfinite(metrics.loss):
+            if not keep_diverged:
+                raise TrainingDivergedError(f"the loss is {metrics.loss} at step {metrics.step}: lower --lr")
+            result.diverged_at = metrics.step
+            break
     checkpointer.close()
-
-
-def _measured_steps(
-    loop: TrainingLoop, result: TrainingResult, stops: StopRequests, *, keep_diverged: bool
-) -> Iterator[StepMetrics]:
-    """Yield the measurements of each step, which the result then has; divergence ends them if it is kept."""
-    try:
-        for metrics in loop.steps(stop_code=stops.code):
-            result.steps.append(metrics)
-            yield metrics
-    except TrainingDivergedError:
-        if not keep_diverged:
-            raise
-        result.diverged_at = result.steps[-1].step
 
 
 def _validate(run: Run, writer: MetricsWriter) -> None:

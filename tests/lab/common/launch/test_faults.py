@@ -20,8 +20,7 @@ from sdp4bit_lab.common.ranks import agree, decide_on_rank_0
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import OptimizerConfig, PretrainConfig
-from sdp4bit_lab.pretrain.loop import TrainingDivergedError
-from sdp4bit_lab.pretrain.trainer import pretrain
+from sdp4bit_lab.pretrain.trainer import TrainingDivergedError, pretrain
 from tests.lab.common.launch.started_ranks import (
     PRETRAIN,
     lines_of_log,
