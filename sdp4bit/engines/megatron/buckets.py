@@ -62,7 +62,8 @@ class MegatronBucket:
         self.pieces: list[Piece] = []
         """What this rank's optimizer keeps of its row, in order."""
         self._buffer = buffer
-        self._bucket = bucket
+        self.record = bucket
+        """Megatron's own object for this bucket."""
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -77,12 +78,12 @@ class MegatronBucket:
     @property
     def weights(self) -> Tensor:
         """[ranks * n], the parameters; model parameters are views of it."""
-        return self._bucket.param_data
+        return self.record.param_data
 
     @property
     def gradients(self) -> Tensor:
         """[ranks * n], the gradients."""
-        return self._bucket.grad_data
+        return self.record.grad_data
 
     @property
     def device(self) -> torch.device:
@@ -102,21 +103,12 @@ class MegatronBucket:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The model's parameters in the order that Megatron lists them."""
-        return list(self._bucket.params_list)
-
-    @property
-    def has_tied_embedding(self) -> bool:
-        """Whether the first and the last pipeline stage hold this bucket's parameter both."""
-        return any(getattr(param, "shared_embedding", False) for param in self.parameters)
-
-    def holds(self, bucket: Bucket) -> bool:
-        """Return whether this is Megatron's record of the bucket."""
-        return self._bucket is bucket
+        return list(self.record.params_list)
 
     def range_of(self, param: nn.Parameter) -> Range:
         """Return where a parameter lies in the bucket."""
         start, end, _ = self._buffer.param_index_map[param]
-        return start - self._bucket.offset, end - self._bucket.offset
+        return start - self.record.offset, end - self.record.offset
 
     def read_main(self, row: Tensor) -> None:
         """Write this rank's main weights to `row` [n]; zeros where there is padding."""
@@ -152,7 +144,7 @@ def find_buckets(chunks: Sequence[Chunk], optimizers: Sequence[Optimizer]) -> li
     for optimizer in optimizers:
         # The loops below see only the parameters that this rank has a part of; steps concern all ranks.
         for record in (record for buffer in optimizer.buffers for record in buffer.buckets):
-            bucket = next((b for b in buckets if b.holds(record)), None)
+            bucket = next((b for b in buckets if b.record is record), None)
             if bucket is None:
                 raise ValueError(
                     "the optimizer updates buckets that are not in model_chunks: pass all model chunks that "
@@ -197,7 +189,7 @@ def _pieces(
         for param, main in zip(params, mains, strict=True):
             buffer, _, index = optimizer.model_param_gbuf_map[param]
             record = optimizer.buffers[buffer].buckets[index]
-            bucket = next(bucket for bucket in buckets if bucket.holds(record))
+            bucket = next(bucket for bucket in buckets if bucket.record is record)
             found = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
             first = bucket.process_group.rank() * bucket.shard_numel
             yield bucket, Piece(start=found.start - first, end=found.end - first, main=main)

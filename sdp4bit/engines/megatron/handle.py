@@ -228,7 +228,7 @@ class MegatronCommHandle(CommHandle):
         self._check_attached()
         counters = checked(state_dict)
         for patch in self._optimizers:
-            patch.set_steps(counters["steps"])
+            patch.steps = counters["steps"]
         load_counters(self._state, counters)
 
     def remove(self) -> None:

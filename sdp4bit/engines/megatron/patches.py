@@ -27,14 +27,19 @@ Method = Callable[..., Any]
 """A method or function of Megatron-Core's, which has no types."""
 
 
-class Replacement:
+class Patch:
     """Methods replaced on one object, not on its class; remove() leaves it as it was."""
 
-    def __init__(self, target: object, handle: object, methods: Mapping[str, Method]) -> None:
-        self.stock = {name: getattr(target, name) for name in methods}
+    def __init__(self, target: object, methods: Mapping[str, Method]) -> None:
         self._target = target
-        self._previous = {name: vars(target).get(name, _ABSENT) for name in (MARK, *methods)}
-        vars(target).update({MARK: handle, **methods})
+        self._methods = methods
+        self._stock: dict[str, Method] = {name: getattr(target, name) for name in methods}
+        self._previous: dict[str, object] = {}
+
+    def install(self, handle: object) -> None:
+        """Replace the methods and mark the object as attached to the handle."""
+        self._previous = {name: vars(self._target).get(name, _ABSENT) for name in (MARK, *self._methods)}
+        vars(self._target).update({MARK: handle, **self._methods})
 
     def remove(self) -> None:
         """Give the object the methods that it had before."""
@@ -58,7 +63,7 @@ def _collective(target: object, method: str, stand_in: Method) -> Iterator[Metho
         namespace[name] = stock
 
 
-class GroupPatch:
+class GroupPatch(Patch):
     """Stands in for the collectives of one bucket group."""
 
     def __init__(
@@ -77,30 +82,20 @@ class GroupPatch:
             staged: runs those reductions that Megatron does not wait for at once; None for the gradient
                 stream.
         """
+        methods: dict[str, Method] = {
+            "start_grad_sync": self.start_grad_sync,
+            "start_param_sync": self.start_param_sync,
+        }
+        super().__init__(group, methods)
         self.group = group
         self.comms = comms
         self._state = state
         self._weight_stream = weight_stream
         self._gradient_stream = gradient_stream
         self._staged = staged
-        self._replacement: Replacement | None = None
-
-    def install(self, handle: object) -> None:
-        """Let the bucket group call this object's methods."""
-        methods: dict[str, Method] = {
-            "start_grad_sync": self.start_grad_sync,
-            "start_param_sync": self.start_param_sync,
-        }
-        self._replacement = Replacement(self.group, handle, methods)
-
-    def remove(self) -> None:
-        """Let the bucket group call its own methods."""
-        if self._replacement is not None:
-            self._replacement.remove()
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Reduce gradients of quantized buckets to this rank's row by the two-level exchange."""
-        assert self._replacement is not None
         wanted: list[tuple[BucketState, Tensor, Tensor, object]] = []
 
         def reduce_scatter(
@@ -116,7 +111,7 @@ class GroupPatch:
             return stock(output, input, op=op, group=group, async_op=async_op)
 
         with _collective(self.group, "start_grad_sync", reduce_scatter) as stock:
-            self._replacement.stock["start_grad_sync"](force_all_reduce=force_all_reduce)
+            self._stock["start_grad_sync"](force_all_reduce=force_all_reduce)
         sample_numel = self._state.gradient_sample_numel
         if wanted and self._staged is not None and self.group.grad_reduce_handle is not None:
             works = [
@@ -139,7 +134,6 @@ class GroupPatch:
         Otherwise nothing is sent: what all ranks hold is what they agreed on after the last step, and forced
         syncs before evaluation or a checkpoint do not change the run.
         """
-        assert self._replacement is not None
         wanted: list[BucketState] = []
 
         def all_gather(output: Tensor, input: Tensor, group: object, async_op: bool = False) -> Any:
@@ -152,7 +146,7 @@ class GroupPatch:
             return stock(output, input, group=group, async_op=async_op)
 
         with _collective(self.group, "start_param_sync", all_gather) as stock:
-            self._replacement.stock["start_param_sync"](force_sync=force_sync)
+            self._stock["start_param_sync"](force_sync=force_sync)
         if wanted:
 
             def refresh() -> None:
@@ -194,7 +188,7 @@ def _after(stock: Waitable | JointWork | None, work: Waitable) -> JointWork | No
     return JointWork(stock, work)
 
 
-class OptimizerPatch:
+class OptimizerPatch(Patch):
     """Stands in for the copy of main weights into model weights of one distributed optimizer."""
 
     def __init__(
@@ -213,13 +207,16 @@ class OptimizerPatch:
             state: counts its steps; None where those of another optimizer are counted.
             save, load: give and take the communication state, for the optimizer's own state dict.
         """
+        super().__init__(
+            optimizer, {name: getattr(self, name.removeprefix("_")) for name in OPTIMIZER_METHODS}
+        )
         self._optimizer = optimizer
         self._comms = comms
         self._state = state
         self._save = save
         self._load = load
-        self._steps = 0
-        self._replacement: Replacement | None = None
+        self.steps = 0
+        """Updates of the main weights by this optimizer."""
         quantized = {id(param) for comm in comms if comm.replica for param in comm.group.parameters}
         pairs = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
         self._copied: list[tuple[list[nn.Parameter], list[Tensor]]] = []
@@ -228,36 +225,23 @@ class OptimizerPatch:
             kept = [pair for pair in zip(params, mains, strict=True) if id(pair[0]) not in quantized]
             self._copied.append(([param for param, _ in kept], [main for _, main in kept]))
 
-    def install(self, handle: object) -> None:
-        """Let the optimizer call this object's methods."""
-        methods: dict[str, Method] = {
-            name: getattr(self, name.removeprefix("_")) for name in OPTIMIZER_METHODS
-        }
-        self._replacement = Replacement(self._optimizer, handle, methods)
-
-    def remove(self) -> None:
-        """Let the optimizer call its own methods."""
-        if self._replacement is not None:
-            self._replacement.remove()
-
     def copy_main_params_to_model_params(self) -> None:
         """Copy only unquantized parameters; of the others, the old values are the replica.
 
         Megatron calls this after every step that was not skipped.
         """
-        assert self._replacement is not None
         optimizer = self._optimizer
         groups = optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups
         optimizer.model_float16_groups = [params for params, _ in self._copied]
         optimizer.shard_fp32_from_float16_groups = [mains for _, mains in self._copied]
         try:
-            self._replacement.stock["_copy_main_params_to_model_params"]()
+            self._stock["_copy_main_params_to_model_params"]()
         finally:
             optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups = groups
         self.mark_changed()
-        self._steps += 1
+        self.steps += 1
         if self._state is not None:
-            self._state.count(self._steps)
+            self._state.count(self.steps)
 
     def mark_changed(self) -> None:
         """Note the end of a step: the next parameter sync sends the differences of all buckets."""
@@ -266,21 +250,15 @@ class OptimizerPatch:
             comm.gradient_traffic.end_step()
             comm.is_changed = comm.replica is not None
 
-    def set_steps(self, steps: int) -> None:
-        """Continue counting from here."""
-        self._steps = steps
-
     def state_dict(self) -> StateDict:
         """Return the optimizer's state with the communication's in the entry that every format saves."""
-        assert self._replacement is not None
-        state: StateDict = self._replacement.stock["state_dict"]()
+        state: StateDict = self._stock["state_dict"]()
         state["optimizer"][STATE_KEY] = self._save()
         return state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load both states; a checkpoint without the communication's leaves it as it is."""
-        assert self._replacement is not None
         saved = state_dict["optimizer"].get(STATE_KEY)
-        self._replacement.stock["load_state_dict"](state_dict)
+        self._stock["load_state_dict"](state_dict)
         if saved is not None:
             self._load(saved)
