@@ -197,11 +197,11 @@ def test_resume_is_bit_exact(overlap: bool) -> None:
     stock_checkpoint()
 
 
-# -- audits: a flipped bit of the parameters is found, named and healed ---------------------------------
+# -- audits: a flipped bit of the parameters is detected and repaired ---------------------------------
 
 
 def flip_bit(run: MegatronRun, *, rank: int) -> str:
-    """One bit of one rank's parameters is another; returns the bucket's name."""
+    """Flip one bit of one rank's parameters; return the bucket's name."""
     bucket = run.comm.groups[0].group
     if dist.get_rank() == rank:
         bucket.weights.view(torch.int16)[7] ^= 1 << 2
@@ -230,7 +230,7 @@ def test_a_flipped_bit_is_an_error_that_names_bucket_and_rank_on_all_ranks() -> 
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_audits_change_nothing_and_a_resync_heals() -> None:
+def test_audits_change_nothing_and_a_resync_repairs() -> None:
     audit = AuditConfig(interval=2, on_mismatch="resync")
     quiet = MegatronRun(QUANTIZED).train(4).finish()
     run = MegatronRun(replace(QUANTIZED, audit=audit)).train(4)
