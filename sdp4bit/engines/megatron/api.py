@@ -74,7 +74,7 @@ def quantize_communication(
         buckets = find_buckets(chunks, optimizers)
         existing = _existing_handle(buckets, optimizers, settings, topology)
         for bucket in buckets:
-            _check_bucket(bucket, settings)
+            _check_bucket(bucket)
         # One more than there are: tied embeddings have a number of their own.
         check_numbers(buckets=len(buckets) + 1, ranks=max((len(b.ranks) for b in buckets), default=0))
     except Exception as caught:  # whatever happens on one rank, the others must not wait for it
@@ -139,7 +139,7 @@ def _is_attachable(target: object) -> bool:
     return group is not None and bool(group.size() > 1)
 
 
-def _check_bucket(bucket: MegatronBucket, config: SDP4BitConfig) -> None:
+def _check_bucket(bucket: MegatronBucket) -> None:
     if bucket.param_dtype not in (*REPLICATED_DTYPES, torch.float32):
         raise ValueError(
             f"{bucket.name} holds {bucket.param_dtype} parameters, which have no 16-bit replica: train in "

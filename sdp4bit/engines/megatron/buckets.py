@@ -1,7 +1,6 @@
-"""What the integration reads of Megatron-Core's buckets and its distributed optimizer.
+"""Read-only views of Megatron-Core's buckets and its distributed optimizer.
 
-With `megatron_guards`, the only files that know their private parts; nothing here changes them. Checked
-against Megatron-Core 0.16.1 and 0.19.2.
+Tested with Megatron-Core 0.16.1 and 0.19.2.
 
 A bucket is a range of a model chunk's contiguous parameter and gradient buffers, divided evenly over the
 data-parallel ranks: row r of it is the shard whose fp32 main weights rank r keeps and updates.
@@ -60,7 +59,7 @@ class MegatronBucket:
         self.optimizer: Optimizer | None = None
         """The distributed optimizer that updates this bucket's weights."""
         self.pieces: list[Piece] = []
-        """What this rank's optimizer keeps of its row, in order."""
+        """Main weights that this rank's optimizer keeps of its row, in order."""
         self._buffer = buffer
         self.record = bucket
         """Megatron's own object for this bucket."""
@@ -190,9 +189,9 @@ def _pieces(
             buffer, _, index = optimizer.model_param_gbuf_map[param]
             record = optimizer.buffers[buffer].buckets[index]
             bucket = next(bucket for bucket in buckets if bucket.record is record)
-            found = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
+            record_range = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
             first = bucket.process_group.rank() * bucket.shard_numel
-            yield bucket, Piece(start=found.start - first, end=found.end - first, main=main)
+            yield bucket, Piece(start=record_range.start - first, end=record_range.end - first, main=main)
 
 
 def replicated_ranges(bucket: MegatronBucket, replicated: Sequence[nn.Parameter]) -> list[list[Range]]:

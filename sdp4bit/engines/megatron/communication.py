@@ -1,4 +1,4 @@
-"""What one bucket of Megatron-Core sends, and what all buckets of a model share."""
+"""Communication of one bucket of Megatron-Core, and the state that all buckets of a model share."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ class BucketReplica(WeightReplica):
         return self._exact_ranges[self._topology.row] if self.exact_numel else []
 
     def sample(self, ranges: Sequence[Range]) -> tuple[Tensor, Tensor]:
-        """Return ranges of the main shard, fp32, and of what is held; equal where they are sent exactly."""
-        main, held = self._group.sample_main(ranges), sample_of(self.own_shard, ranges)
+        """Return ranges of the main shard, fp32, and of the replica; equal where they are sent exactly."""
+        main, replica = self._group.sample_main(ranges), sample_of(self.own_shard, ranges)
         at = 0
         for start, end in ranges:
             for first, last in self.own_exact_ranges:
                 low, high = at + max(start, first) - start, at + min(end, last) - start
                 if low < high:
-                    main[low:high] = held[low:high]
+                    main[low:high] = replica[low:high]
             at += end - start
-        return main, held
+        return main, replica
 
     @property
     def own_shard(self) -> Tensor:
@@ -233,7 +233,7 @@ class BucketState(GroupState):
             last()
 
     def _next_reduction(self, input: Tensor, op: object, sample_numel: int | None) -> dict[str, Any]:
-        """Return what tells the next reduction from others, and count it."""
+        """Return the arguments of the next reduction, and count it."""
         assert self.reduction is not None
         name, process_group = self.group.name, self.group.process_group
         arguments = {
@@ -265,7 +265,7 @@ class BucketState(GroupState):
 
 
 class MegatronModelState(ModelState):
-    """What the buckets of one attached model share; counts the steps of its optimizers."""
+    """State that the buckets of one attached model share; counts the steps of its optimizers."""
 
     groups: Sequence[BucketState]
 

@@ -1,4 +1,4 @@
-"""What cannot be attached to: versions, settings and optimizers whose methods do something else.
+"""Refuse versions, settings and optimizers of Megatron-Core whose communication cannot be replaced.
 
 Everything is looked up on the objects given, so Megatron-Core is not imported here.
 """
@@ -131,9 +131,9 @@ def _check_methods(
         if method is None:
             raise _unsupported(target, f"has no method {name}")
         expected = ["self"] if argument is None else ["self", argument]
-        found = list(inspect.signature(method).parameters)
-        if found != expected:
-            raise _unsupported(target, f"has {name}({', '.join(found)}) instead of ({', '.join(expected)})")
+        actual = list(inspect.signature(method).parameters)
+        if actual != expected:
+            raise _unsupported(target, f"has {name}({', '.join(actual)}) instead of ({', '.join(expected)})")
         if collective is not None and not _reads_global(method, collective):
             raise _unsupported(target, f"does not communicate through {collective} in {name}")
         if name in vars(target) and MARK not in vars(target):

@@ -78,7 +78,6 @@ class MegatronCommHandle(CommHandle):
         super().__init__(state, config=config)
         self.topology = topology
         self._copies = TensorParallelCopies(chunks, buckets)
-        self._topologies: list[Topology] = []
         self._staged: StagedCollectives | None = None
         self._choose(list(layouts.values()))
         self._note = one_node_note(
@@ -104,17 +103,17 @@ class MegatronCommHandle(CommHandle):
                 # Ranks may start from different random weights; Megatron's first gather would level them.
                 comm.replica.equalize()
                 comm.count_full_refresh()
-        self._patches: list[GroupPatch | OptimizerPatch] = [*self._groups, *self._optimizers]
-        for patch in self._patches:
+        for patch in (*self._groups, *self._optimizers):
             patch.install(self)
         self._copies.install(gradients_quantized=any(comm.reduction is not None for comm in comms))
 
     def _choose(self, layouts: Sequence[NodeLayout]) -> None:
-        """Give every bucket what quantizes its weights and its gradients, or the reason why nothing does."""
+        """Give every bucket its replica and reduction, or the reason why it has none."""
         config = self.config
         # Separate process groups: one communicator would run gathers and reductions one after the other.
-        weights = self._create_topologies(layouts) if config.weights is not None else {}
-        gradients = self._create_topologies(layouts) if config.gradients is not None else {}
+        weights = create_topologies(layouts) if config.weights is not None else {}
+        gradients = create_topologies(layouts) if config.gradients is not None else {}
+        self._topologies: list[Topology] = [*weights.values(), *gradients.values()]
         weight_scratch, gradient_scratch = Scratch(), Scratch()
         for comm in self._state.groups:
             bucket = comm.group
@@ -148,11 +147,6 @@ class MegatronCommHandle(CommHandle):
                 scratch=gradient_scratch,
                 name=bucket.name,
             )
-
-    def _create_topologies(self, layouts: Sequence[NodeLayout]) -> dict[tuple[int, ...], Topology]:
-        topologies = create_topologies(layouts)
-        self._topologies += topologies.values()
-        return topologies
 
     def _group_patches(self) -> list[GroupPatch]:
         comms_of: dict[int, list[BucketState]] = {}
@@ -243,7 +237,7 @@ class MegatronCommHandle(CommHandle):
             self._remove()
 
     def _remove(self) -> None:
-        for patch in self._patches:
+        for patch in (*self._groups, *self._optimizers):
             patch.remove()
         self._copies.remove()
         for topology in self._topologies:
@@ -251,7 +245,7 @@ class MegatronCommHandle(CommHandle):
         if self._alerts is not None:
             self._alerts.detach()
         self._state.detach()
-        self._groups, self._optimizers, self._patches, self._topologies = [], [], [], []
+        self._groups, self._optimizers, self._topologies = [], [], []
         self._removed = True
 
 

@@ -1,6 +1,6 @@
-"""What the integration uses of Megatron-Core's objects, which have no types of their own to import.
+"""Protocols of the Megatron-Core objects that the integration uses; Megatron-Core is not imported.
 
-`guards` checks that they have what is listed here. Checked against Megatron-Core 0.16.1 and 0.19.2.
+`guards` checks that they have these attributes. Tested with Megatron-Core 0.16.1 and 0.19.2.
 """
 
 from __future__ import annotations

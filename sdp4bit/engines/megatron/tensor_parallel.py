@@ -1,9 +1,9 @@
-"""Keeps what tensor-parallel ranks hold in full, layer norms and biases, equal on all of them.
+"""Keep layer norms and biases, which every tensor-parallel rank holds in full, equal on all of them.
 
 Each tensor-parallel rank reduces its own buckets. The gradient of a layer norm is the same on all of them,
 but its neighbours in a row are not, and with them the scales: rounded gradients, and in time the weights,
 would drift apart. Megatron-Core averages the gradients of parameters that ask for it by an attribute, after
-the data-parallel reduction; that is what is used here. For the weights see `BucketWeights`.
+the data-parallel reduction; this module sets that attribute. For the weights see `BucketReplica`.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class TensorParallelCopies:
         self._unaveraged: list[nn.Parameter] = []
         self._marked: list[nn.Parameter] = []
         self.are_sought = any(tensor_parallel_group(chunk) is not None for chunk in chunks)
-        """There are other tensor-parallel ranks, and what they hold in full has been looked for."""
+        """There are other tensor-parallel ranks; their common parameters have been looked up."""
         for chunk in chunks:
             group = tensor_parallel_group(chunk)
             if group is None:
                 continue
             names = {id(param): name for name, param in chunk.named_parameters()}
             own = [param for param in chunk.parameters() if id(param) in dense]
-            found = replicated_parameters(own, group)
-            self.parameters += found
+            copies = replicated_parameters(own, group)
+            self.parameters += copies
             self._unaveraged += [
                 param
-                for param in found
+                for param in copies
                 if not getattr(param, _AVERAGE, False)
                 and not sums_over_tensor_parallel(chunk.config, names[id(param)], param)
             ]

@@ -149,7 +149,7 @@ def refusals() -> None:
         attach([run.chunks[0].module])
     double = SimpleNamespace(name="chunk0.float64.0", param_dtype=torch.float64)
     with refused("chunk0.float64.0 holds torch.float64 parameters", "train in bf16 or fp16"):
-        _check_bucket(double, QUANTIZED)
+        _check_bucket(double)
     with refused("AttributeError", "[rank 0]"):
         odd = SimpleNamespace(bucket_groups=[], ddp_config=SimpleNamespace())
         attach([odd] if rank == 0 else run.chunks)
