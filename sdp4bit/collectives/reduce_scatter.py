@@ -370,11 +370,13 @@ class ReductionSlice:
         self._nonfinite = nonfinite
         self._overlaps = overlaps
         self._device = pieces[0][0].rows.device
-        two_levels = len(reduction.hops) > 1
-        self.steps: tuple[Callable[[], None], ...] = (
-            (self.send, self.forward, self.finish) if two_levels else (self.send, self.finish)
-        )
-        """In this order, on all ranks; after each but the last a transfer is under way."""
+
+    @property
+    def steps(self) -> tuple[Callable[[], None], ...]:
+        """The calls to make, in this order on all ranks; after each but the last a transfer is under way."""
+        # Not an attribute: the cycle would keep the buffers until Python's next garbage collection.
+        two_levels = len(self._reduction.hops) > 1
+        return (self.send, self.forward, self.finish) if two_levels else (self.send, self.finish)
 
     def send(self) -> None:
         """Transform and quantize, one message of all sections per rank of the first hop, and send these."""

@@ -76,7 +76,7 @@ class _Operators(TorchDispatchMode):
         return result
 
 
-class _Kernels:
+class Kernels:
     """The library's kernels: one operation on the current stream for each call of an operator."""
 
     def __getattr__(self, name: str) -> Any:
@@ -383,7 +383,9 @@ def simulate(
             stack.enter_context(mock.patch(f"torch.{module}.has_torch_function", _no_override))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", _resized))
         stack.enter_context(mock.patch.object(FSDPGroup, "device", CUDA))
-        stack.enter_context(mock.patch.object(ops, "_backend", return_value=_Kernels()))
+        kernels = Kernels()
+        # Not a mock, which would keep the tensors of all calls.
+        stack.enter_context(mock.patch.object(ops, "_backend", lambda _: kernels))  # noqa: PT008
         stack.enter_context(_OnCUDA())
         if sees_operators:
             stack.enter_context(_Operators())
