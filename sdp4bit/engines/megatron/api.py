@@ -42,8 +42,9 @@ def quantize_communication(
     a checkpoint is loaded. The same call again returns the same handle.
 
     Args:
-        model_chunks: the DistributedDataParallel chunks of this rank, all that the optimizer updates.
-        optimizer: what `get_megatron_optimizer` returned for them.
+        model_chunks: the DistributedDataParallel chunks of this rank, all that the optimizer updates; [] on
+            ranks of the job that have none.
+        optimizer: what `get_megatron_optimizer` returned for them; None without chunks.
         config: what to quantize, or the name of a preset; the default is the paper's method. The replica is
             Megatron's parameter buffer, which every rank holds. `weights.replica` only says whether weights
             are quantized inside one node, as on FSDP2.
@@ -69,8 +70,9 @@ def quantize_communication(
     try:
         settings = as_config(config)
         chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [cast(Chunk, model_chunks)]
-        check_chunks(chunks)
-        optimizers = distributed_optimizers(optimizer)
+        if chunks or optimizer is not None:
+            check_chunks(chunks)
+            optimizers = distributed_optimizers(optimizer)
         buckets = find_buckets(chunks, optimizers)
         existing = _existing_handle(buckets, optimizers, settings, topology)
         for bucket in buckets:

@@ -215,7 +215,7 @@ def tensor_parallel_group(chunk: Chunk) -> ProcessGroup | None:
 
 def pipeline_group(chunks: Sequence[Chunk]) -> ProcessGroup | None:
     """Return the stages of this rank's pipeline; None if there is one."""
-    group = getattr(chunks[0], "pp_group", None)
+    group = getattr(chunks[0], "pp_group", None) if chunks else None
     return group if isinstance(group, ProcessGroup) and group.size() > 1 else None
 
 

@@ -46,7 +46,10 @@ _REFUSED_OPTIMIZER = {
 def check_chunks(chunks: Sequence[Chunk]) -> None:
     """Raise ValueError unless these are data-parallel model chunks whose communication can be replaced."""
     if not chunks:
-        raise ValueError("model_chunks is empty: pass the list of DistributedDataParallel model chunks")
+        raise ValueError(
+            "model_chunks is empty: pass the list of DistributedDataParallel model chunks, or None as the "
+            "optimizer on ranks that have no part of the model"
+        )
     for number, chunk in enumerate(chunks):
         what = f"model_chunks[{number}]"
         if not hasattr(chunk, "bucket_groups") or not hasattr(chunk, "ddp_config"):

@@ -204,3 +204,15 @@ def test_attaching_and_removing() -> None:
     attached_on_one_rank()
     named_by_preset()
     unknown_buffer()
+
+
+@on_ranks(4)
+def test_ranks_without_a_part_of_the_model_attach_with_an_empty_list() -> None:
+    run = MegatronRun(QUANTIZED, pp=2, attach=False)
+    is_first = run.state.is_pipeline_first_stage()
+    chunks, optimizer = (run.chunks, run.optimizer) if is_first else ([], None)
+    run.comm = quantize_communication(chunks, optimizer, config=QUANTIZED, topology=1)
+    assert bool(run.comm.groups) == is_first
+    run.train(2)
+    assert bool(run.comm.stats()["last_step"]["inter_bytes"]) == is_first
+    run.comm.remove()
