@@ -91,7 +91,7 @@ def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def agree(work: Callable[[], T]) -> T:
+def run_on_all_ranks(work: Callable[[], T]) -> T:
     """Return what `work` returns here, once it has succeeded on every rank.
 
     Raises:
@@ -116,9 +116,9 @@ def agree(work: Callable[[], T]) -> T:
     return result
 
 
-def decide_on_rank_0(work: Callable[[], T]) -> T:
+def broadcast_from_rank0(work: Callable[[], T]) -> T:
     """Return what `work` returned on rank 0, which alone runs it; its error is raised on all ranks."""
-    result = agree(lambda: work() if dist.get_rank() == 0 else None)
+    result = run_on_all_ranks(lambda: work() if dist.get_rank() == 0 else None)
     box: list[T | None] = [result]
     with comm_error_context("broadcast from rank 0"):
         dist.broadcast_object_list(box, src=0)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import write_atomically
-from sdp4bit_lab.common.ranks import Ranks, agree
+from sdp4bit_lab.common.ranks import Ranks, run_on_all_ranks
 from sdp4bit_lab.compare.config import DemoConfig
 from sdp4bit_lab.compare.finished_run import FinishedRun
 from sdp4bit_lab.compare.tables import unstable_notes
@@ -32,7 +32,7 @@ def demo(config: DemoConfig, *, ranks: Ranks) -> None:
                 console.print(f"Stopped by {result.stopped}: the same command begins again.")
             return
         results.append(result)
-    agree(lambda: _write_report(config.out, results, console) if ranks.is_first else None)
+    run_on_all_ranks(lambda: _write_report(config.out, results, console) if ranks.is_first else None)
 
 
 def _write_report(out: Path, results: Sequence[TrainingResult], console: Console) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sdp4bit_lab.common.ranks import Ranks, agree, decide_on_rank_0
+from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0, run_on_all_ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.compare.config import CompareConfig
 from sdp4bit_lab.compare.finished_run import FinishedRun, environment, run_settings
@@ -40,7 +40,7 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
         )
     console = Console()
     planned = _planned_settings(config, ranks=ranks)
-    finished = decide_on_rank_0(lambda: find_finished(planned))
+    finished = broadcast_from_rank0(lambda: find_finished(planned))
     if finished and ranks.is_first:
         names = ", ".join(run.name for run in finished.values())
         console.print(f"trained before: {names}", highlight=False, markup=False, soft_wrap=True)
@@ -69,9 +69,9 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
         settings = {name: planned[folder][name] for name in ("settings", "quantization")}
         run = FinishedRun.of(result, **settings, environment=environment(ranks.device))
         finished[folder] = run
-        agree(partial(write, run, folder))
+        run_on_all_ranks(partial(write, run, folder))
     if finished:
-        agree(lambda: _conclude(report(), config.out, console) if ranks.is_first else None)
+        run_on_all_ranks(lambda: _conclude(report(), config.out, console) if ranks.is_first else None)
     if stopped is not None and ranks.is_first:
         console.print(f"Stopped by {stopped}: the same command continues with the remaining runs.")
     return list(report().runs)

@@ -31,7 +31,7 @@ from sdp4bit.quantization.layout import BLOCK, message_layout, round_up
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import wrapped, write_atomically
-from sdp4bit_lab.common.ranks import Ranks, agree, gather_over_ranks
+from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks, run_on_all_ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.plan.config import PROBE_FORMAT, ProbeConfig
 from sdp4bit_lab.plan.traffic import RankGrid, gradient_exchange
@@ -75,7 +75,7 @@ def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
         SettingError: ranks that do not fill the nodes, or a file that cannot be written; on all ranks.
     """
     result = measure(config, ranks=ranks)
-    agree(lambda: _report(config, result) if ranks.is_first else None)
+    run_on_all_ranks(lambda: _report(config, result) if ranks.is_first else None)
     return result
 
 
@@ -88,7 +88,7 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
         SettingError: ranks that do not fill the nodes; on all ranks.
     """
     hosts = gather_over_ranks(host_name(), what="names of the hosts")
-    topology = agree(lambda: _topology(config, hosts))
+    topology = run_on_all_ranks(lambda: _topology(config, hosts))
     per_rank = round(config.megabytes * 1e6)
     intra = _link(topology.intra, sent_bytes=per_rank, rounds=config.rounds, device=ranks.device)
     inter = _link(topology.inter, sent_bytes=per_rank, rounds=config.rounds, device=ranks.device)

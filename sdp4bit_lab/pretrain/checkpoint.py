@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.stateful import Stateful
 
 from sdp4bit.collectives.errors import comm_error_context, job_timeout
-from sdp4bit_lab.common.ranks import Ranks, agree, decide_on_rank_0, gather_over_ranks
+from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0, gather_over_ranks, run_on_all_ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.checkpoint_files import (
     CheckpointError,
@@ -264,7 +264,7 @@ class Checkpointer:
             except (ValueError, TypeError, RuntimeError, KeyError) as error:
                 raise SettingError(f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
 
-        return agree(attempt)
+        return run_on_all_ranks(attempt)
 
     # -- state -----------------------------------------------------------------------------------------
 
@@ -404,7 +404,7 @@ def choose_start(config: CheckpointConfig, *, job: str | None) -> Start:
             return Start(folder=save, continues=True)
         return Start(folder=None if is_same else load)
 
-    return decide_on_rank_0(choose)
+    return broadcast_from_rank0(choose)
 
 
 def _job_of(checkpoints: Sequence[Path]) -> str | None:

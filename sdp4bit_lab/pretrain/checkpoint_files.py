@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import WriteResult
 
-from sdp4bit_lab.common.ranks import decide_on_rank_0, gather_over_ranks
+from sdp4bit_lab.common.ranks import broadcast_from_rank0, gather_over_ranks
 from sdp4bit_lab.common.settings import SettingError
 
 T = TypeVar("T")
@@ -287,7 +287,7 @@ def _from_all(value: T) -> list[T]:
 
 
 def _from_rank_0(work: Callable[[], T]) -> T:
-    return decide_on_rank_0(work) if dist.is_initialized() else work()
+    return broadcast_from_rank0(work) if dist.is_initialized() else work()
 
 
 class _MetadataUnpickler(pickle.Unpickler):

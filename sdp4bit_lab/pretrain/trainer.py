@@ -17,7 +17,7 @@ import sdp4bit
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.common.launch.signals import listening
-from sdp4bit_lab.common.ranks import Ranks, agree
+from sdp4bit_lab.common.ranks import Ranks, run_on_all_ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.common.strategies import STRATEGIES
 from sdp4bit_lab.pretrain.checkpoint import Checkpointer, Start, choose_start
@@ -117,7 +117,7 @@ def pretrain(
     check_same_settings(config)
     config.check_layout(ranks.world_size)
     run = build_run(config, ranks=ranks, label=label or config.strategy_name)
-    writer = agree(lambda: _open_writer(run, console=console, part=part))
+    writer = run_on_all_ranks(lambda: _open_writer(run, console=console, part=part))
     with listening(), closing(writer):
         if ranks.is_first:
             for line in (describe_run(run), *run.loop.batches.notes, *_describe_start(run)):

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from sdp4bit_lab.common.files import write_atomically
-from sdp4bit_lab.common.ranks import Ranks, agree
+from sdp4bit_lab.common.ranks import Ranks, run_on_all_ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.selftest.check import Check, Context, Outcome, run_checks
 from sdp4bit_lab.selftest.config import CheckName, SelftestConfig
@@ -54,7 +54,7 @@ def selftest(config: SelftestConfig, *, ranks: Ranks) -> dict[str, Any]:
         "ranks": ranks.world_size,
         "checks": [outcome.as_dict() for outcome in outcomes],
     }
-    agree(lambda: _report(config, outcomes, result) if ranks.is_first else None)
+    run_on_all_ranks(lambda: _report(config, outcomes, result) if ranks.is_first else None)
     if failed:
         sys.exit(EXIT_FAILED)
     return result

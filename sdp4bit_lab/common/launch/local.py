@@ -27,7 +27,7 @@ from sdp4bit_lab.common.launch.child_processes import (
     start_server_without,
 )
 from sdp4bit_lab.common.launch.config import RanksConfig
-from sdp4bit_lab.common.launch.signals import AGAIN, SIGNALS, listen
+from sdp4bit_lab.common.launch.signals import REPEAT_SIGNAL_SECONDS, SIGNALS, listen
 from sdp4bit_lab.common.ranks import Ranks, join_ranks
 from sdp4bit_lab.common.settings import SettingError
 
@@ -177,7 +177,7 @@ class _StartedRanks:
         if received != signal.SIGUSR1:
             now = time.monotonic()
             self._first_at = now if self._first_at is None else self._first_at
-            if now - self._first_at > AGAIN or not self._leaves_early:
+            if now - self._first_at > REPEAT_SIGNAL_SECONDS or not self._leaves_early:
                 self.ended_by = received
                 self.kill()
                 return

@@ -10,7 +10,7 @@ from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Batch systems send the first two some time before they end a job; the third is Ctrl-C."""
-AGAIN = 1.0
+REPEAT_SIGNAL_SECONDS = 1.0
 """Seconds after which a signal is a second one. `timeout` signals its child and then the child's whole group:
 one wish, which comes twice."""
 

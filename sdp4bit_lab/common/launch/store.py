@@ -34,13 +34,13 @@ def join_store(found: Store, *, rank: int, world_size: int, timeout: timedelta) 
     job = store.compare_set("job", "", uuid4().hex).decode()
     deadline = time.monotonic() + timeout.total_seconds()
     if rank == 0:
-        start = _welcome(store, world_size=world_size, deadline=deadline)
+        start = _serve_handshake(store, world_size=world_size, deadline=deadline)
     else:
-        start = _greet(store, rank=rank, deadline=deadline)
+        start = _join_handshake(store, rank=rank, deadline=deadline)
     return PrefixStore(f"{_PREFIX}/{start}", found), job
 
 
-def _welcome(store: Store, *, world_size: int, deadline: float) -> str:
+def _serve_handshake(store: Store, *, world_size: int, deadline: float) -> str:
     """Return the name of the start, which all ranks have confirmed."""
     start = uuid4().hex
     missing = set(range(1, world_size))
@@ -58,7 +58,7 @@ def _welcome(store: Store, *, world_size: int, deadline: float) -> str:
     return start
 
 
-def _greet(store: Store, *, rank: int, deadline: float) -> str:
+def _join_handshake(store: Store, *, rank: int, deadline: float) -> str:
     """Return the name of the start."""
     hello = uuid4().hex
     store.set(f"hello {rank}", hello)

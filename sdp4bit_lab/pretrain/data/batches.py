@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from sdp4bit_lab.common.ranks import Ranks, agree, decide_on_rank_0
+from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0, run_on_all_ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.data.blend import BlendedSplit, Part, parse_blend
 from sdp4bit_lab.pretrain.data.config import DataConfig
@@ -43,14 +43,14 @@ def prepare_dataset(config: DataConfig, *, ranks: Ranks) -> Dataset:
         return Dataset(key=f"mock-{config.vocabulary}", train=train, validation=validation, test=test)
     if config.source == "indexed":
         key = _on_every_node(lambda: check_indexed(config), known=lambda key: False, ranks=ranks)
-        return agree(lambda: open_indexed(config, key=key))
+        return run_on_all_ranks(lambda: open_indexed(config, key=key))
     folder = _on_every_node(lambda: fill_cache(config), known=Path.is_dir, ranks=ranks)
-    return agree(lambda: open_cache(folder, config=config))
+    return run_on_all_ranks(lambda: open_cache(folder, config=config))
 
 
 def _on_every_node(work: Callable[[], T], *, known: Callable[[T], bool], ranks: Ranks) -> T:
     """Return what rank 0 got; local rank 0 of every other node got the same, or knows it already."""
-    expected = decide_on_rank_0(work)
+    expected = broadcast_from_rank0(work)
 
     def repeat() -> None:
         if ranks.local_rank == 0 and ranks.rank > 0 and not known(expected):
@@ -61,7 +61,7 @@ def _on_every_node(work: Callable[[], T], *, known: Callable[[T], bool], ranks: 
                     "files, Python and tokenizers versions on all nodes, or a shared --data-cache-path"
                 )
 
-    agree(repeat)
+    run_on_all_ranks(repeat)
     return expected
 
 

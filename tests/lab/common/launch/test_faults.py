@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from sdp4bit_lab.common.ranks import agree, decide_on_rank_0
+from sdp4bit_lab.common.ranks import broadcast_from_rank0, run_on_all_ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import OptimizerConfig, PretrainConfig
@@ -50,13 +50,13 @@ def errors_of_all_kinds() -> list[str]:
             raise SettingError("rank 0 says no")
         raise AssertionError("only rank 0 is asked")
 
-    assert agree(dist.get_rank) == dist.get_rank()
-    assert decide_on_rank_0(lambda: f"from {dist.get_rank()}") == "from 0"
+    assert run_on_all_ranks(dist.get_rank) == dist.get_rank()
+    assert broadcast_from_rank0(lambda: f"from {dist.get_rank()}") == "from 0"
     messages = []
     for work in (
-        lambda: agree(lambda: fail_on_rank_1(SettingError("change it"))),
-        lambda: agree(lambda: fail_on_rank_1(OSError("disk full"))),
-        lambda: decide_on_rank_0(fail_on_rank_0),
+        lambda: run_on_all_ranks(lambda: fail_on_rank_1(SettingError("change it"))),
+        lambda: run_on_all_ranks(lambda: fail_on_rank_1(OSError("disk full"))),
+        lambda: broadcast_from_rank0(fail_on_rank_0),
     ):
         try:
             work()
