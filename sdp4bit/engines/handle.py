@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.config import AuditConfig, SDP4BitConfig, TelemetryConfig
@@ -97,6 +98,8 @@ class ModelState:
         self.groups, self.step_listeners = [], []
 
 
+logger = logging.getLogger("sdp4bit")
+
 StateDict = dict[str, Any]
 """What checkpoints keep of a model's communication."""
 
@@ -119,10 +122,23 @@ class CommHandle(ABC):
         self._note = note
         self._alerts: Alerts | None = None
         self._removed = False
-        self._process_group: ProcessGroup | None = None
-        """The ranks that have parts of the model; None for all."""
         if config.audit is not None:
             state.step_listeners.append(self._audit_if_due)
+
+    def _log_attached(self) -> None:
+        """Log one line on rank 0, when all groups have what quantizes them."""
+        if dist.get_rank() == 0:
+            groups = self.groups
+            shapes = dict.fromkeys(f"{g.layout.nodes} x {g.layout.ranks_per_node}" for g in groups)
+            logger.info(
+                "%s: %d parameter groups on %s ranks (nodes x ranks per node); weights of %d and gradients of "
+                "%d are quantized, comm.explain() lists them",
+                type(self).__name__,
+                len(groups),
+                ", ".join(shapes) or "no",
+                sum(group.replica is not None for group in groups),
+                sum(bool(group.gradient_quantizers) for group in groups),
+            )
 
     def _watch(self, alerts: Alerts) -> None:
         """Let these alerts see every step, after the audit."""
@@ -261,7 +277,6 @@ class CommHandle(ABC):
             repeats=repeats,
             switch=self._switch,
             device=self._state.device,
-            process_group=self._process_group,
         )
 
     def _check_switch(self) -> None:

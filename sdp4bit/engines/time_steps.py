@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.errors import comm_error_context
 
@@ -65,14 +64,12 @@ def time_steps(
     repeats: int,
     switch: Callable[[bool], None],
     device: torch.device | None,
-    process_group: ProcessGroup | None,
 ) -> StepTimes:
     """Measure steps in blocks with and without quantization; see `CommHandle.time_steps`.
 
     Args:
         switch: lets the model communicate quantized (True) or in full precision.
         device: to wait for before the clock is read.
-        process_group: the ranks that take the steps; None for all.
     """
     blocks: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}
     try:
@@ -85,9 +82,9 @@ def time_steps(
     finally:
         switch(True)
     mine = blocks[True], blocks[False]
-    ranks: list[tuple[list[tuple[float, ...]], ...]] = [mine] * dist.get_world_size(process_group)
-    with comm_error_context("times of training steps", group=process_group):
-        dist.all_gather_object(ranks, mine, group=process_group)
+    ranks: list[tuple[list[tuple[float, ...]], ...]] = [mine] * dist.get_world_size()
+    with comm_error_context("times of training steps"):
+        dist.all_gather_object(ranks, mine)
     quantized, plain = (_slowest([rank[kind] for rank in ranks]) for kind in range(2))
     return StepTimes(quantized_seconds=quantized, plain_seconds=plain)
 

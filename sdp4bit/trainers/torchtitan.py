@@ -22,7 +22,7 @@ _STATE = attachment.FOLDER
 
 @dataclass(kw_only=True, slots=True)
 class CommunicationOptions:
-    """What is quantized; on the command line `--sdp4bit.preset qwd` and so on."""
+    """What is quantized; on the command line `--sdp4bit.preset sdp4bit-w2g3` and so on."""
 
     preset: str = "sdp4bit"
     """Name of a preset, unless `config` is set."""

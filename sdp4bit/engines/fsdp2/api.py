@@ -282,6 +282,7 @@ class FSDPCommHandle(CommHandle):
             self._hooks += [
                 module.register_load_state_dict_post_hook(self._state.note_load) for module in watched
             ]
+        self._log_attached()
 
     def _install(self, comm: FSDPGroupState) -> CommObjects:
         stock = comm.group.comms

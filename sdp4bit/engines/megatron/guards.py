@@ -71,7 +71,7 @@ def _check_ddp_config(what: str, config: DDPConfig) -> None:
     if not config.use_distributed_optimizer:
         raise ValueError(
             f"{what} reduces all gradients on all ranks: set use_distributed_optimizer=True (in Megatron's "
-            "training program, --use-distributed-optimizer)"
+            "training program, its option of that name)"
         )
     instances = getattr(config, "num_distributed_optimizer_instances", 1)
     if instances != 1:

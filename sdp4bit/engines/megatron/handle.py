@@ -106,6 +106,7 @@ class MegatronCommHandle(CommHandle):
         for patch in (*self._groups, *self._optimizers):
             patch.install(self)
         self._copies.install(gradients_quantized=any(comm.reduction is not None for comm in comms))
+        self._log_attached()
 
     def _choose(self, layouts: Sequence[NodeLayout]) -> None:
         """Give every bucket its replica and reduction, or the reason why it has none."""

@@ -114,7 +114,7 @@ def incomplete() -> Group:
     [
         (list, ["model_chunks is empty"]),
         (lambda: [SimpleNamespace()], ["model_chunks[0] is a SimpleNamespace", "DistributedDataParallel"]),
-        (lambda: [chunk(use_distributed_optimizer=False)], ["--use-distributed-optimizer"]),
+        (lambda: [chunk(use_distributed_optimizer=False)], ["use_distributed_optimizer=True"]),
         (lambda: [chunk(), chunk(fp8_param_gather=True)], ["model_chunks[1]", "fp8_param_gather", "False"]),
         (lambda: [chunk(fp4_param_gather=True)], ["fp4_param_gather", "no 16-bit replica"]),
         (lambda: [chunk(reuse_grad_buf_for_mxfp8_param_ag=True)], ["reuse_grad_buf_for_mxfp8_param_ag"]),
