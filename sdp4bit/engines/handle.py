@@ -131,8 +131,8 @@ class CommHandle(ABC):
             groups = self.groups
             shapes = dict.fromkeys(f"{g.layout.nodes} x {g.layout.ranks_per_node}" for g in groups)
             logger.info(
-                "%s: %d parameter groups on %s ranks (nodes x ranks per node); weights of %d and gradients of "
-                "%d are quantized, comm.explain() lists them",
+                "%s: %d parameter groups on %s ranks (nodes x ranks per node); weights of %d and gradients "
+                "of %d are quantized, comm.explain() lists them",
                 type(self).__name__,
                 len(groups),
                 ", ".join(shapes) or "no",
