@@ -135,5 +135,4 @@ def test_what_cannot_work_is_one_error_on_every_rank(text: Path, tmp_path: Path)
         in first["sdp4bit_lab.pretrain.config.same_settings"]
     )
     attached: Any = first["sdp4bit.engines.agreement"]
-    assert "the ranks run different versions; install the same on all nodes" in attached
-    assert "sdp4bit 0.0.9, torch " in attached and attached.endswith(" [rank 1]")
+    assert f"sdp4bit: {VERSION} [rank 0], 0.0.9 [rank 1]" in attached

@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from sdp4bit.config import AlertConfig
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.compare import demo as demo_module
 from sdp4bit_lab.compare.config import DEMO_PROCESSES, CompareConfig, DemoConfig
@@ -59,16 +62,22 @@ def test_the_command_line_trains_on_four_processes(text, tmp_path):
     assert any((tmp_path / "tensorboard").iterdir())
 
 
+def train_with_alerts(config):
+    sensitive = partial(AlertConfig, gradient_error=0.004)
+    with mock.patch("sdp4bit_lab.pretrain.config.communication.AlertConfig", sensitive):
+        return train_here(config)
+
+
 def test_alerts_are_in_the_metrics(text, tmp_path):
     config = small(text, tmp_path / "out")
     config = replace(
         config,
         training=replace(config.training, steps=4),
         logging=replace(config.logging, telemetry_interval=2),
-        reliability=ReliabilityConfig(audit_interval=2, alerts="warn", alert_gradient_error=0.004),
+        reliability=ReliabilityConfig(audit_interval=2, alerts="warn"),
         communication=replace(config.communication, gradients_inside_one_node=True),
     )
-    run_ranks(train_here, 2, config)
+    run_ranks(train_with_alerts, 2, config)
     alerts = [line for line in read_log(tmp_path / "out") if line["event"] == "alert"]
     assert alerts and alerts[0]["step"] == 2
     for line in alerts:
