@@ -33,16 +33,14 @@ def cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("tokens")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compute_dtype", "optimizer", "steps", "is_stable"),
     [
         ("bf16", OptimizerConfig(), STEPS, True),
-        pytest.param("fp32", OptimizerConfig(), STEPS, True, marks=pytest.mark.slow),
+        ("fp32", OptimizerConfig(), STEPS, True),
         # Some ten times the usual gradient at steps 10 and 13: without this the test could not fail.
-        pytest.param(
-            *("fp32", OptimizerConfig(learning_rate=2e-3, warmup_steps=10), 14, False),
-            marks=pytest.mark.slow,
-        ),
+        ("fp32", OptimizerConfig(learning_rate=2e-3, warmup_steps=10), 14, False),
     ],
 )
 def test_the_baseline_of_the_demo_has_no_spike(cache, compute_dtype, optimizer, steps, is_stable):
