@@ -159,8 +159,10 @@ class CheckpointWriter(FileSystemWriter):
             sync(path)
         target = self.folder / f"step-{self._record.progress.step:08d}"
         if target.exists():
-            # A resumed run reaches the step of an older checkpoint again.
-            target.rename(self.folder / f".{target.name}.replaced")
+            # A resumed run reaches the step of an older checkpoint again. A crash may have left one replaced.
+            replaced = self.folder / f".{target.name}.replaced"
+            shutil.rmtree(replaced, ignore_errors=True)
+            target.rename(replaced)
         working.rename(target)
         sync(self.folder)
         for replaced in self.folder.glob(".step-*.replaced"):
