@@ -107,7 +107,7 @@ def seconds_of_ranks() -> StepTimes:
         now[0] += 1.0 + dist.get_rank()
 
     with mock.patch.object(module.time, "perf_counter", side_effect=lambda: now[0]):
-        return time_steps(step, repeats=1, switch=lambda _: None, device=None, process_group=None)
+        return time_steps(step, repeats=1, switch=lambda _: None, device=None)
 
 
 def test_the_slowest_rank_counts() -> None:
