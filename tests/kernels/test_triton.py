@@ -2,8 +2,8 @@
 
 On a GPU if there is one, and in Triton's interpreter otherwise. Triton decides at its import whether it
 interprets, so without a GPU this file runs itself in a process of its own, and the rest of the test session
-never sees an interpreted kernel. The interpreter then runs the programs of every launch in random order, and
-no two of them may store to one address.
+never sees an interpreted kernel. No two programs of a launch may store to one address, as a GPU runs them in
+any order.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -24,11 +27,12 @@ from tests import ROOT
 pytest.importorskip("triton", reason="needs Triton")
 
 from triton.runtime.errors import InterpreterError
+from triton.runtime.interpreter import interpreter_builder
 
 from sdp4bit.kernels.triton import backend as cuda
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit_lab.selftest.kernel_cases import SHAPES, Shape
+from sdp4bit_lab.selftest.kernel_cases import BY_SHAPE, SHAPES, KernelCase, Shape
 from tests.kernels.byte_tests import ByteTests, compare
 from tests.quantization.property_cases import CALLS, hold
 
@@ -96,11 +100,52 @@ def shape(request: pytest.FixtureRequest) -> Shape:
     return chosen
 
 
+@contextmanager
+def no_shared_stores() -> Iterator[None]:
+    """Raise AssertionError if two programs of an interpreted launch store to one address."""
+    builder, launches = interpreter_builder, 0
+    set_grid_dim, create_masked_store = builder.set_grid_dim, builder.create_masked_store
+    stored: dict[object, list[npt.NDArray[np.uint64]]] = {}
+
+    def check() -> None:
+        if launches:
+            addresses = np.concatenate([np.unique(np.concatenate(each)) for each in stored.values()])
+            assert len(addresses) == len(np.unique(addresses)), "two programs store to one address"
+        stored.clear()
+
+    def start(*grid: int) -> None:
+        nonlocal launches
+        check()
+        launches += 1
+        set_grid_dim(*grid)
+
+    def store(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)]
+        stored.setdefault(builder.grid_idx, []).append(addresses.ravel())
+        return create_masked_store(pointers, value, mask, *rest)
+
+    with (
+        patch.object(builder, "set_grid_dim", start),
+        patch.object(builder, "create_masked_store", store),
+    ):
+        yield
+        assert launches and len(stored) > 1
+        check()
+
+
 @pytest.fixture(autouse=True)
 def few_programs() -> Iterator[None]:
     """Few programs with several tiles each."""
     with patch.object(cuda, "_RESIDENT_WARPS", 3 if IS_INTERPRETED else cuda._RESIDENT_WARPS):
         yield
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="the interpreter shows what programs store")
+@pytest.mark.parametrize("make", BY_SHAPE)
+def test_no_two_programs_store_to_one_address(make: Callable[[Shape], Iterator[KernelCase]]) -> None:
+    case = next(make(Shape(0, 128, 2500, False)))
+    with patch.object(cuda, "_RESIDENT_WARPS", 24), no_shared_stores():  # several programs
+        compare_unless_too_old(case.operator, case.first, **case.named)
 
 
 def compare_unless_too_old(*args: Any, **named: Any) -> None:
