@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -125,7 +125,7 @@ def assert_refreshed_in_full(job: Job, after: str = "") -> None:
 
 
 def save_and_go_on(folder: str, config: SDP4BitConfig, after: int) -> tuple[list[float], list[int]]:
-    job = Job(config)
+    job = Job(config, topology=dist.get_world_size() // 2)
     job.train(BEFORE)
     job.save(f"{folder}/after-step", comm=job.comm)
     job.logits()
@@ -137,34 +137,37 @@ def save_and_go_on(folder: str, config: SDP4BitConfig, after: int) -> tuple[list
 def resume(folder: str, config: SDP4BitConfig, exact: list[tuple[list[float], list[int]]]) -> None:
     """Losses, weights, replicas and counters are those of the run that was not interrupted."""
     losses, bits = exact[dist.get_rank()]
+    start = partial(Job, topology=dist.get_world_size() // 2, at=BEFORE)
     with expect_warnings():
-        job = Job(config, at=BEFORE).load(f"{folder}/after-step", comm="before")
+        job = start(config).load(f"{folder}/after-step", comm="before")
         assert job.train(len(losses)) == losses
         assert job.bits() == bits
         for moment, order in (("after-step", "after"), ("after-eval", "before"), ("after-eval", "after")):
-            job = Job(config, at=BEFORE).load(f"{folder}/{moment}", comm=order)
+            job = start(config).load(f"{folder}/{moment}", comm=order)
             assert job.train(2) == losses[:2], (moment, order)
         # A replica on every rank holds what one per node holds.
         placement = "node" if config.weights.replica == "full" else "full"
         other = replace(config, weights=replace(config.weights, replica=placement))
-        assert Job(other, at=BEFORE).load(f"{folder}/after-step", comm="after").train(2) == losses[:2]
+        assert start(other).load(f"{folder}/after-step", comm="after").train(2) == losses[:2]
         # Without the communication's state the replica starts from the weights: other losses, but close.
-        without = Job(config, at=BEFORE).load(f"{folder}/after-step", comm="not").train(2)
+        without = start(config).load(f"{folder}/after-step", comm="not").train(2)
     assert without != losses[:2]
     assert max(abs(a - b) for a, b in zip(without, losses, strict=False)) < 0.05
 
 
 @pytest.mark.parametrize(
-    ("config", "after"),
+    ("config", "ranks", "after"),
     [
-        pytest.param(NODE, 4, id="node"),
-        pytest.param(NODE, 20, id="node-20-steps", marks=pytest.mark.slow),
-        pytest.param(RANDOM, 20, id="full-stochastic-20-steps", marks=pytest.mark.slow),
+        pytest.param(NODE, 2, 3, id="node"),
+        pytest.param(NODE, 4, 20, id="node-20-steps", marks=pytest.mark.slow),
+        pytest.param(RANDOM, 4, 20, id="full-stochastic-20-steps", marks=pytest.mark.slow),
     ],
 )
-def test_a_resumed_run_continues_bit_for_bit(config: SDP4BitConfig, after: int, tmp_path: Path) -> None:
-    exact = run_ranks(save_and_go_on, 4, str(tmp_path), config, after, timeout=LIMIT)
-    run_ranks(resume, 4, str(tmp_path), config, exact, timeout=LIMIT)
+def test_a_resumed_run_continues_bit_for_bit(
+    config: SDP4BitConfig, ranks: int, after: int, tmp_path: Path
+) -> None:
+    exact = run_ranks(save_and_go_on, ranks, str(tmp_path), config, after, timeout=LIMIT)
+    run_ranks(resume, ranks, str(tmp_path), config, exact, timeout=LIMIT)
 
 
 def weights_of(job: Job) -> str:

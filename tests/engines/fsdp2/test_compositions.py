@@ -168,6 +168,7 @@ def compiled(config: SDP4BitConfig | None) -> list[float]:
     return Run(model, config, topology=1).train(2).finish()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_compiled_blocks_train_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(compiled)

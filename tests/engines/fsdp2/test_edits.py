@@ -45,6 +45,12 @@ from tests.toy import (
 
 WHOLE_ROWS = replace(QUANTIZED, separate_parameters=False)
 PRELOAD = [weight_edits.__name__]  # which registers the ways
+QUICK = {
+    *("averaged_model", "averages_copied_in_and_out", "soft_target_update", "weight_decay_by_hand"),
+    *("pruning_mask", "frozen_weights", "local_tensors", "data_assigned", "one_rank_alone"),
+    *("between_micro_batches", "load_state_dict", "checkpoint_in_place"),
+}
+"""One way of each kind, which the quick tests try."""
 
 
 def fresh_groups(run: Run) -> set[str]:
@@ -349,7 +355,9 @@ def faults(request: pytest.FixtureRequest) -> dict[str, list[str]]:
     return merged(run_ranks(find_faults, 2, sorted(names), 1, ("4 bits",), timeout=280))
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in WAYS]
+)
 def test_edits_are_followed_as_by_plain_fsdp2(faults: dict[str, list[str]], name: str) -> None:
     assert not faults[name], "\n".join(faults[name])
 

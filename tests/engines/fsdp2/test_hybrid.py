@@ -203,11 +203,11 @@ def check_accumulation() -> None:
 
 def check_resume() -> None:
     """A resumed run repeats the next losses and weights bit for bit; state without counters does not."""
-    run = HybridRun(QUANTIZED, clip=1.0).train(3)
+    run = HybridRun(QUANTIZED, clip=1.0).train(1)
     saved = io.BytesIO()
     states = {"model": run.model, "optimizer": run.optimizer, "comm": run.comm}
     torch.save({name: part.state_dict() for name, part in states.items()}, saved)
-    expected = run.train(3).finish()[3:]
+    expected = run.train(2).finish()[1:]
     results = []
     for forgets in (False, True):
         saved.seek(0)
@@ -216,12 +216,11 @@ def check_resume() -> None:
             for counters in loaded["comm"]["counters"].values():
                 counters[2] = 0  # all-reduces so far
         resumed = HybridRun(QUANTIZED, clip=1.0)
-        for _ in range(3):
-            next(resumed.data)
+        next(resumed.data)
         resumed.model.load_state_dict(loaded["model"])
         resumed.optimizer.load_state_dict(loaded["optimizer"])
         resumed.comm.load_state_dict(loaded["comm"])
-        results.append(resumed.train(3).finish() == expected)
+        results.append(resumed.train(2).finish() == expected)
         resumed.check_replicas()
     assert results == [True, False]
 
