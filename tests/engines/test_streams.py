@@ -64,9 +64,28 @@ VARIANTS = (
     *("full replica, prefetch", "one rank per node", "weights only", "more input buffers"),
     *("separate group", "unshard, full replica", "unshard, saved meanwhile", "unshard, exact"),
     *("two roots, full replica", "HSDP, shards between nodes", "HSDP, pipeline chunks"),
-    *("HSDP, two roots", "DDP, one rank per node"),
+    *(
+        "HSDP, two roots",
+        "DDP, one rank per node",
+        "full replica",
+        "gradients only",
+        "separate group, one skipped",
+    ),
+    *("accumulation", "frozen", "prefetch", "HSDP, accumulation", "load, full replica", "resync"),
 )
 """Scenarios of FSDP2 and DDP whose parts others have too; the slow tests have them."""
+
+MEGATRON_VARIANTS = (
+    *(
+        "no overlap",
+        "one rank per node",
+        "one queue, one level",
+        "one queue, pipeline chunks",
+        "weights only",
+    ),
+    "audit",
+)
+"""The same of Megatron-Core."""
 
 MOST_TRIED = 8
 """Scenarios in which a call is left out until one needs it: an all-to-all of several slices is rare."""
@@ -166,15 +185,10 @@ def _read_late() -> Any:
     return mock.patch.object(AllGatherHook, "_refresh", read_late)
 
 
-def all_of_megatron() -> dict[str, Result]:
-    """Return what the scenarios of Megatron-Core have come to."""
+def run_megatron(names: Sequence[str]) -> Half:
+    """Return what these scenarios of Megatron-Core have come to, and the faults of mutations."""
     fake_cuda.install()
-    return {name: run_scenario(name, MEGATRON_SCENARIOS) for name in MEGATRON_SCENARIOS}
-
-
-def run_megatron() -> Half:
-    """Return the same, and the faults of mutations."""
-    results = all_of_megatron()
+    results = {name: run_scenario(name, MEGATRON_SCENARIOS) for name in names}
     with mock.patch.object(GroupPatch, "finish_pending"):
         unfinished = run_scenario("resync and audit", MEGATRON_SCENARIOS)[0]
     with mock.patch.object(StagedCollectives, "_do_steps", _newest_first):
@@ -185,7 +199,8 @@ def run_megatron() -> Half:
 
 def needed_on_megatron() -> dict[str, bool]:
     """Return which waits Megatron-Core's scenarios need."""
-    return needed(all_of_megatron(), MEGATRON_SCENARIOS)
+    fake_cuda.install()
+    return needed({n: run_scenario(n, MEGATRON_SCENARIOS) for n in MEGATRON_SCENARIOS}, MEGATRON_SCENARIOS)
 
 
 def _newest_first(self: StagedCollectives) -> None:
@@ -331,10 +346,11 @@ def fsdp(request: pytest.FixtureRequest) -> list[Half]:
 
 
 @pytest.fixture(scope="module")
-def megatron() -> list[Half]:
-    """What the scenarios of Megatron-Core have come to, in a process that `fake_cuda` has changed."""
+def megatron(request: pytest.FixtureRequest) -> list[Half]:
+    """What this time's scenarios of Megatron-Core have come to, in a process that `fake_cuda` has changed."""
     pytest.importorskip("megatron.core")
-    return run_ranks(run_megatron, 1, timeout=480.0)
+    params = [test.callspec.params for test in users_of(request) if hasattr(test, "callspec")]
+    return run_ranks(run_megatron, 1, [each["name"] for each in params], timeout=480.0)
 
 
 def check(halves: list[Half], name: str) -> None:
@@ -357,7 +373,10 @@ def test_nothing_races_and_the_host_does_not_wait_on_fsdp2(fsdp: list[Half], nam
     check(fsdp, name)
 
 
-@pytest.mark.parametrize("name", MEGATRON_SCENARIOS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in MEGATRON_VARIANTS else []) for n in MEGATRON_SCENARIOS],
+)
 def test_nothing_races_and_the_host_does_not_wait_on_megatron(megatron: list[Half], name: str) -> None:
     check(megatron, name)
 
@@ -453,13 +472,21 @@ def logs_of_all(*names: str) -> dict[str, list[Log]]:
     return {name: [logs[name] for logs in ranks] for name in names}
 
 
+ORDERED_VARIANTS = ("unshard", "load", "separate group", "HSDP", "empty shards left out")
+"""Scenarios whose parts others have too; the slow tests have them."""
+
+
 @pytest.fixture(scope="module")
-def logs() -> dict[str, list[Log]]:
-    """The collectives of four ranks in every scenario."""
-    return logs_of_all(*ORDERED_SCENARIOS)
+def logs(request: pytest.FixtureRequest) -> dict[str, list[Log]]:
+    """The collectives of four ranks in this time's scenarios."""
+    params = [test.callspec.params for test in users_of(request) if hasattr(test, "callspec")]
+    return logs_of_all(*dict.fromkeys(["audit", "skipped step", *(each["name"] for each in params)]))
 
 
-@pytest.mark.parametrize("name", ORDERED_SCENARIOS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in ORDERED_VARIANTS else []) for n in ORDERED_SCENARIOS],
+)
 def test_all_ranks_call_the_same_collectives_in_one_order(logs: dict[str, list[Log]], name: str) -> None:
     assert len(logs[name][0]) > 50
     # Shards inside a node and replicas between nodes have one level each.

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import sdp4bit
@@ -30,7 +30,7 @@ from tests.toy import POLICY, QUANTIZED, Run, adamw, batches, build, data_mesh, 
 
 FEWER_BITS = {"8/3 and 2": (8, 3, 2), "3/2 and 3": (3, 2, 3)}
 """Bits of gradients inside a node and between nodes, and of weight differences."""
-LAYOUTS = [(2, 2), (1, 4), (3, 2), pytest.param((4, 1), marks=pytest.mark.slow)]
+LAYOUTS = [(2, 2), (1, 4), *(pytest.param(each, marks=pytest.mark.slow) for each in ((3, 2), (4, 1)))]
 
 
 @contextmanager
@@ -188,18 +188,22 @@ ON_ONE_NODE = {
 """Settings, and whether weights and gradients are then quantized where all ranks are on one node."""
 
 
-@pytest.mark.parametrize("name", ON_ONE_NODE)
 @pytest.mark.parametrize("is_hybrid", [False, True], ids=["shards", "shards and replicas"])
-def test_on_one_node_nothing_is_quantized_unless_asked_for(name: str, is_hybrid: bool) -> None:
-    run_ranks(one_node, 4 if is_hybrid else 2, name, is_hybrid)
+def test_on_one_node_nothing_is_quantized_unless_asked_for(is_hybrid: bool) -> None:
+    run_ranks(on_one_node, 4 if is_hybrid else 2, is_hybrid)
 
 
-def one_node(name: str, is_hybrid: bool) -> None:
+def on_one_node(is_hybrid: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if is_hybrid else None
+    plain = Run(build(mesh=mesh), None).train(2).finish()
+    for name in ON_ONE_NODE:
+        check_one_node(name, mesh, plain)
+
+
+def check_one_node(name: str, mesh: DeviceMesh | None, plain: list[float]) -> None:
     """What is not quantized equals plain FSDP2 bit for bit, and the reason and the way to ask are given."""
     config, weights, gradients = ON_ONE_NODE[name]
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if is_hybrid else None
-    plain = Run(build(mesh=mesh), None).train(2).finish()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = Run(build(mesh=mesh), config, topology=world)
@@ -215,5 +219,5 @@ def one_node(name: str, is_hybrid: bool) -> None:
     groups = run.comm.groups
     assert [group.replica is not None for group in groups] == [weights] * count
     assert [bool(group.gradient_quantizers) for group in groups] == [gradients] * count
-    if is_hybrid and not gradients:
+    if mesh is not None and not gradients:
         assert all(group.all_reduce is None for group in groups)

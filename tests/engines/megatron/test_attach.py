@@ -194,12 +194,18 @@ def unknown_buffer() -> None:
             assert part in str(caught.value), str(caught.value)
 
 
+@pytest.mark.slow
+@on_ranks(2)
+def test_removal_and_resync_without_overlap() -> None:
+    removed(overlap=False)
+    resynced(overlap=False)
+
+
 @on_ranks(2)
 def test_attaching_and_removing() -> None:
     attached_once()
-    for overlap in (False, True):
-        removed(overlap)
-        resynced(overlap)
+    removed(overlap=True)
+    resynced(overlap=True)
     refusals()
     attached_on_one_rank()
     named_by_preset()
