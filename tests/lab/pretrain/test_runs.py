@@ -96,19 +96,21 @@ def test_a_setting_that_only_the_ranks_can_refuse_is_one_line_and_exit_code_2(te
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(text, tmp_path):
-    straight = small(text, tmp_path / "straight")
-    saving = small(
-        text, tmp_path / "parts", checkpoint=CheckpointConfig(save=tmp_path / "saved", save_interval=4)
+    straight = small(text, tmp_path / "straight", parallel=ParallelConfig(ranks_per_node=1))
+    saving = replace(
+        straight,
+        logging=replace(straight.logging, out=tmp_path / "parts"),
+        checkpoint=CheckpointConfig(save=tmp_path / "saved", save_interval=4),
     )
     resumed = replace(saving, checkpoint=CheckpointConfig(load=tmp_path / "saved" / "step-00000004"))
-    run_ranks(train_here, 4, straight, saving, timeout=250)
+    run_ranks(train_here, 2, straight, saving, timeout=250)
     names = sorted(path.name for path in (tmp_path / "saved").iterdir())
     assert names == ["step-00000004", "step-00000008"]
     expected = losses(tmp_path / "straight")
     assert losses(tmp_path / "parts") == expected
 
     # New processes. The log keeps the first four steps of the interrupted part and continues.
-    results = run_ranks(train_here, 4, resumed, timeout=250)
+    results = run_ranks(train_here, 2, resumed, timeout=250)
     assert [step.step for step in results[0][0].steps] == [5, 6, 7, 8]
     assert losses(tmp_path / "parts") == expected
     assert [(line["event"], line["step"]) for line in read_log(tmp_path / "parts")] == list(expected)
