@@ -23,7 +23,7 @@ from sdp4bit_lab.plan.paper import (
     Reproduction,
     reproduction,
 )
-from sdp4bit_lab.plan.step import Cluster, Plan, recommendation
+from sdp4bit_lab.plan.step import Cluster, Plan, Range
 
 NOTABLE_PADDING = 1.05
 _OVERLAPS = {
@@ -36,20 +36,15 @@ def run_plan(config: PlanConfig) -> int:
     """Print the plan, or the paper's tables, and return 0."""
     if config.reproduce_table_2:
         tables = reproduction()
-        _print(reproduction_json(tables) if config.json else reproduction_text(tables))
-        return 0
-    cluster = config.cluster.resolve(model=config.model_name)
-    plan, hidden = config.plans(cluster)
-    show = plan_json if config.json else plan_text
-    _print(show(config, cluster, plan, hidden))
-    return 0
-
-
-def _print(content: str | dict[str, Any]) -> None:
+        content = reproduction_json(tables) if config.json else reproduction_text(tables)
+    else:
+        cluster = config.cluster.resolve(model=config.model_name)
+        content = (plan_json if config.json else plan_text)(config, cluster, config.plan(cluster))
     if isinstance(content, dict):
         sys.stdout.write(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
     else:
         Console().print(content, highlight=False, markup=False, soft_wrap=True)
+    return 0
 
 
 def _finite(value: Any) -> Any:
@@ -61,46 +56,43 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) -> dict[str, Any]:
-    """Return a plan as JSON: bytes, seconds, bytes per second.
-
-    Args:
-        plan, hidden: with the least and with the largest overlap.
-    """
+def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan) -> dict[str, Any]:
+    """Return a plan as JSON: bytes, seconds, bytes per second."""
     costs = {}
     for name in ("baseline", "bf16_baseline", "quantized"):
-        cost, most = getattr(plan, name), getattr(hidden, name)
+        cost = getattr(plan, name)
         costs[name] = {
             **asdict(cost),
+            "hidden_seconds": cost.hidden_seconds[0],
             "memory": {identifier(use): size for use, size in cost.memory.items()},
-            "step_seconds": cost.step_seconds,
-            "hidden_seconds_at_most": most.hidden_seconds,
-            "step_seconds_at_least": most.step_seconds,
+            "step_seconds": cost.step_seconds[0],
+            "hidden_seconds_at_most": cost.hidden_seconds[1],
+            "step_seconds_at_least": cost.step_seconds[1],
         }
     return {
         "model": config.model_name,
         "parameters": config.parameters,
         "parameters_per_rank_group": plan.parameters,
         "cluster": asdict(cluster),
-        "layout": asdict(config.resolved_layout()),
+        "layout": asdict(config.resolved_layout),
         "data_parallel": asdict(plan.grid),
         "replicas": asdict(plan.replicas),
         "overlap": config.layout.overlaps,
         "strategy": config.strategy_name,
         **costs,
-        "speedup": plan.speedup,
-        "speedup_over_bf16": plan.speedup_over_bf16,
-        "speedup_hidden": hidden.speedup,
-        "speedup_over_bf16_hidden": hidden.speedup_over_bf16,
+        "speedup": plan.speedups[0],
+        "speedup_over_bf16": plan.speedups_over_bf16[0],
+        "speedup_hidden": plan.speedups[1],
+        "speedup_over_bf16_hidden": plan.speedups_over_bf16[1],
         "padding": plan.padding,
         "most_padded_group": plan.most_padded,
-        "recommendation": recommendation(plan, hidden),
+        "recommendation": plan.recommendation,
     }
 
 
-def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) -> str:
-    """Return a plan as text; see plan_json."""
-    layout = config.resolved_layout()
+def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> str:
+    """Return a plan as text of 80 columns."""
+    layout = config.resolved_layout
     least, most = layout.overlaps
     shared = layout.tensor_parallel > 1 and cluster.inter_bandwidth_shared
     per_parameter = plan.quantized.inter_bytes_per_node / (plan.parameters * layout.tensor_parallel)
@@ -110,11 +102,11 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
     )
     if least == most:
         overlap = f"times of a step: {100 * least:.0f} % of the communication overlaps, as far as it fits"
-    placement = f"{plan.grid.nodes} nodes x {plan.grid.ranks_per_node}"
+    placement, reductions = f"{plan.grid.nodes} nodes x {plan.grid.ranks_per_node}", "reduce-scatter"
     if plan.replicas.size > 1:
         shards, replicas = (f"{each.nodes} x {each.ranks_per_node}" for each in (plan.grid, plan.replicas))
         placement = f"nodes x ranks: shards {shards}, replicas {replicas}"
-    reductions = "reduce-scatter" if plan.replicas.size == 1 else "reduce-scatter and all-reduce"
+        reductions = "reduce-scatter and all-reduce"
     lines = [
         f"{config.model_name}: {config.parameters / 1e9:.3f} billion parameters, "
         f"{plan.parameters / 1e9:.3f} in a data-parallel group",
@@ -128,13 +120,13 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan, hidden: Plan) ->
         f"baselines: fp32 or bf16 {reductions} of gradients, bf16 all-gather of weights, as rings",
         overlap,
         "",
-        *_table(plan, hidden, strategy=config.strategy_name),
+        *_table(plan, strategy=config.strategy_name),
         "",
         f"inter-node: {per_parameter:.3f} bytes per parameter, node and step; "
         f"rows are {plan.padding:.3f} x the parameters",
         *_notes(config, cluster, plan),
         "",
-        f"recommendation: {recommendation(plan, hidden)}",
+        f"recommendation: {plan.recommendation}",
     ]
     return wrapped(lines)
 
@@ -158,46 +150,42 @@ def _notes(config: PlanConfig, cluster: Cluster, plan: Plan) -> list[str]:
     return notes
 
 
-def _range(first: float, last: float) -> str:
-    """Return two numbers as text, or one where they look the same; from 1,000 on without decimals."""
-    digits = 0 if max(first, last) >= 1000 else 1
-    texts = [f"{value:.{digits}f}" for value in (first, last)]
-    return texts[0] if texts[0] == texts[1] else " to ".join(texts)
+def _milliseconds(seconds: Range | float) -> str:
+    """Return one number, or two if they look different; from 1,000 on without decimals."""
+    values = [1000 * each for each in (seconds if isinstance(seconds, tuple) else (seconds,))]
+    digits = 0 if max(values) >= 1000 else 1
+    return " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in values))
 
 
-def _table(plan: Plan, hidden: Plan, *, strategy: str) -> list[str]:
-    costs, most = ((each.baseline, each.bf16_baseline, each.quantized) for each in (plan, hidden))
-
-    def milliseconds(name: str) -> list[str]:
-        pairs = zip(costs, most, strict=True)
-        return [_range(*(1000 * getattr(cost, name) for cost in pair)) for pair in pairs]
-
-    def sent(name: str) -> list[str]:
-        return [format_bytes(getattr(cost, name)) for cost in costs]
-
+def _table(plan: Plan, *, strategy: str) -> list[str]:
+    costs = (plan.baseline, plan.bf16_baseline, plan.quantized)
     rows = [
-        ("per step", ["fp32 gradients", "bf16 gradients", strategy]),
-        ("inter-node, per node", sent("inter_bytes_per_node")),
-        ("inter-node, per rank", sent("inter_bytes")),
-        ("intra-node, per rank", sent("intra_bytes")),
-        ("collectives", [f"{cost.collectives}" for cost in costs]),
-        ("computation, ms", milliseconds("compute_seconds")),
-        ("communication, ms", milliseconds("communication_seconds")),
-        ("  of it hidden", milliseconds("hidden_seconds")),
-        ("quantization, ms", milliseconds("quantization_seconds")),
-        ("step, ms", milliseconds("step_seconds")),
-        ("memory, no activations", [format_bytes(sum(cost.memory.values())) for cost in costs]),
+        ("per step", "fp32 gradients", "bf16 gradients", strategy),
+        ("inter-node, per node", *(format_bytes(cost.inter_bytes_per_node) for cost in costs)),
+        ("inter-node, per rank", *(format_bytes(cost.inter_bytes) for cost in costs)),
+        ("intra-node, per rank", *(format_bytes(cost.intra_bytes) for cost in costs)),
+        ("collectives", *(f"{cost.collectives}" for cost in costs)),
+        ("computation, ms", *(_milliseconds(cost.compute_seconds) for cost in costs)),
+        ("communication, ms", *(_milliseconds(cost.communication_seconds) for cost in costs)),
+        ("  of it hidden", *(_milliseconds(cost.hidden_seconds) for cost in costs)),
+        ("quantization, ms", *(_milliseconds(cost.quantization_seconds) for cost in costs)),
+        ("step, ms", *(_milliseconds(cost.step_seconds) for cost in costs)),
+        ("memory, no activations", *(format_bytes(sum(cost.memory.values())) for cost in costs)),
     ]
     for use in dict.fromkeys(use for cost in costs for use in cost.memory):
-        rows.append((f"  {use}", [format_bytes(c.memory[use]) if use in c.memory else "-" for c in costs]))
-    return _aligned([(name, *cells) for name, cells in rows])
+        sizes = (format_bytes(cost.memory[use]) if use in cost.memory else "-" for cost in costs)
+        rows.append((f"  {use}", *sizes))
+    return _aligned(rows)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """Return one line per row, with the first column to the left and the others to the right."""
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
+        "  ".join(
+            [name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, others, strict=True))]
+        )
+        for name, *cells in rows
     ]
 
 

@@ -12,13 +12,12 @@ from sdp4bit.config import SDP4BitConfig
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.settings import SettingError, require, require_at_least, require_positive
 from sdp4bit_lab.common.strategies import Strategy
-from sdp4bit_lab.plan.model import PlanModelConfig, ShardedGroup, flat_buffer, gpt_groups
+from sdp4bit_lab.plan.model import PlanModelConfig, flat_buffer, gpt_groups
 from sdp4bit_lab.plan.paper import ClusterName, reproduction
 from sdp4bit_lab.plan.step import Cluster, ParallelLayout, Plan, plan_step
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 from sdp4bit_lab.pretrain.model.cards import ModelShape
 
-DEFAULT_CLUSTER: ClusterName = "a100"
 PROBE_FORMAT = "sdp4bit-probe-1"
 _PROBED = (
     *("name", "nodes", "devices_per_node", "inter_bandwidth", "intra_bandwidth"),
@@ -82,13 +81,7 @@ class ClusterConfig:
         Args:
             model: name of the model, whose compute rate is known for the paper's clusters.
         """
-        values = self._base(model)
-        if self.device is not None:
-            # A speed that was measured on other devices does not apply.
-            values["quantization_bandwidth"] = MEMORY_SHARE * MEMORY_BANDWIDTH[self.device]
-        if self.inter_bandwidth is not None:
-            values["inter_bandwidth_shared"] = None
-        given = {
+        scaled = {
             "nodes": (self.nodes, 1),
             "devices_per_node": (self.devices_per_node, 1),
             "inter_bandwidth": (self.inter_bandwidth, 1e9),
@@ -97,36 +90,36 @@ class ClusterConfig:
             "latency": (self.latency_us, 1e-6),
             "quantization_bandwidth": (self.quantization_bandwidth, 1e9),
         }
-        values |= {name: value * scale for name, (value, scale) in given.items() if value is not None}
-        own = (self.nodes, self.devices_per_node, self.inter_bandwidth, self.intra_bandwidth)
-        is_papers = self.probe is None and (self.device is None or self.cluster is not None)
-        if is_papers and any(value is not None for value in (*own, self.device_tflops)):
-            values["name"] = f"your cluster, the paper's {values['name']} where nothing else is given"
-        source = self.probe or f"--device {self.device}"
+        given = {name: value * scale for name, (value, scale) in scaled.items() if value is not None}
+        values: dict[str, Any]
+        if self.probe is not None:
+            values = _read_probe(self.probe)
+        elif self.device is None or self.cluster is not None:
+            values = asdict(reproduction().cluster(self.cluster or "a100", model=model))
+            if given.keys() - {"latency", "quantization_bandwidth"}:
+                values["name"] = f"your cluster, the paper's {values['name']} where nothing else is given"
+        else:
+            require(
+                {"nodes", "devices_per_node"} <= given.keys(),
+                f"--device {self.device} names GPUs, not a cluster: give --nodes and --devices-per-node",
+            )
+            values = {"name": self.device, "intra_bandwidth": NVLINK_SHARE * NVLINK_BANDWIDTH[self.device]}
+        if self.device is not None:
+            # A speed that was measured on other devices does not apply.
+            values["quantization_bandwidth"] = MEMORY_SHARE * MEMORY_BANDWIDTH[self.device]
+        if self.inter_bandwidth is not None:
+            values["inter_bandwidth_shared"] = None
+        values |= given
         for name, meaning, flag, is_needed in (
             ("inter_bandwidth", "bandwidth between nodes", "--inter-bandwidth", values["nodes"] > 1),
             ("intra_bandwidth", "bandwidth in a node", "--intra-bandwidth", values["devices_per_node"] > 1),
             ("device_flops", "compute rate of a device", "--device-tflops", True),
         ):
             if values.get(name) is None:
+                source = self.probe or f"--device {self.device}"
                 require(not is_needed, f"{source} has no {meaning}: give {flag}")
                 values[name] = math.inf
-        try:
-            return Cluster(**values)
-        except ValueError as error:
-            raise SettingError(f"--probe {self.probe}: {error}") from error
-
-    def _base(self, model: str) -> dict[str, Any]:
-        """Return the cluster's values before single ones are replaced."""
-        if self.probe is not None:
-            return _read_probe(self.probe)
-        if self.device is None or self.cluster is not None:
-            return asdict(reproduction().cluster(self.cluster or DEFAULT_CLUSTER, model=model))
-        require(
-            self.nodes is not None and self.devices_per_node is not None,
-            f"--device {self.device} names GPUs, not a cluster: give --nodes and --devices-per-node",
-        )
-        return {"name": self.device, "intra_bandwidth": NVLINK_SHARE * NVLINK_BANDWIDTH[self.device]}
+        return Cluster(**values)
 
 
 def _read_probe(path: Path) -> dict[str, Any]:
@@ -161,14 +154,11 @@ class PlanConfig:
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
 
     def __post_init__(self) -> None:
-        if self.reproduce_table_2:
-            parts = (PlanModelConfig(), ClusterConfig(), ParallelLayout(), CommunicationConfig())
-            given = (self.model, self.cluster, self.layout, self.communication, self.strategy)
-            require(
-                given == (*parts, None),
-                "--reproduce-table-2 is about the paper's models and clusters: the only other option that it "
-                "takes is --json",
-            )
+        require(
+            not self.reproduce_table_2 or replace(self, reproduce_table_2=False, json=False) == PlanConfig(),
+            "--reproduce-table-2 is about the paper's models and clusters: the only other option that it "
+            "takes is --json",
+        )
         _ = self.quantization
 
     @property
@@ -198,39 +188,28 @@ class PlanConfig:
         """Parameters of the whole model."""
         return sum(group.numel for group in gpt_groups(self.shape))
 
+    @property
     def resolved_layout(self) -> ParallelLayout:
-        """Return the layout with a micro batch size."""
+        """The layout with a micro batch size."""
         size = self.layout.micro_batch_size or self.model.card.micro_batch_size
         return replace(self.layout, micro_batch_size=size)
 
-    def groups(self) -> tuple[ShardedGroup, ...]:
-        """Return the parameters of one model-parallel rank."""
-        try:
-            groups = gpt_groups(
-                self.shape,
-                tensor_parallel=self.layout.tensor_parallel,
-                pipeline_parallel=self.layout.pipeline_parallel,
-                freed_after_forward=self.layout.reshard_after_forward,
-            )
-        except ValueError as error:
-            raise SettingError(str(error)) from error
-        return flat_buffer(groups) if self.layout.engine == "megatron" else groups
-
-    def plans(self, cluster: Cluster) -> tuple[Plan, Plan]:
-        """Return the plans with the least and with the largest overlap."""
-        groups, layout = self.groups(), self.resolved_layout()
-        least, most = (
-            plan_step(
-                groups,
-                flops_per_sequence=self.shape.flops_per_sample(self.model.tokens),
-                cluster=cluster,
-                layout=layout,
-                config=self.quantization,
-                overlap=overlap,
-            )
-            for overlap in layout.overlaps
+    def plan(self, cluster: Cluster) -> Plan:
+        """Return the plan; SettingError if model, layout and cluster do not fit together."""
+        layout = self.resolved_layout
+        groups = gpt_groups(
+            self.shape,
+            tensor_parallel=layout.tensor_parallel,
+            pipeline_parallel=layout.pipeline_parallel,
+            freed_after_forward=layout.reshard_after_forward,
         )
-        return least, most
+        return plan_step(
+            flat_buffer(groups) if layout.engine == "megatron" else groups,
+            flops_per_sequence=self.shape.flops_per_sample(self.model.tokens),
+            cluster=cluster,
+            layout=layout,
+            config=self.quantization,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ def dry_run(config: PretrainConfig) -> dict[str, Any]:
     parallel, shape = config.parallel, config.model_shape
     world_size = config.world_size or parallel.nproc_per_node or 1
     config.check_layout(world_size)
-    data_ranks = world_size // parallel.model_parallel_size
+    data_ranks = parallel.data_parallel_size(world_size)
     per_node = (parallel.ranks_per_node or world_size) // parallel.tensor_model_parallel_size
     per_node = min(data_ranks, max(1, per_node))
     require(
@@ -64,16 +64,15 @@ def print_dry_run(config: PretrainConfig) -> None:
             return
         config = replace(config, world_size=config.world_size or int(os.environ["WORLD_SIZE"]))
     needs = dry_run(config)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    if config.json:
-        sizes = {identifier(use): size for use, size in needs["bytes_per_rank"].items()}
-        console.print(json.dumps({**needs, "bytes_per_rank": sizes}))
-        return
-    console.print(
+    sizes = needs["bytes_per_rank"]
+    lines = [
         f"{needs['parameters']:,} parameters, at most {needs['parameters_per_rank']:,} on one of "
-        f"{needs['world_size']} ranks"
-    )
-    console.print(f"{needs['micro_batches']} micro batches a step")
-    for use, size in needs["bytes_per_rank"].items():
-        console.print(f"  {use:<28}{size / 1e9:>10.3f} GB")
-    console.print("Activations and communicators are not counted.")
+        f"{needs['world_size']} ranks",
+        f"{needs['micro_batches']} micro batches a step",
+        *(f"  {use:<28}{size / 1e9:>10.3f} GB" for use, size in sizes.items()),
+        "Activations and communicators are not counted.",
+    ]
+    if config.json:
+        by_name = {identifier(use): size for use, size in sizes.items()}
+        lines = [json.dumps({**needs, "bytes_per_rank": by_name})]
+    Console(soft_wrap=True, highlight=False, markup=False).print("\n".join(lines))

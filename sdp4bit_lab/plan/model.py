@@ -9,7 +9,7 @@ from typing import Annotated
 
 from sdp4bit.collectives.sections import RowParameter, Section, cut_row
 from sdp4bit.quantization.layout import round_up
-from sdp4bit_lab.common.settings import option, require_at_least
+from sdp4bit_lab.common.settings import option, require, require_at_least
 from sdp4bit_lab.pretrain.config.pretrain import ModelConfig
 from sdp4bit_lab.pretrain.model.cards import VOCABULARY_MULTIPLE, CardName, ModelShape
 
@@ -33,6 +33,9 @@ class PlanModelConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(1, self, "vocabulary", "sequence_length")
+        require(
+            self.dropout == 0, "--dropout changes neither bytes nor the count of operations: leave it out"
+        )
 
     @property
     def tokens(self) -> int:
@@ -81,6 +84,7 @@ class ShardedGroup:
 
 
 def _part(shape: Shape, ranks: int, least_padding: bool) -> int:
+    """Return the values of a parameter in one rank's row."""
     dim = least_padded_dim(shape, ranks=ranks) if least_padding else 0
     return -(-shape[dim] // ranks) * math.prod(shape[:dim] + shape[dim + 1 :])
 
@@ -91,11 +95,7 @@ def least_padded_dim(shape: Sequence[int], *, ranks: int) -> int:
     FSDP2 cuts dimension 0 into equal parts and pads the last ones: 1024 rows on 4096 ranks are sent as 4096.
     `fully_shard(..., shard_placement_fn=...)` accepts another dimension if the number of ranks divides it.
     """
-    if shape[0] % ranks:
-        for dim in range(1, len(shape)):
-            if shape[dim] % ranks == 0:
-                return dim
-    return 0
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 def gpt_groups(
@@ -112,15 +112,15 @@ def gpt_groups(
     parallelism, so are those at the ends.
 
     Raises:
-        ValueError: the model cannot be cut like this.
+        SettingError: the model cannot be cut like this.
     """
     for flag, parts, name, count in (
         ("--tp", tensor_parallel, "hidden size", shape.hidden),
         ("--tp", tensor_parallel, "padded vocabulary", shape.vocabulary),
         ("--pp", pipeline_parallel, "number of layers", shape.layers),
     ):
-        if count % parts:
-            raise ValueError(f"{flag} {parts} does not divide the {name}, {count}")
+        require(count % parts == 0, f"{flag} {parts} does not divide the {name}, {count}")
+    is_split = tensor_parallel > 1
     h, part = shape.hidden, shape.hidden // tensor_parallel
     norms: tuple[Shape, ...] = ((h,),) * 4
     matrices: tuple[Shape, ...] = (
@@ -129,22 +129,18 @@ def gpt_groups(
         *((4 * part, h), (4 * part,)),
         *((h, 4 * part), (part,)),
     )
-    is_split = tensor_parallel > 1
     groups = []
     for layer in range(shape.layers // pipeline_parallel):
         if is_split:
             groups.append(ShardedGroup(name=f"blocks.{layer}.norms", shapes=norms))
+        shapes = matrices if is_split else norms + matrices
         groups.append(
-            ShardedGroup(
-                name=f"blocks.{layer}",
-                shapes=matrices if is_split else norms + matrices,
-                freed_after_forward=freed_after_forward,
-            )
+            ShardedGroup(name=f"blocks.{layer}", shapes=shapes, freed_after_forward=freed_after_forward)
         )
+    tokens: tuple[Shape, ...] = ((shape.vocabulary // tensor_parallel, h),)
     ends: tuple[Shape, ...] = ((shape.positions, h),)
     if pipeline_parallel == 1:
         ends += ((h,), (h,))
-    tokens: tuple[Shape, ...] = ((shape.vocabulary // tensor_parallel, h),)
     if is_split or pipeline_parallel > 1:
         groups.append(ShardedGroup(name="ends", shapes=ends))
     else:

@@ -13,16 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
-from sdp4bit.config import SDP4BitConfig
 from sdp4bit_lab.plan.model import PlanModelConfig, gpt_groups
 from sdp4bit_lab.plan.step import Cluster, ParallelLayout
-from sdp4bit_lab.plan.traffic import GATHERED_BYTES, REDUCED_BYTES, RankGrid, ring
+from sdp4bit_lab.plan.traffic import GATHERED_BYTES, REDUCED_BYTES, ring
 from sdp4bit_lab.pretrain.model.cards import CardName
 
 ClusterName = Literal["a100", "h800"]
-CLUSTERS: tuple[ClusterName, ...] = get_args(ClusterName)
 NODES = 16
 DEVICES_PER_NODE: dict[ClusterName, int] = {"a100": 4, "h800": 8}
 REFERENCE_SCALE_BYTES = 4
@@ -67,41 +65,38 @@ FIGURE_8_MODEL = "2.7B"
 FIGURE_8_NODES: dict[ClusterName, int] = {"a100": 8, "h800": 16}
 FIGURE_8 = {"qwd": (1.1, 1.2), "tlq-hs": (1.4, 1.8), "sdp4bit": (1.6, 2.4)}
 """Ranges in the text over both clusters; the plotted numbers are not printed."""
-_STRATEGIES = {
-    "baseline": SDP4BitConfig(weights=None, gradients=None),
-    "qwd": SDP4BitConfig(gradients=None),
-    "tlq-hs": SDP4BitConfig(weights=None),
-    "sdp4bit": SDP4BitConfig(),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """A model on a cluster of the paper, without its bandwidth."""
+    """A row of Table 2: what a node sends to others in a step, and the published times."""
 
-    grid: RankGrid
-    groups_per_node: int
-    row_numel: int
+    row: Published
     flops: float
     """Per device and step."""
+    bytes_sent: dict[str, tuple[float, float]]
+    """Bytes of gradients and of weights, by strategy."""
 
-    def node_bytes(self, strategy: str) -> tuple[float, float]:
-        """Return the bytes that a node sends to others for gradients and for weights."""
-        config, row, grid = _STRATEGIES[strategy], self.row_numel, self.grid
-        gradients = ring(REDUCED_BYTES * row, grid=grid).inter_bytes
-        if config.gradients is not None:
-            bits, group_size = config.gradients.inter_bits, config.gradients.inter_group_size
-            gradients = _message_bytes(row, bits=bits, group_size=group_size) * (grid.nodes - 1)
-        weight_row: float = GATHERED_BYTES * row
-        if config.weights is not None:
-            weight_row = _message_bytes(row, bits=config.weights.bits, group_size=config.weights.group_size)
-        ranks = self.groups_per_node * grid.ranks_per_node
-        return gradients * ranks, ring(weight_row, grid=grid).inter_bytes * ranks
+    def seconds_sending(self, strategy: str, *, bandwidth: float) -> float:
+        """Return the time of the communication."""
+        return sum(self.bytes_sent[strategy]) / bandwidth
 
+    def times(self, bandwidth: float) -> tuple[tuple[float, float], ...]:
+        """Return the published seconds of a step and those of its communication: baseline, quantized."""
+        published = self.row.baseline, self.row.quantized
+        return tuple(
+            (self.flops / (rate * 1e12), self.seconds_sending(strategy, bandwidth=bandwidth))
+            for rate, strategy in zip(published, ("baseline", "sdp4bit"), strict=True)
+        )
 
-def _message_bytes(numel: int, *, bits: int | None, group_size: int) -> float:
-    assert bits is not None
-    return numel * (bits / 8 + REFERENCE_SCALE_BYTES / group_size)
+    def compute_seconds(self, bandwidth: float) -> float:
+        """Return the computation with which both published times have the least squared relative errors.
+
+        The minimum has a closed form: both times are linear in it.
+        """
+        times = self.times(bandwidth)
+        seconds = sum((step - sent) / step**2 for step, sent in times) / sum(step**-2 for step, _ in times)
+        return max(seconds, 0.0)
 
 
 def _run(row: Published, *, nodes: int = NODES) -> _Run:
@@ -109,18 +104,31 @@ def _run(row: Published, *, nodes: int = NODES) -> _Run:
     shape = model.padded_shape(tensor_parallel=row.tensor_parallel)
     devices, parts = DEVICES_PER_NODE[row.cluster], row.tensor_parallel * row.pipeline_parallel
     layout = ParallelLayout(tensor_parallel=row.tensor_parallel, pipeline_parallel=row.pipeline_parallel)
-    # Ranks are laid out whatever the speeds are.
-    speeds = dict.fromkeys(("inter_bandwidth", "intra_bandwidth", "device_flops"), math.inf)
-    grid, _ = layout.grids(Cluster(name=row.cluster, nodes=nodes, devices_per_node=devices, **speeds))
+    grid, _ = layout.grids(nodes=nodes, devices_per_node=devices)
     parameters = sum(group.numel for group in gpt_groups(shape))
     if row.pipeline_parallel > 1:
         # Stages are assumed to be equal; the last one has an output embedding of its own.
         parameters += shape.vocabulary * shape.hidden
+    numel = -(-parameters // (parts * grid.size))
+
+    def message_bytes(*, bits: int, group_size: int) -> float:
+        return numel * (bits / 8 + REFERENCE_SCALE_BYTES / group_size)
+
+    gradients = ring(REDUCED_BYTES * numel, grid=grid).inter_bytes
+    quantized_gradients = message_bytes(bits=4, group_size=128) * (grid.nodes - 1)
+    weights = ring(GATHERED_BYTES * numel, grid=grid).inter_bytes
+    differences = ring(message_bytes(bits=4, group_size=2048), grid=grid).inter_bytes
+    sent = {
+        "baseline": (gradients, weights),
+        "qwd": (gradients, differences),
+        "tlq-hs": (quantized_gradients, weights),
+        "sdp4bit": (quantized_gradients, differences),
+    }
     return _Run(
-        grid=grid,
-        groups_per_node=devices // grid.ranks_per_node,
-        row_numel=-(-parameters // (parts * grid.size)),
+        row=row,
         flops=shape.flops_per_sample(model.tokens) / parts,
+        # All devices of a node send at once.
+        bytes_sent={strategy: (devices * one, devices * other) for strategy, (one, other) in sent.items()},
     )
 
 
@@ -185,93 +193,61 @@ def reproduction() -> Reproduction:
     (tensor parallelism), so each gets a bandwidth. Each model on each cluster has one compute rate. Both
     minimize the squared relative errors of the published step times: 20 times, 10 rates, 4 bandwidths.
     """
-    predictions: list[Prediction] = []
-    for cluster in CLUSTERS:
+    rows: dict[tuple[ClusterName, CardName], Prediction] = {}
+    for cluster in DEVICES_PER_NODE:
         for is_split in (False, True):
-            rows = [r for r in TABLE_2 if r.cluster == cluster and (r.tensor_parallel > 1) == is_split]
-            runs = [_run(row) for row in rows]
-            bandwidth = _fit(rows, runs)
-            predictions += [
-                _predict(row, run, bandwidth=bandwidth) for row, run in zip(rows, runs, strict=True)
-            ]
-    table_4, table_4_fitted = _table_4(predictions)
+            runs = [_run(r) for r in TABLE_2 if r.cluster == cluster and (r.tensor_parallel > 1) == is_split]
+            bandwidth = _fit(runs)
+            rows |= {(cluster, run.row.model): _predict(run, bandwidth=bandwidth) for run in runs}
+    fitted = rows["a100", "1.3B"]
+    exchange = _run(fitted.row, nodes=TABLE_4_NODES).bytes_sent
+    plain, quantized = exchange["baseline"][0], exchange["tlq-hs"][0]
     return Reproduction(
-        rows=tuple(sorted(predictions, key=lambda p: TABLE_2.index(p.row))),
-        table_4_ms=table_4,
-        table_4_fitted_ms=table_4_fitted,
-        figure_8={cluster: _figure_8(predictions, cluster) for cluster in CLUSTERS},
+        rows=tuple(rows[row.cluster, row.model] for row in TABLE_2),
+        table_4_ms=TABLE_4_BASELINE_MS * quantized / plain,
+        table_4_fitted_ms=1000 * quantized / fitted.bandwidth,
+        figure_8={cluster: _figure_8(rows[cluster, FIGURE_8_MODEL]) for cluster in DEVICES_PER_NODE},
     )
 
 
-def _times(row: Published, run: _Run) -> tuple[float, float]:
-    """Return the published seconds of a step, baseline and quantized."""
-    return run.flops / (row.baseline * 1e12), run.flops / (row.quantized * 1e12)
-
-
-def _communication(run: _Run, bandwidth: float) -> tuple[float, float]:
-    return sum(run.node_bytes("baseline")) / bandwidth, sum(run.node_bytes("sdp4bit")) / bandwidth
-
-
-def _compute_seconds(row: Published, run: _Run, bandwidth: float) -> float:
-    """Return the computation with which both published times have the least squared relative errors.
-
-    The minimum has a closed form: both times are linear in it.
-    """
-    pairs = list(zip(_times(row, run), _communication(run, bandwidth), strict=True))
-    seconds = sum((total - sent) / total**2 for total, sent in pairs) / sum(total**-2 for total, _ in pairs)
-    return max(seconds, 0.0)
-
-
-def _predict(row: Published, run: _Run, *, bandwidth: float) -> Prediction:
-    sent, sent_quantized = _communication(run, bandwidth)
-    compute_seconds = _compute_seconds(row, run, bandwidth)
-    published = _times(row, run)[0]
-    return Prediction(
-        row=row,
-        predicted=(compute_seconds + sent) / (compute_seconds + sent_quantized),
-        predicted_from_baseline=published / (published - sent + sent_quantized),
-        bandwidth=bandwidth,
-        # With one micro batch, a stage of a pipeline waits for the others as often as it computes.
-        device_flops=run.flops * row.pipeline_parallel / compute_seconds,
-        baseline_bytes=sent * bandwidth,
-        quantized_bytes=sent_quantized * bandwidth,
-    )
-
-
-def _fit(rows: Sequence[Published], runs: Sequence[_Run]) -> float:
+def _fit(runs: Sequence[_Run]) -> float:
     """Return the bandwidth whose step times have the least squared relative errors."""
     from scipy.optimize import minimize_scalar  # help and plans of measured clusters do without
 
     def error(log_bandwidth: float) -> float:
         bandwidth, total = math.exp(log_bandwidth), 0.0
-        for row, run in zip(rows, runs, strict=True):
-            compute_seconds = _compute_seconds(row, run, bandwidth)
-            for published, sent in zip(_times(row, run), _communication(run, bandwidth), strict=True):
+        for run in runs:
+            compute_seconds = run.compute_seconds(bandwidth)
+            for published, sent in run.times(bandwidth):
                 total += ((compute_seconds + sent) / published - 1) ** 2
         return total
 
     # At the least of these bandwidths, communication alone takes as long as a published step.
-    exhausted = [
-        sum(run.node_bytes("baseline")) / _times(row, run)[0] for row, run in zip(rows, runs, strict=True)
-    ]
+    exhausted = [sum(run.bytes_sent["baseline"]) / run.times(1.0)[0][0] for run in runs]
     low, high = math.log(min(exhausted)), math.log(100 * max(exhausted))
     fit = minimize_scalar(error, bounds=(low, high), method="bounded", options={"xatol": 1e-9})
     return math.exp(fit.x)
 
 
-def _table_4(predictions: Sequence[Prediction]) -> tuple[float, float]:
-    prediction = next(p for p in predictions if (p.row.cluster, p.row.model) == ("a100", "1.3B"))
-    run = _run(prediction.row, nodes=TABLE_4_NODES)
-    baseline, quantized = run.node_bytes("baseline")[0], run.node_bytes("tlq-hs")[0]
-    return TABLE_4_BASELINE_MS * quantized / baseline, 1000 * quantized / prediction.bandwidth
+def _predict(run: _Run, *, bandwidth: float) -> Prediction:
+    (published, sent), (_, sent_quantized) = run.times(bandwidth)
+    compute_seconds = run.compute_seconds(bandwidth)
+    return Prediction(
+        row=run.row,
+        predicted=(compute_seconds + sent) / (compute_seconds + sent_quantized),
+        predicted_from_baseline=published / (published - sent + sent_quantized),
+        bandwidth=bandwidth,
+        # With one micro batch, a stage of a pipeline waits for the others as often as it computes.
+        device_flops=run.flops * run.row.pipeline_parallel / compute_seconds,
+        baseline_bytes=sent * bandwidth,
+        quantized_bytes=sent_quantized * bandwidth,
+    )
 
 
-def _figure_8(predictions: Sequence[Prediction], cluster: ClusterName) -> dict[str, float]:
-    prediction = next(p for p in predictions if (p.row.cluster, p.row.model) == (cluster, FIGURE_8_MODEL))
-    run = _run(prediction.row, nodes=FIGURE_8_NODES[cluster])
-    compute_seconds = run.flops / prediction.device_flops
+def _figure_8(fitted: Prediction) -> dict[str, float]:
+    run = _run(fitted.row, nodes=FIGURE_8_NODES[fitted.row.cluster])
 
     def seconds(strategy: str) -> float:
-        return compute_seconds + sum(run.node_bytes(strategy)) / prediction.bandwidth
+        return run.flops / fitted.device_flops + run.seconds_sending(strategy, bandwidth=fitted.bandwidth)
 
     return {strategy: seconds("baseline") / seconds(strategy) for strategy in FIGURE_8}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,7 +74,15 @@ def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
         SettingError: ranks that do not fill the nodes, or a file that cannot be written; on all ranks.
     """
     result = measure(config, ranks=ranks)
-    run_on_all_ranks(lambda: _report(config, result) if ranks.is_first else None)
+
+    def report() -> None:
+        try:
+            write_atomically(config.out, json.dumps(result, indent=2) + "\n")
+        except OSError as error:
+            raise SettingError(f"cannot write --out {config.out}: {error}") from error
+        print(describe(result, out=config.out))
+
+    run_on_all_ranks(lambda: report() if ranks.is_first else None)
     return result
 
 
@@ -87,18 +94,19 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
     Raises:
         SettingError: ranks that do not fill the nodes; on all ranks.
     """
+    device, rounds = ranks.device, config.rounds
     hosts = gather_over_ranks(host_name(), what="names of the hosts")
     topology = run_on_all_ranks(lambda: _topology(config, hosts))
     per_rank = round(config.megabytes * 1e6)
-    intra = _link(topology.intra, sent_bytes=per_rank, rounds=config.rounds, device=ranks.device)
-    inter = _link(topology.inter, sent_bytes=per_rank, rounds=config.rounds, device=ranks.device)
+    intra = _link(topology.intra, sent_bytes=per_rank, rounds=rounds, device=device)
+    inter = _link(topology.inter, sent_bytes=per_rank, rounds=rounds, device=device)
     destroy_topology(topology)
     # One rank sends nothing; its kernels are timed as one of two.
-    quantize, moved = _quantization(config.quantized_values, ranks=max(2, len(hosts)), device=ranks.device)
-    quantization_seconds = _seconds(quantize, rounds=config.rounds, device=ranks.device)
+    quantize, moved = _quantization(config.quantized_values, ranks=max(2, len(hosts)), device=device)
+    quantization_seconds = _seconds(quantize, rounds=rounds, device=device)
     return {
         "format": PROBE_FORMAT,
-        "name": f"{hosts[0]}, {_device_name(ranks.device)}",
+        "name": f"{hosts[0]}, {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}",
         "nodes": topology.nodes,
         "devices_per_node": topology.ranks_per_node,
         "inter_bandwidth": inter and inter.bandwidth * topology.ranks_per_node,
@@ -108,9 +116,9 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
         "measured": {
             "torch": torch.__version__,
             "backend": dist.get_backend(),
-            "kernels": ops.backend_name(ranks.device.type),
+            "kernels": ops.backend_name(device.type),
             "hosts": len(set(hosts)),
-            "rounds": config.rounds,
+            "rounds": rounds,
             "intra": intra and vars(intra),
             "inter": inter and vars(inter),
             "quantization_seconds": statistics.median(quantization_seconds),
@@ -136,13 +144,13 @@ def _link(group: ProcessGroup | None, *, sent_bytes: int, rounds: int, device: t
     """Return the measurement of a level; None if it has one rank. Collective over the whole job."""
     if group is None:
         return None
-    peers = group.size() - 1
 
     def exchange(row_bytes: int) -> list[float]:
         sent = torch.zeros(group.size(), row_bytes, dtype=torch.uint8, device=device)
         received = torch.empty_like(sent)
         return _seconds(lambda: start_all_to_all(received, sent, group).wait(), rounds=rounds, device=device)
 
+    peers = group.size() - 1
     row_bytes = round_up(-(-sent_bytes // peers), TINY_BYTES)
     latency = statistics.median(exchange(TINY_BYTES))
     seconds = exchange(row_bytes)
@@ -200,44 +208,32 @@ def _quantization(values: int, *, ranks: int, device: torch.device) -> tuple[Cal
     return reduce, gradient_exchange(row, grid=grid, config=config).moved_bytes
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def _report(config: ProbeConfig, result: dict[str, Any]) -> None:
-    try:
-        write_atomically(config.out, json.dumps(result, indent=2) + "\n")
-    except OSError as error:
-        raise SettingError(f"cannot write --out {config.out}: {error}") from error
-    sys.stdout.write(f"{describe(result, out=config.out)}\n")
-
-
 def describe(result: dict[str, Any], *, out: Path) -> str:
-    """Return the measurements as text.
+    """Return the measurements as text of 80 columns.
 
     Args:
         result: as `measure` returns it.
         out: the file that has been written.
     """
-    measured = result["measured"]
-    lines = [f"{result['name']}: {result['nodes']} nodes of {result['devices_per_node']} ranks"]
+    measured, nodes, per_node = result["measured"], result["nodes"], result["devices_per_node"]
+    lines = [f"{result['name']}: {nodes} nodes of {per_node} ranks"]
     links = {level: Link(**measured[level]) for level in ("intra", "inter") if measured[level]}
     for level, name, ranks in (
         ("intra", "intra-node, per rank", 1),
-        ("inter", "inter-node, per node", result["devices_per_node"]),
+        ("inter", "inter-node, per node", per_node),
     ):
-        link = links.get(level)
-        if link is None:
+        if level not in links:
             lines.append(f"{name}: one rank, not measured")
             continue
+        link = links[level]
         slowest, fastest = (format_bytes(ranks * rate) for rate in link.spread)
         lines.append(
             f"{name}: {format_bytes(ranks * link.bandwidth)}/s and direction ({slowest} to {fastest}/s in "
             f"{measured['rounds']} rounds), {1e6 * link.latency:.0f} us per exchange"
         )
-    moved = measured["quantization_bytes"]
     slowest, fastest = (
-        format_bytes(moved / measured[f"quantization_{end}"]) for end in ("slowest", "fastest")
+        format_bytes(measured["quantization_bytes"] / measured[f"quantization_{end}"])
+        for end in ("slowest", "fastest")
     )
     lines.append(
         f"quantization ({measured['kernels']}): {format_bytes(result['quantization_bandwidth'])}/s read and "
@@ -249,9 +245,7 @@ def describe(result: dict[str, Any], *, out: Path) -> str:
             f"between nodes ({format_bytes(links['inter'].bandwidth)}/s): look for missing NVLink or P2P, or "
             "for --ranks-per-node that is not the machines'"
         )
-    if result["nodes"] > measured["hosts"]:
-        lines.append(
-            f"note: {result['nodes']} nodes on {measured['hosts']} host: no network lies between them"
-        )
+    if nodes > measured["hosts"]:
+        lines.append(f"note: {nodes} nodes on {measured['hosts']} host: no network lies between them")
     lines.append(f"next: sdp4bit plan --probe {out} --device-tflops ...")
     return wrapped(lines)

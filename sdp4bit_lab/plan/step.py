@@ -2,7 +2,7 @@
 
 This is a model of a step, not a measurement: computation, plus bytes over bandwidth and a latency per
 collective, less the part that overlaps computation, plus the time of the quantization kernels. The overlap is
-not one number: a plan is made for none of it and for all that can overlap. The bytes are exact
+not one number: times are ranges from none of it to all that fits. The bytes are exact
 (:mod:`sdp4bit_lab.plan.traffic`). `sdp4bit probe` measures the bandwidths, or the paper's tables imply them
 (:mod:`sdp4bit_lab.plan.paper`).
 """
@@ -17,7 +17,7 @@ from sdp4bit.config import SDP4BitConfig
 from sdp4bit_lab.common.settings import option, require, require_at_least
 from sdp4bit_lab.plan.memory import memory_per_rank
 from sdp4bit_lab.plan.model import ShardedGroup
-from sdp4bit_lab.plan.traffic import REDUCED_BYTES, Exchange, GroupTraffic, RankGrid, group_traffic
+from sdp4bit_lab.plan.traffic import REDUCED_BYTES, Exchange, RankGrid, group_traffic
 
 BF16_BYTES = 2
 BASELINE = SDP4BitConfig(weights=None, gradients=None)
@@ -26,6 +26,9 @@ FORWARD_SHARE = 1 / 3
 MIN_GAIN_TO_CONSIDER, MIN_GAIN_TO_ENABLE = 0.05, 0.20
 """Relative gains of a step over a baseline."""
 _NO, _PERHAPS = "do not enable", "perhaps"
+
+Range = tuple[float, float]
+"""With the least and with the most overlap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +50,6 @@ class Cluster:
     """Seconds that a collective takes beside its bytes."""
     quantization_bandwidth: float | None = None
     """Bytes per second that the quantization kernels read and write; None: their time is left out."""
-
-    def __post_init__(self) -> None:
-        for name in (
-            *("nodes", "devices_per_node", "inter_bandwidth", "intra_bandwidth", "device_flops"),
-            *("inter_bandwidth_shared", "quantization_bandwidth"),
-        ):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value} must be positive")
-        if not self.latency >= 0:
-            raise ValueError(f"latency={self.latency} must be at least 0 seconds")
 
     def inter_bandwidth_per_rank(self, *, tensor_parallel: int) -> float:
         """Return a rank's share of its node's link when all ranks of the node send."""
@@ -93,8 +85,9 @@ class ParallelLayout:
     """FSDP2 shards each parameter along the dimension that pads least (shard_placement_fn)."""
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "tensor_parallel", "pipeline_parallel", "replicas")
-        require_at_least(1, self, "micro_batch_size", "accumulation")
+        require_at_least(
+            1, self, "tensor_parallel", "pipeline_parallel", "replicas", "micro_batch_size", "accumulation"
+        )
         require(
             self.overlap is None or 0 <= self.overlap <= 1,
             f"--overlap {self.overlap} must be between 0 and 1",
@@ -110,11 +103,11 @@ class ParallelLayout:
             )
 
     @property
-    def overlaps(self) -> tuple[float, float]:
-        """The least and the largest overlap to plan for."""
+    def overlaps(self) -> Range:
+        """The least and the largest share of the communication that runs beside computation."""
         return (0.0, 1.0) if self.overlap is None else (self.overlap, self.overlap)
 
-    def grids(self, cluster: Cluster) -> tuple[RankGrid, RankGrid]:
+    def grids(self, *, nodes: int, devices_per_node: int) -> tuple[RankGrid, RankGrid]:
         """Return the ranks among which the model is sharded, and those that have the same shard.
 
         Raises:
@@ -122,19 +115,19 @@ class ParallelLayout:
                 divide its data-parallel ranks.
         """
         tensor, parts = self.tensor_parallel, self.tensor_parallel * self.pipeline_parallel
-        devices, per_node = cluster.nodes * cluster.devices_per_node, cluster.devices_per_node
+        devices = nodes * devices_per_node
         require(
             devices % parts == 0,
             f"--tp {tensor} times --pp {self.pipeline_parallel} is {parts}, which does not divide the "
-            f"{devices} devices of {cluster.name}",
+            f"{devices} devices of {nodes} nodes",
         )
         require(
-            max(tensor, per_node) % min(tensor, per_node) == 0,
-            f"--tp {tensor} and the {per_node} devices of a node do not divide each other: ranks of a "
+            max(tensor, devices_per_node) % min(tensor, devices_per_node) == 0,
+            f"--tp {tensor} and the {devices_per_node} devices of a node do not divide each other: ranks of a "
             "data-parallel group would be spread unevenly",
         )
         ranks = devices // parts
-        per_node = min(ranks, max(1, per_node // tensor))
+        per_node = min(ranks, max(1, devices_per_node // tensor))
         require(
             ranks % per_node == 0,
             f"the {ranks} ranks of a data-parallel group do not fill nodes with {per_node} of them each: "
@@ -172,17 +165,20 @@ class StepCost:
     compute_seconds: float
     """Arithmetic, waiting for other pipeline stages included."""
     communication_seconds: float
-    hidden_seconds: float
+    hidden_seconds: Range
     """Part of the communication that overlaps computation."""
     quantization_seconds: float
     memory: dict[str, int]
     """Bytes per rank by use, without activations and communicators."""
 
     @property
-    def step_seconds(self) -> float:
+    def step_seconds(self) -> Range:
         """Time of a step."""
-        exposed = self.communication_seconds - self.hidden_seconds
-        return self.compute_seconds + exposed + self.quantization_seconds
+        least, most = (
+            self.compute_seconds + (self.communication_seconds - hidden) + self.quantization_seconds
+            for hidden in self.hidden_seconds
+        )
+        return least, most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,46 +202,48 @@ class Plan:
     """The group with most padding, and the length of its rows relative to its parameters."""
 
     @property
-    def speedup(self) -> float:
+    def speedups(self) -> Range:
         """Over the baseline with fp32 gradients."""
-        return self.baseline.step_seconds / self.quantized.step_seconds
+        return self._speedups(self.baseline)
 
     @property
-    def speedup_over_bf16(self) -> float:
+    def speedups_over_bf16(self) -> Range:
         """Over the baseline with bf16 gradients."""
-        return self.bf16_baseline.step_seconds / self.quantized.step_seconds
+        return self._speedups(self.bf16_baseline)
+
+    def _speedups(self, baseline: StepCost) -> Range:
+        least, most = (
+            plain / ours
+            for plain, ours in zip(baseline.step_seconds, self.quantized.step_seconds, strict=True)
+        )
+        return least, most
 
     @property
     def padding(self) -> float:
         """Values in all rows over parameters: the factor that uneven cuts put on every byte count."""
         return self.row_numel * self.grid.size / self.parameters
 
-
-def recommendation(unhidden: Plan, hidden: Plan) -> str:
-    """Return in one sentence whether to enable quantized communication, and the speed-up of a step.
-
-    Args:
-        unhidden, hidden: with the least and with the largest overlap.
-    """
-    if unhidden.grid.size * unhidden.replicas.size == 1:
-        return f"{_NO}: the data-parallel group has one rank, nothing is sent"
-    advice = {_advice(plan) for plan in (unhidden, hidden)}
-    prefix = advice.pop() if len(advice) == 1 else _PERHAPS
-    if _NO in advice:
-        prefix = "depends on how much of the communication is hidden"
-    over_fp32 = _span(unhidden.speedup, hidden.speedup)
-    over_bf16 = _span(unhidden.speedup_over_bf16, hidden.speedup_over_bf16)
-    return f"{prefix}: {over_fp32} times as fast as with fp32 gradients, {over_bf16} with bf16 gradients"
+    @property
+    def recommendation(self) -> str:
+        """Whether to enable quantized communication, and the speed-up of a step, in one sentence."""
+        if self.grid.size * self.replicas.size == 1:
+            return f"{_NO}: the data-parallel group has one rank, nothing is sent"
+        advice = {_advice(*gains) for gains in zip(self.speedups, self.speedups_over_bf16, strict=True)}
+        prefix = advice.pop() if len(advice) == 1 else _PERHAPS
+        if _NO in advice:
+            prefix = "depends on how much of the communication is hidden"
+        over_fp32, over_bf16 = _span(self.speedups), _span(self.speedups_over_bf16)
+        return f"{prefix}: {over_fp32} times as fast as with fp32 gradients, {over_bf16} with bf16 gradients"
 
 
-def _advice(plan: Plan) -> str:
-    if min(plan.speedup, plan.speedup_over_bf16) < 1 + MIN_GAIN_TO_CONSIDER:
+def _advice(over_fp32: float, over_bf16: float) -> str:
+    if min(over_fp32, over_bf16) < 1 + MIN_GAIN_TO_CONSIDER:
         return _NO
-    return _PERHAPS if plan.speedup_over_bf16 < 1 + MIN_GAIN_TO_ENABLE else "enable"
+    return _PERHAPS if over_bf16 < 1 + MIN_GAIN_TO_ENABLE else "enable"
 
 
-def _span(first: float, last: float) -> str:
-    low, high = (f"{value:.2f}" for value in sorted((first, last)))
+def _span(speedups: Range) -> str:
+    low, high = (f"{value:.2f}" for value in sorted(speedups))
     return low if low == high else f"{low} to {high}"
 
 
@@ -256,24 +254,23 @@ def plan_step(
     cluster: Cluster,
     layout: ParallelLayout,
     config: SDP4BitConfig,
-    overlap: float = 0.0,
 ) -> Plan:
     """Return the cost of a steady step with this configuration and with both baselines.
 
     Args:
         groups: the parameters of one model-parallel rank.
         flops_per_sequence: forward and backward of the whole model over one sequence.
-        overlap: share of the communication, 0 to 1, that runs beside computation; never more than fits
-            there. Gradients hide behind the backward of the last micro batch, the weight refresh behind the
-            first forward, FSDP2's gathers behind the rest.
 
     Raises:
         SettingError: a layout that the cluster does not hold.
     """
-    grid, replicas = layout.grids(cluster)
+    grid, replicas = layout.grids(nodes=cluster.nodes, devices_per_node=cluster.devices_per_node)
     sequences = (layout.micro_batch_size or 1) * layout.accumulation
     parts = layout.tensor_parallel * layout.pipeline_parallel
     arithmetic = flops_per_sequence * sequences / parts / cluster.device_flops
+
+    def seconds(exchanges: Iterable[Exchange]) -> float:
+        return sum(exchange_seconds(each, cluster=cluster, layout=layout) for each in exchanges)
 
     def cost(config: SDP4BitConfig, dense_bytes: int) -> StepCost:
         traffic = [
@@ -288,8 +285,34 @@ def plan_step(
             )
             for group in groups
         ]
-        return _cost(
-            traffic, cluster=cluster, layout=layout, grid=grid, arithmetic=arithmetic, overlap=overlap
+        exchanges = [exchange for group in traffic for exchange in group.exchanges]
+        inter_bytes = sum(exchange.inter_bytes for exchange in exchanges)
+        gradients = seconds(exchange for group in traffic for exchange in (group.gradients, group.all_reduce))
+        refresh = seconds(group.refresh for group in traffic)
+        gathers = seconds(group.gathers for group in traffic)
+        # Gradients hide behind the backward of the last micro batch, the weight refresh behind the first
+        # forward, FSDP2's gathers behind the rest. A flat buffer is gathered before the first forward.
+        forward = FORWARD_SHARE * arithmetic / layout.accumulation
+        backward = (1 - FORWARD_SHARE) * arithmetic / layout.accumulation
+        is_flat = any(group.is_flat for group in groups)
+        hidden = []
+        for overlap in layout.overlaps:
+            behind_backward = min(overlap * gradients, backward)
+            behind_forward = min(overlap * refresh, forward)
+            left = forward - behind_forward if is_flat else arithmetic - behind_backward - behind_forward
+            hidden.append(behind_backward + behind_forward + min(overlap * gathers, left))
+        bubble = (layout.pipeline_parallel - 1) / layout.accumulation
+        rate = cluster.quantization_bandwidth
+        return StepCost(
+            intra_bytes=sum(exchange.intra_bytes for exchange in exchanges),
+            inter_bytes=inter_bytes,
+            inter_bytes_per_node=inter_bytes * cluster.devices_per_node,
+            collectives=sum(exchange.collectives for exchange in exchanges),
+            compute_seconds=arithmetic * (1 + bubble),
+            communication_seconds=gradients + refresh + gathers,
+            hidden_seconds=(hidden[0], hidden[1]),
+            quantization_seconds=sum(exchange.moved_bytes for exchange in exchanges) / rate if rate else 0.0,
+            memory=memory_per_rank(traffic, grid=grid, accumulation=layout.accumulation),
         )
 
     rows = [group.row_numel(ranks=grid.size, least_padding=layout.least_padding) for group in groups]
@@ -304,46 +327,6 @@ def plan_step(
         bf16_baseline=cost(BASELINE, BF16_BYTES),
         quantized=cost(config, REDUCED_BYTES),
         most_padded=f"{name}: {worst:.2f} x",
-    )
-
-
-def _cost(
-    traffic: Sequence[GroupTraffic],
-    *,
-    cluster: Cluster,
-    layout: ParallelLayout,
-    grid: RankGrid,
-    arithmetic: float,
-    overlap: float,
-) -> StepCost:
-    """Return the cost of a step with this traffic and `arithmetic` seconds of computation per device."""
-    exchanges = [exchange for group in traffic for exchange in group.exchanges]
-    inter_bytes = sum(exchange.inter_bytes for exchange in exchanges)
-
-    def seconds(exchanges: Iterable[Exchange]) -> float:
-        return sum(exchange_seconds(each, cluster=cluster, layout=layout) for each in exchanges)
-
-    gradients = seconds(exchange for group in traffic for exchange in (group.gradients, group.all_reduce))
-    refresh = seconds(group.refresh for group in traffic)
-    gathers = seconds(group.gathers for group in traffic)
-    forward = FORWARD_SHARE * arithmetic / layout.accumulation
-    backward = (1 - FORWARD_SHARE) * arithmetic / layout.accumulation
-    behind_backward = min(overlap * gradients, backward)
-    behind_forward = min(overlap * refresh, forward)
-    is_flat = any(group.group.is_flat for group in traffic)
-    left = forward - behind_forward if is_flat else arithmetic - behind_backward - behind_forward
-    bubble = (layout.pipeline_parallel - 1) / layout.accumulation
-    rate = cluster.quantization_bandwidth
-    return StepCost(
-        intra_bytes=sum(exchange.intra_bytes for exchange in exchanges),
-        inter_bytes=inter_bytes,
-        inter_bytes_per_node=inter_bytes * cluster.devices_per_node,
-        collectives=sum(exchange.collectives for exchange in exchanges),
-        compute_seconds=arithmetic * (1 + bubble),
-        communication_seconds=gradients + refresh + gathers,
-        hidden_seconds=behind_backward + behind_forward + min(overlap * gathers, left),
-        quantization_seconds=sum(exchange.moved_bytes for exchange in exchanges) / rate if rate else 0.0,
-        memory=memory_per_rank(traffic, grid=grid, accumulation=layout.accumulation),
     )
 
 

@@ -55,18 +55,13 @@ class Exchange:
     buffer_bytes: int = 0
     """Message buffers in use at once."""
 
-    def times(self, count: int) -> Exchange:
-        """Return the exchange repeated `count` times, with the same buffers."""
-        names = ("intra_bytes", "inter_bytes", "padding_bytes", "collectives", "moved_bytes")
-        return replace(self, **{name: getattr(self, name) * count for name in names})
 
-
-def ring(row_bytes: float, *, grid: RankGrid) -> Exchange:
-    """Return the exchange of a ring over all ranks that gathers, or reduces, rows of `row_bytes`."""
-    sent, g = row_bytes * (grid.size - 1), grid.ranks_per_node
+def ring(row_bytes: float, *, grid: RankGrid, times: int = 1) -> Exchange:
+    """Return the exchange of `times` rings over all ranks that gather, or reduce, rows of `row_bytes`."""
+    sent, g = times * row_bytes * (grid.size - 1), grid.ranks_per_node
     if grid.nodes == 1:
-        return Exchange(intra_bytes=float(sent), collectives=1)
-    return Exchange(intra_bytes=sent * (g - 1) / g, inter_bytes=sent / g, collectives=1)
+        return Exchange(intra_bytes=float(sent), collectives=times)
+    return Exchange(intra_bytes=sent * (g - 1) / g, inter_bytes=sent / g, collectives=times)
 
 
 def gradient_exchange(
@@ -128,12 +123,9 @@ def all_reduce_exchange(
     dense_bytes: int = REDUCED_BYTES,
     sections: Sequence[Section] = (),
 ) -> Exchange:
-    """Return one all-reduce of `numel` values over replicas, after the start step of quantization.
+    """Return one all-reduce of `numel` values over replicas; arguments as for `gradient_exchange`.
 
-    Args:
-        config: None for full precision, which also applies if a rank's part is below its min_numel.
-        dense_bytes: bytes per value of a reduction in full precision, which a ring sends twice around.
-        sections: those of the values; () for one.
+    Full precision applies if a rank's part is below min_numel. Its ring goes around twice.
     """
     g, n = grid.ranks_per_node, grid.nodes
     if grid.size == 1 or numel == 0:
@@ -146,9 +138,8 @@ def all_reduce_exchange(
         pieces.append(replace(section, ranges=((0, length),)))
     reduced = gradient_exchange(0, grid=grid, config=replace(config, min_numel=0), sections=pieces)
     # The sums of the pieces are gathered between nodes, then inside each node.
-    bits, group_size = config.intra_bits, config.intra_group_size
-    if n > 1:
-        bits, group_size = config.inter_bits, config.inter_group_size
+    hop = "inter" if n > 1 else "intra"
+    bits, group_size = getattr(config, f"{hop}_bits"), getattr(config, f"{hop}_group_size")
     layout = _message([(piece, piece.numel) for piece in pieces], bits=bits, group_size=group_size)
     inter_copies, intra_copies = n - 1, n * (g - 1)
     dense = REDUCED_BYTES * sum(piece.numel for piece in pieces)
@@ -167,11 +158,8 @@ def _message(
     pieces: Sequence[tuple[Section, int]], *, bits: int | None, group_size: int, rows: int = 1
 ) -> JointLayout:
     """Return the layout of a message of `rows` rows with that many values of each section."""
-    return JointLayout(
-        tuple(
-            section.layout(numel, bits=bits, group_size=group_size, parts=rows) for section, numel in pieces
-        )
-    )
+    layouts = (section.layout(n, bits=bits, group_size=group_size, parts=rows) for section, n in pieces)
+    return JointLayout(tuple(layouts))
 
 
 def weight_refresh(
@@ -208,16 +196,16 @@ def weight_refresh(
     )
 
 
-def weight_gather(row_numel: int, *, grid: RankGrid, config: WeightConfig | None) -> Exchange:
-    """Return one gather of the weights; a step has one or two per micro batch."""
+def weight_gather(row_numel: int, *, grid: RankGrid, config: WeightConfig | None, times: int = 1) -> Exchange:
+    """Return `times` gathers of the weights; a step has one or two per micro batch."""
     if grid.size == 1:
         return Exchange()
     if config is None:
-        return ring(GATHERED_BYTES * row_numel, grid=grid)
+        return ring(GATHERED_BYTES * row_numel, grid=grid, times=times)
     if is_full(config, grid=grid):
         return Exchange()
     sent = GATHERED_BYTES * row_numel * grid.nodes * (grid.ranks_per_node - 1)
-    return Exchange(intra_bytes=float(sent), collectives=1, chunks=1)
+    return Exchange(intra_bytes=float(sent * times), collectives=times, chunks=1)
 
 
 def is_full(config: WeightConfig, *, grid: RankGrid) -> bool:
@@ -273,16 +261,20 @@ def group_traffic(
     if group.is_flat and weights is not None:
         # A flat buffer stays gathered: its replica is a full one.
         weights = replace(weights, replica="full")
-    used = gradients or GradientConfig()
-    units = [group_unit(used, nodes=g.nodes, ranks_per_node=g.ranks_per_node) for g in (grid, replicas)]
-    units.append(BLOCK if weights is None else weights.group_size)
+
+    def sections(unit: int) -> tuple[Section, ...]:
+        if not config.separate_parameters or group.is_flat:
+            return whole_row(row)
+        return group.sections(ranks=grid.size, unit=unit, least_padding=least_padding)
+
     # One row is cut in one way to be reduced, in another to be summed over replicas and to be refreshed.
-    reduced, summed, refreshed = (
-        group.sections(ranks=grid.size, unit=unit, least_padding=least_padding)
-        if config.separate_parameters and not group.is_flat
-        else whole_row(row)
-        for unit in units
+    reduced, summed = (
+        sections(
+            group_unit(gradients or GradientConfig(), nodes=each.nodes, ranks_per_node=each.ranks_per_node)
+        )
+        for each in (grid, replicas)
     )
+    refreshed = sections(BLOCK if weights is None else weights.group_size)
     gathers = 1 if group.is_flat else accumulation * (2 if group.freed_after_forward else 1)
     return GroupTraffic(
         group=group,
@@ -295,5 +287,5 @@ def group_traffic(
             row, grid=replicas, config=gradients, dense_bytes=dense_bytes, sections=summed
         ),
         refresh=weight_refresh(row, grid=grid, config=weights, sections=refreshed),
-        gathers=weight_gather(row, grid=grid, config=weights).times(gathers),
+        gathers=weight_gather(row, grid=grid, config=weights, times=gathers),
     )

@@ -49,7 +49,6 @@ def check_recommendation(context: Context) -> dict[str, Any]:
         cluster=cluster,
         layout=ParallelLayout(),
         config=SDP4BitConfig(),
-        overlap=0.0,
     )
     plain, bf16 = plan.baseline.communication_seconds, plan.bf16_baseline.communication_seconds
     kernels, ours = plan.quantized.quantization_seconds, plan.quantized.communication_seconds
