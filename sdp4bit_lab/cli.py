@@ -182,11 +182,8 @@ def _compare(config: CompareConfig) -> int:
 )
 def _demo(config: DemoConfig) -> int:
     """Train a small GPT on 4 processes of this machine that stand for 2 nodes of 2 ranks: first with plain
-    FSDP2, then with 4-bit communication."""
-    from sdp4bit_lab.common.launch.local import run_on_ranks
-    from sdp4bit_lab.compare.demo import demo
-
-    return run_on_ranks(demo, config=config, parallel=config.comparison().parallel)
+    FSDP2, then with 4-bit communication. Stopped or killed, the same command goes on."""
+    return _compare(config.comparison())
 
 
 @_command(

@@ -1,8 +1,7 @@
-"""Settings of the commands that train several times: compare and demo."""
+"""Settings of the commands that train several times: compare, and demo, which is a preset of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -49,7 +48,11 @@ class CompareConfig:
 
     def __post_init__(self) -> None:
         if self.merge:
-            self._check_merges_only()
+            require(self.out != DEFAULT_OUT, "--merge needs --out, a folder for the merged tables")
+            require(
+                replace(self, merge=(), out=DEFAULT_OUT, baseline=None) == CompareConfig(),
+                "--merge trains nothing: the only other options that it takes are --out and --baseline",
+            )
             return
         for name in ("exit_interval", "exit_duration_in_mins"):
             require(
@@ -57,38 +60,38 @@ class CompareConfig:
                 f"--{name.replace('_', '-')} is for `pretrain`, which saves a checkpoint: leave it out. A "
                 "signal stops `compare`, and the same command continues with the remaining runs",
             )
-        self.runs()
-        _ = self.baseline_label
+        variants = [variant for variant, _ in self.runs()]
+        self.choose_baseline([variant.label for variant in variants])
+        for name in self.communication.given():
+            value, flag = getattr(self.communication, name), option_flags(CommunicationConfig)[name][0]
+            require(
+                any(getattr(variant.communication, name) == value for variant in variants),
+                f"{flag} has no effect with any of the strategies {self.strategies}",
+            )
 
-    def variants(self) -> list[Variant]:
-        """Return the strategies with their options."""
-        return parse_variants(self.strategies, shared=self.communication)
-
-    def planned(self) -> list[tuple[Variant, PretrainConfig]]:
+    def runs(self) -> list[tuple[Variant, PretrainConfig]]:
         """Return every run with its settings, in the order they are trained: seed by seed."""
-        variants = self.variants()
-        seeds = _numbers(self.seeds)
-        self._check_used(variants)
-        return [(variant, self._run(variant, seed)) for seed in seeds for variant in variants]
+        variants = parse_variants(self.strategies, shared=self.communication)
+        return [(variant, self._run(variant, seed)) for seed in _numbers(self.seeds) for variant in variants]
 
-    def runs(self) -> list[PretrainConfig]:
-        """Return the settings of every run, in the order they are trained."""
-        return [run for _, run in self.planned()]
+    def choose_baseline(self, labels: list[str]) -> str | None:
+        """Return the label of the strategy to compare with; None if there is no `baseline` and none is given.
 
-    @property
-    def baseline_label(self) -> str | None:
-        """Label of the strategy to compare with; None if none is given and `baseline` is not there."""
-        given = self.baseline
-        if given is not None:
-            try:
-                given = parse_variant(given, shared=self.communication).label
-            except SettingError as error:
-                raise SettingError(f"--baseline: {error}") from error
-        return _choose([variant.label for variant in self.variants()], given=given)
-
-    def choose_baseline(self, labels: Sequence[str]) -> str | None:
-        """Return the label to compare with among those of merged runs."""
-        return _choose(labels, given=self.baseline)
+        Args:
+            labels: the strategies of the runs, which may come from merged comparisons.
+        """
+        if self.baseline is None:
+            return DEFAULT_BASELINE if DEFAULT_BASELINE in labels else None
+        try:
+            given = parse_variant(self.baseline, shared=self.communication).label
+        except SettingError as error:
+            raise SettingError(f"--baseline: {error}") from error
+        choices = ", ".join(dict.fromkeys(labels))
+        require(
+            given in labels,
+            f"--baseline: {given} is not among the strategies: add it, or choose one of {choices}",
+        )
+        return given
 
     def _run(self, variant: Variant, seed: int) -> PretrainConfig:
         return PretrainConfig(
@@ -107,36 +110,6 @@ class CompareConfig:
             ),
         )
 
-    def _check_used(self, variants: Sequence[Variant]) -> None:
-        communication = self.communication
-        # Options of one half of the method apply to the strategies that have it.
-        used = {
-            name
-            for variant in variants
-            for name in communication.restricted_to(variant.strategy).given()
-            if getattr(variant.communication, name) == getattr(communication, name)
-        }
-        for name in communication.given():
-            flag = option_flags(CommunicationConfig)[name][0]
-            require(name in used, f"{flag} has no effect with any of the strategies {self.strategies}")
-
-    def _check_merges_only(self) -> None:
-        require(self.out != DEFAULT_OUT, "--merge needs --out, a folder for the merged tables")
-        require(
-            replace(self, merge=(), out=DEFAULT_OUT, baseline=None) == CompareConfig(),
-            "--merge trains nothing: the only other options that it takes are --out and --baseline",
-        )
-
-
-def _choose(labels: Sequence[str], *, given: str | None) -> str | None:
-    if given is None:
-        return DEFAULT_BASELINE if DEFAULT_BASELINE in labels else None
-    require(
-        given in labels,
-        f"--baseline: {given} is not among the strategies: add it, or choose one of {', '.join(labels)}",
-    )
-    return given
-
 
 def _numbers(text: str) -> list[int]:
     try:
@@ -153,7 +126,7 @@ class DemoConfig:
     """A small GPT, trained twice: with plain FSDP2 and with 4-bit communication."""
 
     out: Path = Path("runs/demo")
-    """Folder for summary.json, curves.png and the logs of both runs."""
+    """Folder of the comparison: summary.json, table.md, curves.png and a folder for either run."""
     steps: int = 150
     """Optimizer steps of each run."""
     seed: int = 1
@@ -169,7 +142,6 @@ class DemoConfig:
     def comparison(self) -> CompareConfig:
         """Return the two runs: the tiny model on the standard library's sources."""
         return CompareConfig(
-            strategies="baseline,sdp4bit",
             seeds=str(self.seed),
             out=self.out,
             data=DataConfig(cache_dir=self.cache_dir),

@@ -115,29 +115,32 @@ class FinishedRun:
             ) from error
 
 
+def finite(value: float | None) -> float | None:
+    """Return the loss, or None for one that is not a number: JSON has no NaN."""
+    return value if value is None or math.isfinite(value) else None
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 def run_settings(config: PretrainConfig, *, dataset: str, world_size: int) -> dict[str, Any]:
     """Return the settings that must be equal in two comparable runs, whatever their strategy and seed.
 
     Args:
         dataset: key of the tokens; their folder does not matter.
     """
-    training = asdict(config.training)
-    training |= {
-        "sequence_length": config.sequence_length,
-        "micro_batch_size": config.micro_batch_size,
-    }
-    optimizer = asdict(config.optimizer)
-    del optimizer["warmup_fraction"]
-    optimizer |= {"learning_rate": config.learning_rate, "warmup_steps": config.warmup_steps}
-    parallel = asdict(config.parallel)
-    del parallel["nproc_per_node"]
     settings = {
         "model": asdict(config.model_shape),
         "data": {"dataset": dataset, "eod_mask_loss": config.data.eod_mask_loss},
-        "training": training,
-        "optimizer": optimizer,
-        "parallel": {**parallel, "world_size": world_size},
+        "training": asdict(config.training)
+        | {"sequence_length": config.sequence_length, "micro_batch_size": config.micro_batch_size},
+        "optimizer": asdict(config.optimizer)
+        | {"learning_rate": config.learning_rate, "warmup_steps": config.warmup_steps},
+        "parallel": asdict(config.parallel) | {"world_size": world_size},
     }
+    # They are resolved into other settings.
+    del settings["optimizer"]["warmup_fraction"], settings["parallel"]["nproc_per_node"]
     # As they are read back from a file.
     normalized: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return normalized
@@ -154,25 +157,16 @@ def first_difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, A
 
     A setting that only one of them has equals None in the other.
     """
-    left, right = dict(_flat(one)), dict(_flat(other))
-    for name in dict.fromkeys([*left, *right]):
-        if left.get(name) != right.get(name):
-            return name, left.get(name), right.get(name)
-    return None
+    left, right = dict(flattened(one)), dict(flattened(other))
+    differing = (name for name in {**left, **right} if left.get(name) != right.get(name))
+    name = next(differing, None)
+    return None if name is None else (name, left.get(name), right.get(name))
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the members of nested settings by their dotted path."""
     for name, value in settings.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flattened(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def finite(value: float | None) -> float | None:
-    """Return the loss, or None for one that is not a number: JSON has no NaN."""
-    return value if value is None or math.isfinite(value) else None
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -38,16 +37,27 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
             "--nproc-per-node 4 --ranks-per-node 2, or simulate them with "
             "--simulated-ranks 4 --ranks-per-node 2"
         )
-    console = Console()
-    planned = _planned_settings(config, ranks=ranks)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    runs = config.runs()
+    dataset = prepare_dataset(runs[0][1].resolved_data, ranks=ranks).key
+    # By folder, the settings that its result must have.
+    planned: dict[Path, dict[str, Any]] = {
+        run.logging.out: {
+            "strategy": variant.label,
+            "settings": run_settings(run, dataset=dataset, world_size=ranks.world_size),
+            "quantization": json.loads(json.dumps(asdict(run.quantization))),
+        }
+        for variant, run in runs
+    }
     finished = broadcast_from_rank0(lambda: find_finished(planned))
     if finished and ranks.is_first:
-        names = ", ".join(run.name for run in finished.values())
-        console.print(f"trained before: {names}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"trained before: {', '.join(run.name for run in finished.values())}")
+
+    baseline = config.choose_baseline([variant.label for variant, _ in runs])
 
     def report() -> Report:
-        runs = [finished[folder] for folder in planned if folder in finished]
-        return _report(runs, baseline=config.baseline_label, planned=len(planned))
+        ended = [finished[folder] for folder in planned if folder in finished]
+        return Report(runs=ended, baseline=baseline, planned=len(planned))
 
     def write(run: FinishedRun, folder: Path) -> None:
         if ranks.is_first:
@@ -55,7 +65,7 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
             report().write(config.out)
 
     stopped = None
-    for number, (variant, run_config) in enumerate(config.planned(), start=1):
+    for number, (variant, run_config) in enumerate(runs, start=1):
         folder = run_config.logging.out
         if folder in finished:
             continue
@@ -67,9 +77,8 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
         if stopped is not None:
             break
         settings = {name: planned[folder][name] for name in ("settings", "quantization")}
-        run = FinishedRun.of(result, **settings, environment=environment(ranks.device))
-        finished[folder] = run
-        run_on_all_ranks(partial(write, run, folder))
+        finished[folder] = FinishedRun.of(result, **settings, environment=environment(ranks.device))
+        run_on_all_ranks(partial(write, finished[folder], folder))
     if finished:
         run_on_all_ranks(lambda: _conclude(report(), config.out, console) if ranks.is_first else None)
     if stopped is not None and ranks.is_first:
@@ -80,36 +89,14 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
 def merge_comparisons(config: CompareConfig) -> list[FinishedRun]:
     """Write summary, table and curves of the finished runs of --merge to --out, and return the runs."""
     runs = merge_finished(config.merge)
-    baseline = config.choose_baseline(list(dict.fromkeys(run.strategy for run in runs)))
-    _conclude(_report(runs, baseline=baseline, planned=len(runs)), config.out, Console())
+    baseline = config.choose_baseline([run.strategy for run in runs])
+    report = Report(runs=runs, baseline=baseline, planned=len(runs))
+    _conclude(report, config.out, Console(highlight=False, markup=False, soft_wrap=True))
     return runs
-
-
-def _planned_settings(config: CompareConfig, *, ranks: Ranks) -> dict[Path, dict[str, Any]]:
-    """Return by folder the settings that its result must have; called on every rank."""
-    runs = config.planned()
-    dataset = prepare_dataset(runs[0][1].resolved_data, ranks=ranks).key
-    return {
-        run.logging.out: {
-            "strategy": variant.label,
-            "settings": run_settings(run, dataset=dataset, world_size=ranks.world_size),
-            "quantization": json.loads(json.dumps(asdict(run.quantization))),
-        }
-        for variant, run in runs
-    }
-
-
-def _report(runs: Sequence[FinishedRun], *, baseline: str | None, planned: int) -> Report:
-    remarks = []
-    for name in ("torch", "device"):
-        kinds = list(dict.fromkeys(run.environment.get(name, "unknown") for run in runs))
-        if len(kinds) > 1:
-            remarks.append(f"WARNING: runs differ in {name}: {', '.join(kinds)}.")
-    return Report(runs=runs, baseline=baseline, planned=planned, remarks=remarks)
 
 
 def _conclude(report: Report, out: Path, console: Console) -> None:
     report.write(out)
     report.print(console)
-    console.print(f"Curves, table and summary are in {out}", highlight=False, soft_wrap=True)
-    console.print(f"Next: sdp4bit report {out}", highlight=False, soft_wrap=True)
+    console.print(f"Curves, table and summary are in {out}")
+    console.print(f"Next: sdp4bit report {out}")

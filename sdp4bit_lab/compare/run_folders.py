@@ -20,19 +20,15 @@ def find_finished(planned: Mapping[Path, dict[str, Any]]) -> dict[Path, Finished
     Raises:
         SettingError: a folder has the result of a run with other settings.
     """
-    finished = {}
-    for folder, settings in planned.items():
-        if not (folder / RESULT).is_file():
-            continue
-        run = FinishedRun.read(folder)
-        difference = first_difference({name: getattr(run, name) for name in settings}, settings)
+    finished = {folder: FinishedRun.read(folder) for folder in planned if (folder / RESULT).is_file()}
+    for folder, run in finished.items():
+        difference = first_difference({name: getattr(run, name) for name in planned[folder]}, planned[folder])
         if difference is not None:
             name, before, now = difference
             raise SettingError(
                 f"{folder} has the result of a run with other settings, {name} {before} (now {now}): "
                 "choose another --out, or delete that folder to train the run again"
             )
-        finished[folder] = run
     return finished
 
 
@@ -43,7 +39,7 @@ def merge_finished(folders: Sequence[Path]) -> list[FinishedRun]:
         SettingError: a folder without runs, a run that is there twice with different results, or runs whose
             settings differ in more than strategy and seed.
     """
-    paths: list[Path] = []
+    runs: dict[Path, FinishedRun] = {}
     for folder in folders:
         results = sorted(path.parent for path in folder.glob(f"*/{RESULT}"))
         require(
@@ -51,12 +47,12 @@ def merge_finished(folders: Sequence[Path]) -> list[FinishedRun]:
             f"--merge {folder}: there is no finished run (a folder with {RESULT}): give the --out folders of "
             "`sdp4bit compare`",
         )
-        paths += results
-    runs = {path: FinishedRun.read(path) for path in paths}
+        runs |= {path: FinishedRun.read(path) for path in results}
     by_name: dict[str, Path] = {}
     by_strategy: dict[str, Path] = {}
     for path, run in runs.items():
-        _require_equal(paths[0], path, *({"settings": runs[p].settings} for p in (paths[0], path)))
+        first = next(iter(runs))
+        _require_equal(first, path, *({"settings": runs[p].settings} for p in (first, path)))
         first = by_strategy.setdefault(run.strategy, path)
         _require_equal(first, path, *({**runs[p].quantization, "seed": None} for p in (first, path)))
         other = by_name.setdefault(run.name, path)
@@ -64,7 +60,12 @@ def merge_finished(folders: Sequence[Path]) -> list[FinishedRun]:
             raise SettingError(
                 f"{other} and {path} are two runs of {run.name}, with different results: merge one of them"
             )
-    return sorted((runs[path] for path in by_name.values()), key=_place)
+    names = list[str](STRATEGIES)
+
+    def place(run: FinishedRun) -> tuple[int, str, int]:
+        return names.index(run.strategy.partition(":")[0]), run.strategy, run.seed
+
+    return sorted((runs[path] for path in by_name.values()), key=place)
 
 
 def _require_equal(first: Path, second: Path, one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -75,8 +76,3 @@ def _require_equal(first: Path, second: Path, one: dict[str, Any], other: dict[s
             f"--merge: {first} has {name} {left}, {second} has {right}: runs can be compared if they differ "
             "in strategy and seed alone"
         )
-
-
-def _place(run: FinishedRun) -> tuple[int, str, int]:
-    names = [str(name) for name in STRATEGIES]
-    return names.index(run.strategy.partition(":")[0]), run.strategy, run.seed

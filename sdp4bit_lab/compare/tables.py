@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.compare.config import DEFAULT_BASELINE
 from sdp4bit_lab.compare.finished_run import FinishedRun, finite
-from sdp4bit_lab.compare.outcomes import StrategyOutcome
-from sdp4bit_lab.compare.outcomes import outcomes as strategy_outcomes
+from sdp4bit_lab.compare.outcomes import StrategyOutcome, outcomes
 from sdp4bit_lab.compare.paired import CONFIDENCE, FEWEST_PAIRS, interval_text
 
 
@@ -29,12 +29,11 @@ class Report:
     """Label of the strategy that the others are compared with; None where it is not among them."""
     planned: int
     """Runs that the comparison has when it is complete."""
-    remarks: Sequence[str] = ()
-    """Further notes on the runs."""
 
+    @cached_property
     def outcomes(self) -> list[StrategyOutcome]:
-        """Return one outcome per strategy."""
-        return strategy_outcomes(self.runs, baseline=self.baseline)
+        """One outcome per strategy."""
+        return outcomes(self.runs, baseline=self.baseline)
 
     def write(self, out: Path) -> None:
         """Write summary.json, table.md and curves.png."""
@@ -46,28 +45,27 @@ class Report:
 
     def notes(self) -> list[str]:
         """Return the limits of the numbers, a sentence each."""
-        notes = list(unstable_notes(self.runs, baseline=self.baseline))
+        notes = list(_unstable_notes(self.runs, baseline=self.baseline))
         left = self.planned - len(self.runs)
         if left:
             notes.append(f"Still to be trained: {left} of {self.planned} runs.")
-        outcomes = self.outcomes()
-        differences = {o.strategy: o.difference for o in outcomes if o.difference is not None}
+        differences = [outcome.difference for outcome in self.outcomes if outcome.difference is not None]
         if self.baseline is None:
             notes.append(
                 f"There are no differences, as {DEFAULT_BASELINE} is not among the strategies: add it, or "
                 "choose another to compare with by --baseline."
             )
-        elif len(outcomes) > 1 and not differences:
+        elif len(self.outcomes) > 1 and not differences:
             notes.append(
                 f"There are no differences, as no seed has runs of {self.baseline} and of another strategy."
             )
-        pairs = min((len(difference.by_seed) for difference in differences.values()), default=FEWEST_PAIRS)
+        pairs = min((len(difference.by_seed) for difference in differences), default=FEWEST_PAIRS)
         if pairs < FEWEST_PAIRS:
             notes.append(
                 f"Differences of {pairs} seed{'s' if pairs > 1 else ''} have no significance: give --seeds "
                 f"{FEWEST_PAIRS} numbers or more."
             )
-        for outcome in outcomes:
+        for outcome in self.outcomes:
             paired = outcome.difference.by_seed if outcome.difference is not None else outcome.seeds
             alone = ", ".join(str(seed) for seed in outcome.seeds if seed not in paired)
             if alone:
@@ -78,20 +76,21 @@ class Report:
         for run in self.runs:
             if run.diverged_at is not None:
                 notes.append(f"{run.name} diverged at step {run.diverged_at}; no mean contains it.")
-        for seed in dict.fromkeys(run.seed for run in self.runs):
-            starts: dict[
-                str, str
-            ] = {}  # by the loss of the initial weights, as text: NaN differs from itself
-            for run in self.runs:
-                if run.seed == seed and run.losses:
-                    starts.setdefault(repr(run.losses[0]), run.strategy)
-            if len(starts) > 1:
-                (loss, strategy), (other_loss, other), *_ = starts.items()
+        starts: dict[int, FinishedRun] = {}
+        for run in self.runs:
+            first = starts.setdefault(run.seed, run)
+            # As text: NaN differs from itself.
+            if run.losses and first.losses and repr(run.losses[0]) != repr(first.losses[0]):
                 notes.append(
-                    f"WARNING: with seed {seed}, {strategy} and {other} started differently: the loss of "
-                    f"step 1, before any update, is {loss} and {other_loss}."
+                    f"WARNING: with seed {run.seed}, {first.strategy} and {run.strategy} started "
+                    f"differently: the loss of step 1, before any update, is {first.losses[0]} and "
+                    f"{run.losses[0]}."
                 )
-        return [*notes, *self.remarks]
+        for name in ("torch", "device"):
+            kinds = list(dict.fromkeys(run.environment.get(name, "unknown") for run in self.runs))
+            if len(kinds) > 1:
+                notes.append(f"WARNING: runs differ in {name}: {', '.join(kinds)}.")
+        return notes
 
     def summary(self) -> dict[str, Any]:
         """Return the content of summary.json; docs/pretraining.md explains its members."""
@@ -100,30 +99,33 @@ class Report:
             "confidence": CONFIDENCE,
             "complete": len(self.runs) == self.planned,
             "notes": self.notes(),
-            "strategies": {outcome.strategy: _strategy_member(outcome) for outcome in self.outcomes()},
+            "strategies": {outcome.strategy: _strategy_member(outcome) for outcome in self.outcomes},
             "runs": [_run_member(run) for run in self.runs],
         }
 
     def loss_table(self) -> list[tuple[str, ...]]:
         """Return titles and rows; those of differences only where there is a baseline."""
-        has_baseline = self.baseline is not None
-        differences = (f"difference to {self.baseline}", f"{CONFIDENCE:.0%} interval", "significance")
-        titles = ("strategy", "seeds", "validation loss", *(differences if has_baseline else ()))
-        rows = [
-            (
-                outcome.strategy,
-                _seeds_cell(outcome),
-                _spread_cell(outcome),
-                *(_difference_cells(outcome) if has_baseline else ()),
-            )
-            for outcome in self.outcomes()
-        ]
-        return [titles, *rows]
+        titles = ["strategy", "seeds", "validation loss"]
+        if self.baseline is not None:
+            titles += [f"difference to {self.baseline}", f"{CONFIDENCE:.0%} interval", "significance"]
+        rows = []
+        for outcome in self.outcomes:
+            seeds, spread = f"{len(outcome.seeds)}", outcome.validation_spread
+            if outcome.diverged:
+                seeds += f", {len(outcome.diverged)} diverged"
+            loss = "-" if outcome.validation_loss is None else f"{outcome.validation_loss:.4f}"
+            row = [outcome.strategy, seeds, loss if spread is None else f"{loss} ± {spread:.4f}"]
+            difference = outcome.difference
+            if difference is not None:
+                mean = f"{difference.mean:+.4f} ({difference.mean_percent:+.2f} %)"
+                row += [mean, interval_text(difference), difference.significance or "-"]
+            rows.append(tuple(row + ["-"] * (len(titles) - len(row))))
+        return [tuple(titles), *rows]
 
     def cost_table(self) -> list[tuple[str, ...]]:
         """Return titles and rows; bytes are per step, summed over all ranks."""
         titles = ("strategy", "training loss", "intra-node bytes", "inter-node bytes", "seconds")
-        plain = [o.inter_bytes_per_step for o in self.outcomes() if o.strategy == self.baseline]
+        plain = [o.inter_bytes_per_step for o in self.outcomes if o.strategy == self.baseline]
 
         def fewer(sent: float) -> str:
             ratio = plain[0] / sent if plain and sent else 1.0
@@ -137,7 +139,7 @@ class Report:
                 f"{format_bytes(outcome.inter_bytes_per_step)}/step{fewer(outcome.inter_bytes_per_step)}",
                 f"{outcome.seconds:.1f}",
             )
-            for outcome in self.outcomes()
+            for outcome in self.outcomes
         ]
         return [titles, *rows]
 
@@ -147,7 +149,7 @@ class Report:
             table = Table(*(Column(title, overflow="fold") for title in titles))
             for row in rows:
                 table.add_row(*row)
-            console.print(table)
+            console.print(table, soft_wrap=False)
         for note in self.notes():
             console.print(note, highlight=False, markup=False, soft_wrap=True)
 
@@ -158,7 +160,7 @@ class Report:
         return "\n".join([*parts, notes] if notes else parts)
 
 
-def unstable_notes(runs: Sequence[FinishedRun], *, baseline: str | None) -> Iterator[str]:
+def _unstable_notes(runs: Sequence[FinishedRun], *, baseline: str | None) -> Iterator[str]:
     """Yield the runs with spikes of the gradient norm, and a warning if the baseline is among them."""
     unstable = [run for run in runs if run.spikes]
     for run in unstable:
@@ -212,23 +214,3 @@ def _run_member(run: FinishedRun) -> dict[str, Any]:
         "seconds": run.seconds,
         "spikes": [spike._asdict() for spike in run.spikes],
     }
-
-
-def _seeds_cell(outcome: StrategyOutcome) -> str:
-    diverged = len(outcome.diverged)
-    return f"{len(outcome.seeds)}" + (f", {diverged} diverged" if diverged else "")
-
-
-def _spread_cell(outcome: StrategyOutcome) -> str:
-    if outcome.validation_loss is None:
-        return "-"
-    spread = outcome.validation_spread
-    return f"{outcome.validation_loss:.4f}" + ("" if spread is None else f" ± {spread:.4f}")
-
-
-def _difference_cells(outcome: StrategyOutcome) -> tuple[str, str, str]:
-    difference = outcome.difference
-    if difference is None:
-        return "-", "-", "-"
-    mean = f"{difference.mean:+.4f} ({difference.mean_percent:+.2f} %)"
-    return mean, interval_text(difference), difference.significance or "-"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from sdp4bit.config import SDP4BitConfig
-from sdp4bit_lab.common.settings import SettingError, option_flags
+from sdp4bit_lab.common.settings import SettingError, option_flags, require
 from sdp4bit_lab.common.strategies import STRATEGIES, Strategy
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 
@@ -38,25 +38,18 @@ def parse_variants(text: str, *, shared: CommunicationConfig) -> list[Variant]:
         shared: options of the command, which apply to every strategy that uses them.
 
     Raises:
-        SettingError: an unknown strategy, options that contradict each other, the same settings twice.
+        SettingError: an unknown strategy, options that contradict each other, a strategy given twice.
         SystemExit: an unknown option or an impossible value, after tyro has printed the reason.
     """
     items = [item.strip() for item in text.split(",") if item.strip()]
-    if not items:
-        raise SettingError(f"--strategies {text!r}: give at least one of {', '.join(STRATEGIES)}")
+    require(bool(items), f"--strategies {text!r}: give at least one of {', '.join(STRATEGIES)}")
     try:
         variants = [parse_variant(item, shared=shared) for item in items]
     except SettingError as error:
         raise SettingError(f"--strategies: {error}") from error
-    first_labels: dict[SDP4BitConfig, str] = {}
-    for variant in variants:
-        label = first_labels.setdefault(variant.quantization(seed=0), variant.label)
-        if any(variant is not other and variant.label == other.label for other in variants):
-            raise SettingError(f"--strategies: {label} is given twice: give each one once")
-        if label != variant.label:
-            raise SettingError(
-                f"--strategies: {label} and {variant.label} are the same settings: leave one out"
-            )
+    labels = [variant.label for variant in variants]
+    for label in labels:
+        require(labels.count(label) == 1, f"--strategies: {label} is given twice: give each one once")
     return variants
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
             write_atomically(config.out, json.dumps(result, indent=2) + "\n")
         except OSError as error:
             raise SettingError(f"cannot write --out {config.out}: {error}") from error
-        print(describe(result, out=config.out))
+        sys.stdout.write(f"{describe(result, out=config.out)}\n")
 
     run_on_all_ranks(lambda: report() if ranks.is_first else None)
     return result

@@ -123,8 +123,8 @@ class ParallelLayout:
         )
         require(
             max(tensor, devices_per_node) % min(tensor, devices_per_node) == 0,
-            f"--tp {tensor} and the {devices_per_node} devices of a node do not divide each other: ranks of a "
-            "data-parallel group would be spread unevenly",
+            f"--tp {tensor} and the {devices_per_node} devices of a node do not divide each other: ranks of "
+            "a data-parallel group would be spread unevenly",
         )
         ranks = devices // parts
         per_node = min(ranks, max(1, devices_per_node // tensor))

@@ -81,16 +81,6 @@ class TrainingResult:
         """Duration of all steps, without start-up, validation and checkpoints."""
         return sum(step.step_seconds for step in self.steps)
 
-    def summary(self) -> dict[str, float]:
-        """Map the names in summary.json to the outcome."""
-        return {
-            "train_loss": self.train_loss,
-            "val_loss": self.validation_loss,
-            "intra_bytes_per_step": self.intra_bytes_per_step,
-            "inter_bytes_per_step": self.inter_bytes_per_step,
-            "seconds": self.seconds,
-        }
-
 
 def pretrain(
     config: PretrainConfig,

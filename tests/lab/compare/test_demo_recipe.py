@@ -44,7 +44,7 @@ def cache(tmp_path_factory) -> Path:
     ],
 )
 def test_the_baseline_of_the_demo_has_no_spike(cache, compute_dtype, optimizer, steps, is_stable):
-    baseline = DemoConfig(cache_dir=cache).comparison().runs()[0]
+    _, baseline = DemoConfig(cache_dir=cache).comparison().runs()[0]
     assert baseline.strategy == "baseline"
     config = replace(
         baseline,

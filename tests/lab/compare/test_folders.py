@@ -13,7 +13,7 @@ import pytest
 from sdp4bit_lab.cli import main
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.compare.finished_run import RESULT, FinishedRun, first_difference, run_settings
-from sdp4bit_lab.compare.run_folders import find_finished
+from sdp4bit_lab.compare.run_folders import find_finished, merge_finished
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import OptimizerConfig, PretrainConfig
 from sdp4bit_lab.pretrain.config.training import TrainingConfig
@@ -59,7 +59,6 @@ def test_finished_runs_are_found_and_unfinished_ones_are_not(tmp_path):
     [
         ({"settings": LONGER}, r"other settings, settings\.training\.steps 20 \(now 40\): choose another"),
         ({"quantization": OTHER_BITS}, r"quantization\.gradients\.bits 4 \(now 8\).*or delete that folder"),
-        ({"strategy": "tlq"}, r"strategy qw \(now tlq\)"),
         (
             {"settings": {**SETTINGS, "optimizer": {"fused": True}}},
             r"optimizer\.fused None \(now True\)",
@@ -75,7 +74,7 @@ def test_a_result_of_other_settings_is_refused_with_the_first_difference(tmp_pat
     assert len(find_finished({tmp_path: planned(run, settings=unchanged)})) == 1
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"losses": []}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"losses": []}'])
 def test_a_damaged_result_is_named(tmp_path, content):
     (tmp_path / RESULT).write_text(content)
     with pytest.raises(SettingError, match=rf"{RESULT} cannot be read .* delete it"):
@@ -109,14 +108,17 @@ def write_comparison(out: Path, seed: int, **changes: Any) -> None:
         finished(strategy, seed, loss, **changes).write(out / f"{strategy.replace(':', '+')}-seed{seed}")
 
 
-def merge(*folders: Path, out: Path, more: tuple[str, ...] = ()) -> int:
-    return main(["compare", "--merge", *map(str, folders), "--out", str(out), *more])
-
-
 def test_merged_comparisons_are_one(tmp_path, capsys):
     write_comparison(tmp_path / "a", 2)
     write_comparison(tmp_path / "b", 1, environment={"torch": "2.10", "device": "cpu"})
-    assert merge(tmp_path / "a", tmp_path / "b", tmp_path / "a", out=tmp_path / "all") == 0
+    command = [
+        "compare",
+        "--merge",
+        *(str(tmp_path / name) for name in "aba"),
+        "--out",
+        str(tmp_path / "all"),
+    ]
+    assert main(command) == 0
     summary = json.loads((tmp_path / "all" / "summary.json").read_text())
     assert list(summary["strategies"]) == ["baseline", "ulq:gq-group-size-inter=64", "tlq"]
     assert [run["seed"] for run in summary["runs"]] == [1, 2] * 3
@@ -128,32 +130,26 @@ def test_merged_comparisons_are_one(tmp_path, capsys):
     assert (tmp_path / "all" / "curves.png").exists()
     assert "ulq:gq-group" in capsys.readouterr().out
 
-    assert merge(tmp_path / "a", out=tmp_path / "one", more=("--baseline", "tlq")) == 0
-    assert json.loads((tmp_path / "one" / "summary.json").read_text())["baseline"] == "tlq"
-    assert merge(tmp_path / "a", out=tmp_path / "one", more=("--baseline", "qw")) == 2
+    assert main([*command, "--baseline", "qw"]) == 2
     assert "--baseline: qw is not among the strategies" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("seed", "changes", "message"),
     [
-        ({"settings": LONGER}, "/a/baseline-seed2 has settings.training.steps 20, "),
-        ({"quantization": OTHER_BITS}, "/a/baseline-seed2 has gradients.bits 4, "),
+        (
+            1,
+            {"settings": LONGER},
+            "/a/baseline-seed2 has settings.training.steps 20, .*/b/baseline-seed1 has ",
+        ),
+        (1, {"quantization": OTHER_BITS}, "/a/baseline-seed2 has gradients.bits 4, .*/b/baseline-seed1 has "),
+        (2, {"first": 7.0}, "are two runs of baseline, seed 2, with different results"),
+        (None, {}, "b: there is no finished run"),
     ],
 )
-def test_runs_of_other_settings_are_not_merged(tmp_path, capsys, changes, message):
+def test_runs_that_do_not_belong_together_are_not_merged(tmp_path, seed, changes, message):
     write_comparison(tmp_path / "a", 2)
-    write_comparison(tmp_path / "b", 1, **changes)
-    assert merge(tmp_path / "a", tmp_path / "b", out=tmp_path / "all") == 2
-    error = capsys.readouterr().err
-    assert message in error and "/b/baseline-seed1 has " in error and error.count("\n") == 1
-    assert not (tmp_path / "all").exists()
-
-
-def test_two_results_of_one_run_and_folders_without_runs_are_refused(tmp_path, capsys):
-    write_comparison(tmp_path / "a", 1)
-    finished("tlq", 1, 4.5).write(tmp_path / "b" / "tlq-seed1")
-    assert merge(tmp_path / "a", tmp_path / "b", out=tmp_path / "all") == 2
-    assert "are two runs of tlq, seed 1, with different results" in capsys.readouterr().err
-    assert merge(tmp_path / "a", tmp_path / "nowhere", out=tmp_path / "all") == 2
-    assert "nowhere: there is no finished run" in capsys.readouterr().err
+    if seed is not None:
+        write_comparison(tmp_path / "b", seed, **changes)
+    with pytest.raises(SettingError, match=message):
+        merge_finished([tmp_path / "a", tmp_path / "b"])

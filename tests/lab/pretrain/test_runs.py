@@ -17,7 +17,6 @@ import pytest
 
 from sdp4bit.config import AlertConfig
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.compare import demo as demo_module
 from sdp4bit_lab.compare.config import DEMO_PROCESSES, CompareConfig, DemoConfig
 from sdp4bit_lab.compare.finished_run import FinishedRun
 from sdp4bit_lab.compare.run import compare
@@ -234,19 +233,12 @@ def test_runs_that_diverge_do_not_end_a_comparison(text, tmp_path):
     assert member["val_loss_mean"] is None
 
 
-def demo_here(config: DemoConfig) -> None:
-    demo_module.demo(config, ranks=this_rank())
-
-
 @pytest.mark.slow
-def test_demo_summary_has_its_shape(tmp_path):
-    config = DemoConfig(steps=2, out=tmp_path / "demo", cache_dir=tmp_path / "cache")
-    run_ranks(demo_here, DEMO_PROCESSES, config, timeout=250)
+def test_the_demo_compares_both_strategies(tmp_path):
+    config = DemoConfig(steps=2, out=tmp_path / "demo", cache_dir=tmp_path / "cache").comparison()
+    run_ranks(compare_here, DEMO_PROCESSES, config, timeout=250)
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
-    assert list(summary) == ["baseline", "sdp4bit"]
-    for run in summary.values():
-        bytes_sent = ["intra_bytes_per_step", "inter_bytes_per_step"]
-        assert list(run) == ["train_loss", "val_loss", *bytes_sent, "seconds"]
-        assert all(value > 0 for value in run.values())
-    assert summary["baseline"]["inter_bytes_per_step"] > 5 * summary["sdp4bit"]["inter_bytes_per_step"]
+    assert summary["complete"] is True
+    baseline, ours = (summary["strategies"][name] for name in ("baseline", "sdp4bit"))
+    assert baseline["inter_bytes_per_step"] > 5 * ours["inter_bytes_per_step"] > 0
     assert (tmp_path / "demo" / "curves.png").stat().st_size > 10_000

@@ -162,7 +162,7 @@ def test_compare_demo_and_probe_leave_on_a_signal_to_the_group(tmp_path):
     demo = ["demo", "--out", str(out), "--cache-dir", str(tmp_path / "cache")]
     code, output = outcome_of_signal(signal.SIGTERM, demo, out=out)
     assert code == 0, output
-    assert "Stopped by SIGTERM: the same command begins again." in output
+    assert "Stopped by SIGTERM: the same command continues with the remaining runs." in output
     assert not (out / "summary.json").exists()
 
     probe = ["probe", *ranks, "--rounds", "1000000", "--out", str(tmp_path / "probe.json")]

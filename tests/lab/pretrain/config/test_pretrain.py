@@ -102,7 +102,7 @@ def test_compare_trains_seed_by_seed_and_applies_options_where_they_mean_somethi
         seeds="1,2",
         communication=CommunicationConfig(replica="full", pipeline_chunks=2),
     )
-    runs = config.runs()
+    runs = [run for _, run in config.runs()]
     assert [(run.seed, run.strategy) for run in runs] == [
         (seed, strategy) for seed in (1, 2) for strategy in ("baseline", "qwd", "tlq")
     ]
@@ -112,7 +112,7 @@ def test_compare_trains_seed_by_seed_and_applies_options_where_they_mean_somethi
 
 
 def test_demo_is_two_nodes_of_two_ranks():
-    runs = DemoConfig().comparison().runs()
+    runs = [run for _, run in DemoConfig().comparison().runs()]
     assert [run.strategy for run in runs] == ["baseline", "sdp4bit"]
     assert {(run.parallel.nproc_per_node, run.parallel.ranks_per_node, run.seed) for run in runs} == {
         (4, 2, 1)
