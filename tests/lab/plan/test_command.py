@@ -61,13 +61,8 @@ def test_table_2_is_printed_beside_the_published_one(capsys: Capture) -> None:
     assert "h800 18B 8/1 4.08 x 4.08 x 4.07 x 55.3 165" in text
     assert "published 45.9 ms; predicted 45.5 ms" in text
     assert "sdp4bit 1.6 - 2.4 x 2.44 x 1.61 x" in text
-    result = planned(capsys, "--reproduce-table-2")
-    assert [(row["cluster"], row["model"]) for row in result["rows"]] == [
-        (cluster, model) for cluster in ("a100", "h800") for model in ("1.3B", "2.7B", "6.7B", "13B", "18B")
-    ]
-    assert result["rows"][-1]["published"] == pytest.approx(4.08, abs=0.005)
-    assert result["rows"][-1]["predicted"] == pytest.approx(4.08, abs=0.005)
-    assert result["figure_8"]["h800"]["sdp4bit"] == pytest.approx(1.61, abs=0.005)
+    last = planned(capsys, "--reproduce-table-2")["rows"][-1]
+    assert [last[name] for name in ("published", "predicted")] == pytest.approx([4.08, 4.08], abs=0.005)
 
 
 def test_a_plan_as_text_has_bytes_times_memory_and_a_recommendation(capsys: Capture) -> None:
@@ -92,10 +87,8 @@ def test_a_plan_as_text_has_bytes_times_memory_and_a_recommendation(capsys: Capt
 @pytest.mark.parametrize(
     "arguments",
     [
-        (),
         ("--reproduce-table-2",),
         ("--cluster", "h800", "--nodes", "512", "--hidden-size", "1024", "--num-layers", "8"),
-        (*H100, *SHAPE, "--micro-batch-size", "4", "--accumulation", "4"),
         (*H100, *SHAPE, "--replicas", "4"),
         ("--device", "b200", "--nodes", "128", "--devices-per-node", "8", "--inter-bandwidth", "400",
          "--device-tflops", "1000", "--preset", "18B", "--accumulation", "64", "--engine", "megatron"),
@@ -150,21 +143,21 @@ def test_a_measured_cluster_is_planned_on(capsys: Capture, tmp_path: Path) -> No
 def test_options_reach_the_plan(capsys: Capture) -> None:
     default = planned(capsys)
     assert (default["model"], default["cluster"]["name"], default["strategy"]) == ("1.3B", "a100", "sdp4bit")
-    assert planned(capsys, "--strategy", "tlq")["strategy"] == "tlq"
+    assert default["overlap"] == [0.0, 1.0] and default["speedup"] != default["speedup_hidden"]
     full = planned(capsys, "--replica", "full", "--pipeline-chunks", "4")["quantized"]
     assert full["collectives"] > default["quantized"]["collectives"]
     assert full["memory"]["weight_replica_bf16"] == 4 * default["quantized"]["memory"]["weight_replica_bf16"]
-    once = planned(capsys, "--no-reshard-after-forward")
-    assert once["baseline"]["inter_bytes"] < default["baseline"]["inter_bytes"]
-    hidden = planned(capsys, "--overlap", "1")
-    assert default["overlap"] == [0.0, 1.0] and hidden["overlap"] == [1.0, 1.0]
-    assert hidden["speedup"] == hidden["speedup_hidden"] == pytest.approx(default["speedup_hidden"])
-    assert planned(capsys, "--overlap", "0")["speedup"] == default["speedup"] != default["speedup_hidden"]
-    assert default["quantized"]["step_seconds_at_least"] == hidden["quantized"]["step_seconds"]
-    micro = planned(capsys, "--micro-batch-size", "8")
-    assert micro["baseline"]["compute_seconds"] == pytest.approx(2 * default["baseline"]["compute_seconds"])
-    other = planned(capsys, "--num-layers", "2", "--hidden-size", "512", "--vocab-size", "1000",
-                    "--seq-length", "64")  # fmt: skip
+    changed = planned(
+        capsys,
+        *("--overlap", "1", "--no-reshard-after-forward", "--micro-batch-size", "8", "--strategy", "tlq"),
+    )
+    assert (changed["strategy"], changed["overlap"]) == ("tlq", [1.0, 1.0])
+    assert changed["speedup"] == changed["speedup_hidden"]
+    assert changed["baseline"]["inter_bytes"] < default["baseline"]["inter_bytes"]
+    assert changed["baseline"]["compute_seconds"] == pytest.approx(2 * default["baseline"]["compute_seconds"])
+    other = planned(
+        capsys, *("--num-layers", "2", "--hidden-size", "512", "--vocab-size", "1000", "--seq-length", "64")
+    )
     assert other["model"] == "2 x 512"
     assert other["parameters"] == 2 * (12 * 512**2 + 13 * 512) + (1024 + 64 + 2) * 512
 
@@ -178,8 +171,7 @@ def test_replicas_share_nothing_but_gradients_between_nodes(capsys: Capture) -> 
     assert replicated["bf16_baseline"]["inter_bytes"] == fp32 / 2
     weights = "main_weights_fp32"
     assert replicated["quantized"]["memory"][weights] == 16 * sharded["quantized"]["memory"][weights]
-    text = shown(capsys, "--replicas", "16")
-    assert "data 64 (nodes x ranks: shards 1 x 4, replicas 16 x 1)" in text
+    assert "(nodes x ranks: shards 1 x 4, replicas 16 x 1)" in shown(capsys, "--replicas", "16")
 
 
 def test_gpus_have_assumed_speeds_and_say_so(capsys: Capture) -> None:
@@ -190,7 +182,6 @@ def test_gpus_have_assumed_speeds_and_say_so(capsys: Capture) -> None:
         "assumed, not measured: quantization at 3.08 TB/s, 92 % of the memory bandwidth in the data sheet "
         "of h100" in text
     )
-    assert "to all that fits behind computation, where FSDP2 puts it by default" in text
     assumed = planned(capsys, *H100, *SHAPE)
     # 6.66e9 values: 6.285 B each for gradients, 1 / 32 + 1 / 8 of 4.5 B for weights, at 3.082 TB/s.
     assert assumed["quantized"]["quantization_seconds"] == pytest.approx(15.09e-3, rel=3e-3)
@@ -236,17 +227,13 @@ def test_the_documented_recommendation_is_the_command_s(
         (("--overlap", "1.5"), "--overlap 1.5 must be between 0 and 1"),
         (H100, "--device h100 names GPUs, not a cluster: give --nodes and --devices-per-node"),
         (("--device", "h100", *SHAPE), "h100 has no bandwidth between nodes: give --inter-bandwidth"),
-        (("--nodes", "0"), "--nodes 0 must be at least 1"),
         (("--inter-bandwidth", "-1"), "--inter-bandwidth -1.0 must be positive"),
+        (("--dropout", "0.1"), "--dropout changes neither bytes nor"),
         (("--reproduce-table-2", "--tp", "2"), "the only other option that it takes is --json"),
         (("--engine", "megatron", "--least-padding"), "--least-padding has no effect"),
-        (("--engine", "megatron", "--no-reshard-after-forward"), "has no effect with --engine megatron"),
         (("--engine", "megatron", "--replicas", "2"), "--replicas has no effect with --engine megatron"),
-        (("--strategy", "tlq", "--replica", "full"), "--replica has no effect"),
         (("--probe", "nowhere.json"), "--probe nowhere.json cannot be read"),
         (("--cluster", "a100", "--probe", "x"), "both name a cluster"),
-        (("--nodes", "3", "--pp", "8"), "does not divide the 12 devices"),
-        (("--replicas", "3"), "--replicas 3 does not divide the 64 ranks of a data-parallel group"),
         (("--nodes", "6", "--replicas", "4"), "over 6 ranks, which do not fill nodes with 4"),
     ],
 )
@@ -263,7 +250,6 @@ def test_wrong_settings_are_refused_in_one_line(
         ({"latency": "left out"}, "lacks latency"),
         ({"inter_bandwidth": None}, "probe.json has no bandwidth between nodes: give --inter-bandwidth"),
         ({}, "has no compute rate of a device: give --device-tflops"),
-        ({"quantization_bandwidth": -1.0}, "quantization_bandwidth=-1.0 must be positive"),
     ],
 )
 def test_incomplete_probes_are_refused(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.quantization import ops
 from sdp4bit_lab.plan.model import ShardedGroup, least_padded_dim
-from sdp4bit_lab.plan.traffic import ONE_RANK, GroupTraffic, RankGrid, group_traffic
+from sdp4bit_lab.plan.traffic import RankGrid, group_traffic
 from tests.toy import POLICY
 
 WIDTH = 512
@@ -42,60 +42,45 @@ def fake_world(ranks: int, *, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@dataclass
-class Sent:
-    """Bytes and calls by level; collectives over all ranks count as a ring in rank order."""
-
-    intra: float = 0.0
-    inter: float = 0.0
-    calls: int = 0
-
-
 class CountCollectives(TorchDispatchMode):
-    """Counts what c10d is asked to send, without the library's help."""
+    """Counts what c10d is asked to send, by level; a collective over all ranks is a ring in rank order."""
 
     def __init__(self, *, per_node: int) -> None:
         super().__init__()
-        self.per_node, self.sent = per_node, Sent()
+        self.per_node = per_node
+        self.sent = {"intra_bytes": 0.0, "inter_bytes": 0.0, "collectives": 0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self._count(func.__name__.split(".")[0], args)
+            self._count(func.__name__.split(".")[0], *args[:3])
         return func(*args, **(kwargs or {}))
 
-    def _count(self, name: str, args: Any) -> None:
+    def _count(self, name: str, output: Any, given: Any, group: Any) -> None:
         if name == "allreduce_":
-            nbytes, ranks = sum(tensor.nbytes for tensor in args[0]), self._ranks(args[1])
             # What has happened to the weights: a few bytes, which nothing counts.
-            if args[0][0].dtype != torch.int32:
-                self._add(2 * nbytes / len(ranks), ranks)
+            if output[0].dtype != torch.int32:
+                ranks = self._ranks(given)
+                self._add(2 * sum(tensor.nbytes for tensor in output) / len(ranks), ranks)
             return
-        output, given = args[0], args[1]
-        if name == "allgather_into_tensor_coalesced_":  # of several blocks, in one call
-            name, given = "_allgather_base_", torch.cat([block.view(-1) for block in given])
-        if name == "alltoall_base_":
-            to_each_peer = given.nbytes / len(self._ranks(args[2]))
-        elif name == "_allgather_base_":
-            to_each_peer = given.nbytes
-        elif name == "_reduce_scatter_base_":
-            to_each_peer = output.nbytes
-        else:
-            raise AssertionError(f"unexpected collective {name}")
-        self._add(to_each_peer, self._ranks(args[2]))
+        ranks = self._ranks(group)
+        to_each_peer = {
+            "alltoall_base_": lambda: given.nbytes / len(ranks),
+            "_allgather_base_": lambda: given.nbytes,
+            "allgather_into_tensor_coalesced_": lambda: sum(block.nbytes for block in given),
+            "_reduce_scatter_base_": lambda: output.nbytes,
+        }
+        self._add(to_each_peer[name](), ranks)
 
     def _ranks(self, group: Any) -> list[int]:
         return dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
 
     def _add(self, to_each_peer: float, ranks: list[int]) -> None:
         sent, nodes = to_each_peer * (len(ranks) - 1), len({rank // self.per_node for rank in ranks})
-        self.sent.calls += 1
-        if nodes == 1:
-            self.sent.intra += sent
-        else:
-            # Of a ring in rank order only the last rank of a node sends to another one.
-            inside = len(ranks) // nodes
-            self.sent.intra += sent * (inside - 1) / inside
-            self.sent.inter += sent / inside
+        # Of a ring in rank order only the last rank of a node sends to another one.
+        between = sent * nodes / len(ranks) if nodes > 1 else 0.0
+        self.sent["collectives"] += 1
+        self.sent["intra_bytes"] += sent - between
+        self.sent["inter_bytes"] += between
 
 
 class Blocks(nn.Module):
@@ -107,7 +92,6 @@ class Blocks(nn.Module):
             nn.Sequential(nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH, bias=False)) for _ in range(2)
         )
         self.norm = nn.LayerNorm(WIDTH)
-        self.width = WIDTH
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -115,49 +99,35 @@ class Blocks(nn.Module):
         return self.norm(x).float().square().mean()
 
 
-@dataclass
-class Measured:
-    """Traffic of one rank in a steady step: counted by torch, reported by the library, planned."""
-
-    counted: Sent
-    reported: dict[str, int]
-    planned: list[GroupTraffic]
-
-    def assert_equal(self) -> None:
-        reported, counted = self.reported, self.counted
-        planned = {
-            name: sum(getattr(exchange, name) for group in self.planned for exchange in group.exchanges)
-            for name in ("intra_bytes", "inter_bytes", "padding_bytes", "collectives")
-        }
-        assert {name: reported[name] for name in planned} == {name: round(n) for name, n in planned.items()}
-        assert planned["collectives"] == counted.calls
-        assert planned["inter_bytes"] == pytest.approx(counted.inter, rel=1e-12)
-        assert planned["intra_bytes"] == pytest.approx(counted.intra, rel=1e-12)
-
-
-def measure(
-    model: Blocks,
+def check_step(
+    shards: tuple[int, int],
     *,
-    grid: RankGrid,
     config: SDP4BitConfig,
+    replicas: tuple[int, int] = (1, 1),
     reshard: bool = True,
     accumulation: int = 1,
     least_padding: bool = False,
-    replicas: RankGrid = ONE_RANK,
-) -> Measured:
-    world, per_node = grid.size * replicas.size, grid.ranks_per_node * replicas.ranks_per_node
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    placement = None
-    if least_padding:
+) -> float:
+    """Compare a steady step of one rank as torch counts it, the library reports it and the planner plans it.
 
-        def placement(parameter: nn.Parameter) -> Shard:
-            return Shard(least_padded_dim(parameter.shape, ranks=world))
+    Args:
+        shards, replicas: nodes and ranks per node.
+
+    Returns:
+        Values in the rows relative to the parameters.
+    """
+    grid, over = (RankGrid(nodes=nodes, ranks_per_node=ranks) for nodes, ranks in (shards, replicas))
+    world, per_node = grid.size * over.size, grid.ranks_per_node * over.ranks_per_node
+    model = Blocks()
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(least_padded_dim(parameter.shape, ranks=world) if least_padding else 0)
 
     with fake_world(world, rank=world - 1):
         mesh = init_device_mesh("cpu", (world,))
-        if replicas.size > 1:
-            names = ("replicate", "shard")
-            mesh = init_device_mesh("cpu", (replicas.size, grid.size), mesh_dim_names=names)
+        if over.size > 1:
+            mesh = init_device_mesh("cpu", (over.size, grid.size), mesh_dim_names=("replicate", "shard"))
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": POLICY, "shard_placement_fn": placement}
         for block in model.blocks:
             fully_shard(block, **options, reshard_after_forward=reshard)
@@ -168,90 +138,76 @@ def measure(
             with CountCollectives(per_node=per_node) as counter:
                 for micro in range(accumulation):
                     model.set_requires_gradient_sync(micro == accumulation - 1)
-                    model(torch.randn(1, model.width)).backward()
+                    model(torch.randn(1, WIDTH)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
         reported = comm.stats()["last_step"]
-    groups = [
-        ShardedGroup(
-            name=group,
-            shapes=tuple(shape for name, shape in shapes.items() if group_of(name) == group),
-            freed_after_forward=group != "" and reshard,
-        )
-        for group in dict.fromkeys(map(group_of, shapes))
-    ]
     planned = [
         group_traffic(
-            group,
+            ShardedGroup(
+                name=prefix,
+                shapes=tuple(shape for name, shape in shapes.items() if name.startswith(prefix)),
+                freed_after_forward=prefix != "norm" and reshard,
+            ),
             grid=grid,
-            replicas=replicas,
+            replicas=over,
             config=config,
             accumulation=accumulation,
             least_padding=least_padding,
         )
-        for group in groups
+        for prefix in ("blocks.0", "blocks.1", "norm")
     ]
-    return Measured(counted=counter.sent, reported=reported, planned=planned)
+    names = ("intra_bytes", "inter_bytes", "padding_bytes", "collectives")
+    exchanges = [exchange for group in planned for exchange in group.exchanges]
+    total = {name: sum(getattr(exchange, name) for exchange in exchanges) for name in names}
+    assert {name: reported[name] for name in names} == {name: round(total[name]) for name in names}
+    assert counter.sent == pytest.approx({name: total[name] for name in counter.sent}, rel=1e-12)
+    rows = sum(group.row_numel for group in planned)
+    return rows * grid.size / sum(group.group.numel for group in planned)
 
 
-def group_of(parameter: str) -> str:
-    return ".".join(parameter.split(".")[:2]) if parameter.startswith("blocks.") else ""
-
-
-DEFAULT = SDP4BitConfig()
+DEFAULT, PLAIN = SDP4BitConfig(), SDP4BitConfig(weights=None, gradients=None)
 ALL_ROWS = replace(DEFAULT, gradients=GradientConfig(min_numel=0, pipeline_chunks=3, inside_one_node=True))
+FULL_REPLICA = replace(ALL_ROWS, weights=WeightConfig(replica="full"))
+ONLY_INTER = replace(
+    ALL_ROWS, gradients=replace(ALL_ROWS.gradients, pipeline_chunks=None, intra_bits=None, inter_bits=8)
+)
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("shards", "config"),
     [
-        DEFAULT,
-        ALL_ROWS,
-        replace(ALL_ROWS, weights=WeightConfig(replica="full")),
-        replace(ALL_ROWS, weights=WeightConfig(bits=None)),
-        replace(
-            ALL_ROWS,
-            gradients=replace(ALL_ROWS.gradients, pipeline_chunks=None, intra_bits=None, inter_bits=8),
+        *(((4, 4), config) for config in (DEFAULT, PLAIN, ALL_ROWS, FULL_REPLICA, ONLY_INTER)),
+        ((4, 4), replace(ALL_ROWS, weights=WeightConfig(bits=None))),
+        *(
+            (one_level, config)
+            for one_level in ((8, 1), (1, 8))
+            for config in (DEFAULT, ALL_ROWS, FULL_REPLICA)
         ),
-        SDP4BitConfig(weights=None, gradients=None),
-        SDP4BitConfig(gradients=None),
+        ((4, 4), SDP4BitConfig(gradients=None)),
+        pytest.param((512, 8), ALL_ROWS, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize(("nodes", "per_node"), [(8, 8), (16, 1), (1, 8)])
 def test_bytes_and_calls_of_every_configuration_are_as_planned(
-    nodes: int, per_node: int, config: SDP4BitConfig
+    shards: tuple[int, int], config: SDP4BitConfig
 ) -> None:
-    grid = RankGrid(nodes=nodes, ranks_per_node=per_node)
-    measure(Blocks(), grid=grid, config=config).assert_equal()
+    check_step(shards, config=config)
 
 
-@pytest.mark.parametrize("config", [DEFAULT, ALL_ROWS, SDP4BitConfig(weights=None, gradients=None)])
-@pytest.mark.parametrize(("shards", "replicas"), [((1, 8), (4, 1)), ((1, 2), (2, 4)), ((2, 4), (4, 1))])
+@pytest.mark.parametrize("config", [DEFAULT, ALL_ROWS, PLAIN])
+@pytest.mark.parametrize(("shards", "replicas"), [((1, 2), (2, 4)), ((2, 4), (2, 1))])
 def test_hsdp_sends_the_planned_bytes(
     shards: tuple[int, int], replicas: tuple[int, int], config: SDP4BitConfig
 ) -> None:
-    grid, over = (RankGrid(nodes=nodes, ranks_per_node=ranks) for nodes, ranks in (shards, replicas))
-    measure(Blocks(), grid=grid, replicas=over, config=config).assert_equal()
+    check_step(shards, replicas=replicas, config=config)
 
 
-@pytest.mark.parametrize(("reshard", "accumulation"), [(False, 1), (True, 3), (False, 2)])
+@pytest.mark.parametrize(("reshard", "accumulation"), [(False, 1), (True, 3)])
 def test_gathers_are_counted_per_micro_batch(reshard: bool, accumulation: int) -> None:
-    grid = RankGrid(nodes=4, ranks_per_node=4)
-    measured = measure(Blocks(), grid=grid, config=ALL_ROWS, reshard=reshard, accumulation=accumulation)
-    measured.assert_equal()
-
-
-@pytest.mark.parametrize(("nodes", "per_node"), [(128, 8), pytest.param(512, 8, marks=pytest.mark.slow)])
-def test_thousands_of_ranks_send_the_planned_bytes(nodes: int, per_node: int) -> None:
-    measure(Blocks(), grid=RankGrid(nodes=nodes, ranks_per_node=per_node), config=ALL_ROWS).assert_equal()
+    check_step((2, 4), config=ALL_ROWS, reshard=reshard, accumulation=accumulation)
 
 
 def test_a_cut_along_another_dimension_pads_less_and_sends_the_planned_bytes() -> None:
     """96 rows on 128 ranks are sent as 128; the 512 columns of the same matrix are divided evenly."""
-    grid, padding = RankGrid(nodes=16, ranks_per_node=8), {}
-    for least_padding in (False, True):
-        measured = measure(Blocks(), grid=grid, config=ALL_ROWS, least_padding=least_padding)
-        measured.assert_equal()
-        rows = sum(group.row_numel for group in measured.planned)
-        padding[least_padding] = rows * grid.size / sum(group.group.numel for group in measured.planned)
-    assert padding[True] < 1.01 < 1.15 < padding[False]
+    padded, even = (check_step((16, 8), config=ALL_ROWS, least_padding=least) for least in (False, True))
+    assert even < 1.01 < 1.15 < padded
