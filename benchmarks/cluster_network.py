@@ -20,7 +20,6 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 PREFIX = "sdp4bit-"
@@ -84,7 +83,7 @@ def rate_in_bits(rate: str) -> float:
 
 
 def remove_leftovers() -> list[str]:
-    """Namespaces of networks whose process has ended are gone, with what ran in them; return their names."""
+    """Remove the namespaces of networks whose process has ended, and return their names."""
     left = []
     for line in _run("ip", "netns", "list").splitlines():
         match = _NAME.fullmatch(line.split(" ")[0])
@@ -107,7 +106,7 @@ class Network:
         self._watchdog: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Network:
-        """The nodes are joined by unshaped links.
+        """Join the nodes by unshaped links.
 
         Raises:
             NetworkError: a command failed; what had been made is removed.
@@ -126,17 +125,12 @@ class Network:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Everything in the network has been ended and removed."""
+    def __exit__(self, *_: object) -> None:
+        """End and remove everything in the network."""
         self.close()
 
     def close(self) -> None:
-        """Everything in the network has been ended and removed; may be called again."""
+        """End and remove everything in the network; may be called again."""
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
             assert watchdog.stdin is not None
@@ -146,16 +140,14 @@ class Network:
     def _create(self) -> None:
         switch = self._switch
         _run("ip", "netns", "add", switch)
-        _run(
-            "ip", "-n", switch, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0"
-        )
+        bridge = ("br0", "type", "bridge", "stp_state", "0", "forward_delay", "0")
+        _run("ip", "-n", switch, "link", "add", *bridge)
         _run("ip", "-n", switch, "link", "set", "br0", "up")
         for index, node in enumerate(self.nodes):
             port = f"p{index}"
             _run("ip", "netns", "add", node)
-            _run(
-                "ip", "-n", node, "link", "add", UPLINK, "type", "veth", "peer", "name", port, "netns", switch
-            )
+            peer = ("type", "veth", "peer", "name", port, "netns", switch)
+            _run("ip", "-n", node, "link", "add", UPLINK, *peer)
             _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
             _run("ip", "-n", node, "addr", "add", f"{self.address(index)}/24", "dev", UPLINK)
             for device in ("lo", UPLINK):
@@ -174,7 +166,7 @@ class Network:
         return f"{_SUBNET}.{node + 1}"
 
     def set_rate(self, rate: str | None) -> None:
-        """Every link carries at most this rate in each direction; None lifts the limit."""
+        """Let every link carry at most this rate in each direction; None lifts the limit."""
         bits = None if rate is None else rate_in_bits(rate)
         ends = [(node, UPLINK) for node in self.nodes]
         ends += [(self._switch, f"p{index}") for index in range(len(self.nodes))]

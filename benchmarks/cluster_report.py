@@ -72,21 +72,23 @@ def summarize(
     }
 
 
+def _spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Return median, fastest and slowest, and how far these are apart relative to the median."""
+    median, fastest, slowest = statistics.median(seconds), min(seconds), max(seconds)
+    spread = (slowest - fastest) / median
+    return {"seconds_per_step": median, "spread": spread, "fastest": fastest, "slowest": slowest}
+
+
 def _row(group: Sequence[Sample]) -> dict[str, Any]:
-    seconds = [sample.seconds for sample in group]
-    median = statistics.median(seconds)
     sent = statistics.median(sample.tx_bytes for sample in group)
     reported = group[0].reported_bytes
     return {
         "strategy": group[0].strategy,
         "rate": group[0].rate,
-        "seconds_per_step": median,
-        "spread": (max(seconds) - min(seconds)) / median,
+        **_spread([sample.seconds for sample in group]),
         "tx_bytes_per_node_per_step": sent,
         "loss": group[-1].loss,
         "rounds": len(group),
-        "fastest": min(seconds),
-        "slowest": max(seconds),
         "reported_bytes_per_node_per_step": reported,
         "bytes_agree": abs(sent / reported - 1) <= TOLERATED_BYTES if reported else None,
     }
@@ -119,28 +121,23 @@ def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     rows = []
     for row in results[0]["rows"]:
         same = [_by_row(result)[row["rate"], row["strategy"]] for result in results]
-        seconds = [each["seconds_per_step"] for each in same]
-        median = statistics.median(seconds)
+        agree = None if row["bytes_agree"] is None else all(each["bytes_agree"] for each in same)
+        rounds = sum(each["rounds"] for each in same)
         rows.append(
             {
                 **row,
-                "seconds_per_step": median,
-                "spread": (max(seconds) - min(seconds)) / median,
-                "fastest": min(seconds),
-                "slowest": max(seconds),
-                "rounds": sum(each["rounds"] for each in same),
-                "bytes_agree": None if row["bytes_agree"] is None else all(e["bytes_agree"] for e in same),
+                **_spread([each["seconds_per_step"] for each in same]),
+                "rounds": rounds,
+                "bytes_agree": agree,
             }
         )
+    ratios = []
     # Runs of the same strategies and rates have the same ratios in the same order.
-    same_ratios = zip(*(result["ratios"] for result in results), strict=True)
-    return {**results[0], "rows": rows, "ratios": [_combined_ratio(same) for same in same_ratios]}
-
-
-def _combined_ratio(same: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    medians = [ratio["ratio"] for ratio in same]
-    middle, lowest, highest = statistics.median(medians), min(medians), max(medians)
-    return {**same[0], "ratio": middle, "lowest": lowest, "highest": highest}
+    for same in zip(*(result["ratios"] for result in results), strict=True):
+        medians = [ratio["ratio"] for ratio in same]
+        middle = statistics.median(medians)
+        ratios.append({**same[0], "ratio": middle, "lowest": min(medians), "highest": max(medians)})
+    return {**results[0], "rows": rows, "ratios": ratios}
 
 
 def _by_row(result: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -148,20 +145,17 @@ def _by_row(result: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def describe_machine(arguments: Sequence[str] | None) -> dict[str, Any]:
-    """Hardware, versions, date and command."""
+    """Return hardware, versions, date and command."""
     from benchmarks import kernels
 
     machine = kernels.describe_machine()
+    versions = {name: machine["versions"][name] for name in ("python", "torch", "numba", "sdp4bit")}
     given = sys.argv[1:] if arguments is None else arguments
     return {
         "cpu": machine["cpu"],
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
-        "versions": {
-            "python": machine["versions"]["python"],
-            "linux": platform.release(),
-            **{package: machine["versions"][package] for package in ("torch", "numba", "sdp4bit")},
-        },
+        "versions": versions | {"linux": platform.release()},
         "date": machine["date"],
         "command": shlex.join(["python", "-m", "benchmarks.cluster", *given]),
     }

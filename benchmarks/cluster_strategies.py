@@ -104,11 +104,7 @@ class TrainingStep:
     """One strategy's model and optimizer; calling it trains one step."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        workload: Workload,
-        sent_bytes: Callable[[], float] | None = None,
+        self, model: nn.Module, *, workload: Workload, sent_bytes: Callable[[], float] | None = None
     ) -> None:
         self._model = model
         self._workload = workload
@@ -207,6 +203,16 @@ def _fsdp2(workload: Workload, cluster: Cluster) -> TrainingStep:
     return TrainingStep(shard(build_model(workload)), workload=workload)
 
 
+def _counted(comm: sdp4bit.CommHandle | sdp4bit.DDPCommState, share: float = 1.0) -> Callable[[], float]:
+    """Return the count of bytes sent to other nodes: a share of those that the library counts as such."""
+    return lambda: float(comm.stats()["total"]["inter_bytes"]) * share
+
+
+def _crossing(cluster: Cluster) -> float:
+    """Return the share of a rank's peers that are on other nodes."""
+    return (cluster.ranks - cluster.ranks_per_node) / max(1, cluster.ranks - 1)
+
+
 def _quantized(config: SDP4BitConfig, *, levels: int = 2) -> Callable[[Workload, Cluster], TrainingStep]:
     """Return a builder of FSDP2 with this communication, in one level (all ranks alike) or two."""
 
@@ -215,19 +221,10 @@ def _quantized(config: SDP4BitConfig, *, levels: int = 2) -> Callable[[Workload,
         per_node = cluster.ranks_per_node if levels == 2 else 1
         comm = sdp4bit.quantize_communication(model, topology=per_node, config=config)
         # Of what one level counts as sent to other "nodes", some goes to ranks of this one.
-        crossing = 1.0 if levels == 2 else _crossing(cluster)
-
-        def sent_bytes() -> float:
-            return float(comm.stats()["total"]["inter_bytes"]) * crossing
-
-        return TrainingStep(model, workload=workload, sent_bytes=sent_bytes)
+        share = 1.0 if levels == 2 else _crossing(cluster)
+        return TrainingStep(model, workload=workload, sent_bytes=_counted(comm, share))
 
     return build
-
-
-def _crossing(cluster: Cluster) -> float:
-    """Return the share of a rank's peers that are on other nodes."""
-    return (cluster.ranks - cluster.ranks_per_node) / max(1, cluster.ranks - 1)
 
 
 def _fair_bf16(workload: Workload, cluster: Cluster) -> TrainingStep:
@@ -238,11 +235,8 @@ def _fair_bf16(workload: Workload, cluster: Cluster) -> TrainingStep:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(reduction)
-
-    def sent_bytes() -> float:
-        return float(comm.stats()["total"]["inter_bytes"]) * _crossing(cluster) + reduction.inter_bytes
-
-    return TrainingStep(model, workload=workload, sent_bytes=sent_bytes)
+    weight_bytes = _counted(comm, _crossing(cluster))
+    return TrainingStep(model, workload=workload, sent_bytes=lambda: weight_bytes() + reduction.inter_bytes)
 
 
 def _bf16_hook(state, bucket):  # type: ignore[no-untyped-def]
@@ -286,13 +280,7 @@ def ddp(
 def _ddp(hook: str | None) -> Callable[[Workload, Cluster], TrainingStep]:
     def build(workload: Workload, cluster: Cluster) -> TrainingStep:
         model, quantized = ddp(build_model(workload), hook, ranks_per_node=cluster.ranks_per_node)
-        sent_bytes = None
-        if quantized is not None:
-
-            def sent_bytes() -> float:
-                return float(quantized.stats()["total"]["inter_bytes"])
-
-        return TrainingStep(model, workload=workload, sent_bytes=sent_bytes)
+        return TrainingStep(model, workload=workload, sent_bytes=quantized and _counted(quantized))
 
     return build
 
@@ -304,11 +292,7 @@ def _hsdp(workload: Workload, cluster: Cluster) -> TrainingStep:
 def _hsdp_quantized(workload: Workload, cluster: Cluster) -> TrainingStep:
     model = shard(build_model(workload), replicated_over=cluster)
     comm = sdp4bit.quantize_communication(model, topology=cluster.ranks_per_node)
-    return TrainingStep(
-        model,
-        workload=workload,
-        sent_bytes=lambda: float(comm.stats()["total"]["inter_bytes"]),
-    )
+    return TrainingStep(model, workload=workload, sent_bytes=_counted(comm))
 
 
 def _preset(name: strategies.Strategy, *, chunks: int = 1) -> SDP4BitConfig:
@@ -321,30 +305,23 @@ def _preset(name: strategies.Strategy, *, chunks: int = 1) -> SDP4BitConfig:
     )
 
 
-FAIR, HIERARCHICAL, HSDP, HSDP_QUANTIZED = "fair", "hierarchical", "hsdp", "hsdp-sdp4bit"
-_OF_SEVERAL_RANKS_PER_NODE = (HIERARCHICAL, HSDP, HSDP_QUANTIZED)
 _FULL = SDP4BitConfig(weights=FULL_WEIGHTS, gradients=FULL_GRADIENTS)
+_PRESETS: tuple[strategies.Strategy, ...] = (
+    *("qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit", "sdp4bit-w2g3", "sdp4bit-w2g2"),
+)
+_OF_SEVERAL_RANKS_PER_NODE = ("hierarchical", "hsdp", "hsdp-sdp4bit")
 
 STRATEGIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
     "compute": _compute,
     "fsdp2": _fsdp2,
-    FAIR: _quantized(_FULL, levels=1),
+    "fair": _quantized(_FULL, levels=1),
     "fair-bf16": _fair_bf16,
-    HIERARCHICAL: _quantized(_FULL),
+    "hierarchical": _quantized(_FULL),
     "ddp": _ddp(None),
-    "ddp-bf16": _ddp("bf16"),
-    "ddp-powersgd": _ddp("powersgd"),
-    "ddp-sdp4bit": _ddp("sdp4bit"),
-    HSDP: _hsdp,
-    HSDP_QUANTIZED: _hsdp_quantized,
-    "qw": _quantized(_preset("qw")),
-    "qwd": _quantized(_preset("qwd")),
-    "ulq": _quantized(_preset("ulq")),
-    "tlq": _quantized(_preset("tlq")),
-    "tlq-hs": _quantized(_preset("tlq-hs")),
-    "sdp4bit": _quantized(_preset("sdp4bit")),
-    "sdp4bit-w2g3": _quantized(_preset("sdp4bit-w2g3")),
-    "sdp4bit-w2g2": _quantized(_preset("sdp4bit-w2g2")),
+    **{f"ddp-{hook}": _ddp(hook) for hook in ("bf16", "powersgd", "sdp4bit")},
+    "hsdp": _hsdp,
+    "hsdp-sdp4bit": _hsdp_quantized,
+    **{name: _quantized(_preset(name)) for name in _PRESETS},
     "sdp4bit-4chunks": _quantized(_preset("sdp4bit", chunks=4)),
 }
 """Builders by name. compute: no communication at all, so ranks drift apart; it bounds what can be gained."""

@@ -27,14 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from sdp4bit.quantization import ops
 from sdp4bit_lab.selftest.kernel_speed import COPY, Case, make_cases, measure_once
 
 CHECKED_ELEMENTS = 1 << 18
 DEVICES = {"reference": "cpu", "numba": "cpu", "triton": "cuda"}
-DEFAULT_ELEMENTS = {"cpu": range(14, 29, 2), "cuda": range(14, 29, 2)}
-"""Powers of two: 64 KB to 1 GB of fp32 values."""
+DEFAULT_ELEMENTS = [1 << power for power in range(14, 29, 2)]
+"""64 KB to 1 GB of fp32 values."""
 REFERENCE_ELEMENTS = 1 << 24
 """The reference needs some 100 bytes of memory per element, and seconds beyond this size."""
 MEASURED_SECONDS = 2e-4
@@ -43,19 +45,17 @@ SAME_FOR_ALL_WIDTHS = (COPY, "hadamard_quantize")
 
 
 def reason_to_skip(backend: str) -> str | None:
-    """Why a back end cannot run here."""
-    if backend == "numba" and importlib.util.find_spec("numba") is None:
-        return "numba is not installed"
-    if backend == "triton" and importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+    """Return why a back end cannot run here, or None."""
+    if backend != "reference" and importlib.util.find_spec(backend) is None:
+        return f"{backend} is not installed"
     if DEVICES[backend] == "cuda" and not torch.cuda.is_available():
         return "there is no GPU"
     return None
 
 
 def check_bytes(backend: str, elements: int, bits: int) -> None:
-    """Every operator writes the bytes of the reference."""
-    outputs = []
+    """Exit unless every operator writes the bytes of the reference."""
+    outputs: list[dict[str, torch.Tensor]] = []
     for name in ("reference", backend):
         with ops.use_backend(name):  # type: ignore[arg-type]
             cases = make_cases(elements, DEVICES[name], bits=bits)
@@ -88,24 +88,19 @@ def measure(
     for backend, bits in itertools.product(backends, widths):
         with ops.use_backend(backend):  # type: ignore[arg-type]
             for op, case in make_cases(elements, device, bits=bits).items():
-                if op in SAME_FOR_ALL_WIDTHS and bits != widths[0]:
-                    continue
-                if op == COPY and backend != backends[0]:
+                is_repeated = op in SAME_FOR_ALL_WIDTHS and bits != widths[0]
+                if is_repeated or (op == COPY and backend != backends[0]):
                     continue
                 case.run()
                 seconds = measure_once(case.run, 1, device)
                 runs[backend, op, bits] = case, max(1, int(MEASURED_SECONDS / max(seconds, 1e-7)))
     samples: dict[tuple[str, str, int], list[float]] = {key: [] for key in runs}
     for _ in range(rounds):
-        for (backend, op, bits), (case, repetitions) in runs.items():
-            taken = samples[backend, op, bits]
-            if sum(taken) * repetitions > budget:
-                continue
-            with ops.use_backend(backend):  # type: ignore[arg-type]
-                taken.append(measure_once(case.run, repetitions, device))
-    medians = {key: statistics.median(taken) for key, taken in samples.items()}
-    copied = backends[0], COPY, widths[0]
-    copy = runs[copied][0].nbytes / medians[copied]
+        for key, (case, repetitions) in runs.items():
+            if sum(samples[key]) * repetitions <= budget:
+                with ops.use_backend(key[0]):  # type: ignore[arg-type]
+                    samples[key].append(measure_once(case.run, repetitions, device))
+    rates = {key: case.nbytes / statistics.median(samples[key]) for key, (case, _) in runs.items()}
     return [
         {
             "op": op,
@@ -113,10 +108,10 @@ def measure(
             "bits": None if op in SAME_FOR_ALL_WIDTHS else bits,
             "elements": elements,
             "threads": threads,
-            "seconds": medians[backend, op, bits],
-            "share_of_copy": case.nbytes / medians[backend, op, bits] / copy,
+            "seconds": statistics.median(samples[backend, op, bits]),
+            "share_of_copy": rates[backend, op, bits] / rates[backends[0], COPY, widths[0]],
         }
-        for (backend, op, bits), (case, _) in runs.items()
+        for backend, op, bits in runs
     ]
 
 
@@ -144,7 +139,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """The rows, by rich if it is installed."""
+    """Print the rows."""
     cells = [
         (
             row["op"],
@@ -158,16 +153,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         for row in rows
     ]
     titles = ("operator", "back end", "bits", "elements", "threads", "microseconds", "share of copy")
-    if importlib.util.find_spec("rich") is None:
-        for line in (titles, *cells):
-            print("  ".join(f"{cell:<28}" if i == 0 else f"{cell:>14}" for i, cell in enumerate(line)))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table()
-    for i, title in enumerate(titles):
-        table.add_column(title, justify="left" if i < 2 else "right", no_wrap=True)
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="left" if number < 2 else "right", no_wrap=True)
     for line in cells:
         table.add_row(*line)
     Console(width=None if sys.stdout.isatty() else 110).print(table)
@@ -240,7 +228,7 @@ def main() -> None:
         backends = [backend for backend in usable if DEVICES[backend] == device]
         if not backends:
             continue
-        sizes = arguments.elements or [1 << power for power in DEFAULT_ELEMENTS[device]]
+        sizes = arguments.elements or DEFAULT_ELEMENTS
         for backend in backends:
             if backend != "reference":
                 for bits in arguments.bits:

@@ -5,7 +5,7 @@ variable SOAK_FOLDER names a folder with
 
     plan.json       a list of faults; the first without a mark is the one to come
     fired-000       the mark of fault 0, made by the process that it hits (or by the soak)
-    rank-0          what rank 0 is doing, in one line of fixed length: process, restart, step, phase
+    rank-0          what rank 0 is doing, in one line of fixed length: process, step, phase
     resumed.jsonl   a line for each load, by rank 0: the newest step, and the one that was loaded
     started.jsonl   a line for each start, by rank 0: when its first step was logged, and which it was
 
@@ -23,7 +23,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class Saboteur:
         self._show("start")
 
     def watch(self, owner: Any, name: str, phase: str) -> None:
-        """Calls of the function belong to the phase."""
+        """Count calls of the function as calls of the phase, and strike in them."""
         function = getattr(owner, name)
 
         @functools.wraps(function)
@@ -75,29 +76,19 @@ class Saboteur:
 
         setattr(owner, name, watched)
 
-    def _in(self, phase: str) -> Any:
-        saboteur = self
-
-        class Phase:
-            def __enter__(self) -> None:
-                stack = saboteur._stack()
-                stack.append(phase)
-                saboteur._show(phase)
-                saboteur._counts[phase] += 1
-                saboteur._strike(phase)
-
-            def __exit__(self, *_: Any) -> None:
-                stack = saboteur._stack()
-                stack.pop()
-                saboteur._show(stack[-1] if stack else "between")
-
-        return Phase()
-
-    def _stack(self) -> list[str]:
-        if not hasattr(self._stacks, "phases"):
-            self._stacks.phases = []
-        stack: list[str] = self._stacks.phases
-        return stack
+    @contextmanager
+    def _in(self, phase: str) -> Iterator[None]:
+        # The thread that writes checkpoints has phases of its own.
+        stack: list[str] = self._stacks.__dict__.setdefault("phases", [])
+        stack.append(phase)
+        self._show(phase)
+        self._counts[phase] += 1
+        self._strike(phase)
+        try:
+            yield
+        finally:
+            stack.pop()
+            self._show(stack[-1] if stack else "between")
 
     def _strike(self, phase: str) -> None:
         fault = self._fault
@@ -112,8 +103,7 @@ class Saboteur:
 
     def _show(self, phase: str) -> None:
         # Also of the thread that writes checkpoints; what began last stands there.
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        text = f"{os.getpid()} {restart} {self.step} {phase}".ljust(LINE - 1) + "\n"
+        text = f"{os.getpid()} {self.step} {phase}".ljust(LINE - 1) + "\n"
         self._line[:] = text.encode()
 
 

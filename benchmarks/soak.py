@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +30,10 @@ from benchmarks.cluster_network import process_status
 from benchmarks.saboteur import FOLDER, PHASES, mark_of, next_fault
 
 # How many calls of a phase a start may make before the fault; an exchange is one of about 20 in a step.
-CALLS = {"exchange": 160, "checkpoint write": 60, "checkpoint copy": 2, "checkpoint publish": 2, "load": 1}
-CALLS["validation"] = 1
+CALLS = {
+    **{"exchange": 160, "checkpoint write": 60, "checkpoint copy": 2, "checkpoint publish": 2},
+    **{"load": 1, "validation": 1},
+}
 STEPS_WITHOUT_FAULT = 12
 """A fault whose moment does not come is sent from outside after so many steps."""
 SHUTDOWN = 30.0
@@ -56,6 +58,14 @@ class Soak:
     @property
     def train_steps(self) -> int:
         return self.steps or max(30, 4 * self.kills)
+
+
+class Doing(NamedTuple):
+    """What a rank is doing."""
+
+    pid: int
+    step: int
+    phase: str
 
 
 @dataclass(kw_only=True)
@@ -137,10 +147,9 @@ class Runner:
         self._command = command(soak, folder, out="disturbed", module="benchmarks.saboteur", more=saving)
         (folder / "plan.json").write_text(json.dumps(plan(soak)))
         self._environment = {**os.environ, FOLDER: str(folder), "OMP_NUM_THREADS": "1"}
-        self._chance = random.Random(soak.seed + 1)
 
     def run(self) -> None:
-        """The run has come to its end, and every fault has hit it before."""
+        """Run to the end, through every fault."""
         while True:
             self.starts_of_command += 1
             with (
@@ -178,39 +187,33 @@ class Runner:
         self._note_kills()
 
     def _strike_from_outside(self, process: subprocess.Popen[bytes]) -> None:
-        found = next_fault(self.folder)
-        started = started_at(self.folder)
-        last_kill = self._begin + self.kills[-1].at_seconds if self.kills else self._begin
-        doing = self._doing(0)
-        if found is None or doing is None:
+        found, first_rank = next_fault(self.folder), self._doing(0)
+        if found is None or first_rank is None:
             return
         number, fault = found
-        is_new = not self.kills or doing.pid not in self.kills[-1].pids
-        if not is_new:
-            return
+        if self.kills and first_rank.pid in self.kills[-1].pids:
+            return  # the run has not been restarted since
         if fault["phase"] == "random" and fault["call"] == 0:
             # During the start, at any time of what it usually takes.
             time.sleep(3 * fault["delay"])
         else:
-            first = next((step for moment, step in started if moment > last_kill), None)
-            if first is None:
-                return
+            last_kill = self._begin + self.kills[-1].at_seconds if self.kills else self._begin
+            first = next((step for moment, step in started_at(self.folder) if moment > last_kill), None)
             wanted = fault["call"] if fault["phase"] == "random" else STEPS_WITHOUT_FAULT
-            if last_step(self._out) < first + wanted - 1:
+            if first is None or last_step(self._out) < first + wanted - 1:
                 return
             time.sleep(0.2 * fault["delay"])
-        rank = fault["rank"]
-        doing = self._doing(rank)
+        doing = self._doing(fault["rank"])
         if doing is None or process.poll() is not None or not is_child(doing.pid, process.pid):
             return
-        if mark_of(self.folder, number).exists():
-            return
-        words = {"time": time.time(), "step": doing.step, "phase": doing.phase, "from_outside": True}
-        mark_of(self.folder, number).write_text(json.dumps(words))
-        os.kill(doing.pid, signal.Signals[fault["signal"]])
+        mark = mark_of(self.folder, number)
+        if not mark.exists():
+            words = {"time": time.time(), "step": doing.step, "phase": doing.phase, "from_outside": True}
+            mark.write_text(json.dumps(words))
+            os.kill(doing.pid, signal.Signals[fault["signal"]])
 
     def _note_kills(self) -> None:
-        """New marks are in the account, and ends and recoveries in that of the last one."""
+        """Enter new marks into the account, and the end of the other ranks into that of the last one."""
         faults = json.loads((self.folder / "plan.json").read_text())
         while len(self.kills) < len(faults) and mark_of(self.folder, len(self.kills)).exists():
             number = len(self.kills)
@@ -231,38 +234,30 @@ class Runner:
                 pids=[each.pid for each in doing if each is not None],
             )
             self.kills.append(kill)
-            print(f"{kill.number + 1}/{len(faults)}: {kill.signal} rank {kill.rank}, {kill.phase}, ", end="")
-            print(f"step {kill.step}, after {kill.at_seconds:.0f} s", flush=True)
+            print(
+                f"{kill.number + 1}/{len(faults)}: {kill.signal} rank {kill.rank}, {kill.phase}, "
+                f"step {kill.step}, after {kill.at_seconds:.0f} s",
+                flush=True,
+            )
         for kill in self.kills[-1:]:
             others = [pid for rank, pid in enumerate(kill.pids) if rank != kill.rank]
             if kill.ended_after_seconds is None and not any(map(is_running, others)):
                 kill.ended_after_seconds = time.time() - self._begin - kill.at_seconds
 
     def _complete(self) -> None:
-        starts = started_at(self.folder)
         for kill in self.kills:
             moment = self._begin + kill.at_seconds
-            came_back = next(((t, step) for t, step in starts if t > moment), None)
-            if came_back is not None:
-                kill.recovered_after_seconds = came_back[0] - moment
-                kill.resumed_from_step = came_back[1] - 1
+            for start, step in started_at(self.folder):
+                if start > moment:
+                    kill.recovered_after_seconds, kill.resumed_from_step = start - moment, step - 1
+                    break
 
     def _doing(self, rank: int) -> Doing | None:
         try:
-            pid, restart, step, phase = (self.folder / f"rank-{rank}").read_text().split(maxsplit=3)
+            pid, step, phase = (self.folder / f"rank-{rank}").read_text().split(maxsplit=2)
         except (OSError, ValueError):
             return None
-        return Doing(pid=int(pid), restart=int(restart), step=int(step), phase=phase.strip())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Doing:
-    """What a rank is doing."""
-
-    pid: int
-    restart: int
-    step: int
-    phase: str
+        return Doing(int(pid), int(step), phase.strip())
 
 
 def last_step(out: Path) -> int:
@@ -283,12 +278,17 @@ def last_step(out: Path) -> int:
     return 0
 
 
-def started_at(folder: Path) -> list[tuple[float, int]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines; none if it does not exist or is being written."""
     try:
-        lines = (folder / "started.jsonl").read_text().splitlines()
-        return [(line["time"], line["step"]) for line in map(json.loads, lines)]
+        return [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError):
         return []
+
+
+def started_at(folder: Path) -> list[tuple[float, int]]:
+    """Return the moment and the number of the first step of every start."""
+    return [(line["time"], line["step"]) for line in read_lines(folder / "started.jsonl")]
 
 
 def is_running(pid: int) -> bool:
@@ -305,10 +305,9 @@ def losses(out: Path) -> list[tuple[str, int, float, float | None]]:
 
     Its other lines tell what telemetry has sampled, which is no part of a checkpoint.
     """
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [
         (line["event"], line["step"], line["loss"], line.get("grad_norm"))
-        for line in lines
+        for line in read_lines(out / "metrics.jsonl")
         if line["event"] in ("train", "validation")
     ]
 
@@ -331,13 +330,14 @@ def run_soak(soak: Soak, folder: Path) -> dict[str, Any]:
     runner = Runner(soak, folder)
     runner.run()
     expected, found = losses(folder / "undisturbed"), losses(folder / "disturbed")
-    text = (folder / "resumed.jsonl").read_text() if (folder / "resumed.jsonl").exists() else ""
-    resumed = [json.loads(line) for line in text.splitlines()]
+    resumed = read_lines(folder / "resumed.jsonl")
     differing = (pair for pair in zip(expected, found, strict=False) if pair[0] != pair[1])
     recoveries = [k.recovered_after_seconds for k in runner.kills if k.recovered_after_seconds is not None]
-    hangs = [k.ended_after_seconds for k in runner.kills if k.signal == "SIGSTOP" and k.ended_after_seconds]
-    ends = [k.ended_after_seconds for k in runner.kills if k.signal == "SIGKILL" and k.ended_after_seconds]
-    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+    def longest_end(signal_name: str) -> float | None:
+        ends = [k.ended_after_seconds for k in runner.kills if k.signal == signal_name]
+        return max((end for end in ends if end), default=None)
+
     return {
         "settings": {**asdict(soak), "steps": soak.train_steps},
         "torch": str(torch.__version__),
@@ -351,12 +351,9 @@ def run_soak(soak: Soak, folder: Path) -> dict[str, Any]:
         "first_difference": next(differing, None),
         "loads": len(resumed),
         "every_load_took_the_latest": all(line["latest"] == line["loaded"] for line in resumed),
-        "left_in_the_folder": kept,
+        "left_in_the_folder": sorted(path.name for path in (folder / "checkpoints").iterdir()),
         "longest_recovery_seconds": max(recoveries, default=None),
-        "others_ended_within_seconds": {
-            "SIGKILL": max(ends, default=None),
-            "SIGSTOP": max(hangs, default=None),
-        },
+        "others_ended_within_seconds": {name: longest_end(name) for name in ("SIGKILL", "SIGSTOP")},
         "undisturbed_seconds": undisturbed_seconds,
         "seconds": time.time() - begin,
         "each": [{k: v for k, v in asdict(kill).items() if k != "pids"} for kill in runner.kills],
