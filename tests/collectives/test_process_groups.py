@@ -5,12 +5,10 @@ Layers: no process; a fake process group; gloo; threads, for libraries that have
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,9 +16,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from benchmarks import attach as attach_benchmark
+import sdp4bit
 from sdp4bit.collectives.exchange import all_gather_blocks, start_all_gather_rows, start_all_to_all
 from sdp4bit.collectives.topology import (
     NodeLayout,
@@ -57,24 +57,44 @@ def fake_world(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def attach(world: int, *, layers: int) -> tuple[int, int, int]:
+    """Attach to a model of `layers` FSDP modules and its root, as one rank.
+
+    Returns:
+        The process groups asked for, those joined, and the bytes of Python objects that the rank gathers.
+    """
+    c10d: Any = dist.distributed_c10d
+    object_bytes, to_tensor = 0, c10d._object_to_tensor
+
+    def count_bytes(*args: Any, **kwargs: Any) -> Any:
+        nonlocal object_bytes
+        tensor, size = to_tensor(*args, **kwargs)
+        object_bytes += int(size)
+        return tensor, size
+
+    with fake_world(world):
+        mesh = init_device_mesh("cpu", (world,))
+        model = nn.Sequential(*(fully_shard(nn.Linear(32, 32), mesh=mesh) for _ in range(layers)))
+        fully_shard(model, mesh=mesh)
+        before = open_groups()
+        with (
+            mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
+            mock.patch.object(c10d, "_object_to_tensor", count_bytes),
+        ):
+            sdp4bit.quantize_communication(model, topology=8)
+        return new_group.call_count, open_groups() - before, object_bytes
+
+
 @pytest.mark.parametrize("world", [16, 1024, pytest.param(16384, marks=pytest.mark.slow)])
-def test_a_rank_joins_four_groups_and_asks_for_each_of_the_job(
-    world: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_rank_joins_four_groups_and_asks_for_each_of_the_job(world: int) -> None:
     """Inside a node and between nodes, for weights and for gradients."""
-    file = tmp_path / "attach.json"
-    assert attach_benchmark.main(f"--world {world} --layers 1 --repeats 2 --json {file}".split()) == 0
-    (row,) = json.loads(file.read_text())["results"]
-    assert (row["groups_asked_for"], row["communicators"]) == (2 * (world // 8 + 8), 4)
-    assert "objects received" in capsys.readouterr().out
+    asked_for, joined, _ = attach(world, layers=1)
+    assert (asked_for, joined) == (2 * (world // 8 + 8), 4)
 
 
 def test_the_summary_that_ranks_gather_does_not_grow_with_the_world() -> None:
     """Bytes of one rank's messages that every rank receives when a model is attached."""
-    small, large = (
-        attach_benchmark.measure(world, ranks_per_node=8, layers=layers, repeats=1)["object_bytes_sent"]
-        for world, layers in ((64, 1), (4096, 40))
-    )
+    small, large = (attach(world, layers=layers)[2] for world, layers in ((64, 1), (4096, 40)))
     assert small < 600 and 0 <= large - small < 10  # digits of rank numbers
 
 
