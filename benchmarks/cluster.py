@@ -13,6 +13,7 @@ removes them, also when it is killed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import queue
@@ -26,7 +27,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from benchmarks import cluster_report
@@ -111,31 +111,24 @@ class Ranks:
             answers.append(json.loads(line))
         return answers
 
-    def _failure(self, what: str) -> NetworkError:
+    def _failure(self, reason: str) -> NetworkError:
         lines = self._log.read_text(errors="replace").splitlines()
-        return NetworkError("\n".join([what, *lines[-30:]]))
+        return NetworkError("\n".join([reason, *lines[-30:]]))
 
 
 def _collect(stream: Any, answers: queue.Queue[str]) -> None:
-    """Every line is in the queue, and an empty one when there are no more."""
-    for line in stream:
+    """Put every line into the queue, and an empty one when there are no more."""
+    for line in itertools.chain(stream, [""]):
         answers.put(line)
-    answers.put("")
 
 
 def measure(
-    network: Network,
-    ranks: Ranks,
-    *,
-    strategies: Sequence[str],
-    rates: Sequence[str],
-    seconds: float,
-    seed: int,
+    network: Network, ranks: Ranks, *, strategies: Sequence[str], chosen: argparse.Namespace
 ) -> list[Sample]:
     """Return one sample per strategy, rate and round."""
-    order = random.Random(seed)
+    order, seconds = random.Random(chosen.seed), chosen.seconds_per_rate
     samples: list[Sample] = []
-    for rate in rates:
+    for rate in chosen.rates.split(","):
         network.set_rate(rate)
         start = time.monotonic()
         durations: list[float] = []
@@ -182,7 +175,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="file for machine, rows, ratios and bytes")
     parser.add_argument("--plot", type=Path, help="file for the figure, such as cluster.png")
     chosen = parser.parse_args(arguments)
-    if chosen.nodes < 2 or chosen.nodes > 200 or chosen.ranks_per_node < 1:
+    if not 2 <= chosen.nodes <= 200 or chosen.ranks_per_node < 1:
         parser.error("--nodes must be 2 to 200 and --ranks-per-node at least 1")
     try:
         for rate in chosen.rates.split(","):
@@ -210,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workload = Workload(
         hidden=chosen.hidden, heads=max(1, chosen.hidden // 64), layers=chosen.layers, seed=chosen.seed
     )
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         with (
             tempfile.TemporaryDirectory(prefix="sdp4bit-cluster-") as folder,
@@ -221,14 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             answers = ranks.ask(build, timeout=BUILD_TIMEOUT)
             for name in strategies:
                 ranks.ask({"run": name, "steps": WARM_UP_STEPS}, timeout=BUILD_TIMEOUT)
-            samples = measure(
-                network,
-                ranks,
-                strategies=strategies,
-                rates=chosen.rates.split(","),
-                seconds=chosen.seconds_per_rate,
-                seed=chosen.seed,
-            )
+            samples = measure(network, ranks, strategies=strategies, chosen=chosen)
     except NetworkError as failure:
         print(f"the emulated cluster failed: {failure}", file=sys.stderr)
         return 1
@@ -241,10 +227,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.plot:
         cluster_report.plot(result, chosen.plot)
     return 0
-
-
-def _leave(number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -75,14 +75,11 @@ def costs(runs: Sequence[Run]) -> dict[str, tuple[list[Run], PairedDifference]]:
     for label in dict.fromkeys(run.label for run in runs):
         if label is None or label in (BASELINE, BASELINE_OF_DDP):
             continue
-        plain = BASELINE_OF_DDP if label.startswith(f"{BASELINE_OF_DDP}-") else BASELINE
+        plain = BASELINE_OF_DDP if _is_ddp(label) else BASELINE
         baselines = {run.seed: run for run in runs if run.label == plain}
         mine = [run for run in runs if run.label == label and run.seed in baselines]
-        pairs = {}
-        for run in mine:
-            together = validated_together(run, baselines[run.seed])
-            if together is not None and run.seed is not None:
-                pairs[run.seed] = together[1:]
+        together = {run.seed: validated_together(run, baselines[run.seed]) for run in mine}
+        pairs = {seed: losses[1:] for seed, losses in together.items() if seed is not None and losses}
         if len(pairs) >= FEWEST_PAIRS:
             found[label] = mine, paired_difference(pairs)
     return found
@@ -183,7 +180,6 @@ def table(found: Sequence[Point]) -> str:
     return text
 
 
-_PROPORTIONAL = 0.1
 _TICKS = (-0.05, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -192,23 +188,20 @@ def draw(found: Sequence[Point], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7), layout="constrained")
-    parts = [
-        [p for p in found if p.bytes_per_parameter < _HALF],
-        [p for p in found if p.bytes_per_parameter >= _HALF],
-    ]
-    titles = ("all of it in few bits", "a part in 16 or 32 bits")
-    shown = [(part, title) for part, title in zip(parts, titles, strict=True) if part]
+    small = [point for point in found if point.bytes_per_parameter < _HALF]
+    large = [point for point in found if point.bytes_per_parameter >= _HALF]
+    parts = [(small, "all of it in few bits"), (large, "a part in 16 or 32 bits")]
+    shown = [(part, title) for part, title in parts if part]
     markers = itertools.cycle("os^vPX*")
-    for axes, (part, title) in zip(
-        figure.subplots(1, len(shown), sharey=True, squeeze=False).flat, shown, strict=True
-    ):
+    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False).flat
+    for axes, (part, title) in zip(panels, shown, strict=True):
         for point in part:
             _draw_point(axes, point, marker=next(markers))
         axes.axhline(0, color="black", linewidth=0.6)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("bytes per parameter and step to another node")
         # In proportion up to a tenth of a percent, where most lie; beyond it by factors.
-        axes.set_yscale("symlog", linthresh=_PROPORTIONAL)
+        axes.set_yscale("symlog", linthresh=0.1)
         axes.set_yticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("difference of the validation loss to the baseline (%)")

@@ -166,7 +166,7 @@ def plot(rows: list[dict[str, Any]], machine: dict[str, Any], path: Path) -> Non
     from matplotlib import pyplot
 
     operators = [op for op in dict.fromkeys(row["op"] for row in rows) if op != COPY]
-    figure, grid = pyplot.subplots(2, 3, figsize=(10, 6), sharex=True, sharey=True)
+    figure, grid = pyplot.subplots(2, 4, figsize=(13, 6), sharex=True, sharey=True)
     panels = list(grid.flat)
     for panel, op in zip(panels, operators, strict=False):
         lines: dict[tuple[str, int | None, int | None], list[tuple[int, float]]] = {}
@@ -214,40 +214,33 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    usable = []
+    backends = []
     for backend in arguments.backends.split(","):
         if backend not in DEVICES:
             sys.exit(f"unknown back end {backend!r}: use {', '.join(DEVICES)}")
         reason = reason_to_skip(backend)
         if reason is None:
-            usable.append(backend)
+            backends.append(backend)
         else:
             print(f"skipped {backend}: {reason}")
+    if not backends:
+        sys.exit("no back end can run here")
+    sizes = arguments.elements or DEFAULT_ELEMENTS
+    for backend, bits in itertools.product(backends, arguments.bits):
+        if backend != "reference":
+            check_bytes(backend, min(max(sizes), CHECKED_ELEMENTS), bits)
     rows = []
     for device in ("cpu", "cuda"):
-        backends = [backend for backend in usable if DEVICES[backend] == device]
-        if not backends:
-            continue
-        sizes = arguments.elements or DEFAULT_ELEMENTS
-        for backend in backends:
-            if backend != "reference":
-                for bits in arguments.bits:
-                    check_bytes(backend, min(max(sizes), CHECKED_ELEMENTS), bits)
-        for threads in sorted(set(arguments.threads)) if device == "cpu" else [None]:
-            if threads is not None:
-                torch.set_num_threads(threads)
-            for elements in sizes:
-                measured = [b for b in backends if b != "reference" or elements <= REFERENCE_ELEMENTS]
-                if measured != backends:
-                    print(
-                        f"skipped reference at {elements:,} elements: measured up to {REFERENCE_ELEMENTS:,}"
-                    )
-                if measured:
-                    rows += measure(
-                        measured, elements, threads, arguments.rounds, arguments.budget, arguments.bits
-                    )
-    if not rows:
-        sys.exit("no back end can run here")
+        threads = sorted(set(arguments.threads)) if device == "cpu" else [None]
+        for count, elements in itertools.product(threads, sizes):
+            measured = [b for b in backends if DEVICES[b] == device]
+            if "reference" in measured and elements > REFERENCE_ELEMENTS:
+                print(f"skipped reference at {elements:,} elements: measured up to {REFERENCE_ELEMENTS:,}")
+                measured.remove("reference")
+            if count is not None:
+                torch.set_num_threads(count)
+            if measured:
+                rows += measure(measured, elements, count, arguments.rounds, arguments.budget, arguments.bits)
     print_table(rows)
     machine = describe_machine()
     if arguments.json:

@@ -67,15 +67,15 @@ def median(run: Run, name: str) -> float | None:
 
 
 def _loss(runs: Sequence[Run]) -> Answer:
-    question = "Does the loss suffer?"
+    question, baseline_label = "Does the loss suffer?", str(runs[0].label)
     losses: dict[str, dict[int, tuple[float, float]]] = {}
     unstable = [
         run.seed for run in runs if run.label == runs[0].label and run.seed is not None and run.spikes()
     ]
     for run in runs:
         baseline = baseline_of(run, runs)
-        validated = None if baseline is None else validated_together(run, baseline)
-        if validated is not None and run.seed is not None:
+        validated = baseline and validated_together(run, baseline)
+        if validated and run.seed is not None:
             losses.setdefault(str(run.label), {})[run.seed] = validated[1:]
     if not losses:
         return Answer(question=question, mood="open", sentences=[f"Not compared: {_why_not_compared(runs)}."])
@@ -84,12 +84,11 @@ def _loss(runs: Sequence[Run]) -> Answer:
     }
     is_good = [d.significance in ("not significantly different", "lower") for d in differences.values()]
     is_bad = [d.significance == "higher" and d.mean_percent > LARGE_PERCENT for d in differences.values()]
+    sentences = [_loss_sentence(label, each, baseline_label) for label, each in differences.items()]
     return Answer(
         question=question,
         mood="bad" if any(is_bad) else "good" if all(is_good) else "open",
-        sentences=_shortened(
-            [_loss_sentence(label, each, str(runs[0].label)) for label, each in differences.items()]
-        ),
+        sentences=_shortened(sentences),
     )
 
 
@@ -153,12 +152,17 @@ def _mean(runs: Sequence[Run], name: str) -> float | None:
 
 
 def _health(runs: Sequence[Run]) -> Answer:
-    faults, unfinished = [_faults(run) for run in runs], [_unfinished(run) for run in runs]
-    noted = [(run.name, [*f, *u]) for run, f, u in zip(runs, faults, unfinished, strict=True) if f or u]
+    faults, notes = [_faults(run) for run in runs], []
+    for run, found in zip(runs, faults, strict=True):
+        planned, done = run.setting("training", "steps"), max(run.train, default=0)
+        is_unfinished = isinstance(planned, int) and done < planned
+        found = found + [f"{done} of {planned} steps done"] * is_unfinished
+        if found:
+            notes.append(f"{run.name}: {'; '.join(found)}.")
     return Answer(
         question="Is the run healthy?" if len(runs) == 1 else "Are the runs healthy?",
-        mood="bad" if any(faults) else "open" if noted else "good",
-        sentences=_shortened([f"{name}: {'; '.join(notes)}." for name, notes in noted])
+        mood="bad" if any(faults) else "open" if notes else "good",
+        sentences=_shortened(notes)
         or ["Yes: all steps done, no alert, no gradient spike, no loss that is NaN or infinite."],
     )
 
@@ -174,11 +178,6 @@ def _faults(run: Run) -> list[str]:
     }
     largest = [f"largest spike: {spikes[0]}"] if spikes else []
     return [f"{name}: {count}" for name, count in counts.items() if count] + largest
-
-
-def _unfinished(run: Run) -> list[str]:
-    planned, done = run.setting("training", "steps"), max(run.train, default=0)
-    return [f"{done} of {planned} steps done"] if isinstance(planned, int) and done < planned else []
 
 
 def _shortened(sentences: Sequence[str]) -> list[str]:

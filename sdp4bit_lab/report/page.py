@@ -6,7 +6,7 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from importlib import resources
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from plotly.offline import get_plotlyjs
 import sdp4bit
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.smoothing import smoothed
+from sdp4bit_lab.compare.finished_run import flattened
 from sdp4bit_lab.report.answers import answers, baseline_of, median, validated_together
 from sdp4bit_lab.report.runs import Run
 
@@ -106,7 +107,6 @@ def _line_styles(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 def _plots(runs: Sequence[Run]) -> list[Plot]:
     """Return the plots that have a value."""
-    every = "Sent by all ranks together in each step."
     loss, norm, inter, intra = (
         [_curve(run.train, run.column(name)) for run in runs]
         for name in ("loss", "grad_norm", "inter_bytes", "intra_bytes")
@@ -114,6 +114,7 @@ def _plots(runs: Sequence[Run]) -> list[Plot]:
     validation = [_curve(run.validation, run.validation_losses()) for run in runs]
     difference = [_difference(run, baseline_of(run, runs)) for run in runs]
     relative = f"Training loss relative to {runs[0].label or runs[0].name}"
+    every = "Sent by all ranks together in each step."
     plots = [
         Plot("Training loss", "Nats per token; faint: each step.", loss, is_smoothed=True),
         Plot("Validation loss", "Nats per token.", validation),
@@ -211,14 +212,6 @@ def _row(run: Run, runs: Sequence[Run]) -> dict[str, str]:
 
 def _setting_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Return path and values of every member of config.json, those that differ between the runs first."""
-    flat = [dict(_flat(run.settings)) for run in runs]
+    flat = [{k: json.dumps(v, ensure_ascii=False) for k, v in flattened(run.settings)} for run in runs]
     rows = [(name, [each.get(name, NONE) for each in flat]) for name in sorted(set().union(*flat))]
     return sorted(rows, key=lambda row: len(set(row[1])) == 1)
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", json.dumps(value, ensure_ascii=False)

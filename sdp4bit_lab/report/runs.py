@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,11 +45,11 @@ class Run:
 
     def column(self, name: str) -> np.ndarray:
         """Return one number per step of `train`; NaN for null and absent ones."""
-        return _column(self.train, name)
+        return np.array([fields.get(name) for fields in self.train.values()], dtype=np.float64)
 
     def validation_losses(self) -> np.ndarray:
         """Return one loss per step of `validation`; NaN for null."""
-        return _column(self.validation, "loss")
+        return np.array([fields.get("loss") for fields in self.validation.values()], dtype=np.float64)
 
     def setting(self, *path: str) -> Any:
         """Return a member of config.json; None if it is missing or null."""
@@ -106,11 +105,7 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def read_run(folder: Path, *, name: str) -> Run:
-    """Return the run of a folder.
-
-    Raises:
-        SettingError: a file cannot be read or is damaged; names the file and the line.
-    """
+    """Return the run of a folder; errors are those of `find_runs`."""
     settings = _read_object(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     run = Run(name=name, settings=settings)
     path = folder / METRICS
@@ -197,8 +192,3 @@ def _number(name: str, value: Any, where: str) -> float | None:
         raise SettingError(f'{where}: "{name}" is {value!r}, not a number; remove the line')
     # Python writes NaN where JSON has null. Integers beyond 1e308 do not become floats.
     return None if value is None or not abs(value) < 1e308 else float(value)
-
-
-def _column(steps: dict[int, Fields], name: str) -> np.ndarray:
-    values = [numbers.get(name) for numbers in steps.values()]
-    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)

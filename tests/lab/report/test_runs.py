@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from html import unescape
 
 import numpy as np
@@ -16,7 +17,9 @@ from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.report.command import ReportConfig, write_report
 from sdp4bit_lab.report.page import decimated
 from sdp4bit_lab.report.runs import find_runs, read_run
+from tests.lab.pretrain.tiny_runs import small, train_here
 from tests.lab.report.written_runs import settings, train_event, train_events, write_run
+from tests.ranks import run_ranks
 
 
 def test_a_line_that_is_being_written_and_unknown_events_are_left_out(tmp_path):
@@ -105,3 +108,13 @@ def test_a_run_without_steps_has_a_page(tmp_path):
     (empty / "config.json").unlink()
     page = write_report(ReportConfig(runs=(empty,), out=tmp_path / "report.html")).read_text()
     assert "No step has been finished." in page
+
+
+@pytest.mark.slow
+def test_a_real_run_is_shown(text, tmp_path):
+    config = small(text, tmp_path / "run")
+    config = replace(config, training=replace(config.training, steps=2))
+    ((result,), _) = run_ranks(train_here, 2, config)
+    page = write_report(ReportConfig(runs=(tmp_path / "run",), out=tmp_path / "report.html")).read_text()
+    for cell in (f"{result.validation_loss:.4f}", f"{result.train_loss:.4f}", "2 of 2", "2, 2 per node"):
+        assert f"<td>{cell}</td>" in page
