@@ -15,6 +15,7 @@ from sdp4bit.collectives.pipeline import SLICES_UNDER_WAY, group_unit, slice_pla
 from sdp4bit.collectives.sections import Section, whole_row
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.quantization.layout import BLOCK, JointLayout
+from sdp4bit.traffic import Level
 from sdp4bit_lab.plan.model import ShardedGroup
 
 GATHERED_BYTES = 2
@@ -64,6 +65,28 @@ def ring(row_bytes: float, *, grid: RankGrid, times: int = 1) -> Exchange:
     return Exchange(intra_bytes=sent * (g - 1) / g, inter_bytes=sent / g, collectives=times)
 
 
+def _message(
+    pieces: Sequence[tuple[Section, int]], *, bits: int | None, group_size: int, rows: int = 1
+) -> JointLayout:
+    """Return the layout of a message of `rows` rows with that many values of each section."""
+    layouts = (section.layout(n, bits=bits, group_size=group_size, parts=rows) for section, n in pieces)
+    return JointLayout(tuple(layouts))
+
+
+def _send(messages: Sequence[tuple[Level, JointLayout, int]]) -> Exchange:
+    """Return the exchange of messages: a level, a layout and how often it is sent, for each collective."""
+
+    def nbytes(level: Level) -> float:
+        return float(sum(layout.nbytes * copies for hop, layout, copies in messages if hop == level))
+
+    return Exchange(
+        intra_bytes=nbytes("intra"),
+        inter_bytes=nbytes("inter"),
+        padding_bytes=sum(layout.padding_bytes * copies for _, layout, copies in messages),
+        collectives=sum(copies > 0 for *_, copies in messages),
+    )
+
+
 def gradient_exchange(
     row_numel: int,
     *,
@@ -84,30 +107,20 @@ def gradient_exchange(
     if config is None or row_numel < config.min_numel:
         return ring(row_numel * dense_bytes, grid=grid)
     g, n = grid.ranks_per_node, grid.nodes
-    # Level, ranks that exchange messages, rows in a message, bits and group size of each hop.
-    hops = []
-    if g > 1:
-        hops.append(("intra", g, n, config.intra_bits, config.intra_group_size))
-    if n > 1:
-        hops.append(("inter", n, 1, config.inter_bits, config.inter_group_size))
     parts = sections or whole_row(row_numel)
     lengths = [part.numel for part in parts]
-    sent, padding, buffers = {"intra": 0, "inter": 0}, 0.0, []
+    messages: list[tuple[Level, JointLayout, int]] = []
+    buffers = []
     for chosen in slice_places(lengths, config=config, nodes=n, ranks_per_node=g):
         pieces = [(parts[index], place.stop - place.start) for index, place in chosen]
-        buffers.append(0)
-        for level, ranks, rows, bits, group_size in hops:
-            layout = _message(pieces, bits=bits, group_size=group_size, rows=rows)
-            sent[level] += layout.nbytes * (ranks - 1)
-            padding += layout.padding_bytes * (ranks - 1)
-            buffers[-1] += 2 * ranks * layout.nbytes
+        intra = _message(pieces, bits=config.intra_bits, group_size=config.intra_group_size, rows=n)
+        inter = _message(pieces, bits=config.inter_bits, group_size=config.inter_group_size)
+        messages += [("intra", intra, g - 1), ("inter", inter, n - 1)]
+        buffers.append(2 * (g * intra.nbytes * (g > 1) + n * inter.nbytes * (n > 1)))
     # Chunks take turns with the buffers, which are as long as the longest chunk's messages.
     turns = [buffers[turn::SLICES_UNDER_WAY] for turn in range(SLICES_UNDER_WAY)]
-    return Exchange(
-        intra_bytes=float(sent["intra"]),
-        inter_bytes=float(sent["inter"]),
-        padding_bytes=padding,
-        collectives=len(buffers) * len(hops),
+    return replace(
+        _send(messages),
         chunks=max(1, len(buffers)),
         # Every rank's row is read and the sum written; messages are written and read.
         moved_bytes=float(REDUCED_BYTES * (grid.size + 1) * sum(lengths) + sum(buffers)),
@@ -138,28 +151,20 @@ def all_reduce_exchange(
         pieces.append(replace(section, ranges=((0, length),)))
     reduced = gradient_exchange(0, grid=grid, config=replace(config, min_numel=0), sections=pieces)
     # The sums of the pieces are gathered between nodes, then inside each node.
-    hop = "inter" if n > 1 else "intra"
+    hop: Level = "inter" if n > 1 else "intra"
     bits, group_size = getattr(config, f"{hop}_bits"), getattr(config, f"{hop}_group_size")
     layout = _message([(piece, piece.numel) for piece in pieces], bits=bits, group_size=group_size)
-    inter_copies, intra_copies = n - 1, n * (g - 1)
+    gathered = _send([("inter", layout, n - 1), ("intra", layout, n * (g - 1))])
     dense = REDUCED_BYTES * sum(piece.numel for piece in pieces)
-    return replace(
-        reduced,
-        intra_bytes=reduced.intra_bytes + layout.nbytes * intra_copies,
-        inter_bytes=reduced.inter_bytes + layout.nbytes * inter_copies,
-        padding_bytes=reduced.padding_bytes + layout.padding_bytes * (inter_copies + intra_copies),
-        collectives=reduced.collectives + (n > 1) + (g > 1),
+    return Exchange(
+        intra_bytes=reduced.intra_bytes + gathered.intra_bytes,
+        inter_bytes=reduced.inter_bytes + gathered.inter_bytes,
+        padding_bytes=reduced.padding_bytes + gathered.padding_bytes,
+        collectives=reduced.collectives + gathered.collectives,
+        chunks=reduced.chunks,
         moved_bytes=reduced.moved_bytes + (1 + grid.size) * (layout.nbytes + dense),
         buffer_bytes=reduced.buffer_bytes + layout.nbytes * (1 + n * (n > 1) + grid.size * (g > 1)),
     )
-
-
-def _message(
-    pieces: Sequence[tuple[Section, int]], *, bits: int | None, group_size: int, rows: int = 1
-) -> JointLayout:
-    """Return the layout of a message of `rows` rows with that many values of each section."""
-    layouts = (section.layout(n, bits=bits, group_size=group_size, parts=rows) for section, n in pieces)
-    return JointLayout(tuple(layouts))
 
 
 def weight_refresh(
@@ -174,25 +179,23 @@ def weight_refresh(
         return Exchange()
     g, n = grid.ranks_per_node, grid.nodes
     gathers_all = is_full(config, grid=grid) and g > 1
-    nbytes, padding, moved, buffers = GATHERED_BYTES * row_numel, 0.0, 0.0, 0
-    if config.bits is not None:
-        parts = [(part, part.numel) for part in sections or whole_row(row_numel)]
-        layout = _message(parts, bits=config.bits, group_size=config.group_size)
-        nbytes, padding = layout.nbytes, layout.padding_bytes
-        # The difference is read from two bf16 rows; every row of the replica is read, changed and written.
-        rows = grid.size if gathers_all else n
-        moved = float((1 + rows) * (2 * GATHERED_BYTES * row_numel + nbytes))
-        buffers = nbytes * (1 + n + (grid.size if gathers_all else 0))
-    inter_copies = n - 1
     intra_copies = n * (g - 1) if gathers_all else 0
-    return Exchange(
-        intra_bytes=float(nbytes * intra_copies),
-        inter_bytes=float(nbytes * inter_copies),
-        padding_bytes=padding * (inter_copies + intra_copies),
-        collectives=(inter_copies > 0) + (intra_copies > 0),
+    if config.bits is None:
+        return Exchange(
+            intra_bytes=float(GATHERED_BYTES * row_numel * intra_copies),
+            inter_bytes=float(GATHERED_BYTES * row_numel * (n - 1)),
+            collectives=(n > 1) + gathers_all,
+            chunks=1,
+        )
+    parts = [(part, part.numel) for part in sections or whole_row(row_numel)]
+    layout = _message(parts, bits=config.bits, group_size=config.group_size)
+    rows = grid.size if gathers_all else n
+    return replace(
+        _send([("inter", layout, n - 1), ("intra", layout, intra_copies)]),
         chunks=1,
-        moved_bytes=moved,
-        buffer_bytes=buffers,
+        # The difference is read from two bf16 rows; every row of the replica is read, changed and written.
+        moved_bytes=float((1 + rows) * (2 * GATHERED_BYTES * row_numel + layout.nbytes)),
+        buffer_bytes=layout.nbytes * (1 + n + (grid.size if gathers_all else 0)),
     )
 
 
