@@ -103,28 +103,22 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
 
 
 @pytest.mark.slow
-def test_links_of_the_site_lead_somewhere(site: dict[Path, Page]) -> None:
+def test_links_of_the_site_lead_somewhere_and_it_loads_nothing_from_elsewhere(site: dict[Path, Page]) -> None:
     assert len(site) > 30
     for page in site.values():
-        if page.path.name == "404.html":  # whose links are from the root of a server
-            continue
-        for link in page.links:
+        for target in page.fetched:
+            assert not urlsplit(target).netloc and not target.startswith("//"), f"{page.path.name}: {target}"
+        # Links of the page for missing ones are from the root of a server.
+        for link in page.links if page.path.name != "404.html" else ():
             parts = urlsplit(link)
             if parts.scheme:
                 assert parts.scheme in ("https", "mailto"), f"{page.path.name}: {link}"
                 continue
-            target = (page.path.parent / unquote(parts.path)).resolve() if parts.path else page.path
-            target = target / "index.html" if target.is_dir() else target
-            assert target.exists(), f"{page.path.name}: {link}"
-            if parts.fragment and target in site:
-                assert unquote(parts.fragment) in site[target].ids | {"__top"}, f"{page.path.name}: {link}"
-
-
-@pytest.mark.slow
-def test_the_site_loads_nothing_from_elsewhere(site: dict[Path, Page]) -> None:
-    for page in site.values():
-        for target in page.fetched:
-            assert not urlsplit(target).netloc and not target.startswith("//"), f"{page.path.name}: {target}"
+            file = (page.path.parent / unquote(parts.path)).resolve() if parts.path else page.path
+            file = file / "index.html" if file.is_dir() else file
+            assert file.exists(), f"{page.path.name}: {link}"
+            if parts.fragment and file in site:
+                assert unquote(parts.fragment) in site[file].ids | {"__top"}, f"{page.path.name}: {link}"
     folder = min(site, key=lambda path: len(path.parts)).parent
     for sheet in folder.rglob("*.css"):
         outside = re.findall(r"(?:@import|url\()\s*['\"]?((?:https?:)?//[^'\")]+)", sheet.read_text())
@@ -132,15 +126,11 @@ def test_the_site_loads_nothing_from_elsewhere(site: dict[Path, Page]) -> None:
 
 
 @pytest.mark.slow
-def test_lists_and_tables_are_drawn(site: dict[Path, Page]) -> None:
-    """Not shown as they stand, as where they are nested by two spaces or follow a paragraph at once."""
+def test_lists_and_tables_are_drawn_and_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:
+    """Markdown shows where lists are nested by two spaces or follow a paragraph at once."""
     for page in site.values():
         text = re.sub(r"<pre.*?</pre>", "", page.path.read_text(encoding="utf-8"), flags=re.DOTALL)
         assert not re.search(r"\|\s*:?---|^(?:<p>)?(?:[*-]|\d+\.) ", text, re.MULTILINE), page.path.name
-
-
-@pytest.mark.slow
-def test_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:
     ids = {each for page in site.values() if page.path.parent.name == "reference" for each in page.ids}
     undocumented = {"__version__", "PRESETS", "megatron"}
     names = {f"sdp4bit.{name}" for name in sdp4bit.__all__ if name not in undocumented}

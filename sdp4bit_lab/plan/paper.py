@@ -61,7 +61,7 @@ TABLE_2 = (
 TABLE_4_NODES = 8
 TABLE_4_BASELINE_MS, TABLE_4_QUANTIZED_MS = 379.3, 45.9
 """Gradient communication of 1.3B on 32 A100: fp32, and TLq-HS."""
-FIGURE_8_MODEL = "2.7B"
+FIGURE_8_MODEL: CardName = "2.7B"
 FIGURE_8_NODES: dict[ClusterName, int] = {"a100": 8, "h800": 16}
 FIGURE_8 = {"qwd": (1.1, 1.2), "tlq-hs": (1.4, 1.8), "sdp4bit": (1.6, 2.4)}
 """Ranges in the text over both clusters; the plotted numbers are not printed."""

@@ -21,8 +21,7 @@ import torch
 from benchmarks import cluster, cluster_network, cluster_report
 from benchmarks.cluster_network import Network, rate_in_bits, reason_to_skip, remove_leftovers
 from benchmarks.cluster_report import Sample
-from benchmarks.cluster_strategies import STRATEGIES, Cluster, Workload, build_model, strategies_for
-from sdp4bit_lab.pretrain.stability import gradient_spikes
+from benchmarks.cluster_strategies import STRATEGIES, Cluster, Workload, strategies_for
 from tests import ROOT
 from tests.ranks import run_ranks
 
@@ -196,7 +195,7 @@ def numel() -> int:
 
 def test_every_strategy_trains_the_same_model_and_sends_what_it_should() -> None:
     names = strategies_for(ONE_PER_NODE)
-    first, second = run_ranks(train, 2, names, ONE_PER_NODE, timeout=60.0)
+    first, second = run_ranks(train, 2, names, ONE_PER_NODE, timeout=240.0)
     assert {name: losses for name, (losses, _) in first.items()} == {
         name: losses for name, (losses, _) in second.items()
     }
@@ -328,23 +327,3 @@ def test_a_small_cluster_is_measured_from_end_to_end(tmp_path: Path) -> None:
     for rate in ("500mbit", "1gbit"):
         sent = {name: rows[rate, name]["tx_bytes_per_node_per_step"] for _, name in rows}
         assert sent["sdp4bit"] * 5 < sent["hierarchical"] < 0.55 * sent["fair"]
-
-
-@pytest.mark.parametrize(("warmup_steps", "spikes"), [(20, []), (1, [11])])
-def test_the_training_of_the_benchmark_spikes_without_its_warm_up(
-    warmup_steps: int, spikes: list[int]
-) -> None:
-    workload = Workload(warmup_steps=warmup_steps)
-    model = build_model(workload)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    norms = []
-    for step in range(12):
-        tokens, targets = workload.batch(step, rank=0)
-        (model(tokens, targets).sum() / targets.numel()).backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norms.append((step + 1, torch.nn.utils.get_total_norm(gradients).item()))
-        for group in optimizer.param_groups:
-            group["lr"] = workload.learning_rate_at(step)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert [spike.step for spike in gradient_spikes(norms)] == spikes, norms

@@ -18,40 +18,31 @@ from tests.lab.report.written_runs import settings, train_event, validation_even
 pytestmark = pytest.mark.slow
 
 
-def comparison_runs(folder: Path, costs: dict[str, tuple[float, float]]) -> None:
-    """Write runs of three seeds whose gradient error and loss above the baseline's are given by strategy."""
-    for seed in (1, 2, 3):
-        for name, (error, cost) in {"baseline": (0.0, 0.0), **costs}.items():
-            quantization = {"gradients": None if name == "baseline" else {"inter_bits": 4}, "weights": None}
-            events = [train_event(step, gradient_error=error or None) for step in (1, 2, 3, 4)]
-            events.append(validation_event(4, 5.0 * (1 + cost) + 0.01 * seed))
-            config = settings(name, seed=seed) | {"quantization": quantization}
-            write_run(folder / f"{name}-seed{seed}", events, config=config)
-
-
-def curve_runs(folder: Path, simulated: int | None = 4) -> None:
-    """Write a comparison of simulated ranks that have counted their bytes."""
-    comparison_runs(folder, {"tlq-hs": (0.1, 0.001), "dithered": (0.07, 0.0006)})
+def curve_runs(folder: Path, *, simulated: int | None = 4) -> None:
+    """Write a comparison of simulated ranks that have counted their bytes, with three seeds."""
     with torch.device("meta"):
         model = GPT(ModelConfig().shape(vocabulary=512, sequence_length=64))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    for path in folder.glob("*/config.json"):
-        config = json.loads(path.read_text())
-        rounding = "dither" if path.parent.name.startswith("dithered") else "stochastic"
-        if config["quantization"]["gradients"]:
-            config["quantization"]["gradients"]["inter_rounding"] = rounding
-        config["model"], config["data"] = {"model_card": "tiny"}, {"vocabulary_size": 500}
-        config["training"] = {"sequence_length": 64}
-        config["parallel"] = {"simulated_ranks": simulated, "ranks_per_node": 2}
-        path.write_text(json.dumps(config))
-    for path in folder.glob("*/metrics.jsonl"):
-        sent = 6 if path.parent.name.startswith("baseline") else 1
-        events = [json.loads(line) for line in path.read_text().splitlines()]
-        for event in events:
-            if event["event"] == "train":
-                # The first step sends more.
-                event["inter_bytes"] = sent * parameters * (2 if event["step"] == 1 else 1)
-        path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    for name, rounding, cost, sent in (
+        ("baseline", None, 0.0, 6),
+        ("tlq-hs", "stochastic", 0.001, 1),
+        ("dithered", "dither", 0.0006, 1),
+    ):
+        gradients = rounding and {"inter_bits": 4, "inter_rounding": rounding}
+        # The first step sends more.
+        events = [train_event(s, inter_bytes=sent * parameters * (1 + (s == 1))) for s in (1, 2, 3, 4)]
+        for seed in (1, 2, 3):
+            config = settings(
+                name,
+                seed=seed,
+                model={"model_card": "tiny"},
+                data={"vocabulary_size": 500},
+                training={"sequence_length": 64},
+                parallel={"simulated_ranks": simulated, "ranks_per_node": 2},
+                quantization={"gradients": gradients, "weights": None},
+            )
+            validation = validation_event(4, 5.0 * (1 + cost) + 0.01 * seed)
+            write_run(folder / f"{name}-seed{seed}", [*events, validation], config=config)
 
 
 def test_the_curve_holds_costs_against_bytes_and_what_was_expected(tmp_path):

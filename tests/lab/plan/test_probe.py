@@ -65,11 +65,9 @@ def test_timed_exchanges_send_the_counted_bytes(tmp_path: Path) -> None:
 
 
 def probe_and_expect_refusal(config: ProbeConfig) -> str:
-    try:
+    with pytest.raises(SettingError) as error:
         run_probe(config)
-    except SettingError as error:
-        return str(error)
-    raise AssertionError("nothing was refused")
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -87,46 +85,29 @@ def test_refusals_are_the_same_on_all_ranks(tmp_path: Path, changes: dict[str, A
     assert message in refusals[0]
 
 
+def link(seconds: float, *, latency: float = 0.0) -> Link:
+    return Link(sent_bytes=1000, seconds=seconds, fastest=seconds, slowest=2 * seconds, latency=latency)
+
+
 def test_latency_is_not_taken_for_bandwidth() -> None:
     assert link(3.0, latency=1.0).bandwidth == 500
     assert link(1.0, latency=0.9).bandwidth == 2000
-    assert link(3.0, latency=1.0, slowest=5.0).spread == (250, 500)
+    assert link(3.0, latency=1.0).spread == (200, 500)
 
 
-def link(seconds: float, *, latency: float, slowest: float | None = None) -> Link:
-    return Link(
-        sent_bytes=1000, seconds=seconds, fastest=seconds, slowest=slowest or seconds, latency=latency
-    )
-
-
-def measured(*, intra: float, inter: float) -> dict[str, Any]:
-    links = {
-        level: vars(link(seconds, latency=0.0, slowest=2 * seconds))
-        for level, seconds in (("intra", intra), ("inter", inter))
+@pytest.mark.parametrize("intra_seconds", [1e-6, 1e-4])
+def test_the_spread_is_shown_and_a_node_that_is_slower_inside_is_pointed_out(intra_seconds: float) -> None:
+    measured = {
+        "intra": vars(link(intra_seconds)),
+        "inter": vars(link(1e-5)),
+        **{f"quantization_{end}": 1.0 for end in ("seconds", "fastest", "slowest")},
+        **{"quantization_bytes": 1e9, "rounds": 5, "kernels": "x", "hosts": 2},
     }
-    ends = {f"quantization_{end}": 1.0 for end in ("seconds", "fastest", "slowest")}
-    return {
-        "name": "somewhere",
-        "nodes": 2,
-        "devices_per_node": 4,
-        "quantization_bandwidth": 1e9,
-        "measured": {**links, **ends, "quantization_bytes": 1e9, "rounds": 5, "kernels": "x", "hosts": 2},
-    }
-
-
-def test_the_spread_is_shown_and_a_node_that_is_slower_inside_is_pointed_out() -> None:
-    usual = describe(measured(intra=1e-6, inter=1e-5), out=Path("probe.json"))
-    assert "inter-node, per node: 400 MB/s and direction (200 MB to 400 MB/s in 5" in usual
-    assert "WARNING" not in usual and max(map(len, usual.splitlines())) <= 80
-    odd = describe(measured(intra=1e-4, inter=1e-5), out=Path("probe.json"))
-    assert "WARNING: a rank is slower inside its node (10 MB/s) than between nodes (100" in odd
-
-
-def test_probe_takes_no_options_of_models(capsys: pytest.CaptureFixture[str]) -> None:
-    for option in ("--simulated-ranks", "--tensor-model-parallel-size", "--recompute-granularity"):
-        with pytest.raises(SystemExit):
-            main(["probe", option, "2"])
-        assert f"Unrecognized options: {option}" in capsys.readouterr().err
+    ends = {"name": "somewhere", "nodes": 2, "devices_per_node": 4, "quantization_bandwidth": 1e9}
+    text = " ".join(describe({**ends, "measured": measured}, out=Path("probe.json")).split())
+    assert "inter-node, per node: 400 MB/s and direction (200 MB to 400 MB/s in 5 rounds)" in text
+    warning = "WARNING: a rank is slower inside its node (10 MB/s) than between nodes (100 MB/s)"
+    assert (warning in text) == (intra_seconds > 1e-5)
 
 
 @pytest.mark.slow
