@@ -41,19 +41,10 @@ def run_plan(config: PlanConfig) -> int:
         cluster = config.cluster.resolve(model=config.model_name)
         content = (plan_json if config.json else plan_text)(config, cluster, config.plan(cluster))
     if isinstance(content, dict):
-        sys.stdout.write(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
     else:
         Console().print(content, highlight=False, markup=False, soft_wrap=True)
     return 0
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with None for infinities: bandwidths that nothing depends on."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan) -> dict[str, Any]:
@@ -73,7 +64,8 @@ def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan) -> dict[str, Any
         "model": config.model_name,
         "parameters": config.parameters,
         "parameters_per_rank_group": plan.parameters,
-        "cluster": asdict(cluster),
+        # Bandwidths that nothing depends on are infinite, which JSON is not.
+        "cluster": {name: None if value == math.inf else value for name, value in vars(cluster).items()},
         "layout": asdict(config.resolved_layout),
         "data_parallel": asdict(plan.grid),
         "replicas": asdict(plan.replicas),
