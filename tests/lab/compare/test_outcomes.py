@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,7 +13,6 @@ from rich.console import Console
 from sdp4bit_lab.compare.finished_run import FinishedRun
 from sdp4bit_lab.compare.outcomes import outcomes
 from sdp4bit_lab.compare.tables import Report
-from sdp4bit_lab.pretrain.metrics import StepMetrics
 from sdp4bit_lab.pretrain.stability import GradientSpike
 from sdp4bit_lab.pretrain.trainer import TrainingResult
 from tests.lab.compare.synthetic_runs import finished
@@ -66,11 +67,8 @@ def test_summary_json():
         *("baseline", 0.95, True, [])
     ]
     member = summary["strategies"]["tlq"]
-    assert member["seeds"] == [1, 2, 3]
-    assert member["val_loss_mean"] == pytest.approx(13.6 / 3)
-    assert member["difference_to_baseline_by_seed"] == pytest.approx({"1": 0.1, "2": 0.2, "3": 0.3})
+    assert (member["seeds"], member["significance"]) == ([1, 2, 3], "not significantly different")
     assert member["difference_to_baseline_interval"] == pytest.approx([0.2 - HALF, 0.2 + HALF])
-    assert member["significance"] == "not significantly different"
     nothing = summary["strategies"]["baseline"]
     assert nothing.keys() == member.keys()
     assert all(nothing[name] is None for name in nothing if "difference" in name or name == "significance")
@@ -205,22 +203,12 @@ def test_everything_is_written_and_printed(tmp_path):
 
 
 def test_a_finished_run_keeps_a_training_result():
-    def step(number: int, loss: float) -> StepMetrics:
-        return StepMetrics(
-            **dict.fromkeys(("lr", "grad_norm", "tokens_per_second", "tflops_per_device"), 0.0),
-            **dict.fromkeys(("weight_drift", "gradient_error")),
-            compression_ratio=1.0,
-            step=number,
-            samples=number,
-            loss=loss,
-            step_seconds=0.5,
-            intra_bytes=10 * number,
-            inter_bytes=number,
-        )
+    def step(number: int, loss: float) -> Any:
+        sent = {"intra_bytes": 10 * number, "inter_bytes": number}
+        return SimpleNamespace(step=number, loss=loss, grad_norm=0.0, step_seconds=0.5, **sent)
 
-    result = TrainingResult(
-        strategy="qw", seed=4, steps=[step(1, 6.0), step(2, 5.0), step(3, 4.0)], validation=[(3, 4.5)]
-    )
+    steps = [step(1, 6.0), step(2, 5.0), step(3, 4.0)]
+    result = TrainingResult(strategy="qw", seed=4, steps=steps, validation=[(3, 4.5)])
     run = FinishedRun.of(result)
     assert run.spikes == ()
     assert (run.losses, run.validation_loss, run.seconds) == ((6.0, 5.0, 4.0), 4.5, 1.5)

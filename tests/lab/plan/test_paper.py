@@ -36,18 +36,13 @@ def test_bytes_per_node_are_those_worked_out_by_hand(tables: Reproduction) -> No
         assert p.quantized_bytes / 1e9 == pytest.approx(quantized, abs=0.006)
 
 
-def test_table_4_is_predicted_within_a_millisecond_by_its_own_bandwidth(tables: Reproduction) -> None:
+def test_table_4_and_figure_8_are_predicted(tables: Reproduction) -> None:
     assert tables.table_4_ms == pytest.approx(TABLE_4_QUANTIZED_MS, abs=1.0)
     assert tables.table_4_fitted_ms == pytest.approx(TABLE_4_QUANTIZED_MS, rel=0.1)
-
-
-def test_figure_8_falls_into_the_ranges_of_the_text(tables: Reproduction) -> None:
-    for speedups in tables.figure_8.values():
-        for strategy, (low, high) in FIGURE_8.items():
-            # The text rounds to one digit.
-            assert low - 0.05 <= speedups[strategy] <= high + 0.05
     a100, h800 = tables.figure_8["a100"], tables.figure_8["h800"]
-    assert all(a100[strategy] > h800[strategy] > 1 for strategy in FIGURE_8)
+    for strategy, (low, high) in FIGURE_8.items():
+        # The text rounds to one digit.
+        assert low - 0.05 <= h800[strategy] < a100[strategy] <= high + 0.05
 
 
 def test_the_clusters_of_the_paper_plan_its_own_rows_closely(tables: Reproduction) -> None:

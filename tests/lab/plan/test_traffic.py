@@ -9,6 +9,7 @@ from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit_lab.plan.memory import memory_per_rank
 from sdp4bit_lab.plan.model import ShardedGroup, flat_buffer, gpt_groups, least_padded_dim
 from sdp4bit_lab.plan.traffic import (
+    ONE_RANK,
     RankGrid,
     all_reduce_exchange,
     gradient_exchange,
@@ -67,7 +68,7 @@ def test_kernels_and_buffers_move_every_message(chunks: int, at_once: float) -> 
     assert summed.buffer_bytes == messages + piece * (1 + 4 + 32) * INT4
 
 
-def test_full_precision_has_no_kernels_and_no_buffers() -> None:
+def test_full_precision_has_no_kernels_and_no_buffers_and_one_rank_no_traffic() -> None:
     grid = RankGrid(nodes=4, ranks_per_node=8)
     exchanges = [
         gradient_exchange(1 << 20, grid=grid, config=None),
@@ -76,13 +77,9 @@ def test_full_precision_has_no_kernels_and_no_buffers() -> None:
     ]
     assert [(e.moved_bytes, e.buffer_bytes) for e in exchanges] == [(0, 0)] * 3
     assert all(e.inter_bytes > 0 for e in exchanges)
-
-
-def test_one_rank_sends_nothing() -> None:
     group = ShardedGroup(name="all", shapes=((7, 3),))
-    grid = RankGrid(nodes=1, ranks_per_node=1)
-    traffic = group_traffic(group, grid=grid, config=SDP4BitConfig(), accumulation=2)
-    assert all((e.intra_bytes, e.inter_bytes, e.collectives) == (0, 0, 0) for e in traffic.exchanges)
+    alone = group_traffic(group, grid=ONE_RANK, config=SDP4BitConfig(), accumulation=2)
+    assert all((e.intra_bytes, e.inter_bytes, e.collectives) == (0, 0, 0) for e in alone.exchanges)
 
 
 @pytest.mark.parametrize(("replica", "copies"), [("node", 4), ("full", 32)])
@@ -120,14 +117,12 @@ def test_rows_are_cut_as_the_engines_cut_them() -> None:
     assert buffer.row_numel(ranks=3) == 384 // 3
 
 
-@pytest.mark.parametrize(
-    ("shape", "ranks", "dim"),
-    [((1024, 4096), 4096, 1), ((1024, 4096), 512, 0), ((1000,), 16, 0), ((6, 8, 16), 16, 2), ((3, 5), 2, 0)],
-)
-def test_another_dimension_is_chosen_only_where_it_is_divided_evenly(
-    shape: tuple[int, ...], ranks: int, dim: int
-) -> None:
-    assert least_padded_dim(shape, ranks=ranks) == dim
+def test_another_dimension_is_chosen_only_where_it_is_divided_evenly() -> None:
+    for shape, ranks, dim in (
+        *(((1024, 4096), 4096, 1), ((1024, 4096), 512, 0), ((1000,), 16, 0)),
+        *(((6, 8, 16), 16, 2), ((3, 5), 2, 0)),
+    ):
+        assert least_padded_dim(shape, ranks=ranks) == dim
 
 
 def test_groups_are_those_of_the_pretraining_model() -> None:
