@@ -86,24 +86,15 @@ def test_the_fsdp2_example_trains() -> None:
     assert any("gradients  full precision: all ranks on one node" in line for line in lines)
 
 
-@pytest.fixture(scope="module")
-def megatron() -> list[str]:
-    """What Megatron-Core's example prints with sdp4bit."""
+@pytest.mark.slow
+def test_the_megatron_example_trains_on_a_cpu_with_and_without_sdp4bit() -> None:
     pytest.importorskip("megatron.core")
-    return run("megatron_minimal.py", "--steps", "6")
-
-
-@pytest.mark.slow
-def test_the_megatron_example_trains_on_a_cpu(megatron: list[str]) -> None:
-    found = losses(megatron)
-    assert len(found) == 6 and found[-1] < found[0] - 0.2
-    assert any("gradients  inter int4/128, Hadamard" in line for line in megatron)
-
-
-@pytest.mark.slow
-def test_the_megatron_example_trains_as_well_without_sdp4bit(megatron: list[str]) -> None:
-    lines = run("megatron_minimal.py", "--plain", "--steps", "6")
-    ours, plain = losses(megatron), losses(lines)
+    quantized, unquantized = (
+        run("megatron_minimal.py", *plain, "--steps", "6") for plain in ((), ("--plain",))
+    )
+    ours, plain = losses(quantized), losses(unquantized)
+    assert len(ours) == 6 and ours[-1] < ours[0] - 0.2
     assert ours[0] == plain[0] and ours[1:] != plain[1:]  # nothing is quantized before the first step
     assert ours[-1] == pytest.approx(plain[-1], abs=0.05)
-    assert not any("int4" in line for line in lines)
+    assert any("gradients  inter int4/128, Hadamard" in line for line in quantized)
+    assert not any("int4" in line for line in unquantized)
