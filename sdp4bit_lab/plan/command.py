@@ -60,6 +60,7 @@ def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan) -> dict[str, Any
             "hidden_seconds_at_most": cost.hidden_seconds[1],
             "step_seconds_at_least": cost.step_seconds[1],
         }
+    over_fp32, over_bf16 = plan.speedups(plan.baseline), plan.speedups(plan.bf16_baseline)
     return {
         "model": config.model_name,
         "parameters": config.parameters,
@@ -72,10 +73,10 @@ def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan) -> dict[str, Any
         "overlap": config.layout.overlaps,
         "strategy": config.strategy_name,
         **costs,
-        "speedup": plan.speedups[0],
-        "speedup_over_bf16": plan.speedups_over_bf16[0],
-        "speedup_hidden": plan.speedups[1],
-        "speedup_over_bf16_hidden": plan.speedups_over_bf16[1],
+        "speedup": over_fp32[0],
+        "speedup_over_bf16": over_bf16[0],
+        "speedup_hidden": over_fp32[1],
+        "speedup_over_bf16_hidden": over_bf16[1],
         "padding": plan.padding,
         "most_padded_group": plan.most_padded,
         "recommendation": plan.recommendation,

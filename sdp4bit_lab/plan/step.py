@@ -201,22 +201,10 @@ class Plan:
     most_padded: str
     """The group with most padding, and the length of its rows relative to its parameters."""
 
-    @property
-    def speedups(self) -> Range:
-        """Over the baseline with fp32 gradients."""
-        return self._speedups(self.baseline)
-
-    @property
-    def speedups_over_bf16(self) -> Range:
-        """Over the baseline with bf16 gradients."""
-        return self._speedups(self.bf16_baseline)
-
-    def _speedups(self, baseline: StepCost) -> Range:
-        least, most = (
-            plain / ours
-            for plain, ours in zip(baseline.step_seconds, self.quantized.step_seconds, strict=True)
-        )
-        return least, most
+    def speedups(self, baseline: StepCost) -> Range:
+        """Return the speed-up of a step over one of the baselines."""
+        ours, plain = self.quantized.step_seconds, baseline.step_seconds
+        return plain[0] / ours[0], plain[1] / ours[1]
 
     @property
     def padding(self) -> float:
@@ -228,12 +216,13 @@ class Plan:
         """Whether to enable quantized communication, and the speed-up of a step, in one sentence."""
         if self.grid.size * self.replicas.size == 1:
             return f"{_NO}: the data-parallel group has one rank, nothing is sent"
-        advice = {_advice(*gains) for gains in zip(self.speedups, self.speedups_over_bf16, strict=True)}
+        over_fp32, over_bf16 = self.speedups(self.baseline), self.speedups(self.bf16_baseline)
+        advice = {_advice(*gains) for gains in zip(over_fp32, over_bf16, strict=True)}
         prefix = advice.pop() if len(advice) == 1 else _PERHAPS
         if _NO in advice:
             prefix = "depends on how much of the communication is hidden"
-        over_fp32, over_bf16 = _span(self.speedups), _span(self.speedups_over_bf16)
-        return f"{prefix}: {over_fp32} times as fast as with fp32 gradients, {over_bf16} with bf16 gradients"
+        fp32, bf16 = _span(over_fp32), _span(over_bf16)
+        return f"{prefix}: {fp32} times as fast as with fp32 gradients, {bf16} with bf16 gradients"
 
 
 def _advice(over_fp32: float, over_bf16: float) -> str:
