@@ -21,7 +21,6 @@ from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import (
-    Topology,
     TopologySpec,
     create_host_groups,
     create_topologies,
@@ -201,20 +200,12 @@ class FSDPCommHandle(CommHandle):
         super().__init__(FSDPModelState(comms, telemetry=config.telemetry), config=config, note=note)
         # Separate process groups: one communicator would run gathers and reductions one after the other.
         ordered = list(layouts.shards.values())
-        weight_topologies: dict[tuple[int, ...], Topology] = {}
-        gradient_topologies: dict[tuple[int, ...], Topology] = {}
-        replica_topologies: dict[tuple[int, ...], Topology] = {}
-        if config.weights:
-            weight_topologies = create_topologies(ordered, purpose="weights")
-        if config.gradients:
-            gradient_topologies = create_topologies(ordered, purpose="gradients")
-        if config.gradients and layouts.replicas:
-            replica_topologies = create_topologies(list(layouts.replicas.values()), purpose="replicas")
-        self._topologies = [
-            *weight_topologies.values(),
-            *gradient_topologies.values(),
-            *replica_topologies.values(),
-        ]
+        replicas = list(layouts.replicas.values())
+        weight_topologies = create_topologies(ordered, purpose="weights") if config.weights else {}
+        gradient_topologies = create_topologies(ordered, purpose="gradients") if config.gradients else {}
+        replica_topologies = create_topologies(replicas, purpose="replicas") if config.gradients else {}
+        topologies = weight_topologies, gradient_topologies, replica_topologies
+        self._topologies = [topology for each in topologies for topology in each.values()]
         # NCCL alone takes no tensors on the host, and on the device a decision would wait for computation.
         if config.weights and "cpu:" not in dist.get_backend_config():
             self._state.decision_groups = create_host_groups(ordered, purpose="decisions")
@@ -274,8 +265,7 @@ class FSDPCommHandle(CommHandle):
         self._previous = [self._install(comm) for comm in comms]
         self._is_quantized = True
         self._hooks = [self._state.steps_seen.watch_optimizers()] if groups else []
-        for group in groups:
-            self._hooks += self._state.aliases.watch(group)
+        self._hooks += [self._state.aliases.watch(segment) for g in groups for segment in g.segments]
         for root in roots:
             # FSDP modules too: a part of the model may be loaded by itself.
             watched = {root, *(module for _, module in named_fsdp_modules(root))}

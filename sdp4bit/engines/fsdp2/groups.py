@@ -10,13 +10,12 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, count, takewhile
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -59,12 +58,16 @@ class ParamSegment:
     start: int
     end: int
     param: Param
-    """FSDP2's record of the parameter; its sharded_param attribute may be replaced over time."""
 
     @property
-    def sharded(self) -> nn.Parameter:
-        """The parameter that optimizers and state dicts see: a DTensor."""
-        return self.param.sharded_param
+    def sharded(self) -> DTensor:
+        """The parameter that optimizers and state dicts see; FSDP2 may replace it."""
+        return cast(DTensor, self.param.sharded_param)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's shard without padding, detached."""
+        return self.sharded.to_local().detach()
 
     @cached_property
     def is_on_all_ranks(self) -> bool:
@@ -73,25 +76,17 @@ class ParamSegment:
         return self.param.padded_sharded_param_size[dim] * (ranks - 1) < self.param._orig_size[dim]
 
     @property
-    def owner(self) -> nn.Module:
-        """The module that the parameter is registered on."""
-        return self.param._module_info.module
-
-    @property
-    def own_name(self) -> str:
-        """The parameter's name in its owner."""
-        return self.param._module_info.param_name
+    def owner(self) -> tuple[nn.Module, str]:
+        """The module that the parameter is registered on, and its name there."""
+        return self.param._module_info.module, self.param._module_info.param_name
 
     @property
     def split_over(self) -> dict[tuple[int, ...], ProcessGroup]:
-        """The groups of ranks that tensor parallelism splits the parameter over, one per such mesh dimension.
-
-        Further dimensions of the parameter's mesh than FSDP2's are meant, whatever the parallelism on them.
-        """
-        like = cast(DTensor, self.sharded)
+        """The groups of ranks that tensor parallelism splits the parameter over, one per such mesh dimension."""
+        # Every dimension of the parameter's mesh that is not FSDP2's counts, whatever the parallelism on it.
         data = set(self.param.mesh_info.mesh.mesh.flatten().tolist())
-        split = [dim for dim, placement in enumerate(like.placements) if not placement.is_replicate()]
-        groups = [like.device_mesh.get_group(dim) for dim in split]
+        mesh, placements = self.sharded.device_mesh, self.sharded.placements
+        groups = [mesh.get_group(dim) for dim, each in enumerate(placements) if not each.is_replicate()]
         found = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
         return {ranks: group for ranks, group in found.items() if not data.issuperset(ranks)}
 
@@ -99,13 +94,12 @@ class ParamSegment:
         """View this parameter's shard, without padding, in a row [n] of its group."""
         padded = row[self.start : self.end].view(self.param.padded_sharded_param_size)
         dim = self.param.fsdp_placement.dim
-        local = cast(DTensor, self.sharded).to_local()
-        return padded.narrow(dim, 0, local.size(dim) if local.numel() else 0)
+        return padded.narrow(dim, 0, self.local.size(dim) if self.local.numel() else 0)
 
     def to_dtensor(self, row: Tensor) -> DTensor:
         """Return a copy of this shard of a row as a DTensor sharded like the parameter."""
-        like = cast(DTensor, self.sharded)
-        local = self.local_view(row).clone().view(like.to_local().shape)
+        like = self.sharded
+        local = self.local_view(row).clone().view(self.local.shape)
         return DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
@@ -121,16 +115,13 @@ def _counter(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommObjects:
+class CommObjects(NamedTuple):
     """What an FSDP2 parameter group communicates through."""
 
     all_gather: Comm
     reduce_scatter: Comm
-    force_sum: bool
-    """Reductions are asked for as sums, also where they end as means."""
-    replicas: ProcessGroup | None
-    """What gradients are all-reduced over; None without HSDP."""
+    force_sum: bool  # reductions are asked for as sums, also where they end as means
+    replicas: ProcessGroup | None  # gradients are all-reduced over it; None without HSDP
 
 
 class FSDPGroup:
@@ -143,7 +134,7 @@ class FSDPGroup:
         *,
         name: str,
         module_name: str,
-        module_names: dict[int, str],
+        module_names: Mapping[int, str],
         siblings: Sequence[ParamGroup],
         root: str,
     ) -> None:
@@ -157,102 +148,52 @@ class FSDPGroup:
         self.name = name or "(root)"
         self.module_name = module_name or "(root)"
         self.module = module
+        self.root = root
+        self.device = group.device
         self._group = group
         self._siblings = siblings
         self._module_names = module_names
-        self.root = root
         self._cut: dict[tuple[tuple[int, ...], int, bool], tuple[Section, ...]] = {}
-
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The ranks that the group is sharded over."""
-        return self._group.mesh_info.shard_process_group
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Global ranks of the process group, in order."""
-        return tuple(dist.get_process_group_ranks(self.process_group))
-
-    @property
-    def replicas(self) -> ProcessGroup:
-        """The ranks that hold the same shard as this one; only with HSDP."""
-        info = self._hybrid_info
-        return info.mesh.get_group(cast(int, info.replicate_mesh_dim))
-
-    @property
-    def replica_ranks(self) -> tuple[int, ...]:
-        """Global ranks that hold the same shard as this one, in order; only its own without HSDP."""
-        return tuple(dist.get_process_group_ranks(self.replicas)) if self.is_hybrid else (dist.get_rank(),)
-
-    @property
-    def sharing_ranks(self) -> frozenset[int]:
-        """Global ranks that share the group's parameters: its shards, with HSDP those of all replicas."""
-        if not self.is_hybrid:
-            return frozenset(self.ranks)
-        return frozenset(self._hybrid_info.mesh.mesh.flatten().tolist())
-
-    @property
-    def shard_rank(self) -> int:
-        """Which shard this rank holds: the same on HSDP replicas and on tensor-parallel peers.
-
-        It numbers the rounding of weights, so that ranks with equal weights send equal differences.
-        """
-        return self._group.mesh_info.shard_mesh_rank
-
-    @property
-    def data_rank(self) -> int:
-        """Which data this rank sees: the same on tensor-parallel peers only.
-
-        It numbers the rounding of gradients: parameters that tensor parallelism replicates stay equal.
-        """
-        replica = self._hybrid_info.replicate_mesh_rank if self.is_hybrid else 0
-        return self.data_ranks_of_replicas[replica]
-
-    @property
-    def data_ranks_of_replicas(self) -> range:
-        """The `data_rank` of each of the `replica_ranks`."""
-        size = self._group.mesh_info.shard_mesh_size
-        return range(self.shard_rank, self.data_ranks, size)
-
-    @property
-    def data_ranks(self) -> int:
-        """How many values `data_rank` has."""
-        replicas = self._hybrid_info.replicate_mesh_size if self.is_hybrid else 1
-        return self._group.mesh_info.shard_mesh_size * replicas
-
-    @property
-    def device(self) -> torch.device:
-        """Where the group computes and communicates."""
-        return self._group.device
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether gradients are also all-reduced over replicas (HSDP)."""
-        return self._group._is_hsdp
+        info = group.mesh_info
+        # The ranks that the group is sharded over, and their global ranks in order.
+        self.process_group = info.shard_process_group
+        self.ranks = tuple(dist.get_process_group_ranks(self.process_group))
+        # HSDP: gradients are also all-reduced over replicas, the ranks that hold the same shard as this one.
+        self.is_hybrid = group._is_hsdp
+        self.replicas: ProcessGroup | None = None
+        self.replica_ranks: tuple[int, ...] = (dist.get_rank(),)
+        self.sharing_ranks = frozenset(self.ranks)  # that share the group's parameters, of all replicas
+        replica, replicas = 0, 1
+        if self.is_hybrid:
+            hybrid = self._hybrid_info
+            # By the mesh and not by `replicate_process_group`: another handle may have exchanged that one.
+            self.replicas = hybrid.mesh.get_group(cast(int, hybrid.replicate_mesh_dim))
+            self.replica_ranks = tuple(dist.get_process_group_ranks(self.replicas))
+            self.sharing_ranks = frozenset(hybrid.mesh.mesh.flatten().tolist())
+            replica, replicas = hybrid.replicate_mesh_rank, hybrid.replicate_mesh_size
+        # Which shard this rank holds. It numbers the rounding of weights: HSDP replicas and tensor-parallel
+        # peers have equal weights, and must send equal differences.
+        self.shard_rank = info.shard_mesh_rank
+        # Which of `data_ranks` different data this rank sees. It numbers the rounding of gradients, so that
+        # parameters that tensor-parallel peers, which see the same data, hold alike stay equal.
+        self.data_ranks = info.shard_mesh_size * replicas
+        self.data_ranks_of_replicas = range(self.shard_rank, self.data_ranks, info.shard_mesh_size)
+        self.data_rank = self.data_ranks_of_replicas[replica]
 
     @property
     def is_unsharded(self) -> bool:
         """Whether full parameters are materialized now."""
         return self._group.is_unsharded
 
-    def leads(self, leader: object) -> bool:
-        """Return whether this is the first group of the module whose state that is."""
-        return self._siblings[0] is self._group and self.module._get_fsdp_state() is leader
-
     @property
-    def is_training(self) -> bool:
-        """Whether the group's module is in training mode."""
-        return self.module.training
+    def is_idle(self) -> bool:
+        """Whether neither forward nor backward of the group's modules is running."""
+        return self._group._training_state.name == "IDLE"
 
     @property
     def reduces_gradients(self) -> bool:
         """Whether the next backward reduces gradients, and does not only accumulate them."""
         return self._group.reduce_grads
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether neither forward nor backward of the group's modules is running."""
-        return self._group._training_state.name == "IDLE"
 
     @property
     def context(self) -> RootContext:
@@ -263,6 +204,10 @@ class FSDPGroup:
     def forward_leader(self) -> object | None:
         """State of the outermost FSDP module whose forward is running, None outside of forward."""
         return self.context.iter_forward_root
+
+    def leads(self, leader: object) -> bool:
+        """Return whether this is the first group of the module whose state that is."""
+        return self._siblings[0] is self._group and self.module._get_fsdp_state() is leader
 
     @property
     def ranks_after_forward(self) -> int | None:
@@ -302,21 +247,20 @@ class FSDPGroup:
     def sections(self, numel: int, *, unit: int, separate: bool) -> tuple[Section, ...] | None:
         """Return the sections of a row [numel], cached; None if tensor-parallel copies could drift apart.
 
-        FSDP2 does not tell which parameters got a gradient and are in a row. Its length tells whether all
-        are, or all that train. If it is neither, the row is one section, unless what tensor-parallel ranks
-        hold alike is in it: that has to be rounded alike, so it shares nothing with what they split.
-
         Args:
             unit: of `cut_row`.
             separate: `SDP4BitConfig.separate_parameters`. Tensor-parallel copies are separated in any case.
         """
         if not separate and not self.copied_over:
             return whole_row(numel)
+        # FSDP2 leaves parameters without a gradient out of a row, and does not tell which are in it. The
+        # length shows whether all are, or all that train.
         segments, lengths = self.segments, [segment.end - segment.start for segment in self.segments]
         present = list(range(len(segments)))
         if sum(lengths) != numel:
             present = [i for i, segment in enumerate(segments) if segment.sharded.requires_grad]
         if sum(lengths[i] for i in present) != numel:
+            # Tensor-parallel copies must be rounded alike, so they share no section with what is split.
             return None if self.copied_over else whole_row(numel)
         key = (tuple(present), unit, separate)
         if key not in self._cut:
@@ -340,7 +284,7 @@ class FSDPGroup:
     @property
     def holds_values(self) -> bool:
         """Whether any shard of this rank is more than padding."""
-        return any(cast(DTensor, segment.sharded).to_local().numel() for segment in self.segments)
+        return any(segment.local.numel() for segment in self.segments)
 
     @property
     def shard_nbytes(self) -> int:
@@ -372,11 +316,8 @@ class FSDPGroup:
     @property
     def extension_params(self) -> list[str]:
         """Parameters whose tensor subclass changes what is gathered."""
-        return [
-            segment.name
-            for segment in self.segments
-            if hasattr(cast(DTensor, segment.sharded)._local_tensor, "fsdp_pre_all_gather")
-        ]
+        extends = "fsdp_pre_all_gather"
+        return [s.name for s in self.segments if hasattr(s.sharded._local_tensor, extends)]
 
     @property
     def comms(self) -> CommObjects:
@@ -393,24 +334,22 @@ class FSDPGroup:
         return cast(HybridMeshInfo, self._group.mesh_info)
 
     @property
-    def _comm_names(self) -> dict[str, str]:
-        comms = {"weights": self._group._all_gather_comm, "gradients": self._group._reduce_scatter_comm}
-        return {kind: type(comm).__name__ for kind, comm in comms.items()}
-
-    @property
     def custom_comms(self) -> list[str]:
         """Class names of communication hooks that are not FSDP2's own."""
-        return [name for name in self._comm_names.values() if name not in (*_DEFAULT_COMMS, *_STAGING_COMMS)]
+        names = [type(comm).__name__ for comm in (self.comms.all_gather, self.comms.reduce_scatter)]
+        return [name for name in names if name not in (*_DEFAULT_COMMS, *_STAGING_COMMS)]
 
     @property
     def staging_comms(self) -> dict[str, str]:
         """The setters that gave FSDP2 other memory to gather ("weights") or to reduce ("gradients")."""
-        return {k: _STAGING_COMMS[name] for k, name in self._comm_names.items() if name in _STAGING_COMMS}
+        comms = {"weights": self.comms.all_gather, "gradients": self.comms.reduce_scatter}
+        setters = {kind: _STAGING_COMMS.get(type(comm).__name__, "") for kind, comm in comms.items()}
+        return {kind: setter for kind, setter in setters.items() if setter}
 
     def main_shard(self, dtype: torch.dtype) -> Tensor:
-        """Return this rank's main shard [n] as the next all-gather would send it."""
-        # 1-D, padded, in the type of the main weights, on the host with CPU offload; FSDP2's copy-in reads
-        # the same tensors.
+        """Return this rank's main shard [n] as the next all-gather would send it; a copy."""
+        # FSDP2's copy-in reads the same tensors: 1-D, padded, in the type of the main weights, and on the
+        # host with CPU offload. The copy belongs to the current stream.
         data = [param._sharded_param_data for param in self._group.fsdp_params]
         return torch.cat([d.to(device=self.device, dtype=dtype) for d in data])
 
@@ -433,14 +372,9 @@ class FSDPGroup:
     def fingerprints(self) -> Tensor:
         """Return the sum of the bit patterns of this rank's shard of each parameter, int64 [segments]."""
         # Bits and not values: a sum of integers does not depend on its order, and NaN equals itself.
-        shards = [cast(DTensor, segment.sharded).to_local().detach() for segment in self.segments]
-        patterns = [shard.reshape(-1).view(_BIT_PATTERNS[shard.element_size()]) for shard in shards]
+        shards = [segment.local.reshape(-1) for segment in self.segments]
+        patterns = [shard.view(_BIT_PATTERNS[shard.element_size()]) for shard in shards]
         return torch.stack([pattern.sum(dtype=torch.int64) for pattern in patterns]).to(self.device)
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The largest mesh of the parameters; no two of its ranks hold the same shards."""
-        return max((cast(DTensor, s.sharded).device_mesh for s in self.segments), key=lambda mesh: mesh.ndim)
 
     def install(self, comms: CommObjects) -> CommObjects:
         """Let the group communicate through the given objects; return what it used before, for install()."""
@@ -451,8 +385,8 @@ class FSDPGroup:
         self._group._reduce_scatter_comm = comms.reduce_scatter
         self._group.force_sum_reduction_for_comms = comms.force_sum
         if comms.replicas is not None:
-            # FSDP2's set_all_reduce_hook adds to the all-reduce over replicas and does not replace it. The
-            # record is this group's own from here on: placement functions give one to many groups.
+            # FSDP2's set_all_reduce_hook adds to the all-reduce over replicas and does not replace it.
+            # Placement functions give one mesh record to many groups, so this group gets its own.
             self._group.mesh_info = copy(self._group.mesh_info)
             self._hybrid_info.replicate_process_group = comms.replicas
         return previous

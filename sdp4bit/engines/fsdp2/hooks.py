@@ -59,53 +59,70 @@ class AllGatherHook:
             input_tensor: [n], this rank's shard in the model's type; a row of output_tensor.
         """
         with record_function(self._range):
-            return self._gather(output_tensor, input_tensor, group, async_op=async_op)
+            if self._comm.replica is None:
+                return self._gather_dense(output_tensor, input_tensor, group, async_op=async_op)
+            return self._gather_replica(output_tensor, input_tensor, group, async_op=async_op)
 
-    def _gather(self, output: Tensor, row: Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Any:
-        comm, replica = self._comm, self._comm.replica
-        members = self._members(group)
-        outside_backward = not in_backward()
-        if outside_backward:
+    def _gather_dense(self, output: Tensor, row: Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Any:
+        comm = self._comm
+        if not in_backward():
             self._state.before_unshard(comm)
-        if replica is None:
-            comm.count_dense(comm.weight_traffic, row.nbytes, members=members)
-            what = f"full-precision weight all-gather of {comm.group.name}"
-            return all_gather_dense(output, row, group, gather=self._stock, async_op=async_op, what=what)
+        # An int reshard_after_forward gathers over a part of the ranks in backward.
+        is_part = group.size() != comm.layout.size
+        ranks = dist.get_process_group_ranks(group) if is_part else []
+        members = [comm.layout.ranks.index(rank) for rank in ranks] or None
+        comm.count_dense(comm.weight_traffic, row.nbytes, members=members)
+        what = f"full-precision weight all-gather of {comm.group.name}"
+        return all_gather_dense(output, row, group, gather=self._stock, async_op=async_op, what=what)
+
+    def _gather_replica(
+        self, output: Tensor, row: Tensor, group: dist.ProcessGroup, *, async_op: bool
+    ) -> Any:
+        comm, replica = self._comm, self._comm.replica
+        assert replica is not None
+        if group.size() != comm.layout.size:
+            raise ValueError(
+                f"{comm.group.name}: gathered over {group.size()} instead of {comm.layout.size} ranks; "
+                "an int reshard_after_forward must be set before quantize_communication, and keeps "
+                'weights in full precision: use True and WeightConfig(replica="node")'
+            )
         comm.weight_traffic.count_plain(row.nbytes)
-        # Backward computes with the weights of its forward, also if an optimizer steps in between.
-        if not outside_backward and replica.rows is not None:
+
+        # 1. Decide on the host. Backward computes with the weights of its forward, also if an optimizer
+        # steps in between.
+        if in_backward() and replica.rows is not None:
             refresh = comm.apply(Event.GATHER_IN_BACKWARD)
         else:
+            if not in_backward():
+                self._state.before_unshard(comm)
             if replica.rows is not None and replica.rows.dtype != row.dtype:
                 comm.apply(Event.RESYNC)
             refresh = comm.apply(Event.GATHER)
+
+        # 2. Read the main shard on the current stream: before a side stream does, the optimizer may write it.
         loaded = comm.loaded_shard
-        main = None
-        if refresh.ranges != "none":
-            main = row
-            if comm.group.rounds_weights and replica.bits is not None:
-                # The difference of the fp32 weights, not of rounded ones: docs/numerics.md, "Differences of
-                # fp32 weights". Copied on the current stream: before a side stream reads the main shard, the
-                # optimizer may write it. A plain tensor also in inference mode, as training reads it later.
-                with torch.inference_mode(False):
-                    main = comm.group.main_shard(torch.float32)
-        # With async_op, as torch's pipeline schedules gather, the current stream is the one that computes: a
-        # refresh there would delay computation, so it runs on a side stream.
+        main = None if refresh.ranges == "none" else row
+        if main is not None and comm.group.rounds_weights and replica.bits is not None:
+            # The difference of the fp32 weights, not of rounded ones: docs/numerics.md, "Differences of fp32
+            # weights". A plain tensor also in inference mode, as training reads it later.
+            with torch.inference_mode(False):
+                main = comm.group.main_shard(torch.float32)
+
+        # 3. Keep what the refresh reads. It is only queued below, and reads memory of other streams: `row`,
+        # a view of the output's first storage, which `_fill` drops, is of the copy-in stream; a loaded row
+        # and a copy of the main shard are of the compute stream. Freed on return, the caching allocator could
+        # give them away before they are read. FSDP2 keeps the output until its streams wait for the copy-out
+        # ("Note: Overlapping all-gather copy-in and all-gather" in _fsdp_param_group.py), and the output
+        # keeps these.
         is_beside = async_op and row.device.type == "cuda"
-        # The refresh is only queued below, and reads memory of other streams: the input, a view of the
-        # output's first storage, which `_fill` drops, is of the copy-in stream; a loaded row and a copy of
-        # the main shard are of the compute stream. Freed on return, they could be given away before they are
-        # read. FSDP2 keeps the output until its streams wait for the copy-out ("Note: Overlapping all-gather
-        # copy-in and all-gather" in _fsdp_param_group.py), and the output keeps these.
         kept = (row.untyped_storage(), loaded, main if is_beside else None)
         output.read_by_refresh = kept  # type: ignore[attr-defined]
 
+        # 4. Refresh the replica, and fill the output from it.
         if is_beside:
-
-            def serve() -> None:
-                self._refresh(row, loaded, main, refresh)
-                self._fill(output)
-
+            # torch's pipeline schedules unshard so. The current stream is then the one that computes: a
+            # refresh there would delay computation. Whoever uses the weights waits for the work returned.
+            serve = partial(self._refresh_and_fill, output, row, loaded, main, refresh)
             return replica.run_beside(self._state.unshard_stream, serve)
         self._refresh(row, loaded, main, refresh)
         if replica.is_pending and row.device.type == "cpu":
@@ -116,18 +133,11 @@ class AllGatherHook:
         # FSDP2 records an event behind a synchronous call by itself.
         return CompletedWork(output.device) if async_op else None
 
-    def _members(self, group: dist.ProcessGroup) -> list[int] | None:
-        """Return the places in the layout of the ranks that gather; None for all."""
-        comm = self._comm
-        if group.size() == comm.layout.size:
-            return None
-        if comm.replica is not None:
-            raise ValueError(
-                f"{comm.group.name}: gathered over {group.size()} instead of {comm.layout.size} ranks; "
-                "an int reshard_after_forward must be set before quantize_communication, and keeps "
-                'weights in full precision: use True and WeightConfig(replica="node")'
-            )
-        return [comm.layout.ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
+    def _refresh_and_fill(
+        self, output: Tensor, row: Tensor, loaded: Tensor | None, main: Tensor | None, refresh: Refresh
+    ) -> None:
+        self._refresh(row, loaded, main, refresh)
+        self._fill(output)
 
     @torch.inference_mode(False)  # training updates the replica in place, also if an evaluation creates it
     def _refresh(self, row: Tensor, loaded: Tensor | None, main: Tensor | None, refresh: Refresh) -> None:
@@ -155,6 +165,7 @@ class AllGatherHook:
         replica = self._comm.replica
         assert replica is not None
         if not replica.is_full:
+            # Between the ranks of the node, into the output itself: no second tensor of its size.
             replica.gather(output)
             return
         replica.wait()
@@ -175,9 +186,10 @@ class ReduceScatterHook:
         self._range = f"sdp4bit::reduce_scatter ({comm.group.name})"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor for what is reduced, or for the result, which may become the gradients' storage."""
+        """Return a tensor for what is reduced, or for the result."""
         if self._comm.reduction is None:
             return self._stock.allocate(size, dtype=dtype, device=device)
+        # A new tensor each time: the result may become the storage of the gradients.
         return torch.empty(*size, dtype=dtype, device=device)
 
     @torch.no_grad()
@@ -189,11 +201,10 @@ class ReduceScatterHook:
         op: object,
         async_op: bool = False,
     ) -> None:
-        """Reduce `input_tensor` [ranks * n] to this rank's row, `output_tensor` [n].
-
-        Only parameters that got a gradient are in the rows, so n changes from call to call. FSDP2 never sets
-        async_op, and ignores a result; it keeps the input until an event behind this call has passed.
-        """
+        """Reduce `input_tensor` [ranks * n] to this rank's row, `output_tensor` [n]."""
+        # On FSDP2's reduce-scatter stream. It never sets async_op, ignores a result, and keeps the input
+        # until an event behind this call has passed. Only parameters that got a gradient are in the rows, so
+        # n changes from call to call.
         with record_function(self._range):
             comm, state, reduction = self._comm, self._state, self._comm.reduction
             state.note_reduction(comm)
@@ -220,11 +231,9 @@ class ReduceScatterHook:
 
 
 class ReplicaGroup:
-    """Stands for the process group of HSDP's replicas, over which FSDP2 all-reduces gradients.
+    """Represents the process group of HSDP's replicas, over which FSDP2 all-reduces gradients.
 
-    FSDP2 calls `torch.distributed.all_reduce` with it, on its all-reduce stream. There it keeps the gradients
-    until the collective is over (pytorch#140044, #180900), and leaves out the reduction of micro-batches that
-    are only accumulated. In tables of process groups this is found where the group it stands for is.
+    FSDP2 passes it to `torch.distributed.all_reduce`, and not for micro-batches that are only accumulated.
     """
 
     def __init__(self, comm: FSDPGroupState, state: FSDPModelState, *, stock: dist.ProcessGroup) -> None:
@@ -233,6 +242,8 @@ class ReplicaGroup:
         self._state = state
         self._stock = stock
         self._range = f"sdp4bit::all_reduce ({comm.group.name})"
+
+    # torch.distributed finds this where the represented group is in its tables of process groups.
 
     def __eq__(self, other: object) -> bool:
         return other is self or other == self._stock
@@ -250,6 +261,8 @@ class ReplicaGroup:
         Args:
             opts: with the operation, `reduceOp`; the call is synchronous.
         """
+        # On FSDP2's all-reduce stream. FSDP2 keeps the gradients until an event behind this call has passed:
+        # PR #140044, regression test PR #180900.
         with record_function(self._range):
             comm, state, all_reduce, (values,) = self._comm, self._state, self._comm.all_reduce, tensors
             state.before_all_reduce(comm)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from sdp4bit.engines.fsdp2.groups import FSDPGroup, ParamSegment, tensor_version
+from sdp4bit.engines.fsdp2.groups import ParamSegment, tensor_version
 
 if TYPE_CHECKING:
     from sdp4bit.engines.fsdp2.refresh import FSDPModelState
@@ -134,18 +134,17 @@ class StateDictAliases:
         """State dicts that the user keeps."""
         self._written: set[str] = set()
 
-    def watch(self, group: FSDPGroup) -> list[RemovableHandle]:
-        """Note state dicts that hold a parameter of the group, until the hooks are removed."""
-        return [self._watch(segment) for segment in group.segments]
+    def watch(self, segment: ParamSegment) -> RemovableHandle:
+        """Note state dicts that hold a parameter, until the hook is removed."""
+        owner, own_name = segment.owner
 
-    def _watch(self, segment: ParamSegment) -> RemovableHandle:
         def after_state_dict(_: nn.Module, state_dict: dict[str, DTensor], prefix: str, *__: object) -> None:
-            value = state_dict.get(prefix + segment.own_name)
+            value = state_dict.get(prefix + own_name)
             if value is not None and hasattr(value, "_local_tensor"):
                 self._look(segment.name)
                 self._latest[segment.name] = value, tensor_version(value)
 
-        hook: RemovableHandle = segment.owner.register_state_dict_post_hook(after_state_dict)
+        hook: RemovableHandle = owner.register_state_dict_post_hook(after_state_dict)
         return hook
 
     def _look(self, name: str) -> None:

@@ -285,7 +285,7 @@ class FSDPModelState(ModelState):
                 edited.get(index, False),
                 comm.was_loaded,
                 _is_set(comm.nonfinite),
-                not comm.group.is_training,
+                not comm.group.module.training,
                 comm.has_misfit(),
             )
             for index, comm in enumerate(comms)
@@ -357,7 +357,7 @@ def _may_wait(comm: FSDPGroupState) -> bool:
     On a GPU it would wait in every micro-batch of an accumulation. An edit between two of them is found by
     the forward whose gradients are reduced.
     """
-    is_accumulating = comm.group.is_training and not comm.group.reduces_gradients
+    is_accumulating = comm.group.module.training and not comm.group.reduces_gradients
     was_accumulating, comm.is_accumulating = comm.is_accumulating, is_accumulating
     return _is_on_host(comm) or not (is_accumulating and was_accumulating)
 

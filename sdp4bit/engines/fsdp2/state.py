@@ -50,9 +50,11 @@ def save_state(state: FSDPModelState) -> StateDict:
                 is_unusable = ~row.isfinite().all() if edited is None else edited | ~row.isfinite().all()
                 marks = marks + is_unusable.to(marks.dtype) + int(comm.was_loaded)
         numbers = [comm.reductions, comm.refreshes, comm.all_reduces]
+        # No two ranks of the largest mesh hold the same shards.
+        mesh = max((s.sharded.device_mesh for s in comm.group.segments), key=lambda mesh: mesh.ndim)
         for index, (key, segment) in enumerate(zip(keys, comm.group.segments, strict=True)):
             counters[key] = torch.tensor([*numbers, int(index in due)])
-            fingerprints[key] = _spread(marks[index], comm.group.mesh)
+            fingerprints[key] = _spread(marks[index], mesh)
             if row is not None:
                 replica[key] = segment.to_dtensor(row)
     return {

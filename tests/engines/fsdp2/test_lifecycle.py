@@ -17,13 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import optimizer as torch_optimizer
 
 import sdp4bit
 from sdp4bit import SDP4BitConfig, quantize_communication
-from sdp4bit.engines.fsdp2.groups import find_groups
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
 from tests import toy
 from tests.ranks import on_ranks, run_ranks
@@ -77,7 +76,8 @@ def test_a_divide_factor_set_later_divides_quantized_gradients() -> None:
 
 def hooks_of(model: nn.Module) -> list[Any]:
     """Return everything that an attachment may leave behind."""
-    groups = [group._group for group in find_groups([model])]
+    fsdp = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = {id(group): group for module in fsdp for group in param_groups_of(module)}.values()
     return [
         len(torch_optimizer._global_optimizer_post_hooks),
         [len(getattr(m, name)) for m in model.modules() for name in vars(m) if name.endswith("_hooks")],
