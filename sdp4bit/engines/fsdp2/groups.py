@@ -82,8 +82,8 @@ class ParamSegment:
 
     @property
     def split_over(self) -> dict[tuple[int, ...], ProcessGroup]:
-        """The groups of ranks that tensor parallelism splits the parameter over, one per such mesh dimension."""
-        # Every dimension of the parameter's mesh that is not FSDP2's counts, whatever the parallelism on it.
+        """The groups of ranks that tensor parallelism splits the parameter over, one per dimension."""
+        # Every dimension of its mesh that is not FSDP2's counts, whatever the parallelism on it.
         data = set(self.param.mesh_info.mesh.mesh.flatten().tolist())
         mesh, placements = self.sharded.device_mesh, self.sharded.placements
         groups = [mesh.get_group(dim) for dim, each in enumerate(placements) if not each.is_replicate()]

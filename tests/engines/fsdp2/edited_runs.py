@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -125,10 +126,12 @@ def losses_of(name: str, config: SDP4BitConfig | None, topology: int) -> tuple[R
     return Result(run.losses, run.gradients[:1]), run.stale
 
 
+# Gradients are FSDP2's: an edit does not depend on how they were reduced.
+WEIGHTS = replace(QUANTIZED, gradients=None, telemetry=None)
 METHODS = {
     "full precision": (IDENTITY, assert_equal),
     "on a GPU": (IDENTITY, assert_equal),
-    "4 bits": (QUANTIZED, partial(assert_close, loss=0.01)),
+    "4 bits": (WEIGHTS, partial(assert_close, loss=0.01)),
 }
 """Edited weights may be far from trained ones: then rounding moves losses further than usual. On a GPU
 the host does not wait for a comparison in every micro-batch."""

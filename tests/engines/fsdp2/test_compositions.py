@@ -18,18 +18,23 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
-from sdp4bit.collectives.scratch import Scratch
+from tests import mutations
 from tests.ranks import on_ranks, run_ranks
 from tests.tables import explained
 from tests.toy import (
+    IDENTITY,
     QUANTIZED,
     Run,
     ToyGPT,
     adamw,
     assert_close_to_plain,
+    assert_equal,
     assert_variants_equal,
     build,
 )
+
+EXACT = [(IDENTITY, assert_equal)]
+"""What a feature that reaches neither quantizer needs: both hops run, and equal plain FSDP2 bit for bit."""
 
 
 def accumulate(config: SDP4BitConfig | None, reductions: int) -> list[float]:
@@ -40,7 +45,7 @@ def accumulate(config: SDP4BitConfig | None, reductions: int) -> list[float]:
             run.model.set_requires_gradient_sync(reductions == 2 or micro_batch == 1)
             run.backward()
         run.step()
-    if config is QUANTIZED:
+    if config is not None:
         assert [group.reductions for group in run.comm.groups] == [2 * reductions] * 4
         assert run.comm.stats()["steps"] == 2 * reductions
     return run.finish()
@@ -60,8 +65,8 @@ def without_blocks(config: SDP4BitConfig | None) -> list[float]:
 @on_ranks(2)
 def test_accumulated_gradients_are_reduced_once_and_blocks_may_be_skipped() -> None:
     assert_close_to_plain(accumulate, 1)
-    assert_close_to_plain(accumulate, 2)
-    assert_close_to_plain(without_blocks)
+    assert_close_to_plain(accumulate, 2, checks=EXACT, harmless=[mutations.TWICE])
+    assert_close_to_plain(without_blocks, checks=EXACT, harmless=[mutations.TWICE])
 
 
 def evaluating(
@@ -164,14 +169,15 @@ def test_activation_checkpointing_with_dropout_does_not_change_the_result() -> N
 
 
 def compiled(config: SDP4BitConfig | None) -> list[float]:
+    """Blocks are compiled; gradients are clipped, and the optimizer steps all parameters in one call."""
     model = build(wrap=lambda block: torch.compile(block, backend="aot_eager"))
-    return Run(model, config, topology=1).train(2).finish()
+    return Run(model, config, topology=1, clip=0.05, fused=None, foreach=True).train(1).finish()
 
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_compiled_blocks_train_as_with_plain_fsdp2() -> None:
-    assert_close_to_plain(compiled)
+def test_compiled_blocks_and_clipping_train_as_with_plain_fsdp2() -> None:
+    assert_close_to_plain(compiled, checks=EXACT, harmless=[mutations.TWICE])
 
 
 def optimizing(
@@ -200,18 +206,7 @@ def optimizing(
 
 @on_ranks(2)
 def test_optimizers_in_backward_equal_one_after_it() -> None:
-    assert_variants_equal(optimizing, (), (True,), (True, False))
-
-
-def clipping(config: SDP4BitConfig | None, foreach: bool) -> list[float]:
-    run = Run(build(), config, topology=1, clip=0.05, fused=None, foreach=foreach)
-    return run.train(2).finish()
-
-
-@on_ranks(2)
-def test_clipping_and_every_kind_of_adamw_train_as_with_plain_fsdp2() -> None:
-    assert_close_to_plain(clipping, False)
-    assert_close_to_plain(clipping, True)
+    assert_variants_equal(optimizing, (), (True, False), checks=EXACT, harmless=[mutations.TWICE])
 
 
 @on_ranks(2)
@@ -290,72 +285,40 @@ def compare(topology: int, replica: str) -> None:
 
 
 @pytest.mark.slow
-def test_prefetched_weights_equal_others_bit_for_bit_on_one_rank_per_node() -> None:
-    run_ranks(compare, 2, 1, "node")
+@pytest.mark.parametrize(("topology", "replica"), [(1, "node"), (2, "node"), (2, "full")])
+def test_prefetched_weights_equal_others_bit_for_bit(topology: int, replica: str) -> None:
+    run_ranks(compare, 2 * topology, topology, replica)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("replica", ["node", "full"])
-def test_prefetched_weights_equal_others_bit_for_bit_on_two_levels(replica: str) -> None:
-    run_ranks(compare, 4, 2, replica)
-
-
-def watch_forward() -> tuple[list[list[bool]], int]:
-    """Return which replicas were pending when the first block began, in each of three steps."""
-    model = build()
-    prefetch_blocks(model)
-    run = Run(model, QUANTIZED, topology=1)
-    groups = {group.group.name: group.replica for group in run.comm.groups}
-    seen: list[list[bool]] = []
-    model.blocks[0].ln1.register_forward_pre_hook(
-        lambda *_: seen.append([groups[f"blocks.{index}"].is_pending for index in (0, 1)])
-    )
-    run.train(3)
-    return seen, len(groups)
-
-
-def test_the_exchange_of_the_next_block_is_under_way_while_this_one_computes() -> None:
-    for seen, groups in run_ranks(watch_forward, 2):
-        assert groups == 4
-        assert seen == [[False, True]] * 3
-
-
-def give_up_in_the_middle() -> tuple[list[float], list[float]]:
-    """A forward that fails on all ranks between two blocks leaves a refresh under way."""
-    results = []
-    for fails in (False, True):
-        model = build()
-        prefetch_blocks(model)
-        run = Run(model, QUANTIZED, topology=1).train(2)
-        if fails:
-            handle = model.blocks[0].ln2.register_forward_pre_hook(_raise)
-            with pytest.raises(InterruptedError):
-                run.evaluate()
-            handle.remove()
-            assert run.comm.groups[2].replica.is_pending
-            assert run.comm.measure()["weight_drift"] > 0
-            assert not run.comm.groups[2].replica.is_pending
-        results.append(run.evaluate())
-        run.comm.remove()
-        dist.barrier()
-    return results[0], results[1]
-
-
-def _raise(*_: Any) -> None:
+def raise_interrupted(*_: Any) -> None:
     raise InterruptedError
 
 
-def test_a_refresh_left_under_way_is_finished_by_whoever_needs_it() -> None:
-    for undisturbed, disturbed in run_ranks(give_up_in_the_middle, 2):
-        assert undisturbed == disturbed
-
-
-def test_slots_are_reused_and_keep_buffers_apart() -> None:
-    scratch = Scratch()
-    first, second = scratch.take_slot(), scratch.take_slot()
-    a = scratch.messages(f"send {first}", 1, 16, device=torch.device("cpu"))
-    b = scratch.messages(f"send {second}", 1, 16, device=torch.device("cpu"))
-    assert a.data_ptr() != b.data_ptr()
-    scratch.free_slot(first)
-    assert scratch.take_slot() == first
-    assert scratch.take_slot() not in (first, second)
+@on_ranks(2)
+def test_the_next_block_is_refreshed_during_the_forward_and_whoever_needs_it_finishes_that() -> None:
+    """Also after a forward that fails on all ranks between two blocks, and leaves a refresh under way."""
+    outcomes = []
+    for fails in (False, True):
+        model = build()
+        prefetch_blocks(model)
+        run = Run(model, QUANTIZED, topology=1)
+        _, first, second, _ = (group.replica for group in run.comm.groups)
+        pending: list[list[bool]] = []
+        hook = model.blocks[0].ln1.register_forward_pre_hook(
+            lambda *_, seen=pending, a=first, b=second: seen.append([a.is_pending, b.is_pending])
+        )
+        run.train(2)
+        assert pending == [[False, True]] * 2
+        hook.remove()
+        if fails:
+            hook = model.blocks[0].ln2.register_forward_pre_hook(raise_interrupted)
+            with pytest.raises(InterruptedError):
+                run.evaluate()
+            hook.remove()
+            assert second.is_pending
+            assert run.comm.measure()["weight_drift"] > 0
+            assert not second.is_pending
+        outcomes.append(run.evaluate())
+        run.comm.remove()
+        dist.barrier()
+    assert outcomes[0] == outcomes[1]
