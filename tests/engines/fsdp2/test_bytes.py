@@ -3,6 +3,7 @@
 Per rank and step, with N parameters on n nodes of g ranks and G values per scale of 2 bytes:
 gradients N (1 + 2 / G) (g - 1) / g inside a node, N / g (1 / 2 + 2 / G) (n - 1) / n between nodes;
 weight differences N / g (1 / 2 + 2 / G) (n - 1) / n between nodes (paper section 3, with bf16 scales).
+With fewer bits b, b / 8 takes the place of 1 / 2.
 """
 
 from __future__ import annotations
@@ -23,14 +24,13 @@ from torch.distributed.fsdp import fully_shard
 import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.collectives import exchange
-from sdp4bit.quantization.layout import MessageLayout
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.tables import flat
 from tests.toy import POLICY, QUANTIZED, Run, adamw, batches, build, data_mesh, train
 
-FEWER_BITS = {"8/3 and 2": (8, 3, 2), "3/2 and 3": (3, 2, 3)}
-"""Bits of gradients inside a node and between nodes, and of weight differences."""
-LAYOUTS = [(2, 2), (1, 4), *(pytest.param(each, marks=pytest.mark.slow) for each in ((3, 2), (4, 1)))]
+LAYOUTS = [(2, 2), (1, 4), pytest.param((3, 2), marks=pytest.mark.slow)]
+WIDTHS = {"8/4 and 4": (8, 4, 4, 2048), "8/3 and 2": (8, 3, 2, 128), "3/2 and 3": (3, 2, 3, 128)}
+"""Bits of gradients inside a node and between nodes, of weight differences, and weights per scale."""
 
 
 @contextmanager
@@ -82,16 +82,13 @@ def measure_even(per_node: int, config: SDP4BitConfig) -> tuple[dict[str, int], 
     return sent, comm.stats()["last_step"]
 
 
-def measure(per_node: int) -> dict[int | str, Any]:
-    """Return what is sent with each group size and with each kind of replica."""
-    result: dict[int | str, Any] = {}
-    for size in (128, 256):
-        gradients = GradientConfig(intra_group_size=size, inter_group_size=128, inside_one_node=True)
-        result[size] = measure_even(per_node, SDP4BitConfig(gradients=gradients))
-    for name, (intra, inter, weights) in FEWER_BITS.items():
+def measure(per_node: int) -> dict[str, Any]:
+    """Return what is sent with each width and with each kind of replica."""
+    result: dict[str, Any] = {}
+    for name, (intra, inter, bits, group_size) in WIDTHS.items():
         config = SDP4BitConfig(
             gradients=GradientConfig(intra_bits=intra, inter_bits=inter, inside_one_node=True),
-            weights=WeightConfig(bits=weights, group_size=128),
+            weights=WeightConfig(bits=bits, group_size=group_size),
         )
         result[name] = measure_even(per_node, config)
     for replica in ("node", "full"):
@@ -100,50 +97,26 @@ def measure(per_node: int) -> dict[int | str, Any]:
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: "x".join(map(str, layout)))
-def layout(request: pytest.FixtureRequest) -> tuple[int, int, list[dict[int | str, Any]]]:
+def layout(request: pytest.FixtureRequest) -> tuple[int, int, list[dict[str, Any]]]:
     """Nodes, ranks per node, and what each rank has measured; all of a layout in the same processes."""
     nodes, per_node = request.param
     return nodes, per_node, run_ranks(measure, nodes * per_node, per_node)
 
 
-@pytest.mark.parametrize("group_size", [128, 256])
-def test_bytes_per_step_equal_the_formula(layout: Any, group_size: int) -> None:
-    nodes, per_node, measured = layout
-    numel, n, g = 2 * 512 * 384, nodes, per_node
-    intra_gradients = numel * (1 + 2 / group_size) * (g - 1) / g
-    inter_gradients = numel / g * (1 / 2 + 2 / 128) * (n - 1) / n
-    weights = numel / g * (1 / 2 + 2 / 2048) * (n - 1) / n
-    gathers = 2 * 2 * numel * (g - 1) / g  # bf16 rows in the node, forward and backward
-    for sent, reported in (each[group_size] for each in measured):
-        assert sent["inter"] == reported["inter_bytes"] == inter_gradients + weights
-        assert reported["intra_bytes"] == intra_gradients + gathers
-        # On one node FSDP2 gathers by itself.
-        assert sent["intra"] == intra_gradients + (gathers if nodes > 1 else 0)
-        assert reported["padding_bytes"] == 0
-
-
-@pytest.mark.parametrize("name", FEWER_BITS)
-def test_bytes_of_fewer_bits_equal_the_formula(layout: Any, name: str) -> None:
-    nodes, per_node, measured = layout
-    intra, inter, weights = FEWER_BITS[name]
-    numel, n, g, scale = 2 * 512 * 384, nodes, per_node, 2 / 128
+@pytest.mark.parametrize("name", WIDTHS)
+def test_bytes_per_step_equal_the_formula(layout: Any, name: str) -> None:
+    n, g, measured = layout
+    intra, inter, weights, group_size = WIDTHS[name]
+    numel, scale = 2 * 512 * 384, 2 / 128
     intra_gradients = numel * (intra / 8 + scale) * (g - 1) / g
-    between = numel / g * (inter / 8 + scale + weights / 8 + scale) * (n - 1) / n
-    gathers = 2 * 2 * numel * (g - 1) / g
+    between = numel / g * (inter / 8 + scale + weights / 8 + 2 / group_size) * (n - 1) / n
+    gathers = 2 * 2 * numel * (g - 1) / g  # bf16 rows in the node, forward and backward
     for sent, reported in (each[name] for each in measured):
         assert sent["inter"] == reported["inter_bytes"] == between
         assert reported["intra_bytes"] == intra_gradients + gathers
-        assert sent["intra"] == intra_gradients + (gathers if nodes > 1 else 0)
+        # On one node FSDP2 gathers by itself.
+        assert sent["intra"] == intra_gradients + (gathers if n > 1 else 0)
         assert reported["padding_bytes"] == 0
-
-
-def test_the_constants_per_parameter_are_those_of_the_method() -> None:
-    """0.516 bytes per parameter / g between nodes for gradients, 0.501 for weights, 1.016 inside."""
-    assert MessageLayout(numel=2**20, bits=4, group_size=128).nbytes / 2**20 == 0.515625
-    assert MessageLayout(numel=2**20, bits=8, group_size=128).nbytes / 2**20 == 1.015625
-    assert MessageLayout(numel=2**20, bits=4, group_size=2048).nbytes / 2**20 == 0.5009765625
-    assert MessageLayout(numel=2**20, bits=3, group_size=128).nbytes / 2**20 == 0.390625
-    assert MessageLayout(numel=2**20, bits=2, group_size=128).nbytes / 2**20 == 0.265625
 
 
 def measure_odd(per_node: int, replica: str) -> list[tuple[int, int, dict[str, int], list[int]]]:
@@ -188,22 +161,23 @@ ON_ONE_NODE = {
 """Settings, and whether weights and gradients are then quantized where all ranks are on one node."""
 
 
-@pytest.mark.parametrize("is_hybrid", [False, True], ids=["shards", "shards and replicas"])
-def test_on_one_node_nothing_is_quantized_unless_asked_for(is_hybrid: bool) -> None:
-    run_ranks(on_one_node, 4 if is_hybrid else 2, is_hybrid)
+@on_ranks(2)
+def test_on_one_node_nothing_is_quantized_unless_asked_for() -> None:
+    for case in ON_ONE_NODE.values():
+        one_node(*case, is_hybrid=False)
 
 
-def on_one_node(is_hybrid: bool) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if is_hybrid else None
-    plain = Run(build(mesh=mesh), None).train(2).finish()
-    for name in ON_ONE_NODE:
-        check_one_node(name, mesh, plain)
+@on_ranks(4)
+def test_on_one_node_nothing_is_quantized_over_replicas_unless_asked_for() -> None:
+    for name in ("nothing asked for", "gradients asked for"):
+        one_node(*ON_ONE_NODE[name], is_hybrid=True)
 
 
-def check_one_node(name: str, mesh: DeviceMesh | None, plain: list[float]) -> None:
+def one_node(config: SDP4BitConfig, weights: bool, gradients: bool, *, is_hybrid: bool) -> None:
     """What is not quantized equals plain FSDP2 bit for bit, and the reason and the way to ask are given."""
-    config, weights, gradients = ON_ONE_NODE[name]
     world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if is_hybrid else None
+    plain = Run(build(mesh=mesh), None).train(1).finish()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = Run(build(mesh=mesh), config, topology=world)
@@ -215,7 +189,7 @@ def check_one_node(name: str, mesh: DeviceMesh | None, plain: list[float]) -> No
     assert max(map(len, table.splitlines())) <= 80
     assert len(texts) == (not weights and not gradients)
     assert all(flat(table).endswith(text) for text in texts)
-    assert (run.train(2).finish() == plain) == (not weights and not gradients)
+    assert (run.train(1).finish() == plain) == (not weights and not gradients)
     groups = run.comm.groups
     assert [group.replica is not None for group in groups] == [weights] * count
     assert [bool(group.gradient_quantizers) for group in groups] == [gradients] * count

@@ -101,72 +101,56 @@ def held(*tensors: torch.Tensor, policy: MixedPrecisionPolicy | None = None, **o
 # -- models -------------------------------------------------------------------------------------------
 
 
-@on_ranks(4, timeout=LIMIT)
+@on_ranks(2, timeout=LIMIT)
 def test_models_that_cannot_be_quantized_are_refused() -> None:
     refuse(nn.Linear(4, 4), "Linear has no FSDP2 modules: call torch.distributed.fsdp.fully_shard")
     refuse(fully_shard(nn.Sequential(nn.ReLU())), "hold no parameters")
-
     waves = held(torch.ones(40, 40, dtype=torch.complex64))
-    refuse(waves, "holds torch.complex64 parameters", "skip=['(root)']", topology=2)
-    mixed = held(torch.ones(40, 40), torch.ones(8, dtype=torch.bfloat16))
-    accept(mixed, skip=["(root)"], topology=2)
-    accept(mixed, topology=2)
-    accept(held(torch.ones(40, 40), torch.ones(8, dtype=torch.bfloat16), policy=toy.POLICY), topology=2)
+    refuse(waves, "holds torch.complex64 parameters", "skip=['(root)']", topology=1)
 
     # What the operators do not read is refused before it gets there, and left alone if skipped.
     no_kernel = "only fp32, bf16 and fp16 can be quantized"
     double = held(torch.ones(40, 40, dtype=torch.float64))
-    refuse(double, "(root) holds torch.float64 parameters", no_kernel, "skip=['(root)']", topology=2)
-    accept(double, skip=["(root)"], topology=2)
-    accept(held(torch.ones(40, 40, dtype=torch.float64), policy=toy.POLICY), topology=2)
+    refuse(double, "(root) holds torch.float64 parameters", no_kernel, "skip=['(root)']", topology=1)
+    accept(double, skip=["(root)"], topology=1)
+    accept(held(torch.ones(40, 40, dtype=torch.float64), policy=toy.POLICY), topology=1)
     float8 = held(torch.ones(40, 40).to(torch.float8_e4m3fn))
-    refuse(float8, "holds torch.float8_e4m3fn parameters", no_kernel, topology=2)
+    refuse(float8, "holds torch.float8_e4m3fn parameters", no_kernel, topology=1)
     summed = held(torch.ones(40, 40), policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
-    refuse(summed, "reduces gradients in torch.float64", "reduce_dtype=torch.float32", topology=2)
-    accept(summed, config=WEIGHTS_ONLY, topology=2)
+    refuse(summed, "reduces gradients in torch.float64", "reduce_dtype=torch.float32", topology=1)
+    accept(summed, config=WEIGHTS_ONLY, topology=1)
 
 
-@on_ranks(4, timeout=LIMIT)
+@on_ranks(2, timeout=LIMIT)
 def test_replicated_models_are_refused_with_the_way_out() -> None:
     """By both that torch has: one on FSDP2's parameter groups, and one on DistributedDataParallel."""
     refuse(replicate(nn.Linear(8, 8)), "Linear has no FSDP2 modules", "there is sdp4bit.ddp_comm_hook")
     if "mesh" not in inspect.signature(replicate_with_fsdp.replicate).parameters:
         return  # torch 2.9 makes it of the way out
-    model = replicate_with_fsdp.replicate(
-        nn.Sequential(nn.Linear(8, 8)), mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",))
-    )
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+    model = replicate_with_fsdp.replicate(nn.Sequential(nn.Linear(8, 8)), mesh=mesh)
     process_groups = len(dist.distributed_c10d._world.pg_map)
-    texts: list[str] = [""] * 4
-    with pytest.raises(ValueError, match="ReplicateSequential is replicated over 4 ranks") as refusal:
-        quantize_communication(model, topology=2)
-    dist.all_gather_object(texts, str(refusal.value))
-    assert len(set(texts)) == 1 and "DistributedDataParallel with sdp4bit.ddp_comm_hook" in texts[0]
+    with pytest.raises(ValueError, match="ReplicateSequential is replicated over 2 ranks") as refusal:
+        quantize_communication(model, topology=1)
+    assert "DistributedDataParallel with sdp4bit.ddp_comm_hook" in str(refusal.value)
+    assert "fully_shard with a mesh of (ranks, 1)" in str(refusal.value)
     assert len(dist.distributed_c10d._world.pg_map) == process_groups
-    model(torch.ones(1, 8)).sum().backward()
-
-    assert "fully_shard with a mesh of (ranks, 1)" in texts[0]
-    way_out = DeviceMesh("cpu", [[0], [1], [2], [3]], mesh_dim_names=("replicate", "shard"))
-    accept(held(torch.ones(40, 40), mesh=way_out), topology=2)
+    way_out = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicate", "shard"))
+    accept(held(torch.ones(40, 40), mesh=way_out), topology=1)
 
 
 class OtherAllGather:
     """Somebody else's communication; never called here."""
 
 
-@on_ranks(4, timeout=LIMIT)
+@on_ranks(2, timeout=LIMIT)
 def test_models_with_custom_communication_are_refused() -> None:
-    attached = toy.build()
-    comm = quantize_communication(attached, topology=2)
-    refuse(attached, "is attached already: call remove() on the first handle", topology=2)
-    first, second = toy.train(attached, toy.adamw(attached), toy.batches(), 2)
-    assert first != second
-    comm.remove()
-    accept(attached, topology=2)
-
     custom = toy.build()
+    comm = quantize_communication(custom, topology=1)
+    refuse(custom, "is attached already: call remove() on the first handle", topology=1)
+    comm.remove()
     custom.blocks[1].set_custom_all_gather(OtherAllGather())
-    refuse(custom, "blocks.1 has custom communication (OtherAllGather)", topology=2)
-    refuse(custom, "blocks.1 has custom communication (OtherAllGather)", topology=2, skip="blocks.1")
+    refuse(custom, "blocks.1 has custom communication (OtherAllGather)", topology=1, skip="blocks.1")
 
 
 @on_ranks(4, timeout=LIMIT)
@@ -229,12 +213,9 @@ def test_topologies_that_do_not_fit_are_refused() -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inter", "intra"))
     refuse(model, "topology=3 ranks per node does not divide the 4 ranks: use one of [1, 2, 4]", topology=3)
     refuse(model, "topology=0 ranks per node", topology=0)
-    refuse(model, "topology=True is unknown", topology=True)
-    refuse(model, "topology='banana' is unknown", topology="banana")
-    refuse(model, "topology=2.0 is unknown", topology=2.0)
-    refuse(model, "topology=None is unknown", topology=None)
+    for wrong in (True, "banana", 2.0, None):
+        refuse(model, f"topology={wrong!r} is unknown", topology=wrong)
     refuse(model, "must be 2-D (inter, intra), this one has 1 dims", topology=grid["intra"])
-    refuse(model, "this one has 3 dims", topology=init_device_mesh("cpu", (2, 2, 1)))
     accept(model, topology=2)
 
 
@@ -257,34 +238,25 @@ def test_hosts_with_unequal_ranks_are_refused() -> None:
 
 @on_ranks(4, timeout=LIMIT)
 def test_settings_that_differ_between_ranks_are_refused_and_named() -> None:
+    """What differs is named, and nothing else."""
     model, first = toy.build(), dist.get_rank() == 0
     grid = init_device_mesh("cpu", (2, 2))
-    # What differs is named, and nothing else.
     differ = "have different settings or versions; make them equal on all ranks:\n  config."
-    refuse(
-        model,
-        f"{differ}seed: 0 [rank 0], 1 [ranks 1, 2, 3]",
-        without="weights",
-        config=SDP4BitConfig(seed=0 if first else 1),
-    )
-    several = WeightConfig(bits=8, replica="full"), WeightConfig()
+    seed = f"{differ}seed: 0 [rank 0], 1 [ranks 1, 2, 3]"
+    refuse(model, seed, without="weights", config=SDP4BitConfig(seed=0 if first else 1))
+    weights = WeightConfig(bits=8, replica="full") if first else WeightConfig()
     refuse(
         model,
         f"{differ}weights.bits: 8 [rank 0], 4 [ranks 1, 2, 3]\n",
         "  config.weights.replica: 'full' [rank 0], 'node' [ranks 1, 2, 3]",
         without="group_size",
-        config=SDP4BitConfig(weights=several[not first]),
+        config=SDP4BitConfig(weights=weights),
     )
-    refuse(
-        model,
-        f"{differ}gradients: GradientConfig(...) [rank 0], None [ranks 1, 2, 3]",
-        without="weights",
-        config=SDP4BitConfig(gradients=GradientConfig() if first else None),
-    )
-    skips: list[Any] = [["blocks.0"] if first else ["blocks.1"], ["blocks.?"] if first else None]
-    for skip in skips:
-        refuse(model, "different settings", "skip: ['blocks.", skip=skip, topology=2)
-    refuse(model, "\n  topology: 1 [rank 0], 2 [ranks 1, 2, 3]", topology=1 if first else 2)
+    gradients = f"{differ}gradients: GradientConfig(...) [rank 0], None [ranks 1, 2, 3]"
+    one_sided = SDP4BitConfig(gradients=GradientConfig() if first else None)
+    refuse(model, gradients, without="weights", config=one_sided)
+    skip = ["blocks.0"] if first else ["blocks.1"]
+    refuse(model, "different settings", "skip: ['blocks.", skip=skip, topology=2)
     refuse(model, "\n  topology: a mesh [rank 0], 2 [ranks", topology=grid if first else 2)
     refuse(
         model,
@@ -295,7 +267,6 @@ def test_settings_that_differ_between_ranks_are_refused_and_named() -> None:
         skip=lambda name: name == "blocks.0" and first,
         topology=2,
     )
-    refuse(model, "topology=2.0 is unknown", "[rank 0]", topology=2.0 if first else 2)
     refuse(model, "skip='*.nothing' matches no FSDP module; there are (root), blocks.0", skip=["*.nothing"])
     accept(model, topology=2, skip={"blocks.0", "norm"})
 
@@ -311,7 +282,6 @@ def test_what_one_rank_cannot_do_is_refused_by_all() -> None:
     refuse(unsharded if last else model, "ToyGPT has no FSDP2 modules", "[rank 3]", topology=2)
     wrong_type = "skip=5 is unknown: use names of FSDP modules, as patterns, or a function of a name [rank 3]"
     refuse(model, wrong_type, error=TypeError, skip=5 if last else None, topology=2)
-    refuse(model, "skip=['a', 1] is unknown", error=TypeError, skip=["a", 1], topology=2)
     refuse(model, "KeyError: 'no such name' [rank 3]", skip=fail, topology=2)
     with pytest.raises(ValueError) as caught:
         quantize_communication(model, skip=fail, topology=2)
@@ -320,25 +290,16 @@ def test_what_one_rank_cannot_do_is_refused_by_all() -> None:
     options = "use an SDP4BitConfig, the name of a preset (sdp4bit, "
     refuse(model, "config=4 is unknown", options, error=TypeError, config=4 if last else None, topology=2)
     refuse(model, "unknown preset 'qvd': use one of sdp4bit", config="qvd" if last else "sdp4bit", topology=2)
-    parts = (
-        "config.weights: WeightConfig(...) [ranks 0, 1, 2], None [rank 3]",
-        "config.gradients: None [ranks 0, 1, 2], GradientConfig(...) [rank 3]",
-    )
-    refuse(model, *parts, config=GRADIENTS_ONLY if last else WEIGHTS_ONLY, topology=2)
     with mock.patch("torch.__version__", "2.9.1" if last else "2.9.0"):
         different = "\n  torch: 2.9.0 [ranks 0, 1, 2], 2.9.1 [rank 3]"
         refuse(model, "different settings or versions", different, topology=2)
     with mock.patch("torch.__version__", "2.8.1"):
         refuse(model, "sdp4bit needs torch 2.9 or newer", "this is 2.8.1", "[ranks 0, 1, 2, 3]", topology=2)
     torch.manual_seed(0)
-    wider = toy.shard(toy.ToyGPT(width=48 if last else 40))
-    differ = "ranks 0, 1, 2, 3 share a data-parallel group"
-    refuse(
-        wider, differ, "build the same model", "group 1 ((root)).shard_numel: ", without="dtypes", topology=2
-    )
-    deeper = toy.shard(toy.ToyGPT(layers=3 if last else 2))
-    refuse(deeper, differ, "parameter groups: 4 [ranks 0, 1, 2], 5 [rank 3]", topology=2)
-    accept(model, topology=2)
+    wider, deeper = toy.ToyGPT(width=48 if last else 40), toy.ToyGPT(layers=3 if last else 2)
+    differ = "ranks 0, 1, 2, 3 share a data-parallel group", "build the same model"
+    refuse(toy.shard(wider), *differ, "group 1 ((root)).shard_numel: ", without="dtypes", topology=2)
+    refuse(toy.shard(deeper), *differ, "parameter groups: 4 [ranks 0, 1, 2], 5 [rank 3]", topology=2)
 
 
 # -- warnings and the rest ----------------------------------------------------------------------------
@@ -380,13 +341,11 @@ def test_a_mesh_means_the_same_as_the_number_of_its_columns() -> None:
     cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("inter", "intra", "tp"))
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
     for mesh, topologies in ((toy.data_mesh(), [2, grid]), (pairs, [2, cube["inter", "intra"]])):
-        runs = []
-        for topology in topologies:
-            model = toy.build(mesh=mesh)
-            comm = quantize_communication(model, topology=topology)
-            runs.append(toy.train(model, toy.adamw(model), toy.batches(), 2))
-            assert comm.stats()["last_step"]["inter_bytes"] > 0
-        assert runs[0] == runs[1]
+        by_number, by_mesh = (
+            quantize_communication(toy.build(mesh=mesh), topology=topology) for topology in topologies
+        )
+        assert [g.layout for g in by_number.groups] == [g.layout for g in by_mesh.groups]
+        assert all(g.layout.nodes == 2 for g in by_mesh.groups)
 
 
 def test_without_a_process_group_the_error_says_how_to_get_one() -> None:

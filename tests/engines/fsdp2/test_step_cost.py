@@ -50,8 +50,8 @@ class Calls(TorchDispatchMode):
 # -- measuring ----------------------------------------------------------------------------------------
 
 
-def calls_to_measure(config: SDP4BitConfig) -> list[int]:
-    """Return the calls of each measured step before its first unshard can start."""
+def calls_to_measure(config: SDP4BitConfig) -> tuple[list[int], int, int]:
+    """Return the calls of each measured step before its first unshard; events made, and those with a time."""
     measure, found = FSDPModelState.measure_step, []
 
     def counted(state: FSDPModelState) -> None:
@@ -59,38 +59,29 @@ def calls_to_measure(config: SDP4BitConfig) -> list[int]:
             measure(state)
         found.append(calls.counts.total())
 
-    with simulate(sees_operators=False), mock.patch.object(FSDPModelState, "measure_step", counted):
-        run = FSDPRun(config).train(4)
+    with (
+        simulate(sees_operators=False),
+        mock.patch.object(torch.cuda, "Event", wraps=Event) as made,
+        mock.patch.object(FSDPModelState, "measure_step", counted),
+    ):
+        run = FSDPRun(config).train(3)
         assert len(run.comm.group_stats()) == GROUPS
-    return found
+    return found, made.call_count, sum(bool(c.kwargs.get("enable_timing")) for c in made.call_args_list)
 
 
-def test_measuring_takes_few_calls_before_the_first_unshard() -> None:
+def test_measuring_takes_few_calls_before_the_first_unshard_and_no_timed_event() -> None:
     """Of each group five operators, their buffers, the samples and eight squared norms."""
-    pieces = replace(
+    in_pieces = replace(
         QUANTIZED,
         weights=WeightConfig(group_size=32),
         gradients=GradientConfig(min_numel=0, intra_group_size=32, inter_group_size=32),
         telemetry=TelemetryConfig(interval=1, sample_numel=256),
     )
-    (whole,) = run_ranks(calls_to_measure, 1, MEASURED)
-    (in_pieces,) = run_ranks(calls_to_measure, 1, pieces)
-    assert len(whole) == len(in_pieces) == 3
-    assert max(whole) <= 42 * GROUPS
-    assert max(in_pieces) <= 46 * GROUPS  # however many stretches the samples have
-
-
-def timed_events() -> int:
-    """Return how many events that note the time a run makes, measured steps among it."""
-    with simulate(sees_operators=False), mock.patch.object(torch.cuda, "Event", wraps=Event) as made:
-        FSDPRun(replace(QUANTIZED, telemetry=TelemetryConfig(interval=2)), skip="blocks.1").train(5)
-        assert made.call_count
-        return sum(bool(call.kwargs.get("enable_timing")) for call in made.call_args_list)
-
-
-def test_no_event_between_kernels_notes_the_time() -> None:
-    """A timed event costs a GPU some of its overlap."""
-    assert run_ranks(timed_events, 1) == [0]
+    # However many stretches the samples have.
+    for config, calls in ((MEASURED, 42), (in_pieces, 46)):
+        ((measured, events, timed_events),) = run_ranks(calls_to_measure, 1, config)
+        assert len(measured) == 2 and max(measured) <= calls * GROUPS
+        assert events and timed_events == 0  # a timed event costs a GPU some of its overlap
 
 
 # -- unshard ------------------------------------------------------------------------------------------

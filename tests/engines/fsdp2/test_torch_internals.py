@@ -65,13 +65,13 @@ RELIED_ON = [
 ]
 
 
-@pytest.mark.parametrize(("of", "name"), RELIED_ON)
-def test_a_torch_without_what_is_relied_on_is_refused(of: str, name: str, model: Any) -> None:
-    assert fsdp_torch.param_groups_of(module_with(model, hidden="nothing", of=of))
-    with pytest.raises(ValueError) as refusal:
-        fsdp_torch.param_groups_of(module_with(model, hidden=name, of=of))
-    text = str(refusal.value)
-    assert f"lacks {name}." in text and f"torch {torch.__version__}:" in text and TESTED_TORCH in text
+def test_a_torch_without_what_is_relied_on_is_refused(model: Any) -> None:
+    for of, name in RELIED_ON:
+        assert fsdp_torch.param_groups_of(module_with(model, hidden="nothing", of=of))
+        with pytest.raises(ValueError) as refusal:
+            fsdp_torch.param_groups_of(module_with(model, hidden=name, of=of))
+        text = str(refusal.value)
+        assert f"lacks {name}." in text and f"torch {torch.__version__}:" in text and TESTED_TORCH in text
 
 
 @pytest.mark.parametrize("name", ["_all_gather_comm", "_reduce_scatter_comm"])
@@ -87,22 +87,14 @@ def test_a_torch_that_communicates_with_other_arguments_is_refused(
         sdp4bit.quantize_communication(model, topology=2)
 
 
-def test_a_newer_torch_that_keeps_what_is_relied_on_is_taken(
+def test_a_newer_torch_is_taken_if_it_keeps_what_is_relied_on(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", "3.1.0a0+git1234567")
     sdp4bit.quantize_communication(model, topology=2).remove()
-
-
-def test_a_newer_torch_that_does_not_is_refused_on_attaching(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "__version__", "3.1.0")
-    kind = type(fsdp_torch.param_groups_of(model)[0])
     groups = len(dist.distributed_c10d._world.pg_map)
-    monkeypatch.delattr(kind, "_use_post_forward_mesh")
-    with pytest.raises(
-        ValueError, match=re.escape("in torch 3.1.0: FSDPParamGroup lacks _use_post_forward_mesh.")
-    ):
+    monkeypatch.delattr(type(fsdp_torch.param_groups_of(model)[0]), "_use_post_forward_mesh")
+    lacking = "in torch 3.1.0a0+git1234567: FSDPParamGroup lacks _use_post_forward_mesh."
+    with pytest.raises(ValueError, match=re.escape(lacking)):
         sdp4bit.quantize_communication(model, topology=2)
     assert len(dist.distributed_c10d._world.pg_map) == groups
