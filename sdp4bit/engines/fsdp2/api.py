@@ -6,7 +6,6 @@ else of it: parameters, gradients, optimizer states and state dicts stay what th
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,7 +26,6 @@ from sdp4bit.collectives.topology import (
     destroy_topology,
 )
 from sdp4bit.collectives.weight_replica import WeightReplica
-from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import Layouts, ShardedRows, agree
 from sdp4bit.engines.alerts import Alerts
@@ -92,13 +90,13 @@ def quantize_communication(
         raise RuntimeError(
             "sdp4bit.quantize_communication needs torch.distributed: call init_process_group first"
         )
-    settings = SDP4BitConfig()
+    # 1. Look at this rank's model and settings. No collective yet: what fails here fails on all ranks below.
+    settings, failure = SDP4BitConfig(), None
     roots: list[nn.Module] = []
     groups: list[FSDPGroup] = []
     skipped: dict[str, str] = {}
     patterns: list[str] = []
     unmatched: list[str] = []
-    failure = None
     try:
         check_torch_version()
         settings = as_config(config)
@@ -116,6 +114,7 @@ def quantize_communication(
         )
     except Exception as caught:  # whatever happens on one rank, the others must not wait for it
         failure, groups = caught, []
+    # 2. Agree with the other ranks, or refuse on all of them. Nothing has been changed until then.
     rows = [
         ShardedRows(
             name=g.name,
@@ -151,22 +150,9 @@ def quantize_communication(
     )
     if not layouts.shards:
         raise ValueError("sdp4bit.quantize_communication: no rank has passed an FSDP2 model, all passed []")
+    # 3. Attach: creates process groups, in the same order on all ranks.
     note = warn_of_layout(groups, layouts, config=settings, skipped=skipped)
-    if any(has_one_queue(group.device) for group in groups):
-        warnings.warn(
-            "sdp4bit: CUDA_DEVICE_MAX_CONNECTIONS=1 has all streams of a GPU take turns, so that FSDP2's "
-            "collectives, and these, keep computation from starting: unset it before CUDA is initialized. "
-            "It serves Megatron-Core's tensor parallelism, and harms here",
-            stacklevel=2,
-        )
-    return FSDPCommHandle(
-        roots,
-        groups=groups,
-        layouts=layouts,
-        config=settings,
-        skipped=skipped,
-        note=note,
-    )
+    return FSDPCommHandle(roots, groups=groups, layouts=layouts, config=settings, skipped=skipped, note=note)
 
 
 class FSDPCommHandle(CommHandle):
@@ -198,7 +184,8 @@ class FSDPCommHandle(CommHandle):
             for index, group in enumerate(groups)
         ]
         super().__init__(FSDPModelState(comms, telemetry=config.telemetry), config=config, note=note)
-        # Separate process groups: one communicator would run gathers and reductions one after the other.
+        # Separate process groups: FSDP2 gathers the next group while it reduces the last one, and one
+        # communicator would run these one after the other.
         ordered = list(layouts.shards.values())
         replicas = list(layouts.replicas.values())
         weight_topologies = create_topologies(ordered, purpose="weights") if config.weights else {}
@@ -209,6 +196,8 @@ class FSDPCommHandle(CommHandle):
         # NCCL alone takes no tensors on the host, and on the device a decision would wait for computation.
         if config.weights and "cpu:" not in dist.get_backend_config():
             self._state.decision_groups = create_host_groups(ordered, purpose="decisions")
+        # Buffers of messages, shared by all groups. Each stream has its own, so the next group's messages are
+        # written behind the last one's; reductions on FSDP2's other stream never wait for gathers.
         weight_scratch, gradient_scratch = Scratch(), Scratch()
         for comm in comms:
             comm.weights_unquantized_reason, comm.gradients_unquantized_reason = unquantized_reasons(
@@ -276,7 +265,8 @@ class FSDPCommHandle(CommHandle):
 
     def _install(self, comm: FSDPGroupState) -> CommObjects:
         stock = comm.group.comms
-        # Without a quantizer the operation FSDP2 chooses stays, so that its results do too.
+        # With a quantizer FSDP2 must ask for sums: a factor it puts into the operation (PREMUL_SUM) cannot be
+        # read from Python. Without one the operation it chooses stays, so that its results do too.
         return comm.group.install(
             CommObjects(
                 all_gather=AllGatherHook(comm, self._state, stock=stock.all_gather),
@@ -325,6 +315,7 @@ class FSDPCommHandle(CommHandle):
         self, wrong: Sequence[GroupState], *, config: AuditConfig
     ) -> Sequence[GroupState]:
         state = self._state
+        # Tensor-parallel ranks that hold copies of a parameter refresh it alike, or the copies drift apart.
         if config.on_mismatch == "resync" and state.groups:
             flags = torch.tensor(
                 [int(comm in wrong) for comm in state.groups], device=state.groups[0].group.device
@@ -365,6 +356,7 @@ class FSDPCommHandle(CommHandle):
         for hook in self._hooks:
             hook.remove()
         try:
+            # Transfers of a refresh that a failed forward has left still read and write the replica.
             for comm in self._state.groups:
                 if comm.replica is not None:
                     comm.replica.wait()
@@ -374,8 +366,7 @@ class FSDPCommHandle(CommHandle):
     def _remove(self) -> None:
         for comm, previous in zip(self._state.groups, self._previous, strict=True):
             comm.group.install(previous)
-            if comm.group.is_unsharded and comm.group.is_idle:
-                comm.group.module.reshard()
+        self._state.reshard(self._state.groups)
         for topology in self._topologies:
             destroy_topology(topology)
         for group in self._state.decision_groups.values():

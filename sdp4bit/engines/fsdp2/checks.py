@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import Layouts
 from sdp4bit.engines.explain import OFF, ONE_RANK, one_node_note, one_node_reason
@@ -145,12 +146,10 @@ def unquantized_reasons(
 
 
 def _nodes_of(group: FSDPGroup, layouts: Layouts) -> int:
-    """Return 1 if all ranks that share the group's parameters are on one node, else more.
-
-    The same on all these ranks: a rank of HSDP asks for the layouts of the other shards and replicas too.
-    """
+    """Return 1 if all ranks that share the group's parameters are on one node, else more."""
     if not group.is_hybrid:
         return layouts.shards[group.ranks].nodes
+    # The same on all these ranks: a rank of HSDP asks for the layouts of other shards and replicas too.
     sharing = group.sharing_ranks
     everything = [*layouts.shards.items(), *layouts.replicas.items()]
     return max(layout.nodes for ranks, layout in everything if sharing.issuperset(ranks))
@@ -166,7 +165,7 @@ def warn_of_layout(
     """Warn where quantization does less than it could, at the line that asked for it.
 
     Returns:
-        What `explain()` repeats; "" for nothing.
+        The note that `explain()` repeats; "" for none.
     """
     reasons = [unquantized_reasons(group, layouts, config=config, skipped=skipped) for group in groups]
     # Replicas on other nodes are a reason to shard inside one.
@@ -174,8 +173,7 @@ def warn_of_layout(
     note = one_node_note(
         [each if is_inside else ("", "") for each, is_inside in zip(reasons, inside, strict=True)]
     )
-    if note:
-        warnings.warn(f"sdp4bit: {note}", stacklevel=3)
+    messages = [note] if note else []
     dense = [
         f"{group.name} ({because})"
         for group, (because, _) in zip(groups, reasons, strict=True)
@@ -183,25 +181,25 @@ def warn_of_layout(
     ]
     if dense:
         more = f" and {len(dense) - 3} more" if len(dense) > 3 else ""
-        warnings.warn(
-            f"sdp4bit: weights stay in full precision in {', '.join(dense[:3])}{more}; see explain()",
-            stacklevel=3,
-        )
+        messages.append(f"weights stay in full precision in {', '.join(dense[:3])}{more}; see explain()")
     if groups and not any(group.holds_values for group in groups):
-        warnings.warn(
-            "sdp4bit: this rank holds no value of the model, only padding, so no optimizer of its own tells "
-            "when a step is taken: call comm.mark_step() here whenever the other ranks step",
-            stacklevel=3,
+        messages.append(
+            "this rank holds no value of the model, only padding, so no optimizer of its own tells when a "
+            "step is taken: call comm.mark_step() here whenever the other ranks step"
         )
     if groups and all(layouts.shards[g.ranks].size == 1 == len(g.replica_ranks) for g in groups):
-        warnings.warn(
-            "sdp4bit: every group is sharded over one rank, so nothing is sent and nothing is quantized",
-            stacklevel=3,
-        )
+        messages.append("every group is sharded over one rank, so nothing is sent and nothing is quantized")
     if any(group.reduce_dtype == torch.float16 for group in groups):
-        warnings.warn(
-            "sdp4bit: gradients are reduced in fp16 and may overflow before they are quantized; use "
-            "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
-            stacklevel=3,
+        messages.append(
+            "gradients are reduced in fp16 and may overflow before they are quantized; use "
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
         )
+    if any(has_one_queue(group.device) for group in groups):
+        messages.append(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 has all streams of a GPU take turns, so that FSDP2's collectives, "
+            "and these, keep computation from starting: unset it before CUDA is initialized. It serves "
+            "Megatron-Core's tensor parallelism, and harms here"
+        )
+    for message in messages:
+        warnings.warn(f"sdp4bit: {message}", stacklevel=3)
     return note

@@ -36,35 +36,31 @@ class FSDPGroupState(GroupState):
         Args:
             replicas: the nodes of the ranks with the same shard (HSDP); None if there is one.
         """
+        # Sums gradients over replicas; None leaves them to FSDP2, in full precision.
         self.all_reduce: QuantizedAllReduce | None = None
-        """What sums gradients over replicas; None leaves them to FSDP2, in full precision."""
-        self.all_reduces = 0
-        """Quantized all-reduces so far, which number the rounding bits."""
+        self.all_reduces = 0  # quantized ones so far, which number the rounding bits
         self.replica_layout = replicas
         nodes, per_node = (1, 1) if replicas is None else (replicas.nodes, replicas.ranks_per_node)
         self.all_reduce_traffic = TrafficCounter(nodes=nodes, ranks_per_node=per_node)
         super().__init__(group, index=index, layout=layout)
-        self.has_copies = bool(group.copied_over)
-        """Tensor-parallel ranks hold some of the parameters alike, and others not."""
         self.state = State.NEVER
+        # Segments that could train at the last refresh. The rest of the shard is frozen and not sent.
         self.trained: frozenset[int] = frozenset()
-        """Segments that could train at the last refresh. The rest of the shard is frozen and not sent."""
+        # Checksums of the main shard that the replica was last refreshed from, see `_checksums`.
         self.refreshed_from: Tensor | None = None
-        """`shard_checksums` of the main shard that the replica was last refreshed from."""
+        # Whether this rank's part of the last refresh held NaN or infinity: on its way to the host, which
+        # does not wait for it.
         self.nonfinite: HostCopy | None = None
-        """Whether this rank's part of the last refresh held NaN or infinity, on its way to the host."""
         self.full_in_a_row = 0
+        # From a checkpoint, until the next refresh: the replica's row of this rank's shard, and fingerprints
+        # of the main shards when they were saved, int64 [segments, slots of this rank].
         self.loaded_shard: Tensor | None = None
-        """The replica's row of this rank's shard in a loaded checkpoint, until the next refresh."""
         self.loaded_fingerprints: Tensor | None = None
-        """Fingerprints of the main shards when they were saved, int64 [segments, slots of this rank]."""
+        # HSDP: gradients have been reduced over shards, and not over replicas since.
         self.awaits_replicas = False
-        """Gradients have been reduced over shards, and not over replicas since (HSDP)."""
-        # What this rank has seen since the ranks last agreed on events.
-        self.is_accumulating = False
-        """The last forward only accumulated gradients."""
-        self.is_reduced = False
-        """Gradients of the group have been reduced since the last refresh."""
+        # Seen by this rank since the ranks last agreed on events.
+        self.is_accumulating = False  # the last forward only accumulated gradients
+        self.is_reduced = False  # gradients of the group have been reduced since the last refresh
         self.has_stepped = False
         self.was_loaded = False
         self._once_trained: set[int] = set()
@@ -85,12 +81,10 @@ class FSDPGroupState(GroupState):
         return refresh
 
     def trainable(self) -> frozenset[int]:
-        """Return the segments that an optimizer step may change; the same on every rank of the group.
-
-        An optimizer changes whatever has a gradient, also parameters that were frozen after the backward
-        pass. Ranks with an empty shard may leave it out of their optimizer, and of `zero_grad`: their
-        gradient says nothing about the others', so such a parameter counts from its first gradient on.
-        """
+        """Return the segments that an optimizer step may change; the same on every rank of the group."""
+        # An optimizer changes whatever has a gradient, also parameters that were frozen after the backward
+        # pass. Ranks with an empty shard may leave it out of their optimizer, and of `zero_grad`: their
+        # gradient says nothing about the others', so such a parameter counts from its first gradient on.
         indices = set()
         for index, segment in enumerate(self.group.segments):
             param = segment.sharded
@@ -102,12 +96,10 @@ class FSDPGroupState(GroupState):
         return frozenset(indices)
 
     def note_step(self, *, by_hand: bool) -> None:
-        """Note that an optimizer of this rank has stepped somewhere in the model.
-
-        Whether it holds parameters of this group is not asked: optimizers of other ranks may hold others.
-        A group without a gradient since its last refresh is left alone, unless the user says that a step was
-        taken: the discriminator's step does not make the generator's weights travel.
-        """
+        """Note that an optimizer of this rank has stepped somewhere in the model."""
+        # Whether it holds parameters of this group is not asked: optimizers of other ranks may hold others.
+        # A group without a gradient since its last refresh is left alone, unless the user says that a step
+        # was taken: the discriminator's step does not make the generator's weights travel.
         trainable = self.trainable()
         segments = self.group.segments
         has_gradient = self.is_reduced or any(
@@ -135,10 +127,8 @@ class FSDPGroupState(GroupState):
         return None if chosen == everything else self._ranges(chosen)
 
     def _sent_segments(self) -> frozenset[int]:
-        """Return the segments that trained at the last refresh; all if others train now.
-
-        Edits of weights that were frozen until then have been looked for in another part of the row.
-        """
+        """Return the segments that trained at the last refresh; all if others train now."""
+        # Edits of weights that were frozen until then have been looked for in another part of the row.
         everything = frozenset(range(len(self.group.segments)))
         return self.trained if self.trained == self.trainable() else everything
 
@@ -147,14 +137,12 @@ class FSDPGroupState(GroupState):
         return merge_ranges([(segments[index].start, segments[index].end) for index in sorted(chosen)])
 
     def has_edits(self) -> Tensor | None:
-        """Return whether weights differ from those last refreshed from, a bool scalar; None if unknown.
-
-        After a step only the frozen part is compared: the difference of the rest is sent anyway.
-        """
+        """Return whether weights differ from those last refreshed from, a bool scalar; None if unknown."""
         replica, before = self.replica, self.refreshed_from
         if self.state not in (State.CURRENT, State.STEPPED) or replica is None or before is None:
             return None
         assert replica.rows is not None
+        # After a step only the frozen part is compared: the difference of the rest is sent anyway.
         has_stepped = self.has_stepped or self.state is State.STEPPED
         if has_stepped and len(self.trained) == len(self.group.segments):
             return None

@@ -32,17 +32,13 @@ class StepObserver:
         self._model = weakref.proxy(model)
         self._segments: dict[int, ParamSegment] = {}
         self._stepping_in = -1
+        # Ids of the parameters stepped since the last step boundary, if nothing is sent.
         self._stepped: set[int] = set()
-        """Ids of the parameters stepped since the last step boundary, if nothing is sent."""
+        # Gradients have been reduced since the last optimizer step.
         self.is_reduced = False
-        """Gradients have been reduced since the last optimizer step."""
 
     def watch_optimizers(self) -> RemovableHandle:
-        """Note the steps of every torch optimizer; the hook does not keep the model alive.
-
-        `torch.compile(optimizer.step)` calls it as it is, between two graphs: compiled, it would run once,
-        while it is traced.
-        """
+        """Note the steps of every torch optimizer; the hook does not keep the model alive."""
         reference = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -50,23 +46,20 @@ class StepObserver:
             if observer is not None and not observer._only_creates_state(optimizer):
                 observer.note_step(p for group in optimizer.param_groups for p in group["params"])
 
+        # `torch.compile(optimizer.step)` calls a disabled function as it is, between two graphs: compiled, it
+        # would run once, while it is traced.
         return register_optimizer_step_post_hook(torch.compiler.disable(after_step))
 
     def _only_creates_state(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step cannot change weights: no reduced gradients, a learning rate of zero.
-
-        torch.distributed.checkpoint takes such steps to create optimizer states; with stateless optimizers,
-        at every save.
-        """
+        """Return whether a step cannot change weights: no reduced gradients, a learning rate of zero."""
+        # torch.distributed.checkpoint takes such steps to create optimizer states; with stateless optimizers,
+        # at every save. A rate on the device is not read: the host would wait for it.
         rates = [group.get("lr") for group in optimizer.param_groups]
         on_host = [float(r) for r in rates if isinstance(r, float | int | Tensor) and not _on_device(r)]
         return not self.is_reduced and on_host == [0.0] * len(rates)
 
     def note_step(self, params: Iterable[object] | None = None) -> None:
-        """Note an optimizer step over these parameters (None: the user's own), unless none is ours.
-
-        The segments to send must not depend on this rank's optimizer: see `FSDPGroupState.note_step`.
-        """
+        """Note an optimizer step over these parameters (None: the user's own), unless none is ours."""
         params = None if params is None else list(params)
         if params is not None and not self._holds_any(params):
             return
@@ -83,11 +76,9 @@ class StepObserver:
             torch.autograd.Variable._execution_engine.queue_callback(after_step)
 
     def _count_step(self, params: Sequence[object] | None) -> None:
-        """Count steps if FSDP2 sends nothing, so that no hook sees them.
-
-        A second step over the same parameter is the next one: optimizers that share a model's parameters, or
-        step each in backward, take one together.
-        """
+        """Count steps if FSDP2 sends nothing, so that no hook sees them."""
+        # A second step over the same parameter is the next one: optimizers that share a model's parameters,
+        # or step each in backward, take one together.
         every = [segment.sharded for comm in self._model.groups for segment in comm.group.segments]
         stepped = {id(param) for param in (every if params is None else params)}
         if not self._model.step_pending:
@@ -99,10 +90,8 @@ class StepObserver:
         self._model.step_pending = True
 
     def _holds_any(self, params: Sequence[object]) -> bool:
-        """Return whether any of these is a parameter of the model.
-
-        Optimizers that step in backward ask once for every parameter, so the answer comes from a table.
-        """
+        """Return whether any of these is a parameter of the model."""
+        # From a table: optimizers that step in backward ask once for every parameter.
         if not any(map(self._is_ours, params)):
             # FSDP2 may have replaced parameters since.
             self._segments = {id(s.sharded): s for comm in self._model.groups for s in comm.group.segments}
@@ -128,10 +117,10 @@ class StateDictAliases:
     """
 
     def __init__(self) -> None:
+        # By parameter; alive until the next look, as a state dict may be gone when its versions are read.
         self._latest: dict[str, tuple[DTensor, Version]] = {}
-        """By parameter; alive until the next look, as a state dict may be gone when its versions are read."""
+        # State dicts that the user keeps.
         self._kept: dict[str, list[tuple[weakref.ref[DTensor], Version]]] = {}
-        """State dicts that the user keeps."""
         self._written: set[str] = set()
 
     def watch(self, segment: ParamSegment) -> RemovableHandle:

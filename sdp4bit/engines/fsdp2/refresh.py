@@ -30,8 +30,7 @@ from sdp4bit.engines.handle import ModelState
 if TYPE_CHECKING:
     from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 
-FULL_REFRESHES_IN_A_ROW = 3
-"""So many cause a warning."""
+FULL_REFRESHES_IN_A_ROW = 3  # so many cause a warning
 
 
 class State(Enum):
@@ -66,10 +65,10 @@ class Event(Enum):
 class Refresh(NamedTuple):
     """A refresh, and the state after it: rows in full precision first, and then a difference."""
 
+    # "full" sends main shards, "checkpoint" rows that were loaded, both in full precision.
     kind: Literal["none", "full", "checkpoint", "difference", "checkpoint, difference"]
-    """"full" sends main shards, "checkpoint" rows that were loaded, both in full precision."""
+    # The part of a row whose quantized difference is sent; "trained" leaves out frozen parameters.
     ranges: Literal["none", "trained", "row"]
-    """The part of a row whose quantized difference is sent; "trained" leaves out frozen parameters."""
     state: State
 
     @property
@@ -124,13 +123,13 @@ class FSDPModelState(ModelState):
         self.steps_seen = StepObserver(self)
         self._leader: weakref.ref[object] | None = None
         self._seen: set[int] = set()
+        # Process groups between hosts, by their ranks; without one FSDP2's own is used.
         self.decision_groups: dict[tuple[int, ...], ProcessGroup] = {}
-        """Process groups between hosts, by their ranks; without one FSDP2's own is used."""
+        # Whether FSDP2 gathers anything, so that a hook sees each forward.
         self.communicates = any(comm.layout.size > 1 for comm in groups)
-        """Whether FSDP2 gathers anything, so that a hook sees each forward."""
         self.counts_reductions = self.communicates or any(comm.replica_layout is not None for comm in groups)
+        # Groups reduced over replicas since the last step boundary, if nothing is gathered.
         self._all_reduced: set[int] = set()
-        """Groups reduced over replicas since the last step boundary, if nothing is gathered."""
         self._warned: set[str] = set()
 
     @cached_property
@@ -160,9 +159,10 @@ class FSDPModelState(ModelState):
         self.reshard([comm for comm in self.groups if comm.has_stepped])
 
     def before_all_reduce(self, comm: FSDPGroupState) -> None:
-        """Notice a step boundary if no shard is gathered: a group is reduced over replicas once more."""
+        """Notice a step boundary if no shard is gathered, as no hook sees a forward then."""
         if self.communicates:
             return
+        # A group is reduced over replicas once a step; the first one that is reduced again begins the next.
         if comm.index in self._all_reduced:
             self._all_reduced.clear()
             self._end_step()
@@ -201,11 +201,9 @@ class FSDPModelState(ModelState):
     # -- agreement -----------------------------------------------------------------------------------
 
     def before_unshard(self, comm: FSDPGroupState) -> None:
-        """Let the ranks agree on what has happened to the weights; called outside of backward.
-
-        The first group of a forward asks for all groups of its root at once. A gather outside of forward asks
-        for its own group only.
-        """
+        """Let the ranks agree on what has happened to the weights; called outside of backward."""
+        # The first group of a forward asks for all groups of its root at once, in one small reduction. A
+        # gather outside of forward asks for its own group only.
         ended, self.step_pending = self.step_pending, False
         if ended:
             self.steps += 1
@@ -322,7 +320,8 @@ class FSDPModelState(ModelState):
     @staticmethod
     def _over_copies(flags: Tensor, comms: Sequence[FSDPGroupState]) -> Tensor:
         """Return the maximum over tensor-parallel ranks: one of them may see an edit of its part alone."""
-        if any(comm.has_copies for comm in comms):
+        if any(comm.group.copied_over for comm in comms):
+            # On the device: FSDP2's tensor-parallel groups may have no backend for the host.
             flags = flags.to(comms[0].group.device)
             reduce_over_copies(flags, [comm.group for comm in comms], op=dist.ReduceOp.MAX)
         return flags
@@ -352,11 +351,9 @@ class FSDPModelState(ModelState):
 
 
 def _may_wait(comm: FSDPGroupState) -> bool:
-    """Return whether the host may wait for checksums of the device.
-
-    On a GPU it would wait in every micro-batch of an accumulation. An edit between two of them is found by
-    the forward whose gradients are reduced.
-    """
+    """Return whether the host may wait for checksums of the device."""
+    # On a GPU it would wait in every micro-batch of an accumulation. An edit between two of them is found by
+    # the forward whose gradients are reduced.
     is_accumulating = comm.group.module.training and not comm.group.reduces_gradients
     was_accumulating, comm.is_accumulating = comm.is_accumulating, is_accumulating
     return _is_on_host(comm) or not (is_accumulating and was_accumulating)
@@ -367,6 +364,7 @@ def _is_on_host(comm: FSDPGroupState) -> bool:
 
 
 def _is_set(copy: HostCopy | None) -> bool:
-    """Return whether a flag is set; a GPU that has not got that far in a step tells in the next one."""
+    """Return whether a flag is set and has arrived."""
+    # A GPU that has not got that far in a step tells in the next one; the host does not wait.
     flag = None if copy is None else copy.arrived()
     return flag is not None and bool(flag)

@@ -24,11 +24,9 @@ _FINGERPRINT_SLOTS = 1024
 
 
 def save_state(state: FSDPModelState) -> StateDict:
-    """Return the state, keyed by parameter: names and shapes depend on the model alone.
-
-    So any layout can load it with plain `torch.distributed.checkpoint.load`: pipeline stages have keys of
-    their own, and parameters that are not quantized have the same keys as others.
-    """
+    """Return the state, keyed by parameter: names and shapes depend on the model alone."""
+    # So any layout can load it with plain `torch.distributed.checkpoint.load`: pipeline stages have keys of
+    # their own, and parameters that are not quantized have the same keys as others.
     counters: dict[str, torch.Tensor] = {}
     replica: dict[str, DTensor] = {}
     fingerprints: dict[str, DTensor] = {}
@@ -67,10 +65,8 @@ def save_state(state: FSDPModelState) -> StateDict:
 
 
 def _keys(state: FSDPModelState) -> list[list[str]]:
-    """Return the keys of each group's parameters: their names in the model, also below several local roots.
-
-    Stages of a pipeline are roots whose parameters have names of their own; copies of one model are not.
-    """
+    """Return the keys of each group's parameters: their names in the model, whatever the local roots."""
+    # Stages of a pipeline are roots whose parameters have names of their own; copies of one model are not.
     keys = [[s.name.removeprefix(comm.group.root) for s in comm.group.segments] for comm in state.groups]
     every = [key for names in keys for key in names]
     if len(set(every)) == len(every):
@@ -79,10 +75,8 @@ def _keys(state: FSDPModelState) -> list[list[str]]:
 
 
 def _spread(fingerprint: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a DTensor with this rank's value in this rank's part; its shape fits meshes of any size.
-
-    On a mesh of more ranks than slots the last ones have no part, and nothing to compare.
-    """
+    """Return a DTensor with this rank's value in this rank's part; its shape fits meshes of any size."""
+    # On a mesh of more ranks than slots the last ones have no part, and nothing to compare.
     value = fingerprint.flatten()[0] if fingerprint.numel() else fingerprint.new_zeros(())
     return distribute_tensor(
         value.repeat(_FINGERPRINT_SLOTS), mesh, [Shard(0)] * mesh.ndim, src_data_rank=None

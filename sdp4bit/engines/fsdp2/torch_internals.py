@@ -66,8 +66,7 @@ class HybridMeshInfo(MeshInfo, Protocol):
     replicate_mesh_dim: int | None
     replicate_mesh_rank: int
     replicate_mesh_size: int
-    replicate_process_group: ProcessGroup
-    """What gradients are all-reduced over, by `torch.distributed.all_reduce`."""
+    replicate_process_group: ProcessGroup  # gradients are all-reduced over it, by dist.all_reduce
 
 
 class ParamModuleInfo(Protocol):
@@ -80,13 +79,12 @@ class ParamModuleInfo(Protocol):
 class Param(Protocol):
     """FSDP2's record of a parameter."""
 
-    sharded_param: nn.Parameter
-    """A DTensor; may be replaced over time."""
+    sharded_param: nn.Parameter  # a DTensor; may be replaced over time
     padded_sharded_param_size: torch.Size
     fsdp_placement: Shard
     mesh_info: MeshInfo
+    # [n], this rank's shard, padding included, in the type of the main weights.
     _sharded_param_data: Tensor
-    """[n], this rank's shard, padding included, in the type of the main weights."""
     _orig_size: torch.Size
     _module_info: ParamModuleInfo
 
@@ -109,11 +107,11 @@ class ParamGroup(Protocol):
     _use_post_forward_mesh: bool
 
 
+# What FSDP2 passes to the two objects that it communicates through.
 _ARGUMENTS: Mapping[str, Sequence[str]] = {
     "_all_gather_comm": ("output_tensor", "input_tensor", "group", "async_op"),
     "_reduce_scatter_comm": ("output_tensor", "input_tensor", "group", "op", "async_op"),
 }
-"""What FSDP2 passes to the two objects that it communicates through."""
 
 
 def check_torch_version() -> None:

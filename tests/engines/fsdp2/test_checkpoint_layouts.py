@@ -92,7 +92,7 @@ def job(kind: str) -> tuple[nn.Module, Any]:
     return model, quantize_communication(model, topology=4 if kind == "one node" else 2, config=config)
 
 
-CHAIN = ["two nodes", "one node", "HSDP", "full-precision weights", "two nodes", "full-precision gradients"]
+CHAIN = ["full-precision gradients", "HSDP", "two nodes", "one node", "full-precision weights", "two nodes"]
 """What each saves, the next one loads."""
 
 

@@ -23,7 +23,7 @@ from sdp4bit.quantization.layout import MessageLayout
 from tests import ROOT, mutations
 from tests.engines.fsdp2 import weight_edits
 from tests.engines.fsdp2.edited_runs import WAYS, faults_of
-from tests.ranks import on_ranks, run_ranks, users_of
+from tests.ranks import on_ranks, run_ranks
 from tests.tables import flat
 from tests.toy import (
     IDENTITY,
@@ -298,52 +298,32 @@ def test_what_steps_change_does_not_depend_on_the_optimizer_of_one_rank() -> Non
 # -- the ways that users know -------------------------------------------------------------------------
 
 
-def find_faults(names: list[str], topology: int, methods: tuple[str, ...]) -> dict[str, list[str]]:
+def find_faults(names: list[str], topology: int, method: str) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {name: faults_of(name, topology, methods) for name in names}
+        return [f"{name}: {fault}" for name in names for fault in faults_of(name, topology, (method,))]
 
 
-def merged(ranks: list[dict[str, list[str]]]) -> dict[str, list[str]]:
-    return {
-        name: [f"rank {rank}: {fault}" for rank, faults in enumerate(ranks) for fault in faults[name]]
-        for name in ranks[0]
-    }
-
-
-@pytest.fixture(scope="module")
-def faults(request: pytest.FixtureRequest) -> dict[str, list[str]]:
-    """Return the faults of the ways that are tested this time."""
-    names = {test.callspec.params["name"] for test in users_of(request)}
-    return merged(run_ranks(find_faults, 2, sorted(names), 1, ("4 bits",), timeout=280))
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in WAYS]
-)
-def test_edits_are_followed_as_by_plain_fsdp2(faults: dict[str, list[str]], name: str) -> None:
-    assert not faults[name], "\n".join(faults[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["full precision", "on a GPU"])
-def test_edits_are_followed_bit_for_bit(method: str) -> None:
-    found = merged(run_ranks(find_faults, 2, list(WAYS), 1, (method,), timeout=280))
-    assert found == {name: [] for name in WAYS}
+NAMES = list(WAYS)
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("method", "topology", "names"),
     [
-        ("on a GPU", 1, ["averages_copied_in_and_out", "sharpness_aware_subtracted"]),
-        ("4 bits", 2, ["averages_copied_in_and_out"]),
+        pytest.param("4 bits", 1, QUICK, id="4 bits"),
+        pytest.param("4 bits", 1, NAMES, id="4 bits, all", marks=SLOW),
+        pytest.param("4 bits", 2, ["averages_copied_in_and_out"], id="4 bits, nodes of two ranks"),
+        pytest.param(
+            "on a GPU", 1, ["averages_copied_in_and_out", "sharpness_aware_subtracted"], id="as a GPU"
+        ),
+        pytest.param("on a GPU", 1, NAMES, id="as a GPU, all", marks=SLOW),
+        pytest.param("full precision", 1, NAMES, id="full precision", marks=SLOW),
     ],
 )
-def test_edits_are_followed_as_a_gpu_decides_and_on_nodes_of_two_ranks(
-    method: str, topology: int, names: list[str]
-) -> None:
-    found = merged(run_ranks(find_faults, 2 * topology, names, topology, (method,)))
-    assert found == {name: [] for name in names}
+def test_edits_are_followed_as_by_plain_fsdp2(method: str, topology: int, names: list[str]) -> None:
+    found = run_ranks(find_faults, 2 * topology, names, topology, method, timeout=280)
+    assert not any(found), "\n".join(fault for faults in found for fault in faults)
 
 
 def test_the_documentation_lists_exactly_these_ways() -> None:

@@ -30,7 +30,7 @@ from tests.toy import LOSSLESS, QUANTIZED, Run, ToyGPT, adamw, assert_close_to_p
 
 
 def materializing(config: SDP4BitConfig | None) -> list[float]:
-    """The model is attached while it has no storage, and its parameters get another type later."""
+    """The model is attached while it has no storage; then its parameters get another type."""
     with torch.device("meta"):
         model = ToyGPT()
     run = Run(shard(model), config, topology=1)
@@ -40,12 +40,9 @@ def materializing(config: SDP4BitConfig | None) -> list[float]:
         for parameter in model.parameters():
             full = torch.randn(parameter.shape, generator=generator) * 0.05
             parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements))
-    run.optimizer = adamw(model)
-    run.train(1)
-    model.reshard()
     model.to(torch.bfloat16)
     run.optimizer = adamw(model)
-    return run.train(1).finish()
+    return run.train(2).finish()
 
 
 @on_ranks(2)
@@ -91,7 +88,7 @@ def test_a_handle_can_be_removed_and_its_model_attached_again() -> None:
 def remove_after_the_process_groups(folder: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     for starts_again in (False, True):
-        run = Run(build(), None)
+        run = Run(build(), None).train(1)
         hooks = hooks_of(run.model)
         comm = sdp4bit.quantize_communication(run.model, topology=1, config=QUANTIZED)
         run.train(1)
