@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -202,7 +203,7 @@ def _create_groups(
         # members find each other in the job's store under that name. With use_local_synchronization=True only
         # members call, but the name is then a hash of a count that may differ between ranks, or repeat after
         # remove(); both hang. A call for a group of other ranks takes about 8 microseconds: in a job of
-        # 16,384 ranks, 8 per node, all 4,112 calls take 0.03 s (benchmarks/attach.py). Not measured: with
+        # 16,384 ranks, 8 per node, all 4,112 calls take 0.03 s. Not measured: with
         # init_process_group(device_id=...) on NCCL each call also splits the communicator of all ranks.
         group = dist.new_group(
             list(ranks),
@@ -213,6 +214,10 @@ def _create_groups(
         )
         if dist.get_rank() in ranks:
             own = group
+    if own is not None and "cpu:gloo" in dist.get_backend_config(own).split(","):
+        # Gloo returns when this rank's half of each connection stands. A rank that released the group at once
+        # would fail the others, which still connect. NCCL connects at the first collective.
+        dist.all_reduce(torch.zeros(1), group=own)
     return own
 
 
