@@ -43,6 +43,8 @@ class FSDPGroupState(GroupState):
         nodes, per_node = (1, 1) if replicas is None else (replicas.nodes, replicas.ranks_per_node)
         self.all_reduce_traffic = TrafficCounter(nodes=nodes, ranks_per_node=per_node)
         super().__init__(group, index=index, layout=layout)
+        # Tensor-parallel ranks hold some of the parameters alike, and others not.
+        self.has_copies = bool(group.copied_over)
         self.state = State.NEVER
         # Segments that could train at the last refresh. The rest of the shard is frozen and not sent.
         self.trained: frozenset[int] = frozenset()
@@ -243,6 +245,7 @@ class FSDPGroupState(GroupState):
                     )
                 )
         if self.all_reduce is not None and self.replica_layout is not None:
+            assert self.group.replicas is not None
             found.append(
                 ReplicaCopy(
                     name=f"{self.group.name} (main weights)",

@@ -149,7 +149,6 @@ class FSDPGroup:
         self.module_name = module_name or "(root)"
         self.module = module
         self.root = root
-        self.device = group.device
         self._group = group
         self._siblings = siblings
         self._module_names = module_names
@@ -179,6 +178,11 @@ class FSDPGroup:
         self.data_ranks = info.shard_mesh_size * replicas
         self.data_ranks_of_replicas = range(self.shard_rank, self.data_ranks, info.shard_mesh_size)
         self.data_rank = self.data_ranks_of_replicas[replica]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group computes and communicates."""
+        return self._group.device
 
     @property
     def is_unsharded(self) -> bool:

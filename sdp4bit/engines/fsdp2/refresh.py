@@ -320,7 +320,7 @@ class FSDPModelState(ModelState):
     @staticmethod
     def _over_copies(flags: Tensor, comms: Sequence[FSDPGroupState]) -> Tensor:
         """Return the maximum over tensor-parallel ranks: one of them may see an edit of its part alone."""
-        if any(comm.group.copied_over for comm in comms):
+        if any(comm.has_copies for comm in comms):
             # On the device: FSDP2's tensor-parallel groups may have no backend for the host.
             flags = flags.to(comms[0].group.device)
             reduce_over_copies(flags, [comm.group for comm in comms], op=dist.ReduceOp.MAX)

@@ -44,11 +44,11 @@ from tests.toy import (
 
 WHOLE_ROWS = replace(QUANTIZED, separate_parameters=False)
 PRELOAD = [weight_edits.__name__]  # which registers the ways
-QUICK = {
+QUICK = [
     *("averaged_model", "averages_copied_in_and_out", "soft_target_update", "weight_decay_by_hand"),
     *("pruning_mask", "frozen_weights", "local_tensors", "data_assigned", "one_rank_alone"),
     *("between_micro_batches", "load_state_dict", "checkpoint_in_place"),
-}
+]
 """One way of each kind, which the quick tests try."""
 
 

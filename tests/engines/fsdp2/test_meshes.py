@@ -90,7 +90,7 @@ def test_every_group_sends_over_its_own_mesh_what_the_planner_says() -> None:
                 gradient_exchange(row, grid=grid, config=QUANTIZED.gradients, sections=reduced),
                 weight_refresh(row, grid=grid, config=QUANTIZED.weights, sections=refreshed),
                 # The root's weights stay since the forward.
-                weight_gather(row, grid=grid, config=QUANTIZED.weights).times(1 if name == "(root)" else 2),
+                weight_gather(row, grid=grid, config=QUANTIZED.weights, times=1 if name == "(root)" else 2),
             ]
             inter += sum(part.inter_bytes for part in parts)
             intra += sum(part.intra_bytes for part in parts)
