@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from sdp4bit_lab.report.command import ReportConfig
     from sdp4bit_lab.selftest.config import SelftestConfig
 
-EXIT_SETTING = 2
-_TRAINING = "tyro rich tensorboard tokenizers yaml"
-_TOMLI = ("tomli",) if sys.version_info < (3, 11) else ()
+_TRAINING = ("tyro", "rich", "tensorboard", "tokenizers", "yaml")
 _ABOUT = (
     "4-bit communication for sharded data parallel training. `sdp4bit COMMAND --help` shows the options that "
     "matter, `--help-all` all of them, `sdp4bit --version` the version."
@@ -40,14 +38,12 @@ class Command:
     name: str
     settings: str
     """Its settings class as module:class, imported when the command is chosen."""
-    reads_file: bool
-    """Whether its options may stand in a file, given by --config-file."""
-    takes_reference_flags: bool
-    """Whether it takes flags of the reference implementation that have no effect here."""
-    shown: tuple[str, ...]
-    """Fields that `--help` shows; all of them if empty. `--help-all` always shows all."""
-    packages: tuple[str, ...]
+    packages: Sequence[str]
     """Imports of the extra `lab` that it needs sooner or later: none of them is missed after hours."""
+    shown: Sequence[str] = ()
+    """Fields that `--help` shows; all of them if empty. `--help-all` always shows all."""
+    takes_reference_flags: bool = False
+    """Whether it takes flags of the reference implementation that have no effect here."""
     run: Callable[[Any], int]
     """Does what the settings say and returns the exit code."""
 
@@ -59,14 +55,20 @@ class Command:
     def parse(self, options: Sequence[str]) -> Any:
         """Return the settings; prints help or an error and exits instead where that is due.
 
+        Options may stand in a file, given by --config-file, if the command needs yaml.
+
         Raises:
             SettingError: options that contradict each other, or a package that is missing.
         """
-        _check_packages(self.packages, command=self.name)
+        from sdp4bit_lab.common.settings import SettingError, short_help
+
+        missing = [name for name in self.packages if find_spec(name) is None]
+        if missing:
+            raise SettingError(
+                f'`sdp4bit {self.name}` needs {", ".join(missing)}: pip install "sdp4bit[lab]"'
+            )
         settings, prog = pkgutil.resolve_name(self.settings), f"sdp4bit {self.name}"
         if self.shown and ("--help" in options or "-h" in options):
-            from sdp4bit_lab.common.settings import short_help
-
             print(short_help(settings, prog=prog, description=self.description, shown=self.shown), end="")
             raise SystemExit(0)
         options = ["--help" if option == "--help-all" else option for option in options]
@@ -74,7 +76,7 @@ class Command:
             from sdp4bit_lab.common.plain_parser import parse_without_tyro
 
             return parse_without_tyro(settings, options, prog=prog, description=self.description)
-        if self.reads_file:
+        if "yaml" in self.packages:
             from sdp4bit_lab.common.config_file import expand_config_file
 
             options = expand_config_file(options)
@@ -87,40 +89,21 @@ class Command:
                     print(f"sdp4bit: {note}", file=sys.stderr)
         import tyro
 
-        return tyro.cli(
-            settings,
-            prog=prog,
-            description=self.description,
-            args=options,
-            # Options have the names of their fields alone; a test keeps those unique.
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
+        # Options have the names of their fields alone; a test keeps those unique.
+        config = (tyro.conf.OmitArgPrefixes,)
+        return tyro.cli(settings, prog=prog, description=self.description, args=options, config=config)
 
 
 COMMANDS: dict[str, Command] = {}
 
 
 def _command(
-    name: str,
-    *,
-    settings: str,
-    packages: str,
-    reads_file: bool = False,
-    takes_reference_flags: bool = False,
-    shown: str = "",
+    name: str, *, shown: str = "", **options: Any
 ) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
     """Return a decorator that registers a function; its docstring is the command's description."""
 
     def register(run: Callable[[Any], int]) -> Callable[[Any], int]:
-        COMMANDS[name] = Command(
-            name=name,
-            settings=settings,
-            reads_file=reads_file,
-            takes_reference_flags=takes_reference_flags,
-            shown=tuple(shown.split()),
-            packages=(*packages.split(), *(_TOMLI if reads_file else ())),
-            run=run,
-        )
+        COMMANDS[name] = Command(name=name, run=run, shown=shown.split(), **options)
         return run
 
     return register
@@ -130,7 +113,6 @@ def _command(
     "pretrain",
     settings="sdp4bit_lab.pretrain.config.pretrain:PretrainConfig",
     packages=_TRAINING,
-    reads_file=True,
     takes_reference_flags=True,
     shown="""strategy model_card data_path tokenizer_model vocabulary_size steps micro_batch_size
     global_batch_size sequence_length learning_rate param_dtype compile eval_interval
@@ -155,8 +137,7 @@ def _pretrain(config: PretrainConfig) -> int:
 @_command(
     "compare",
     settings="sdp4bit_lab.compare.config:CompareConfig",
-    packages=f"{_TRAINING} matplotlib scipy",
-    reads_file=True,
+    packages=(*_TRAINING, "matplotlib", "scipy"),
     takes_reference_flags=True,
     shown="""strategies seeds baseline merge out model_card data_path tokenizer_model vocabulary_size steps
     micro_batch_size global_batch_size sequence_length learning_rate param_dtype eval_interval
@@ -177,8 +158,7 @@ def _compare(config: CompareConfig) -> int:
 @_command(
     "demo",
     settings="sdp4bit_lab.compare.config:DemoConfig",
-    packages=f"{_TRAINING} matplotlib scipy",
-    reads_file=True,
+    packages=(*_TRAINING, "matplotlib", "scipy"),
 )
 def _demo(config: DemoConfig) -> int:
     """Train a small GPT on 4 processes of this machine that stand for 2 nodes of 2 ranks: first with plain
@@ -189,7 +169,7 @@ def _demo(config: DemoConfig) -> int:
 @_command(
     "export",
     settings="sdp4bit_lab.pretrain.config.checkpoint:ExportConfig",
-    packages="tyro rich safetensors tokenizers",
+    packages=("tyro", "rich", "safetensors", "tokenizers"),
 )
 def _export(config: ExportConfig) -> int:
     """Write the model and tokenizer of a checkpoint as a Hugging Face GPT-2 model: config.json,
@@ -203,7 +183,7 @@ def _export(config: ExportConfig) -> int:
 @_command(
     "preprocess",
     settings="sdp4bit_lab.pretrain.data.preprocess:PreprocessConfig",
-    packages="tyro rich tokenizers",
+    packages=("tyro", "rich", "tokenizers"),
 )
 def _preprocess(config: PreprocessConfig) -> int:
     """Turn documents (.jsonl, plain text) into Megatron's .bin/.idx files, which pretrain and compare read
@@ -217,8 +197,7 @@ def _preprocess(config: PreprocessConfig) -> int:
 @_command(
     "plan",
     settings="sdp4bit_lab.plan.config:PlanConfig",
-    packages="tyro rich scipy yaml",
-    reads_file=True,
+    packages=("tyro", "rich", "scipy", "yaml"),
     shown="""strategy model_card cluster device probe nodes devices_per_node inter_bandwidth intra_bandwidth
     device_tflops tensor_parallel pipeline_parallel micro_batch_size accumulation engine overlap json
     reproduce_table_2""",
@@ -231,7 +210,7 @@ def _plan(config: PlanConfig) -> int:
     return run_plan(config)
 
 
-@_command("probe", settings="sdp4bit_lab.plan.config:ProbeConfig", packages="tyro yaml", reads_file=True)
+@_command("probe", settings="sdp4bit_lab.plan.config:ProbeConfig", packages=("tyro", "yaml"))
 def _probe(config: ProbeConfig) -> int:
     """Measure the intra-node and inter-node bandwidth and the speed of quantization, for `sdp4bit plan
     --probe`. Starts --nproc-per-node processes on this machine; under torchrun, torchrun starts them."""
@@ -241,7 +220,7 @@ def _probe(config: ProbeConfig) -> int:
     return run_on_ranks(probe, config=config, parallel=config.parallel, leaves_early=False)
 
 
-@_command("selftest", settings="sdp4bit_lab.selftest.config:SelftestConfig", packages="")
+@_command("selftest", settings="sdp4bit_lab.selftest.config:SelftestConfig", packages=())
 def _selftest(config: SelftestConfig) -> int:
     """Check that the library works on these machines, and recommend it or not: kernels against the reference,
     exchanges over the real network, streams under random delays, a training run. Under torchrun, or with
@@ -256,7 +235,9 @@ def _selftest(config: SelftestConfig) -> int:
 
 
 @_command(
-    "report", settings="sdp4bit_lab.report.command:ReportConfig", packages="tyro jinja2 plotly rich scipy"
+    "report",
+    settings="sdp4bit_lab.report.command:ReportConfig",
+    packages=("tyro", "jinja2", "plotly", "rich", "scipy"),
 )
 def _report(config: ReportConfig) -> int:
     """Show training runs on one HTML page: does the loss suffer, how many bytes are saved, are the runs
@@ -273,45 +254,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["--version"]:
         print(f"sdp4bit {__version__}")
         return 0
-    from sdp4bit_lab.common.settings import SettingError
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    from sdp4bit_lab.common.settings import EXIT_SETTING, SettingError
 
     try:
-        if not arguments or arguments[0] not in COMMANDS:
-            return _show_commands(arguments)
+        if not arguments:
+            raise SettingError(f"no command is given: use one of {', '.join(COMMANDS)}")
+        if arguments[0] not in COMMANDS:
+            near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
+            raise SettingError(f"{arguments[0]!r} is not a command: {hint}")
         command = COMMANDS[arguments[0]]
         return command.run(command.parse(arguments[1:]))
     except SettingError as error:
-        return _wrong_setting(str(error))
+        print(f"sdp4bit: error: {error}", file=sys.stderr)
+        return EXIT_SETTING
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
 
-def _show_commands(arguments: Sequence[str]) -> int:
-    """Print the commands; settings of no command are imported."""
+def _overview() -> str:
+    """List the commands, without importing the settings of any."""
     lines = ["usage: sdp4bit COMMAND [options]", "", *textwrap.wrap(_ABOUT, 80), "", "commands:"]
     for name, command in COMMANDS.items():
         lines += textwrap.wrap(
             f"{name:12}{command.description}", 80, initial_indent="  ", subsequent_indent=" " * 14
         )
-    if arguments and arguments[0] in ("-h", "--help"):
-        print("\n".join(lines))
-        return 0
-    given = f"{arguments[0]!r} is not a command" if arguments else "no command is given"
-    near = difflib.get_close_matches(arguments[0], COMMANDS, n=1) if arguments else []
-    hint = f": did you mean {near[0]}?" if near else f": use one of {', '.join(COMMANDS)}"
-    return _wrong_setting(given + hint)
-
-
-def _check_packages(names: Sequence[str], *, command: str) -> None:
-    """Raise SettingError unless these packages are installed."""
-    from sdp4bit_lab.common.settings import SettingError
-
-    missing = [name for name in names if find_spec(name) is None]
-    if missing:
-        called = f"sdp4bit {command}".rstrip()
-        raise SettingError(f'`{called}` needs {", ".join(missing)}: pip install "sdp4bit[lab]"')
-
-
-def _wrong_setting(message: str) -> int:
-    print(f"sdp4bit: error: {message}", file=sys.stderr)
-    return EXIT_SETTING
+    return "\n".join(lines)

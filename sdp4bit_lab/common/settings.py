@@ -14,6 +14,9 @@ from typing import Any, get_type_hints
 
 from sdp4bit_lab.common.marks import arg
 
+EXIT_SETTING = 2
+"""Exit code of a command with a wrong setting."""
+
 
 class SettingError(Exception):
     """A setting that cannot work; the message has the numbers and the way out, in one line.

@@ -1,61 +1,56 @@
-"""Starting the ranks of a run on this machine, and ending all of them when one fails."""
+"""Start the ranks of a run on this machine, and end all of them when one fails."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerProcess
-from pathlib import Path
-from typing import Protocol, TypeVar
+from multiprocessing.context import SpawnProcess
+from typing import TypeVar
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
 from sdp4bit.collectives.errors import ExchangeError
-from sdp4bit_lab.common.launch.child_processes import (
-    end_with_parent,
-    start_from_one_import,
-    start_server_without,
-)
 from sdp4bit_lab.common.launch.config import RanksConfig
-from sdp4bit_lab.common.launch.signals import REPEAT_SIGNAL_SECONDS, SIGNALS, listen
-from sdp4bit_lab.common.ranks import Ranks, join_ranks
-from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.common.launch.signals import (
+    REPEAT_SIGNAL_SECONDS,
+    SIGNALS,
+    ignore,
+    listen,
+    listening,
+    received,
+)
+from sdp4bit_lab.common.ranks import join_ranks
+from sdp4bit_lab.common.settings import EXIT_SETTING, SettingError
 
 C = TypeVar("C")
-C_contra = TypeVar("C_contra", contravariant=True)
 
-EXIT_SETTING = 2
 EXIT_FAILED = 1
-_WAIT_FOR_RANK_0 = 2.0
+_POLL = 0.1
 _WAIT_FOR_OTHER_FAILURES = 0.3
+_WAIT_FOR_ROOT_CAUSE = 3.0
 
 
-class Program(Protocol[C_contra]):
-    """What every rank runs; a function of a module, so that new processes can import it."""
+def run_on_ranks(
+    program: Callable[..., object], *, config: C, parallel: RanksConfig, leaves_early: bool = True
+) -> int:
+    """Run `program(config, ranks=...)` on all ranks and return the exit code.
 
-    def __call__(self, config: C_contra, *, ranks: Ranks) -> object:
-        """Run the program on this rank."""
-        ...
-
-
-def run_on_ranks(program: Program[C], *, config: C, parallel: RanksConfig, leaves_early: bool = True) -> int:
-    """Return the exit code after the program has run on all ranks.
-
-    Under torchrun this process is one of the ranks. Otherwise they are started here; when one fails, the
-    others are stopped at once, and none outlives this call.
+    Under torchrun this process is one of the ranks, and so it is if there is only one. Otherwise the ranks
+    are started here; when one fails, the others are stopped at once, and none outlives this call.
 
     Args:
-        leaves_early: the program asks whether a signal has come, and leaves; else a signal ends the ranks.
+        program: a function of a module, because new processes import it.
+        leaves_early: the program leaves by itself after a signal; otherwise a signal ends the ranks.
 
     Returns:
         0, also of a program that has left because of SIGTERM or SIGUSR1; 130 if it was SIGINT; 1 or 2 if it
@@ -64,35 +59,80 @@ def run_on_ranks(program: Program[C], *, config: C, parallel: RanksConfig, leave
     Raises:
         SettingError: the number of processes does not fit the other settings; nothing has been started.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return _run_under_torchrun(program, config, parallel.timeout, leaves_early=leaves_early)
+    if "RANK" in os.environ:
+        return _run_rank(program, config, parallel.timeout, leaves_early=leaves_early)
     size = parallel.processes(torch.cuda.device_count())
     parallel.check_world(size)
-    ranks = _StartedRanks(leaves_early=leaves_early)
-    with tempfile.TemporaryDirectory(prefix="sdp4bit-") as name, ranks.receiving_signals():
-        folder = Path(name)
-        context = start_from_one_import([program.__module__, __name__])
-        start_server_without(SIGNALS)
-        # Kept here, so that no rank has to guess a free port.
-        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        try:
-            for rank in range(size):
-                environment = _environment(rank, size=size, port=store.port)
-                arguments = (program, config, parallel.timeout, folder, environment)
-                ranks.start(context.Process(target=_run_started, args=arguments))
-            failed = ranks.join()
-        finally:
-            ranks.kill()
-        if failed and ranks.ended_by is not None:
-            _say(f"{ranks.ended_by.name} has ended the ranks at once")
-            return 128 + ranks.ended_by
-        if failed:
-            return _report_failure(failed, folder=folder)
-    return 128 + signal.SIGINT if ranks.asked_by == signal.SIGINT else 0
+    if size > 1:
+        return _run_processes(program, config, parallel.timeout, size=size, leaves_early=leaves_early)
+    with listening() if leaves_early else nullcontext():
+        code = _run_rank(program, config, parallel.timeout, leaves_early=leaves_early)
+        return 128 + signal.SIGINT if code == 0 and received() == signal.SIGINT else code
 
 
-def _environment(rank: int, *, size: int, port: int) -> dict[str, str]:
-    """Return what torchrun would tell a rank."""
+def _run_rank(
+    program: Callable[..., object], config: object, timeout: timedelta, *, leaves_early: bool
+) -> int:
+    """Run the program as one rank and return its exit code."""
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        with join_ranks(timeout=timeout) as ranks:
+            if leaves_early:
+                # Not earlier: a rank that joins has nothing to save, and may wait for one that has ended.
+                listen()
+            program(config, ranks=ranks)
+            ignore()
+    except ExchangeError as error:
+        _report_error(f"{error} (--distributed-timeout-minutes)")
+        # Usually another rank has ended: the launcher names the first one that it sees, which is to be that.
+        time.sleep(_WAIT_FOR_ROOT_CAUSE)
+        return EXIT_FAILED
+    except SettingError as error:
+        if rank:
+            # Rank 0 reports it for all, and the launcher then ends this process; unless rank 0 is fine.
+            time.sleep(_WAIT_FOR_ROOT_CAUSE)
+        _report_error(f"rank {rank}: {error}" if rank else str(error))
+        return EXIT_SETTING
+    return 0
+
+
+def _run_processes(
+    program: Callable[..., object], config: object, timeout: timedelta, *, size: int, leaves_early: bool
+) -> int:
+    # Acted on in `_join` alone, because a handler could miss a rank that is being started.
+    signals: list[signal.Signals] = []
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: signals.append(signal.Signals(number)))
+    # Kept here, so that no rank has to guess a free port.
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(
+            target=_run_process,
+            args=(program, config, timeout),
+            kwargs={"environment": _environment(rank, size, store.port), "leaves_early": leaves_early},
+        )
+        for rank in range(size)
+    ]
+    # Started first, because its start unblocks two signals.
+    resource_tracker.ensure_running()
+    # Processes inherit the mask: a signal to the process group waits until a rank listens.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        for process in processes:
+            process.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        return _join(processes, signals, leaves_early=leaves_early)
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+
+
+def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun would set for a rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -100,159 +140,80 @@ def _environment(rank: int, *, size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
-        # The store is there already: rank 0 is not to start it.
+        # The launcher keeps the store: rank 0 must not start one.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 
-class _StartedRanks:
-    """The processes of the ranks, and the signals that come while they run."""
-
-    def __init__(self, *, leaves_early: bool) -> None:
-        self.asked_by: signal.Signals | None = None
-        """The first signal that has asked the ranks to leave."""
-        self.ended_by: signal.Signals | None = None
-        """The signal that has ended them at once."""
-        self._leaves_early = leaves_early
-        self._processes: list[ForkServerProcess] = []
-        self._signals, self._signals_in = -1, -1
-        self._first_at: float | None = None
-
-    @contextmanager
-    def receiving_signals(self) -> Iterator[None]:
-        """Hold signals back inside the block for `join`, which alone acts on them, once all ranks are there.
-
-        What a handler does at any moment could disturb what it interrupts, and miss a rank that starts.
-        """
-        self._signals, self._signals_in = os.pipe()
-        os.set_blocking(self._signals_in, False)
-        try:
-            if threading.current_thread() is not threading.main_thread():
-                yield
-                return
-            handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            previous = {number: signal.signal(number, lambda *_: None) for number in handled}
-            # Written whichever thread gets the signal.
-            woken = signal.set_wakeup_fd(self._signals_in)
-            try:
-                yield
-            finally:
-                signal.set_wakeup_fd(woken)
-                for number, handler in previous.items():
-                    signal.signal(number, handler)
-        finally:
-            os.close(self._signals)
-            os.close(self._signals_in)
-
-    def start(self, process: ForkServerProcess) -> None:
-        """Start the next rank."""
-        process.start()
-        self._processes.append(process)
-
-    def join(self) -> dict[int, int]:
-        """Return the exit codes of the ranks that have failed, the first ones first; others may still run."""
-        while running := [process for process in self._processes if process.exitcode is None]:
-            if self._signals in wait([*(process.sentinel for process in running), self._signals]):
-                for number in os.read(self._signals, 64):
-                    if number in SIGNALS:
-                        self._receive(signal.Signals(number))
-            if failed := self._failed():
-                # Others fail at the same moment, and one of them may say why.
-                time.sleep(_WAIT_FOR_OTHER_FAILURES)
-                return {**failed, **self._failed()}
-        return self._failed()
-
-    def kill(self) -> None:
-        """End all that still run."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-
-    def _failed(self) -> dict[int, int]:
-        return {rank: process.exitcode for rank, process in enumerate(self._processes) if process.exitcode}
-
-    def _receive(self, received: signal.Signals) -> None:
-        """Ask all ranks to leave; end them at another SIGTERM or SIGINT, or at the first if it must be."""
-        if received != signal.SIGUSR1:
-            now = time.monotonic()
-            self._first_at = now if self._first_at is None else self._first_at
-            if now - self._first_at > REPEAT_SIGNAL_SECONDS or not self._leaves_early:
-                self.ended_by = received
-                self.kill()
-                return
-        if self.asked_by is None:
-            self.asked_by = received
-            sys.stderr.write(
-                f"sdp4bit: {received.name}: the ranks leave after this step; a second one ends them\n"
-            )
-        for process in self._processes:
-            if process.exitcode is None and process.pid is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, received)
-
-
-def _run_under_torchrun(program: Program[C], config: C, timeout: timedelta, *, leaves_early: bool) -> int:
-    try:
-        with join_ranks(timeout=timeout) as ranks:
-            if leaves_early:
-                # Not earlier: a rank that joins has nothing to save, and may wait for one that has ended.
-                listen()
-            program(config, ranks=ranks)
-    except ExchangeError as error:
-        _say(f"{error} (--distributed-timeout-minutes)")
-        return EXIT_FAILED
-    except SettingError as error:
-        rank = int(os.environ["RANK"])
-        if rank:
-            # Rank 0 says it for all; torchrun then ends this process. It speaks if rank 0 has not failed.
-            time.sleep(_WAIT_FOR_RANK_0)
-        _say(f"{error}" if rank == 0 else f"rank {rank}: {error}")
-        return EXIT_SETTING
-    return 0
-
-
-def _run_started(
-    program: Program[C], config: C, timeout: timedelta, folder: Path, environment: Mapping[str, str]
+def _run_process(
+    program: Callable[..., object],
+    config: object,
+    timeout: timedelta,
+    *,
+    environment: dict[str, str],
+    leaves_early: bool,
 ) -> None:
-    """Run one rank; leave a setting error in the folder, for the parent to report once."""
-    listen()
-    end_with_parent()
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
     os.environ.update(environment)
-    try:
-        with join_ranks(timeout=timeout) as ranks:
-            program(config, ranks=ranks)
-    except SettingError as error:
-        working = folder / f".{os.getpid()}"
-        working.write_text(str(error), encoding="utf-8")
-        working.replace(folder / f"error-{int(os.environ['RANK']):05d}")
-        sys.exit(EXIT_SETTING)
-    except ExchangeError as error:
-        _say(f"{error} (--distributed-timeout-minutes)")
-        # Mostly another rank has ended: the launcher, which names the first one that it sees, is to see that.
-        time.sleep(_WAIT_FOR_RANK_0)
-        sys.exit(EXIT_FAILED)
-    except Exception:
-        traceback.print_exc()
-        sys.exit(EXIT_FAILED)
+    code = _run_rank(program, config, timeout, leaves_early=leaves_early)
+    if code:
+        # At once, so that the launcher stops the others before they report the same error.
+        os._exit(code)
 
 
-def _report_failure(failed: Mapping[int, int], *, folder: Path) -> int:
-    messages = sorted(folder.glob("error-*"))
-    if messages:
-        _say(messages[0].read_text(encoding="utf-8"))
-        return EXIT_SETTING
+def _end_with_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os._exit(EXIT_FAILED)
+
+
+def _join(processes: Sequence[SpawnProcess], signals: list[signal.Signals], *, leaves_early: bool) -> int:
+    """Wait for the ranks, forward signals to them, and return the exit code; ranks may still run."""
+    asked_by: signal.Signals | None = None
+    first_at: float | None = None
+    while running := [process for process in processes if process.exitcode is None]:
+        wait([process.sentinel for process in running], timeout=_POLL)
+        if _failed(processes):
+            return _report_failure(processes)
+        while signals:
+            number = signals.pop(0)
+            if number != signal.SIGUSR1:
+                first_at = first_at or time.monotonic()
+                if not leaves_early or time.monotonic() - first_at > REPEAT_SIGNAL_SECONDS:
+                    _report_error(f"{number.name} has ended the ranks at once")
+                    return 128 + number
+            if asked_by is None:
+                asked_by = number
+                sys.stderr.write(
+                    f"sdp4bit: {number.name}: the ranks leave after this step; a second one ends them\n"
+                )
+            for process in running:
+                if process.exitcode is None and process.pid is not None:
+                    os.kill(process.pid, number)
+    if _failed(processes):
+        return _report_failure(processes)
+    return 128 + signal.SIGINT if asked_by == signal.SIGINT else 0
+
+
+def _failed(processes: Sequence[SpawnProcess]) -> dict[int, int]:
+    """Map the ranks that have failed to their exit codes."""
+    return {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
+
+
+def _report_failure(processes: Sequence[SpawnProcess]) -> int:
+    first = _failed(processes)
+    # Others fail at the same moment, and one of them may be the cause.
+    time.sleep(_WAIT_FOR_OTHER_FAILURES)
+    failed = {**first, **_failed(processes)}
+    if EXIT_SETTING in failed.values():
+        return EXIT_SETTING  # the rank has reported it
     # A rank that a signal has ended comes first: the others fail for want of it, at about the same time.
-    rank, exit_code = min(failed.items(), key=lambda item: item[1] >= 0)
-    _say(f"rank {rank} failed ({_ending(exit_code)}); the other ranks have been stopped")
+    rank, code = min(failed.items(), key=lambda item: item[1] >= 0)
+    ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    _report_error(f"rank {rank} failed ({ending}); the other ranks have been stopped")
     return EXIT_FAILED
 
 
-def _ending(exit_code: int) -> str:
-    if exit_code < 0:
-        return f"ended by {signal.Signals(-exit_code).name}"
-    return f"exit code {exit_code}"
-
-
-def _say(message: str) -> None:
+def _report_error(message: str) -> None:
     sys.stderr.write(f"sdp4bit: error: {message}\n")

@@ -87,12 +87,7 @@ def wait_for_the_end_of(processes: list[int]) -> None:
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """Return the processes that a launcher has started as ranks, in order: its server's children."""
-    return [rank for server in children_of(launcher, command=b"forkserver") for rank in children_of(server)]
-
-
-def children_of(parent: int, *, command: bytes = b"") -> list[int]:
-    """Return the processes with this parent whose command line contains this, in order."""
+    """Return the processes that a launcher has started as ranks, in order."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -100,7 +95,7 @@ def children_of(parent: int, *, command: bytes = b"") -> list[int]:
             line = (stat.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(fields[1]) == parent and command in line:
+        if int(fields[1]) == launcher and b"spawn_main" in line:
             found.append(int(stat.parent.name))
     return sorted(found)
 

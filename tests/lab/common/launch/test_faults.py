@@ -91,22 +91,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path):
     assert "lower --lr" in messages[0]
 
 
-def test_a_killed_rank_ends_the_others(text, tmp_path):
-    ranks: list[int] = []
-
-    def kill_one(process: subprocess.Popen[str]) -> None:
-        wait_for_lines(process, tmp_path, lines=1)
-        ranks.extend(ranks_of(process.pid))
-        os.kill(ranks[1], signal.SIGKILL)
-        process.wait(timeout=60)
-        wait_for_the_end_of(ranks)
-
-    code, output = outcome_of([*PRETRAIN, *options(text, tmp_path)], kill_one)
-    assert code == 1
-    assert "rank 1 failed (ended by SIGKILL); the other ranks have been stopped" in output
-    assert len(ranks) == 2
-
-
 @pytest.mark.slow
 def test_no_rank_outlives_the_killed_command(text, tmp_path):
     def kill_the_command(process: subprocess.Popen[str]) -> None:

@@ -5,7 +5,6 @@ Layer: the command line in a session of its own, 2 processes; torchrun.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -18,7 +17,6 @@ import pytest
 from tests.lab.common.launch.started_ranks import (
     COMMAND,
     PRETRAIN,
-    children_of,
     options,
     outcome_of,
     ranks_of,
@@ -31,11 +29,8 @@ STEPS = 12
 # Never imported here: it changes what saves and trains in its process.
 SIGNALLED = [sys.executable, str(Path(__file__).with_name("signalled_command.py"))]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LEAVING = "the ranks leave after this step; a second one ends them"
 Process = subprocess.Popen[str]
-
-
-def last_step(out: Path) -> int:
-    return int(json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"])
 
 
 def saved_step(folder: Path) -> int:
@@ -43,20 +38,25 @@ def saved_step(folder: Path) -> int:
     return max(steps, default=0)
 
 
-def test_a_signal_to_the_process_group_saves_and_leaves(tmp_path):
-    text, out, folder = write_text(tmp_path / "text.txt"), tmp_path / "run", tmp_path / "checkpoints"
-
-    def signal_twice(process: Process) -> None:
-        wait_for_lines(process, out)
-        # As `timeout` does it: one wish, twice.
-        os.kill(process.pid, signal.SIGTERM)
-        os.killpg(process.pid, signal.SIGTERM)
-
-    code, output = outcome_of([*PRETRAIN, *options(text, out), "--save", str(folder)], signal_twice)
-    assert code == 0, output
-    assert output.count("SIGTERM: the ranks leave after this step") == 1
-    assert "because of SIGTERM; saved in" in output
-    assert saved_step(folder) == last_step(out)
+@pytest.mark.parametrize(
+    ("deed", "ranks", "code", "output"),
+    [
+        ("setting", 2, 2, ["sdp4bit: error: change it"]),
+        ("SIGTERM", 2, 0, [f"sdp4bit: SIGTERM: {LEAVING}", "left because of SIGTERM"]),
+        ("SIGINT", 1, 130, ["left because of SIGINT"]),
+        ("second SIGTERM", 1, -signal.SIGTERM, []),
+        ("SIGKILL", 2, 1, None),
+    ],
+)
+def test_faults_and_signals_end_all_ranks(deed, ranks, code, output):
+    """A process that still ran would keep the output open."""
+    program = [sys.executable, "-u", "-m", "tests.lab.common.launch.launched_program", deed, str(ranks)]
+    ended = outcome_of(program)
+    assert ended[0] == code, ended[1]
+    if output is None:
+        assert "rank 1 failed (ended by SIGKILL); the other ranks have been stopped" in ended[1]
+    else:
+        assert sorted(ended[1].splitlines()) == sorted(output)
 
 
 @pytest.mark.slow
@@ -100,13 +100,12 @@ def test_a_run_signalled_in_every_phase_has_the_losses_of_an_undisturbed_one(lau
 
 
 @pytest.mark.slow
-def test_a_signal_before_there_are_ranks_reaches_them(tmp_path):
+def test_a_signal_before_the_ranks_listen_reaches_them(tmp_path):
     text, folder = write_text(tmp_path / "text.txt"), tmp_path / "checkpoints"
 
     def signal_early(process: Process) -> None:
-        # The process that ranks are copies of imports torch for seconds.
-        wait_until(lambda: children_of(process.pid, command=b"forkserver"), process=process)
-        assert ranks_of(process.pid) == []
+        # They import torch for seconds, and do not listen yet.
+        wait_until(lambda: len(ranks_of(process.pid)) == 2, process=process)
         os.killpg(process.pid, signal.SIGTERM)
 
     run = [*PRETRAIN, *options(text, tmp_path / "run"), "--save", str(folder)]

@@ -1,0 +1,47 @@
+"""A program whose last rank does something to the run: `launched_program.py DEED RANKS`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from sdp4bit_lab.common.launch.config import RanksConfig
+from sdp4bit_lab.common.launch.local import run_on_ranks
+from sdp4bit_lab.common.launch.signals import received
+from sdp4bit_lab.common.ranks import Ranks
+from sdp4bit_lab.common.settings import SettingError
+
+
+def program(deed: str, *, ranks: Ranks) -> None:
+    if deed == "setting":
+        raise SettingError("change it")
+    if ranks.rank == ranks.world_size - 1:
+        _strike(deed)
+    left = torch.zeros(())
+    while not left:
+        left.fill_(received() is not None)
+        dist.all_reduce(left)
+    if ranks.is_first:
+        print(f"left because of {received().name}")
+
+
+def _strike(deed: str) -> None:
+    number = signal.SIGTERM if deed == "second SIGTERM" else signal.Signals[deed]
+    if number == signal.SIGKILL:
+        os.kill(os.getpid(), number)
+    # As `timeout` does it: the command, then the whole process group.
+    os.kill(os.getpid() if "RANK" not in os.environ else os.getppid(), number)
+    os.killpg(0, number)
+    if deed == "second SIGTERM":
+        time.sleep(1.5)
+        os.killpg(0, number)
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    sys.exit(run_on_ranks(program, config=sys.argv[1], parallel=RanksConfig(nproc_per_node=int(sys.argv[2]))))
