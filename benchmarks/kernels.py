@@ -30,8 +30,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.operator_cases import COPY, Case, make_cases, measure_once
 from sdp4bit.quantization import ops
-from sdp4bit_lab.selftest.kernel_speed import COPY, Case, make_cases, measure_once
 
 CHECKED_ELEMENTS = 1 << 18
 DEVICES = {"reference": "cpu", "numba": "cpu", "triton": "cuda"}

@@ -129,9 +129,8 @@ def _pretrain(config: PretrainConfig) -> int:
         print_dry_run(config)
         return 0
     from sdp4bit_lab.common.launch.local import run_on_ranks
-    from sdp4bit_lab.pretrain.trainer import pretrain
 
-    return run_on_ranks(pretrain, config=config, parallel=config.parallel)
+    return run_on_ranks("sdp4bit_lab.pretrain.trainer:pretrain", config=config, parallel=config.parallel)
 
 
 @_command(
@@ -146,13 +145,14 @@ def _pretrain(config: PretrainConfig) -> int:
 def _compare(config: CompareConfig) -> int:
     """Train the same model with several strategies and seeds, one after another, and compare their losses.
     Stopped or killed, the same command goes on with the runs that are left."""
-    from sdp4bit_lab.common.launch.local import run_on_ranks
-    from sdp4bit_lab.compare.run import compare, merge_comparisons
-
     if config.merge:
+        from sdp4bit_lab.compare.run import merge_comparisons
+
         merge_comparisons(config)
         return 0
-    return run_on_ranks(compare, config=config, parallel=config.parallel)
+    from sdp4bit_lab.common.launch.local import run_on_ranks
+
+    return run_on_ranks("sdp4bit_lab.compare.run:compare", config=config, parallel=config.parallel)
 
 
 @_command(
@@ -215,23 +215,25 @@ def _probe(config: ProbeConfig) -> int:
     """Measure the intra-node and inter-node bandwidth and the speed of quantization, for `sdp4bit plan
     --probe`. Starts --nproc-per-node processes on this machine; under torchrun, torchrun starts them."""
     from sdp4bit_lab.common.launch.local import run_on_ranks
-    from sdp4bit_lab.plan.probe import probe
 
-    return run_on_ranks(probe, config=config, parallel=config.parallel, leaves_early=False)
+    return run_on_ranks(
+        "sdp4bit_lab.plan.probe:probe", config=config, parallel=config.parallel, leaves_early=False
+    )
 
 
 @_command("selftest", settings="sdp4bit_lab.selftest.config:SelftestConfig", packages=())
 def _selftest(config: SelftestConfig) -> int:
     """Check that the library works on these machines, and recommend it or not: kernels against the reference,
     exchanges over the real network, streams under random delays, a training run. Under torchrun, or with
-    --nproc-per-node; one process alone checks kernels and training."""
+    --nproc-per-node; one process alone checks kernels."""
     from sdp4bit_lab.common.launch.local import run_on_ranks
-    from sdp4bit_lab.selftest.command import selftest
 
     if config.device == "cpu":
         # Before any process asks for GPUs, which decides the back end of its exchanges.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    return run_on_ranks(selftest, config=config, parallel=config.parallel, leaves_early=False)
+    return run_on_ranks(
+        "sdp4bit_lab.selftest.command:selftest", config=config, parallel=config.parallel, leaves_early=False
+    )
 
 
 @_command(

@@ -10,9 +10,14 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from sdp4bit_lab.common.marks import arg
+# The self-test makes settings without tyro; `option_flags` then reads the attributes of these marks alone.
+try:
+    from tyro.conf import arg
+except ModuleNotFoundError:
+    if not TYPE_CHECKING:
+        from types import SimpleNamespace as arg
 
 EXIT_SETTING = 2
 """Exit code of a command with a wrong setting."""

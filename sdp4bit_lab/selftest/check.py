@@ -82,35 +82,25 @@ Check = Callable[[Context], dict[str, Any]]
 """Returns findings for JSON; raises CheckFailedError or CheckSkippedError."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """Failure of a check on one rank."""
-
-    rank: int
-    message: str
-    case: str
-    details: str
-    """Traceback of an unexpected error; empty for a CheckFailedError."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Outcome:
-    """Outcome of a check on all ranks."""
+    """Outcome of a check on all ranks; empty members do not apply."""
 
     name: str
-    result: str
+    result: str = "passed"
     """passed, failed or skipped."""
-    seconds: float
+    seconds: float = 0.0
     findings: dict[str, Any] = field(default_factory=dict)
-    reason: str | None = None
+    reason: str = ""
     """Reason for skipping."""
-    failure: Failure | None = None
-    reproduce: str | None = None
+    failure: dict[str, Any] = field(default_factory=dict)
+    """The first rank that has failed: rank, message, case; details, the traceback of an unexpected error."""
+    reproduce: str = ""
     """Command that runs the failed check alone."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the members for JSON, without empty ones."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, {})}
+        return {name: value for name, value in asdict(self).items() if value not in ("", {})}
 
 
 def run_checks(checks: Sequence[tuple[str, Check]], context: Context) -> list[Outcome]:
@@ -118,47 +108,40 @@ def run_checks(checks: Sequence[tuple[str, Check]], context: Context) -> list[Ou
     outcomes: list[Outcome] = []
     for number, (name, check) in enumerate(checks, start=1):
         context.say(f"[{number}/{len(checks)}] {name} ...")
-        outcome = _run(name, check, context)
-        outcomes.append(outcome)
-        context.say(f"      {outcome.result} in {outcome.seconds:.1f} s")
-        if outcome.failure is not None:
+        outcomes.append(_run(name, check, context))
+        context.say(f"      {outcomes[-1].result} in {outcomes[-1].seconds:.1f} s")
+        if outcomes[-1].failure:
             break
     return outcomes
 
 
 def _run(name: str, check: Check, context: Context) -> Outcome:
-    start, rank = time.perf_counter(), context.ranks.rank
-    findings: dict[str, Any] = {}
-    failure: Failure | None = None
-    reason: str | None = None
+    start, outcome = time.perf_counter(), Outcome(name=name)
+    failure: dict[str, Any] = {}
     try:
-        findings = check(context)
+        outcome.findings = check(context)
         # Errors of CUDA kernels are raised here, not in the next check.
         context.synchronize()
     except CheckSkippedError as skipped:
-        reason = str(skipped)
+        outcome.result, outcome.reason = "skipped", str(skipped)
     except OtherRankFailedError:
         pass
     except CheckFailedError as failed:
-        failure = Failure(rank=rank, message=str(failed), case=failed.case, details="")
+        failure = {"message": str(failed), "case": failed.case, "details": ""}
     except Exception as error:  # the other ranks must not wait for this one, whatever the error is
         message = f"{type(error).__name__}: {error}"
-        failure = Failure(rank=rank, message=message, case=name, details=traceback.format_exc())
-    if failure is not None:
+        failure = {"message": message, "case": name, "details": traceback.format_exc()}
+    if failure:
+        failure = {"rank": context.ranks.rank, **failure}
         # Printed before the gather, because ranks inside an exchange arrive there only after its timeout.
-        sys.stderr.write(f"rank {rank}: {name} failed: {failure.message}\n{failure.details}\n")
+        sys.stderr.write("rank {rank}: {name} failed: {message}\n{details}\n".format(name=name, **failure))
         sys.stderr.flush()
     failures = gather_over_ranks(failure, what=f"end of the check of {name}")
-    failure = next((each for each in failures if each is not None), None)
-    return Outcome(
-        name=name,
-        result="failed" if failure else "skipped" if reason else "passed",
-        seconds=time.perf_counter() - start,
-        findings=findings,
-        reason=reason,
-        failure=failure,
-        reproduce=None if failure is None else command_to_repeat(name, context),
-    )
+    if any(failures):
+        outcome.result, outcome.failure = "failed", next(filter(None, failures))
+        outcome.reproduce = command_to_repeat(name, context)
+    outcome.seconds = time.perf_counter() - start
+    return outcome
 
 
 def command_to_repeat(name: str, context: Context) -> str:

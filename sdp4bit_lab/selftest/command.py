@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from sdp4bit_lab.common.files import write_atomically
-from sdp4bit_lab.common.ranks import Ranks, run_on_all_ranks
+from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.selftest.check import Check, Context, Outcome, run_checks
 from sdp4bit_lab.selftest.config import CheckName, SelftestConfig
@@ -24,7 +24,6 @@ from sdp4bit_lab.selftest.training import check_training
 FORMAT = "sdp4bit-selftest-1"
 EXIT_FAILED = 1
 _WIDTH = 79
-_RULE = "-" * _WIDTH
 _CHECKS: dict[CheckName, Check] = {
     "facts": check_facts,
     "kernels": check_kernels,
@@ -54,7 +53,7 @@ def selftest(config: SelftestConfig, *, ranks: Ranks) -> dict[str, Any]:
         "ranks": ranks.world_size,
         "checks": [outcome.as_dict() for outcome in outcomes],
     }
-    run_on_all_ranks(lambda: _report(config, outcomes, result) if ranks.is_first else None)
+    broadcast_from_rank0(lambda: _report(config, outcomes, result))
     if failed:
         sys.exit(EXIT_FAILED)
     return result
@@ -62,7 +61,7 @@ def selftest(config: SelftestConfig, *, ranks: Ranks) -> dict[str, Any]:
 
 def _result(outcomes: Sequence[Outcome]) -> str:
     """Return the result in one sentence."""
-    if outcomes[-1].failure is not None:
+    if outcomes[-1].failure:
         return f"{outcomes[-1].name} failed: do not train with this installation, and report it"
     skipped = [outcome.name for outcome in outcomes if outcome.result == "skipped"]
     text = "all checks passed" + (f" ({', '.join(skipped)} skipped)" if skipped else "")
@@ -76,13 +75,14 @@ def _report(config: SelftestConfig, outcomes: Sequence[Outcome], result: dict[st
             write_atomically(config.json, json.dumps(result, indent=2) + "\n")
         except OSError as error:
             raise SettingError(f"cannot write --json {config.json}: {error}") from error
-    lines = [_RULE, _row("check", "result", "seconds", ""), _RULE]
+    rule = "-" * _WIDTH
+    lines = [rule, _row("check", "result", "seconds", ""), rule]
     for outcome in outcomes:
-        about = outcome.failure.message if outcome.failure else outcome.reason or ""
+        about = outcome.failure.get("message", outcome.reason)
         lines.append(_row(outcome.name, outcome.result, f"{outcome.seconds:.1f}", about))
-    lines.append(_RULE)
-    if outcomes[-1].failure is not None:
-        lines.append(f"Rank {outcomes[-1].failure.rank}, {outcomes[-1].failure.case}")
+    lines.append(rule)
+    if failure := outcomes[-1].failure:
+        lines.append(f"Rank {failure['rank']}, {failure['case']}")
         lines.append(f"Again: {outcomes[-1].reproduce}")
     lines.append(textwrap.fill(f"Result: {result['result']}.", _WIDTH))
     if config.json is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,11 +58,7 @@ def check_exchanges(context: Context) -> dict[str, Any]:
         topology = create_topologies([layout])[layout.ranks]
         name = f"{layout.nodes} x {per_node}"
         # All exchanges run before a failure is raised, because other ranks wait for this rank's messages.
-        failures = [
-            *_check_gradients(context, topology, name),
-            *_check_all_reduces(context, topology, name),
-            *_check_weights(context, topology, name),
-        ]
+        failures = [*_check_gradients(context, topology, name), *_check_weights(context, topology, name)]
         context.fail_together(next((failure for failure in failures if failure is not None), None))
         destroy_topology(topology)
         layouts[name] = len(failures)
@@ -82,73 +79,55 @@ def _counter(topology: Topology) -> TrafficCounter:
 
 def _check_gradients(context: Context, topology: Topology, layout: str) -> Iterator[CheckFailedError | None]:
     size, rank = context.ranks.world_size, context.ranks.rank
-    for name, config in GRADIENTS.items():
-        for numel in _NUMELS:
-            shared: dict[str, Any] = {"config": config, "seed": context.config.seed, "bucket": 3}
-            real = QuantizedReduceScatter(
-                topology, rank=rank, traffic=_counter(topology), scratch=Scratch(), **shared
-            )
-            expected = SimulatedReduceScatter(
-                topology.layout, traffic=_counter(topology), scratch=Scratch(), **shared
-            )
-            for call in range(_CALLS):
-                rows = _values(context, size, size, numel, seed=numel + call)
-                output = torch.full((numel,), float("nan"), device=context.device)
-                real(output, rows[rank].reshape(-1).clone(), call=call)
-                for peer in range(size):
-                    expected.add(rows[peer].clone(), call=call)
-                rows_of_ranks: list[Tensor] = []
-                # The row is overwritten for the next rank.
-                expected.finish(lambda _, row: rows_of_ranks.append(row.clone()))  # noqa: B023
-                case = f"gradients, {name}, rows of {numel}, {layout}, call {call}"
-                yield _compare(output, rows_of_ranks[rank], case)
+    for (name, config), numel in itertools.product(GRADIENTS.items(), _NUMELS):
+        shared: dict[str, Any] = {"config": config, "seed": context.config.seed, "bucket": 3}
+        counted: dict[str, Any] = {"traffic": _counter(topology), **shared}
+        scatter = QuantizedReduceScatter(topology, rank=rank, scratch=Scratch(), **counted)
+        simulated_scatter = SimulatedReduceScatter(topology.layout, scratch=Scratch(), **counted)
+        reduce = QuantizedAllReduce(topology, ranks=range(size), scratch=Scratch(), **counted)
+        simulated_reduce = SimulatedAllReduce(topology.layout, scratch=Scratch(), **shared)
+        for call in range(_CALLS):
+            case = f"{name}, rows of {numel}, {layout}, call {call}"
+            rows = _values(context, size, size, numel, seed=numel + call)
+            output = torch.full((numel,), float("nan"), device=context.device)
+            scatter(output, rows[rank].reshape(-1).clone(), call=call)
+            for peer in range(size):
+                simulated_scatter.add(rows[peer].clone(), call=call)
+            rows_of_ranks: list[Tensor] = []
+            # The row is overwritten for the next rank.
+            simulated_scatter.finish(lambda _, row: rows_of_ranks.append(row.clone()))  # noqa: B023
+            yield _compare(output, rows_of_ranks[rank], f"gradients, {case}")
 
-
-def _check_all_reduces(
-    context: Context, topology: Topology, layout: str
-) -> Iterator[CheckFailedError | None]:
-    size, rank = context.ranks.world_size, context.ranks.rank
-    for name, config in GRADIENTS.items():
-        for numel in _NUMELS:
-            shared: dict[str, Any] = {"config": config, "seed": context.config.seed, "bucket": 4}
-            real = QuantizedAllReduce(
-                topology, ranks=range(size), traffic=_counter(topology), scratch=Scratch(), **shared
-            )
-            expected = SimulatedAllReduce(topology.layout, scratch=Scratch(), **shared)
-            for call in range(_CALLS):
-                values = _values(context, size, numel, seed=numel + call)
-                output = values[rank].clone()
-                real(output, call=call)
-                case = f"all-reduce, {name}, {numel} values, {layout}, call {call}"
-                yield _compare(output, expected(list(values), call=call), case)
+            values = rows[:, 0]
+            output = values[rank].clone()
+            reduce(output, call=call)
+            yield _compare(output, simulated_reduce(list(values), call=call), f"all-reduce, {case}")
 
 
 def _check_weights(context: Context, topology: Topology, layout: str) -> Iterator[CheckFailedError | None]:
     size, rank = context.ranks.world_size, context.ranks.rank
-    for name, config in WEIGHTS.items():
-        for numel in _NUMELS:
-            real = WeightReplica(topology, config=config, traffic=_counter(topology), scratch=Scratch())
-            expected = SimulatedReplica(
-                topology.layout, config=config, traffic=_counter(topology), scratch=Scratch()
-            )
-            main = _values(context, size, numel, seed=numel).bfloat16()
-            replica = torch.empty_like(main)
-            real.start_full_refresh(main[rank].clone())
+    for (name, config), numel in itertools.product(WEIGHTS.items(), _NUMELS):
+        shared: dict[str, Any] = {"config": config, "traffic": _counter(topology)}
+        real = WeightReplica(topology, scratch=Scratch(), **shared)
+        simulated = SimulatedReplica(topology.layout, scratch=Scratch(), **shared)
+        main = _values(context, size, numel, seed=numel).bfloat16()
+        expected = torch.empty_like(main)
+        real.start_full_refresh(main[rank].clone())
+        real.wait()
+        simulated.refresh_fully(main, expected)
+        for call in range(_CALLS):
+            main = main + 0.01 * _values(context, size, numel, seed=numel + 7 + call).bfloat16()
+            real.start_quantized_refresh(main[rank].clone())
             real.wait()
-            expected.refresh_fully(main, replica)
-            for call in range(_CALLS):
-                main = main + 0.01 * _values(context, size, numel, seed=numel + 7 + call).bfloat16()
-                real.start_quantized_refresh(main[rank].clone())
-                real.wait()
-                expected.refresh(main, replica)
-                gathered = torch.full((size * numel,), float("nan"), dtype=main.dtype, device=main.device)
-                if real.is_full:
-                    assert real.rows is not None
-                    gathered = real.rows.reshape(size, numel)
-                else:
-                    real.gather(gathered)
-                case = f"weights, {name}, rows of {numel}, {layout}, call {call}"
-                yield _compare(gathered.view(size, numel), replica, case)
+            simulated.refresh(main, expected)
+            gathered = torch.full((size * numel,), float("nan"), dtype=main.dtype, device=main.device)
+            if real.is_full:
+                assert real.rows is not None
+                gathered = real.rows.reshape(size, numel)
+            else:
+                real.gather(gathered)
+            case = f"weights, {name}, rows of {numel}, {layout}, call {call}"
+            yield _compare(gathered.view(size, numel), expected, case)
 
 
 def _compare(output: Tensor, expected: Tensor, case: str) -> CheckFailedError | None:

@@ -35,7 +35,6 @@ def check_facts(context: Context) -> dict[str, Any]:
         "memory_bytes": properties.total_memory if properties else None,
         "peer_access": _peer_access(device),
         "kernels": ops.backend_name(device.type),
-        "communicator_bytes": _communicator_bytes(context),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
@@ -102,21 +101,6 @@ def _peer_access(device: torch.device) -> bool | None:
         return None
     others = [index for index in range(torch.cuda.device_count()) if index != device.index]
     return all(torch.cuda.can_device_access_peer(device, other) for other in others)
-
-
-def _communicator_bytes(context: Context) -> int | None:
-    """Return the device memory of one more communicator of all ranks; None for a CPU or one rank."""
-    if not context.is_cuda or context.ranks.world_size == 1:
-        return None
-    context.synchronize()
-    before, _ = torch.cuda.mem_get_info(context.device)
-    group = dist.new_group()
-    # NCCL creates a communicator at its first collective.
-    dist.all_reduce(torch.zeros(1, device=context.device), group=group)
-    context.synchronize()
-    after, _ = torch.cuda.mem_get_info(context.device)
-    dist.destroy_process_group(group)
-    return before - after
 
 
 def _version(package: str) -> str | None:

@@ -161,10 +161,6 @@ class KernelCase(NamedTuple):
         texts = {name: _text(value) for name, value in {"first": self.first, **self.named}.items()}
         return f"{self.operator.__name__}({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
-    def difference(self, backend: ops.BackendName, device: torch.device = CPU) -> str | None:
-        """Describe how a back end differs from the reference; return None if it does not."""
-        return difference(self.operator, self.first, backend=backend, device=device, **self.named)
-
 
 def _text(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else str(value)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sdp4bit import (
@@ -24,17 +24,8 @@ from sdp4bit import (
 )
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.ranks import gather_over_ranks
-from sdp4bit_lab.plan.memory import memory_per_rank
-from sdp4bit_lab.plan.model import gpt_groups
-from sdp4bit_lab.plan.traffic import RankGrid, group_traffic
-from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
-from sdp4bit_lab.pretrain.model.gpt import GPT
-from sdp4bit_lab.pretrain.step.optimizer import build_optimizer
-from sdp4bit_lab.pretrain.step.parallelize import lay_out
-from sdp4bit_lab.pretrain.step.simulated_model import build_simulated_model
-from sdp4bit_lab.pretrain.step.simulated_step import SimulatedTrainingStep
-from sdp4bit_lab.selftest.check import Context
-from sdp4bit_lab.selftest.model import batches, loss_of, sharded_toy, topology_of, toy_config
+from sdp4bit_lab.selftest.check import CheckSkippedError, Context
+from sdp4bit_lab.selftest.model import batches, loss_of, sharded_toy, topology_of
 
 TOLERANCE = 0.003
 """Relative difference of a loss from plain FSDP2's. Rounding to 4 bits changes it by 0.0014 in 20 steps."""
@@ -47,8 +38,6 @@ compared; the error is orthogonal to the gradient."""
 LEARNING_RATE = 1e-3
 _WARM_UP = 3
 """First steps, in which buffers are allocated and the host may wait."""
-_SIMULATED = ParallelConfig(simulated_ranks=4, ranks_per_node=2)
-"""Ranks that a process alone, as on one GPU, simulates."""
 _QUANTIZED = SDP4BitConfig(
     gradients=GradientConfig(min_numel=0, inside_one_node=True),
     telemetry=TelemetryConfig(interval=1),
@@ -76,7 +65,9 @@ class _Trained:
 def check_training(context: Context) -> dict[str, Any]:
     """Return losses, times and bytes; losses and gradients are within their tolerances."""
     if context.ranks.world_size == 1:
-        return _check_simulated(context)
+        raise CheckSkippedError(
+            "one rank sends nothing: `sdp4bit pretrain --simulated-ranks 4 --ranks-per-node 2` trains as 4 do"
+        )
     plain, lossless = _train(context, None), _train(context, _LOSSLESS)
     _require_losses(context, plain.losses, lossless.losses, how="sdp4bit without a quantizer", tolerance=0.0)
     size = context.ranks.world_size
@@ -90,7 +81,9 @@ def check_training(context: Context) -> dict[str, Any]:
         # Without the audit, which reads its result on the host.
         _train(context, replace(_QUANTIZED, audit=None), forbids_waiting=True)
     losses = {"plain": plain.losses, "sdp4bit": quantized.losses}
-    replicas = _grid(context).nodes
+    topology = topology_of(context)
+    per_node = topology if isinstance(topology, int) else context.ranks.local_world_size
+    replicas = context.ranks.world_size // per_node
     if replicas > 1:
         hybrid = _train(context, _QUANTIZED, replicas=replicas)
         losses["HSDP, sdp4bit"] = hybrid.losses
@@ -110,18 +103,12 @@ def check_training(context: Context) -> dict[str, Any]:
         f"      {format_bytes(total['inter_bytes'])} inter-node, {ratio:.2f}x fewer than plain FSDP2; "
         "replicas equal on all ranks after every step"
     )
-    seconds = {
-        "alone": _seconds_alone(context),
-        "plain": plain.step_seconds,
-        "sdp4bit": quantized.step_seconds,
-    }
     return {
         "losses": losses,
-        "step_seconds": seconds,
+        "step_seconds": {"plain": plain.step_seconds, "sdp4bit": quantized.step_seconds},
         "bytes": total,
         "compression_ratio": ratio,
         "peak_bytes": {"plain": plain.peak_bytes, "sdp4bit": quantized.peak_bytes},
-        "planned_bytes": _planned_bytes(context),
         "audits": context.config.steps,
     }
 
@@ -158,20 +145,6 @@ def _norm(shard: Tensor) -> float:
     return math.sqrt(sum(gather_over_ranks(shard.double().square().sum().item(), what="norms")))
 
 
-def _planned_bytes(context: Context) -> int:
-    """Return the planner's memory of the quantized run, without activations."""
-    config, grid = toy_config(context), _grid(context)
-    groups = gpt_groups(config.model_shape)
-    traffic = [group_traffic(group, grid=grid, config=_QUANTIZED) for group in groups]
-    return sum(memory_per_rank(traffic, grid=grid, accumulation=1).values())
-
-
-def _grid(context: Context) -> RankGrid:
-    topology = topology_of(context)
-    per_node = topology if isinstance(topology, int) else context.ranks.local_world_size
-    return RankGrid(nodes=context.ranks.world_size // per_node, ranks_per_node=per_node)
-
-
 def _train(
     context: Context,
     config: SDP4BitConfig | None,
@@ -187,52 +160,35 @@ def _train(
         handle = quantize_communication(model, topology=topology_of(context), config=config)
     if context.is_cuda:
         torch.cuda.reset_peak_memory_stats(context.device)
-    gradients: list[Tensor] = []
-
-    def keep_first(*_: object) -> None:
-        if not gradients:
-            shards = [cast(DTensor, p.grad).to_local() for p in model.parameters() if p.grad is not None]
-            gradients.append(torch.cat([shard.flatten().float() for shard in shards]))
-
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    optimizer.register_step_pre_hook(keep_first)
-    count = steps or context.config.steps
-    losses, seconds = _timed_steps(context, model, optimizer, steps=count, forbids_waiting=forbids_waiting)
-    stats: dict[str, Any] = {}
-    if handle is not None:
-        stats = dict(handle.stats())
-        handle.remove()
-    return _Trained(
-        losses=losses,
-        gradient=gradients[0],
-        step_seconds=seconds,
-        stats=stats,
-        peak_bytes=torch.cuda.max_memory_allocated(context.device) if context.is_cuda else None,
-    )
-
-
-def _timed_steps(
-    context: Context,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    steps: int,
-    forbids_waiting: bool = False,
-) -> tuple[list[float], float]:
-    """Return the losses, and the median of the seconds per step without the warm-up."""
-    losses, seconds = [], []
-    for step, batch in enumerate(batches(context, rank=context.ranks.rank, count=steps)):
+    losses, seconds, gradient = [], [], torch.empty(0)
+    for step, batch in enumerate(
+        batches(context, rank=context.ranks.rank, count=steps or context.config.steps)
+    ):
         context.synchronize()
         start = time.perf_counter()
         with _no_waiting(forbids_waiting and step >= _WARM_UP):
             loss = loss_of(model, batch)
             loss.backward()
+            if step == 0:
+                shards = [cast(DTensor, parameter.grad).to_local() for parameter in model.parameters()]
+                gradient = torch.cat([shard.flatten().float() for shard in shards])
             optimizer.step()
             optimizer.zero_grad()
         context.synchronize()
         seconds.append(time.perf_counter() - start)
         losses.append(loss.detach())
-    return [loss.item() for loss in losses], statistics.median(seconds[_WARM_UP:] or seconds)
+    stats: dict[str, Any] = {}
+    if handle is not None:
+        stats = dict(handle.stats())
+        handle.remove()
+    return _Trained(
+        losses=[loss.item() for loss in losses],
+        gradient=gradient,
+        step_seconds=statistics.median(seconds[_WARM_UP:] or seconds),
+        stats=stats,
+        peak_bytes=torch.cuda.max_memory_allocated(context.device) if context.is_cuda else None,
+    )
 
 
 @contextmanager
@@ -247,37 +203,3 @@ def _no_waiting(is_forbidden: bool) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-def _seconds_alone(context: Context) -> float:
-    """Return the seconds of a step of the whole model on this rank, without FSDP2 and exchanges."""
-    config = toy_config(context)
-    model = GPT(config.model_shape, compute_dtype=sharded_toy(context).compute_dtype)
-    model.reset_parameters(seed=config.seed)
-    model.to(context.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    return _timed_steps(context, model, optimizer, steps=context.config.steps)[1]
-
-
-def _check_simulated(context: Context) -> dict[str, Any]:
-    """Train as several ranks would, one after another, with the kernels of this device and no transfers."""
-    plain, quantized = (_train_simulated(context, strategy) for strategy in ("baseline", "sdp4bit"))
-    _require_losses(context, plain, quantized, how="sdp4bit")
-    ranks = _SIMULATED.simulated_ranks
-    context.say(
-        f"      losses after {context.config.steps} steps of {ranks} simulated ranks: plain {plain[-1]:.4f}, "
-        f"sdp4bit {quantized[-1]:.4f}"
-    )
-    return {"losses": {"plain": plain, "sdp4bit": quantized}, "simulated_ranks": ranks}
-
-
-def _train_simulated(context: Context, strategy: Any) -> list[float]:
-    config = replace(toy_config(context), strategy=strategy, parallel=_SIMULATED)
-    model = build_simulated_model(config, layout=lay_out(config, ranks=context.ranks))
-    optimizer = build_optimizer(model.parameters(), config=config.optimizer, learning_rate=LEARNING_RATE)
-    step = SimulatedTrainingStep(model=model, optimizer=optimizer, config=config)
-    steps = context.config.steps
-    data = [batches(context, rank=rank, count=steps) for rank in range(model.data_parallel_size)]
-    outcomes = [step.run(list(batch)) for batch in zip(*data, strict=True)]
-    model.communication.remove()
-    return [outcome.loss_sum / outcome.tokens for outcome in outcomes]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pkgutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
-from typing import TypeVar
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -32,24 +32,20 @@ from sdp4bit_lab.common.launch.signals import (
 from sdp4bit_lab.common.ranks import join_ranks
 from sdp4bit_lab.common.settings import EXIT_SETTING, SettingError
 
-C = TypeVar("C")
-
 EXIT_FAILED = 1
 _POLL = 0.1
 _WAIT_FOR_OTHER_FAILURES = 0.3
 _WAIT_FOR_ROOT_CAUSE = 3.0
 
 
-def run_on_ranks(
-    program: Callable[..., object], *, config: C, parallel: RanksConfig, leaves_early: bool = True
-) -> int:
-    """Run `program(config, ranks=...)` on all ranks and return the exit code.
+def run_on_ranks(program: str, *, config: object, parallel: RanksConfig, leaves_early: bool = True) -> int:
+    """Run a program on all ranks and return the exit code.
 
     Under torchrun this process is one of the ranks, and so it is if there is only one. Otherwise the ranks
     are started here; when one fails, the others are stopped at once, and none outlives this call.
 
     Args:
-        program: a function of a module, because new processes import it.
+        program: function of `config` and `ranks=` as module:name, imported by the ranks alone.
         leaves_early: the program leaves by itself after a signal; otherwise a signal ends the ranks.
 
     Returns:
@@ -70,17 +66,15 @@ def run_on_ranks(
         return 128 + signal.SIGINT if code == 0 and received() == signal.SIGINT else code
 
 
-def _run_rank(
-    program: Callable[..., object], config: object, timeout: timedelta, *, leaves_early: bool
-) -> int:
+def _run_rank(program: str, config: object, timeout: timedelta, *, leaves_early: bool) -> int:
     """Run the program as one rank and return its exit code."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank, run = int(os.environ.get("RANK", "0")), pkgutil.resolve_name(program)
     try:
         with join_ranks(timeout=timeout) as ranks:
             if leaves_early:
                 # Not earlier: a rank that joins has nothing to save, and may wait for one that has ended.
                 listen()
-            program(config, ranks=ranks)
+            run(config, ranks=ranks)
             ignore()
     except ExchangeError as error:
         _report_error(f"{error} (--distributed-timeout-minutes)")
@@ -96,9 +90,7 @@ def _run_rank(
     return 0
 
 
-def _run_processes(
-    program: Callable[..., object], config: object, timeout: timedelta, *, size: int, leaves_early: bool
-) -> int:
+def _run_processes(program: str, config: object, timeout: timedelta, *, size: int, leaves_early: bool) -> int:
     # Acted on in `_join` alone, because a handler could miss a rank that is being started.
     signals: list[signal.Signals] = []
     for number in SIGNALS:
@@ -146,7 +138,7 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def _run_process(
-    program: Callable[..., object],
+    program: str,
     config: object,
     timeout: timedelta,
     *,

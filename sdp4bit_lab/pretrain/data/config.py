@@ -9,8 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from sdp4bit_lab.common.marks import arg
-from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.common.settings import SettingError, arg, require
 from sdp4bit_lab.pretrain.data.corpus import SMALLEST_VOCABULARY
 
 if TYPE_CHECKING:

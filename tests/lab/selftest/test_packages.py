@@ -32,15 +32,8 @@ EXTRA = {
     )
 }
 OTHERS = {
-    "datasets",
-    "hypothesis",
-    "megatron",
-    "numba",
-    "pandas",
-    "pyarrow",
-    "transformers",
-    "triton",
-    "zstandard",
+    *("datasets", "hypothesis", "megatron", "numba", "pandas", "pyarrow"),
+    *("transformers", "triton", "zstandard"),
 }
 OF_TYRO = {"docstring_parser", "markdown_it", "pygments", "shtab", "typeguard"}
 
@@ -65,13 +58,13 @@ def test_the_self_test_runs_with_torch_and_numpy_alone(tmp_path: Path) -> None:
     done = run_without(
         EXTRA | OTHERS | OF_TYRO,
         tmp_path,
-        *("selftest", "--device=cpu", "--nproc_per_node", "2", "--ranks-per-node", "1", "--steps", "3"),
-        *("--delay-rounds", "1", "--only", "facts,training,recommendation", "--json", str(path)),
+        *("selftest", "--device=cpu", "--nproc_per_node", "2", "--ranks-per-node", "1", "--steps", "1"),
+        *("--only", "facts,training", "--json", str(path)),
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text())
-    assert [check["result"] for check in result["checks"]] == ["passed"] * 3
-    assert result["ranks"] == 2 and len(result["checks"][1]["findings"]["losses"]["plain"]) == 3
+    assert [check["result"] for check in result["checks"]] == ["passed"] * 2
+    assert result["ranks"] == 2 and len(result["checks"][1]["findings"]["losses"]["plain"]) == 1
     versions = result["checks"][0]["findings"]["ranks"][0]
     assert versions["kernels"] == "reference"
     assert "training        passed" in done.stdout and "Result: all checks passed" in done.stdout

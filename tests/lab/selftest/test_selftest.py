@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,13 +15,12 @@ from sdp4bit.quantization import ops
 from sdp4bit_lab.cli import main
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.ranks import Ranks
-from sdp4bit_lab.selftest import kernels, streams, training
+from sdp4bit_lab.selftest import kernels, streams
 from sdp4bit_lab.selftest.check import (
     CheckFailedError,
     CheckSkippedError,
     Context,
     OtherRankFailedError,
-    command_to_repeat,
     run_checks,
 )
 from sdp4bit_lab.selftest.command import selftest
@@ -83,7 +81,7 @@ def test_the_command_passes_here_and_writes_a_file_for_a_bug_report(tmp_path):
     assert checks["kernels"]["findings"]["compared"] > 1000
     assert set(checks["exchanges"]["findings"]["layouts"]) == {"2 x 1", "1 x 2"}
     trained = checks["training"]["findings"]
-    assert trained["compression_ratio"] > 5 and trained["planned_bytes"] > 0
+    assert trained["compression_ratio"] > 5
     assert [len(losses) for losses in trained["losses"].values()] == [5, 5, 5]
     assert trained["losses"]["HSDP, sdp4bit"] != trained["losses"]["sdp4bit"]
     assert checks["recommendation"]["findings"]["exchange_seconds"]["fp32 gradients"] > 0
@@ -91,25 +89,15 @@ def test_the_command_passes_here_and_writes_a_file_for_a_bug_report(tmp_path):
     assert text in done.stdout.replace("\n", " ")
 
 
-@pytest.mark.slow
-def test_one_process_does_what_one_gpu_can(tmp_path):
+def test_one_process_skips_what_needs_several(tmp_path):
     path = tmp_path / "selftest.json"
-    others = [
-        name for name in CHECKS if name != "kernels"
-    ]  # which one process or several compare identically
-    done = command_line(
-        *("selftest", "--device", "cpu", "--nproc-per-node", "1", "--json", str(path), "--steps", "3"),
-        *("--only", ",".join(others)),
-    )
+    skipped = ("exchanges", "streams", "training", "recommendation")
+    options = ("--device", "cpu", "--nproc-per-node", "1", "--only", ",".join(("facts", *skipped)))
+    done = command_line("selftest", *options, "--json", str(path))
     assert done.returncode == 0, done.stderr
-    checks = {check["name"]: check for check in json.loads(path.read_text())["checks"]}
-    skipped = dict.fromkeys(("exchanges", "streams", "recommendation"), "skipped")
-    assert {name: check["result"] for name, check in checks.items()} == dict.fromkeys(
-        others, "passed"
-    ) | skipped
-    trained = checks["training"]["findings"]
-    assert trained["simulated_ranks"] == 4 and trained["losses"]["plain"] != trained["losses"]["sdp4bit"]
-    assert "(exchanges, streams, recommendation skipped)" in done.stdout.replace("\n", " ")
+    checks = {check["name"]: check["result"] for check in json.loads(path.read_text())["checks"]}
+    assert checks == {"facts": "passed"} | dict.fromkeys(skipped, "skipped")
+    assert f"({', '.join(skipped)} skipped)" in done.stdout.replace("\n", " ")
 
 
 def test_wrong_settings_are_named(capsys):
@@ -130,40 +118,32 @@ def raises_everywhere(context: Context) -> dict[str, Any]:
     raise ZeroDivisionError("of nothing")
 
 
-def outcomes_of(*checks: Any) -> list[dict[str, Any]]:
-    named = [(check.__name__, check) for check in checks]
-    return [outcome.as_dict() for outcome in run_checks(named, context())]
+def failed_tests(path: str) -> tuple[list[list[dict[str, Any]]], int]:
+    """Return the outcomes of two tests that fail, and the exit code of a third, which writes a file."""
+    outcomes = [
+        [
+            outcome.as_dict()
+            for outcome in run_checks([(check.__name__, check) for check in checks], context())
+        ]
+        for checks in ((fails_on_rank_1, raises_everywhere), (raises_everywhere,))
+    ]
+    config = SelftestConfig(only="streams", parallel=TWO_NODES, json=path)
+    with patch.object(streams, "SCENARIOS", {"broken": None}), pytest.raises(SystemExit) as end:
+        selftest(config, ranks=this_rank())
+    return outcomes, end.value.code
 
 
-def test_a_failure_on_one_rank_ends_the_test_on_all_with_the_way_to_repeat_it():
-    for outcomes in run_ranks(outcomes_of, 2, fails_on_rank_1, raises_everywhere):
-        (outcome,) = outcomes
+def test_a_failure_ends_the_test_on_all_ranks_with_the_way_to_repeat_it(tmp_path):
+    path = tmp_path / "selftest.json"
+    for ((outcome,), (unexpected,)), code in run_ranks(failed_tests, 2, path):
         assert (outcome["result"], outcome["failure"]["rank"]) == ("failed", 1)
         assert (outcome["failure"]["message"], outcome["failure"]["case"]) == ("3 values differ", "rows of 7")
         start, options = outcome["reproduce"].split(" --only ")
         assert start == "torchrun --nproc-per-node 2 -m sdp4bit_lab selftest"
         assert options == "fails_on_rank_1 --seed 0 --ranks-per-node 1"
-
-
-def test_whatever_is_raised_is_a_failure_with_its_traceback():
-    (outcome,) = run_ranks(outcomes_of, 1, raises_everywhere)[0]
-    assert outcome["failure"]["message"] == "ZeroDivisionError: of nothing"
-    assert "raise ZeroDivisionError" in outcome["failure"]["details"]
-
-
-def exit_code_of_a_failure(path: str) -> int:
-    config = SelftestConfig(only="streams", parallel=TWO_NODES, json=path)
-    with patch.object(streams, "SCENARIOS", {"broken": None}):
-        try:
-            selftest(config, ranks=this_rank())
-        except SystemExit as end:
-            return int(end.code or 0)
-    return 0
-
-
-def test_a_failed_test_exits_with_1_and_has_written_the_file(tmp_path):
-    path = tmp_path / "selftest.json"
-    assert run_ranks(exit_code_of_a_failure, 2, path) == [1, 1]
+        assert unexpected["failure"]["message"] == "ZeroDivisionError: of nothing"
+        assert "raise ZeroDivisionError" in unexpected["failure"]["details"]
+        assert code == 1
     result = json.loads(path.read_text())
     assert not result["passed"] and result["result"].startswith("streams failed: do not train")
 
@@ -211,36 +191,13 @@ def streams_with_a_difference(change: float) -> str:
         return [losses[0] + change * (len(calls) > 1), *losses[1:]]
 
     one = {"node replica": streams.SCENARIOS["node replica"]}
-    with patch.multiple(streams, _train=train, SCENARIOS=one):
+    with patch.multiple(streams, _train=train, SCENARIOS=one, _STEPS=1):
         return failure_of(check_streams, context(delays=1))
 
 
 def test_a_loss_that_depends_on_delays_is_found():
     for message in run_ranks(streams_with_a_difference, 2, 1e-6):
         assert message.startswith("node replica: random delays change a step: losses")
-
-
-def trained_with(changes: dict[str, Any]) -> str:
-    with patch.multiple(training, **changes):
-        return failure_of(check_training, context(steps=3))
-
-
-right_training = training._train
-
-
-def losses_grow_with_replicas(*args: Any, replicas: int = 1, **options: Any) -> training._Trained:
-    trained = right_training(*args, replicas=replicas, **options)
-    return replace(trained, losses=[loss * (1 + 0.1 * (replicas > 1)) for loss in trained.losses])
-
-
-@pytest.mark.slow
-def test_training_that_is_not_exact_or_not_close_is_found():
-    # A quantizer where there must be none, and one that is far coarser than the tolerance.
-    (message, _) = run_ranks(trained_with, 2, {"_LOSSLESS": training._QUANTIZED})
-    assert message.startswith("the loss of step 2 is") and "sdp4bit without a quantizer" in message
-    (message, _) = run_ranks(trained_with, 2, {"GRADIENT_TOLERANCE": 1e-3})
-    assert message.startswith("the first gradient differs") and message.endswith("more than 0.001")
-    assert "with HSDP and sdp4bit and" in run_ranks(trained_with, 2, {"_train": losses_grow_with_replicas})[0]
 
 
 def trained_with_mutations(names: tuple[str, ...]) -> dict[str, str]:
@@ -277,6 +234,7 @@ RANK: dict[str, Any] = {
             "rank 1 on a has versions {'torch': '2.9'}, rank 0 {'torch': '2.13'}",
         ),
         ({"host": "b"}, 'a has 1 ranks, but LOCAL_WORLD_SIZE says 2: topology="auto" goes by'),
+        ({"device_uuid": "GPU-1"}, "2 ranks share a GPU: times mean little, and NCCL may refuse"),
         ({"peer_access": False}, "no P2P"),
         ({"kernels": "reference"}, "no fast kernels: install triton"),
         ({"environment": {"CUDA_LAUNCH_BLOCKING": "1"}, "device_uuid": "1"}, "nothing overlaps"),
@@ -285,14 +243,9 @@ RANK: dict[str, Any] = {
 )
 def test_settings_that_hurt_are_warned_of(changes, warning):
     assert list(warnings_of([RANK, RANK])) == []
-    warnings = list(warnings_of([RANK, RANK | changes]))
+    first = RANK | changes if "GPU-1" in changes.values() else RANK
+    warnings = list(warnings_of([first, RANK | changes]))
     assert any(warning in each for each in warnings), warnings
-
-
-def test_two_ranks_on_one_gpu_are_warned_of():
-    shared = RANK | {"device_uuid": "GPU-1"}
-    warning = "2 ranks share a GPU: times mean little, and NCCL may refuse"
-    assert list(warnings_of([shared, shared])) == [warning]
 
 
 def test_the_recommendation_counts_kernels_and_compares_with_bf16_gradients():
@@ -301,11 +254,3 @@ def test_the_recommendation_counts_kernels_and_compares_with_bf16_gradients():
         "kernels): it pays unless computation hides them (6.7 and 5.0 times shorter)"
     )
     assert recommendation(plain=1.0, bf16=0.15, exchange=0.1, kernels=0.05).endswith("it does not pay")
-
-
-def test_the_command_to_repeat_has_the_options():
-    config = replace(alone().config, device="cpu", seed=3, parallel=RanksConfig(ranks_per_node=2))
-    options = "--only streams --seed 3 --device cpu --ranks-per-node 2"
-    assert command_to_repeat("streams", replace(alone(), config=config)) == (
-        f"python -m sdp4bit_lab selftest {options}"
-    )

@@ -16,6 +16,8 @@ from sdp4bit_lab.common.launch.signals import received
 from sdp4bit_lab.common.ranks import Ranks
 from sdp4bit_lab.common.settings import SettingError
 
+PROGRAM = "tests.lab.common.launch.launched_program:program"
+
 
 def program(deed: str, *, ranks: Ranks) -> None:
     if deed == "setting":
@@ -44,4 +46,4 @@ def _strike(deed: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_on_ranks(program, config=sys.argv[1], parallel=RanksConfig(nproc_per_node=int(sys.argv[2]))))
+    sys.exit(run_on_ranks(PROGRAM, config=sys.argv[1], parallel=RanksConfig(nproc_per_node=int(sys.argv[2]))))
