@@ -321,7 +321,7 @@ def run_soak(soak: Soak, folder: Path) -> dict[str, Any]:
     """
     begin = time.time()
     (folder / "text.txt").write_text(Path(random.__file__).read_text() + Path(argparse.__file__).read_text())
-    undisturbed = command(soak, folder, out="undisturbed", module="sdp4bit", more=[])
+    undisturbed = command(soak, folder, out="undisturbed", module="sdp4bit_lab", more=[])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(undisturbed, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
