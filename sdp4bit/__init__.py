@@ -71,8 +71,8 @@ if not TYPE_CHECKING:  # a type checker knows the names from above, and that the
             return import_module("sdp4bit.megatron")
         if name not in _IMPORTED_WHEN_USED:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = found = getattr(import_module(_IMPORTED_WHEN_USED[name]), name)
-        return found
+        globals()[name] = value = getattr(import_module(_IMPORTED_WHEN_USED[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -47,7 +47,7 @@ def _message_bytes(numel: int, bits: int | None, group_size: int) -> float:
 def slice_places(
     lengths: Sequence[int], *, config: GradientConfig, nodes: int, ranks_per_node: int
 ) -> list[list[tuple[int, slice]]]:
-    """Return what each slice of a row has of the row's sections; no quantization group is divided.
+    """Cut the sections of a row into slices; no quantization group is divided.
 
     Args:
         lengths: of the sections, none of them 0.

@@ -42,7 +42,7 @@ def merge_ranges(ranges: Sequence[Range]) -> list[Range]:
 
 
 def common_ranges(first: Sequence[Range], second: Sequence[Range]) -> list[Range]:
-    """Return what two lists of ranges, each in ascending order, have in common."""
+    """Intersect two lists of ranges, each in ascending order."""
     pairs = [(max(a, c), min(b, d)) for a, b in first for c, d in second]
     return [(start, end) for start, end in pairs if start < end]
 

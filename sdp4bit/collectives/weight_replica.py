@@ -297,7 +297,7 @@ class WeightReplica:
         ops.dequantize_add(messages, replica=rows, layout=layout, accumulate=self.sends_differences)
 
     def quantized_differences(self, row: Tensor, replica: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a quantized refresh has to send and what arrives of it, both in fp32; nothing is sent.
+        """Compute the difference of a refresh before and after rounding, both fp32; nothing is sent.
 
         Args:
             row: [n], a part of the main shard, of whole quantization groups: then the result is that of a

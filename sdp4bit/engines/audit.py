@@ -63,10 +63,9 @@ def audit_replicas(copies: Sequence[ReplicaCopy], config: AuditConfig) -> list[s
     for ranks in sorted(layouts):
         sharing = [copy for copy in copies if copy.layout.ranks == ranks]
         for copy, sums in zip(sharing, _gather_checksums(sharing), strict=True):
-            verdicts = [_vote([(ranks[peer], sums[peer]) for peer in peers]) for peers in copy.peers()]
-            found = [verdict for verdict in verdicts if verdict]
-            if found:
-                wrong[copy.name] = f"group {copy.name}: {'; '.join(found)}"
+            votes = [_vote([(ranks[peer], sums[peer]) for peer in peers]) for peers in copy.peers()]
+            if any(votes):
+                wrong[copy.name] = f"group {copy.name}: {'; '.join(filter(None, votes))}"
                 are_replicas = are_replicas and copy.can_be_refreshed
     if not wrong:
         return []

@@ -255,11 +255,11 @@ class GroupState(ABC):
     # -- what the handle tells -------------------------------------------------------------------------
 
     def copies(self) -> Sequence[ReplicaCopy]:
-        """Return what this rank holds of the weights that others hold too, to be compared."""
+        """Return this rank's copies of weights that other ranks hold too, to be compared."""
         return []
 
     def stats(self, traffic: Traffic, measures: Measures) -> GroupStats:
-        """Return what is reported of the group: its last step's traffic, and what was measured last."""
+        """Report the group's traffic of the last step and its last measures."""
         return {
             "name": self.group.name,
             "intra_bytes": round(traffic.intra_bytes),
@@ -316,7 +316,7 @@ class GroupState(ABC):
 
 
 def reduction_multiplier(op: object, process_group: ProcessGroup, *, name: str, engine: str) -> float:
-    """Return what a sum over the ranks is multiplied by for the reduction that an engine asks for.
+    """Return the factor that turns a sum over the ranks into the reduction that an engine asks for.
 
     Raises:
         ValueError: a reduction that is no sum and no mean.

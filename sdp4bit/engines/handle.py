@@ -90,7 +90,7 @@ class ModelState:
         return self.groups[0].group.device if self.groups else None
 
     def last_traffic(self, comm: GroupState) -> Traffic:
-        """Return what a group sent in the last step, which ends with its optimizer step."""
+        """Return the traffic of a group in the last step, which ends with its optimizer step."""
         return sum((c.current_step if self.step_pending else c.last_step for c in comm.counters), Traffic())
 
     def detach(self) -> None:
@@ -155,7 +155,7 @@ class CommHandle(ABC):
 
     @abstractmethod
     def state_dict(self) -> StateDict:
-        """Return what a bit-exact resume needs."""
+        """Return the state that a bit-exact resume needs."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -188,7 +188,7 @@ class CommHandle(ABC):
         return "\n".join([table, *(wrapped(text) for text in (self._note, hint) if text)])
 
     def stats(self) -> Stats:
-        """Return what this rank sent and what quantization cost; cheap, and waits for nothing.
+        """Return the bytes that this rank sent and the cost of quantization; cheap, and waits for nothing.
 
         Returns:
             "steps": so far; on FSDP2, backward passes whose gradients were reduced. "last_step", "total":
@@ -236,7 +236,7 @@ class CommHandle(ABC):
         return [comm.stats(state.last_traffic(comm), measured[comm.group.name]) for comm in state.groups]
 
     def measure(self) -> Measures:
-        """Return what quantization costs now, over whole shards; waits for the device. Call it on all ranks.
+        """Measure the error of quantization now, over whole shards; waits for the device. All ranks call it.
 
         Returns:
             "weight_drift", "weight_error": of the weights and replicas as they are. "gradient_error",

@@ -90,7 +90,7 @@ def _backend(tensor: Tensor) -> ModuleType:
 
 
 def backend_name(device_type: str) -> str:
-    """Return what serves tensors of a device type now: "reference", "numba" or "triton"."""
+    """Return the back end of a device type: "reference", "numba" or "triton"."""
     if _forced and _forced[-1] != "auto":
         return _forced[-1]
     module = _automatic_backend(device_type)

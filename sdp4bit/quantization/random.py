@@ -113,7 +113,7 @@ def derive_keys(seed: int, stream: int) -> tuple[int, int]:
 
 
 def dither_mask(sender: int) -> int:
-    """Return what a sender changes its dither by: the low 8 bits of its number, in reverse order.
+    """Return the offset of a sender's dither: the low 8 bits of its number, in reverse order.
 
     Every sender's dither is uniform, as any bits are after an exclusive or. Together those of 2**k senders
     lie in different of 2**k equal intervals (a digital shift by the van der Corput sequence): where senders

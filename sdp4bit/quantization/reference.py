@@ -93,7 +93,7 @@ def quantize_groups(
 
 
 def subtract_dither(codes: Tensor, bits: int, random: Tensor) -> Tensor:
-    """Return what dithered codes stand for, in units of their scale, exactly: fp32 of the shape of the codes.
+    """Decode dithered codes exactly, in units of their scale: fp32 of the shape of the codes.
 
     Args:
         codes: int8.

@@ -60,24 +60,24 @@ def attach(
     modules = [module for root in roots for module in root.modules()]
     if not any(isinstance(module, FSDPModule) for module in modules):
         if any(isinstance(module, FullyShardedDataParallel) for module in modules):
-            found = "it uses FSDP1, whose communication has no such hooks"
+            reason = "it uses FSDP1, whose communication has no such hooks"
         elif is_ddp or any(isinstance(module, DistributedDataParallel) for module in modules):
-            found = (
+            reason = (
                 "it uses DistributedDataParallel. For quantized gradients there, register "
                 "sdp4bit.ddp_comm_hook with the wrapped model (docs/ddp.md)"
             )
         elif not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            found = "there is one process, which communicates with nobody"
+            reason = "there is one process, which communicates with nobody"
         else:
-            found = "no module of the model has been sharded"
+            reason = "no module of the model has been sharded"
         raise ValueError(
-            f"{caller} needs a model that the trainer has sharded with FSDP2, but {found}. {switch}"
+            f"{caller} needs a model that the trainer has sharded with FSDP2, but {reason}. {switch}"
         )
     return quantize_communication(model, topology=topology, config=config, skip=skip)
 
 
 def log_values(comm: CommHandle) -> dict[str, float]:
-    """Return what a trainer logs; cheap, waits for nothing, and is this rank's own.
+    """Return the values that a trainer logs; cheap, waits for nothing, and this rank's own.
 
     Returns:
         "sdp4bit/inter_bytes", "sdp4bit/intra_bytes": that this rank has sent in the last step.
@@ -110,10 +110,11 @@ def load(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
     a warning: the loss goes on from there, but not bit for bit as without the interruption.
     """
     folder = Path(checkpoint) / FOLDER
-    found: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(found, (folder / ".metadata").is_file())
-    if not all(found):
-        where = "" if not any(found) else f" for ranks {[rank for rank, has in enumerate(found) if not has]}"
+    has_file: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(has_file, (folder / ".metadata").is_file())
+    if not all(has_file):
+        missing = [rank for rank, has in enumerate(has_file) if not has]
+        where = f" for ranks {missing}" if any(has_file) else ""
         warnings.warn(
             f"sdp4bit: {folder} holds no state of the communication{where}: replicas start from the loaded "
             "weights in full precision, and the run does not repeat the interrupted one bit for bit",

@@ -68,9 +68,9 @@ def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
     store: Store = HashStore()
     job: str | None = None
     if not alone:
-        found, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        found.set_timeout(timeout)
-        store, job = join_store(found, rank=rank, world_size=world_size, timeout=timeout)
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        store, job = join_store(store, rank=rank, world_size=world_size, timeout=timeout)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -92,7 +92,7 @@ def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> T:
-    """Return what `work` returns here, once it has succeeded on every rank.
+    """Run `work` on every rank, and return its result here once it has succeeded on all.
 
     Raises:
         SettingError: on all ranks, if it was raised on any.
@@ -117,7 +117,7 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
 
 
 def broadcast_from_rank0(work: Callable[[], T]) -> T:
-    """Return what `work` returned on rank 0, which alone runs it; its error is raised on all ranks."""
+    """Run `work` on rank 0 alone, and return its result, or raise its error, on all ranks."""
     result = run_on_all_ranks(lambda: work() if dist.get_rank() == 0 else None)
     box: list[T | None] = [result]
     with comm_error_context("broadcast from rank 0"):

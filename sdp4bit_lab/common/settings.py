@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 # The self-test makes settings without tyro; `option_flags` then reads the attributes of these marks alone.
 try:
-    from tyro.conf import arg as arg
+    from tyro.conf import arg as arg  # noqa: PLC0414  re-exported
 except ModuleNotFoundError:
     if not TYPE_CHECKING:
         from types import SimpleNamespace as arg

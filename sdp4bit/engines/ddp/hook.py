@@ -185,7 +185,7 @@ class DDPCommState:
     # -- what is known of it ---------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return what this rank sent; cheap, and waits for nothing.
+        """Return the bytes that this rank sent; cheap, and waits for nothing.
 
         Returns:
             "steps": backward passes whose gradients were exchanged. "last_step", "total": bytes this rank

@@ -288,8 +288,9 @@ class FSDPCommHandle(CommHandle):
     def resync(self) -> None:
         """Refresh the replicas in full precision at the next forward; call it on all ranks.
 
-        Edits of the weights are found without it (docs/fsdp2.md, "What we follow"). It makes the next weights
-        exact if they replace the others right after an optimizer step, in training mode, before any forward.
+        Edits of the weights are found without it (docs/fsdp2.md, "Supported weight edits"). It makes the next
+        weights exact if they replace the others right after an optimizer step, in training mode, before any
+        forward.
         """
         self._state.request_resync()
 
@@ -327,7 +328,7 @@ class FSDPCommHandle(CommHandle):
         return mismatched
 
     def state_dict(self) -> StateDict:
-        """Return what a bit-exact resume needs: replica shards as DTensors, counters as tensors."""
+        """Return the state for a bit-exact resume: replica shards as DTensors, counters as tensors."""
         self._check_attached()
         if not self._state.groups:
             return {}

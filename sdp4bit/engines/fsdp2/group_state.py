@@ -230,11 +230,11 @@ class FSDPGroupState(GroupState):
 
     def copies(self) -> Sequence[ReplicaCopy]:
         """See GroupState; with HSDP, also a checksum of the main shard, which replicas hold alike."""
-        found = []
+        copies = []
         if self.replica is not None:
             self.replica.wait()
             if self.replica.rows is not None:
-                found.append(
+                copies.append(
                     ReplicaCopy(
                         name=self.group.name,
                         rows=self.replica.rows,
@@ -246,7 +246,7 @@ class FSDPGroupState(GroupState):
                 )
         if self.all_reduce is not None and self.replica_layout is not None:
             assert self.group.replicas is not None
-            found.append(
+            copies.append(
                 ReplicaCopy(
                     name=f"{self.group.name} (main weights)",
                     rows=checksum(self.group.main_shard(torch.float32)).view(1),
@@ -257,7 +257,7 @@ class FSDPGroupState(GroupState):
                     can_be_refreshed=False,
                 )
             )
-        return found
+        return copies
 
     def describe_weights(self) -> str:
         """See GroupState."""

@@ -87,8 +87,8 @@ class ParamSegment:
         data = set(self.param.mesh_info.mesh.mesh.flatten().tolist())
         mesh, placements = self.sharded.device_mesh, self.sharded.placements
         groups = [mesh.get_group(dim) for dim, each in enumerate(placements) if not each.is_replicate()]
-        found = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
-        return {ranks: group for ranks, group in found.items() if not data.issuperset(ranks)}
+        by_ranks = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+        return {ranks: group for ranks, group in by_ranks.items() if not data.issuperset(ranks)}
 
     def local_view(self, row: Tensor) -> Tensor:
         """View this parameter's shard, without padding, in a row [n] of its group."""
@@ -106,7 +106,7 @@ class ParamSegment:
 
 
 def tensor_version(tensor: DTensor) -> tuple[int, int, int]:
-    """Return what edits of a DTensor change: its counter, which tensor its shard is, the shard's counter."""
+    """Return a value that edits of a DTensor change: its counter, its shard, the shard's counter."""
     local = tensor._local_tensor
     return _counter(tensor), id(local) if local.numel() else 0, _counter(local)
 
@@ -245,8 +245,8 @@ class FSDPGroup:
         """
         if len(set(self._kinds)) == 1:
             return []
-        found = {ranks: group for segment in self.segments for ranks, group in segment.split_over.items()}
-        return list(found.values())
+        by_ranks = {ranks: group for segment in self.segments for ranks, group in segment.split_over.items()}
+        return list(by_ranks.values())
 
     def sections(self, numel: int, *, unit: int, separate: bool) -> tuple[Section, ...] | None:
         """Return the sections of a row [numel], cached; None if tensor-parallel copies could drift apart.

@@ -179,10 +179,10 @@ def _check_call(comm: object, arguments: Sequence[str]) -> None:
     """Compare the arguments that torch's own object takes; anybody else's is not known by them."""
     if not type(comm).__module__.startswith("torch."):
         return
-    _, *found = inspect.signature(type(comm).__call__).parameters
-    if found != list(arguments):
+    _, *names = inspect.signature(type(comm).__call__).parameters
+    if names != list(arguments):
         raise _unknown(
-            f"{type(comm).__name__} takes ({', '.join(found)}) instead of ({', '.join(arguments)})"
+            f"{type(comm).__name__} takes ({', '.join(names)}) instead of ({', '.join(arguments)})"
         )
 
 

@@ -207,7 +207,7 @@ class MegatronCommHandle(CommHandle):
         return wrong
 
     def state_dict(self) -> StateDict:
-        """Return what a bit-exact resume needs beside Megatron's parameters and optimizer state.
+        """Return the state for a bit-exact resume, beside Megatron's parameters and optimizer state.
 
         The replica is Megatron's parameters themselves; the state adds counters, the same on every rank.
         """

@@ -163,7 +163,7 @@ def dither_of(is_dither, bits, element, k0, k1):
 
 @inline
 def take_off(codes, bits, dither, masks, term):
-    """Return what dithered codes stand for, in units of their scale.
+    """Decode dithered codes, in units of their scale.
 
     Args:
         codes: as they lie in a message, without signs unless they have 8 bits, shifted by _CODE_SHIFT.
@@ -216,7 +216,7 @@ def load_numbers(address, bits):
 
 @inline
 def load_units(address, bits, is_dither, dither, masks, term):
-    """Return what 32 codes of 2, 3 or 8 bits stand for, in units of their scale."""
+    """Decode 32 codes of 2, 3 or 8 bits, in units of their scale."""
     if is_dither:
         return take_off(shift_left(load_numbers(address, bits), _CODE_SHIFT), bits, dither, masks, term)
     if bits == 8:

@@ -92,7 +92,7 @@ def _load_four(row, chunk, mask, numel, UNIT: tl.constexpr, LANE: tl.constexpr):
 
 @triton.jit
 def _load_whole(row, chunk, mask, numel, UNIT: tl.constexpr):
-    """Return what load_values returns, each chunk in one thread whatever else is done with it.
+    """Load as load_values, each chunk in one thread whatever else is done with it.
 
     Triton lays a tile out after its accesses to memory. 16 codes of 4 or 8 bits are a vector, which keeps a
     chunk in a thread; smaller codes are words of a whole chunk, and 16 bytes of values are a part of one: the
@@ -125,7 +125,7 @@ def _load_whole(row, chunk, mask, numel, UNIT: tl.constexpr):
 
 @triton.jit
 def load_for(row, chunk, mask, numel, UNIT: tl.constexpr, BITS: tl.constexpr):
-    """Return what load_values returns, laid out for codes of so many bits."""
+    """Load as load_values, laid out for codes of so many bits."""
     if BITS < 4:
         return _load_whole(row, chunk, mask, numel, UNIT)
     else:

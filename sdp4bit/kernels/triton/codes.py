@@ -69,7 +69,7 @@ def decode_int8(byte):
 
 @triton.jit
 def take_off(byte, is_high, dither, BITS: tl.constexpr):
-    """Return what dithered codes stand for, in units of their scale.
+    """Decode dithered codes, in units of their scale.
 
     A code c, by t of 8 bits, stands for c + 1/2 - (t + 1/2) / 256, which is (512 * c + 2 * ~t - 255) / 512:
     the unsigned code from bit 9 on and ~t in bits 1 to 8 make one number, which lies in the mantissa of a
@@ -95,7 +95,7 @@ def take_off(byte, is_high, dither, BITS: tl.constexpr):
 
 @triton.jit
 def take_off_small(code, dither, BITS: tl.constexpr):
-    """Return what dithered codes of 2 or 3 bits stand for, given as fp32; see take_off."""
+    """Decode dithered codes of 2 or 3 bits, given as fp32; see take_off."""
     units = code + (dither.to(tl.float32, bitcast=True) - _DITHER_BIAS)
     return tl.where(code == -(2.0 ** (BITS - 1)), 0.0, units)
 

@@ -26,7 +26,7 @@ _known: dict[tuple[Any, ...], Any] = {}
 
 
 def _variant(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what Triton compiles for, of a tensor."""
+    """Return the properties of a tensor that Triton compiles for."""
     aligned = tensor.data_ptr() % _ALIGNMENT == 0
     if _IS_HIP:
         return tensor.dtype, aligned, tensor.untyped_storage().size() <= _NEAR_BYTES

@@ -19,7 +19,7 @@ _INTERVAL = 0.01
 _PREFIX = "sdp4bit"
 
 
-def join_store(found: Store, *, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, str]:
+def join_store(rendezvous: Store, *, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, str]:
     """Return a part of the store that only the processes of this start use, and a name of the whole job.
 
     1. Every rank but 0 says hello with a number of its own, drawn at random.
@@ -30,14 +30,14 @@ def join_store(found: Store, *, rank: int, world_size: int, timeout: timedelta) 
     Raises:
         ExchangeError: a rank is missing after the timeout.
     """
-    store = PrefixStore(_PREFIX, found)
+    store = PrefixStore(_PREFIX, rendezvous)
     job = store.compare_set("job", "", uuid4().hex).decode()
     deadline = time.monotonic() + timeout.total_seconds()
     if rank == 0:
         start = _serve_handshake(store, world_size=world_size, deadline=deadline)
     else:
         start = _join_handshake(store, rank=rank, deadline=deadline)
-    return PrefixStore(f"{_PREFIX}/{start}", found), job
+    return PrefixStore(f"{_PREFIX}/{start}", rendezvous), job
 
 
 def _serve_handshake(store: Store, *, world_size: int, deadline: float) -> str:
