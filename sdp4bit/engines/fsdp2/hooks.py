@@ -86,7 +86,6 @@ class AllGatherHook:
                 "an int reshard_after_forward must be set before quantize_communication, and keeps "
                 'weights in full precision: use True and WeightConfig(replica="node")'
             )
-        comm.weight_traffic.count_plain(row.nbytes)
 
         # 1. Decide on the host. Backward computes with the weights of its forward, also if an optimizer
         # steps in between.
@@ -98,6 +97,8 @@ class AllGatherHook:
             if replica.rows is not None and replica.rows.dtype != row.dtype:
                 comm.apply(Event.RESYNC)
             refresh = comm.apply(Event.GATHER)
+        # Behind `before_unshard`, which ends the traffic of the step before.
+        comm.weight_traffic.count_plain(row.nbytes)
 
         # 2. Read the main shard on the current stream: before a side stream does, the optimizer may write it.
         loaded = comm.loaded_shard
