@@ -58,16 +58,23 @@ def assert_repeated_alone(
 ) -> list[PretrainConfig]:
     """Train real ranks, then the same in one process, whose configs are returned; all measures are equal.
 
-    A run that saves is resumed from step 2, which replaces its measures of the later steps.
+    Runs that save are resumed from step 2, and their losses are equal, too.
     """
     run_ranks(train_here, ranks, *configs, backend=backend)
     alone = [simulated(config, ranks=ranks) for config in configs]
-    resumed = [
-        replace(config, checkpoint=CheckpointConfig(load=config.checkpoint.save / "step-00000002"))
+    resumed = {
+        config.logging.out: replace(
+            config,
+            logging=replace(config.logging, out=config.logging.out.with_name("resumed")),
+            checkpoint=CheckpointConfig(load=config.checkpoint.save / "step-00000002"),
+        )
         for config in alone
         if config.checkpoint.save is not None
-    ]
-    run_ranks(train_here, 1, *alone, *resumed, backend=backend)
+    }
+    run_ranks(train_here, 1, *alone, *resumed.values(), backend=backend)
+    for out, again in resumed.items():
+        later = {event: loss for event, loss in losses(out).items() if event[1] > 2}
+        assert losses(again.logging.out) == later
     for real, one in zip(configs, alone, strict=True):
         assert measured(one.logging.out) == measured(real.logging.out)
     return alone
