@@ -27,7 +27,7 @@ from sdp4bit_lab.pretrain.model.gpt import GPT
 from sdp4bit_lab.pretrain.step.parallelize import RankLayout, shard_chunks
 from sdp4bit_lab.pretrain.step.simulated_model import parameter_groups
 from sdp4bit_lab.simulated.rows import RowLayout
-from tests.lab.pretrain.tiny_runs import command_line, read_log, small, this_rank, train_here
+from tests.lab.pretrain.tiny_runs import command_line, losses, read_log, small, this_rank, train_here
 from tests.ranks import run_ranks
 
 MEASURED = (

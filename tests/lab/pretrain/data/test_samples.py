@@ -18,13 +18,7 @@ from sdp4bit_lab.pretrain.data.batches import Batches, check_indexed, open_index
 from sdp4bit_lab.pretrain.data.blend import BlendedSamples, parse_blend
 from sdp4bit_lab.pretrain.data.config import DataConfig
 from sdp4bit_lab.pretrain.data.indexed import IndexedTokens
-from sdp4bit_lab.pretrain.data.sample_index import (
-    IndexedSplit,
-    keep_order,
-    make_epoch,
-    shuffle_all,
-    shuffle_samples,
-)
+from sdp4bit_lab.pretrain.data.sample_index import IndexedSplit, make_epoch
 from sdp4bit_lab.pretrain.data.samples import Dataset, MockSplit
 from sdp4bit_lab.pretrain.model.tensor_parallel import IGNORED_TARGET
 from tests.lab.pretrain.data.indexed_corpora import counting_corpus, write_corpus
@@ -75,14 +69,16 @@ def batches(
 
 
 class TestSampleIndex:
-    @pytest.mark.parametrize("order", [shuffle_all, shuffle_samples, keep_order])
-    def test_an_epoch_is_every_document_once_cut_into_samples(self, tmp_path, order):
+    @pytest.mark.parametrize("shuffled", ["documents and samples", "samples", "nothing"])
+    def test_an_epoch_is_every_document_once_cut_into_samples(self, tmp_path, shuffled):
         """The samples, put back in their order, are the documents in the order of the epoch."""
-        split = open_split(counting_corpus(tmp_path / "x", documents=60), order=order)
+        split = open_split(counting_corpus(tmp_path / "x", documents=60), shuffled=shuffled)
         for epoch_number in (0, 1):
             samples = split.samples(sequence_length=7, seed=5)
             lengths = split.corpus.lengths(0, 60)
-            epoch = make_epoch(lengths, first=0, sequence_length=7, seed=5, epoch=epoch_number, order=order)
+            epoch = make_epoch(
+                lengths, first=0, sequence_length=7, seed=5, epoch=epoch_number, shuffled=shuffled
+            )
             starts = split.corpus.starts(np.arange(61))
             stream = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in epoch.documents])
             assert sorted(epoch.documents) == list(range(60))
@@ -92,9 +88,9 @@ class TestSampleIndex:
             for row, place in zip(rows, epoch.samples, strict=True):
                 assert row.tolist() == stream[place * 7 : place * 7 + 8].tolist()
 
-    @pytest.mark.parametrize("order", [shuffle_all, shuffle_samples])
-    def test_orders_differ_by_seed_and_epoch_and_not_by_what_was_read_before(self, tmp_path, order):
-        split = open_split(counting_corpus(tmp_path / "x", documents=60), order=order)
+    @pytest.mark.parametrize("shuffled", ["documents and samples", "samples"])
+    def test_orders_differ_by_seed_and_epoch_and_not_by_what_was_read_before(self, tmp_path, shuffled):
+        split = open_split(counting_corpus(tmp_path / "x", documents=60), shuffled=shuffled)
         samples = split.samples(sequence_length=7, seed=5)
         count = samples.count
         first, second = samples.rows(range(count)), samples.rows(range(count, 2 * count))
@@ -105,15 +101,15 @@ class TestSampleIndex:
         assert np.array_equal(resumed.rows(range(count - 2, count + 2)), [*first[-2:], *second[:2]])
 
     @pytest.mark.parametrize(
-        ("order", "documents", "samples"),
+        ("shuffled", "documents", "samples"),
         [
-            (shuffle_all, [14, 12, 16, 10, 13, 15, 11, 17], [3, 1, 5, 2, 0, 4]),
-            (shuffle_samples, list(range(10, 18)), [3, 4, 0, 2, 5, 1]),
+            ("documents and samples", [14, 12, 16, 10, 13, 15, 11, 17], [3, 1, 5, 2, 0, 4]),
+            ("samples", list(range(10, 18)), [3, 4, 0, 2, 5, 1]),
         ],
     )
-    def test_the_order_is_frozen(self, order, documents, samples):
+    def test_the_order_is_frozen(self, shuffled, documents, samples):
         """A run resumes under another NumPy, on another machine: the numbers themselves are pinned."""
-        epoch = make_epoch(np.arange(8), first=10, sequence_length=4, seed=1234, epoch=2, order=order)
+        epoch = make_epoch(np.arange(8), first=10, sequence_length=4, seed=1234, epoch=2, shuffled=shuffled)
         assert (epoch.documents.tolist(), epoch.samples.tolist()) == (documents, samples)
 
     @pytest.mark.filterwarnings("ignore::UserWarning")

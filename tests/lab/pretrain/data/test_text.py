@@ -13,10 +13,9 @@ import pytest
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.data import token_cache
 from sdp4bit_lab.pretrain.data.config import DataConfig
-from sdp4bit_lab.pretrain.data.corpus import FileCorpus, StandardLibraryCorpus, split_corpus
+from sdp4bit_lab.pretrain.data.corpus import read_corpus, split_corpus
 from sdp4bit_lab.pretrain.data.documents import END_OF_TEXT
 from sdp4bit_lab.pretrain.data.indexed import IndexedTokens
-from sdp4bit_lab.pretrain.data.sample_index import shuffle_samples
 from sdp4bit_lab.pretrain.data.token_cache import fill_cache, open_cache
 from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
 
@@ -37,23 +36,19 @@ def config(path: Path, cache: Path, **options) -> DataConfig:
 class TestCorpus:
     def test_documents_are_those_of_the_files_and_a_missing_one_is_named(self, text_file, tmp_path):
         (tmp_path / "a.txt").write_text(f"one{END_OF_TEXT}two{END_OF_TEXT}")
-        assert list(FileCorpus((tmp_path / "a.txt", text_file)).documents()) == ["one", "two", *DOCUMENTS]
+        assert list(read_corpus((tmp_path / "a.txt", text_file))) == ["one", "two", *DOCUMENTS]
         with pytest.raises(SettingError, match=r"missing\.txt: there is no such file"):
-            FileCorpus((tmp_path / "missing.txt",))
+            list(read_corpus((tmp_path / "missing.txt",)))
 
     def test_the_standard_library_is_there_without_a_download(self):
-        corpus = StandardLibraryCorpus(limit=300_000)
-        texts = list(corpus.documents())
-        assert 5 < len(texts) == len(list(corpus.documents()))
-        assert 50_000 < sum(map(len, texts)) <= 300_000
+        texts = list(read_corpus(()))
+        assert len(texts) > 50 and 5_000_000 < sum(map(len, texts)) <= 6_000_000
         assert any("def " in text for text in texts)
 
 
 class TestSplit:
     def test_whole_documents_are_held_out_by_their_content(self, text_file):
-        corpus = FileCorpus((text_file,))
-        split = split_corpus(corpus, validation_fraction=0.1)
-        read = list(split.read(corpus))
+        read = list(split_corpus((text_file,), validation_fraction=0.1).read())
         assert [text for text, _ in read] == DOCUMENTS
         held_out = [text for text, is_held_out in read if is_held_out]
         size, total = sum(map(len, held_out)), sum(map(len, DOCUMENTS))
@@ -62,14 +57,13 @@ class TestSplit:
     def test_few_documents_leave_something_to_train_on_and_the_only_one_is_cut(self, tmp_path):
         text = tmp_path / "text.txt"
         text.write_text(f"a{END_OF_TEXT}b")
-        assert len(split_corpus(FileCorpus((text,)), validation_fraction=0.99).held_out) == 1
+        assert len(split_corpus((text,), validation_fraction=0.99).held_out) == 1
         text.write_text("abcdefghij" * 10)
-        corpus = FileCorpus((text,))
-        split = split_corpus(corpus, validation_fraction=0.1)
-        assert [(len(part), held_out) for part, held_out in split.read(corpus)] == [(90, False), (10, True)]
+        split = split_corpus((text,), validation_fraction=0.1)
+        assert [(len(part), held_out) for part, held_out in split.read()] == [(90, False), (10, True)]
         text.write_text("")
         with pytest.raises(SettingError, match="no text"):
-            split_corpus(corpus, validation_fraction=0.1)
+            split_corpus((text,), validation_fraction=0.1)
 
 
 class TestTokenizer:
@@ -92,8 +86,7 @@ class TestCache:
         folder = fill_cache(settings)
         dataset = open_cache(folder, config=settings)
         assert dataset.key == folder.name.removeprefix("text-")
-        corpus = FileCorpus((text_file,))
-        read = list(split_corpus(corpus, validation_fraction=0.05).read(corpus))
+        read = list(split_corpus((text_file,), validation_fraction=0.05).read())
         for name, split in (("train", dataset.train), ("validation", dataset.validation)):
             files = IndexedTokens(folder / name)
             files.check()
@@ -113,7 +106,7 @@ class TestCache:
             for epoch in (0, 1):
                 order = list(range(samples.count))
                 if seed is not None:
-                    _, order = shuffle_samples(0, samples=samples.count, seed=seed, epoch=epoch)
+                    order = np.random.default_rng([seed, epoch]).permutation(samples.count)
                 numbers = range(epoch * samples.count, (epoch + 1) * samples.count)
                 assert samples.rows(numbers).tolist() == [stream[7 * n : 7 * n + 8] for n in order]
 
@@ -130,7 +123,7 @@ class TestCache:
         assert fill_cache(config(text_file, cache)) in folders
 
     def test_a_failure_leaves_nothing_behind(self, text_file, tmp_path, monkeypatch):
-        def fail_late(corpus, *, split, config, folder):
+        def fail_late(split, *, config, folder):
             (folder / "train.bin").write_bytes(b"half")
             raise OSError("disk full")
 
