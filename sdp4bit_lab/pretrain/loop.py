@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -121,7 +120,7 @@ class TrainingLoop:
             gradient_error=stats["gradient_error"],
         )
 
-    def new_measures(self) -> tuple[int, list[dict[str, Any]]] | None:
+    def new_measures(self) -> tuple[int, Sequence[Mapping[str, object]]] | None:
         """Return the last measured step and its measures by parameter group, once for each measurement."""
         step = self._communication.stats()["sampled_step"]
         if step is None or step == self._reported_step:
