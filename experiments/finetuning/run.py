@@ -42,7 +42,7 @@ from benchmarks.kernels import describe_machine
 from sdp4bit import SDP4BitConfig, WeightConfig
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.compare.paired import paired_difference
-from sdp4bit_lab.pretrain.data.corpus import StandardLibraryCorpus, split_corpus
+from sdp4bit_lab.pretrain.data.corpus import split_corpus
 
 RANKS = 2
 VARIANTS: dict[str, SDP4BitConfig | None] = {
@@ -95,9 +95,8 @@ def pairs_of(source: str) -> Iterator[Pair]:
 
 def read_pairs() -> tuple[list[Pair], list[Pair]]:
     """Return the pairs for training and those for validation."""
-    corpus = StandardLibraryCorpus()
     found: tuple[list[Pair], list[Pair]] = [], []
-    for source, is_held_out in split_corpus(corpus, validation_fraction=HELD_OUT).read(corpus):
+    for source, is_held_out in split_corpus((), validation_fraction=HELD_OUT).read():
         found[is_held_out].extend(pairs_of(source))
     return found
 

@@ -38,3 +38,12 @@ def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:
     working = path.with_name(f".{path.name}")
     figure.savefig(working, format="png", dpi=dpi)
     working.replace(path)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -140,12 +140,12 @@ class Checkpointer:
         try:
             save_state(tensors, storage_writer=writer, planner=planner, process_group=self._group)
         except CheckpointException as error:
-            free = writer.free_bytes()
             if self._ranks.is_first:
                 shutil.rmtree(writer.working, ignore_errors=True)
+            free = shutil.disk_usage(self._config.save).free if self._config.save.is_dir() else 0
             raise CheckpointError(
-                f"the checkpoint of step {step} was not saved: {first_failure(error)}; {free} bytes are free "
-                f"in {self._config.save}. Older checkpoints are as they were"
+                f"the checkpoint of step {step} was not saved: {first_failure(error)}; {free:,} bytes are "
+                f"free in {self._config.save}. Older checkpoints are as they were"
             ) from error
 
     def poll(self) -> None:

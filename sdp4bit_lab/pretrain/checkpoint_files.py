@@ -18,7 +18,6 @@ import hashlib
 import io
 import json
 import math
-import os
 import pickle
 import re
 import shutil
@@ -40,6 +39,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import WriteResult
 
+from sdp4bit_lab.common.files import sync
 from sdp4bit_lab.common.ranks import broadcast_from_rank0, gather_over_ranks
 from sdp4bit_lab.common.settings import SettingError
 
@@ -176,22 +176,6 @@ class CheckpointWriter(FileSystemWriter):
         """Return nothing about the place of the checkpoint: it may be moved."""
         return dcp_metadata.StorageMeta()
 
-    def free_bytes(self) -> str:
-        """Return how many bytes are free in the folder, as text."""
-        try:
-            return f"{shutil.disk_usage(self.folder).free:,}"
-        except OSError:
-            return "an unknown number of"
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or a folder's entries are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
@@ -242,12 +226,11 @@ def open_checkpoint(folder: Path) -> tuple[Path, RunRecord, CheckpointReader]:
     damaged: list[str] = []
     for path in candidates:
         opened: tuple[RunRecord, CheckpointReader] | None = None
-        problem = _problem(path)
-        if problem is None:
-            try:
-                opened = RunRecord.read(path), CheckpointReader(path)
-            except ValueError as error:
-                problem = str(error)
+        problem: str | None = None
+        try:
+            opened = _open_intact(path)
+        except ValueError as error:
+            problem = str(error)
         problem = next((each for each in _from_all(problem) if each is not None), None)
         if opened is not None and problem is None:
             if damaged and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -255,23 +238,21 @@ def open_checkpoint(folder: Path) -> tuple[Path, RunRecord, CheckpointReader]:
                 text = f"sdp4bit: {'; '.join(damaged)}. Resuming from {path} instead, at step {step}"
                 warnings.warn(text, stacklevel=2)
             return path, *opened
-        damaged.append(f"{path} is damaged: {problem or 'it changed while it was read'}")
+        damaged.append(f"{path} is damaged: {problem}")
     raise SettingError(f"--load {folder}: no complete checkpoint there. {'; '.join(damaged)}")
 
 
-def _problem(path: Path) -> str | None:
-    """Return what is wrong with this rank's share of the files; None if they have their checksums."""
+def _open_intact(path: Path) -> tuple[RunRecord, CheckpointReader]:
+    """Check this rank's share of the files, and read what describes them; ValueError names the damage."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     try:
         sums = _read_sums(path)
         for name in sorted(sums)[rank::size]:
             if _sha256(path / name) != sums[name]:
-                return f"{name} does not have the checksum that {SUMS} has"
+                raise ValueError(f"{name} does not have the checksum that {SUMS} has")
     except OSError as error:
-        return f"{Path(error.filename or path).name} cannot be read ({error.strerror})"
-    except ValueError as error:
-        return str(error)
-    return None
+        raise ValueError(f"{Path(error.filename or path).name} cannot be read ({error.strerror})") from None
+    return RunRecord.read(path), CheckpointReader(path)
 
 
 def _read_sums(path: Path) -> dict[str, str]:

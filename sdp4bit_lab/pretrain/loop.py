@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,10 +14,9 @@ from sdp4bit_lab.common.ranks import Ranks, sum_over_ranks
 from sdp4bit_lab.pretrain.checkpoint_files import Progress
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.data.batches import Batches
-from sdp4bit_lab.pretrain.metrics import CommunicationMetrics, StepMetrics, ValidationMetrics
+from sdp4bit_lab.pretrain.metrics import StepMetrics, ValidationMetrics
 from sdp4bit_lab.pretrain.step.optimizer import learning_rate_at, set_learning_rate
 from sdp4bit_lab.pretrain.step.parallelize import ShardedModel
-from sdp4bit_lab.pretrain.step.pipeline import Batch
 from sdp4bit_lab.pretrain.step.simulated_model import SimulatedModel
 from sdp4bit_lab.pretrain.step.simulated_step import SimulatedTrainingStep
 from sdp4bit_lab.pretrain.step.training_step import TrainingStep
@@ -92,7 +91,7 @@ class TrainingLoop:
 
         def numbers() -> list[float]:
             # Behind the backward pass nothing is sent in a step but these.
-            sent = self._sent_since(self._communication.stats()["total"])
+            sent = self._newly_sent()
             return [sent["intra_bytes"], sent["inter_bytes"], stop_code(self.progress.step + 1)]
 
         outcome = self._step_of_model.run(batches, numbers=numbers)
@@ -121,26 +120,23 @@ class TrainingLoop:
             gradient_error=stats["gradient_error"],
         )
 
-    def communication(self) -> CommunicationMetrics | None:
-        """Return the errors of quantization in the last measured step, once; None until the next measure."""
+    def new_measures(self) -> tuple[int, Sequence[Mapping[str, object]]] | None:
+        """Return the last measured step and its measures by parameter group, once for each measurement."""
         step = self._communication.stats()["sampled_step"]
         if step is None or step == self._reported_step:
             return None
         self._reported_step = step
-        return CommunicationMetrics(step=step, groups=self._communication.group_stats())
+        return step, self._communication.group_stats()
 
     def validate(self, *, test: bool = False) -> ValidationMetrics:
         """Compute the mean loss of the validation or test batches of all ranks, and the bytes sent."""
         batches = self.batches.test() if test else self.batches.validation()
         with _naming_the_time(f"{'test' if test else 'validation'} after step {self.progress.step}"):
-            return self._validate(batches)
-
-    def _validate(self, batches: Iterator[Batch]) -> ValidationMetrics:
-        loss_sum, tokens = self._step_of_model.validate(batches)
-        sent = self._sent_since(self._communication.stats()["total"])
-        total, count, intra_bytes, inter_bytes = sum_over_ranks(
-            [loss_sum, tokens, sent["intra_bytes"], sent["inter_bytes"]], device=self.ranks.device
-        )
+            loss_sum, tokens = self._step_of_model.validate(batches)
+            sent = self._newly_sent()
+            total, count, intra_bytes, inter_bytes = sum_over_ranks(
+                [loss_sum, tokens, sent["intra_bytes"], sent["inter_bytes"]], device=self.ranks.device
+            )
         return ValidationMetrics(
             step=self.progress.step,
             loss=total / count,
@@ -148,7 +144,7 @@ class TrainingLoop:
             inter_bytes=round(inter_bytes),
         )
 
-    def _sent_since(self, total: dict[str, int]) -> dict[str, int]:
-        """Subtract the bytes that this rank had sent at the last call."""
-        before, self._sent_before = self._sent_before, total
-        return {level: total[level] - before[level] for level in total}
+    def _newly_sent(self) -> dict[str, int]:
+        """Count the bytes that this rank has sent since the last call."""
+        before, self._sent_before = self._sent_before, self._communication.stats()["total"]
+        return {level: total - before[level] for level, total in self._sent_before.items()}

@@ -59,15 +59,6 @@ class ValidationMetrics:
     inter_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommunicationMetrics:
-    """Errors of quantization in a measured step, per parameter group; rank 0's values."""
-
-    step: int
-    groups: Sequence[Mapping[str, object]]
-    """As `group_stats()` of the communication gives them."""
-
-
 class MetricsWriter:
     """Writes and shows the metrics of a run."""
 
@@ -99,7 +90,9 @@ class MetricsWriter:
                 if event["event"] == "train":
                     norm = event.get("grad_norm")
                     self._spikes.observe(event["step"], math.nan if norm is None else norm)
-            self._lines = _continued_jsonl(config, earlier)
+            path = config.out / "metrics.jsonl"
+            write_atomically(path, "".join(json.dumps(event) + "\n" for event in earlier))
+            self._lines = path.open("a", encoding="utf-8")
         # First W&B: it copies the events of TensorBoard writers that are made after it.
         self._wandb = _start_wandb(config)
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
@@ -126,13 +119,13 @@ class MetricsWriter:
             self.say(self._line(metrics))
             self._since_line.clear()
 
-    def log_communication(self, metrics: CommunicationMetrics) -> None:
-        """Write the measures of all parameter groups to all outputs but the console."""
-        groups = [_finite(group) for group in metrics.groups]
-        self._write_line("communication", {"step": metrics.step, "groups": groups})
-        for group in groups:
+    def log_communication(self, step: int, groups: Sequence[Mapping[str, object]]) -> None:
+        """Write rank 0's measures of all parameter groups to all outputs but the console."""
+        finite = [_finite(group) for group in groups]
+        self._write_line("communication", {"step": step, "groups": finite})
+        for group in finite:
             numbers = {f"{group['name']}/{key}": value for key, value in group.items() if key != "name"}
-            self._write_scalars("communication", numbers, step=metrics.step)
+            self._write_scalars("communication", numbers, step=step)
 
     def log_alert(self, step: int, group: str | None, message: str, **numbers: float | None) -> None:
         """Write an alert to all outputs and print it.
@@ -221,12 +214,6 @@ def _earlier_events(config: LoggingConfig, *, first_step: int, validation_due: b
         if event["step"] <= first_step and not is_repeated:
             events.append(event)
     return events
-
-
-def _continued_jsonl(config: LoggingConfig, earlier: Sequence[Mapping[str, object]]) -> TextIO:
-    path = config.out / "metrics.jsonl"
-    write_atomically(path, "".join(json.dumps(event) + "\n" for event in earlier))
-    return path.open("a", encoding="utf-8")
 
 
 def _tensorboard_writer(config: LoggingConfig, *, first_step: int) -> SummaryWriter | None:

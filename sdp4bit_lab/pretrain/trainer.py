@@ -247,9 +247,8 @@ def _validate(run: Run, writer: MetricsWriter) -> None:
 
 
 def _report_communication(loop: TrainingLoop, writer: MetricsWriter) -> None:
-    measured = loop.communication() if loop.ranks.is_first else None
-    if measured is not None:
-        writer.log_communication(measured)
+    if loop.ranks.is_first and (measured := loop.new_measures()) is not None:
+        writer.log_communication(*measured)
 
 
 def _report_alert(writer: MetricsWriter, alert: sdp4bit.Alert) -> None:

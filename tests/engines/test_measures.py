@@ -196,7 +196,7 @@ def test_communication_and_alerts_are_in_all_outputs(tmp_path: Path, monkeypatch
     monkeypatch.setattr(metrics, "_tensorboard_writer", lambda *_, **__: Recorder())
     writer = metrics.MetricsWriter(LoggingConfig(out=tmp_path), description="x", steps=9, first_step=0)
     groups = [{"name": "layers.0", "inter_bytes": 5, "compression_ratio": math.inf, "weight_bits": None}]
-    writer.log_communication(metrics.CommunicationMetrics(step=4, groups=groups))
+    writer.log_communication(4, groups)
     writer.log_alert(5, "layers.0", "the drift has doubled", weight_drift=0.5, limit=math.nan)
     writer.close()
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [

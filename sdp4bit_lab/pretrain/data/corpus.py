@@ -6,10 +6,9 @@ import hashlib
 import heapq
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.data.documents import read_documents
@@ -24,30 +23,33 @@ _LEFT_OUT = frozenset(
 )
 
 
-class Corpus(Protocol):
-    """Documents that can be read several times, in a fixed order."""
+def read_corpus(paths: Sequence[Path]) -> Iterator[str]:
+    """Yield the documents of text and .jsonl files in order, empty ones left out.
 
-    def documents(self) -> Iterator[str]:
-        """Yield the documents."""
-        ...
+    Without files, the first 6 MB of the sources of the running Python's standard library, sorted by path.
 
-
-class StandardLibraryCorpus:
-    """The sources of the running Python's standard library, sorted by path, the first 6 MB of them."""
-
-    def __init__(self, *, limit: int = STANDARD_LIBRARY_BYTES) -> None:
-        self._limit = limit
-
-    def documents(self) -> Iterator[str]:
-        """Yield one document per source file."""
-        size = 0
-        for path in _source_files(sysconfig.get_paths()["stdlib"]):
-            text = Path(path).read_text(encoding="utf-8", errors="replace")
-            size += len(text)
-            if size > self._limit:
-                return
-            if text:
+    Raises:
+        SettingError: a file is missing, or a line is no document; it names the line.
+    """
+    if not paths:
+        yield from _standard_library(STANDARD_LIBRARY_BYTES)
+    for path in paths:
+        if not path.is_file():
+            raise SettingError(f"--data-path {path}: there is no such file, nor {path}.idx")
+        for (sentences,) in read_documents(path):
+            if text := "".join(sentences):
                 yield text
+
+
+def _standard_library(limit: int) -> Iterator[str]:
+    size = 0
+    for path in _source_files(sysconfig.get_paths()["stdlib"]):
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        size += len(text)
+        if size > limit:
+            return
+        if text:
+            yield text
 
 
 def _source_files(folder: str) -> Iterator[str]:
@@ -60,27 +62,12 @@ def _source_files(folder: str) -> Iterator[str]:
             yield entry.path
 
 
-class FileCorpus:
-    """Documents of text and .jsonl files, in the order given."""
-
-    def __init__(self, paths: tuple[Path, ...]) -> None:
-        for path in paths:
-            if not path.is_file():
-                raise SettingError(f"--data-path {path}: there is no such file, nor {path}.idx")
-        self._paths = paths
-
-    def documents(self) -> Iterator[str]:
-        """Yield every document that is not empty; SettingError names the line that is no document."""
-        for path in self._paths:
-            for (sentences,) in read_documents(path):
-                if text := "".join(sentences):
-                    yield text
-
-
 @dataclass(frozen=True, kw_only=True)
 class CorpusSplit:
-    """What a corpus holds and which of its documents are for validation."""
+    """The documents of a corpus, and which of them are for validation."""
 
+    paths: Sequence[Path]
+    """Files; those of `read_corpus`."""
     digest: str
     """Hash of all documents in order."""
     documents: int
@@ -88,9 +75,9 @@ class CorpusSplit:
     """Indices of the validation documents; empty if there is one document, whose end is held out instead."""
     validation_fraction: float
 
-    def read(self, corpus: Corpus) -> Iterator[tuple[str, bool]]:
+    def read(self) -> Iterator[tuple[str, bool]]:
         """Yield every document, or part of the only one, with whether it is for validation."""
-        for index, text in enumerate(corpus.documents()):
+        for index, text in enumerate(read_corpus(self.paths)):
             if self.documents == 1:
                 boundary = round(len(text) * (1 - self.validation_fraction))
                 yield text[:boundary], False
@@ -99,8 +86,8 @@ class CorpusSplit:
                 yield text, index in self.held_out
 
 
-def split_corpus(corpus: Corpus, *, validation_fraction: float) -> CorpusSplit:
-    """Return a split that depends on the documents alone: those with the smallest hashes are held out.
+def split_corpus(paths: Sequence[Path], *, validation_fraction: float) -> CorpusSplit:
+    """Split by the documents alone: those with the smallest hashes are held out.
 
     As many as hold `validation_fraction` of the bytes, at least one, never all.
 
@@ -109,7 +96,7 @@ def split_corpus(corpus: Corpus, *, validation_fraction: float) -> CorpusSplit:
     """
     total = hashlib.sha256()
     ranked: list[tuple[bytes, int, int]] = []
-    for index, text in enumerate(corpus.documents()):
+    for index, text in enumerate(read_corpus(paths)):
         content = text.encode("utf-8", errors="surrogatepass")
         digest = hashlib.sha256(content).digest()
         total.update(digest)
@@ -126,6 +113,7 @@ def split_corpus(corpus: Corpus, *, validation_fraction: float) -> CorpusSplit:
         held_out.add(index)
         size += document_size
     return CorpusSplit(
+        paths=paths,
         digest=total.hexdigest(),
         documents=documents,
         held_out=frozenset(held_out),

@@ -13,6 +13,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from sdp4bit_lab.common.files import sync
 from sdp4bit_lab.common.settings import SettingError, require
 from sdp4bit_lab.pretrain.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
 
@@ -98,7 +99,7 @@ class IndexedWriter:
             self._partial_bin.rename(target_bin)
             self._partial_idx.rename(target_idx)
             self._finished = True
-            sync_folder(self._prefix.parent)
+            sync(self._prefix.parent)
         except OSError as error:
             raise SettingError(f"cannot write {target_bin} and {target_idx.name}: {error}") from error
 
@@ -133,12 +134,3 @@ def _lock(file: BinaryIO, path: Path) -> bool:
 def _flush(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Write the names in the folder to the disk, to stay."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,40 +28,14 @@ FORMAT_VERSION = 1
 CACHED_FROM = 1 << 22
 """Documents and samples from which an order is kept on disk: below, making it again takes a second or two."""
 _VALIDATION_SEED = 0
-_ARRAYS = ("documents", "starts", "samples")
 _Integers = npt.NDArray[np.integer]
 
 
-class Order(Protocol):
-    """An order of the documents and the samples of an epoch."""
-
-    def __call__(self, documents: int, *, samples: int, seed: int, epoch: int) -> tuple[_Integers, _Integers]:
-        """Return the numbers of so many documents, then of so many samples, as the epoch reads them."""
-        ...
+Shuffled = Literal["documents and samples", "samples", "nothing"]
+"""Of .bin/.idx files that are given; of text tokenized at the start of a run; of text held out of that."""
 
 
-def shuffle_all(documents: int, *, samples: int, seed: int, epoch: int) -> tuple[_Integers, _Integers]:
-    """Shuffle documents and samples: the order of .bin/.idx files that are given."""
-    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
-    orders = _numbers(documents), _numbers(samples)
-    for order in orders:
-        random.shuffle(order)
-    return orders
-
-
-def shuffle_samples(documents: int, *, samples: int, seed: int, epoch: int) -> tuple[_Integers, _Integers]:
-    """Keep the documents and shuffle the samples: the order of text tokenized at the start of a run."""
-    # NumPy may change this stream in a release; a test has the numbers of NumPy 2.4.
-    return _numbers(documents), np.random.default_rng([seed, epoch]).permutation(samples)
-
-
-def keep_order(documents: int, *, samples: int, seed: int, epoch: int) -> tuple[_Integers, _Integers]:
-    """Keep everything, in every epoch: the order of text that is held out for validation."""
-    return _numbers(documents), _numbers(samples)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Epoch:
+class Epoch(NamedTuple):
     """One pass over the documents."""
 
     documents: _Integers
@@ -79,16 +53,23 @@ def make_epoch(
     sequence_length: int,
     seed: int,
     epoch: int,
-    order: Order = shuffle_all,
+    shuffled: Shuffled = "documents and samples",
 ) -> Epoch:
-    """Return the order of an epoch.
+    """Make the order of an epoch.
 
     Args:
         lengths: tokens of each document.
         first: number of the first of these documents in the corpus.
     """
     count = max(0, int(lengths.sum()) - 1) // sequence_length
-    documents, samples = order(len(lengths), samples=count, seed=seed, epoch=epoch)
+    documents, samples = _numbers(len(lengths)), _numbers(count)
+    if shuffled == "samples":
+        # NumPy may change this stream in a release; a test has the numbers of NumPy 2.4.
+        samples = np.random.default_rng([seed, epoch]).permutation(count)
+    elif shuffled == "documents and samples":
+        random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
+        random.shuffle(documents)
+        random.shuffle(samples)
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths[documents], out=starts[1:])
     return Epoch(documents=documents + documents.dtype.type(first), starts=starts, samples=samples)
@@ -106,7 +87,7 @@ class IndexedSplit:
     fingerprint: str
     """Names the corpus, and its order where that is not the usual one."""
     cache: Path
-    order: Order = shuffle_all
+    shuffled: Shuffled = "documents and samples"
 
     @property
     def tokens(self) -> int:
@@ -185,12 +166,11 @@ class IndexedSamples:
         try:
             if not folder.is_dir():
                 self._keep(number, folder)
-            arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
+            return Epoch(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in Epoch._fields))
         except OSError as error:
             raise SettingError(
                 f"cannot use the cache folder {folder} ({error}): set --data-cache-path"
             ) from error
-        return Epoch(**arrays)
 
     def _keep(self, number: int, folder: Path) -> None:
         """Write the order into the folder; ranks of this node that need it too wait for this one."""
@@ -204,8 +184,8 @@ class IndexedSamples:
                 return
             with complete_folder(folder) as working:
                 epoch = self._make(number)
-                for name in _ARRAYS:
-                    np.save(working / f"{name}.npy", getattr(epoch, name))
+                for name, array in zip(Epoch._fields, epoch, strict=True):
+                    np.save(working / f"{name}.npy", array)
             lock.unlink()
 
     def _make(self, number: int) -> Epoch:
@@ -216,7 +196,7 @@ class IndexedSamples:
             sequence_length=self._sequence_length,
             seed=self._seed,
             epoch=number,
-            order=split.order,
+            shuffled=split.shuffled,
         )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -19,22 +18,10 @@ import tokenizers
 
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.data.config import DataConfig
-from sdp4bit_lab.pretrain.data.corpus import (
-    Corpus,
-    CorpusSplit,
-    FileCorpus,
-    StandardLibraryCorpus,
-    split_corpus,
-)
+from sdp4bit_lab.pretrain.data.corpus import CorpusSplit, split_corpus
 from sdp4bit_lab.pretrain.data.indexed import IndexedTokens, token_dtype
 from sdp4bit_lab.pretrain.data.indexed_writer import IndexedWriter
-from sdp4bit_lab.pretrain.data.sample_index import (
-    IndexedSplit,
-    Order,
-    complete_folder,
-    keep_order,
-    shuffle_samples,
-)
+from sdp4bit_lab.pretrain.data.sample_index import IndexedSplit, Shuffled, complete_folder
 from sdp4bit_lab.pretrain.data.samples import Dataset
 from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
 
@@ -45,16 +32,14 @@ _ENCODE_DOCUMENTS = 256
 
 
 def fill_cache(config: DataConfig) -> Path:
-    """Return the cache folder that holds the tokenized text, after writing it if it was not there.
+    """Find the cache folder of the tokenized text; write it if it is not there.
 
     The folder appears under its name complete or not at all, whoever else writes it at the same time.
 
     Raises:
         SettingError: text that cannot be read, or a folder that cannot be written.
     """
-    paths = tuple(Path(path) for path in config.data_path)
-    corpus: Corpus = FileCorpus(paths) if paths else StandardLibraryCorpus()
-    split = split_corpus(corpus, validation_fraction=config.held_out)
+    split = split_corpus(list(map(Path, config.data_path)), validation_fraction=config.held_out)
     settings = {
         "format": FORMAT_VERSION,
         "corpus": split.digest,
@@ -70,7 +55,7 @@ def fill_cache(config: DataConfig) -> Path:
         return folder
     try:
         with complete_folder(folder) as working:
-            _tokenize(corpus, split=split, config=config, folder=working)
+            _tokenize(split, config=config, folder=working)
             (working / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
     except OSError as error:
         raise SettingError(
@@ -80,11 +65,11 @@ def fill_cache(config: DataConfig) -> Path:
 
 
 def open_cache(folder: Path, *, config: DataConfig) -> Dataset:
-    """Return the dataset of a cache folder; SettingError if a file of it is damaged."""
+    """Open the dataset of a cache folder; SettingError if a file of it is damaged."""
     tokenizer = config.tokenizer or BytePairTokenizer.load(folder / "tokenizer.json")
     key = folder.name.removeprefix("text-")
 
-    def split(name: str, order: Order) -> IndexedSplit:
+    def split(name: str, shuffled: Shuffled) -> IndexedSplit:
         corpus = IndexedTokens(folder / name)
         return IndexedSplit(
             corpus=corpus,
@@ -93,21 +78,21 @@ def open_cache(folder: Path, *, config: DataConfig) -> Dataset:
             vocabulary=config.vocabulary,
             fingerprint=f"{key}/{name}",
             cache=folder.parent,
-            order=order,
+            shuffled=shuffled,
         )
 
     return Dataset(
         key=key,
-        train=split(TRAIN, shuffle_samples),
-        validation=split(VALIDATION, keep_order),
+        train=split(TRAIN, "samples"),
+        validation=split(VALIDATION, "nothing"),
         tokenizer=tokenizer,
         masked_token=tokenizer.end_of_text if config.eod_mask_loss else None,
     )
 
 
-def _tokenize(corpus: Corpus, *, split: CorpusSplit, config: DataConfig, folder: Path) -> None:
+def _tokenize(split: CorpusSplit, *, config: DataConfig, folder: Path) -> None:
     """Write tokenizer.json and the .bin/.idx files of both splits into the folder."""
-    training_text = (text for text, held_out in split.read(corpus) if not held_out)
+    training_text = (text for text, held_out in split.read() if not held_out)
     tokenizer = config.tokenizer or BytePairTokenizer.train(training_text, vocabulary_size=config.vocabulary)
     tokenizer.save(folder / "tokenizer.json")
     dtype = token_dtype(config.vocabulary)
@@ -115,14 +100,10 @@ def _tokenize(corpus: Corpus, *, split: CorpusSplit, config: DataConfig, folder:
         IndexedWriter(folder / TRAIN, dtype=dtype) as train,
         IndexedWriter(folder / VALIDATION, dtype=dtype) as validation,
     ):
-        for documents in _batched(split.read(corpus)):
+        remaining = split.read()
+        while documents := list(islice(remaining, _ENCODE_DOCUMENTS)):
             encoded = tokenizer.encode_documents([text for text, _ in documents])
             for (_, held_out), tokens in zip(documents, encoded, strict=True):
                 (validation if held_out else train).add([tokens])
         for writer in (train, validation):
             writer.finish()
-
-
-def _batched(documents: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    while batch := list(islice(documents, _ENCODE_DOCUMENTS)):
-        yield batch

@@ -71,9 +71,8 @@ def after_step(step: int, call: Callable[[Checkpointer], object]) -> Iterator[li
         yield steps
 
 
-def straight_and_overlapped(run: PretrainConfig) -> None:
+def overlap(run: PretrainConfig) -> None:
     """Write the checkpoint of step 4 after step 7 was trained, from the state after step 4."""
-    train_here(run)
     trained, save = threading.Event(), module.save_state
 
     def save_later(*args: object, **kwargs: object) -> object:
@@ -82,22 +81,29 @@ def straight_and_overlapped(run: PretrainConfig) -> None:
 
     with pytest.MonkeyPatch.context() as patch, after_step(7, lambda _: trained.set()):
         patch.setattr(module, "save_state", save_later)
-        train_here(but(run, "overlapped", save="overlapped-saved", save_interval=4))
+        train_here(run)
 
 
-@pytest.fixture(scope="module")
-def straight(run: PretrainConfig) -> dict[tuple[str, int], float]:
-    run_ranks(straight_and_overlapped, 2, run, timeout=LIMIT)
-    return losses(run.logging.out)
+def fill_disk(run: PretrainConfig) -> tuple[str, int]:
+    """Return the error of rank 1's full disk, and the steps that were trained until it was raised."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(checkpointer: Checkpointer) -> None:
+        checkpointer.wait()
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+
+    with after_step(3, fill) as steps, pytest.raises(CheckpointError) as error:
+        train_here(run)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return str(error.value), steps[-1]
 
 
-def test_a_save_beside_training_changes_nothing_and_resumes_bit_for_bit(run, straight):
-    base = run.logging.out.parent
-    assert losses(base / "overlapped") == straight
-    assert names(base / "overlapped-saved") == ["step-00000004", "step-00000008"]
-    resumed = but(run, "overlapped", load="overlapped-saved/step-00000004")
-    run_ranks(train_here, 2, resumed, timeout=LIMIT)
-    assert losses(base / "overlapped") == straight
+def save_in_every_way(run: PretrainConfig) -> tuple[str, int]:
+    """Train the whole run, one that saves beside training, and one whose disk is full."""
+    train_here(run)
+    overlap(but(run, "overlapped", save="overlapped-saved", save_interval=4))
+    return fill_disk(but(run, "full", save="full-saved", save_interval=2))
 
 
 def kill_one_in_the_background(run: PretrainConfig) -> None:
@@ -122,33 +128,13 @@ def kill_one_in_the_background(run: PretrainConfig) -> None:
             train_here(run)
 
 
-def test_a_rank_killed_while_a_checkpoint_is_written_costs_the_steps_since_the_last_one(run, straight):
-    base = run.logging.out.parent
-    killed = but(run, "killed", save="killed-saved", save_interval=2)
-    with pytest.raises(AssertionError, match="rank 1: ended without a result"):
-        run_ranks(kill_one_in_the_background, 2, killed, timeout=LIMIT)
-    assert names(base / "killed-saved") == [".step-00000006.partial", "step-00000002", "step-00000004"]
-    run_ranks(train_here, 2, but(run, "killed", load="killed-saved", save="killed-saved"), timeout=LIMIT)
-    assert losses(base / "killed") == straight
-    assert names(base / "killed-saved") == ["step-00000002", "step-00000004", "step-00000008"]
-
-
-def full_disk(run: PretrainConfig) -> tuple[str, int]:
-    """Return the error of rank 1's full disk, and the steps that were trained until it was raised."""
-
-    def fill(checkpointer: Checkpointer) -> None:
-        checkpointer.wait()
-        if dist.get_rank() == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-
-    with after_step(3, fill) as steps, pytest.raises(CheckpointError) as error:
-        train_here(run)
-    return str(error.value), steps[-1]
-
-
 def resume_and_refuse(run: PretrainConfig) -> list[str]:
-    """Resume from the checkpoint before the disk was full; refuse others."""
-    train_here(but(run, "full", load="full-saved"))
+    """Resume every run from its last checkpoint before the failure; refuse others."""
+    train_here(
+        but(run, "overlapped", load="overlapped-saved/step-00000004"),
+        but(run, "full", load="full-saved"),
+        but(run, "killed", load="killed-saved", save="killed-saved"),
+    )
     messages = []
     for changed in (
         but(run, "x", load="nowhere"),
@@ -161,10 +147,13 @@ def resume_and_refuse(run: PretrainConfig) -> list[str]:
     return messages
 
 
-def test_a_full_disk_on_one_rank_ends_the_run_on_all_with_one_error(run, straight):
+def test_saves_beside_training_on_a_full_disk_and_of_a_killed_rank_resume_bit_for_bit(run):
     base = run.logging.out.parent
-    full = but(run, "full", save="full-saved", save_interval=2)
-    outcomes = run_ranks(full_disk, 2, full, timeout=LIMIT)
+    outcomes = run_ranks(save_in_every_way, 2, run, timeout=LIMIT)
+    straight = losses(run.logging.out)
+    assert losses(base / "overlapped") == straight
+    assert names(base / "overlapped-saved") == ["step-00000004", "step-00000008"]
+    # A full disk on one rank ends the run on all, with one error.
     assert outcomes[0] == outcomes[1]
     message, steps = outcomes[0]
     assert 5 <= steps <= 6
@@ -172,8 +161,19 @@ def test_a_full_disk_on_one_rank_ends_the_run_on_all_with_one_error(run, straigh
     assert " bytes are free in " in message and message.endswith("Older checkpoints are as they were")
     assert names(base / "full-saved") == ["step-00000002"]
 
+    with pytest.raises(AssertionError, match="rank 1: ended without a result"):
+        run_ranks(
+            kill_one_in_the_background,
+            2,
+            but(run, "killed", save="killed-saved", save_interval=2),
+            timeout=LIMIT,
+        )
+    assert names(base / "killed-saved") == [".step-00000006.partial", "step-00000002", "step-00000004"]
+
     first, second = run_ranks(resume_and_refuse, 2, run, timeout=LIMIT)
-    assert losses(base / "full") == straight
+    for name in ("overlapped", "full", "killed"):
+        assert losses(base / name) == straight
+    assert names(base / "killed-saved") == ["step-00000002", "step-00000004", "step-00000008"]
     assert first == second
     nowhere, finished, other_model = first
     assert "nowhere: no checkpoint there" in nowhere

@@ -1,12 +1,11 @@
-"""Whole runs over gloo: the command line, resuming, strategies side by side, the demo, and failures.
+"""Whole runs over gloo: the command line, strategies side by side, the demo, and failures.
 
-Ranks are processes: 4 of them stand for 2 nodes of 2. The text is a few files of the standard library.
+Ranks are processes, which represent nodes of one or two. The text is a few files of the standard library.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,18 +19,16 @@ from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.compare.config import DEMO_PROCESSES, CompareConfig, DemoConfig
 from sdp4bit_lab.compare.finished_run import FinishedRun
 from sdp4bit_lab.compare.run import compare
-from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.communication import ReliabilityConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
-from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, OptimizerConfig, PretrainConfig
-from sdp4bit_lab.pretrain.trainer import pretrain
-from tests.lab.pretrain.tiny_runs import command_line, losses, read_log, small, this_rank, train_here
+from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, OptimizerConfig
+from tests.lab.pretrain.tiny_runs import command_line, read_log, small, this_rank, train_here
 from tests.ranks import run_ranks
 
 
-def test_the_command_line_trains_on_four_processes(text, tmp_path):
+def test_the_command_line_trains_on_two_processes(text, tmp_path):
     done = command_line(
-        *("pretrain", "--nproc-per-node", "4", "--ranks-per-node", "2", "--steps", "8"),
+        *("pretrain", "--nproc-per-node", "2", "--ranks-per-node", "1", "--steps", "8"),
         *("--layers", "1", "--hidden", "64", "--heads", "2", "--learning-rate", "5e-3"),
         *("--lr-warmup-iters", "1", "--sequence-length", "32"),
         *("--data-path", str(text), "--vocabulary-size", "512", "--cache-dir", str(text.parent / "cache")),
@@ -52,10 +49,10 @@ def test_the_command_line_trains_on_four_processes(text, tmp_path):
     for group in measured[0]["groups"]:
         assert 0 < group["weight_drift"] < group["weight_error"] < 0.5 and group["inter_bytes"] > 0
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
-    assert all(line["intra_bytes"] > 0 and line["inter_bytes"] > 0 for line in steps)
+    assert all(line["inter_bytes"] > 0 for line in steps)
     assert steps[-1]["compression_ratio"] > 4
     assert [line["step"] for line in lines if line["event"] == "validation"] == [8]
-    assert "sdp4bit: step 4/8 | samples 64 | loss" in done.stdout
+    assert "sdp4bit: step 4/8 | samples 32 | loss" in done.stdout
     assert "sdp4bit: step 8/8  validation loss" in done.stdout
     assert json.loads((tmp_path / "config.json").read_text())["strategy"] == "sdp4bit"
     assert any((tmp_path / "tensorboard").iterdir())
@@ -92,76 +89,6 @@ def test_a_setting_that_only_the_ranks_can_refuse_is_one_line_and_exit_code_2(te
     assert done.returncode == 2
     assert done.stderr.startswith("sdp4bit: error: the training text has ")
     assert done.stderr.count("\n") == 1
-
-
-def test_a_resumed_run_is_the_same_bit_for_bit(text, tmp_path):
-    straight = small(text, tmp_path / "straight", parallel=ParallelConfig(ranks_per_node=1))
-    saving = replace(
-        straight,
-        logging=replace(straight.logging, out=tmp_path / "parts"),
-        checkpoint=CheckpointConfig(save=tmp_path / "saved", save_interval=4),
-    )
-    resumed = replace(saving, checkpoint=CheckpointConfig(load=tmp_path / "saved" / "step-00000004"))
-    run_ranks(train_here, 2, straight, saving, timeout=250)
-    names = sorted(path.name for path in (tmp_path / "saved").iterdir())
-    assert names == ["step-00000004", "step-00000008"]
-    expected = losses(tmp_path / "straight")
-    assert losses(tmp_path / "parts") == expected
-
-    # New processes. The log keeps the first four steps of the interrupted part and continues.
-    results = run_ranks(train_here, 2, resumed, timeout=250)
-    assert [step.step for step in results[0][0].steps] == [5, 6, 7, 8]
-    assert losses(tmp_path / "parts") == expected
-    assert [(line["event"], line["step"]) for line in read_log(tmp_path / "parts")] == list(expected)
-
-
-def load_differently(saved: Path, config: PretrainConfig) -> list[str]:
-    nothing_there = replace(config, checkpoint=CheckpointConfig(load=saved / "nowhere"))
-    nothing_left = replace(config, checkpoint=CheckpointConfig(load=saved))
-    messages = []
-    for refused in (nothing_there, nothing_left):
-        with pytest.raises(SettingError) as error:
-            pretrain(refused, ranks=this_rank())
-        messages.append(str(error.value))
-    on = replace(config, training=replace(config.training, steps=10), checkpoint=CheckpointConfig(load=saved))
-    (result,) = train_here(on)
-    assert [step.step for step in result.steps] == [9, 10]
-    assert math.isfinite(result.validation_loss)
-    return messages
-
-
-def test_checkpoints_are_checked_and_may_change_the_world_size(text, tmp_path):
-    config = small(text, tmp_path / "run", parallel=ParallelConfig(ranks_per_node=1))
-    run_ranks(
-        train_here, 1, replace(config, checkpoint=CheckpointConfig(save=tmp_path / "saved")), timeout=250
-    )
-    messages = run_ranks(load_differently, 2, tmp_path / "saved", config, timeout=250)
-    assert messages[0] == messages[1]
-    assert "nowhere: no checkpoint there" in messages[0][0]
-    assert "has done 8 steps: set --train-iters to more" in messages[0][1]
-
-
-def sampled_losses(config: PretrainConfig) -> list[float]:
-    return [step.loss for step in train_here(config)[0].steps]
-
-
-def test_the_same_training_on_any_number_of_ranks(text, tmp_path):
-    """Plain FSDP2 in fp32: one and four ranks with the same global batch differ by rounding alone."""
-    curves = []
-    for world_size in (1, 4):
-        config = small(
-            text,
-            tmp_path / str(world_size),
-            strategy="baseline",
-            model=ModelConfig(layers=1, hidden=64, heads=2),
-            parallel=ParallelConfig(),
-        )
-        training = replace(
-            config.training, param_dtype="fp32", micro_batch_size=8 // world_size, accumulation=1, steps=4
-        )
-        config = replace(config, training=training)
-        curves.append(run_ranks(sampled_losses, world_size, config, timeout=250)[0])
-    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
 
 
 def comparison(text: Path, folder: Path, *, steps: int, **changes: Any) -> CompareConfig:

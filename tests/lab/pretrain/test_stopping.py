@@ -97,8 +97,7 @@ def test_a_run_left_at_an_interval_resumes_to_the_same_losses(text, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_the_command_saves_and_leaves(number, text, tmp_path):
+def test_a_signal_to_the_command_saves_and_leaves(text, tmp_path):
     command = (
         "pretrain --nproc-per-node 2 --ranks-per-node 1 --num-layers 1 --hidden-size 64 --seq-length 16 "
         f"--num-attention-heads 2 --vocabulary-size 512 --micro-batch-size 1 --train-iters 100000 "
@@ -107,10 +106,10 @@ def test_a_signal_to_the_command_saves_and_leaves(number, text, tmp_path):
     )
     log = tmp_path / "run" / "metrics.jsonl"
     with command_after(3, *command.split(), log=log) as process:
-        process.send_signal(number)
+        process.send_signal(signal.SIGUSR1)
         output, _ = process.communicate(timeout=90)
     assert process.returncode == 0
-    assert f"because of {number.name}; saved in" in output
+    assert "because of SIGUSR1; saved in" in output
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert max(path.name for path in (tmp_path / "checkpoints").iterdir()) == f"step-{steps[-1]:08d}"
 

@@ -55,6 +55,12 @@ def test_wrong_data_settings_are_refused(tmp_path):
         ({"tokenizer_type": "NullTokenizer", "data_path": (prefix,)}, "needs --vocab-size"),
         ({"eod_token": "</s>"}, "--eod-token names a token of"),
         ({"vocabulary_size": 0}, "--vocab-size 0 must be between 1"),
+        ({"vocabulary_size": 256}, "--vocab-size 256 must be between 257"),
+        ({"validation_fraction": 0.0}, "--validation-fraction 0.0"),
+        *(
+            ({"data_path": (prefix,), "split": split}, "give two or three numbers")
+            for split in ("1", "1,2,3,4", "a,b", "1,0,0", "0,1", "1,-1,1", "nan,1", "")
+        ),
     ):
         with pytest.raises(SettingError, match=message):
             DataConfig(**options)

@@ -105,14 +105,6 @@ class TestWriter:
             write_and_fail()
         assert list(tmp_path.iterdir()) == []
 
-    def test_files_are_not_replaced_unless_asked_for(self, tmp_path):
-        prefix = write_corpus(tmp_path / "x", [[1, 2]])
-        with pytest.raises(SettingError, match=r"x\.bin is there: remove it, give --overwrite"):
-            IndexedWriter(prefix, dtype=SMALL)
-        with IndexedWriter(prefix, dtype=SMALL, overwrite=True) as writer:
-            writer.finish()
-        assert IndexedTokens(prefix).tokens == 0
-
     def test_what_a_killed_writer_left_is_overwritten(self, tmp_path):
         (tmp_path / "x.bin.partial").write_bytes(b"half a token")
         write(tmp_path / "x", DOCUMENTS)
@@ -125,7 +117,7 @@ class TestWriter:
                 IndexedWriter(tmp_path / "x", dtype=SMALL)
             writer.finish()
 
-    def test_replacing_is_never_a_mix_of_old_and_new(self, tmp_path, monkeypatch):
+    def test_files_are_replaced_if_asked_for_and_never_a_mix(self, tmp_path, monkeypatch):
         """Killed between any two renames, the prefix holds the new pair or does not load."""
         renames = []
 
@@ -135,19 +127,18 @@ class TestWriter:
             return target
 
         prefix = write_corpus(tmp_path / "x", [[1, 2]])
+        with pytest.raises(SettingError, match=r"x\.bin is there: remove it, give --overwrite"):
+            IndexedWriter(prefix, dtype=SMALL)
         monkeypatch.setattr(Path, "rename", record)
         with IndexedWriter(prefix, dtype=SMALL, overwrite=True) as writer:
             writer.finish()
         assert renames == [("x.bin.partial", "x.bin", False), ("x.idx.partial", "x.idx", False)]
+        assert IndexedTokens(prefix).tokens == 0
 
-    def test_an_unwritable_place_is_named(self, tmp_path):
+    def test_an_unwritable_place_and_a_full_disk_are_named(self, tmp_path):
         (tmp_path / "file").write_text("")
         with pytest.raises(SettingError, match=r"cannot write .*file/x\.bin\.partial"):
             IndexedWriter(tmp_path / "file" / "x", dtype=SMALL)
-
-    def test_a_full_disk_is_named(self, tmp_path):
-        if not Path("/dev/full").exists():
-            pytest.skip("/dev/full is missing")
         writer = IndexedWriter(tmp_path / "x", dtype=SMALL)
         writer._file.close()
         writer._file = Path("/dev/full").open("ab")  # noqa: SIM115
@@ -167,28 +158,13 @@ DAMAGE = {
     "version": (lambda b: number(b, 9, "<Q", 7), r"version: 7 instead of 1"),
     "unknown dtype": (lambda b: number(b, 17, "<B", 77), r"dtype: code 77 is not one of whole numbers"),
     "float dtype": (lambda b: number(b, 17, "<B", 6), r"dtype: code 6 is not"),
-    "other dtype": (
-        lambda b: number(b, 17, "<B", 4),
-        r"x\.bin: size: the file has 16 bytes, x\.idx tells of",
-    ),
     "sequence count": (lambda b: number(b, 18, "<Q", 1 << 60), r"arrays: 1152921504606846976 sequences"),
-    "document count": (
-        lambda b: number(b, 26, "<Q", 5),
-        r"arrays: 4 sequences and 5 document boundaries take 122",
-    ),
     "no boundaries": (lambda b: number(b, 26, "<Q", 0), r"document count: 0 boundaries"),
     "cut header": (lambda b: b.__delitem__(slice(20, None)), r"header: the file has 20 bytes of its 34"),
     "cut arrays": (lambda b: b.__delitem__(slice(100, None)), r"take 130 bytes .* the file has 100"),
-    "appended": (lambda b: b.extend(b"123"), r"take 130 bytes .* the file has 133"),
     "length": (lambda b: number(b, 38, "<i", 2), r"sequence pointers: number 2 is 8; it must be the bytes"),
-    "negative": (
-        lambda b: number(b, 34, "<i", -3),
-        r"sequence lengths: number 0 is -3; it must be at least 0",
-    ),
-    "pointer": (lambda b: number(b, 58, "<q", 4), r"sequence pointers: number 1 is 4"),
-    "last pointer": (lambda b: number(b, 74, "<q", 4000), r"size: the file has 16 bytes"),
+    "negative": (lambda b: number(b, 34, "<i", -3), r"sequence lengths: number 0 is -3; it must be at lea"),
     "boundary": (lambda b: number(b, 98, "<q", 9), r"document indices: number 2 is 9; it must be ascending"),
-    "falling": (lambda b: number(b, 106, "<q", 0), r"document indices: number 3 is 0"),
     "first boundary": (lambda b: number(b, 82, "<q", 1), r"document indices: number 0 is 1, not 0"),
     "last boundary": (lambda b: number(b, 122, "<q", 5), r"document indices: number 5 is 5"),
 }
@@ -221,11 +197,11 @@ class TestDamage:
         # The boundaries 0, 1, 1, 3, 4, 4 may move where they stay ascending: nothing else tells them.
         assert unnoticed == [8 * 90, 8 * 98 + 1, 8 * 106, 8 * 106 + 1]
 
-    @pytest.mark.parametrize("size", [0, 1, 15, 17, 4096])
-    def test_tokens_that_are_cut_off_or_too_many(self, corpus, tmp_path, size):
-        (tmp_path / "x.bin").write_bytes(bytes(size))
-        with pytest.raises(SettingError, match=rf"x\.bin: size: the file has {size} bytes, .* 8 tokens"):
-            IndexedTokens(tmp_path / "x")
+    def test_tokens_that_are_cut_off_or_too_many(self, corpus, tmp_path):
+        for size in (0, 1, 15, 17, 4096):
+            (tmp_path / "x.bin").write_bytes(bytes(size))
+            with pytest.raises(SettingError, match=rf"x\.bin: size: the file has {size} bytes, .* 8 tokens"):
+                IndexedTokens(tmp_path / "x")
 
     def test_missing_files_and_full_names(self, tmp_path):
         write_corpus(tmp_path / "x", [[1, 2]])
@@ -236,12 +212,6 @@ class TestDamage:
             IndexedTokens(tmp_path / "x")
         with pytest.raises(SettingError, match=r"y\.idx: there is no such file$"):
             IndexedTokens(tmp_path / "y")
-
-    def test_a_text_file_is_no_index(self, tmp_path):
-        for suffix in (".bin", ".idx"):
-            (tmp_path / f"x{suffix}").write_text("To be, or not to be, that is the question.\n")
-        with pytest.raises(SettingError, match=r"x\.idx: magic: the file starts with b'To be, or"):
-            IndexedTokens(tmp_path / "x")
 
     def test_modes_of_multimodal_data_are_let_pass(self, corpus, tmp_path):
         with (tmp_path / "x.idx").open("ab") as index:

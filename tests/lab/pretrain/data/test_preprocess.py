@@ -235,7 +235,7 @@ class TestInputs:
 
 @pytest.mark.parametrize(
     ("signal_number", "code"),
-    [(signal.SIGKILL, -signal.SIGKILL), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+    [(signal.SIGKILL, -9), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
 )
 def test_a_killed_run_leaves_nothing_that_loads(vocabulary, tmp_path, signal_number, code):
     with (tmp_path / "x.jsonl").open("w") as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
@@ -19,13 +18,7 @@ from sdp4bit_lab.pretrain.data.batches import Batches, check_indexed, open_index
 from sdp4bit_lab.pretrain.data.blend import BlendedSamples, parse_blend
 from sdp4bit_lab.pretrain.data.config import DataConfig
 from sdp4bit_lab.pretrain.data.indexed import IndexedTokens
-from sdp4bit_lab.pretrain.data.sample_index import (
-    IndexedSplit,
-    keep_order,
-    make_epoch,
-    shuffle_all,
-    shuffle_samples,
-)
+from sdp4bit_lab.pretrain.data.sample_index import IndexedSplit, make_epoch
 from sdp4bit_lab.pretrain.data.samples import Dataset, MockSplit
 from sdp4bit_lab.pretrain.model.tensor_parallel import IGNORED_TARGET
 from tests.lab.pretrain.data.indexed_corpora import counting_corpus, write_corpus
@@ -33,7 +26,6 @@ from tests.lab.pretrain.tiny_runs import this_rank
 from tests.ranks import run_ranks
 
 VOCABULARY = 1 << 20
-FROZEN_SHUFFLES = "2971fbe3679a616d78eb2112fa2d2666197ce4605a2297c2261b28154fa49ad1"
 
 
 def rows_by_kept_order(prefix: Path) -> np.ndarray:
@@ -77,14 +69,16 @@ def batches(
 
 
 class TestSampleIndex:
-    @pytest.mark.parametrize("order", [shuffle_all, shuffle_samples, keep_order])
-    def test_an_epoch_is_every_document_once_cut_into_samples(self, tmp_path, order):
+    @pytest.mark.parametrize("shuffled", ["documents and samples", "samples", "nothing"])
+    def test_an_epoch_is_every_document_once_cut_into_samples(self, tmp_path, shuffled):
         """The samples, put back in their order, are the documents in the order of the epoch."""
-        split = open_split(counting_corpus(tmp_path / "x", documents=60), order=order)
+        split = open_split(counting_corpus(tmp_path / "x", documents=60), shuffled=shuffled)
         for epoch_number in (0, 1):
             samples = split.samples(sequence_length=7, seed=5)
             lengths = split.corpus.lengths(0, 60)
-            epoch = make_epoch(lengths, first=0, sequence_length=7, seed=5, epoch=epoch_number, order=order)
+            epoch = make_epoch(
+                lengths, first=0, sequence_length=7, seed=5, epoch=epoch_number, shuffled=shuffled
+            )
             starts = split.corpus.starts(np.arange(61))
             stream = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in epoch.documents])
             assert sorted(epoch.documents) == list(range(60))
@@ -94,9 +88,9 @@ class TestSampleIndex:
             for row, place in zip(rows, epoch.samples, strict=True):
                 assert row.tolist() == stream[place * 7 : place * 7 + 8].tolist()
 
-    @pytest.mark.parametrize("order", [shuffle_all, shuffle_samples])
-    def test_orders_differ_by_seed_and_epoch_and_not_by_what_was_read_before(self, tmp_path, order):
-        split = open_split(counting_corpus(tmp_path / "x", documents=60), order=order)
+    @pytest.mark.parametrize("shuffled", ["documents and samples", "samples"])
+    def test_orders_differ_by_seed_and_epoch_and_not_by_what_was_read_before(self, tmp_path, shuffled):
+        split = open_split(counting_corpus(tmp_path / "x", documents=60), shuffled=shuffled)
         samples = split.samples(sequence_length=7, seed=5)
         count = samples.count
         first, second = samples.rows(range(count)), samples.rows(range(count, 2 * count))
@@ -107,25 +101,16 @@ class TestSampleIndex:
         assert np.array_equal(resumed.rows(range(count - 2, count + 2)), [*first[-2:], *second[:2]])
 
     @pytest.mark.parametrize(
-        ("order", "documents", "samples"),
+        ("shuffled", "documents", "samples"),
         [
-            (shuffle_all, [14, 12, 16, 10, 13, 15, 11, 17], [3, 1, 5, 2, 0, 4]),
-            (shuffle_samples, list(range(10, 18)), [3, 4, 0, 2, 5, 1]),
+            ("documents and samples", [14, 12, 16, 10, 13, 15, 11, 17], [3, 1, 5, 2, 0, 4]),
+            ("samples", list(range(10, 18)), [3, 4, 0, 2, 5, 1]),
         ],
     )
-    def test_the_order_is_frozen(self, order, documents, samples):
+    def test_the_order_is_frozen(self, shuffled, documents, samples):
         """A run resumes under another NumPy, on another machine: the numbers themselves are pinned."""
-        epoch = make_epoch(np.arange(8), first=10, sequence_length=4, seed=1234, epoch=2, order=order)
+        epoch = make_epoch(np.arange(8), first=10, sequence_length=4, seed=1234, epoch=2, shuffled=shuffled)
         assert (epoch.documents.tolist(), epoch.samples.tolist()) == (documents, samples)
-
-    def test_samples_of_text_are_shuffled_as_numpy_2_does_it(self):
-        """The hash is that of `np.random.default_rng([seed, epoch]).permutation(size)` in NumPy 2.4."""
-        digest = hashlib.sha256()
-        for size in (*range(130), 255, 256, 257, 1000, 4097, 65_536, 70_001):
-            for seed, epoch in ((1, 0), (1234, 7), (2**40, 1)):
-                order = shuffle_samples(3, samples=size, seed=seed, epoch=epoch)
-                digest.update(order[1].astype("<i8").tobytes())
-        assert digest.hexdigest() == FROZEN_SHUFFLES
 
     @pytest.mark.filterwarnings("ignore::UserWarning")
     def test_samples_are_megatrons_for_the_same_document_order(self):
@@ -154,22 +139,16 @@ class TestSampleIndex:
     def test_an_order_kept_on_disk_is_the_same(self, tmp_path, monkeypatch):
         split = open_split(counting_corpus(tmp_path / "x", documents=60))
         in_memory = split.samples(sequence_length=7, seed=5).rows(range(200))
-        for rows in run_ranks(rows_by_kept_order, 4, tmp_path / "x", timeout=60):
+        for rows in run_ranks(rows_by_kept_order, 2, tmp_path / "x", timeout=60):
             assert np.array_equal(rows, in_memory)
         epochs = -(-200 // split.samples(sequence_length=7, seed=5).count)
         kept = sorted((tmp_path / "cache").iterdir())
         assert len(kept) == epochs and all(path.is_dir() for path in kept)
         monkeypatch.setattr(sample_index, "make_epoch", None)
         assert np.array_equal(rows_by_kept_order(tmp_path / "x"), in_memory)
-
-    def test_a_rank_that_comes_late_to_the_order_leaves_no_lock_file(self, tmp_path, monkeypatch):
-        """It saw no folder, and opened the lock file only after the maker had removed it."""
-        split = open_split(counting_corpus(tmp_path / "x", documents=60))
-        monkeypatch.setattr(sample_index, "CACHED_FROM", 1)
-        split.samples(sequence_length=7, seed=5).rows(range(1))
-        (kept,) = (tmp_path / "cache").iterdir()
-        split.samples(sequence_length=7, seed=5)._keep(0, kept)
-        assert list((tmp_path / "cache").iterdir()) == [kept]
+        # A rank that saw no folder may open the lock file after its maker has removed it.
+        split.samples(sequence_length=7, seed=5)._keep(0, kept[0])
+        assert sorted((tmp_path / "cache").iterdir()) == kept
 
     def test_a_token_outside_the_vocabulary_is_named(self, tmp_path):
         split = open_split(write_corpus(tmp_path / "x", [[1, 2, 3, 90, 5]]), vocabulary=90)
@@ -252,12 +231,6 @@ class TestSplit:
         data = dataset(prefix, split="99,1")
         assert (data.train.last, data.validation.last, data.test) == (990, 1000, None)
 
-    @pytest.mark.parametrize("split", ["1", "1,2,3,4", "a,b", "1,0,0", "0,1", "1,-1,1", "nan,1", ""])
-    def test_a_wrong_split_is_refused(self, tmp_path, split):
-        prefix = write_corpus(tmp_path / "x", [[1]])
-        with pytest.raises(SettingError, match="give two or three numbers"):
-            DataConfig(data_path=(prefix,), vocabulary_size=9, split=split)
-
     def test_paths_of_their_own(self, tmp_path):
         train, valid, test = (
             counting_corpus(tmp_path / n, documents=50, seed=i) for i, n in enumerate("abc")
@@ -326,10 +299,8 @@ class TestBatches:
 
         assert len(read(1, seed=1)) == 16
         assert read(1, seed=1) == read(2, seed=1) == read(4, seed=2)
-
-    def test_validation_takes_what_there_is(self, tmp_path):
-        data = dataset(write_corpus(tmp_path / "a", [range(401)] * 2), split="1,1")
-        reader = batches(data, rank=0, world_size=2, micro=4, accumulation=1, eval_batches=100)
+        few = dataset(write_corpus(tmp_path / "few", [range(401)] * 2), split="1,1")
+        reader = batches(few, rank=0, world_size=2, micro=4, accumulation=1, eval_batches=100)
         assert len(list(reader.validation())) == 40 // 8
 
     def test_too_little_text_says_what_to_change(self, tmp_path):
@@ -380,24 +351,10 @@ class TestBatches:
             dataset(prefix, eod_mask_loss=True)
 
 
-ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"))
-
-
 class TestMockData:
-    def test_tokens_depend_on_seed_and_number_alone(self):
-        split = MockSplit(vocabulary=1000)
-        samples = split.samples(sequence_length=200, seed=3)
-        rows = samples.rows(range(50))
-        assert rows.shape == (50, 201) and rows.dtype == np.int64
-        assert rows.min() >= 0 and rows.max() < 1000
-        assert np.array_equal(samples.rows([40, 7]), rows[[40, 7]])
-        assert not np.array_equal(split.samples(sequence_length=200, seed=4).rows(range(50)), rows)
-        assert len(np.unique(rows[:, 0])) > 30
-        following = (np.diff(rows, axis=1) % 1000 == 1).mean()
-        assert 0.9 < following < 1
-
     def test_training_validation_and_test_differ(self):
-        data = prepare_dataset(DataConfig(mock_data=True), ranks=ALONE)
+        alone = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"))
+        data = prepare_dataset(DataConfig(mock_data=True), ranks=alone)
         seeds = (None, 0, (1 << 64) - 1)
         rows = [
             split.samples(sequence_length=20, seed=seed).rows(range(8))
@@ -408,10 +365,10 @@ class TestMockData:
 
     def test_the_tokens_are_frozen(self):
         rows = MockSplit(vocabulary=50257).samples(sequence_length=4, seed=1).rows([0, 10**9])
-        assert rows.tolist() == FROZEN_MOCK
-
-
-FROZEN_MOCK = [[35593, 35594, 35595, 35596, 35597], [26854, 26855, 26856, 26857, 26858]]
+        assert rows.tolist() == [[35593, 35594, 35595, 35596, 35597], [26854, 26855, 26856, 26857, 26858]]
+        # A jump about every 64 tokens.
+        rows = MockSplit(vocabulary=1000).samples(sequence_length=200, seed=3).rows(range(50))
+        assert 0.9 < (np.diff(rows, axis=1) % 1000 == 1).mean() < 1
 
 
 def open_and_report(config: DataConfig, other: DataConfig) -> list[str]:

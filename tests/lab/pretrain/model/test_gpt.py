@@ -134,13 +134,3 @@ def test_the_compute_dtype_follows_the_weights_unless_the_cpu_is_slow_at_it():
     assert resolve_compute_dtype("auto", param_dtype=torch.float32, device=cpu) == torch.float32
     assert resolve_compute_dtype("bf16", param_dtype=torch.bfloat16, device=cpu) == torch.bfloat16
     assert resolve_compute_dtype("fp32", param_dtype=torch.bfloat16, device=cuda) == torch.float32
-
-
-def test_bf16_support_of_the_cpu_is_known_on_every_torch(monkeypatch):
-    cpu = torch.device("cpu")
-    dtype = resolve_compute_dtype("auto", param_dtype=torch.bfloat16, device=cpu)
-    has_bf16 = torch.cpu._is_avx512_bf16_supported()
-    # torch 2.9 has no get_capabilities, which newer ones ask in the function that it has.
-    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
-    assert resolve_compute_dtype("auto", param_dtype=torch.bfloat16, device=cpu) == dtype

@@ -6,7 +6,6 @@ import itertools
 from dataclasses import replace
 
 import pytest
-import torch
 
 from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, OptimizerConfig, PretrainConfig
 from sdp4bit_lab.pretrain.config.training import TrainingConfig
@@ -33,12 +32,7 @@ def test_biases_and_norms_do_not_decay_but_embeddings_do():
     assert len(decayed) + len(not_decayed) == len(names)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
-    assert {group["lr"] for group in optimizer.param_groups} == {0.5}
-
-
-def test_the_learning_rate_reaches_every_group():
-    gpt = torch.nn.Linear(2, 2)
-    optimizer = build_optimizer(gpt.parameters(), config=OptimizerConfig(), learning_rate=0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
     set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
 
@@ -66,19 +60,12 @@ def test_decay_is_half_a_cosine_to_a_tenth():
     assert found[59] == pytest.approx(0.55)
     assert found[-1] == pytest.approx(0.1)
     assert all(later < earlier for earlier, later in itertools.pairwise(found[9:]))
-
-
-def test_rate_is_constant_after_the_decay_steps():
-    found = rates(100, decay_steps=50, warmup_fraction=0.0, min_lr=0.2)
-    assert found[49:] == pytest.approx([0.2] * 51)
+    short = rates(100, decay_steps=50, warmup_fraction=0.0, min_lr=0.2)
+    assert short[49:] == pytest.approx([0.2] * 51)
+    assert all(0 < rate <= 1.0 for rate in rates(7, warmup_fraction=1.0))
 
 
 def test_decay_may_be_a_line_or_nothing():
     line = rates(20, warmup_steps=10, decay_style="linear", min_lr=0.0)
     assert line == pytest.approx([(step + 1) / 10 for step in range(10)] + [s / 10 for s in range(9, -1, -1)])
     assert rates(20, warmup_steps=10, decay_style="constant")[10:] == [1.0] * 10
-
-
-@pytest.mark.parametrize("warmup_fraction", [0.0, 1.0])
-def test_the_extremes_of_warm_up_stay_in_range(warmup_fraction):
-    assert all(0 < rate <= 1.0 for rate in rates(7, warmup_fraction=warmup_fraction))

@@ -13,10 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
-from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, PretrainConfig
-from sdp4bit_lab.pretrain.config.training import TrainingConfig
 from sdp4bit_lab.pretrain.model.cards import ModelShape
 from sdp4bit_lab.pretrain.model.gpt import GPT
 from sdp4bit_lab.pretrain.model.tensor_parallel import random_numbers_of_rank, summed_cross_entropy
@@ -88,44 +84,6 @@ def test_masked_targets_have_no_loss():
     assert gpt(tokens(), targets).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("parallel", "training", "message"),
-    [
-        ({"tensor_model_parallel_size": 3}, {}, "does not divide the 4 attention heads"),
-        ({"pipeline_model_parallel_size": 3}, {}, "does not divide the 4 blocks"),
-        (
-            {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 3},
-            {},
-            "does not divide the 2 blocks that each of 2 ranks has",
-        ),
-        (
-            {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
-            {"accumulation": 3},
-            "3 micro batches .* not a multiple of --pipeline-model-parallel-size 2",
-        ),
-        ({"num_layers_per_virtual_pipeline_stage": 1}, {}, "without --pipeline-model-parallel-size"),
-    ],
-)
-def test_layouts_that_cannot_be_are_refused(parallel, training, message):
-    def check() -> None:
-        config = PretrainConfig(
-            model=ModelConfig(layers=4, heads=4),
-            parallel=ParallelConfig(**parallel),
-            training=TrainingConfig(**training),
-        )
-        config.check_layout(config.parallel.model_parallel_size)
-
-    with pytest.raises(SettingError, match=message):
-        check()
-
-
-def test_worlds_that_the_layout_does_not_fill_are_refused():
-    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    parallel.check_world(8)
-    with pytest.raises(SettingError, match="is 4, which does not divide the 6 ranks"):
-        parallel.check_world(6)
-
-
 def check_split_loss() -> None:
     """Check the loss over a split vocabulary, its gradient, and targets that do not count."""
     rank, group = dist.get_rank(), dist.group.WORLD
@@ -159,12 +117,9 @@ def check_random_numbers() -> None:
 def check_dropout(text: Path) -> None:
     """Check that tensor-parallel ranks see one residual stream; data ranks and stages drop differently."""
     results: dict[str, Any] = {}
-    for name, options in {
-        "none": {"tensor_model_parallel_size": 2},
-        "selective": {"tensor_model_parallel_size": 2, "recompute_granularity": "selective"},
-        "full": {"tensor_model_parallel_size": 2, "recompute_granularity": "full"},
-        "data": {},
-    }.items():
+    split = {"tensor_model_parallel_size": 2}
+    layouts = {name: {**split, "recompute_granularity": name} for name in ("none", "selective", "full")}
+    for name, options in {**layouts, "data": {}}.items():
         job = Job(laid_out(text, data=1 if options else 2, dropout=0.3, layers=2, **options))
         (gpt,) = job.model.chunks
         seen: list[torch.Tensor] = []

