@@ -31,13 +31,13 @@ STOCHASTIC = SDP4BitConfig(
 FP16: dict[str, Any] = {
     "transformer": {"fp16": True},
     "optimizer": {
-        "initial_loss_scale": 2.0**24,
+        "initial_loss_scale": 2.0**19,
         "hysteresis": 1,
         "min_loss_scale": 1.0,
         "loss_scale_window": 100,
     },
 }
-"""The first steps overflow, and are skipped."""
+"""The first two steps overflow, and are skipped."""
 MOE: dict[str, Any] = {
     "num_moe_experts": 2,
     "expert_model_parallel_size": 2,
