@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.megatron import quantize_communication
+from sdp4bit.quantization.layout import MessageLayout
 from tests import toy
 from tests.engines import fake_cuda
 
@@ -317,6 +318,22 @@ class MegatronRun:
 def training(config: SDP4BitConfig | None, options: dict[str, Any], steps: int = 3) -> toy.Result:
     """Return the results of a run with these options."""
     return MegatronRun(config, **options).train(steps).finish()
+
+
+def expected_traffic(run: MegatronRun) -> dict[str, int]:
+    """Return bytes and collectives of a step with QUANTIZED, by the layouts of its messages."""
+    intra = inter = collectives = 0
+    for comm in run.comm.groups:
+        numel, nodes, ranks_per_node = comm.group.shard_numel, comm.layout.nodes, comm.layout.ranks_per_node
+        difference = MessageLayout(numel=numel, bits=4, group_size=2048).nbytes
+        if nodes > 1:
+            gradient = MessageLayout(numel=numel, bits=4, group_size=128).nbytes
+            inter += (difference + gradient) * (nodes - 1)
+        if ranks_per_node > 1:
+            gradient = MessageLayout(numel=numel, bits=8, group_size=128, parts=nodes).nbytes
+            intra += (nodes * difference + gradient) * (ranks_per_node - 1)
+        collectives += 2 * ((nodes > 1) + (ranks_per_node > 1))
+    return {"intra_bytes": intra, "inter_bytes": inter, "collectives": collectives}
 
 
 def save(run: MegatronRun) -> bytes:

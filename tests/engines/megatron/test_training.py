@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig
 from sdp4bit.engines.explain import ONE_RANK
-from sdp4bit.quantization.layout import MessageLayout
 from tests.engines.megatron.runs import (
     EXACT_AND_CLOSE,
     IDENTITY,
@@ -25,6 +24,7 @@ from tests.engines.megatron.runs import (
     STOCHASTIC,
     MegatronRun,
     close,
+    expected_traffic,
     training,
 )
 from tests.ranks import on_ranks, run_ranks
@@ -105,24 +105,13 @@ def expert_buffer() -> None:
 
 
 def counted_bytes(*, nodes: int, ranks_per_node: int) -> None:
-    """A step sends what the layouts of its messages say, and takes the collectives of both exchanges."""
+    """A step sends the messages' bytes by their layouts, in the collectives of both exchanges."""
     whole = replace(QUANTIZED, telemetry=TelemetryConfig(interval=3, sample_numel=1 << 20))
     run = MegatronRun(whole, topology=ranks_per_node, **OVERLAP).train(3)
-    intra = inter = collectives = 0
-    for comm in run.comm.groups:
-        n = comm.group.shard_numel
-        difference = MessageLayout(numel=n, bits=4, group_size=2048).nbytes
-        inter += difference * (nodes - 1)
-        intra += nodes * difference * (ranks_per_node - 1)
-        if nodes > 1:
-            inter += MessageLayout(numel=n, bits=4, group_size=128).nbytes * (nodes - 1)
-        if ranks_per_node > 1:
-            hop = MessageLayout(numel=n, bits=8, group_size=128, parts=nodes)
-            intra += hop.nbytes * (ranks_per_node - 1)
-        collectives += 2 * ((nodes > 1) + (ranks_per_node > 1))
-    stats = run.comm.stats()
-    sent = {"intra_bytes": intra, "inter_bytes": inter, "collectives": collectives}
-    assert sent.items() <= stats["last_step"].items()
+    assert {(c.layout.nodes, c.layout.ranks_per_node) for c in run.comm.groups} == {(nodes, ranks_per_node)}
+    expected, stats = expected_traffic(run), run.comm.stats()
+    assert expected.items() <= stats["last_step"].items()
+    inter = expected["inter_bytes"]
     row_bytes = sum(comm.group.shard_numel for comm in run.comm.groups) * (4 + 2)
     if nodes > 1:
         plain = row_bytes * (nodes * ranks_per_node - 1) / ranks_per_node
