@@ -322,11 +322,8 @@ def distributed_data_parallel(*, topology: int = 2) -> None:
 
 SCENARIOS: dict[str, Callable[[], object]] = {
     "plain FSDP2": lambda: FSDPRun(None).train(3),
-    "plain FSDP2, prefetch": lambda: FSDPRun(None, prepare=prefetch).train(3),
-    "plain FSDP2, unshard": lambda: FSDPRun(None, prepare=unshard_ahead).train(3),
-    "plain FSDP2, two roots": lambda: FSDPRun(None, roots=2).train(3),
     "node replica": lambda: FSDPRun().train(3),
-    "node replica, one node": lambda: FSDPRun(topology=4).train(3),
+    "one node": lambda: FSDPRun(topology=4).train(3),
     "node replica, exact": lambda: FSDPRun(weights(bits=None)).train(3),
     "full replica": lambda: FSDPRun(FULL).train(3),
     "full replica, prefetch": lambda: FSDPRun(FULL, prepare=prefetch).train(3),
@@ -335,7 +332,6 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "gradients only": lambda: FSDPRun(replace(QUANTIZED, weights=None), prepare=unshard_ahead).train(3),
     "weights only": lambda: FSDPRun(replace(QUANTIZED, gradients=None)).train(3),
     "pipeline chunks": lambda: FSDPRun(chunked()).train(3),
-    "plain FSDP2, separate group": lambda: FSDPRun(None, prepare=separate_groups).train(3),
     "more input buffers": lambda: FSDPRun(chunked(), prepare=more_buffers).train(3),
     "separate group": lambda: FSDPRun(MEASURED, prepare=separate_groups).train(3),
     "separate group, one skipped": lambda: FSDPRun(prepare=separate_groups, skip="blocks.1").train(3),
@@ -352,7 +348,6 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "unshard, exact": lambda: FSDPRun(weights(bits=None, replica="full"), prepare=unshard_ahead).train(3),
     "two roots": lambda: FSDPRun(roots=2).train(3),
     "two roots, full replica": lambda: FSDPRun(FULL, roots=2, prepare=prefetch).train(3),
-    "plain HSDP": lambda: FSDPRun(None, is_hybrid=True).train(3),
     "HSDP": lambda: FSDPRun(MEASURED, is_hybrid=True).train(3),
     "HSDP, shards between nodes": lambda: FSDPRun(is_hybrid=True, topology=1).train(3),
     "HSDP, pipeline chunks": lambda: FSDPRun(chunked(), is_hybrid=True, prepare=more_buffers).train(3),

@@ -58,34 +58,24 @@ MAY_WAIT = {
 }
 """Scenarios in which the host has a reason to wait in a step, and the files that do it."""
 
-VARIANTS = (
-    *("plain FSDP2, prefetch", "plain FSDP2, unshard", "plain FSDP2, separate group"),
-    *("plain FSDP2, two roots", "node replica, one node", "node replica, exact", "full replica, exact"),
-    *("full replica, prefetch", "one rank per node", "weights only", "more input buffers"),
-    *("separate group", "unshard, full replica", "unshard, saved meanwhile", "unshard, exact"),
-    *("two roots, full replica", "HSDP, shards between nodes", "HSDP, pipeline chunks"),
-    *(
-        "HSDP, two roots",
-        "DDP, one rank per node",
-        "full replica",
-        "gradients only",
-        "separate group, one skipped",
-    ),
-    *("accumulation", "frozen", "prefetch", "HSDP, accumulation", "load, full replica", "resync"),
+QUICK = (
+    *("plain FSDP2", "node replica", "pipeline chunks", "edits", "unshard, measured meanwhile", "two roots"),
+    *("HSDP", "mesh per parameter", "DDP", "load", "evaluation", "telemetry", "audit"),
 )
-"""Scenarios of FSDP2 and DDP whose parts others have too; the slow tests have them."""
+"""Scenarios of FSDP2 and DDP that the quick tests have; the parts of the others are in them too."""
 
-MEGATRON_VARIANTS = (
-    *(
-        "no overlap",
-        "one rank per node",
-        "one queue, one level",
-        "one queue, pipeline chunks",
-        "weights only",
-    ),
-    "audit",
-)
+MEGATRON_QUICK = ("overlap", "one node", "one queue", "resync and audit")
 """The same of Megatron-Core."""
+
+ORDERED_QUICK = ("two roots", "audit", "HSDP, accumulation", "mesh per parameter", "DDP")
+"""The same of those whose collectives are compared between ranks."""
+
+
+def marked(scenarios: Iterable[str], quick: Sequence[str]) -> pytest.MarkDecorator:
+    """Return the mark of a test of each scenario, slow unless it is a quick one."""
+    params = [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in scenarios]
+    return pytest.mark.parametrize("name", params)
+
 
 MOST_TRIED = 8
 """Scenarios in which a call is left out until one needs it: an all-to-all of several slices is rare."""
@@ -93,8 +83,8 @@ MOST_TRIED = 8
 Result = tuple[list[str], list[str], list[str], str]
 """Faults, waits of the host, calls that order streams, and the traceback of a failure."""
 
-Half = tuple[dict[str, Result], dict[str, list[str]]]
-"""What scenarios have come to, and the faults of mutations."""
+Outcome = tuple[dict[str, Result], dict[str, list[str]]]
+"""Results of scenarios, and the faults of mutations."""
 
 
 def run_scenario(name: str, scenarios: dict[str, Callable[[], object]], left_out: str = "") -> Result:
@@ -125,35 +115,21 @@ def half_of(names: Iterable[str]) -> list[str]:
     return list(names)[dist.get_rank() :: 2]
 
 
-def outcomes(names: Sequence[str]) -> dict[str, Result]:
-    """Return what these scenarios have come to."""
-    return {name: run_scenario(name, SCENARIOS) for name in names}
-
-
-def run_fsdp(names: Sequence[str], mutations: Sequence[str]) -> Half:
-    """Return what half of these scenarios have come to, and the faults of half of these mutations."""
-    scenarios, mutations = half_of(names), half_of(mutations)
-    return outcomes(scenarios), faults_of(mutations)
-
-
-def run_mutations(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the faults of half of these mutations."""
-    return faults_of(half_of(names))
-
-
-def faults_of(mutations: Sequence[str]) -> dict[str, list[str]]:
-    """Return the faults that the simulator finds with each of these mutations."""
-    found = {}
+def run_fsdp(names: Iterable[str], mutations: Iterable[str] = ()) -> Outcome:
+    """Return the results of half of these scenarios, and the faults found with half of these mutations."""
+    names, mutations = half_of(names), half_of(mutations)
+    results = {name: run_scenario(name, SCENARIOS) for name in names}
+    faults = {}
     for name in mutations:
         scenario, mutation = MUTATIONS[name]
         with mutation():
-            found[name] = run_scenario(scenario, SCENARIOS)[0]
-    return found
+            faults[name] = run_scenario(scenario, SCENARIOS)[0]
+    return results, faults
 
 
 def needed_on_fsdp() -> dict[str, bool]:
     """Return which waits half of the scenarios need."""
-    return needed(outcomes(half_of(SCENARIOS)), SCENARIOS)
+    return needed(run_fsdp(SCENARIOS)[0], SCENARIOS)
 
 
 def _forget(at: int) -> Any:
@@ -185,8 +161,8 @@ def _read_late() -> Any:
     return mock.patch.object(AllGatherHook, "_refresh", read_late)
 
 
-def run_megatron(names: Sequence[str]) -> Half:
-    """Return what these scenarios of Megatron-Core have come to, and the faults of mutations."""
+def run_megatron(names: Sequence[str]) -> Outcome:
+    """Return the results of these scenarios of Megatron-Core, and the faults found with mutations."""
     fake_cuda.install()
     results = {name: run_scenario(name, MEGATRON_SCENARIOS) for name in names}
     with mock.patch.object(GroupPatch, "finish_pending"):
@@ -227,7 +203,7 @@ def streams_of_transfers(name: str) -> list[str]:
 
 
 def attached_to_one_queue() -> list[str]:
-    """Return what FSDP2's users are told."""
+    """Return the warnings that FSDP2's users get."""
     with simulate(), ONE_QUEUE, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         FSDPRun()
@@ -235,8 +211,8 @@ def attached_to_one_queue() -> list[str]:
 
 
 def transfers_of_one_rank() -> tuple[list[str], list[str], list[str]]:
-    names = ("node replica", "pipeline chunks")
-    return *map(streams_of_transfers, names), attached_to_one_queue()  # type: ignore[return-value]
+    at_once, overlapping = map(streams_of_transfers, ("node replica", "pipeline chunks"))
+    return at_once, overlapping, attached_to_one_queue()
 
 
 @pytest.mark.slow
@@ -299,30 +275,32 @@ def test_with_one_queue_no_kernel_is_issued_behind_a_transfer_that_has_just_begu
     assert high == high_with_one_queue == {-1}
 
 
+def _shared_buffers() -> Any:
+    """Exchanges of all streams share their message buffers."""
+    return mock.patch.object(Stream, "cuda_stream", 0)
+
+
 MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     "the gathered row is freed": ("full replica", lambda: _forget(0)),
     "the loaded row is freed": ("load", lambda: _forget(1)),
     "the copied main shard is freed": ("unshard", lambda: _forget(2)),
     "a replica is read while it is refreshed": ("unshard, measured meanwhile", _unwaited),
     "the main shard is read late": ("unshard, stepped meanwhile", _read_late),
-    "message buffers of two roots": ("two roots", lambda: mock.patch.object(Stream, "cuda_stream", 0)),
+    "message buffers of two roots": ("two roots", _shared_buffers),
+    "message buffers of two unshards": ("unshard", _shared_buffers),
+    "message buffers of all-reduces of two roots": ("HSDP, two roots", _shared_buffers),
+    "message buffers of an all-reduce and the next reduce-scatter": (
+        "HSDP, shards between nodes",
+        _shared_buffers,
+    ),
     "message buffers of two slices": (
         "pipeline chunks",
         lambda: mock.patch.object(exchange, "SLICES_UNDER_WAY", 1),
-    ),
-    "message buffers of all-reduces of two roots": (
-        "HSDP, two roots",
-        lambda: mock.patch.object(Stream, "cuda_stream", 0),
-    ),
-    "message buffers of an all-reduce and the next reduce-scatter": (
-        "HSDP, shards between nodes",
-        lambda: mock.patch.object(Stream, "cuda_stream", 0),
     ),
     "gradients are used before they are averaged": (
         "DDP",
         lambda: mock.patch.object(SimulatedFuture, "wait", lambda future: future._value),
     ),
-    "message buffers of two unshards": ("unshard", lambda: mock.patch.object(Stream, "cuda_stream", 0)),
 }
 """A kept reference is dropped, memory shared, or something read too early or too late: which scenario must
 fail, and how it is done."""
@@ -336,25 +314,27 @@ QUICK_MUTATIONS = [
 """One of every kind, which the quick tests have."""
 
 
-@pytest.fixture(scope="module")
-def fsdp(request: pytest.FixtureRequest) -> list[Half]:
-    """What this time's scenarios of FSDP2 have come to, each in one of two processes."""
-    params = [test.callspec.params for test in users_of(request) if hasattr(test, "callspec")]
-    names = [each["name"] for each in params]
-    mutations = QUICK_MUTATIONS if len(params) < len(users_of(request)) else []
-    return run_ranks(run_fsdp, 2, names, mutations, timeout=900.0)
+def names_in(request: pytest.FixtureRequest) -> list[str]:
+    """Return the scenarios of the tests of this run that use the fixture."""
+    users = (test for test in users_of(request) if hasattr(test, "callspec"))
+    return list(dict.fromkeys(test.callspec.params["name"] for test in users))
 
 
 @pytest.fixture(scope="module")
-def megatron(request: pytest.FixtureRequest) -> list[Half]:
-    """What this time's scenarios of Megatron-Core have come to, in a process that `fake_cuda` has changed."""
+def fsdp(request: pytest.FixtureRequest) -> list[Outcome]:
+    """Run the scenarios of FSDP2 that are asked for, each in one of two processes."""
+    return run_ranks(run_fsdp, 2, names_in(request), QUICK_MUTATIONS, timeout=900.0)
+
+
+@pytest.fixture(scope="module")
+def megatron(request: pytest.FixtureRequest) -> list[Outcome]:
+    """Run those of Megatron-Core in a process that `fake_cuda` has changed."""
     pytest.importorskip("megatron.core")
-    params = [test.callspec.params for test in users_of(request) if hasattr(test, "callspec")]
-    return run_ranks(run_megatron, 1, [each["name"] for each in params], timeout=480.0)
+    return run_ranks(run_megatron, 1, names_in(request), timeout=480.0)
 
 
-def check(halves: list[Half], name: str) -> None:
-    faults, waits, _, failure = next(results[name] for results, _ in halves if name in results)
+def check(outcomes: list[Outcome], name: str) -> None:
+    faults, waits, _, failure = next(results[name] for results, _ in outcomes if name in results)
     assert not failure, failure
     assert faults == []
     # A measured step waits for its numbers.
@@ -366,18 +346,13 @@ def check(halves: list[Half], name: str) -> None:
         assert of_library == []
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in VARIANTS else []) for n in SCENARIOS]
-)
-def test_nothing_races_and_the_host_does_not_wait_on_fsdp2(fsdp: list[Half], name: str) -> None:
+@marked(SCENARIOS, QUICK)
+def test_nothing_races_and_the_host_does_not_wait_on_fsdp2(fsdp: list[Outcome], name: str) -> None:
     check(fsdp, name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n in MEGATRON_VARIANTS else []) for n in MEGATRON_SCENARIOS],
-)
-def test_nothing_races_and_the_host_does_not_wait_on_megatron(megatron: list[Half], name: str) -> None:
+@marked(MEGATRON_SCENARIOS, MEGATRON_QUICK)
+def test_nothing_races_and_the_host_does_not_wait_on_megatron(megatron: list[Outcome], name: str) -> None:
     check(megatron, name)
 
 
@@ -396,23 +371,23 @@ def test_there_is_a_fault_without_any_one_of_the_waits() -> None:
     assert {site.partition(" ")[0] for site in found} >= {"exchange.py", "work.py"}
 
 
-def test_there_is_a_fault_if_memory_is_freed_shared_or_read_too_early_or_late(fsdp: list[Half]) -> None:
-    check_mutations([mutated for _, mutated in fsdp], QUICK_MUTATIONS)
+def test_there_is_a_fault_if_memory_is_freed_shared_or_read_too_early_or_late(fsdp: list[Outcome]) -> None:
+    check_mutations(fsdp, QUICK_MUTATIONS)
 
 
 @pytest.mark.slow
 def test_there_is_a_fault_with_each_of_the_other_mutations() -> None:
     others = [name for name in MUTATIONS if name not in QUICK_MUTATIONS]
-    check_mutations(run_ranks(run_mutations, 2, others, timeout=900.0), others)
+    check_mutations(run_ranks(run_fsdp, 2, [], others, timeout=900.0), others)
 
 
-def check_mutations(halves: list[dict[str, list[str]]], names: Sequence[str]) -> None:
-    faults = {name: found for half in halves for name, found in half.items()}
+def check_mutations(outcomes: list[Outcome], names: Sequence[str]) -> None:
+    faults = {name: found for _, mutated in outcomes for name, found in mutated.items()}
     assert set(faults) == set(names) and all(faults.values()), faults
     assert all("use after free" in faults[name][0] for name in names if "freed" in name)
 
 
-def test_there_is_a_fault_if_megatron_sends_what_is_still_under_way(megatron: list[Half]) -> None:
+def test_there_is_a_fault_if_megatron_sends_what_is_still_under_way(megatron: list[Outcome]) -> None:
     faults = megatron[0][1]
     assert len(faults) == 2 and all(faults.values()), faults
 
@@ -472,21 +447,13 @@ def logs_of_all(*names: str) -> dict[str, list[Log]]:
     return {name: [logs[name] for logs in ranks] for name in names}
 
 
-ORDERED_VARIANTS = ("unshard", "load", "separate group", "HSDP", "empty shards left out")
-"""Scenarios whose parts others have too; the slow tests have them."""
-
-
 @pytest.fixture(scope="module")
 def logs(request: pytest.FixtureRequest) -> dict[str, list[Log]]:
-    """The collectives of four ranks in this time's scenarios."""
-    params = [test.callspec.params for test in users_of(request) if hasattr(test, "callspec")]
-    return logs_of_all(*dict.fromkeys(["audit", "skipped step", *(each["name"] for each in params)]))
+    """The collectives of four ranks in the scenarios that are asked for, and in one to swap them in."""
+    return logs_of_all(*dict.fromkeys(["audit", *names_in(request)]))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n in ORDERED_VARIANTS else []) for n in ORDERED_SCENARIOS],
-)
+@marked(ORDERED_SCENARIOS, ORDERED_QUICK)
 def test_all_ranks_call_the_same_collectives_in_one_order(logs: dict[str, list[Log]], name: str) -> None:
     assert len(logs[name][0]) > 50
     # Shards inside a node and replicas between nodes have one level each.
@@ -500,23 +467,13 @@ def swap(log: Log, wanted: Callable[[Collective, Collective], bool]) -> list[Col
     return [*log[:at], log[at + 1], log[at], *log[at + 2 :]]
 
 
-def test_two_collectives_of_a_group_swapped_on_one_rank_are_found(
-    logs: dict[str, list[Log]],
-) -> None:
+def test_collectives_swapped_or_left_out_on_one_rank_are_found(logs: dict[str, list[Log]]) -> None:
     zero, *others = logs["audit"]
-    swapped = swap(zero, lambda one, two: one.group == two.group and one.alike != two.alike)
-    assert "rank 0" in disorder([swapped, *others])
-
-
-def test_collectives_of_two_groups_swapped_on_one_rank_are_found(logs: dict[str, list[Log]]) -> None:
-    zero, *others = logs["audit"]
-    swapped = swap(
+    of_one_group = swap(zero, lambda one, two: one.group == two.group and one.alike != two.alike)
+    assert "rank 0" in disorder([of_one_group, *others])
+    of_two_groups = swap(
         zero,
         lambda one, two: one.group != two.group and len(set(one.group[1]) & set(two.group[1])) > 1,
     )
-    assert "circle" in disorder([swapped, *others])
-
-
-def test_a_collective_that_one_rank_leaves_out_is_found(logs: dict[str, list[Log]]) -> None:
-    zero, one, *others = logs["skipped step"]
-    assert "calls on rank" in disorder([zero, one[:-1], *others])
+    assert "circle" in disorder([of_two_groups, *others])
+    assert "calls on rank" in disorder([zero[:-1], *others])

@@ -1,1 +1,1 @@
-"""The room `trainers`, without the trainers; with them: tests/ecosystem."""
+"""Tests of `sdp4bit.trainers` without the trainers; with them: tests/ecosystem."""

@@ -121,8 +121,9 @@ def test_gradients_are_averaged_as_by_plain_ddp() -> None:
         assert_close_to_plain(training, options, checks=CHECKS, harmless=mutations.WEIGHTS)
 
 
-def check_bytes() -> None:
-    """Buckets are built anew after the first step; bytes are the formula's."""
+@on_ranks(4, timeout=400.0)
+def test_weights_stay_equal_with_the_bytes_of_the_formula() -> None:
+    """DDP rebuilds its buckets after the first step."""
     for topology, grid in (
         (1, RankGrid(nodes=4, ranks_per_node=1)),
         (2, RankGrid(nodes=2, ranks_per_node=2)),
@@ -139,13 +140,10 @@ def check_bytes() -> None:
             assert sent["intra"] == last["intra_bytes"] == sum(each.intra_bytes for each in expected)
         first, second = buckets
         assert len(first) < 3 <= len(second) and sum(first) == sum(second)
-        run.train(2)
-        assert sizes(run.state) == second
         run.check_ranks()
         stats = run.state.stats()
-        assert (
-            stats["steps"] == 4 and stats["total"]["collectives"] > 4 * stats["last_step"]["collectives"] / 2
-        )
+        assert stats["steps"] == 2
+        assert stats["total"]["collectives"] > stats["last_step"]["collectives"] > 0
         table = run.state.explain()
         assert table.startswith(f"ranks {grid.nodes} x {grid.ranks_per_node}\nbucket 0: ")
         assert table.count("all-reduce ") == len(sizes(run.state))
@@ -175,54 +173,24 @@ class Unused(nn.Module):
         return self.layers[self.calls % 2](self.gpt(tokens))
 
 
-def check_resume() -> None:
-    """Where DDP keeps its buckets, the next losses are repeated bit for bit, and not without the state."""
-
-    def build() -> DDPRun:
-        torch.manual_seed(1)
-        return DDPRun(ALL, model=Unused(), find_unused_parameters=True)
-
-    run = build().train(4)
-    saved = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
-    saved = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, saved)
-    state = run.state.state_dict()
-    expected, weights = run.train(3).losses[4:], run.weights()
-    run.check_ranks()
-    for loads in (True, False):
-        resumed = build()
-        resumed.model.load_state_dict(saved["model"])
-        resumed.model.module.calls = 4
-        resumed.optimizer.load_state_dict(saved["optimizer"])
-        for _ in range(4):
-            next(resumed.data)
-        if loads:
-            resumed.state.load_state_dict(state)
-        resumed.train(3)
-        assert (resumed.losses == expected) == loads
-        assert all(map(torch.equal, resumed.weights(), weights)) == loads
-        assert resumed.state.steps == (7 if loads else 3)
-    with pytest.raises(ValueError, match=r"not the state of an sdp4bit\.DDPCommState"):
-        run.state.load_state_dict({"steps": 3})
-
-
-def check_full_precision() -> None:
-    """What is not quantized equals plain DDP bit for bit, and is told and counted."""
-    plain = DDPRun(None).train(3).losses
-    config = replace(ALL, start_step=3)
-    late = DDPRun(config).train(3)
+@pytest.mark.slow
+@on_ranks(4)
+def test_full_precision_equals_plain_ddp_and_is_reported() -> None:
+    plain = DDPRun(None).train(2).losses
+    late = DDPRun(replace(ALL, start_step=2)).train(2)
     assert late.losses == plain
-    assert late.state.explain().count("full precision until step 3") == len(sizes(late.state))
+    assert late.state.explain().count("full precision until step 2") == len(sizes(late.state))
     stats = late.state.stats()
     assert stats["compression_ratio"] == 1.0
     assert stats["last_step"]["inter_bytes"] == pytest.approx(2 * 4 * sum(sizes(late.state)) * 3 / 4, abs=8)
     late.train(1)
     assert late.state.explain().count("all-reduce inter int4/128") == len(sizes(late.state))
-    short = DDPRun(GradientConfig(min_numel=1 << 20)).train(3)
+    short = DDPRun(GradientConfig(min_numel=1 << 20)).train(2)
     assert short.losses == plain
     assert "all-reduce: part below min_numel=1048576" in short.state.explain()
 
     with pytest.warns(UserWarning, match="all ranks are on one node"):
-        inside = DDPRun(GradientConfig(min_numel=0), topology=4).train(3)
+        inside = DDPRun(GradientConfig(min_numel=0), topology=4).train(2)
     assert inside.losses == plain
     table = inside.state.explain()
     assert table.count("GradientConfig(inside_one_node=True) quantizes") == len(sizes(inside.state))
@@ -236,8 +204,9 @@ def check_full_precision() -> None:
     assert "full precision: float64" in double.state.explain()
 
 
-def check_a_part_of_the_ranks() -> None:
-    """Pairs of ranks have a model each, and then one of them; errors are the same on all ranks."""
+@pytest.mark.slow
+@on_ranks(4)
+def test_pairs_of_ranks_train_a_model_each_and_errors_are_the_same_on_all_ranks() -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[dist.get_rank() // 2]
     outside = sdp4bit.DDPCommState(pairs[0], topology=1, config=ALL).explain()
@@ -253,6 +222,8 @@ def check_a_part_of_the_ranks() -> None:
         sdp4bit.DDPCommState(mine, topology=1, seed=dist.get_rank())
     with pytest.raises(TypeError, match=r"sdp4bit\.DDPCommState: config='sdp4bit' must be a GradientConfig"):
         sdp4bit.DDPCommState(mine, config="sdp4bit")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"not the state of an sdp4bit\.DDPCommState"):
+        state.load_state_dict({"steps": 3})
 
 
 class SparseEmbedding(nn.Module):
@@ -289,14 +260,14 @@ def test_sparse_gradients_are_averaged_as_without_a_hook(config: GradientConfig)
     assert state.stats()["steps"] == 1
 
 
-def dcp_run() -> DDPRun:
+def run_with_unused_parameters() -> DDPRun:
     torch.manual_seed(1)
     return DDPRun(ALL, model=Unused(), find_unused_parameters=True)
 
 
 def train_and_save(folder: str) -> list[list[torch.Tensor]]:
     """Return the gradients of the two steps after the checkpoint."""
-    run = dcp_run().train(4)
+    run = run_with_unused_parameters().train(4)
     dcp.save({"model": run.model.state_dict(), "comm": run.state}, checkpoint_id=folder)
     return gradients_of_two_steps(run)
 
@@ -310,8 +281,8 @@ def gradients_of_two_steps(run: DDPRun) -> list[list[torch.Tensor]]:
     return found
 
 
-def load_and_go_on(folder: str, loads: bool) -> list[list[torch.Tensor]]:
-    run = dcp_run()
+def load_and_continue(folder: str, loads: bool) -> list[list[torch.Tensor]]:
+    run = run_with_unused_parameters()
     saved = {"model": run.model.state_dict()} | ({"comm": run.state} if loads else {})
     dcp.load(saved, checkpoint_id=folder)
     run.model.load_state_dict(saved["model"])
@@ -324,22 +295,9 @@ def load_and_go_on(folder: str, loads: bool) -> list[list[torch.Tensor]]:
 def test_a_new_process_continues_from_a_distributed_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     expected = run_ranks(train_and_save, 2, str(tmp_path))
     for loads in (True, False):
-        resumed = run_ranks(load_and_go_on, 2, str(tmp_path), loads)
+        resumed = run_ranks(load_and_continue, 2, str(tmp_path), loads)
         for step, (theirs, ours) in enumerate(zip(expected[0], resumed[0], strict=True)):
             assert all(map(torch.equal, theirs, ours)) == loads, (step, loads)
-
-
-@on_ranks(4, timeout=400.0)
-def test_weights_stay_equal_with_the_bytes_of_the_formula() -> None:
-    check_bytes()
-
-
-@pytest.mark.slow
-@on_ranks(4, timeout=400.0)
-def test_resume_and_what_stays_in_full_precision() -> None:
-    check_resume()
-    check_full_precision()
-    check_a_part_of_the_ranks()
 
 
 def test_without_a_process_group_the_error_says_how_to_get_one() -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.megatron import quantize_communication
+from sdp4bit.quantization.layout import MessageLayout
 from tests import toy
 from tests.engines import fake_cuda
 
@@ -31,13 +32,13 @@ STOCHASTIC = SDP4BitConfig(
 FP16: dict[str, Any] = {
     "transformer": {"fp16": True},
     "optimizer": {
-        "initial_loss_scale": 2.0**24,
+        "initial_loss_scale": 2.0**19,
         "hysteresis": 1,
         "min_loss_scale": 1.0,
         "loss_scale_window": 100,
     },
 }
-"""The first steps overflow, and are skipped."""
+"""The first two steps overflow, and are skipped."""
 MOE: dict[str, Any] = {
     "num_moe_experts": 2,
     "expert_model_parallel_size": 2,
@@ -317,6 +318,22 @@ class MegatronRun:
 def training(config: SDP4BitConfig | None, options: dict[str, Any], steps: int = 3) -> toy.Result:
     """Return the results of a run with these options."""
     return MegatronRun(config, **options).train(steps).finish()
+
+
+def expected_traffic(run: MegatronRun) -> dict[str, int]:
+    """Return bytes and collectives of a step with QUANTIZED, by the layouts of its messages."""
+    intra = inter = collectives = 0
+    for comm in run.comm.groups:
+        numel, nodes, ranks_per_node = comm.group.shard_numel, comm.layout.nodes, comm.layout.ranks_per_node
+        difference = MessageLayout(numel=numel, bits=4, group_size=2048).nbytes
+        if nodes > 1:
+            gradient = MessageLayout(numel=numel, bits=4, group_size=128).nbytes
+            inter += (difference + gradient) * (nodes - 1)
+        if ranks_per_node > 1:
+            gradient = MessageLayout(numel=numel, bits=8, group_size=128, parts=nodes).nbytes
+            intra += (nodes * difference + gradient) * (ranks_per_node - 1)
+        collectives += 2 * ((nodes > 1) + (ranks_per_node > 1))
+    return {"intra_bytes": intra, "inter_bytes": inter, "collectives": collectives}
 
 
 def save(run: MegatronRun) -> bytes:

@@ -9,6 +9,7 @@ import copy
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,11 +71,15 @@ def attached_once() -> None:
         quantize_communication(run.chunks, run.optimizer, config=QUANTIZED, topology=2)
     fsdp_handle = {name for name in vars(sdp4bit.CommHandle) if not name.startswith("_")}
     assert fsdp_handle <= set(dir(run.comm))
+    run.comm.remove()
+    preset = quantize_communication(run.chunks, run.optimizer, config="sdp4bit", topology=1)
+    assert preset.config == sdp4bit.SDP4BitConfig()
+    assert quantize_communication(run.chunks, run.optimizer, topology=1) is preset
 
 
 def removed(overlap: bool) -> None:
     """Afterwards Megatron runs as if it had not been touched, and can be attached to again."""
-    run = MegatronRun(QUANTIZED, topology=1, overlap=overlap).train(2)
+    run = MegatronRun(QUANTIZED, topology=1, overlap=overlap).train(1)
     groups = len(dist.distributed_c10d._world.pg_map)
     run.comm.remove()
     assert patched(run) == []
@@ -89,20 +94,29 @@ def removed(overlap: bool) -> None:
     run.comm.remove()
     with pytest.raises(RuntimeError, match="removed from its model"):
         run.comm.state_dict()
-    run.train(1).finish()
     run.attach(QUANTIZED, topology=1)
-    run.train(2).finish()
+    run.train(1).finish()
     assert run.comm.stats()["last_step"]["inter_bytes"] > 0
 
-    plain = MegatronRun(None, overlap=overlap).train(3).finish()
+    plain = MegatronRun(None, overlap=overlap).train(2).finish()
     half = MegatronRun(LOSSLESS, topology=1, overlap=overlap).train(1)
     half.comm.remove()
-    assert half.train(2).finish() == plain
+    assert half.train(1).finish() == plain
+
+
+def removed_after_the_process_groups(folder: Path) -> None:
+    run = MegatronRun(QUANTIZED, topology=1).train(1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    run.comm.remove()
+    assert not run.comm.is_attached and patched(run) == []
+    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=world)
 
 
 def resynced(overlap: bool) -> None:
     """resync() sends the main weights as they are; mark_step() what was changed in them by hand."""
-    run = MegatronRun(QUANTIZED, topology=1, overlap=overlap).train(2)
+    run = MegatronRun(QUANTIZED, topology=1, overlap=overlap).train(1)
     drift = run.comm.measure()["weight_drift"]
     run.comm.resync()
     run.assert_replicas_identical()
@@ -119,7 +133,6 @@ def resynced(overlap: bool) -> None:
         chunk.start_param_sync(force_sync=True)
     assert not all(map(torch.equal, before, run.weights()))
     assert run.comm.measure()["weight_drift"] < 0.03
-    run.train(1).finish()
 
 
 def refusals() -> None:
@@ -159,25 +172,13 @@ def refusals() -> None:
     with refused("pass all model chunks that the optimizer was built for"):
         attach(other.chunks)
     assert patched(other) == []
-
-
-def attached_on_one_rank() -> None:
-    run = MegatronRun(QUANTIZED, attach=False)
-    stranger = object.__new__(sdp4bit.megatron.MegatronCommHandle)
-    stranger.config, stranger.topology = QUANTIZED, 1
-    if dist.get_rank() == 0:
+    if rank == 0:
+        stranger = object.__new__(sdp4bit.megatron.MegatronCommHandle)
+        stranger.config, stranger.topology = QUANTIZED, 1
         for target in targets(run):
             vars(target)["_sdp4bit_handle"] = stranger
     with refused("model_chunks: 'attached already' [rank 0], 'not attached yet' [rank 1]"):
-        quantize_communication(run.chunks, run.optimizer, config=QUANTIZED, topology=1)
-
-
-def named_by_preset() -> None:
-    run = MegatronRun(QUANTIZED, attach=False)
-    comm = quantize_communication(run.chunks, run.optimizer, config="sdp4bit", topology=1)
-    assert comm.config == sdp4bit.SDP4BitConfig()
-    assert quantize_communication(run.chunks, run.optimizer, topology=1) is comm
-    comm.remove()
+        attach()
 
 
 def unknown_buffer() -> None:
@@ -202,14 +203,13 @@ def test_removal_and_resync_without_overlap() -> None:
 
 
 @on_ranks(2)
-def test_attaching_and_removing() -> None:
+def test_attaching_and_removing(tmp_path: Path) -> None:
     attached_once()
     removed(overlap=True)
     resynced(overlap=True)
     refusals()
-    attached_on_one_rank()
-    named_by_preset()
     unknown_buffer()
+    removed_after_the_process_groups(tmp_path)
 
 
 @on_ranks(4)
@@ -219,6 +219,5 @@ def test_ranks_without_a_part_of_the_model_attach_with_an_empty_list() -> None:
     chunks, optimizer = (run.chunks, run.optimizer) if is_first else ([], None)
     run.comm = quantize_communication(chunks, optimizer, config=QUANTIZED, topology=1)
     assert bool(run.comm.groups) == is_first
-    run.train(2)
+    run.train(1)
     assert bool(run.comm.stats()["last_step"]["inter_bytes"]) == is_first
-    run.comm.remove()

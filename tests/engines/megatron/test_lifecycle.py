@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,27 +36,6 @@ BOTH = pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark
 """Collectives behind computation, or not."""
 
 
-# -- the end ---------------------------------------------------------------------------------------------
-
-
-def remove_after_the_process_groups(folder: str) -> None:
-    run = MegatronRun(None, topology=1)
-    targets = [*run.chunks[0].bucket_groups, *run.optimizer.chained_optimizers]
-    before = [vars(target).keys() for target in targets]
-    run.attach(QUANTIZED, topology=1)
-    run.train(1)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    dist.barrier()
-    dist.destroy_process_group()
-    run.comm.remove()
-    assert not run.comm.is_attached and [vars(target).keys() for target in targets] == before
-    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=world)
-
-
-def test_a_handle_can_be_removed_after_the_process_groups_are_destroyed(tmp_path: Path) -> None:
-    run_ranks(remove_after_the_process_groups, 2, str(tmp_path))
-
-
 # -- skipped steps and forced syncs ---------------------------------------------------------------------
 
 
@@ -65,7 +43,7 @@ def skipping(config: SDP4BitConfig | None, overlap: bool) -> Result:
     """A step that overflows changes nothing and sends no weights."""
     run = MegatronRun(config, topology=1, overlap=overlap, **FP16)
     taken = []
-    for _ in range(14):
+    for _ in range(5):
         run.backward()
         before = run.weights()
         sent = run.comm.stats()["total"]["collectives"] if run.comm else 0
@@ -76,7 +54,7 @@ def skipping(config: SDP4BitConfig | None, overlap: bool) -> Result:
             assert all(map(torch.equal, before, run.weights()))
             if run.comm:
                 assert run.comm.stats()["total"]["collectives"] == sent
-    assert not taken[0] and taken[-1] and sum(taken) >= 2
+    assert taken == [False, False, True, True, True], taken
     if run.comm:
         assert run.comm.stats()["steps"] == sum(taken)
     result = run.finish()
@@ -85,10 +63,10 @@ def skipping(config: SDP4BitConfig | None, overlap: bool) -> Result:
 
 def forced_syncs(overlap: bool) -> None:
     """How often one evaluates does not change the run."""
-    expected = MegatronRun(STOCHASTIC, topology=1, overlap=overlap).train(4).finish()
+    expected = MegatronRun(STOCHASTIC, topology=1, overlap=overlap).train(2).finish()
     run = MegatronRun(STOCHASTIC, topology=1, overlap=overlap)
     run.evaluate()
-    for _ in range(4):
+    for _ in range(2):
         run.train(1)
         first = run.evaluate()
         before = run.weights()
@@ -109,10 +87,8 @@ def test_skipped_steps_and_forced_syncs(overlap: bool) -> None:
 # -- checkpoints ----------------------------------------------------------------------------------------
 
 
-def resumed(
-    saved: bytes, *, overlap: bool, attach_first: bool, steps: int = 2, communication: bool = True
-) -> MegatronRun:
-    """Train on from a checkpoint, having started from other weights."""
+def resumed(saved: bytes, *, overlap: bool, attach_first: bool, communication: bool = True) -> MegatronRun:
+    """Train one step from a checkpoint, having started from other weights."""
     run = MegatronRun(STOCHASTIC, topology=1, overlap=overlap, seed=7, attach=attach_first)
     load(run, saved, communication=communication)
     if not attach_first:
@@ -121,7 +97,7 @@ def resumed(
         run.comm.load_state_dict(state["optimizer"]["optimizer"]["sdp4bit"])
     for _ in range(2 * MICROBATCHES):
         next(run.data)
-    return run.train(steps)
+    return run.train(1)
 
 
 def sharded_formats(run: MegatronRun) -> None:
@@ -133,26 +109,17 @@ def sharded_formats(run: MegatronRun) -> None:
         assert getattr(entry, "data", entry)["sdp4bit"] == run.comm.state_dict()
 
 
-def unsent_step() -> None:
-    """A state saved before the last step's differences were sent says so, and they are sent on resume."""
-    whole = MegatronRun(STOCHASTIC, topology=1, overlap=True).train(2)
-    saved = save(whole)
-    assert whole.comm.state_dict()["pending"] == 1
-    losses = whole.train(2).finish()[2:]
-    assert resumed(saved, overlap=True, attach_first=True).finish() == losses
-
-
 def stock_checkpoint() -> None:
     """A run goes on from a plain checkpoint, and a plain run from one of ours."""
-    plain = MegatronRun(None).train(2)
+    plain = MegatronRun(None).train(1)
     saved = save(plain)
     assert "sdp4bit" not in plain.optimizer.state_dict()["optimizer"]
     run = MegatronRun(LOSSLESS, topology=1, seed=7)
     load(run, saved)
-    for _ in range(2 * MICROBATCHES):
+    for _ in range(MICROBATCHES):
         next(run.data)
-    ours = save(run.train(2))
-    expected = plain.train(2).finish()[2:]
+    ours = save(run.train(1))
+    expected = plain.train(1).finish()[1:]
     assert run.finish() == expected
     other = MegatronRun(None, seed=9)
     load(other, ours)
@@ -176,22 +143,23 @@ def wrong_states(comm: Any) -> None:
 @on_ranks(2)
 def test_resume_is_bit_exact(overlap: bool) -> None:
     whole = MegatronRun(STOCHASTIC, topology=1, overlap=overlap).train(2)
+    unsent = save(whole)
+    # With overlap the last step's differences are sent with the next forward, or on resume.
+    assert whole.comm.state_dict()["pending"] == overlap
     if overlap:  # as Megatron does before it saves
         for chunk in whole.chunks:
             chunk.disable_forward_pre_hook()
             chunk.enable_forward_pre_hook()
     saved = save(whole)
-    losses = whole.train(2).finish()[2:]
-    for attach_first in (True, False):
-        run = resumed(saved, overlap=overlap, attach_first=attach_first)
+    losses = whole.train(1).finish()[2:]
+    for state, attach_first in ((unsent, True), (saved, False)):
+        run = resumed(state, overlap=overlap, attach_first=attach_first)
         assert run.finish() == losses
         assert all(map(torch.equal, run.weights(), whole.weights()))
         assert run.comm.state_dict() == whole.comm.state_dict()
     # Without the counters the rounding bits are those of the first steps.
     other = resumed(saved, overlap=overlap, attach_first=True, communication=False)
     assert other.finish() != losses
-    if overlap:
-        unsent_step()
     sharded_formats(whole)
     wrong_states(whole.comm)
     stock_checkpoint()

@@ -58,7 +58,7 @@ def test_the_self_test_runs_with_torch_and_numpy_alone(tmp_path: Path) -> None:
     done = run_without(
         EXTRA | OTHERS | OF_TYRO,
         tmp_path,
-        *("selftest", "--device=cpu", "--nproc_per_node", "2", "--ranks-per-node", "1", "--steps", "1"),
+        *("selftest", "--device=cpu", "--nproc_per_node", "2", "--ranks-per-node", "2", "--steps", "1"),
         *("--only", "facts,training", "--json", str(path)),
     )
     assert done.returncode == 0, done.stderr
@@ -74,26 +74,22 @@ def test_help_of_the_self_test_and_of_the_program_needs_nothing_else(tmp_path: P
     for arguments in (["--help"], ["selftest", "--help"]):
         done = run_without(EXTRA | OTHERS | OF_TYRO, tmp_path, *arguments)
         assert done.returncode == 0 and "selftest" in done.stdout, done.stderr
-    bare, usual = (
-        run_without(EXTRA, tmp_path, "selftest", "-h"),
-        run_without(set(), tmp_path, "selftest", "-h"),
-    )
-    assert bare.stdout == usual.stdout
-
-
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "selftest"])
-def test_other_commands_name_what_they_lack(name: str, tmp_path: Path) -> None:
-    done = run_without(EXTRA, tmp_path, name)
-    lacking = ", ".join(COMMANDS[name].packages)
-    assert done.returncode == 2
-    assert done.stderr == f'sdp4bit: error: `sdp4bit {name}` needs {lacking}: pip install "sdp4bit[lab]"\n'
+    usual = run_without(set(), tmp_path, "selftest", "--help")
+    assert done.stdout == usual.stdout
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_starts_with_the_packages_that_it_asks_for(name: str, tmp_path: Path) -> None:
-    """Its settings, and the modules that it imports when it runs."""
+def test_a_command_starts_with_the_packages_that_it_asks_for_and_names_those_it_lacks(
+    name: str, tmp_path: Path
+) -> None:
+    """Help imports the settings, and the modules that the command imports when it runs."""
     done = run_without(EXTRA - set(COMMANDS[name].packages), tmp_path, name, "--help-all")
     assert done.returncode == 0, done.stderr
+    if lacking := ", ".join(COMMANDS[name].packages):
+        done = run_without(EXTRA, tmp_path, name)
+        assert done.returncode == 2
+        error = f'sdp4bit: error: `sdp4bit {name}` needs {lacking}: pip install "sdp4bit[lab]"\n'
+        assert done.stderr == error
 
 
 def test_commands_ask_together_for_what_the_extra_installs() -> None:
@@ -107,6 +103,7 @@ def test_a_wrong_option_of_the_self_test_is_named(tmp_path: Path) -> None:
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (["--step", "3"], "unrecognized arguments: --step 3"),
         (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--only", "kernel"], "--only 'kernel': use any of facts, kernels"),
     ):
         done = run_without(EXTRA, tmp_path, "selftest", *arguments)
         assert done.returncode == 2 and message in done.stderr, done.stderr
