@@ -248,7 +248,7 @@ class Checkpointer:
             )
         elif not exact:
             messages.append(
-                f"{path} was saved by {record.world_size} ranks as {record.layout} and is loaded by "
+                f"{path} was saved with world size {record.world_size} as {record.layout} and is loaded with "
                 f"{here.world_size} as {here.layout}: random numbers start anew, and the continuation is not "
                 "bit-exact"
             )

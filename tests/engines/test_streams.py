@@ -53,6 +53,7 @@ MAY_WAIT = {
     "edits": (EDITS,),  # in evaluations: whether weights were edited, and by how much
     "evaluation": (EDITS,),  # the same
     "unshard, measured meanwhile": (EDITS,),  # measure() returns numbers
+    "unshard, saved meanwhile": (EDITS,),  # whether weights were edited since the block was asked for
     "audit": ("audit.py",),  # the host compares checksums
     "resync and audit": ("audit.py",),
 }

@@ -66,7 +66,7 @@ def train(staged: bool, **options: Any) -> tuple[MegatronRun, list[Event]]:
 
 
 def bytes_of_messages(run: MegatronRun) -> int:
-    exchanges = [comm.reduction._exchange for comm in run.comm.groups]
+    exchanges = [comm.reduction.exchange for comm in run.comm.groups]
     (scratch,) = {exchange._scratch for exchange in exchanges}
     return int(scratch.nbytes)
 

@@ -220,4 +220,4 @@ def test_resuming_elsewhere_or_with_other_quantization_continues_the_loss(run):
     (result,) = run_ranks(resume_as, 1, alone, "sdp4bit", timeout=LIMIT)
     curve, (text,) = result["sdp4bit"]
     assert curve == pytest.approx(expected, abs=0.05)
-    assert "was saved by 2 ranks" in text and "not bit-exact" in text
+    assert "was saved with world size 2" in text and "not bit-exact" in text

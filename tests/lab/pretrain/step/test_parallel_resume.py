@@ -41,7 +41,7 @@ def losses_of(*configs: PretrainConfig) -> tuple[list[list[Any]], list[str]]:
         results = train_here(*configs)
     texts = [str(warning.message) for warning in caught]
     return [[(step.loss, step.grad_norm) for step in result.steps] for result in results], [
-        text for text in texts if "saved by" in text
+        text for text in texts if "saved with" in text
     ]
 
 
@@ -69,7 +69,7 @@ def test_the_same_layout_resumes_bit_for_bit_and_another_one_in_full_precision(t
     assert continued == pytest.approx([loss for loss, *_ in expected[2][SAVED_AT:]], rel=ROUNDING)
     assert len(texts) == 1
     assert (
-        "saved by ranks as 2 data x 2 pipeline in 2 stages each and is loaded by 2 data x 2 tensor"
+        "saved with world size 4 as 2 data x 2 pipeline in 2 stages each and is loaded with 4 as 2 data x 2 tensor"
         in texts[0]
     )
     assert all(other[0] == found for other in others)
