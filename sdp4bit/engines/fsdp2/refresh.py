@@ -230,7 +230,9 @@ class FSDPModelState(ModelState):
         if self.aliases.take_loads(
             segment.name for comm in comms for segment in comm.group.segments if segment.is_on_all_ranks
         ):
-            self.note_load()
+            # Other roots look for themselves: one that has used the load must not use it again.
+            for comm in comms:
+                comm.was_loaded = True
         asked: dict[tuple[int, ...], list[FSDPGroupState]] = {}
         for comm in comms:
             # These states are the same on all ranks, and no event changes the refresh that follows.

@@ -334,3 +334,18 @@ def pipelined(config: SDP4BitConfig | None) -> list[float]:
 def test_pipeline_stages_train_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(two_roots, checks=[(IDENTITY, assert_equal)], harmless=[mutations.TWICE])
     assert_close_to_plain(pipelined)
+
+
+@on_ranks(2)
+def test_each_of_two_roots_is_refreshed_once_after_a_load_in_place() -> None:
+    """As torch.distributed.checkpoint loads; the second root notices the load when the first has used it."""
+    pair = stages(data_mesh())
+    run = Run(nn.Sequential(*pair), None)
+    run.comm = sdp4bit.quantize_communication(pair, topology=1, config=QUANTIZED)
+    run.train(1)
+    with torch.no_grad():
+        for value in run.model.state_dict().values():
+            value._local_tensor.mul_(0.9)
+    run.evaluate()
+    run.evaluate()
+    assert [comm.full_refreshes for comm in run.comm.groups] == [1, 1, 1, 1]
