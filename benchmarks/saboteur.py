@@ -131,9 +131,9 @@ def instrument(saboteur: Saboteur, *, folder: Path, rank: int) -> None:
     one_step, load, log = TrainingLoop._step, Checkpointer.load, MetricsWriter.log_step
     logged: list[int] = []
 
-    def counted(loop: TrainingLoop) -> Any:
+    def counted(loop: TrainingLoop, stop_code: Callable[[int], int]) -> Any:
         saboteur.step = loop.progress.step + 1
-        return one_step(loop)
+        return one_step(loop, stop_code)
 
     def noted(checkpointer: Checkpointer, source: Path) -> Any:
         named = int(find_checkpoints(source)[0].name.removeprefix("step-"))

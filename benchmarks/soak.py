@@ -116,7 +116,9 @@ def plan(soak: Soak) -> list[dict[str, Any]]:
 def command(soak: Soak, folder: Path, *, out: str, module: str, more: list[str]) -> list[str]:
     """Return the command line, the same for every start."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1000"),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        # A fault causes one restart at most; a program that fails by itself must not go on for ever.
+        *("--max-restarts", str(soak.kills)),
         *("--nproc-per-node", str(soak.ranks), "-m", module, "pretrain", "--seed", str(soak.seed)),
         *("--ranks-per-node", str(soak.ranks_per_node), "--num-layers", "2", "--hidden-size", "64"),
         *("--num-attention-heads", "2", "--dropout", "0.1", "--seq-length", "32", "--micro-batch-size", "1"),

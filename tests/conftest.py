@@ -28,10 +28,9 @@ ECOSYSTEM = (
     "tests/ecosystem/",
     "tests/engines/megatron/",
     "tests/kernels/",
-    "tests/lab/pretrain/checkpoint/test_huggingface.py",
     "tests/lab/report/test_page.py",
 )
-"""Where tests need another package's programs or compilers: Megatron-Core, numba and Triton, transformers, a
+"""Where tests need another package's programs or compilers: Megatron-Core, numba and Triton, a
 browser, trainers."""
 LAB = (
     "tests/lab/",
