@@ -17,7 +17,7 @@ from sdp4bit import SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.quantization.checksum import checksum
 from tests import mutations
 from tests.paper_strategies import PAPER_STRATEGIES
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.toy import (
     IDENTITY,
     Comparison,
@@ -83,54 +83,23 @@ FOUR_RANKS: dict[str, SDP4BitConfig | None] = {
     "sdp4bit": SDP4BitConfig(),
     "full": FULL,
 }
-TWO_RANKS: dict[str, SDP4BitConfig | None] = {
-    "plain": None,
-    **{kind: replace(IDENTITY, weights=WeightConfig(bits=None, replica=kind)) for kind in ("node", "full")},
-}
-
-
-def train_four(steps: int) -> dict[str, Outcome]:
-    train_with.cache_clear()  # runs of another number of ranks in the same process
-    if steps == 2:  # later losses of quantized runs drift apart
-        checks = [(FOUR_RANKS[name], closeness(name)) for name in ("sdp4bit", "qw", "qwd")]
-        assert_close_to_plain(train_with, 2, steps, checks=checks)
-    runs = {name: train_with(config, 2, steps) for name, config in FOUR_RANKS.items()}
-    return {**runs, "in node order": train_in_node_order(steps)}
-
-
-def train_two(steps: int) -> dict[str, Outcome]:
-    train_with.cache_clear()
-    checks = [(config, assert_equal) for config in TWO_RANKS.values() if config is not None]
-    assert_close_to_plain(train_with, 1, steps, checks=checks, harmless=[mutations.TWICE])
-    return {
-        f"{name} {topology}": train_with(config, topology, steps)
-        for name, config in TWO_RANKS.items()
-        for topology in (1, 2)
-        if config is not None or topology == 1
-    }
-
-
+STEPS = 2
 Runs = dict[str, list[Outcome]]
 """What every rank returns of each run."""
 
 
-def by_run(results: list[dict[str, Outcome]]) -> Runs:
+def train_four() -> dict[str, Outcome]:
+    train_with.cache_clear()  # runs of another number of ranks in the same process
+    checks = [(FOUR_RANKS[name], closeness(name)) for name in ("sdp4bit", "qw", "qwd")]
+    assert_close_to_plain(train_with, 2, STEPS, checks=checks)
+    runs = {name: train_with(config, 2, STEPS) for name, config in FOUR_RANKS.items()}
+    return {**runs, "in node order": train_in_node_order(STEPS)}
+
+
+@pytest.fixture(scope="module")
+def runs() -> Runs:
+    results = run_ranks(train_four, 4)
     return {name: [result[name] for result in results] for name in results[0]}
-
-
-@pytest.fixture(scope="module", params=[2, pytest.param(12, marks=pytest.mark.slow)])
-def steps(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture(scope="module")
-def runs(steps: int) -> Runs:
-    return by_run(run_ranks(train_four, 4, steps))
-
-
-@pytest.fixture(scope="module")
-def pairs(steps: int) -> Runs:
-    return by_run(run_ranks(train_two, 2, steps))
 
 
 def outcomes(results: list[Outcome]) -> list[tuple[list[float], int]]:
@@ -142,13 +111,19 @@ def test_the_baseline_preset_equals_plain_fsdp2_bit_for_bit(runs: Runs) -> None:
     assert outcomes(runs["baseline"]) == outcomes(runs["plain"])
 
 
-@pytest.mark.parametrize("replica", ["node", "full"])
-@pytest.mark.parametrize("topology", [1, 2])
-def test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit(
-    pairs: Runs, replica: str, topology: int
-) -> None:
+@on_ranks(2)
+def test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit() -> None:
     """A sum of two values has one rounding, whatever the order; so nothing may differ."""
-    assert outcomes(pairs[f"{replica} {topology}"]) == outcomes(pairs["plain 1"])
+    train_with.cache_clear()
+    identities = (IDENTITY, replace(IDENTITY, weights=WeightConfig(bits=None, replica="full")))
+    checks = [(config, assert_equal) for config in identities]
+    assert_close_to_plain(train_with, 1, STEPS, checks=checks, harmless=[mutations.TWICE])
+    plain = train_with(None, 1, STEPS)
+    for config in identities:
+        for topology in (1, 2):
+            ours = train_with(config, topology, STEPS)
+            assert_equal(ours, plain)
+            assert ours.bits == plain.bits
 
 
 def test_four_ranks_with_the_identity_differ_from_plain_by_the_order_of_summation_only(runs: Runs) -> None:
@@ -165,9 +140,9 @@ def test_four_ranks_with_the_identity_differ_from_plain_by_the_order_of_summatio
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("ulq", "tlq", "tlq-hs")),
     ],
 )
-def test_presets_train_on_their_own_paths(runs: Runs, steps: int, name: str) -> None:
+def test_presets_train_on_their_own_paths(runs: Runs, name: str) -> None:
     config = SDP4BitConfig() if name == "sdp4bit" else PAPER_STRATEGIES[name]
-    outcome = (runs[name] if name in runs else run_ranks(train_with, 4, config, 2, steps))[0]
+    outcome = (runs[name] if name in runs else run_ranks(train_with, 4, config, 2, STEPS))[0]
     closeness(name)(outcome[:2], runs["plain"][0][:2])
     stats = outcome.stats
     assert stats["compression_ratio"] > 1.3
@@ -181,9 +156,9 @@ def test_qw_sends_the_weights_themselves_and_loses_their_precision(runs: Runs) -
     assert direct["weight_drift"] > 10 * difference["weight_drift"]
 
 
-def test_all_back_ends_give_the_same_losses(runs: Runs, steps: int) -> None:
+def test_all_back_ends_give_the_same_losses(runs: Runs) -> None:
     pytest.importorskip("numba")
-    kernels = run_ranks(train_with, 4, SDP4BitConfig(), 2, steps, backend="numba")
+    kernels = run_ranks(train_with, 4, SDP4BitConfig(), 2, STEPS, backend="numba")
     assert outcomes(kernels) == outcomes(runs["sdp4bit"])
 
 
