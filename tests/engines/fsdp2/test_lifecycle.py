@@ -99,12 +99,12 @@ def test_a_refresh_that_has_failed_leaves_nothing_half_removed() -> None:
 @on_ranks(1)
 def test_steps_are_counted_where_nothing_is_sent() -> None:
     run = Run(build(), QUANTIZED, topology=1)
+    optimizers = [adamw(run.model, params=[parameter]) for parameter in run.model.parameters()]
     for step in (1, 2):
         run.train(1)
         run.evaluate()
         assert run.comm.stats()["steps"] == step
     # Every parameter has an optimizer of its own: they take a step together.
-    optimizers = [adamw(run.model, params=[parameter]) for parameter in run.model.parameters()]
     for step in (3, 4):
         run.backward()
         for optimizer in optimizers:

@@ -31,5 +31,5 @@ def test_few_bits_train_the_table_and_the_measures_tell_them_and_nobody_is_alarm
         assert not run.comm.alerts()
         if config is FEW:
             assert "int2/128 clipped at 0.6 difference" in table and "inter int3/128" in table
-            assert 0.35 < stats["gradient_error"] < 0.7  # 0.39 on bell-shaped values, which these are not
+            assert 0.3 < stats["gradient_error"] < 0.7  # 0.39 on bell-shaped values, which these are not
             assert 0.3 < stats["weight_error"] < 0.9
