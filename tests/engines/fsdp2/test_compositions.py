@@ -36,13 +36,18 @@ EXACT = [(IDENTITY, assert_equal)]
 """What a feature that reaches neither quantizer needs: both hops run, and equal plain FSDP2 bit for bit."""
 
 
-def accumulate(config: SDP4BitConfig | None, reductions: int) -> list[float]:
-    """Two micro-batches a step, reduced once or each by itself."""
+def accumulate(config: SDP4BitConfig | None, reductions: int, evaluates: bool = False) -> list[float]:
+    """Two micro-batches a step, reduced once or each by itself, perhaps with evaluations behind them.
+
+    An evaluation leaves the root unsharded; the next forward must see the step all the same.
+    """
     run = Run(build(), config, topology=1)
     for _ in range(2):
         for micro_batch in range(2):
             run.model.set_requires_gradient_sync(reductions == 2 or micro_batch == 1)
             run.backward()
+            if evaluates:
+                run.evaluate(torch.inference_mode if micro_batch else torch.no_grad)
         run.step()
     if config is not None:
         assert [group.reductions for group in run.comm.groups] == [2 * reductions] * 4
@@ -62,33 +67,10 @@ def without_blocks(config: SDP4BitConfig | None) -> list[float]:
 
 
 @on_ranks(2)
-def test_accumulated_gradients_are_reduced_once_and_blocks_may_be_skipped() -> None:
-    assert_close_to_plain(accumulate, 1)
+def test_micro_batches_evaluations_and_skipped_blocks_train_as_with_plain_fsdp2() -> None:
+    assert_variants_equal(accumulate, (1,), (1, True))
     assert_close_to_plain(accumulate, 2, checks=EXACT, harmless=[mutations.TWICE])
     assert_close_to_plain(without_blocks, checks=EXACT, harmless=[mutations.TWICE])
-
-
-def evaluating(
-    config: SDP4BitConfig | None, before: tuple[int, ...] = (0, 0, 0), after: tuple[int, ...] = (0, 0, 0)
-) -> list[float]:
-    """Three steps with some evaluations before the forward and after the backward of each."""
-    run = Run(build(), config, topology=1)
-    for step in range(3):
-        for index in range(before[step]):
-            # FSDP2 itself cannot train after a first forward under inference_mode.
-            run.evaluate(torch.inference_mode if step and index % 2 == 0 else torch.no_grad)
-        run.backward()
-        for _ in range(after[step]):
-            run.evaluate()  # leaves the root unsharded; the next forward must see the step all the same
-        run.step()
-    return run.finish()
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_evaluations_do_not_change_training() -> None:
-    both, before, after = ((2, 0, 3), (1, 0, 2)), ((2, 0, 3),), ((0, 1, 0), (1, 0, 2))
-    assert_variants_equal(evaluating, (), both, before, after)
 
 
 FULL = replace(QUANTIZED, weights=WeightConfig(replica="full"))
