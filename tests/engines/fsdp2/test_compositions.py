@@ -16,20 +16,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 
-from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
 from tests import mutations
 from tests.ranks import on_ranks
 from tests.tables import explained
 from tests.toy import (
     IDENTITY,
+    POLICY,
     QUANTIZED,
+    Result,
     Run,
     adamw,
     assert_close_to_plain,
     assert_equal,
     assert_variants_equal,
     build,
+    gradient_of,
 )
 
 EXACT = [(IDENTITY, assert_equal)]
@@ -55,22 +59,46 @@ def accumulate(config: SDP4BitConfig | None, reductions: int, evaluates: bool = 
     return run.finish()
 
 
-def without_blocks(config: SDP4BitConfig | None) -> list[float]:
-    """Blocks take part by turns, and more than once; a step reaches them whatever path its forward took."""
-    run = Run(build(), config, topology=1)
-    first, second = run.model.blocks
-    for blocks in ([first, second], [second], [first, second, second], [first], [first, second]):
-        run.model.blocks = nn.ModuleList(blocks)
-        run.train(1)
-    run.model.blocks = nn.ModuleList([first, second])
-    return run.finish()
+class Chain(nn.Module):
+    """Blocks that take part by turns; the root has no parameters, so any block may be gathered first."""
+
+    def __init__(self, paths: list[list[int]]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self._paths = iter(paths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in next(self._paths):
+            x = x + torch.tanh(self.blocks[index](x))
+        return x
+
+
+def along(config: SDP4BitConfig | None) -> list[float]:
+    """A step reaches blocks whatever path the last forward took."""
+    paths = [[0, 1, 2], [1, 2], [0, 1, 1, 2], [0, 1, 2]]
+    torch.manual_seed(0)
+    model = Chain(paths)
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=POLICY)
+    if config is not None:
+        quantize_communication(model, topology=1, config=config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    generator, losses, gradients = torch.Generator().manual_seed(dist.get_rank()), [], []
+    for _ in paths:
+        loss = (model(torch.randn(4, 32, generator=generator)).float() - 1).square().mean()
+        loss.backward()
+        gradients.append(gradient_of(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Result(losses, gradients)
 
 
 @on_ranks(2)
 def test_micro_batches_evaluations_and_skipped_blocks_train_as_with_plain_fsdp2() -> None:
     assert_variants_equal(accumulate, (1,), (1, True))
     assert_close_to_plain(accumulate, 2, checks=EXACT, harmless=[mutations.TWICE])
-    assert_close_to_plain(without_blocks, checks=EXACT, harmless=[mutations.TWICE])
+    assert_close_to_plain(along, checks=EXACT, harmless=[mutations.TWICE])
 
 
 FULL = replace(QUANTIZED, weights=WeightConfig(replica="full"))
