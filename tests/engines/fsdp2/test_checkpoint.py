@@ -342,8 +342,10 @@ def test_saving_changes_nothing_and_holds_plain_values(tmp_path: Path) -> None:
         assert (type(value), value.dtype, value.shape) == (DTensor, torch.float32, like.shape)
         assert row.shape == like.shape and row.placements == value.placements == like.placements
 
-    # The handle is a Stateful, also for a save in the background of further steps.
-    pending = dcp.async_save({"comm": job.comm}, checkpoint_id=f"{tmp_path}/later")
+    # The handle is a Stateful, also for a save in the background of further steps. The thread that saves has
+    # a process group of its own: ranks could begin its collectives and the training in different orders.
+    own_group = dist.new_group()
+    pending = dcp.async_save({"comm": job.comm}, checkpoint_id=f"{tmp_path}/later", process_group=own_group)
     job.train(1)
     pending.result()
     assert not equal_states(job.comm.state_dict(), state)
