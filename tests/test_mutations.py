@@ -17,7 +17,7 @@ from tests import ROOT, mutations
 from tests.ranks import on_ranks
 from tests.toy import IDENTITY, QUANTIZED, Run, assert_close, assert_close_to_plain, assert_equal, build
 
-ORACLES = ("assert_close_to_plain(", "assert_variants_equal(", "faults_of(")
+ORACLES = ("assert_close_to_plain(", "assert_variants_equal(", "check_way(")
 CLAIMS = sorted(
     str(path.relative_to(ROOT))
     for path in (ROOT / "tests").rglob("test_*.py")

@@ -16,34 +16,42 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 
-from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
 from tests import mutations
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.tables import explained
 from tests.toy import (
     IDENTITY,
+    POLICY,
     QUANTIZED,
+    Result,
     Run,
-    ToyGPT,
     adamw,
     assert_close_to_plain,
     assert_equal,
     assert_variants_equal,
     build,
+    gradient_of,
 )
 
 EXACT = [(IDENTITY, assert_equal)]
 """What a feature that reaches neither quantizer needs: both hops run, and equal plain FSDP2 bit for bit."""
 
 
-def accumulate(config: SDP4BitConfig | None, reductions: int) -> list[float]:
-    """Two micro-batches a step, reduced once or each by itself."""
+def accumulate(config: SDP4BitConfig | None, reductions: int, evaluates: bool = False) -> list[float]:
+    """Two micro-batches a step, reduced once or each by itself, perhaps with evaluations behind them.
+
+    An evaluation leaves the root unsharded; the next forward must see the step all the same.
+    """
     run = Run(build(), config, topology=1)
     for _ in range(2):
         for micro_batch in range(2):
             run.model.set_requires_gradient_sync(reductions == 2 or micro_batch == 1)
             run.backward()
+            if evaluates:
+                run.evaluate(torch.inference_mode if micro_batch else torch.no_grad)
         run.step()
     if config is not None:
         assert [group.reductions for group in run.comm.groups] == [2 * reductions] * 4
@@ -51,45 +59,46 @@ def accumulate(config: SDP4BitConfig | None, reductions: int) -> list[float]:
     return run.finish()
 
 
-def without_blocks(config: SDP4BitConfig | None) -> list[float]:
-    """The second block takes part in every other step."""
-    run = Run(build(), config, topology=1)
-    both = run.model.blocks
-    first = nn.ModuleList([both[0]])
-    for blocks in (both, first, both):
-        run.model.blocks = blocks
-        run.train(1)
-    return run.finish()
+class Chain(nn.Module):
+    """Blocks that take part by turns; the root has no parameters, so any block may be gathered first."""
+
+    def __init__(self, paths: list[list[int]]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self._paths = iter(paths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in next(self._paths):
+            x = x + torch.tanh(self.blocks[index](x))
+        return x
+
+
+def along(config: SDP4BitConfig | None) -> list[float]:
+    """A step reaches blocks whatever path the last forward took."""
+    paths = [[0, 1, 2], [1, 2], [0, 1, 1, 2], [0, 1, 2]]
+    torch.manual_seed(0)
+    model = Chain(paths)
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=POLICY)
+    if config is not None:
+        quantize_communication(model, topology=1, config=config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    generator, losses, gradients = torch.Generator().manual_seed(dist.get_rank()), [], []
+    for _ in paths:
+        loss = (model(torch.randn(4, 32, generator=generator)).float() - 1).square().mean()
+        loss.backward()
+        gradients.append(gradient_of(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Result(losses, gradients)
 
 
 @on_ranks(2)
-def test_accumulated_gradients_are_reduced_once_and_blocks_may_be_skipped() -> None:
-    assert_close_to_plain(accumulate, 1)
+def test_micro_batches_evaluations_and_skipped_blocks_train_as_with_plain_fsdp2() -> None:
+    assert_variants_equal(accumulate, (1,), (1, True))
     assert_close_to_plain(accumulate, 2, checks=EXACT, harmless=[mutations.TWICE])
-    assert_close_to_plain(without_blocks, checks=EXACT, harmless=[mutations.TWICE])
-
-
-def evaluating(
-    config: SDP4BitConfig | None, before: tuple[int, ...] = (0, 0, 0), after: tuple[int, ...] = (0, 0, 0)
-) -> list[float]:
-    """Three steps with some evaluations before the forward and after the backward of each."""
-    run = Run(build(), config, topology=1)
-    for step in range(3):
-        for index in range(before[step]):
-            # FSDP2 itself cannot train after a first forward under inference_mode.
-            run.evaluate(torch.inference_mode if step and index % 2 == 0 else torch.no_grad)
-        run.backward()
-        for _ in range(after[step]):
-            run.evaluate()  # leaves the root unsharded; the next forward must see the step all the same
-        run.step()
-    return run.finish()
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_evaluations_do_not_change_training() -> None:
-    both, before, after = ((2, 0, 3), (1, 0, 2)), ((2, 0, 3),), ((0, 1, 0), (1, 0, 2))
-    assert_variants_equal(evaluating, (), both, before, after)
+    assert_close_to_plain(along, checks=EXACT, harmless=[mutations.TWICE])
 
 
 FULL = replace(QUANTIZED, weights=WeightConfig(replica="full"))
@@ -119,7 +128,8 @@ def gathering(config: SDP4BitConfig | None, ahead: bool) -> list[float]:
     run = Run(model, config, ordered=True)
     first, second = model.blocks
     if ahead:
-        model.set_modules_to_forward_prefetch([first])
+        # The first block asks for one that the root has asked for already.
+        model.set_modules_to_forward_prefetch([first, second])
         first.set_modules_to_forward_prefetch([second, model.norm])
         second.set_modules_to_backward_prefetch([first])
     for step in range(3):
@@ -127,7 +137,12 @@ def gathering(config: SDP4BitConfig | None, ahead: bool) -> list[float]:
             handles = [m.unshard(async_op=True) for m in (model, first, second)[: step + 1]]
             handles[0].wait()
         run.train(1)
-    return run.finish()
+    run.losses += [run.evaluate(), run.evaluate(torch.inference_mode)]
+    if run.comm is not None:
+        run.comm.resync()
+    result = run.train(1).finish()
+    assert run.comm is None or not any(group.replica.is_pending for group in run.comm.groups)
+    return result
 
 
 @pytest.mark.slow
@@ -242,54 +257,6 @@ def test_rows_below_the_minimum_are_reduced_densely_and_counted() -> None:
 # -- refreshes under way during the forward -----------------------------------------------------------
 
 
-def prefetch_blocks(model: ToyGPT) -> None:
-    """The root asks for all blocks, the first block for one that has been asked for already."""
-    first, second = model.blocks
-    model.set_modules_to_forward_prefetch([first, second])
-    first.set_modules_to_forward_prefetch([second])
-
-
-def scenario(
-    config: SDP4BitConfig | None,
-    topology: int,
-    replica: str,
-    prefetch: bool,
-    reshard: bool,
-    part: bool = False,
-) -> list[float]:
-    model = build(reshard_after_forward=reshard)
-    if prefetch:
-        prefetch_blocks(model)
-    if config is not None:
-        config = replace(config, weights=replace(config.weights, replica=replica))
-    options: dict[str, Any] = {"ordered": True}
-    if part:  # then only ranges of a row are refreshed
-        options["params"] = [p for name, p in model.named_parameters() if "bias" not in name]
-    run = Run(model, config, topology=topology, **options).train(2)
-    run.losses += [run.evaluate(), run.evaluate(torch.inference_mode)]
-    if run.comm is not None:
-        run.comm.resync()
-    losses = run.train(1).finish()
-    if run.comm is not None:
-        assert not any(group.replica.is_pending for group in run.comm.groups)
-        run.comm.remove()
-    return losses
-
-
-def compare(topology: int, replica: str) -> None:
-    for part in (False, True):
-        usual = (topology, replica, False, False, part)
-        assert_variants_equal(scenario, usual, (topology, replica, True, False, part))
-    usual = (topology, replica, False, True)
-    assert_variants_equal(scenario, usual, (topology, replica, True, True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("topology", "replica"), [(1, "node"), (2, "node"), (2, "full")])
-def test_prefetched_weights_equal_others_bit_for_bit(topology: int, replica: str) -> None:
-    run_ranks(compare, 2 * topology, topology, replica)
-
-
 def raise_interrupted(*_: Any) -> None:
     raise InterruptedError
 
@@ -300,7 +267,7 @@ def test_the_next_block_is_refreshed_during_the_forward_and_whoever_needs_it_fin
     outcomes = []
     for fails in (False, True):
         model = build()
-        prefetch_blocks(model)
+        model.set_modules_to_forward_prefetch(model.blocks)
         run = Run(model, QUANTIZED, topology=1)
         _, first, second, _ = (group.replica for group in run.comm.groups)
         pending: list[list[bool]] = []

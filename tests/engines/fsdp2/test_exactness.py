@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import sdp4bit
-from sdp4bit import SDP4BitConfig, TelemetryConfig, WeightConfig
+from sdp4bit import AlertConfig, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.quantization.checksum import checksum
 from tests import mutations
 from tests.paper_strategies import PAPER_STRATEGIES
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.toy import (
     IDENTITY,
     Comparison,
@@ -48,22 +48,15 @@ def bits_of(model: torch.nn.Module) -> int:
 
 
 @cache
-def train_with(config: SDP4BitConfig | None, topology: int, steps: int) -> Outcome:
-    """Train the toy model; None for plain FSDP2."""
+def train_with(config: SDP4BitConfig | None, topology: int, steps: int, ordered: bool = False) -> Outcome:
+    """Train the toy model; None for plain FSDP2, which may add gradients in the order of the exchange."""
     if config is not None:
         config = replace(config, telemetry=TelemetryConfig(interval=2))
-    run = Run(build(), config, topology=topology, clip=1.0).train(steps)
+    run = Run(build(), config, topology=topology, clip=1.0, ordered=ordered).train(steps)
     result = run.finish()
     stats = {} if config is None else {**run.comm.stats(), **run.comm.measure()}
     run.model.reshard()
     return Outcome(result, stats, bits_of(run.model))
-
-
-def train_in_node_order(steps: int) -> Outcome:
-    model = build()
-    result = Run(model, None, clip=1.0, ordered=True).train(steps).finish()
-    model.reshard()
-    return Outcome(result, {}, bits_of(model))
 
 
 TOLERANCES = {"qw": {"loss": 0.05, "gradient": 1.0}}
@@ -83,54 +76,23 @@ FOUR_RANKS: dict[str, SDP4BitConfig | None] = {
     "sdp4bit": SDP4BitConfig(),
     "full": FULL,
 }
-TWO_RANKS: dict[str, SDP4BitConfig | None] = {
-    "plain": None,
-    **{kind: replace(IDENTITY, weights=WeightConfig(bits=None, replica=kind)) for kind in ("node", "full")},
-}
-
-
-def train_four(steps: int) -> dict[str, Outcome]:
-    train_with.cache_clear()  # runs of another number of ranks in the same process
-    if steps == 2:  # later losses of quantized runs drift apart
-        checks = [(FOUR_RANKS[name], closeness(name)) for name in ("sdp4bit", "qw", "qwd")]
-        assert_close_to_plain(train_with, 2, steps, checks=checks)
-    runs = {name: train_with(config, 2, steps) for name, config in FOUR_RANKS.items()}
-    return {**runs, "in node order": train_in_node_order(steps)}
-
-
-def train_two(steps: int) -> dict[str, Outcome]:
-    train_with.cache_clear()
-    checks = [(config, assert_equal) for config in TWO_RANKS.values() if config is not None]
-    assert_close_to_plain(train_with, 1, steps, checks=checks, harmless=[mutations.TWICE])
-    return {
-        f"{name} {topology}": train_with(config, topology, steps)
-        for name, config in TWO_RANKS.items()
-        for topology in (1, 2)
-        if config is not None or topology == 1
-    }
-
-
+STEPS = 2
 Runs = dict[str, list[Outcome]]
 """What every rank returns of each run."""
 
 
-def by_run(results: list[dict[str, Outcome]]) -> Runs:
+def train_four() -> dict[str, Outcome]:
+    train_with.cache_clear()  # runs of another number of ranks in the same process
+    checks = [(FOUR_RANKS[name], closeness(name)) for name in ("sdp4bit", "qw", "qwd")]
+    assert_close_to_plain(train_with, 2, STEPS, checks=checks)
+    runs = {name: train_with(config, 2, STEPS) for name, config in FOUR_RANKS.items()}
+    return {**runs, "in node order": train_with(None, 2, STEPS, True)}
+
+
+@pytest.fixture(scope="module")
+def runs() -> Runs:
+    results = run_ranks(train_four, 4)
     return {name: [result[name] for result in results] for name in results[0]}
-
-
-@pytest.fixture(scope="module", params=[2, pytest.param(12, marks=pytest.mark.slow)])
-def steps(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture(scope="module")
-def runs(steps: int) -> Runs:
-    return by_run(run_ranks(train_four, 4, steps))
-
-
-@pytest.fixture(scope="module")
-def pairs(steps: int) -> Runs:
-    return by_run(run_ranks(train_two, 2, steps))
 
 
 def outcomes(results: list[Outcome]) -> list[tuple[list[float], int]]:
@@ -142,13 +104,19 @@ def test_the_baseline_preset_equals_plain_fsdp2_bit_for_bit(runs: Runs) -> None:
     assert outcomes(runs["baseline"]) == outcomes(runs["plain"])
 
 
-@pytest.mark.parametrize("replica", ["node", "full"])
-@pytest.mark.parametrize("topology", [1, 2])
-def test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit(
-    pairs: Runs, replica: str, topology: int
-) -> None:
+@on_ranks(2)
+def test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit() -> None:
     """A sum of two values has one rounding, whatever the order; so nothing may differ."""
-    assert outcomes(pairs[f"{replica} {topology}"]) == outcomes(pairs["plain 1"])
+    train_with.cache_clear()
+    identities = (IDENTITY, replace(IDENTITY, weights=WeightConfig(bits=None, replica="full")))
+    checks = [(config, assert_equal) for config in identities]
+    assert_close_to_plain(train_with, 1, STEPS, checks=checks, harmless=[mutations.TWICE])
+    plain = train_with(None, 1, STEPS)
+    for config in identities:
+        for topology in (1, 2):
+            ours = train_with(config, topology, STEPS)
+            assert_equal(ours, plain)
+            assert ours.bits == plain.bits
 
 
 def test_four_ranks_with_the_identity_differ_from_plain_by_the_order_of_summation_only(runs: Runs) -> None:
@@ -165,9 +133,9 @@ def test_four_ranks_with_the_identity_differ_from_plain_by_the_order_of_summatio
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("ulq", "tlq", "tlq-hs")),
     ],
 )
-def test_presets_train_on_their_own_paths(runs: Runs, steps: int, name: str) -> None:
+def test_presets_train_on_their_own_paths(runs: Runs, name: str) -> None:
     config = SDP4BitConfig() if name == "sdp4bit" else PAPER_STRATEGIES[name]
-    outcome = (runs[name] if name in runs else run_ranks(train_with, 4, config, 2, steps))[0]
+    outcome = (runs[name] if name in runs else run_ranks(train_with, 4, config, 2, STEPS))[0]
     closeness(name)(outcome[:2], runs["plain"][0][:2])
     stats = outcome.stats
     assert stats["compression_ratio"] > 1.3
@@ -181,9 +149,9 @@ def test_qw_sends_the_weights_themselves_and_loses_their_precision(runs: Runs) -
     assert direct["weight_drift"] > 10 * difference["weight_drift"]
 
 
-def test_all_back_ends_give_the_same_losses(runs: Runs, steps: int) -> None:
+def test_all_back_ends_give_the_same_losses(runs: Runs) -> None:
     pytest.importorskip("numba")
-    kernels = run_ranks(train_with, 4, SDP4BitConfig(), 2, steps, backend="numba")
+    kernels = run_ranks(train_with, 4, SDP4BitConfig(), 2, STEPS, backend="numba")
     assert outcomes(kernels) == outcomes(runs["sdp4bit"])
 
 
@@ -191,6 +159,34 @@ def test_full_and_node_replicas_give_equal_losses(runs: Runs) -> None:
     assert outcomes(runs["full"]) == outcomes(runs["sdp4bit"])
     for outcome in runs["full"] + runs["sdp4bit"]:
         assert outcome.stats["weight_drift"] < 0.02
+
+
+FEW = SDP4BitConfig(
+    gradients=GradientConfig(inter_bits=3, min_numel=0),
+    weights=WeightConfig(bits=2, group_size=128),
+    telemetry=TelemetryConfig(interval=1),
+    alerts=AlertConfig(),
+)
+MIXED = replace(
+    FEW,
+    gradients=replace(FEW.gradients, intra_bits=3, inter_bits=2),
+    weights=replace(FEW.weights, bits=3, replica="full"),
+)
+"""Of 2 and 3 bits."""
+
+
+@on_ranks(4)
+def test_few_bits_train_the_table_and_the_measures_tell_them_and_nobody_is_alarmed() -> None:
+    plain = Run(build(), None, ordered=True).train(2).finish()
+    for config in (FEW, MIXED):
+        run = Run(build(), config).train(2)
+        stats, table = run.comm.stats(), run.comm.explain()
+        assert_close(run.finish(), plain, loss=0.03, gradient=2.0)  # of 2 and 3 bits
+        assert not run.comm.alerts()
+        if config is FEW:
+            assert "int2/128 clipped at 0.6 difference" in table and "inter int3/128" in table
+            assert 0.3 < stats["gradient_error"] < 0.7  # 0.39 on bell-shaped values, which these are not
+            assert 0.3 < stats["weight_error"] < 0.9
 
 
 @pytest.mark.slow

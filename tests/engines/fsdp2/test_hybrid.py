@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sdp4bit import AlertConfig, AuditConfig, GradientConfig, ReplicaMismatchError, SDP4BitConfig
@@ -24,19 +23,16 @@ from sdp4bit.traffic import Traffic
 from sdp4bit_lab.plan.traffic import RankGrid, all_reduce_exchange, gradient_exchange
 from tests import mutations
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
-from tests.engines.fsdp2.test_parallelism import split_layers
 from tests.ranks import on_ranks
 from tests.toy import (
     IDENTITY,
     QUANTIZED,
     Run,
-    ToyGPT,
     assert_close,
     assert_close_to_plain,
     assert_equal,
     assert_near,
     build,
-    shard,
 )
 
 PLACEMENTS = {
@@ -45,6 +41,12 @@ PLACEMENTS = {
     "replicas only": [[0], [1], [2], [3]],
 }
 """Ranks of each replica; ranks 0 and 1 are one node."""
+GRIDS = {
+    "shards in the node": (RankGrid(nodes=1, ranks_per_node=2), RankGrid(nodes=2, ranks_per_node=1)),
+    "replicas in the node": (RankGrid(nodes=2, ranks_per_node=1), RankGrid(nodes=1, ranks_per_node=2)),
+    "replicas only": (RankGrid(nodes=1, ranks_per_node=1), RankGrid(nodes=2, ranks_per_node=2)),
+}
+"""Nodes and ranks of the reduction over shards, and of that over replicas."""
 USUAL = "shards in the node"
 GRADIENTS = replace(QUANTIZED, weights=None)
 
@@ -64,10 +66,6 @@ class HybridRun(Run):
             warnings.filterwarnings("ignore", "sdp4bit: .* sharded inside one node")
             super().__init__(build(mesh=mesh), config, **options)
 
-    @property
-    def groups(self) -> list[Any]:
-        return list(self.comm.groups)
-
     def check_replicas(self) -> None:
         """Weights and what the optimizer keeps of them are the same bits on all ranks with the same shard."""
         self.model.reshard()
@@ -83,7 +81,7 @@ class HybridRun(Run):
 def counted(run: HybridRun) -> Traffic:
     """What the all-reduces of the last step sent."""
     run.evaluate()
-    counters = [g.all_reduce_traffic for g in run.groups]
+    counters = [g.all_reduce_traffic for g in run.comm.groups]
     return sum((c.current_step if run.comm._state.step_pending else c.last_step for c in counters), Traffic())
 
 
@@ -96,56 +94,39 @@ def training(config: SDP4BitConfig | None, placement: str, steps: int) -> list[f
 
 
 def check_bytes(placement: str) -> None:
+    """What is sent is what is counted, and what the planner says; equal weights are rounded alike."""
+    sharded, replicated = GRIDS[placement]
     run = HybridRun(QUANTIZED, placement)
     with count_sent_bytes(2) as sent:
         run.train(1)
     first = dict(sent)
     run.train(1).evaluate()
-    # What was sent is what is counted, and what the planner says.
-    grids = {
-        "shards in the node": (RankGrid(nodes=1, ranks_per_node=2), RankGrid(nodes=2, ranks_per_node=1)),
-        "replicas in the node": (RankGrid(nodes=2, ranks_per_node=1), RankGrid(nodes=1, ranks_per_node=2)),
-        "replicas only": (RankGrid(nodes=1, ranks_per_node=1), RankGrid(nodes=2, ranks_per_node=2)),
-    }
-    sharded, replicated = grids[placement]
-    rows = [group.group.shard_numel for group in run.groups]
-    config = run.comm.config.gradients
-    cut = [group.group.sections(group.group.shard_numel, unit=128, separate=True) for group in run.groups]
-    reduced, summed = (
-        [
-            exchange(row, grid=grid, config=config, sections=sections)
-            for row, sections in zip(rows, cut, strict=True)
-        ]
-        for exchange, grid in ((gradient_exchange, sharded), (all_reduce_exchange, replicated))
-    )
+    config, reduced, summed = run.comm.config.gradients, [], []
+    for group in (each.group for each in run.comm.groups):
+        row, sections = group.shard_numel, group.sections(group.shard_numel, unit=128, separate=True)
+        reduced.append(gradient_exchange(row, grid=sharded, config=config, sections=sections))
+        summed.append(all_reduce_exchange(row, grid=replicated, config=config, sections=sections))
     traffic = counted(run)
     assert traffic.inter_bytes == sum(each.inter_bytes for each in summed)
     assert traffic.intra_bytes == sum(each.intra_bytes for each in summed)
     assert traffic.collectives == sum(each.collectives for each in summed)
-    gradients = [*reduced, *summed]
+    stats = run.comm.stats()
     if placement != "replicas in the node":  # where weights go between nodes
-        assert first["inter"] == sum(each.inter_bytes for each in gradients)
-        assert first["intra"] == sum(each.intra_bytes for each in gradients)
-        assert run.comm.stats()["last_step"]["inter_bytes"] == first["inter"]
-    assert run.comm.stats()["steps"] == 2
-    assert [group.gradient_bits for group in run.groups] == [
-        8 if placement == "replicas in the node" else 4
-    ] * 4
-    # Rows of 500 to 10,000 values; the ratio of long ones is in test_all_reduce.py.
-    plain_bytes = traffic.plain_inter_bytes + traffic.plain_intra_bytes
-    assert traffic.intra_bytes + traffic.inter_bytes < plain_bytes / (3 if placement == USUAL else 1)
-    # Equal weights are rounded alike, gradients of different data are not.
-    (replica,) = (place for place, ranks in enumerate(PLACEMENTS[placement]) if dist.get_rank() in ranks)
-    shard_rank = PLACEMENTS[placement][replica].index(dist.get_rank())
-    for group in run.groups:
-        assert group.group.shard_rank == shard_rank
-        assert group.group.data_rank == replica * len(PLACEMENTS[placement][0]) + shard_rank
+        assert first["intra"] == sum(each.intra_bytes for each in (*reduced, *summed))
+        assert first["inter"] == sum(each.inter_bytes for each in (*reduced, *summed))
+        assert first["inter"] == stats["last_step"]["inter_bytes"]
+    bits = 8 if placement == "replicas in the node" else 4
+    assert [group.gradient_bits for group in run.comm.groups] == [bits] * 4
+    # The random bits of weights are those of the shard, the bits of gradients differ on all ranks.
+    (replica,) = (ranks for ranks in PLACEMENTS[placement] if dist.get_rank() in ranks)
+    shard_rank = replica.index(dist.get_rank())
+    data_rank = PLACEMENTS[placement].index(replica) * len(replica) + shard_rank
+    assert {(g.group.shard_rank, g.group.data_rank) for g in run.comm.groups} == {(shard_rank, data_rank)}
     table = run.comm.explain()
     assert table.count("all-reduce ") == 4
     shapes = f"{sharded.nodes} x {sharded.ranks_per_node}, replicas {replicated.nodes} x "
     assert table.count(shapes + f"{replicated.ranks_per_node} ") == 4
-    measured = run.comm.stats()
-    assert 0.0 < measured["gradient_error"] < 0.4 and measured["nonfinite_groups"] == 0
+    assert 0.0 < stats["gradient_error"] < 0.4 and stats["nonfinite_groups"] == 0
     assert run.comm.audit()
 
 
@@ -170,7 +151,10 @@ def test_replicas_stay_equal_and_train_as_with_plain_fsdp2(placement: str) -> No
 
 
 class Accumulating(HybridRun):
-    """Three micro-batches a step: one not even reduced over shards, one not over replicas."""
+    """Three micro-batches a step: one not even reduced over shards, one not over replicas.
+
+    Replicas exchange once per step whatever is accumulated.
+    """
 
     def train(self, steps: int) -> Accumulating:
         for _ in range(steps):
@@ -188,46 +172,31 @@ def accumulating(config: SDP4BitConfig | None) -> list[float]:
     result = run.finish()
     run.check_replicas()
     if config is not None:
-        assert [(group.reductions, group.all_reduces) for group in run.groups] == [(2, 1)] * 4
+        assert [(group.reductions, group.all_reduces) for group in run.comm.groups] == [(2, 1)] * 4
     return result
 
 
-def check_accumulation() -> None:
-    """Replicas exchange once per step whatever is accumulated."""
-    assert_close_to_plain(accumulating, checks=[(IDENTITY, assert_equal)], harmless=mutations.WEIGHTS)
-    run = Accumulating(QUANTIZED, clip=0.5).train(1)
-    run.check_replicas()
-    once = HybridRun(QUANTIZED).train(1)
-    assert counted(run).inter_bytes == counted(once).inter_bytes > 0
-
-
 def check_resume() -> None:
-    """A resumed run repeats the next losses and weights bit for bit; state without counters does not."""
+    """A resumed run repeats the next losses and weights bit for bit."""
     run = HybridRun(QUANTIZED, clip=1.0).train(1)
     saved = io.BytesIO()
     states = {"model": run.model, "optimizer": run.optimizer, "comm": run.comm}
     torch.save({name: part.state_dict() for name, part in states.items()}, saved)
     expected = run.train(1).finish()[1:]
-    results = []
-    for forgets in (False, True):
-        saved.seek(0)
-        loaded = torch.load(saved, weights_only=False)
-        if forgets:
-            for counters in loaded["comm"]["counters"].values():
-                counters[2] = 0  # all-reduces so far
-        resumed = HybridRun(QUANTIZED, clip=1.0)
-        next(resumed.data)
-        resumed.model.load_state_dict(loaded["model"])
-        resumed.optimizer.load_state_dict(loaded["optimizer"])
-        resumed.comm.load_state_dict(loaded["comm"])
-        results.append(resumed.train(1).finish() == expected)
-        resumed.check_replicas()
-    assert results == [True, False]
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    resumed = HybridRun(QUANTIZED, clip=1.0)
+    next(resumed.data)
+    resumed.model.load_state_dict(loaded["model"])
+    resumed.optimizer.load_state_dict(loaded["optimizer"])
+    resumed.comm.load_state_dict(loaded["comm"])
+    assert resumed.train(1).finish() == expected
+    resumed.check_replicas()
 
 
 @on_ranks(4, timeout=400.0)
 def test_accumulation_clipping_and_resume() -> None:
-    check_accumulation()
+    assert_close_to_plain(accumulating, checks=[(IDENTITY, assert_equal)], harmless=mutations.WEIGHTS)
     check_resume()
 
 
@@ -237,9 +206,9 @@ def check_measures() -> None:
     run = HybridRun(replace(QUANTIZED, alerts=alerts, audit=AuditConfig(interval=1))).train(1)
     run.evaluate()
     run.check_replicas()
-    assert {group.gradient_bits for group in run.groups} == {4}
+    assert {group.gradient_bits for group in run.comm.groups} == {4}
     assert run.comm.stats()["gradient_error"] > 0.15
-    assert {alert.group for alert in run.comm.alerts()} == {group.group.name for group in run.groups}
+    assert {alert.group for alert in run.comm.alerts()} == {group.group.name for group in run.comm.groups}
 
 
 def check_settings() -> None:
@@ -249,22 +218,22 @@ def check_settings() -> None:
     for config in (SDP4BitConfig(weights=None, gradients=None), starting_at(3)):
         run = HybridRun(config).train(3)
         assert run.finish() == plain
-        rows = [group.group.shard_numel for group in run.groups]
+        rows = [group.group.shard_numel for group in run.comm.groups]
         traffic = counted(run)
         assert traffic.inter_bytes == traffic.plain_inter_bytes == sum(4 * row for row in rows)
-        assert all(isinstance(group.group.comms.replicas, ReplicaGroup) for group in run.groups)
+        assert all(isinstance(group.group.comms.replicas, ReplicaGroup) for group in run.comm.groups)
         stock = run.replicas
-        assert all(group.group.comms.replicas == stock for group in run.groups)
+        assert all(group.group.comms.replicas == stock for group in run.comm.groups)
         run.comm.remove()
         assert all(module_group(block) is stock for block in run.model.blocks)
     late = HybridRun(starting_at(2)).train(2)
     assert late.losses == plain[:2]
-    assert [group.all_reduces for group in late.groups] == [0] * 4
+    assert [group.all_reduces for group in late.comm.groups] == [0] * 4
     assert late.train(1).finish() != plain
-    assert [group.all_reduces for group in late.groups] == [1] * 4
+    assert [group.all_reduces for group in late.comm.groups] == [1] * 4
 
     bypassed = HybridRun(GRADIENTS)
-    info = bypassed.groups[1].group._group.mesh_info
+    info = bypassed.comm.groups[1].group._group.mesh_info
     info.replicate_process_group = bypassed.replicas
     with pytest.warns(UserWarning, match=r"not over replicas since \(blocks\.0\)"):
         bypassed.train(1)
@@ -273,7 +242,7 @@ def check_settings() -> None:
     block, root = max(rows), rows[0]
     assert root < block
     run = HybridRun(replace(GRADIENTS, gradients=GradientConfig(min_numel=root))).train(2)
-    for group in run.groups:
+    for group in run.comm.groups:
         is_block = group.group.shard_numel == block
         assert group.gradient_bits == (4 if is_block else None)
         assert group.reductions == (2 if group.group.shard_numel >= root else 0)
@@ -313,59 +282,3 @@ def test_measures_the_audit_and_what_is_left_to_fsdp2() -> None:
     check_measures()
     check_audit()
     check_settings()
-
-
-class TensorParallelHybridRun(Run):
-    """Two replicas of one data-parallel rank each, split over two tensor-parallel ranks."""
-
-    def __init__(self, config: SDP4BitConfig | None) -> None:
-        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
-        torch.manual_seed(0)
-        model = ToyGPT(width=64, hidden=128)
-        for block in model.blocks:
-            split_layers(block, mesh["tp"], sequence=False)
-        shard(model, mesh=mesh["replicate", "shard"])
-        params = [
-            {"params": [p for p in model.parameters() if p.device_mesh.ndim == ndim]} for ndim in (2, 3)
-        ]
-        super().__init__(model, config, topology=2, data_rank=mesh.get_local_rank("replicate"), params=params)
-
-    def weights(self) -> dict[str, tuple[bool, Tensor]]:
-        """Every parameter, and whether tensor parallelism splits it."""
-        self.model.reshard()
-        return {
-            name: (p.device_mesh.ndim == 3 and p.placements[2].is_shard(), p.to_local().detach().clone())
-            for name, p in self.model.named_parameters()
-        }
-
-
-@pytest.mark.slow
-@on_ranks(4, timeout=400.0)
-def test_what_tensor_parallel_ranks_hold_alike_stays_equal_over_replicas() -> None:
-    def trained(config: SDP4BitConfig | None) -> list[float]:
-        return TensorParallelHybridRun(config).train(2).finish()
-
-    assert_close_to_plain(trained, harmless=mutations.WEIGHTS)
-    run = TensorParallelHybridRun(QUANTIZED).train(4)
-    peers: list[Any] = [None] * 4
-    dist.all_gather_object(peers, run.weights())
-    for first, second in ((0, 2), (1, 3)):
-        assert all(torch.equal(own, peers[second][name][1]) for name, (_, own) in peers[first].items())
-    split = {name for name, (is_split, _) in peers[0].items() if is_split}
-    assert len(split) == 6
-    for name, (_, own) in peers[0].items():
-        assert name in split or torch.equal(own, peers[1][name][1]), name
-
-    frozen = TensorParallelHybridRun(QUANTIZED)
-    for name, param in frozen.model.named_parameters():
-        if name in split:  # so that a part of every block has no gradient at all
-            param.requires_grad_(False)
-    frozen.train(2)
-    assert [group.gradient_bits for group in frozen.comm.groups] == [4] * 4
-    dist.all_gather_object(peers, frozen.weights())
-    assert all(
-        torch.equal(own, peer[name][1])
-        for peer in peers
-        for name, (_, own) in peers[0].items()
-        if name not in split
-    )

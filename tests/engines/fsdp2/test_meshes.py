@@ -6,7 +6,6 @@ Layer: 4 real processes over gloo, 2 nodes x 2 ranks, a model with experts.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +25,9 @@ from tests.engines.fsdp2 import toy_moe
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
 from tests.engines.fsdp2.toy_moe import MoERun, build_moe, expert_mesh
 from tests.lab.plan.test_large_worlds import fake_world
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.tables import flat
-from tests.toy import QUANTIZED, Run, assert_close_to_plain, assert_variants_equal
+from tests.toy import QUANTIZED, assert_close_to_plain, assert_variants_equal
 
 pytestmark = pytest.mark.skipif(not toy_moe.HAS_MESH_PER_PARAM, reason="torch 2.12 and newer")
 
@@ -38,15 +37,6 @@ NAMES = ["(root)", "blocks.0", "blocks.0.moe.experts", "blocks.1", "blocks.1.moe
 BETWEEN = {True: RankGrid(nodes=2, ranks_per_node=1), False: RankGrid(nodes=2, ranks_per_node=2)}
 """Of the experts' groups, and of the others."""
 LIMIT = 400.0
-
-
-def groups_of(run: Run) -> list[Any]:
-    return list(run.comm.groups)
-
-
-def stock_objects(run: Run) -> list[str]:
-    groups = [g for block in run.model.blocks for g in param_groups_of(block)]
-    return [type(c).__name__ for g in groups for c in (g._all_gather_comm, g._reduce_scatter_comm)]
 
 
 def training(
@@ -59,45 +49,33 @@ def training(
         return run.train(1).finish()
 
 
-def measure() -> dict[str, Any]:
-    """Train in all ways; return bytes and tables."""
+@on_ranks(4, timeout=LIMIT)
+def test_every_group_sends_over_its_own_mesh_what_the_planner_says() -> None:
     assert_variants_equal(training, (ACROSS, False), (ACROSS, True))
-    found: dict[str, Any] = {}
     run = MoERun(QUANTIZED, ACROSS).train(1)
     with count_sent_bytes(2) as sent:
         run.train(1)
-    found["sent"], found["counted"] = sent, run.comm.stats()["last_step"]
-    found["names"] = [group.group.name for group in groups_of(run)]
-    found["rows"] = [group.group.shard_numel for group in groups_of(run)]
-    found["sections"] = [
-        tuple(group.group.sections(group.group.shard_numel, unit=unit, separate=True) for unit in (128, 2048))
-        for group in groups_of(run)
-    ]
+    counted = run.comm.stats()["last_step"]
+    assert [group.group.name for group in run.comm.groups] == NAMES
+    parts = []
+    for group in (each.group for each in run.comm.groups):
+        row, grid = group.shard_numel, BETWEEN[group.name.endswith("experts")]
+        reduced, refreshed = (group.sections(row, unit=unit, separate=True) for unit in (128, 2048))
+        parts += [
+            gradient_exchange(row, grid=grid, config=QUANTIZED.gradients, sections=reduced),
+            weight_refresh(row, grid=grid, config=QUANTIZED.weights, sections=refreshed),
+            # The root's weights stay since the forward.
+            weight_gather(row, grid=grid, config=QUANTIZED.weights, times=1 if group.name == "(root)" else 2),
+        ]
+    assert sent["inter"] == counted["inter_bytes"] == sum(part.inter_bytes for part in parts)
+    assert sent["intra"] == counted["intra_bytes"] == sum(part.intra_bytes for part in parts)
     run.evaluate()
-    found["explained"] = run.comm.explain()
+    table = run.comm.explain()
+    assert table.count("2 x 1") == 2 and table.count("2 x 2") == 3
     run.comm.remove()
-    assert stock_objects(run) == ["DefaultAllGather", "DefaultReduceScatter"] * 4
-    return found
-
-
-def test_every_group_sends_over_its_own_mesh_what_the_planner_says() -> None:
-    for found in run_ranks(measure, 4, timeout=LIMIT):
-        assert found["names"] == NAMES
-        inter = intra = 0.0
-        for name, row, (reduced, refreshed) in zip(NAMES, found["rows"], found["sections"], strict=True):
-            grid = BETWEEN[name.endswith("experts")]
-            parts = [
-                gradient_exchange(row, grid=grid, config=QUANTIZED.gradients, sections=reduced),
-                weight_refresh(row, grid=grid, config=QUANTIZED.weights, sections=refreshed),
-                # The root's weights stay since the forward.
-                weight_gather(row, grid=grid, config=QUANTIZED.weights, times=1 if name == "(root)" else 2),
-            ]
-            inter += sum(part.inter_bytes for part in parts)
-            intra += sum(part.intra_bytes for part in parts)
-        assert found["sent"] == {"inter": inter, "intra": intra}
-        assert found["counted"]["inter_bytes"] == inter
-        assert found["counted"]["intra_bytes"] == intra
-        assert found["explained"].count("2 x 1") == 2 and found["explained"].count("2 x 2") == 3
+    stock = [g for block in run.model.blocks for g in param_groups_of(block)]
+    names = [type(c).__name__ for g in stock for c in (g._all_gather_comm, g._reduce_scatter_comm)]
+    assert names == ["DefaultAllGather", "DefaultReduceScatter"] * 4
 
 
 def reasons(ranks: list[list[int]], **options: Any) -> dict[str, tuple[str, str]]:
@@ -148,9 +126,9 @@ def test_groups_on_hybrid_meshes_of_one_record_all_reduce_for_themselves() -> No
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "sdp4bit: .* have their ranks on one node")
         run = MoERun(QUANTIZED, ACROSS, replicate=mesh).train(1)
-        sent = {g.group.name: g.all_reduce_traffic.current_step.inter_bytes for g in groups_of(run)}
+        sent = {g.group.name: g.all_reduce_traffic.current_step.inter_bytes for g in run.comm.groups}
         assert {name for name, nbytes in sent.items() if nbytes} == {"blocks.0", "blocks.1"}
-    hybrid = [g.group for g in groups_of(run) if g.group.is_hybrid]
+    hybrid = [g.group for g in run.comm.groups if g.group.is_hybrid]
     run.comm.remove()
     assert [group.comms.replicas for group in hybrid] == [mesh.get_group("replicate")] * 2
 
@@ -161,9 +139,9 @@ def test_audit_and_alerts_see_every_group_on_its_own_ranks() -> None:
     strict = AlertConfig(gradient_error=0.05, weight_error=None)
     run = MoERun(replace(QUANTIZED, alerts=strict), ACROSS).train(2)
     run.comm.audit()
-    assert {alert.group for alert in run.comm.alerts()} == {group.group.name for group in groups_of(run)}
+    assert {alert.group for alert in run.comm.alerts()} == {group.group.name for group in run.comm.groups}
     run.evaluate()
-    (experts,) = (group for group in groups_of(run) if group.group.name == "blocks.0.moe.experts")
+    (experts,) = (group for group in run.comm.groups if group.group.name == "blocks.0.moe.experts")
     if dist.get_rank() == 3:
         experts.replica.rows.view(torch.int16)[0, 0] ^= 1
     # The ranks that hold these experts find it; the others have nothing to find.
@@ -174,8 +152,7 @@ def test_audit_and_alerts_see_every_group_on_its_own_ranks() -> None:
         run.comm.audit()
 
 
-@pytest.fixture
-def two_groups() -> Iterator[Any]:
+def test_groups_of_one_owner_are_numbered() -> None:
     """A module with a parameter on each of two meshes, of a fake process group."""
     with fake_world(4, rank=0):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
@@ -183,13 +160,10 @@ def two_groups() -> Iterator[Any]:
         infos = {size: _fsdp_common.FSDPMeshInfo(mesh=m, shard_mesh_dim=0) for size, m in meshes.items()}
         model = nn.Module()
         model.a, model.b = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(12))
-        yield fully_shard(
+        fully_shard(
             model,
             mesh=meshes[8],
             shard_placement_fn=lambda p: _fsdp_common.ShardPlacementResult(None, infos[p.shape[0]]),
         )
-
-
-def test_groups_of_one_owner_are_numbered(two_groups: Any) -> None:
-    comm = quantize_communication(two_groups, topology=1)
-    assert [group.group.name for group in comm.groups] == ["(root)", "(root) (2)"]
+        comm = quantize_communication(model, topology=1)
+        assert [group.group.name for group in comm.groups] == ["(root)", "(root) (2)"]

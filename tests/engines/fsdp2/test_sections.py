@@ -60,18 +60,17 @@ def test_no_value_is_changed_through_a_neighbour() -> None:
 
 
 def steps(config: SDP4BitConfig) -> tuple[list[float], int, int]:
-    run = Run(build(), config)
-    run.train(2)
+    run = Run(build(), config, topology=1).train(2)
     sent = run.comm.stats()["last_step"]
-    return run.losses, sent["collectives"], sent["inter_bytes"] + sent["intra_bytes"]
+    return run.losses, sent["collectives"], sent["inter_bytes"]
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_sections_add_no_collective_and_few_bytes() -> None:
     losses, collectives, nbytes = steps(QUANTIZED)
     whole, collectives_of_whole, nbytes_of_whole = steps(WHOLE)
     assert collectives == collectives_of_whole
-    assert nbytes_of_whole < nbytes < 1.25 * nbytes_of_whole  # rows of 500 to 3,000 values
+    assert nbytes_of_whole < nbytes < 1.25 * nbytes_of_whole  # rows of 1,000 to 6,000 values
     assert losses != whole
     assert losses == pytest.approx(whole, rel=0.003)
 

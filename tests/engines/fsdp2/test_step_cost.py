@@ -21,7 +21,6 @@ from sdp4bit.engines.fsdp2.refresh import FSDPModelState
 from tests.engines.simulated_cuda import Kernels, simulate
 from tests.engines.stream_scenarios import (
     FULL,
-    MEASURED,
     QUANTIZED,
     FSDPRun,
     more_buffers,
@@ -29,10 +28,12 @@ from tests.engines.stream_scenarios import (
     weights,
 )
 from tests.engines.stream_simulator import Event, Simulator, running
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 PRELOAD = ["tests.engines.stream_scenarios"]
 GROUPS = 5
+SLOW = pytest.mark.slow
+FULL_PRECISION = weights(bits=None, replica="full")
 
 
 class Calls(TorchDispatchMode):
@@ -50,8 +51,15 @@ class Calls(TorchDispatchMode):
 # -- measuring ----------------------------------------------------------------------------------------
 
 
-def calls_to_measure(config: SDP4BitConfig) -> tuple[list[int], int, int]:
-    """Return the calls of each measured step before its first unshard; events made, and those with a time."""
+@on_ranks(1)
+def test_measuring_takes_few_calls_before_the_first_unshard_and_no_timed_event() -> None:
+    """Of each group five operators, their buffers, the samples in any number of stretches, squared norms."""
+    in_pieces = replace(
+        QUANTIZED,
+        weights=WeightConfig(group_size=32),
+        gradients=GradientConfig(min_numel=0, intra_group_size=32, inter_group_size=32),
+        telemetry=TelemetryConfig(interval=1, sample_numel=256),
+    )
     measure, found = FSDPModelState.measure_step, []
 
     def counted(state: FSDPModelState) -> None:
@@ -64,33 +72,21 @@ def calls_to_measure(config: SDP4BitConfig) -> tuple[list[int], int, int]:
         mock.patch.object(torch.cuda, "Event", wraps=Event) as made,
         mock.patch.object(FSDPModelState, "measure_step", counted),
     ):
-        run = FSDPRun(config).train(3)
+        run = FSDPRun(in_pieces).train(3)
         assert len(run.comm.group_stats()) == GROUPS
-    return found, made.call_count, sum(bool(c.kwargs.get("enable_timing")) for c in made.call_args_list)
-
-
-def test_measuring_takes_few_calls_before_the_first_unshard_and_no_timed_event() -> None:
-    """Of each group five operators, their buffers, the samples and eight squared norms."""
-    in_pieces = replace(
-        QUANTIZED,
-        weights=WeightConfig(group_size=32),
-        gradients=GradientConfig(min_numel=0, intra_group_size=32, inter_group_size=32),
-        telemetry=TelemetryConfig(interval=1, sample_numel=256),
-    )
-    # However many stretches the samples have.
-    for config, calls in ((MEASURED, 42), (in_pieces, 46)):
-        ((measured, events, timed_events),) = run_ranks(calls_to_measure, 1, config)
-        assert len(measured) == 2 and max(measured) <= calls * GROUPS
-        assert events and timed_events == 0  # a timed event costs a GPU some of its overlap
+    assert len(found) == 2 and max(found) <= 46 * GROUPS
+    # A timed event costs a GPU some of its overlap.
+    assert made.called and not any(call.kwargs.get("enable_timing") for call in made.call_args_list)
 
 
 # -- unshard ------------------------------------------------------------------------------------------
 
 
-def launches(config: SDP4BitConfig) -> tuple[Counter[str], list[str]]:
-    """Return the operators of the library, and the collectives, of one step."""
+@pytest.mark.parametrize("config", [QUANTIZED, pytest.param(FULL, marks=SLOW)], ids=["node", "full"])
+@on_ranks(1)
+def test_a_group_is_refreshed_by_two_launches_whatever_the_number_of_ranks(config: SDP4BitConfig) -> None:
     with simulate(sees_operators=False) as sim:
-        run = FSDPRun(config).train(2)
+        run = FSDPRun(replace(config, separate_parameters=False)).train(2)
         sent = len(sim.collectives)
         operators: Counter[str] = Counter()
         kernel = Kernels.__getattr__
@@ -101,20 +97,18 @@ def launches(config: SDP4BitConfig) -> tuple[Counter[str], list[str]]:
 
         with mock.patch.object(Kernels, "__getattr__", counted):
             run.train(1)
-        kinds = [str(each.alike[0]) for each in sim.collectives[sent:]]
-    return operators, kinds
-
-
-@pytest.mark.parametrize("config", [QUANTIZED, FULL], ids=["node", "full"])
-def test_a_group_is_refreshed_by_two_launches_whatever_the_number_of_ranks(config: SDP4BitConfig) -> None:
-    ((operators, collectives),) = run_ranks(launches, 1, replace(config, separate_parameters=False))
+        collectives = [str(each.alike[0]) for each in sim.collectives[sent:]]
     assert operators["subtract_quantize"] == operators["dequantize_add"] == GROUPS
     assert operators.total() == 5 * GROUPS
     assert collectives.count("all_to_all") == 2 * GROUPS
 
 
-def peak_of_gathers(config: SDP4BitConfig) -> tuple[int, int]:
-    """Return the bytes that a step allocates for gathering beside what FSDP2 does, and those of a block."""
+@pytest.mark.parametrize(
+    "config", [QUANTIZED, pytest.param(FULL_PRECISION, marks=SLOW)], ids=["node", "full"]
+)
+@on_ranks(1)
+def test_gathering_a_group_allocates_less_than_the_group(config: SDP4BitConfig) -> None:
+    """FSDP2's tensors hold what is gathered; nothing else is as large."""
     with simulate(world=32) as sim:
         run = FSDPRun(replace(config, telemetry=None), prepare=prefetch, topology=8).train(2)
         group = next(each.group for each in run.comm.groups if each.group.name == "blocks.1")
@@ -122,14 +116,7 @@ def peak_of_gathers(config: SDP4BitConfig) -> tuple[int, int]:
         sim.peak = dict(held)
         run.train(1)
         (stream,) = (each for each in sim.peak if each.name == "all_gather_stream")
-        return sim.peak[stream] - held[stream], 32 * group.shard_nbytes
-
-
-@pytest.mark.parametrize("config", [QUANTIZED, weights(bits=None, replica="full")], ids=["node", "full"])
-def test_gathering_a_group_allocates_less_than_the_group(config: SDP4BitConfig) -> None:
-    """FSDP2's tensors hold what is gathered; nothing else is as large."""
-    ((allocated, block),) = run_ranks(peak_of_gathers, 1, config)
-    assert allocated < block
+        assert sim.peak[stream] - held[stream] < 32 * group.shard_nbytes
 
 
 def under_way(sim: Simulator, before: dict[Any, int]) -> bool:
@@ -161,11 +148,11 @@ def overlaps(config: SDP4BitConfig | None) -> list[tuple[bool, bool]]:
     return found
 
 
+@on_ranks(1)
 def test_an_asynchronous_unshard_goes_on_beside_the_computation() -> None:
     always, once = [(True, False)] * 2, [(True, False), (False, False)]
-    assert run_ranks(overlaps, 1, None) == [always]
-    assert run_ranks(overlaps, 1, QUANTIZED) == [always]
-    assert run_ranks(overlaps, 1, FULL) == [once]  # then the replica is there
+    assert overlaps(None) == overlaps(QUANTIZED) == always
+    assert overlaps(FULL) == once  # then the replica is there
 
 
 # -- reductions that the computation may leave behind -------------------------------------------------
@@ -189,6 +176,6 @@ def ahead(config: SDP4BitConfig, wanted: bool) -> int:
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"), reason="torch before 2.13"
 )
+@on_ranks(1)
 def test_more_input_buffers_let_the_computation_leave_quantized_reductions_behind() -> None:
-    assert run_ranks(ahead, 1, QUANTIZED, False) == [0]
-    assert run_ranks(ahead, 1, QUANTIZED, True) == [2]
+    assert (ahead(QUANTIZED, wanted=False), ahead(QUANTIZED, wanted=True)) == (0, 2)

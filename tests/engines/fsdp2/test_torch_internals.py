@@ -57,16 +57,14 @@ def module_with(model: Any, *, hidden: str, of: str) -> Any:
     return module
 
 
-RELIED_ON = [
-    *(("module", name) for name in fsdp_torch.relied_on(fsdp_torch.Module)),
-    *(("group", name) for name in fsdp_torch.relied_on(fsdp_torch.ParamGroup)),
-    *(("mesh", name) for name in fsdp_torch.relied_on(fsdp_torch.MeshInfo)),
-    *(("param", name) for name in fsdp_torch.relied_on(fsdp_torch.Param)),
-]
-
-
 def test_a_torch_without_what_is_relied_on_is_refused(model: Any) -> None:
-    for of, name in RELIED_ON:
+    kinds = {
+        "module": fsdp_torch.Module,
+        "group": fsdp_torch.ParamGroup,
+        "mesh": fsdp_torch.MeshInfo,
+        "param": fsdp_torch.Param,
+    }
+    for of, name in [(of, name) for of, kind in kinds.items() for name in fsdp_torch.relied_on(kind)]:
         assert fsdp_torch.param_groups_of(module_with(model, hidden="nothing", of=of))
         with pytest.raises(ValueError) as refusal:
             fsdp_torch.param_groups_of(module_with(model, hidden=name, of=of))

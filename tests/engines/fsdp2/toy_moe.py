@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd as all_gather
+from torch.distributed._functional_collectives import reduce_scatter_tensor_autograd as reduce_scatter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -19,36 +21,6 @@ from tests.toy import POLICY, Block, Run, ToyGPT
 HAS_MESH_PER_PARAM = hasattr(_fsdp_common, "ShardPlacementResult")
 """Torch 2.12 and newer."""
 EXPERTS, WIDTH, HIDDEN = 4, 40, 36
-
-
-class Gathered(torch.autograd.Function):
-    """The rows of all ranks of a group; gradients of them are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        gathered = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
-        dist.all_gather_into_tensor(gathered, rows.contiguous(), group=group)
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return Summed.apply(gradients[0], ctx.group), None
-
-
-class Summed(torch.autograd.Function):
-    """The sum over all ranks of a group of this rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        summed = rows.new_empty(rows.shape[0] // group.size(), *rows.shape[1:])
-        dist.reduce_scatter_tensor(summed, rows.contiguous(), group=group)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return Gathered.apply(gradients[0], ctx.group), None
 
 
 class Experts(nn.Module):
@@ -81,9 +53,9 @@ class MoE(nn.Module):
         first = own * self.mesh.get_local_rank()
         group = self.mesh.get_group()
         # Sums in fp32: two addends are then added exactly alike by every implementation.
-        every = Gathered.apply(tokens.float(), group).to(x.dtype)
-        routed = Gathered.apply(gates, group)[:, first : first + own].to(x.dtype)
-        summed = Summed.apply(self.experts(every, routed).float(), group)
+        every = all_gather(tokens.float(), 0, group).to(x.dtype)
+        routed = all_gather(gates, 0, group)[:, first : first + own].to(x.dtype)
+        summed = reduce_scatter(self.experts(every, routed).float(), "sum", 0, group)
         return summed.to(x.dtype).view_as(x)
 
 

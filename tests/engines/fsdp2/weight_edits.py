@@ -304,16 +304,12 @@ def load_state_dict_assign(run: EditedRun) -> None:
     run.train(1)
 
 
-def full_halves(model: nn.Module) -> dict[str, Any]:
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    return {name: value * 0.5 for name, value in full.items()}
-
-
 @way()
 def set_state_dict_from_rank_0(run: EditedRun) -> None:
+    full = get_model_state_dict(run.model, options=StateDictOptions(full_state_dict=True))
+    state = {name: value * 0.5 for name, value in full.items()} if dist.get_rank() == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    state = full_halves(run.model)
-    set_model_state_dict(run.model, state if dist.get_rank() == 0 else {}, options=options)
+    set_model_state_dict(run.model, state, options=options)
 
 
 @way()
