@@ -102,21 +102,19 @@ def tiny(text: Path, out: Path, **communication: Any) -> PretrainConfig:
 
 
 def test_bits_of_a_run_are_those_of_another_with_the_same_seed(text: Path, tmp_path: Path) -> None:
-    plain = tiny(text, tmp_path / "first")
-    runs: dict[str, tuple[PretrainConfig, ops.BackendName]] = {
-        "first": (plain, "reference"),
-        "slices": (tiny(text, tmp_path / "slices", pipeline_chunks=4), "reference"),
-        "full": (tiny(text, tmp_path / "full", replica="full"), "reference"),
-        "other seed": (replace(tiny(text, tmp_path / "other"), seed=6), "reference"),
-    }
-    results = run_ranks(outcomes, 4, list(runs.values()))
-    again = run_ranks(outcomes, 4, [runs["first"]])  # in new processes
-    for rank, found in enumerate(results):
-        first, slices, full, other = found
-        assert first == slices == again[rank][0]
+    runs: list[tuple[PretrainConfig, ops.BackendName]] = [
+        (tiny(text, tmp_path / "first"), "reference"),
+        (tiny(text, tmp_path / "full", replica="full"), "reference"),
+        (replace(tiny(text, tmp_path / "other"), seed=6), "reference"),
+    ]
+    results = run_ranks(outcomes, 4, runs)
+    # In new processes, and cut into other slices.
+    again = run_ranks(outcomes, 4, [(tiny(text, tmp_path / "slices", pipeline_chunks=4), "reference")])
+    for (first, full, other), (slices,) in zip(results, again, strict=True):
+        assert first == slices
         assert {name for name in first if full[name] != first[name]} == {"replicas"}  # of another shape
         assert all(other[name] != first[name] for name in first)
-    assert len({found[2]["replicas"] for found in results}) == 1  # every rank holds the same full replica
+    assert len({found[1]["replicas"] for found in results}) == 1  # every rank holds the same full replica
 
 
 @pytest.mark.slow  # losses are compared in tests/engines/fsdp2/test_exactness.py

@@ -54,6 +54,7 @@ def test_both_halves_of_the_oracle_notice_what_adamw_hides() -> None:
             assert fired
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_claim_that_notices_too_little_is_found() -> None:
     mutations.search()

@@ -25,8 +25,8 @@ from tests.ranks import run_ranks
 
 DITHERED = GradientConfig(intra_rounding="dither")
 EXACT = GradientConfig(intra_bits=None, inter_bits=None)
-LAYOUTS = [(2, 1), (4, 1), (2, 2)]
-LARGE_LAYOUTS = [(3, 2), (2, 3), (4, 2), (1, 4), (1, 1)]
+LAYOUTS = [(2, 1), (2, 2)]
+LARGE_LAYOUTS = [(3, 2), (4, 1), (1, 4), (1, 1)]
 LENGTHS = [0, 1, 31, 64, 130, 777, 1000, 4096]
 CONFIGS = [
     GradientConfig(),

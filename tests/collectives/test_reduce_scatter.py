@@ -21,7 +21,6 @@ from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, SimulatedR
 from tests.ranks import on_ranks, run_ranks
 
 EXACT = GradientConfig(intra_bits=None, inter_bits=None)
-LAYOUTS = [(2, 2), (3, 2), (2, 3), (4, 2), (4, 1), (1, 4), (1, 1)]
 
 
 def make(
@@ -43,53 +42,56 @@ def make(
     return topology, reduce_scatter, traffic
 
 
-def reduce_integers(nodes: int, per_node: int, chunks: int) -> None:
+def reduce_integers() -> None:
     """Each rank ends with the sum of the rows meant for it, in the order of a plain reduce-scatter."""
-    world, rank = nodes * per_node, dist.get_rank()
-    _, reduce_scatter, _ = make(nodes, per_node, replace(EXACT, pipeline_chunks=chunks))
-    assert not reduce_scatter.hadamard, "nothing is quantized: there is no transform"
-    for call, numel in enumerate((0, 1, 31, 128, 777, 1000)):
-        # Small integers, so that sums are exact in fp32 in any order.
-        rows = (torch.arange(world * numel) % 997).float().view(world, numel)
-        inputs = [rows * (r + 1) + r for r in range(world)]
-        output = torch.full((numel,), float("nan"))
-        reduce_scatter(output, inputs[rank].reshape(-1).clone(), call=call)
-        assert torch.equal(output, torch.stack(inputs).sum(0)[rank])
-
-
-@pytest.mark.parametrize(("nodes", "per_node"), LAYOUTS)
-def test_every_rank_gets_its_row_exactly(nodes: int, per_node: int) -> None:
+    rank = dist.get_rank()
     for chunks in (1, 3):
-        run_ranks(reduce_integers, nodes * per_node, nodes, per_node, chunks)
+        _, reduce_scatter, _ = make(2, 2, replace(EXACT, pipeline_chunks=chunks))
+        assert not reduce_scatter.hadamard, "nothing is quantized: there is no transform"
+        for call, numel in enumerate((0, 1, 31, 128, 777, 1000)):
+            # Small integers, so that sums are exact in fp32 in any order.
+            rows = (torch.arange(4 * numel) % 997).float().view(4, numel)
+            inputs = [rows * (r + 1) + r for r in range(4)]
+            output = torch.full((numel,), float("nan"))
+            reduce_scatter(output, inputs[rank].reshape(-1).clone(), call=call)
+            assert torch.equal(output, torch.stack(inputs).sum(0)[rank])
 
 
-def bytes_of_messages(chunks: int) -> int:
-    scratch, layout = Scratch(), simulated_layout(4, ranks_per_node=2)
-    reduce_scatter = QuantizedReduceScatter(
-        create_topologies([layout])[layout.ranks],
-        config=GradientConfig(pipeline_chunks=chunks),
-        seed=7,
-        rank=dist.get_rank(),
-        bucket=0,
-        traffic=TrafficCounter(nodes=2, ranks_per_node=2),
-        scratch=scratch,
-    )
-    reduce_scatter(torch.empty(1 << 14), torch.randn(4 << 14), call=0)
-    return scratch.nbytes
+def test_every_rank_gets_its_row_exactly() -> None:
+    """On other layouts: threads, in test_properties.py."""
+    run_ranks(reduce_integers, 4)
+
+
+def bytes_of_messages() -> list[int]:
+    layout, found = simulated_layout(4, ranks_per_node=2), []
+    topology = create_topologies([layout])[layout.ranks]
+    for chunks in (1, 2, 4, 16):
+        scratch = Scratch()
+        reduce_scatter = QuantizedReduceScatter(
+            topology,
+            config=GradientConfig(pipeline_chunks=chunks),
+            seed=7,
+            rank=dist.get_rank(),
+            bucket=0,
+            traffic=TrafficCounter(nodes=2, ranks_per_node=2),
+            scratch=scratch,
+        )
+        reduce_scatter(torch.empty(1 << 14), torch.randn(4 << 14), call=0)
+        found.append(scratch.nbytes)
+    return found
 
 
 def test_messages_of_many_slices_take_the_memory_of_two() -> None:
     """Per value of the input, on 2 nodes x 2: int8 to and from 2 ranks, int4 rows to and from 2 nodes."""
     whole = 2 * 2 * (2 << 14) * (1 + 2 / 128) + 2 * 2 * (1 << 14) * (1 / 2 + 2 / 128)
     assert whole / (4 << 14) == 2.546875
-    for chunks, share in ((1, 1), (2, 1), (4, 1 / 2), (16, 1 / 8)):
-        assert run_ranks(bytes_of_messages, 4, chunks) == 4 * [whole * share]
+    assert run_ranks(bytes_of_messages, 4) == 4 * [[whole, whole, whole / 2, whole / 8]]
 
 
-def reduce_special_values(config: GradientConfig) -> None:
+def reduce_special_values() -> None:
     """A NaN or infinity of one rank reaches its group of the owner's row as NaN, and nothing else."""
-    for infinity in (float("inf"), float("-inf")):
-        _, reduce_scatter, _ = make(2, 2, config)
+    for infinity, hadamard in ((float("inf"), True), (float("-inf"), True), (float("inf"), False)):
+        _, reduce_scatter, _ = make(2, 2, GradientConfig(hadamard=hadamard))
         rows = torch.ones(4, 512)
         if dist.get_rank() == 3:
             rows[1, 130], rows[2, 5] = float("nan"), infinity
@@ -101,9 +103,8 @@ def reduce_special_values(config: GradientConfig) -> None:
         assert torch.equal(output.isnan(), expected)
 
 
-@pytest.mark.parametrize("config", [GradientConfig(hadamard=False), GradientConfig()])
-def test_values_that_are_not_finite_come_out_not_finite(config: GradientConfig) -> None:
-    run_ranks(reduce_special_values, 4, config)
+def test_values_that_are_not_finite_come_out_not_finite() -> None:
+    run_ranks(reduce_special_values, 4)
 
 
 @on_ranks(2)

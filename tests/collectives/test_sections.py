@@ -24,7 +24,6 @@ from sdp4bit.collectives.sections import RowParameter, Section, cut_row
 from sdp4bit.collectives.topology import create_topologies
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
-from sdp4bit.quantization import ops
 from sdp4bit.traffic import TrafficCounter
 from sdp4bit_lab.plan.traffic import RankGrid, all_reduce_exchange, gradient_exchange, weight_refresh
 from sdp4bit_lab.simulated.collectives import (
@@ -37,7 +36,7 @@ from tests.collectives import plain_collectives as plain
 from tests.ranks import run_threads
 
 UNIT = 384
-LAYOUTS = [(2, 2), (1, 4), (4, 1)]
+LAYOUTS = [(2, 2), (4, 1)]
 NUMELS = [(100, False), (33, True), (2 * UNIT, False), (UNIT, False), (130, False), (1, True), (64, True)]
 """Values of each parameter of a row, and whether it is a norm or a bias."""
 NUMEL = sum(numel for numel, _ in NUMELS)
@@ -190,16 +189,12 @@ def reduce_on_threads(nodes: int, per_node: int, config: GradientConfig, inputs:
     return output
 
 
-@pytest.mark.parametrize("backend", ["reference", "numba"])
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize(("nodes", "per_node"), LAYOUTS)
-def test_each_section_is_summed_as_if_it_were_alone(
-    nodes: int, per_node: int, name: str, backend: ops.BackendName
-) -> None:
+def test_each_section_is_summed_as_if_it_were_alone(nodes: int, per_node: int, name: str) -> None:
     world, config = nodes * per_node, GRADIENTS[name]
     inputs = values(world, world, NUMEL, seed=1)
-    with ops.use_backend(backend):
-        found = torch.stack(run_threads(reduce_on_threads, world, nodes, per_node, config, inputs))
+    found = torch.stack(run_threads(reduce_on_threads, world, nodes, per_node, config, inputs))
     for section in SECTIONS:
         expected, _ = plain.reduce_scatter(
             section.take(inputs),
@@ -315,18 +310,14 @@ TRAINED = [(100, 133 + 2 * UNIT), (133 + 3 * UNIT, 264 + 3 * UNIT)]
 """All but the first parameter, the second of three aligned matrices and the last norm."""
 
 
-@pytest.mark.parametrize("backend", ["reference", "numba"])
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (4, 1)])
-def test_each_section_is_refreshed_as_if_it_were_alone(
-    nodes: int, per_node: int, name: str, backend: ops.BackendName
-) -> None:
+def test_each_section_is_refreshed_as_if_it_were_alone(nodes: int, per_node: int, name: str) -> None:
     world, config = nodes * per_node, WEIGHTS[name]
     mains = torch.stack([values(world, NUMEL, seed=3)] * 3)
     mains[1] += 0.01 * values(world, NUMEL, seed=4)
     mains[2] = mains[1] + 0.01 * values(world, NUMEL, seed=5)
-    with ops.use_backend(backend):
-        results = run_threads(refresh_on_threads, world, nodes, per_node, config, mains)
+    results = run_threads(refresh_on_threads, world, nodes, per_node, config, mains)
     expected = mains[0].bfloat16()
     whole = expected.clone()
     for sections, call in ((SECTIONS, 5), ([section.within(TRAINED) for section in SECTIONS], 6)):

@@ -28,14 +28,14 @@ from sdp4bit_lab.selftest.kernel_cases import KEY, SHAPES, Shape, guarded_messag
 from tests.kernels.byte_tests import ByteTests
 
 
-@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The least of work is divided among this number of threads."""
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """The least of work is divided among two threads; test_properties.py of quantization draws one or two."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "_VALUES_PER_THREAD", 1)
         previous = torch.get_num_threads()
-        torch.set_num_threads(request.param)
-        yield request.param
+        torch.set_num_threads(2)
+        yield
         torch.set_num_threads(previous)
 
 
@@ -45,7 +45,7 @@ def shape(request: pytest.FixtureRequest) -> Shape:
     return chosen
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("two_threads")
 class TestBytes(ByteTests):
     backend = "numba"
 
@@ -160,22 +160,22 @@ print(ops.backend_name("cpu"), "sdp4bit.kernels.cpu.backend" in sys.modules)
 """
         assert run_python(CHECK + code).split() == ["reference", "False"]
 
-    def test_numba_leaves_the_number_of_torch_threads_alone(self):
-        """Both may use one OpenMP, of which numba would set the number of threads."""
-        code = "torch.set_num_threads(3); check(); print(torch.get_num_threads())"
-        assert run_python(CHECK + code, NUMBA_NUM_THREADS="2").split() == ["3"]
-
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-    def test_forked_child_computes_on_its_own_thread(self):
+    def test_threads_of_torch_and_of_a_forked_child_are_left_alone(self):
+        """Both may use one OpenMP, of which numba would set the number of threads."""
         code = """
 import os
+torch.set_num_threads(3)
+check()
+print(torch.get_num_threads())
 expected = quantize("numba").numpy().tobytes()
 child = os.fork()
 if not child:  # in which torch's own operators may wait for threads that are gone
     os._exit(int(quantize("numba").numpy().tobytes() != expected))
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-        assert run_python(CHECK + code, OMP_NUM_THREADS="2", NUMBA_NUM_THREADS="2").split() == ["0"]
+        printed = run_python(CHECK + code.lstrip(), OMP_NUM_THREADS="2", NUMBA_NUM_THREADS="2")
+        assert printed.split() == ["3", "0"]
 
     @pytest.mark.slow
     @pytest.mark.timeout(900)

@@ -82,32 +82,6 @@ def test_slices_of_a_row_carry_the_codes_and_scales_of_the_whole(bits: int) -> N
     assert torch.equal(reduced([(0, 96), (96, 1000)]), whole)
 
 
-def test_random_bits_are_numbered_by_row_and_first() -> None:
-    values = values_of(1, 2, 64)
-    both = quantized(values, layout_of(64, parts=2), rounding=KEY._replace(first=96, row_stride=160))
-    for part, first in ((0, 96), (1, 256)):
-        row, key = values[:, part : part + 1], KEY._replace(first=first)
-        alone = quantized(row, layout_of(64), rounding=key)
-        assert torch.equal(both[0, 32 * part : 32 * part + 32], alone[0, :32])
-
-
-def test_keys_decide_the_codes() -> None:
-    values, layout = values_of(1, 1, 256), layout_of(256, 4, 128)
-    message = quantized(values, layout, rounding=RoundingKey(1, 2))
-    assert torch.equal(message, quantized(values, layout, rounding=RoundingKey(1, 2)))
-    for other in (RoundingKey(3, 2), RoundingKey(1, 4), None):
-        assert not torch.equal(message, quantized(values, layout, rounding=other))
-
-
-def test_bytes_outside_the_message_are_untouched_and_padding_is_zero() -> None:
-    buffer, layout = torch.full((3, 64), 0xAA, dtype=torch.uint8), layout_of(64)
-    out = buffer[1:, : layout.nbytes]
-    ops.hadamard_quantize(values_of(2, 1, 64), out=out, layout=layout, hadamard=False, rounding=None)
-    assert (buffer[0] == 0xAA).all()
-    assert (buffer[:, layout.nbytes :] == 0xAA).all()
-    assert (buffer[1:, layout.payload_bytes : layout.nbytes] == 0).all()
-
-
 def test_row_strides_beyond_32_bits_number_the_last_element() -> None:
     values, last = values_of(1, 2, 32), MAX_ELEMENTS - 32
     both = quantized(values, layout_of(32, parts=2), rounding=KEY._replace(row_stride=last))
@@ -115,53 +89,20 @@ def test_row_strides_beyond_32_bits_number_the_last_element() -> None:
     assert torch.equal(both[0, 16:32], alone[0, :16])
 
 
-def test_empty_rows_and_no_rows_are_allowed() -> None:
-    layout, parted = layout_of(0), layout_of(0, 8, parts=3)
-    assert quantized(values_of(2, 3, 0), parted).shape == (2, 0)
-    messages = torch.empty(2, 0, dtype=torch.uint8)
-    ops.dequantize_add(messages, replica=torch.empty(2, 0), layout=layout, accumulate=True)
-    ops.dequantize_reduce_hadamard(
-        messages,
-        out=torch.empty(0),
-        layout=layout,
-        hadamard=True,
-        multiplier=1.0,
-        dither=None,
-    )
-    out = torch.empty(3, 0, dtype=torch.uint8)
-    ops.dequantize_reduce_quantize(messages, received=parted, out=out, sent=layout, rounding=KEY, dither=None)
-    ops.subtract_quantize(torch.empty(0), replica=None, out=messages[0], layout=layout)
-    nothing = quantized(torch.empty(0, 1, 64), layout_of(64), hadamard=True, rounding=KEY)
-    ops.dequantize_add(nothing, replica=torch.empty(0, 64), layout=layout_of(64), accumulate=True)
-
-
 def test_named_backend_serves_the_block_and_the_previous_one_afterwards() -> None:
-    assert ops.backend_name("cpu") == "reference"
-    with ops.use_backend("auto"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            automatic = ops.backend_name("cpu")
+    with warnings.catch_warnings(), ops.use_backend("auto"):
+        warnings.simplefilter("ignore")
+        automatic = ops.backend_name("cpu")
         assert automatic in ("numba", "reference")
         with ops.use_backend("reference"):
-            assert ops.backend_name("cpu") == "reference"
-            assert ops.backend_name("cuda") == "reference"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert ops.backend_name("cpu") == automatic
-    assert ops.backend_name("cpu") == "reference"
-
-
-def test_backend_is_restored_after_an_error() -> None:
-    with pytest.raises(KeyError), ops.use_backend("auto"):
-        raise KeyError
-    assert ops.backend_name("cpu") == "reference"
-
-
-def test_unknown_backend_lists_the_known_ones() -> None:
+            assert ops.backend_name("cpu") == ops.backend_name("cuda") == "reference"
+        assert ops.backend_name("cpu") == automatic
+        with pytest.raises(KeyError), ops.use_backend("reference"):
+            raise KeyError
+        assert ops.backend_name("cpu") == automatic
     with pytest.raises(ValueError, match="'cuda'") as error, ops.use_backend("cuda"):  # type: ignore[arg-type]
         pass
-    for name in ("auto", "reference", "numba", "triton"):
-        assert name in str(error.value)
+    assert all(name in str(error.value) for name in ("auto", "reference", "numba", "triton"))
     assert ops.backend_name("cpu") == "reference"
 
 

@@ -53,34 +53,6 @@ def test_scale_is_the_rounded_up_largest_magnitude_over_qmax(largest: float, bit
         assert exact < scale.item() <= exact * (1 + 2**-7) * (1 + 2**-20)
 
 
-@pytest.mark.parametrize("bits", QUANTIZED_BITS)
-def test_scale_that_would_be_exact_moves_one_bf16_up(bits: int) -> None:
-    for exponent in range(-90, 120, 7):
-        power = 2.0**exponent
-        assert scale_of(QMAX[bits] * power, bits).item() == power * (1 + 2**-7)
-
-
-def test_scale_is_the_next_bf16_where_the_quotient_lies_below_one() -> None:
-    # 7 * 1.0078125 = 7.0546875; one fp32 unit less than a bf16 number less 4 units still rounds to it.
-    below = bits_float(float_bits(1.0078125) - 64)
-    assert scale_of(7 * below, 4).item() == 1.0078125
-    assert scale_of(7 * 1.0078125, 4).item() == 1.015625
-
-
-@pytest.mark.parametrize("bits", [3, 4, 8])
-def test_huge_values_have_finite_scales_and_decode_within_the_scale_rule(bits: int) -> None:
-    largest = float(np.finfo(np.float32).max)
-    group = torch.full((1, 32), largest)
-    group[0, ::2] *= -1
-    codes, scales = reference.quantize_groups(group, bits, None)
-    assert scales.isfinite().all()
-    assert codes.abs().max().item() <= QMAX[bits]
-    # A decoded value is at most 1 + 2**-7 times the largest, so only the last binade can overflow.
-    group /= 1 + 2**-6
-    codes, scales = reference.quantize_groups(group, bits, None)
-    assert (codes.float() * scales.float().unsqueeze(-1)).isfinite().all()
-
-
 def test_a_scale_of_2_bits_that_would_be_infinite_is_nan() -> None:
     largest_bf16 = bits_float(0x7F7F0000)
     below = bits_float(float_bits(largest_bf16) - 4)
@@ -187,17 +159,6 @@ def test_clipped_groups_equal_the_oracle(
     assert scales.view(torch.int16).item() == scale
 
 
-@pytest.mark.parametrize("bits", QUANTIZED_BITS)
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_values_beyond_a_clipped_scale_saturate(bits: int, stochastic: bool) -> None:
-    group = torch.linspace(-1, 1, 32)[None]
-    draws = torch.full((1, 32), 0xFFFF).int() if stochastic else None
-    codes, scales = reference.quantize_groups(group, bits, draws, clip=0.5)
-    assert 0.5 < scales.item() * QMAX[bits] < 0.51
-    assert (codes[group > 0.51] == QMAX[bits]).all()
-    assert (codes[group < -0.51] == -QMAX[bits]).all()
-
-
 @repeatable
 @given(st.lists(finite_floats, min_size=32, max_size=32), st.sampled_from(QUANTIZED_BITS))
 def test_nearest_rounding_contracts_every_group_however_it_is_clipped(group: list[float], bits: int) -> None:
@@ -226,30 +187,6 @@ def test_int4_bytes_hold_value_i_low_and_value_i_plus_half_high() -> None:
     assert message[34:] == [0] * 14
 
 
-@pytest.mark.parametrize("group_size", [32, 64, 96])
-def test_int2_bytes_hold_four_values_in_order_the_first_lowest(group_size: int) -> None:
-    codes = (torch.arange(96) * 7) % 3 - 1
-    values = codes.float() * 0.998  # which is rounded up to a scale of one
-    message = encoded(values.view(1, -1), 2, group_size).tolist()
-    unsigned = (codes + 2).tolist()
-    expected = [sum(unsigned[4 * i + k] << 2 * k for k in range(4)) for i in range(24)]
-    assert message[:24] == expected
-    assert message[24:26] == [0x80, 0x3F]
-
-
-@pytest.mark.parametrize("group_size", [32, 64, 96])
-def test_int3_bytes_hold_lower_bits_like_int2_and_third_bits_behind_each_block(group_size: int) -> None:
-    codes = (torch.arange(96) * 5) % 7 - 3
-    message = encoded((codes.float() * 0.999).view(1, -1), 3, group_size).tolist()
-    unsigned = (codes + 4).view(3, 32).tolist()
-    expected = []
-    for block in unsigned:
-        expected += [sum((block[4 * i + k] & 3) << 2 * k for k in range(4)) for i in range(8)]
-        expected += [sum((block[8 * i + k] >> 2) << k for k in range(8)) for i in range(4)]
-    assert message[:36] == expected
-    assert message[36:38] == [0x80, 0x3F]
-
-
 @pytest.mark.parametrize("bits", QUANTIZED_BITS)
 def test_every_code_comes_back(bits: int) -> None:
     """The lowest one, which no value is rounded to, included."""
@@ -259,24 +196,6 @@ def test_every_code_comes_back(bits: int) -> None:
     packed = reference.pack(codes, bits)
     assert packed.shape == (1, 96 * bits // 8)
     assert torch.equal(reference.unpack(packed, bits).int(), codes)
-
-
-def test_int8_bytes_are_twos_complement_in_order() -> None:
-    values = (torch.arange(32).float() * 8 - 124).view(1, 32)
-    values[0, 0] = 126.75  # makes the scale exactly one
-    message = encoded(values, 8, 32).tolist()
-    codes = [127, *(8 * i - 124 for i in range(1, 32))]
-    assert message[:32] == [code & 0xFF for code in codes]
-    assert message[32:] == [0x80, 0x3F] + [0] * 14
-
-
-def test_tail_group_is_packed_by_its_own_halves() -> None:
-    values = torch.zeros(1, 160)
-    values[0, 128:160] = torch.tensor([6.99] * 16 + [-6.99] * 16)
-    message = encoded(values, 4, 128)
-    assert message[:64].tolist() == [0x88] * 64
-    assert message[64:80].tolist() == [15 | 1 << 4] * 16
-    assert message[80:84].tolist() == [0, 0, 0x80, 0x3F]
 
 
 SHAPES = [
@@ -339,20 +258,12 @@ def test_unquantized_message_is_exact_to_the_bit() -> None:
     assert torch.equal(decoded(message, 7, 32, 32).view(torch.int32), rows.view(torch.int32))
 
 
-def test_group_of_zeros_is_zero() -> None:
-    for bits in QUANTIZED_BITS:
-        rows = torch.zeros(1, 64)
-        rows[0, ::2] = -0.0
-        message = encoded(rows, bits, 64, stochastic=True)
-        assert torch.equal(decoded(message, 64, bits, 64).view(torch.int32), torch.zeros(1, 64).int())
-
-
 # Non-finite values
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("bits", QUANTIZED_BITS)
-@pytest.mark.parametrize("group_size", [32, 96, 128])
+@pytest.mark.parametrize("group_size", [32, 96])
 def test_a_non_finite_value_poisons_exactly_its_group(bad: float, bits: int, group_size: int) -> None:
     numel = 500
     for place in (0, group_size - 1, group_size, 300, numel - 1):
