@@ -32,7 +32,7 @@ from tests import toy
 from tests.lab.pretrain.saved_runs import one_rank
 from tests.ranks import run_ranks
 
-WAITS = {True: 4, False: 60}
+WAITS = {True: 8, False: 60}
 """Seconds that ranks wait for one that hangs, or whose end they see at once."""
 
 CONFIGS = {
