@@ -225,28 +225,32 @@ class GroupExchange:
         self._topology = topology
         self._scratch = scratch
 
-    def messages(self, level: Level, use: Use, index: int, *, nbytes: int, device: torch.device) -> Tensor:
+    def messages(
+        self, level: Level, use: Use, index: int, *, slot: int, nbytes: int, device: torch.device
+    ) -> Tensor:
         """Return uint8 [ranks of the level, nbytes], to be filled and sent, or to be received into.
 
         Slices take turns, and reductions that follow each other on a stream share the memory.
 
         Args:
             index: of the slice, among those whose messages are under way at once.
+            slot: of the reduction, among those that are under way at once on this rank.
         """
         topology = self._topology
         count = topology.ranks_per_node if level == "intra" else topology.nodes
         turn = index % SLICES_UNDER_WAY
-        return self._scratch.messages(f"{level} {use} {turn}", count, nbytes, device=device)
+        return self._scratch.messages(f"{level} {use} {slot} {turn}", count, nbytes, device=device)
 
     def start(
-        self, received: Tensor, sent: Tensor, *, level: Level, index: int, overlaps: bool, what: str
+        self, received: Tensor, sent: Tensor, *, level: Level, tag: int, overlaps: bool, what: str
     ) -> PendingExchange:
         """Start to send row i of `sent` to rank i of the level and to receive row i of `received` from it.
 
         Args:
+            tag: the same on all ranks; no two exchanges that are under way at once have the same.
             overlaps: whether other work is issued before it is waited for.
             what: is exchanged, for errors.
         """
         group = self._topology.intra if level == "intra" else self._topology.inter
         assert group is not None
-        return start_all_to_all(received, sent, group, overlaps=overlaps, tag=index, what=what)
+        return start_all_to_all(received, sent, group, overlaps=overlaps, tag=tag, what=what)

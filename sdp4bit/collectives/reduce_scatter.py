@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -144,7 +145,7 @@ class QuantizedReduceScatter:
         self._seed = seed
         self._rank = rank
         self._rank_step = rank_step
-        self._bucket = bucket
+        self.bucket = bucket
         self.traffic = traffic
         self.exchange = exchange or GroupExchange(topology, scratch)
         self.name = name or f"group {bucket}"
@@ -199,24 +200,57 @@ class QuantizedReduceScatter:
         Raises:
             ValueError: input is not size times as long as output.
         """
-        self._run(
-            self.slices(
-                output, input, call=call, multiplier=multiplier, nonfinite=nonfinite, sections=sections
-            )
+        slices = self.slices(
+            output, input, call=call, multiplier=multiplier, nonfinite=nonfinite, sections=sections
         )
+        for turn in self._turns(slices):
+            turn()
+
+    def start(
+        self,
+        output: Tensor,
+        input: Tensor,
+        *,
+        call: int,
+        slot: int,
+        multiplier: float = 1.0,
+        sections: Sequence[Section] = (),
+        nonfinite: Tensor | None = None,
+    ) -> list[Callable[[], None]]:
+        """Start a reduction: read all of the input, and leave transfers under way.
+
+        Arguments and errors are those of a call.
+
+        Args:
+            slot: of the message buffers, which no other reduction has until the last turn has been taken.
+
+        Returns:
+            The turns that are left, to be taken in this order on all ranks; each waits for a transfer.
+        """
+        slices = self.slices(
+            output, input, call=call, multiplier=multiplier, nonfinite=nonfinite, sections=sections, slot=slot
+        )
+        turns = self._turns(slices)
+        for turn in turns[: len(slices)]:
+            turn()
+        return turns[len(slices) :]
 
     def reduce_parts(self, parts: Sequence[RowPart], *, call: int, nonfinite: Tensor | None = None) -> None:
         """Reduce sections that are not parts of one row; see a call for the rest."""
-        self._run(self.slices_of_parts(parts, call=call, nonfinite=nonfinite))
+        for turn in self._turns(self.slices_of_parts(parts, call=call, nonfinite=nonfinite)):
+            turn()
 
-    def _run(self, slices: Sequence[ReductionSlice]) -> None:
-        steps = len(self.hops) + 1
+    def _turns(self, slices: Sequence[ReductionSlice]) -> list[Callable[[], None]]:
+        """Return what is to be done one after the other: in each turn a step of every slice under way."""
+        count = len(slices) + len(self.hops) if slices else 0
+        return [partial(self._take_turn, turn, slices) for turn in range(count)]
+
+    def _take_turn(self, turn: int, slices: Sequence[ReductionSlice]) -> None:
         with profiler_range(f"sdp4bit::reduce_scatter ({self.name})"):
-            for turn in range(len(slices) + steps - 1 if slices else 0):
-                # Newest slice first: it starts its transfer before the current stream waits for an older one.
-                for step in range(steps):
-                    if 0 <= turn - step < len(slices):
-                        slices[turn - step].steps[step]()
+            # Newest slice first: it starts its transfer before the current stream waits for an older one.
+            for step in range(len(self.hops) + 1):
+                if 0 <= turn - step < len(slices):
+                    slices[turn - step].steps[step]()
 
     def slices(
         self,
@@ -228,6 +262,7 @@ class QuantizedReduceScatter:
         nonfinite: Tensor | None = None,
         sections: Sequence[Section] = (),
         whole: bool = False,
+        slot: int = 0,
     ) -> list[ReductionSlice]:
         """Return the slices of a reduction; the caller runs their steps, each but the last starts a transfer.
 
@@ -255,7 +290,9 @@ class QuantizedReduceScatter:
             target = None if is_view else output
             parts.append(RowPart(section=section, rows=section.take(rows), output=place, target=target))
         self.traffic.count_plain(numel * input.element_size())
-        return self.slices_of_parts(parts, call=call, multiplier=multiplier, nonfinite=nonfinite, whole=whole)
+        return self.slices_of_parts(
+            parts, call=call, multiplier=multiplier, nonfinite=nonfinite, whole=whole, slot=slot
+        )
 
     def slices_of_parts(
         self,
@@ -265,6 +302,7 @@ class QuantizedReduceScatter:
         multiplier: float = 1.0,
         nonfinite: Tensor | None = None,
         whole: bool = False,
+        slot: int = 0,
     ) -> list[ReductionSlice]:
         """Return the reductions of the slices of sections that are not parts of one row; see slices."""
         if not parts:
@@ -279,6 +317,7 @@ class QuantizedReduceScatter:
                 self,
                 [(parts[i], there) for i, there in chosen],
                 index=index,
+                slot=slot,
                 call=call,
                 multiplier=multiplier,
                 nonfinite=nonfinite,
@@ -296,7 +335,7 @@ class QuantizedReduceScatter:
             # Ranks whose messages meet share a key, so that their receiver can draw it: that of the first.
             apart = 1 if hop.level == "intra" else self.topology.ranks_per_node
             rank -= hop.own * apart * self._rank_step
-        stream = pack_stream(step=call, bucket=self._bucket, stage=hop.stage, rank=rank)
+        stream = pack_stream(step=call, bucket=self.bucket, stage=hop.stage, rank=rank)
         keys = derive_keys(self._seed, stream)
         stride = round_up(part.output.numel(), BLOCK)
         return RoundingKey(*keys, first=places.start, row_stride=stride, dither=dither, sender=hop.own)
@@ -351,6 +390,7 @@ class ReductionSlice:
         pieces: list[tuple[RowPart, slice]],
         *,
         index: int,
+        slot: int,
         call: int,
         multiplier: float,
         nonfinite: Tensor | None,
@@ -365,6 +405,7 @@ class ReductionSlice:
         self._reduction = reduction
         self._pieces = pieces
         self._index = index
+        self._slot = slot
         self._calls = [part.section.call(call) for part, _ in pieces]
         self._multiplier = multiplier
         self._nonfinite = nonfinite
@@ -402,6 +443,8 @@ class ReductionSlice:
                 hadamard=reduction.hadamard,
                 rounding=rounding[i],
             )
+        # The rows are as large as all gradients of the group, and have been read.
+        self._pieces = [(replace(part, rows=part.rows.new_empty(0)), places) for part, places in self._pieces]
         self._start(hop, sent, layout, rounding)
 
     def forward(self) -> None:
@@ -463,7 +506,8 @@ class ReductionSlice:
             self._received,
             sent,
             level=hop.level,
-            index=self._index,
+            # Reductions of several groups share process groups, and may be under way at once.
+            tag=(reduction.bucket << 16) + self._index,
             overlaps=self._overlaps,
             what=f"quantized gradient reduce-scatter of {reduction.name}, all-to-all {PLACES[hop.level]}",
         )
@@ -471,7 +515,7 @@ class ReductionSlice:
 
     def _buffer(self, hop: Hop, use: Use, layout: JointLayout) -> Tensor:
         return self._reduction.exchange.messages(
-            hop.level, use, self._index, nbytes=layout.nbytes, device=self._device
+            hop.level, use, self._index, slot=self._slot, nbytes=layout.nbytes, device=self._device
         )
 
     def _rounding(self, hop: Hop) -> list[RoundingKey | None]:

@@ -37,7 +37,9 @@ class SimulatedExchange(GroupExchange):
         super().__init__(topology, scratch)
         self._bucket = bucket
 
-    def messages(self, level: Level, use: Use, index: int, *, nbytes: int, device: torch.device) -> Tensor:
+    def messages(
+        self, level: Level, use: Use, index: int, *, slot: int, nbytes: int, device: torch.device
+    ) -> Tensor:
         """See GroupExchange."""
         topology = self._topology
         if level == "intra":
@@ -49,7 +51,7 @@ class SimulatedExchange(GroupExchange):
         return matrix[:, me] if use == "send" else matrix[me]
 
     def start(
-        self, received: Tensor, sent: Tensor, *, level: Level, index: int, overlaps: bool, what: str
+        self, received: Tensor, sent: Tensor, *, level: Level, tag: int, overlaps: bool, what: str
     ) -> PendingExchange:
         """Return at once: messages are where they belong, when the peers have written theirs."""
         return PendingExchange([])

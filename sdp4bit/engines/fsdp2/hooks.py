@@ -219,14 +219,19 @@ class ReduceScatterHook:
                 return
             multiplier = reduction_multiplier(op, group, name=comm.group.name, engine="FSDP2")
             nonfinite = comm.sample_gradient(input_tensor, sample_numel=state.gradient_sample_numel)
-            reduction(
-                output_tensor,
-                input_tensor,
+            start = partial(
+                reduction.start,
+                input=input_tensor,
                 call=comm.reductions,
                 multiplier=multiplier,
                 nonfinite=nonfinite,
                 sections=sections,
             )
+            if comm.group.gradients_may_come_late(output_tensor.dtype):
+                state.host_reductions.start(start, output_tensor, divisor=comm.group.gradient_divisor)
+            else:
+                for turn in start(output_tensor, slot=0):
+                    turn()
             comm.gradient_bits = reduction.bits
             comm.reductions += 1
 

@@ -81,6 +81,7 @@ class Param(Protocol):
 
     sharded_param: nn.Parameter  # a DTensor; may be replaced over time
     padded_sharded_param_size: torch.Size
+    offload_to_cpu: bool
     fsdp_placement: Shard
     mesh_info: MeshInfo
     # [n], this rank's shard, padding included, in the type of the main weights.
@@ -103,6 +104,8 @@ class ParamGroup(Protocol):
     _all_gather_comm: Comm
     _reduce_scatter_comm: Comm
     _is_hsdp: bool
+    gradient_divide_factor: float | None
+    _all_reduce_hook: Callable[[Tensor], None] | None
     _training_state: Enum
     _use_post_forward_mesh: bool
 
