@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
+import signal
 import subprocess
 import sys
 import zlib
@@ -181,6 +182,8 @@ def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
         raise AssertionError(f"{_running_unit[-1]} is marked unit, but starts a process ({event})")
 
 
+# Shells without job control start background commands with SIGINT ignored; the tests' processes inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 platform.processor()  # asks a program, once in a process
 sys.addaudithook(_refuse_processes)
 
