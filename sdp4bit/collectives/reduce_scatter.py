@@ -136,7 +136,7 @@ class QuantizedReduceScatter:
             rank_step: how far apart the numbers of neighbours in the group are; by it ranks know which key
                 those share whose dither they take off.
             bucket: number of the parameter group, for the same reason.
-            scratch: message buffers, shared by the reductions that follow each other.
+            scratch: message buffers, shared with other reductions.
             exchange: how messages travel; by default through the topology's process groups.
             name: of the parameter group, for errors and profiles.
         """
@@ -147,6 +147,7 @@ class QuantizedReduceScatter:
         self._rank_step = rank_step
         self.bucket = bucket
         self.traffic = traffic
+        self.scratch = scratch
         self.exchange = exchange or GroupExchange(topology, scratch)
         self.name = name or f"group {bucket}"
 
@@ -200,10 +201,9 @@ class QuantizedReduceScatter:
         Raises:
             ValueError: input is not size times as long as output.
         """
-        slices = self.slices(
+        for turn in self.start(
             output, input, call=call, multiplier=multiplier, nonfinite=nonfinite, sections=sections
-        )
-        for turn in self._turns(slices):
+        ):
             turn()
 
     def start(
@@ -212,23 +212,19 @@ class QuantizedReduceScatter:
         input: Tensor,
         *,
         call: int,
-        slot: int,
         multiplier: float = 1.0,
-        sections: Sequence[Section] = (),
         nonfinite: Tensor | None = None,
+        sections: Sequence[Section] = (),
     ) -> list[Callable[[], None]]:
         """Start a reduction: read all of the input, and leave transfers under way.
 
         Arguments and errors are those of a call.
 
-        Args:
-            slot: of the message buffers, which no other reduction has until the last turn has been taken.
-
         Returns:
             The turns that are left, to be taken in this order on all ranks; each waits for a transfer.
         """
         slices = self.slices(
-            output, input, call=call, multiplier=multiplier, nonfinite=nonfinite, sections=sections, slot=slot
+            output, input, call=call, multiplier=multiplier, nonfinite=nonfinite, sections=sections
         )
         turns = self._turns(slices)
         for turn in turns[: len(slices)]:
@@ -262,7 +258,6 @@ class QuantizedReduceScatter:
         nonfinite: Tensor | None = None,
         sections: Sequence[Section] = (),
         whole: bool = False,
-        slot: int = 0,
     ) -> list[ReductionSlice]:
         """Return the slices of a reduction; the caller runs their steps, each but the last starts a transfer.
 
@@ -290,9 +285,7 @@ class QuantizedReduceScatter:
             target = None if is_view else output
             parts.append(RowPart(section=section, rows=section.take(rows), output=place, target=target))
         self.traffic.count_plain(numel * input.element_size())
-        return self.slices_of_parts(
-            parts, call=call, multiplier=multiplier, nonfinite=nonfinite, whole=whole, slot=slot
-        )
+        return self.slices_of_parts(parts, call=call, multiplier=multiplier, nonfinite=nonfinite, whole=whole)
 
     def slices_of_parts(
         self,
@@ -302,7 +295,6 @@ class QuantizedReduceScatter:
         multiplier: float = 1.0,
         nonfinite: Tensor | None = None,
         whole: bool = False,
-        slot: int = 0,
     ) -> list[ReductionSlice]:
         """Return the reductions of the slices of sections that are not parts of one row; see slices."""
         if not parts:
@@ -312,6 +304,8 @@ class QuantizedReduceScatter:
         if not whole:
             nodes, ranks_per_node = self.topology.nodes, self.topology.ranks_per_node
             places = slice_places(lengths, config=self.config, nodes=nodes, ranks_per_node=ranks_per_node)
+        # Until the last slice has ended: other reductions may be started meanwhile.
+        slot = self.scratch.take_slot()
         return [
             ReductionSlice(
                 self,
@@ -322,6 +316,7 @@ class QuantizedReduceScatter:
                 multiplier=multiplier,
                 nonfinite=nonfinite,
                 overlaps=whole or len(places) > 1,
+                is_last=index == len(places) - 1,
             )
             for index, chosen in enumerate(places)
         ]
@@ -395,12 +390,15 @@ class ReductionSlice:
         multiplier: float,
         nonfinite: Tensor | None,
         overlaps: bool,
+        is_last: bool,
     ) -> None:
         """Prepare; see QuantizedReduceScatter.__call__.
 
         Args:
             index: of the slice among those of the row, which share message buffers in turn.
+            slot: of these buffers, which the last slice frees.
             overlaps: whether the current stream gets other work before it waits for a transfer.
+            is_last: whether it ends last of those of the row.
         """
         self._reduction = reduction
         self._pieces = pieces
@@ -410,6 +408,7 @@ class ReductionSlice:
         self._multiplier = multiplier
         self._nonfinite = nonfinite
         self._overlaps = overlaps
+        self._is_last = is_last
         self._device = pieces[0][0].rows.device
 
     @property
@@ -492,6 +491,8 @@ class ReductionSlice:
             )
             if places.stop == part.output.numel():  # slices end in the order in which they begin
                 part.finish()
+        if self._is_last:
+            reduction.scratch.free_slot(self._slot)
 
     def _start(self, hop: Hop, sent: Tensor, layout: JointLayout, rounding: list[RoundingKey | None]) -> None:
         """Start the all-to-all of a hop.

@@ -127,6 +127,9 @@ OPERATIONS: dict[str, Callable[[dist.ProcessGroup], object]] = {
 def lose_rank_1(hangs: bool) -> None:
     """Every operation, in a group of its own, says in its own words that rank 1 is lost."""
     groups = {name: dist.new_group(timeout=timedelta(seconds=1)) for name in OPERATIONS}
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"connected {dist.get_rank()}", "")
+    store.wait([f"connected {rank}" for rank in range(3)])
     if dist.get_rank() == 1:
         time.sleep(60 if hangs else 0)
         os._exit(1)

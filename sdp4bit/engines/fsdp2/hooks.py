@@ -230,7 +230,7 @@ class ReduceScatterHook:
             if comm.group.gradients_may_come_late(output_tensor.dtype):
                 state.host_reductions.start(start, output_tensor, divisor=comm.group.gradient_divisor)
             else:
-                for turn in start(output_tensor, slot=0):
+                for turn in start(output_tensor):
                     turn()
             comm.gradient_bits = reduction.bits
             comm.reductions += 1

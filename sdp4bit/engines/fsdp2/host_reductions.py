@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class Start(Protocol):
-    """Starts a reduction to an output, in a slot of message buffers, and returns the turns that are left."""
-
-    def __call__(self, output: Tensor, *, slot: int) -> list[Callable[[], None]]: ...
+Turns = list[Callable[[], None]]
 
 
 @dataclass(kw_only=True, eq=False)
 class _Reduction:
-    slot: int
-    turns: list[Callable[[], None]]
+    turns: Turns
     total: Tensor
     output: Tensor
     divisor: float
@@ -38,8 +31,11 @@ class HostReductions:
         self._under_way: list[_Reduction] = []
         self._backward = -1
 
-    def start(self, start: Start, output: Tensor, *, divisor: float) -> None:
+    def start(self, start: Callable[[Tensor], Turns], output: Tensor, *, divisor: float) -> None:
         """Start a reduction in a backward pass, by whose end the output, divided, is there.
+
+        Args:
+            start: starts a reduction to an output, and returns the turns that are left.
 
         Raises:
             ExchangeError: of an older reduction.
@@ -51,14 +47,10 @@ class HostReductions:
             # FSDP2 ends its backward pass by the same means; callbacks run in the order of these calls.
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         older = list(self._under_way)
-        taken = {each.slot for each in older}
-        slot = next(slot for slot in count() if slot not in taken)
         # Not the output itself: FSDP2 divides that behind the hook, when a part of the total is there.
         total = torch.empty_like(output)
-        turns = start(total, slot=slot)
-        self._under_way.append(
-            _Reduction(slot=slot, turns=turns, total=total, output=output, divisor=divisor)
-        )
+        turns = start(total)
+        self._under_way.append(_Reduction(turns=turns, total=total, output=output, divisor=divisor))
         for each in older:
             self._advance(each)
 

@@ -38,6 +38,12 @@ def stepping_in_backward(run: Run) -> None:
     run.losses += torch.stack(norms).tolist()
 
 
+def read_at_once(run: Run) -> None:
+    """One group's gradient is read in the backward pass while those of others are on their way."""
+    run.model.blocks[0].fc1.weight.register_post_accumulate_grad_hook(lambda _: None)
+    run.train(2)
+
+
 def divided(run: Run) -> None:
     """By a factor of the user's own."""
     run.model.set_gradient_divide_factor(3.0)
@@ -62,6 +68,7 @@ SCENARIOS: dict[str, Callable[[Run], object]] = {
     "steps": lambda run: run.train(2),
     "micro-batches": micro_batches,
     "stepping in backward": stepping_in_backward,
+    "read at once": read_at_once,
     "divided": divided,
     "failing": failing,
 }
