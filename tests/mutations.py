@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -232,7 +232,8 @@ def check_that_mutations_are_noticed(
         is_noticed = False
         for check in checks:
             seen: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(seen, attempt(name, check))
+            with groups_released():
+                dist.all_gather_object(seen, attempt(name, check))
             is_noticed = any(seen)
             if is_noticed:
                 break
@@ -240,6 +241,23 @@ def check_that_mutations_are_noticed(
             survivors.append(f"{name} (listed as harmless)" if is_noticed else name)
     if survivors:
         raise AssertionError(f"{claim} does not notice: {', '.join(survivors)}")
+
+
+@contextmanager
+def groups_released() -> Iterator[None]:
+    """Destroy the process groups that are created inside the block, which have threads of their own."""
+    groups: list[Any] = []
+    create = dist.new_group
+
+    def create_and_note(*args: Any, **options: Any) -> Any:
+        groups.append(create(*args, **options))
+        return groups[-1]
+
+    with patch.object(dist, "new_group", create_and_note):
+        yield
+    for group in groups:
+        with suppress(ValueError):  # the check has destroyed it
+            dist.destroy_process_group(group)
 
 
 def attempt(name: str, check: Callable[[], object]) -> bool:

@@ -226,7 +226,7 @@ class GroupExchange:
         self._scratch = scratch
 
     def messages(
-        self, level: Level, use: Use, index: int, *, slot: int, nbytes: int, device: torch.device
+        self, level: Level, use: Use, index: int, *, slot: int | None, nbytes: int, device: torch.device
     ) -> Tensor:
         """Return uint8 [ranks of the level, nbytes], to be filled and sent, or to be received into.
 
@@ -234,7 +234,8 @@ class GroupExchange:
 
         Args:
             index: of the slice, among those whose messages are under way at once.
-            slot: of the reduction, among those that are under way at once on this rank.
+            slot: of the reduction, among those that are under way at once on this rank; None for those that
+                share the memory.
         """
         topology = self._topology
         count = topology.ranks_per_node if level == "intra" else topology.nodes

@@ -305,7 +305,7 @@ class QuantizedReduceScatter:
             nodes, ranks_per_node = self.topology.nodes, self.topology.ranks_per_node
             places = slice_places(lengths, config=self.config, nodes=nodes, ranks_per_node=ranks_per_node)
         # Until the last slice has ended: other reductions may be started meanwhile.
-        slot = self.scratch.take_slot()
+        slot = None if whole else self.scratch.take_slot()
         return [
             ReductionSlice(
                 self,
@@ -385,7 +385,7 @@ class ReductionSlice:
         pieces: list[tuple[RowPart, slice]],
         *,
         index: int,
-        slot: int,
+        slot: int | None,
         call: int,
         multiplier: float,
         nonfinite: Tensor | None,
@@ -396,7 +396,7 @@ class ReductionSlice:
 
         Args:
             index: of the slice among those of the row, which share message buffers in turn.
-            slot: of these buffers, which the last slice frees.
+            slot: of these buffers, which the last slice frees; None if they are shared with other rows.
             overlaps: whether the current stream gets other work before it waits for a transfer.
             is_last: whether it ends last of those of the row.
         """
@@ -491,7 +491,7 @@ class ReductionSlice:
             )
             if places.stop == part.output.numel():  # slices end in the order in which they begin
                 part.finish()
-        if self._is_last:
+        if self._is_last and self._slot is not None:
             reduction.scratch.free_slot(self._slot)
 
     def _start(self, hop: Hop, sent: Tensor, layout: JointLayout, rounding: list[RoundingKey | None]) -> None:

@@ -38,7 +38,7 @@ class SimulatedExchange(GroupExchange):
         self._bucket = bucket
 
     def messages(
-        self, level: Level, use: Use, index: int, *, slot: int, nbytes: int, device: torch.device
+        self, level: Level, use: Use, index: int, *, slot: int | None, nbytes: int, device: torch.device
     ) -> Tensor:
         """See GroupExchange."""
         topology = self._topology
