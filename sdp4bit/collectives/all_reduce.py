@@ -1,17 +1,18 @@
-"""Quantized all-reduce: ranks reduce a piece each, quantize their sums again, and send them to each other."""
+"""Quantized all-reduce: ranks reduce a piece each, quantize their sums, and send them to each other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import all_gather_blocks, start_all_gather_rows
-from sdp4bit.collectives.pieces import is_long_enough, piece_places
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, RowPart
+from sdp4bit.collectives.pieces import is_long_enough, piece_count, piece_places
+from sdp4bit.collectives.pipeline import group_unit
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, RowPart, count_nonfinite
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section, split_messages, whole_row
 from sdp4bit.collectives.topology import NodeLayout, Topology
@@ -26,16 +27,16 @@ from sdp4bit.traffic import Level, TrafficCounter
 
 @dataclass(frozen=True, kw_only=True)
 class PieceSection:
-    """A section of what is reduced, which is a piece of it for each rank."""
+    """A section of what is reduced, which is cut into as many pieces as the whole."""
 
     section: Section
     values: Tensor
     """[m], contiguous."""
 
-    def pieces(self, *, ranks: int) -> Tensor:
-        """View the values as the pieces of all ranks, [ranks, length]; see piece_places."""
-        stride, length = piece_places(self.values.numel(), ranks=ranks, unit=self.section.unit)
-        return self.values.as_strided((ranks, length), (stride, 1))
+    def pieces(self, count: int) -> Tensor:
+        """View the values as so many pieces, [count, length]; see piece_places."""
+        stride, length = piece_places(self.values.numel(), pieces=count, unit=self.section.unit)
+        return self.values.as_strided((count, length), (stride, 1))
 
 
 def sections_of(values: Tensor, sections: Sequence[Section]) -> list[PieceSection]:
@@ -45,10 +46,11 @@ def sections_of(values: Tensor, sections: Sequence[Section]) -> list[PieceSectio
 
 
 class PieceQuantizer:
-    """The arithmetic of what is gathered: a rank's piece of the sum as a message, for any rank.
+    """The arithmetic of what is gathered: a rank's sum of its piece as a message, for any rank.
 
     All ranks, the one that has quantized a piece included, take it from the message: they end with the same
-    bits. The settings are those of the last hop of the reduction.
+    bits. Between two nodes a piece has two messages, whose values are added. The settings are those of the
+    last hop.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class PieceQuantizer:
             ranks, bucket: see QuantizedAllReduce.
         """
         self._layout = layout
+        self.count = piece_count(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
+        """Pieces that there are; the rank of row r in the group has piece r % count."""
         self._ranks = ranks
         self._seed = seed
         self._bucket = bucket
@@ -84,20 +88,20 @@ class PieceQuantizer:
         )
 
     def quantize(
-        self, pieces: Sequence[Tensor], out: Tensor, *, call: int, rank: int, sections: Sequence[PieceSection]
+        self, pieces: Sequence[Tensor], out: Tensor, *, call: int, row: int, sections: Sequence[PieceSection]
     ) -> None:
         """Write the message that carries a rank's pieces of all sections.
 
         Args:
-            pieces: [n] each, fp32.
+            pieces: [n] each, fp32, bf16 or fp16.
             out: uint8 [1, nbytes] of the layout.
-            rank: numbers the one whose pieces they are, for the rounding bits.
+            row: of the rank in the group, for the rounding bits.
         """
         layout = self.message_layout(pieces, sections)
         for piece, part, message, each in zip(
             pieces, layout.layouts, split_messages(out, layout), sections, strict=True
         ):
-            key = None if self._rounding == "nearest" else self._key(each.section.call(call), rank)
+            key = None if self._rounding == "nearest" else self._key(each.section.call(call), row)
             rows = piece.view(1, 1, -1)
             ops.hadamard_quantize(rows, out=message, layout=part, hadamard=self._hadamard, rounding=key)
 
@@ -116,40 +120,46 @@ class PieceQuantizer:
             messages: uint8 [ranks, nbytes], in the order of the ranks.
             values: [n], fp32, bf16 or fp16, contiguous, of which these are the sections.
         """
-        of_all = [each.pieces(ranks=self._layout.size) for each in sections]
+        of_all = [each.pieces(self.count) for each in sections]
         layout = self.message_layout([pieces[0] for pieces in of_all], sections)
         for pieces, part, parts, each in zip(
             of_all, layout.layouts, split_messages(messages, layout), sections, strict=True
         ):
             # One by one, in the order of the ranks: neighbours overlap.
-            for message, piece, rank in zip(parts.split(1), pieces.unbind(), self._ranks, strict=True):
-                self._restore(message, piece, part, each.section.call(call), rank, multiplier)
+            for number, piece in enumerate(pieces.unbind()):
+                self._restore(
+                    parts[number :: self.count], piece, part, each.section.call(call), number, multiplier
+                )
             each.section.put(each.values, values)
 
     def _restore(
-        self, message: Tensor, out: Tensor, layout: MessageLayout, call: int, rank: int, multiplier: float
+        self, messages: Tensor, out: Tensor, layout: MessageLayout, call: int, row: int, multiplier: float
     ) -> None:
         ops.dequantize_reduce_hadamard(
-            message,
+            messages,
             out=out,
             layout=layout,
             hadamard=self._hadamard,
             multiplier=multiplier * INVERSE_FACTOR if self._hadamard else multiplier,
-            dither=self._key(call, rank) if self._rounding == "dither" else None,
+            dither=self._key(call, row) if self._rounding == "dither" else None,
         )
 
-    def _key(self, call: int, rank: int) -> RoundingKey:
+    def _key(self, call: int, row: int) -> RoundingKey:
+        is_dither, sender, rank = self._rounding == "dither", row // self.count, self._ranks[row]
+        if is_dither:
+            # Those who have the same piece share a key, so that a receiver draws it once: the first one's.
+            rank = self._ranks[row % self.count]
         stream = pack_stream(step=call, bucket=self._bucket, stage=Stage.GATHER, rank=rank)
-        return RoundingKey(*derive_keys(self._seed, stream), dither=self._rounding == "dither")
+        return RoundingKey(*derive_keys(self._seed, stream), dither=is_dither, sender=sender)
 
-    def requantized(self, values: Tensor, *, rank: int) -> Tensor:
-        """Return values [n], fp32, contiguous, as they arrive in the message of a rank."""
+    def requantized(self, values: Tensor) -> Tensor:
+        """Return values [n], fp32, contiguous, as they arrive in a message of the first rank."""
         whole = sections_of(values, ())
         layout = self.message_layout([values], whole)
         message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=values.device)
-        self.quantize([values], message, call=0, rank=rank, sections=whole)
+        self.quantize([values], message, call=0, row=0, sections=whole)
         result = torch.empty_like(values)
-        self._restore(message, result, layout.layouts[0], 0, rank, 1.0)
+        self._restore(message, result, layout.layouts[0], 0, 0, 1.0)
         return result
 
 
@@ -157,7 +167,8 @@ class QuantizedAllReduce:
     """Sums tensors over a group of nodes x ranks_per_node ranks; all ranks end with the same bits.
 
     Both halves are quantized: the reduce-scatter as by QuantizedReduceScatter, and what it leaves each rank
-    with, on its way to the others. A world of one changes nothing.
+    with, on its way to the others. Between two nodes the first half stays inside each node: see piece_count.
+    A world of one changes nothing.
     """
 
     def __init__(
@@ -182,22 +193,26 @@ class QuantizedAllReduce:
             name: of what is reduced, for errors.
         """
         self._topology = topology
-        self._rank = ranks[topology.row]
         self._traffic = traffic
         self._scratch = scratch
         self._name = name or f"group {bucket}"
+        layout = topology.layout
+        self._pieces = PieceQuantizer(layout, config=config, seed=seed, ranks=ranks, bucket=bucket)
+        reduced_over = topology
+        if self._pieces.count < layout.size:
+            node = replace(layout, ranks=tuple(layout.intra_ranks(topology.node)), nodes=1)
+            reduced_over = replace(topology, layout=node, node=0, inter=None)
         self._reduction = QuantizedReduceScatter(
-            topology,
+            reduced_over,
             config=config,
             seed=seed,
-            rank=self._rank,
+            rank=ranks[topology.row],
             rank_step=ranks.step,
             bucket=bucket,
             traffic=traffic,
             scratch=scratch,
             name=f"{self._name} over replicas",
         )
-        self._pieces = PieceQuantizer(topology.layout, config=config, seed=seed, ranks=ranks, bucket=bucket)
 
     def configure(self, config: GradientConfig) -> None:
         """Do the next reductions with these settings; all ranks change them between the same two."""
@@ -217,7 +232,8 @@ class QuantizedAllReduce:
     @property
     def group_unit(self) -> int:
         """The shortest range of values that divides no quantization group of any hop."""
-        return self._reduction.group_unit
+        topology = self._topology
+        return group_unit(self.config, nodes=topology.nodes, ranks_per_node=topology.ranks_per_node)
 
     def takes(self, numel: int) -> bool:
         """Return whether so many values are to be quantized, and not left to a plain all-reduce."""
@@ -234,16 +250,16 @@ class QuantizedAllReduce:
     ) -> None:
         """Replace values by their sum over all ranks, times the multiplier.
 
-        Steps: 1. a quantized reduce-scatter of the pieces, in two levels or one, after which each rank has
-        the sum of its own in fp32;  2. transform and quantize it again, one message;  3. all-gather of the
+        Steps: 1. a quantized reduce-scatter of the pieces, after which each rank has the sum of its own, or
+        of two nodes each has its node's;  2. transform and quantize it, one message;  3. all-gather of the
         messages between nodes;  4. all-gather of the result in the node;  5. dequantize all messages, one's
-        own too, and transform back.
+        own too, add those of a piece, and transform back.
 
         Args:
             values: [n], fp32, bf16 or fp16, contiguous; changed in place.
             call: number of this reduction of the bucket since the start, the same on all ranks, for the
                 rounding bits.
-            nonfinite: see QuantizedReduceScatter; of this rank's pieces.
+            nonfinite: see QuantizedReduceScatter; of what this rank sends in step 3.
             sections: of the values, which together are all of them; () for one. A rank has a piece of each.
         """
         topology, numel, device = self._topology, values.numel(), values.device
@@ -254,21 +270,26 @@ class QuantizedAllReduce:
         with profiler_range(f"sdp4bit::all_reduce ({self._name})"):
             # 1. Each rank's pieces of the sum, one per section; the rows are read until the last is there.
             cut = sections_of(values, sections)
-            rows = [each.pieces(ranks=topology.size) for each in cut]
-            lengths = [row.shape[1] for row in rows]
-            own = torch.empty(sum(lengths), dtype=torch.float32, device=device).split(lengths)
-            parts = [
-                RowPart(section=each.section, rows=row, output=output)
-                for each, row, output in zip(cut, rows, own, strict=True)
-            ]
-            self._reduction.reduce_parts(parts, call=call, nonfinite=nonfinite)
+            own: Sequence[Tensor] = [each.values for each in cut]
+            if self._reduction.hops:
+                rows = [each.pieces(self._pieces.count) for each in cut]
+                lengths = [row.shape[1] for row in rows]
+                own = torch.empty(sum(lengths), dtype=torch.float32, device=device).split(lengths)
+                parts = [
+                    RowPart(section=each.section, rows=row, output=output)
+                    for each, row, output in zip(cut, rows, own, strict=True)
+                ]
+                self._reduction.reduce_parts(parts, call=call)
             # As a ring does it: twice around, a part of the values at a time.
             self._traffic.count_plain(round(2 * values.nbytes / topology.size))
 
             # 2. One message per rank.
             layout = self._pieces.message_layout(own, cut)
             messages = self._scratch.messages("gather send", 1, layout.nbytes, device=device)
-            self._pieces.quantize(own, messages, call=call, rank=self._rank, sections=cut)
+            self._pieces.quantize(own, messages, call=call, row=topology.row, sections=cut)
+            if nonfinite is not None:
+                for each, part in zip(split_messages(messages, layout), layout.layouts, strict=True):
+                    nonfinite += count_nonfinite(each, part)
 
             # 3. All-gather between nodes, of ranks with one local rank;  4. in the node.
             if topology.inter is not None:
@@ -298,7 +319,9 @@ class QuantizedAllReduce:
             values: [n], a sample of a gradient, contiguous.
         """
         exact = values.float()
-        gathered = self._pieces.requantized(exact, rank=self._rank)
+        gathered = self._pieces.requantized(exact)
+        if not self._reduction.hops:
+            return gathered
         return self._reduction.requantized(values).add_(gathered).sub_(exact)
 
     def _what(self, level: Level) -> str:

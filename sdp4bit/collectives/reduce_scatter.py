@@ -231,9 +231,9 @@ class QuantizedReduceScatter:
             turn()
         return turns[len(slices) :]
 
-    def reduce_parts(self, parts: Sequence[RowPart], *, call: int, nonfinite: Tensor | None = None) -> None:
+    def reduce_parts(self, parts: Sequence[RowPart], *, call: int) -> None:
         """Reduce sections that are not parts of one row; see a call for the rest."""
-        for turn in self._turns(self.slices_of_parts(parts, call=call, nonfinite=nonfinite)):
+        for turn in self._turns(self.slices_of_parts(parts, call=call)):
             turn()
 
     def _turns(self, slices: Sequence[ReductionSlice]) -> list[Callable[[], None]]:

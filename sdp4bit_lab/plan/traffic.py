@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sdp4bit.collectives.pieces import is_long_enough, piece_places
+from sdp4bit.collectives.pieces import is_long_enough, piece_count, piece_places
 from sdp4bit.collectives.pipeline import SLICES_UNDER_WAY, group_unit, slice_places
 from sdp4bit.collectives.sections import Section, whole_row
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
@@ -145,11 +145,13 @@ def all_reduce_exchange(
         return Exchange()
     if config is None or not is_long_enough(numel, ranks=grid.size, config=config):
         return ring(2 * numel * dense_bytes / grid.size, grid=grid)
+    count = piece_count(nodes=n, ranks_per_node=g)
     pieces = []
     for section in sections or whole_row(numel):
-        _, length = piece_places(section.numel, ranks=grid.size, unit=section.unit)
+        _, length = piece_places(section.numel, pieces=count, unit=section.unit)
         pieces.append(replace(section, ranges=((0, length),)))
-    reduced = gradient_exchange(0, grid=grid, config=replace(config, min_numel=0), sections=pieces)
+    over = grid if count == grid.size else replace(grid, nodes=1)
+    reduced = gradient_exchange(0, grid=over, config=replace(config, min_numel=0), sections=pieces)
     # The sums of the pieces are gathered between nodes, then inside each node.
     hop: Level = "inter" if n > 1 else "intra"
     bits, group_size = getattr(config, f"{hop}_bits"), getattr(config, f"{hop}_group_size")
@@ -162,7 +164,7 @@ def all_reduce_exchange(
         padding_bytes=reduced.padding_bytes + gathered.padding_bytes,
         collectives=reduced.collectives + gathered.collectives,
         chunks=reduced.chunks,
-        moved_bytes=reduced.moved_bytes + (1 + grid.size) * (layout.nbytes + dense),
+        moved_bytes=reduced.moved_bytes + (1 + grid.size) * layout.nbytes + (1 + count) * dense,
         buffer_bytes=reduced.buffer_bytes + layout.nbytes * (1 + n * (n > 1) + grid.size * (g > 1)),
     )
 

@@ -73,12 +73,14 @@ class SimulatedReduceScatter:
         bucket: int,
         traffic: TrafficCounter,
         scratch: Scratch,
+        first_rank: int = 0,
     ) -> None:
         """Prepare; nothing is allocated.
 
         Args:
             traffic: counts what one of the ranks sends; all send the same.
             scratch: memory for messages; buckets may share it.
+            first_rank: numbers the first of the ranks, for the rounding bits.
         """
         self._layout = layout
         self._scratch = scratch
@@ -92,7 +94,7 @@ class SimulatedReduceScatter:
                     topology,
                     config=config,
                     seed=seed,
-                    rank=rank,
+                    rank=first_rank + rank,
                     bucket=bucket,
                     traffic=uncounted if rank else traffic,
                     scratch=scratch,
@@ -180,16 +182,25 @@ class SimulatedAllReduce:
         """
         self._layout = layout
         self._scratch = scratch
-        self._reduction = SimulatedReduceScatter(
-            layout,
-            config=config,
-            seed=seed,
-            bucket=bucket,
-            traffic=TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node),
-            scratch=scratch,
-        )
         ranks = range(layout.size)
         self._pieces = PieceQuantizer(layout, config=config, seed=seed, ranks=ranks, bucket=bucket)
+        members = ranks[: self._pieces.count]
+        reduced_over = layout
+        if len(members) < layout.size:
+            reduced_over = simulated_layout(len(members), ranks_per_node=len(members))
+        # One, or between two nodes one in each.
+        self._reductions = [
+            SimulatedReduceScatter(
+                reduced_over,
+                config=config,
+                seed=seed,
+                bucket=bucket,
+                traffic=TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node),
+                scratch=scratch,
+                first_rank=first,
+            )
+            for first in ranks[:: len(members)]
+        ]
 
     def __call__(
         self,
@@ -209,23 +220,32 @@ class SimulatedAllReduce:
         size, total = self._layout.size, torch.empty_like(values[0])
         if size == 1 or not total.numel():
             return values[0] * multiplier
+        count = self._pieces.count
         cut = sections_of(total, sections)
-        lengths = [each.pieces(ranks=size).shape[1] for each in cut]
+        lengths = [each.pieces(count).shape[1] for each in cut]
         row = torch.empty(sum(lengths), dtype=torch.float32, device=total.device)
-        for each in values:
-            parts = [
-                RowPart(section=part.section, rows=part.pieces(ranks=size), output=output)
-                for part, output in zip(sections_of(each, sections), row.split(lengths), strict=True)
-            ]
-            self._reduction.add_parts(parts, row, call=call)
         nbytes = self._pieces.message_layout(row.split(lengths), cut).nbytes
         messages = self._scratch.messages("gather", size, nbytes, device=total.device)
 
-        def quantize(rank: int, row: Tensor) -> None:
+        def quantize(rank: int, pieces: Sequence[Tensor]) -> None:
             message = messages[rank : rank + 1]
-            self._pieces.quantize(row.split(lengths), message, call=call, rank=rank, sections=cut)
+            self._pieces.quantize(pieces, message, call=call, row=rank, sections=cut)
 
-        self._reduction.finish(quantize)
+        for first, reduction in zip(range(0, size, count), self._reductions, strict=True):
+            if count == 1:
+                quantize(first, [each.values for each in sections_of(values[first], sections)])
+                continue
+            for each in values[first : first + count]:
+                parts = [
+                    RowPart(section=part.section, rows=part.pieces(count), output=output)
+                    for part, output in zip(sections_of(each, sections), row.split(lengths), strict=True)
+                ]
+                reduction.add_parts(parts, row, call=call)
+
+            def take(rank: int, row: Tensor, first: int = first) -> None:
+                quantize(first + rank, row.split(lengths))
+
+            reduction.finish(take)
         self._pieces.restore(messages, total, call=call, multiplier=multiplier, sections=cut)
         return total
 

@@ -81,12 +81,20 @@ def rounding_bits(
 
 
 def reduce_scatter(
-    inputs: Tensor, *, nodes: int, per_node: int, config: GradientConfig, call: int, multiplier: float
+    inputs: Tensor,
+    *,
+    nodes: int,
+    per_node: int,
+    config: GradientConfig,
+    call: int,
+    multiplier: float,
+    first_rank: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return what each rank ends with, fp32 [world, n], and how far it may be from the exact sum.
 
     Args:
         inputs: [world, world, n]: row [r, d] is what rank r has for rank d.
+        first_rank: numbers the first one, for the rounding bits.
     """
     world, _, numel = inputs.shape
     if world == 1:
@@ -100,7 +108,9 @@ def reduce_scatter(
         rows = hadamard32(rows.contiguous())
     length = rows.shape[-1]
     if per_node > 1:
-        rows, bounds = _intra(rows, nodes=nodes, per_node=per_node, config=config, call=call)
+        rows, bounds = _intra(
+            rows, nodes=nodes, per_node=per_node, config=config, call=call, first_rank=first_rank
+        )
     else:
         bounds = torch.zeros_like(rows)
     # Row [r, m] is now what rank r has for the rank of node m with its own local rank.
@@ -143,24 +153,41 @@ def all_reduce(
     world, numel = inputs.shape
     if world == 1 or not numel:
         return inputs[0].float() * multiplier, torch.zeros(numel)
-    stride = numel // world // 32 * 32
-    starts = [rank * stride for rank in range(world)]
+    # Two nodes have the same pieces, and add what both have of them; else each rank has one, with its sum.
+    count = per_node if nodes == 2 else world
+    stride = numel // count // 32 * 32
+    starts = [piece * stride for piece in range(count)]
     length = numel - starts[-1]
     rows = torch.stack([inputs[:, start : start + length] for start in starts], dim=1)
-    sums, bounds = reduce_scatter(
-        rows, nodes=nodes, per_node=per_node, config=config, call=call, multiplier=1.0
+    sums, bounds = zip(
+        *(
+            reduce_scatter(
+                rows[first : first + count],
+                nodes=nodes if count == world else 1,
+                per_node=per_node,
+                config=config,
+                call=call,
+                multiplier=1.0,
+                first_rank=first,
+            )
+            for first in range(0, world, count)
+        ),
+        strict=True,
     )
     last = "inter" if nodes > 1 else "intra"
     bits, group_size, rounding = (
         getattr(config, f"{last}_{name}") for name in ("bits", "group_size", "rounding")
     )
     total, limit = torch.empty(numel), torch.empty(numel)
-    for rank, start in enumerate(starts):
-        row = padded(sums[rank])
-        row = hadamard32(row.contiguous()) if config.hadamard and bits is not None else row
-        named = {"rounding": rounding, "call": call, "stage": Stage.GATHER, "rank": rank}
-        random = rounding_bits(row, **named, sender=0)
-        seen, bound = passed(row, bits, group_size, random, dither=rounding == "dither")
+    for piece, start in enumerate(starts):
+        seen, bound, before = 0.0, 0.0, 0.0
+        for node in range(world // count):
+            row = padded(sums[node][piece])
+            row = hadamard32(row.contiguous()) if config.hadamard and bits is not None else row
+            named = {"rounding": rounding, "call": call, "stage": Stage.GATHER, "distance": count}
+            random = rounding_bits(row, **named, rank=node * count + piece, sender=node)
+            values, limits = passed(row, bits, group_size, random, dither=rounding == "dither")
+            seen, bound, before = seen + values, bound + limits, before + bounds[node][piece]
         factor = torch.tensor(multiplier)
         if config.hadamard and bits is not None:
             seen = hadamard32(seen.contiguous())
@@ -168,12 +195,12 @@ def all_reduce(
             factor = torch.tensor(multiplier * INVERSE_FACTOR)
         place = slice(start, start + length)
         total[place] = seen[:length] * factor
-        limit[place] = (bound[:length] + bounds[rank]) * abs(multiplier)
+        limit[place] = (bound[:length] + before) * abs(multiplier)
     return total, limit
 
 
 def _intra(
-    rows: Tensor, *, nodes: int, per_node: int, config: GradientConfig, call: int
+    rows: Tensor, *, nodes: int, per_node: int, config: GradientConfig, call: int, first_rank: int
 ) -> tuple[Tensor, Tensor]:
     """Return [world, nodes, n], the sums over a node that each of its ranks has for the nodes, and bounds."""
     world, _, length = rows.shape
@@ -185,7 +212,7 @@ def _intra(
             rounding=config.intra_rounding,
             call=call,
             stage=Stage.INTRA,
-            rank=source,
+            rank=first_rank + source,
             sender=source % per_node,
         )
         dither = config.intra_rounding == "dither"

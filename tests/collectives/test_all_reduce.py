@@ -222,13 +222,26 @@ def test_the_mean_over_calls_is_the_sum() -> None:
     assert found.std(0).min() > 0
 
 
+def test_between_two_nodes_gradients_are_rounded_to_few_bits_once() -> None:
+    """Dither of 4 bits costs 0.118 of bell-shaped values, and as much again on the way back of more nodes."""
+    config = GradientConfig(intra_rounding="nearest")
+    for nodes, per_node, roundings in ((2, 1, 1), (2, 2, 1), (3, 1, 2), (4, 2, 2)):
+        layout = simulated_layout(nodes * per_node, ranks_per_node=per_node)
+        all_reduce = SimulatedAllReduce(layout, config=config, seed=1, bucket=0, scratch=Scratch())
+        generator = torch.Generator().manual_seed(nodes)
+        values = [torch.randn(1 << 15, generator=generator) for _ in range(layout.size)]
+        exact = torch.stack(values).sum(0)
+        error = (all_reduce(values, call=0) - exact).norm() / exact.norm()
+        assert error == pytest.approx(0.118 * roundings**0.5, rel=0.04), (nodes, per_node)
+
+
 def test_pieces_begin_at_blocks_and_cover_everything_without_a_copy() -> None:
     for numel in (1, 31, 100, 1000, 4097):
         for ranks in (1, 2, 3, 8):
             values = torch.zeros(numel)
             for unit in (32, 384):
                 section = PieceSection(section=Section(unit=unit), values=values.zero_())
-                pieces = section.pieces(ranks=ranks)
+                pieces = section.pieces(ranks)
                 assert pieces.data_ptr() == values.data_ptr()
                 assert pieces.stride(0) % unit == 0 and pieces.shape[1] < numel // ranks + unit * ranks + 1
                 pieces.fill_(1.0)
