@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -122,6 +123,7 @@ class CommHandle(ABC):
         self._note = note
         self._alerts: Alerts | None = None
         self._removed = False
+        self._is_quantized = True
         if config.audit is not None:
             state.step_listeners.append(self._audit_if_due)
 
@@ -182,6 +184,8 @@ class CommHandle(ABC):
 
         Once a step has been taken it also names `time_steps`, as bytes are not time.
         """
+        if not self._is_quantized:
+            return "inside full_precision(): the model communicates as without sdp4bit"
         state = self._state
         table = render([comm.explain(state.last_traffic(comm)) for comm in state.groups])
         hint = self._hint if state.groups and (state.steps or state.step_pending) else ""
@@ -272,22 +276,47 @@ class CommHandle(ABC):
         if repeats < 1:
             raise ValueError(f"time_steps needs at least 1 repeat, got repeats={repeats}")
         self._check_switch()
+        if not self._is_quantized:
+            raise RuntimeError("time_steps was called inside full_precision(): call it outside")
         return time_steps(
-            step,
-            repeats=repeats,
-            switch=self._switch,
-            device=self._state.device,
+            step, repeats=repeats, full_precision=self.full_precision, device=self._state.device
         )
+
+    @contextmanager
+    def full_precision(self) -> Iterator[None]:
+        """Communicate in full precision inside a `with` block, exactly as without sdp4bit.
+
+        For a warm-up, a comparison or a debugging session of any number of steps. Enter and leave it on all
+        ranks, between two steps; neither sends anything. The first forward after the block refreshes the
+        replicas in full precision. Steps inside are not counted by `stats()`, telemetry, audits and
+        `start_step`. A block inside another changes nothing. FSDP2 only.
+
+        Raises:
+            RuntimeError: the handle has been removed, forward or backward is running, or the engine cannot
+                switch.
+        """
+        self._check_attached()
+        self._check_switch()
+        if not self._is_quantized:
+            yield
+            return
+        self._switch()
+        try:
+            yield
+        finally:
+            if self.is_attached:
+                self._switch()
 
     def _check_switch(self) -> None:
         """Raise RuntimeError unless `_switch` can be called now; engines that can switch override both."""
         raise RuntimeError(
-            f"{type(self).__name__} cannot switch quantization off and on during training, which time_steps "
-            "does: it is for FSDP2. Compare a run with sdp4bit to one without it"
+            f"{type(self).__name__} cannot switch quantization off and on during training, which "
+            "full_precision and time_steps do: they are for FSDP2. Compare a run with sdp4bit to one without "
+            "it"
         )
 
-    def _switch(self, is_quantized: bool) -> None:
-        """Let the model communicate quantized or in full precision from the next step on; sends nothing."""
+    def _switch(self) -> None:
+        """Communicate in full precision if quantized, and the other way round; sends nothing."""
         self._check_switch()
 
     def alerts(self) -> list[Alert]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -62,25 +63,22 @@ def time_steps(
     step: Callable[[], object],
     *,
     repeats: int,
-    switch: Callable[[bool], None],
+    full_precision: Callable[[], AbstractContextManager[None]],
     device: torch.device | None,
 ) -> StepTimes:
     """Measure steps in blocks with and without quantization; see `CommHandle.time_steps`.
 
     Args:
-        switch: lets the model communicate quantized (True) or in full precision.
+        full_precision: see `CommHandle.full_precision`.
         device: to wait for before the clock is read.
     """
     blocks: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}
-    try:
-        for _ in range(repeats):
-            for is_quantized in (True, False):
-                switch(is_quantized)
+    for _ in range(repeats):
+        for is_quantized in (True, False):
+            with nullcontext() if is_quantized else full_precision():
                 step()  # gathers weights in full precision after a switch
                 seconds = tuple(_seconds(step, device) for _ in range(TIMED_STEPS))
                 blocks[is_quantized].append(seconds)
-    finally:
-        switch(True)
     mine = blocks[True], blocks[False]
     ranks: list[tuple[list[tuple[float, ...]], ...]] = [mine] * dist.get_world_size()
     with comm_error_context("times of training steps"):

@@ -5,11 +5,13 @@ Layers: no process for the arithmetic; real processes over gloo.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -103,7 +105,7 @@ def test_the_slowest_rank_counts() -> None:
         now[0] += 1.0 + dist.get_rank()
 
     with mock.patch.object(module.time, "perf_counter", side_effect=lambda: now[0]):
-        times = time_steps(step, repeats=1, switch=lambda _: None, device=None)
+        times = time_steps(step, repeats=1, full_precision=nullcontext, device=None)
     slowest = ((2.0,) * module.TIMED_STEPS,)
     assert times == StepTimes(quantized_seconds=slowest, plain_seconds=slowest)
 
@@ -150,3 +152,49 @@ def test_what_time_steps_refuses() -> None:
     run.comm.remove()
     with pytest.raises(RuntimeError, match="has been removed"):
         run.comm.time_steps(lambda: run.train(1))
+
+
+# full_precision()
+
+
+def switched(config: SDP4BitConfig | None, *, quantized_first: int) -> list[float]:
+    """Return the losses and the weights of steps; two are inside full_precision(), if there is a handle."""
+    run = Run(build(), config, topology=1).train(quantized_first)
+    if run.comm is None:
+        return run.train(4).finish()
+    reductions = [comm.reductions for comm in run.comm.groups]
+    with run.comm.full_precision():
+        assert "inside full_precision()" in run.comm.explain()
+        run.train(1)
+        with run.comm.full_precision():
+            pass
+        run.train(1)
+        with pytest.raises(RuntimeError, match=r"inside full_precision\(\): call it outside"):
+            run.comm.time_steps(lambda: run.train(1))
+    assert [comm.reductions for comm in run.comm.groups] == reductions
+    assert "inside full_precision()" not in run.comm.explain()
+    run.evaluate()
+    for comm in run.comm.groups:
+        if comm.replica is not None:
+            assert torch.equal(comm.replica.own_shard, comm.group.gathered_shard())
+    return run.train(2).finish()
+
+
+@on_ranks(2)
+def test_full_precision_steps_are_those_of_plain_fsdp2() -> None:
+    assert switched(QUANTIZED, quantized_first=0)[:2] == switched(None, quantized_first=0)[:2]
+    assert switched(IDENTITY, quantized_first=1) == switched(None, quantized_first=1)
+    switched(QUANTIZED, quantized_first=1)
+
+
+@on_ranks(2)
+def test_a_handle_that_is_removed_inside_full_precision_leaves_plain_fsdp2() -> None:
+    run = Run(build(), QUANTIZED, topology=1)
+    stock = [comm.group for comm in run.comm.groups]
+    with run.comm.full_precision():
+        run.train(1)
+        run.comm.remove()
+    assert not any(isinstance(group.comms.all_gather, AllGatherHook) for group in stock)
+    with pytest.raises(RuntimeError, match="has been removed"), run.comm.full_precision():
+        pass
+    assert run.train(2).losses == Run(build(), None).train(3).losses

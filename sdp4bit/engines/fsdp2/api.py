@@ -252,7 +252,6 @@ class FSDPCommHandle(CommHandle):
                 Alerts(comms, process_groups=process_groups, telemetry=telemetry, config=config.alerts)
             )
         self._previous = [self._install(comm) for comm in comms]
-        self._is_quantized = True
         self._hooks = [self._state.steps_seen.watch_optimizers()] if groups else []
         self._hooks += [self._state.aliases.watch(segment) for g in groups for segment in g.segments]
         for root in roots:
@@ -298,17 +297,16 @@ class FSDPCommHandle(CommHandle):
         groups = [comm.group for comm in self._state.groups]
         if in_backward() or any(group.forward_leader or not group.is_idle for group in groups):
             raise RuntimeError(
-                "time_steps was called during forward or backward: call it between two training steps"
+                "full_precision or time_steps was called during forward or backward: call it between two "
+                "training steps"
             )
 
-    def _switch(self, is_quantized: bool) -> None:
-        if is_quantized == self._is_quantized:
-            return
+    def _switch(self) -> None:
         for index, comm in enumerate(self._state.groups):
             if comm.replica is not None:
                 comm.replica.wait()
             self._previous[index] = comm.group.install(self._previous[index])
-        self._is_quantized = is_quantized
+        self._is_quantized = not self._is_quantized
         # Plain steps have moved the main weights, and parameters that stayed unsharded would hide that.
         self.resync()
 
@@ -365,8 +363,9 @@ class FSDPCommHandle(CommHandle):
             self._remove()
 
     def _remove(self) -> None:
-        for comm, previous in zip(self._state.groups, self._previous, strict=True):
-            comm.group.install(previous)
+        if self._is_quantized:
+            for comm, previous in zip(self._state.groups, self._previous, strict=True):
+                comm.group.install(previous)
         self._state.reshard(self._state.groups)
         for topology in self._topologies:
             destroy_topology(topology)
