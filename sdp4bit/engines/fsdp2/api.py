@@ -287,9 +287,9 @@ class FSDPCommHandle(CommHandle):
     def resync(self) -> None:
         """Refresh the replicas in full precision at the next forward; call it on all ranks.
 
-        Edits of the weights are found without it (docs/fsdp2.md, "Supported weight edits"). It makes the next
-        weights exact if they replace the others right after an optimizer step, in training mode, before any
-        forward.
+        Weight edits are detected without it (docs/fsdp2.md, "Weight edits that are detected"). It makes the
+        next weights exact if they replace the others right after an optimizer step, in training mode, before
+        any forward.
         """
         self._state.request_resync()
 

@@ -2,13 +2,12 @@
 
 Layer: real processes over gloo, 2 or 4 ranks, in as few starts as possible. Each of the ways in which users
 edit weights (`weight_edits.py`) is tried with plain FSDP2, with replicas in full precision (equal bit for
-bit) and with the default method. docs/fsdp2.md lists the ways; a test keeps the list up to date.
+bit) and with the default method.
 """
 
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from dataclasses import replace
 from unittest import mock
@@ -23,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from sdp4bit import SDP4BitConfig, quantize_communication
 from sdp4bit.engines.fsdp2 import observers
 from sdp4bit.quantization.layout import MessageLayout
-from tests import ROOT, mutations
+from tests import mutations
 from tests.engines.fsdp2 import weight_edits
 from tests.engines.fsdp2.edited_runs import WAYS, check_way
 from tests.ranks import on_ranks, run_ranks
@@ -390,9 +389,3 @@ SLOW = pytest.mark.slow
 )
 def test_edits_are_followed_as_by_plain_fsdp2(method: str, topology: int, names: list[str]) -> None:
     run_ranks(check_ways, 2 * topology, names, topology, method, timeout=280)
-
-
-def test_the_documentation_lists_exactly_these_ways() -> None:
-    page = (ROOT / "docs" / "fsdp2.md").read_text()
-    section = page.partition("\n## Supported weight edits\n")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(WAYS)

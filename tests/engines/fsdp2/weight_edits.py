@@ -1,4 +1,4 @@
-"""Ways in which users edit or load the weights of a model that trains; `docs/fsdp2.md` lists them."""
+"""Ways in which users edit or load the weights of a model that trains."""
 
 from __future__ import annotations
 
