@@ -82,7 +82,7 @@ class ParamSegment:
 
     @cached_property
     def subclass_gather(self) -> tuple[frozenset[torch.dtype], str]:
-        """The types that a tensor subclass gathers, none for a plain tensor, and why it must gather itself."""
+        """The types that a tensor subclass gathers, none for a plain tensor, and why FSDP2 must gather it."""
         local, dtypes = self.sharded._local_tensor, frozenset[torch.dtype]()
         if not extends_gather(local):
             return dtypes, ""
@@ -125,7 +125,7 @@ class ParamSegment:
 
 
 def _subclass_reason(rows: Sequence[Tensor], held: Tensor) -> str:
-    """Return why rows that a tensor subclass gathers cannot come from a replica of what it holds; "" if so."""
+    """Return why the rows that a tensor subclass gathers cannot come from a replica; "" if they can."""
     if len(rows) != 1 or rows[0].dtype not in QUANTIZED_DTYPES:
         return f"gathers {' and '.join(str(row.dtype).removeprefix('torch.') for row in rows)} itself"
     (row,), rounded = rows, held.to(rows[0])
@@ -207,6 +207,8 @@ class FSDPGroup:
         self.data_ranks = info.shard_mesh_size * replicas
         self.data_ranks_of_replicas = range(self.shard_rank, self.data_ranks, info.shard_mesh_size)
         self.data_rank = self.data_ranks_of_replicas[replica]
+        if self.has_subclasses and self.is_unsharded and self.is_idle:
+            module.reshard()  # they show what they gather only of a shard
 
     @property
     def device(self) -> torch.device:

@@ -122,9 +122,9 @@ class _WithoutCollectives(TorchDispatchMode):
     """Keeps an all-reduce of functional collectives on this rank, and refuses other collectives."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional" and func._opname in ("all_reduce", "wait_tensor"):
+        if func.namespace == "_c10d_functional" and func._opname.startswith("all_reduce"):
             return args[0]
-        if "c10d" in func.namespace:
+        if "c10d" in func.namespace and not func._opname.startswith(("wait_tensor", "_wrap_tensor")):
             raise RuntimeError(f"{func} was called by fsdp_pre_all_gather")
         return func(*args, **(kwargs or {}))
 
