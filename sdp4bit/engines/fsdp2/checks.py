@@ -71,10 +71,11 @@ def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) ->
             f"quantized, pass skip=[{group.name!r}]"
         )
     are_quantized = config.weights is not None and not unquantizable_weights_reason(group)
-    if are_quantized and not group.param_dtypes <= QUANTIZED_DTYPES:
+    if are_quantized and group.row_dtype not in QUANTIZED_DTYPES:
         raise ValueError(
-            f"{group.name} holds {names[0]} parameters; only fp32, bf16 and fp16 can be quantized: give "
-            f"them such a type, also by MixedPrecisionPolicy(param_dtype=...), or pass skip=[{group.name!r}]"
+            f"{group.name} holds {group.row_dtype} parameters; only fp32, bf16 and fp16 can be quantized: "
+            "give them such a type, also by MixedPrecisionPolicy(param_dtype=...), or pass "
+            f"skip=[{group.name!r}]"
         )
     reduced = group.reduce_dtype
     if config.gradients is not None and reduced.is_floating_point and reduced not in QUANTIZED_DTYPES:
@@ -114,9 +115,9 @@ def unquantizable_weights_reason(group: FSDPGroup) -> str:
     names = sorted(str(dtype).removeprefix("torch.") for dtype in group.param_dtypes)
     if group.extension_params:
         return "a tensor subclass changes what is gathered"
-    if len(names) > 1:
-        return f"types {' and '.join(names)} in one group"
-    if not all(dtype.is_floating_point for dtype in group.param_dtypes):
+    if group.row_dtype is None:
+        return f"types {' and '.join(names)} in one group whose shards do not align"
+    if not group.row_dtype.is_floating_point:
         return f"{names[0]} parameters"
     if group.ranks_after_forward:
         return f"reshard_after_forward={group.ranks_after_forward}"

@@ -20,7 +20,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sdp4bit.collectives.errors import comm_error_context
-from sdp4bit.collectives.sections import Range, RowParameter, Section, common_ranges, cut_row, whole_row
+from sdp4bit.collectives.sections import (
+    Range,
+    RowParameter,
+    Section,
+    common_ranges,
+    cut_row,
+    merge_ranges,
+    whole_row,
+)
 from sdp4bit.engines.fsdp2.torch_internals import (
     Comm,
     HybridMeshInfo,
@@ -58,6 +66,9 @@ class ParamSegment:
     start: int
     end: int
     param: Param
+    dtype: torch.dtype  # as it is gathered
+    # Gathered as they are: of another type than the row, or packed. Never part of a difference.
+    holds_bits: bool
 
     @property
     def sharded(self) -> DTensor:
@@ -92,7 +103,10 @@ class ParamSegment:
 
     def local_view(self, row: Tensor) -> Tensor:
         """View this parameter's shard, without padding, in a row [n] of its group."""
-        padded = row[self.start : self.end].view(self.param.padded_sharded_param_size)
+        values = row[self.start : self.end]
+        if self.holds_bits:
+            values = values.view(self.dtype)
+        padded = values.view(self.param.padded_sharded_param_size)
         dim = self.param.fsdp_placement.dim
         return padded.narrow(dim, 0, self.local.size(dim) if self.local.numel() else 0)
 
@@ -225,12 +239,46 @@ class FSDPGroup:
         """The parameters in the order of the row."""
         result, start = [], 0
         for param in self._group.fsdp_params:
-            end = start + param.padded_sharded_param_size.numel()
-            owner = self._module_names.get(id(param._module_info.module), "")
-            name = clean_name(f"{owner}.{param._module_info.param_name}".lstrip("."))
-            result.append(ParamSegment(name=name, start=start, end=end, param=param))
+            module, own_name = param._module_info.module, param._module_info.param_name
+            dtype = self._gathered_dtype(param.sharded_param.dtype)
+            row_dtype = self.row_dtype or dtype
+            end = start + param.padded_sharded_param_size.numel() * dtype.itemsize // row_dtype.itemsize
+            owner = self._module_names.get(id(module), "")
+            name = clean_name(f"{owner}.{own_name}".lstrip("."))
+            # bitsandbytes packs 4-bit codes into any type: read as floats they may be NaN.
+            is_packed = own_name == "weight" and getattr(module, "quant_state", None) is not None
+            holds_bits = dtype != row_dtype or is_packed
+            result.append(
+                ParamSegment(name=name, start=start, end=end, param=param, dtype=dtype, holds_bits=holds_bits)
+            )
             start = end
         return result
+
+    @cached_property
+    def row_dtype(self) -> torch.dtype | None:
+        """The type that a row is read in, when it is attached: that in which the trained part is gathered.
+
+        Parameters of other types lie in the row as bits. None if the trained part has several types, or if a
+        shard does not fill whole values of each type.
+        """
+        params = [param.sharded_param for param in self._group.fsdp_params]
+        dtypes = self.param_dtypes
+        if len(dtypes) == 1:
+            return next(iter(dtypes))
+        widest = max(dtype.itemsize for dtype in dtypes)
+        sizes = [param.padded_sharded_param_size.numel() for param in self._group.fsdp_params]
+        gathered = [self._gathered_dtype(param.dtype) for param in params]
+        trained = {d for d, param in zip(gathered, params, strict=True) if param.requires_grad}
+        chosen = trained or {min((d for d in dtypes if d.is_floating_point), key=str, default=torch.uint8)}
+        is_aligned = all(n * d.itemsize % widest == 0 for n, d in zip(sizes, gathered, strict=True))
+        (dtype, *others) = chosen
+        return dtype if is_aligned and not others and dtype.is_floating_point else None
+
+    @cached_property
+    def value_ranges(self) -> list[Range] | None:
+        """The ranges of the row that hold values, not bits; None for all of it."""
+        values = [(s.start, s.end) for s in self.segments if not s.holds_bits]
+        return None if len(values) == len(self.segments) else merge_ranges(values)
 
     @cached_property
     def _kinds(self) -> list[frozenset[tuple[int, ...]]]:
@@ -282,8 +330,8 @@ class FSDPGroup:
 
     @property
     def shard_numel(self) -> int:
-        """Values in one rank's row, FSDP2's own padding of uneven shards included."""
-        return sum(param.padded_sharded_param_size.numel() for param in self._group.fsdp_params)
+        """Values of `row_dtype` in one rank's row, FSDP2's own padding of uneven shards included."""
+        return self.segments[-1].end
 
     @property
     def holds_values(self) -> bool:
@@ -293,7 +341,7 @@ class FSDPGroup:
     @property
     def shard_nbytes(self) -> int:
         """Bytes of one rank's row as it is gathered."""
-        return sum((s.end - s.start) * self._gathered_dtype(s.sharded.dtype).itemsize for s in self.segments)
+        return sum(s.param.padded_sharded_param_size.numel() * s.dtype.itemsize for s in self.segments)
 
     def _gathered_dtype(self, dtype: torch.dtype) -> torch.dtype:
         policy = self._group.mp_policy.param_dtype
@@ -306,8 +354,8 @@ class FSDPGroup:
 
     @property
     def param_dtypes(self) -> set[torch.dtype]:
-        """The types that parameters have when they are gathered; more than one cannot share a replica."""
-        return {self._gathered_dtype(segment.sharded.dtype) for segment in self.segments}
+        """The types that parameters have when they are gathered; FSDP2 gathers several as bytes."""
+        return {self._gathered_dtype(param.sharded_param.dtype) for param in self._group.fsdp_params}
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -378,18 +426,27 @@ class FSDPGroup:
         return {kind: setter for kind, setter in setters.items() if setter}
 
     def main_shard(self, dtype: torch.dtype) -> Tensor:
-        """Return this rank's main shard [n] as the next all-gather would send it; a copy."""
+        """Return this rank's main shard [n] as the next all-gather would send it; a copy.
+
+        Args:
+            dtype: of the result; bits are unchanged in `row_dtype` only.
+        """
         # FSDP2's copy-in reads the same tensors: 1-D, padded, in the type of the main weights, and on the
         # host with CPU offload. The copy belongs to the current stream.
-        data = [param._sharded_param_data for param in self._group.fsdp_params]
-        return torch.cat([d.to(device=self.device, dtype=dtype) for d in data])
+        pieces = []
+        for segment in self.segments:
+            data = segment.param._sharded_param_data
+            if segment.holds_bits and self.row_dtype is not None:
+                data = data.to(device=self.device, dtype=segment.dtype).view(self.row_dtype)
+            pieces.append(data.to(device=self.device, dtype=dtype))
+        return torch.cat(pieces)
 
     def gathered_shard(self) -> Tensor | None:
-        """Return this rank's main shard [n] in the type of the gather; None if there are several types."""
-        dtypes = self.param_dtypes
-        if len(dtypes) > 1 or self.extension_params or not next(iter(dtypes)).is_floating_point:
+        """Return this rank's main shard [n] in the type of the row; None if that is not of floats."""
+        dtype = self.row_dtype
+        if dtype is None or self.extension_params or not dtype.is_floating_point:
             return None
-        return self.main_shard(next(iter(dtypes)))
+        return self.main_shard(dtype)
 
     def sample_main(self, ranges: Sequence[Range]) -> Tensor:
         """Return these ascending ranges of this rank's main shard, one behind the other, in fp32."""
