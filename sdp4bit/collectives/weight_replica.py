@@ -45,12 +45,15 @@ class WeightReplica:
         traffic: TrafficCounter,
         scratch: Scratch,
         sections: Sequence[Section] = (),
+        values: Sequence[Range] | None = None,
         name: str = "a group",
     ) -> None:
         """Prepare; nothing is allocated or sent before the first refresh.
 
         Args:
             sections: of a row, which together are all of it; () for one. The same on all ranks.
+            values: the ranges of a row that hold numbers; the others hold bits, which only refreshes in full
+                precision send. None for all of it.
             name: of the parameter group, for errors and profiles.
         """
         self.config = config
@@ -59,6 +62,7 @@ class WeightReplica:
         self._traffic = traffic
         self._scratch = scratch
         self._sections = sections
+        self._values = values
         self._name = name
         self._pending: Callable[[], None] | None = None
         self._beside: CompletedWork | None = None
@@ -138,7 +142,7 @@ class WeightReplica:
             row: [n], the next replica of this rank's shard, contiguous; unchanged until wait().
         """
         self.wait()
-        self.nonfinite = _is_nonfinite(row)
+        self.nonfinite = self._is_nonfinite(row)
         topology, numel = self._topology, row.numel()
         shape = (topology.nodes, topology.ranks_per_node, numel) if self.is_full else (topology.nodes, numel)
         # Plain tensors even under inference_mode: training updates them in place later.
@@ -191,7 +195,7 @@ class WeightReplica:
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)
         if self.rows.dtype == torch.float16:
             # Finite weights and differences may sum to more than fp16 holds; bf16 has fp32's range.
-            self.nonfinite = _is_nonfinite(row.to(torch.float16))
+            self.nonfinite = self._is_nonfinite(row.to(torch.float16))
         sections = self._sections or whole_row(row.numel())
         if ranges is not None:
             within = [section.within(ranges) for section in sections]
@@ -314,9 +318,10 @@ class WeightReplica:
     def _what(self, kind: str, level: Level) -> str:
         return f"{kind} weight all-gather of {self._name}, {PLACES[level]}"
 
-
-def _is_nonfinite(row: Tensor) -> Tensor:
-    if not row.numel():
-        return torch.zeros((), dtype=torch.bool, device=row.device)
-    largest: Tensor = torch.linalg.vector_norm(row, math.inf)
-    return largest.isfinite().logical_not()
+    def _is_nonfinite(self, row: Tensor) -> Tensor:
+        """Return whether a row [n] holds NaN or infinity among its values, a bool scalar."""
+        ranges = [(0, row.numel())] if self._values is None else self._values
+        largest = [torch.linalg.vector_norm(row[start:end], math.inf) for start, end in ranges if start < end]
+        if not largest:
+            return torch.zeros((), dtype=torch.bool, device=row.device)
+        return torch.stack(largest).isfinite().all().logical_not()

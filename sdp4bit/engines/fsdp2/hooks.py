@@ -80,6 +80,8 @@ class AllGatherHook:
     ) -> Any:
         comm, replica = self._comm, self._comm.replica
         assert replica is not None
+        if row.dtype == torch.uint8 and comm.group.row_dtype is not None:
+            row = row.view(comm.group.row_dtype)  # several types, which FSDP2 gathers as bytes
         if group.size() != comm.layout.size:
             raise ValueError(
                 f"{comm.group.name}: gathered over {group.size()} instead of {comm.layout.size} ranks; "
@@ -170,13 +172,14 @@ class AllGatherHook:
         assert replica is not None
         if not replica.is_full:
             # Between the ranks of the node, into the output itself: no second tensor of its size.
-            replica.gather(output)
+            assert replica.rows is not None
+            replica.gather(output.view(replica.rows.dtype))
             return
         replica.wait()
         assert replica.rows is not None
         # FSDP2 copies out of the replica itself: the tensor object stays, its storage is exchanged. The next
         # refresh writes the replica behind that copy-out, as its stream waits for the compute stream first.
-        output.set_(replica.rows.view(-1))  # type: ignore[call-overload]
+        output.set_(replica.rows.view(-1).view(output.dtype))  # type: ignore[call-overload]
 
 
 class ReduceScatterHook:
