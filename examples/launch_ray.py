@@ -2,8 +2,8 @@
 
     python examples/launch_ray.py --storage /tmp/ray-results
 
-Two CPU workers represent two nodes: `topology=1` says so. With `--gpus` each worker has a GPU, nodes are found by
-host name, and `--storage` is a folder or bucket that all nodes reach. Needs `pip install 'ray[train]'`.
+Two CPU workers represent two nodes: `topology=1` says so. With `--gpus` each worker has a GPU, and nodes are
+found by host name. `--storage` is a folder or bucket that all nodes reach. Needs `pip install 'ray[train]'`.
 """
 
 import argparse

@@ -2,12 +2,13 @@
 
     torchft_lighthouse --min_replicas 1 --join_timeout_ms 10000 &
     export TORCHFT_LIGHTHOUSE=http://localhost:29510 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-    torchrun --nproc-per-node 2 --master-port 29600 --max-restarts 9 examples/launch_torchft.py --group 0 &
-    torchrun --nproc-per-node 2 --master-port 29601 --max-restarts 9 examples/launch_torchft.py --group 1
+    for group in 0 1; do
+        torchrun --standalone --nproc-per-node 2 --max-restarts 9 \\
+            examples/launch_torchft.py --group $group --topology 1 &
+    done
 
-Each torchrun is a replica group; its two ranks represent two nodes (`topology=1`). On a cluster give torchrun the
-nodes of a group and set `--topology auto`. Gradients travel between nodes of a group in 4 bits, and between groups
-in fp32. Needs `pip install torchft-nightly`.
+Each torchrun is a replica group. Its two ranks represent two nodes: `--topology 1` says so. Gradients travel
+between the nodes of a group in 4 bits, and between groups in fp32. Needs `pip install torchft`.
 """
 
 import argparse
@@ -24,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--group", type=int, required=True, help="number of this replica group")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--topology", type=lambda text: text if text == "auto" else int(text), default=1)
+    parser.add_argument("--topology", type=lambda text: text if text == "auto" else int(text), default="auto")
     options = parser.parse_args()
 
     # A seed per group: groups with equal seeds would round with the same random bits.

@@ -82,14 +82,6 @@ def test_a_lost_worker_of_ray_train_changes_no_bit(tmp_path: Path) -> None:
     assert re.search(r"layers\.0 .* 2 x 1 ", after)
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 def steps(log: Path) -> list[tuple[int, int, float]]:
     """Return step, groups that took part, and the norm of the weights after it."""
     found = re.findall(r"step (\d+) of (\d+) groups: .*weights (\S+)", log.read_text())
@@ -98,40 +90,40 @@ def steps(log: Path) -> list[tuple[int, int, float]]:
 
 def test_a_group_of_torchft_leaves_and_returns(tmp_path: Path) -> None:
     pytest.importorskip("torchft", reason="torchft is not installed: make test-ecosystem")
-    port, *masters = free_ports(3)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     logs = [tmp_path / "group0.log", tmp_path / "group1.log"]
     lighthouse = [str(Path(sys.executable).parent / "torchft_lighthouse"), f"--bind=127.0.0.1:{port}"]
     lighthouse += ["--min_replicas=1", "--join_timeout_ms=10000"]
     found = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    first, second = (
-        [
-            *(*TORCHRUN, "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={master}"),
-            *("--max-restarts=2", "examples/launch_torchft.py", f"--group={group}", "--steps=1000"),
-        ]
-        for group, master in enumerate(masters)
-    )
+    launch = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    group = [*launch, "examples/launch_torchft.py", "--topology=1", "--steps=1000"]
     with (
         started(lighthouse, tmp_path / "lighthouse.log"),
-        started(first, logs[0], **found) as one,
-        started(second, logs[1], **found) as other,
+        started([*group, "--group=0"], logs[0], **found) as one,
+        started([*group, "--group=1"], logs[1], **found) as other,
     ):
         wait_for(lambda: [step for step, _, _ in steps(logs[1]) if step > 2], [one, other], tmp_path)
         left = steps(logs[1])[-1][0]
         children = Path(f"/proc/{other.pid}/task/{other.pid}/children").read_text().split()
         os.kill(int(children[-1]), signal.SIGKILL)
-        # Two steps together after it has returned.
-        wait_for(lambda: steps(logs[1])[-1][0] > left + 3, [one, other], tmp_path)
+        # Steps together after it has returned.
+        wait_for(
+            lambda: len([step for step, _, _ in steps(logs[1]) if step > left + 1]) > 2,
+            [one, other],
+            tmp_path,
+        )
         theirs = steps(logs[1])
         wait_for(lambda: steps(logs[0])[-1][0] >= theirs[-1][0], [one, other], tmp_path)
         ours = steps(logs[0])
     # While the second group was away, the first trained alone; the step in which it was lost was left out.
     alone = [step for step, groups, _ in ours if groups == 1 and step > left]
     assert alone and max(alone) + 1 in {step for step, _, _ in theirs}
-    assert [step for step, _, _ in ours].count(left) == 2
+    assert len({step for step, _, _ in ours}) == len(ours) - 1
     # Wherever both took part, their weights are equal, bit for bit.
     ours_of = {step: norm for step, groups, norm in ours if groups == 2}
     both = {step: norm for step, groups, norm in theirs if groups == 2}
-    assert len(both) >= 5 and both == {step: ours_of[step] for step in both}
+    assert len(both) >= 4 and both == {step: ours_of[step] for step in both}
 
 
 def test_the_kubernetes_example_has_the_fields_of_kubeflow_trainer() -> None:
