@@ -96,7 +96,10 @@ class CommunicationConfig:
                     "quantized: give one of the two"
                 )
             reference = GradientConfig(
-                intra_group_size=REFERENCE_INTRA_GROUP, hadamard=False, inter_rounding="stochastic"
+                intra_group_size=REFERENCE_INTRA_GROUP,
+                hadamard=False,
+                inter_rounding="stochastic",
+                exact_own=False,
             )
             base = SDP4BitConfig(
                 weights=WeightConfig() if self.quantized_weights else None,
