@@ -6,6 +6,7 @@ Memory that a hook allocates belongs to that stream: the caching allocator gives
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from sdp4bit.collectives.work import CompletedWork, DeferredWork
 from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 from sdp4bit.engines.fsdp2.observers import in_backward
 from sdp4bit.engines.fsdp2.refresh import Event, FSDPModelState, Refresh
-from sdp4bit.engines.fsdp2.torch_internals import Comm
+from sdp4bit.engines.fsdp2.torch_internals import Comm, gradient_dtype
 from sdp4bit.engines.group import reduction_multiplier
 from sdp4bit.engines.measures import GradientQuantizer
 
@@ -193,9 +194,18 @@ class ReduceScatterHook:
         self._range = f"sdp4bit::reduce_scatter ({comm.group.name})"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor for what is reduced, or for the result."""
-        if self._comm.reduction is None:
+        """Return a tensor for the rows that are reduced, or for the result."""
+        comm = self._comm
+        if comm.reduction is None:
             return self._stock.allocate(size, dtype=dtype, device=device)
+        # Rows of bf16 gradients stay bf16: fp32 would hold the same values, as FSDP2 divides none before an
+        # fp32 reduction, and the quantizer reads either. A reduction in full precision needs its own type.
+        if (
+            dtype == torch.float32
+            and gradient_dtype() == torch.bfloat16
+            and _quantized_sections(comm, self._state, math.prod(size) // comm.layout.size, comm.reduction)
+        ):
+            dtype = torch.bfloat16
         # A new tensor each time: the result may become the storage of the gradients.
         return torch.empty(*size, dtype=dtype, device=device)
 

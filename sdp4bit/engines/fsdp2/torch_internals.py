@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from torch.distributed.tensor import Shard
 from sdp4bit.config import TESTED_TORCH
 
 _MINIMUM = (2, 9)
+_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 
 
 class Comm(Protocol):
@@ -158,6 +160,20 @@ def param_groups_of(module: Module) -> list[ParamGroup]:
         for name, arguments in _ARGUMENTS.items():
             _check_call(getattr(group, name), arguments)
     return list(groups)
+
+
+def gradient_dtype() -> torch.dtype | None:
+    """Return the type of the gradients that FSDP2 allocates rows for; called by `Comm.allocate`.
+
+    None for every other allocation, and if the gradients cannot be seen.
+    """
+    # FSDP2 passes only the type of the reduction. When it allocates, the parameters have given up their
+    # gradients, which may be those of the last backward pass or sums in fp32: a local variable of the caller
+    # holds them until they have been copied.
+    caller = sys._getframe(2)
+    is_known = caller.f_globals.get("__name__") == _COLLECTIVES
+    gradients: Sequence[Tensor] = caller.f_locals.get("unsharded_grads", ()) if is_known else ()
+    return gradients[0].dtype if gradients else None
 
 
 def _refuse_replicated(group: ParamGroup, module: Module) -> None:
