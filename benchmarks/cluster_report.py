@@ -13,6 +13,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ def _by_row(result: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def describe_machine(arguments: Sequence[str] | None) -> dict[str, Any]:
-    """Return hardware, versions, date and command."""
+    """Return hardware, versions, date, command and commit."""
     from benchmarks import kernels
 
     machine = kernels.describe_machine()
@@ -155,10 +156,18 @@ def describe_machine(arguments: Sequence[str] | None) -> dict[str, Any]:
         "cpu": machine["cpu"],
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
-        "versions": versions | {"linux": platform.release()},
+        "versions": versions | {"linux": platform.release().partition("-")[0]},
         "date": machine["date"],
+        "commit": _commit(),
         "command": shlex.join(["python", "-m", "benchmarks.cluster", *given]),
     }
+
+
+def _commit() -> str | None:
+    """Return the commit of this checkout, with a plus sign if tracked files differ from it."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
 
 
 def print_tables(result: dict[str, Any]) -> None:
