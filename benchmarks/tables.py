@@ -28,7 +28,7 @@ from sdp4bit_lab.compare.outcomes import outcomes
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 NOTICE = "<!-- Written by `python -m benchmarks.tables`. -->\n\n"
-MARKED = re.compile(r"(<!-- result ([\w-]+) -->\n?).*?(\n?<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- result ([\w-]+) -->\n?).*?(<!-- end -->)", re.DOTALL)
 BASELINE = "baseline"
 FULL = {"gradient": 4.0, "weight": 2.0}
 """Bytes of a gradient in fp32 and of a weight in bf16."""
@@ -451,7 +451,7 @@ class Results:
             cells = [name, bytes_of[strategy], *seconds, cost if ours else "0" if strategy == "fair" else ""]
             rows.append([f"**{cell}**" if ours and column < 2 else cell for column, cell in enumerate(cells)])
         titles = ["2 nodes", "bytes per parameter", *(f"s per step, {RATES[rate]}" for rate in rates)]
-        return table([*titles, "loss difference, %"], rows).rstrip()
+        return table([*titles, "loss, %"], rows)
 
     def documents(self) -> Iterator[tuple[Path, str]]:
         """Yield path and content of every generated page, and of every page that has a marker."""
