@@ -351,17 +351,23 @@ def planning_page(result: dict[str, Any]) -> str:
     )
 
 
+def section(result: dict[str, Any]) -> str:
+    """Return a result that has its tables already, with their origin."""
+    # Losses of single runs are raw data.
+    shown = [each for each in result["tables"] if "seed" not in each["columns"]]
+    tables = [table(each["columns"], each["rows"]) for each in shown]
+    note = [f"{result['note']}\n"] if "note" in result else []
+    return "\n".join([f"## {result['title']}\n", *tables, *note, origin(result)])
+
+
 def studies_page(folder: Path) -> str:
     """Return the tables of the studies that are results."""
     text = f"{NOTICE}# Studies\n\nEach folder of `experiments/` has the script and a page of text.\n"
     for name in STUDIES:
         result = json.loads((folder / name / "result.json").read_text(encoding="utf-8"))
         title = (folder / name / "README.md").read_text(encoding="utf-8").partition("\n")[0]
-        # Losses of single runs are raw data.
-        shown = [each for each in result["tables"] if "seed" not in each["columns"]]
-        tables = [table(each["columns"], each["rows"]) for each in shown]
-        machine = {"machine": result["hardware"]}
-        text += f"\n## {title.removeprefix('# ')}\n\n" + "\n".join([*tables, origin(result | machine)])
+        more = {"machine": result["hardware"], "title": title.removeprefix("# ")}
+        text += f"\n{section(result | more)}"
     return text
 
 
@@ -404,7 +410,7 @@ class Results:
             "which sends 2 more wherever weights are not quantized. Differences are of the validation loss, "
             "relative to the baseline with the same seeds; intervals by Student's t."
         )
-        sections = "\n".join(map(loss_section, self.accuracy))
+        sections = "\n".join([*map(loss_section, self.accuracy), section(self._read("longer.json"))])
         speed = "\n".join(map(cluster_section, self.clusters))
         pages = {
             "docs/results/accuracy.md": f"{NOTICE}# Loss of all strategies\n\n{bytes_text}\n\n{sections}",
@@ -423,11 +429,17 @@ class Results:
             "loss": lambda: self._loss("sdp4bit"),
             "loss-paper": lambda: self._loss("sdp4bit-paper"),
             "lora": self._lora,
+            "gain-100": lambda: f"{min(self._gains(100)):.1f}",
+            "gain-400": lambda: f"{max(self._gains(400)):.1f}",
         }
 
     def _loss(self, strategy: str) -> str:
         loss = next(each for each in losses(self.headline) if each.strategy == strategy)
         return f"{percent(loss.percent, digits=2)} (95 % interval {loss.interval_text(digits=2)})"
+
+    def _gains(self, gbit: int) -> list[float]:
+        rows = (row for row in self._read("planning.json")["rows"] if row["gbit"] == gbit and row["fits"])
+        return [gain for row in rows for gain in row["over_bf16"]]
 
     def _lora(self) -> str:
         path = self.root / "experiments" / "finetuning" / "result.json"
