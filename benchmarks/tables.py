@@ -119,7 +119,14 @@ class Loss:
         return f"{low:+.{digits}f} to {percent(high, digits=digits)}".replace(" ", "\N{NO-BREAK SPACE}")
 
 
-def losses(result: dict[str, Any]) -> list[Loss]:
+def unstable_seeds(result: dict[str, Any]) -> list[int]:
+    """Return the seeds whose baseline had a jump of its gradient norm."""
+    return sorted(
+        run["seed"] for run in result.get("runs", ()) if run["strategy"] == BASELINE and run["spikes"]
+    )
+
+
+def losses(result: dict[str, Any], *, only_stable: bool = False) -> list[Loss]:
     """Return the losses of an accuracy result, from the most bytes to the fewest; without the baseline.
 
     A result has the runs, or what remains of those that were not kept: differences and intervals.
@@ -128,7 +135,8 @@ def losses(result: dict[str, Any]) -> list[Loss]:
     if "outcomes" in result:
         found = [Loss(**{**row, "interval": tuple(row["interval"])}) for row in result["outcomes"]]
     else:
-        runs = [FinishedRun(losses=(), **run) for run in result["runs"]]
+        left_out = unstable_seeds(result) if only_stable else []
+        runs = [FinishedRun(losses=(), **run) for run in result["runs"] if run["seed"] not in left_out]
         found = [
             Loss(
                 strategy=outcome.strategy,
@@ -149,7 +157,12 @@ def losses(result: dict[str, Any]) -> list[Loss]:
 
 def loss_section(result: dict[str, Any]) -> str:
     """Return the table of an accuracy result with its origin."""
-    found = losses(result)
+
+    def quiet(loss: Loss | None) -> str:
+        return "" if loss is None else f"{percent(loss.percent)} ({loss.interval_text()})"
+
+    found, unstable = losses(result), unstable_seeds(result)
+    stable = {loss.strategy: loss for loss in losses(result, only_stable=True)} if unstable else {}
     titles = [
         "strategy",
         "bytes",
@@ -170,13 +183,16 @@ def loss_section(result: dict[str, Any]) -> str:
                 f"{loss.weight_bytes:.3f}",
             ),
             *(str(loss.seeds), "" if loss.loss is None else f"{loss.loss:.4f}"),
-            *(percent(loss.percent), loss.interval_text(), loss.verdict),
+            *(percent(loss.percent), loss.interval_text(), quiet(stable.get(loss.strategy)), loss.verdict),
         ]
         for loss in found
     ]
     empty = [column for column in range(len(titles)) if not any(row[column] for row in rows)]
     titles, *rows = [[c for n, c in enumerate(row) if n not in empty] for row in (titles, *rows)]
     note = f"{result['note']}\n\n" if result.get("note") else ""
+    if unstable:
+        seeds = ", ".join(map(str, unstable))
+        note += f"The gradient norm of the baseline jumps with seed {seeds}: it is not stable.\n\n"
     return f"## {result['title']}\n\n{table(titles, rows)}\n{note}{origin(result)}\n"
 
 

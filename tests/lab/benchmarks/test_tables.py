@@ -72,8 +72,12 @@ def test_finished_runs_become_losses_with_intervals(tmp_path: Path) -> None:
 
 
 def test_an_unstable_baseline_is_named(tmp_path: Path) -> None:
+    """With four seeds, one of them unstable, the table has the mean of the others as well."""
     result = collected(tmp_path, spike=((1, 20.0, 1.0),))
-    assert "unstable baseline" in tables.loss_section(result)
+    result["runs"] += [{**run, "seed": 4} for run in result["runs"] if run["seed"] == 3]
+    text = tables.loss_section(result)
+    assert "unstable baseline" in text and "jumps with seed 1" in text
+    assert f"{tables.percent(0.225)} |" in text and f"{tables.percent((0.2 + 0.3 + 0.3) / 3)} (" in text
 
 
 def test_fewer_than_three_seeds_are_left_out(tmp_path: Path) -> None:
