@@ -438,20 +438,33 @@ class Results:
         }
         return {path: f"{text.rstrip()}\n" for path, text in pages.items()}
 
-    def fragments(self) -> dict[str, Callable[[], str]]:
-        """Return what the markers of other pages stand for."""
-        return {
-            "summary": self._summary,
-            "loss": lambda: self._loss("sdp4bit"),
-            "loss-paper": lambda: self._loss("sdp4bit-paper"),
-            "lora": self._lora,
-            "gain-100": lambda: f"{min(self._gains(100)):.1f}",
-            "gain-400": lambda: f"{max(self._gains(400)):.1f}",
-        }
+    def fragment(self, name: str) -> str:
+        """Return the text that a marker represents.
+
+        Raises:
+            ValueError: no result has this name.
+        """
+        kind, _, detail = name.partition("-")
+        if kind == "loss":
+            return self._loss(detail or "sdp4bit")
+        if kind == "gain":
+            gains = self._gains(int(detail))
+            return f"{min(gains):.1f} to {max(gains):.1f}"
+        if name == "lora":
+            return self._lora()
+        if name == "summary":
+            return self._summary()
+        raise ValueError(
+            f"<!-- result {name} --> names no result: use summary, lora, loss-STRATEGY or gain-GBIT"
+        )
 
     def _loss(self, strategy: str) -> str:
-        loss = next(each for each in losses(self.headline) if each.strategy == strategy)
-        return f"{percent(loss.percent, digits=2)} (95 % interval {loss.interval_text(digits=2)})"
+        """Return the loss of a strategy by the newest recipe that has it."""
+        every = (loss for result in self.accuracy for loss in losses(result) if loss.strategy == strategy)
+        loss = next(every, None)
+        if loss is None:
+            raise ValueError(f"no accuracy result has three seeds of {strategy}")
+        return f"{percent(loss.percent, digits=2)} ({loss.interval_text(digits=2)})"
 
     def _gains(self, gbit: int) -> list[float]:
         rows = (row for row in self._read("planning.json")["rows"] if row["gbit"] == gbit and row["fits"])
@@ -485,13 +498,12 @@ class Results:
         """Yield path and content of every generated page, and of every page that has a marker."""
         generated = self.pages()
         yield from ((self.root / path, text) for path, text in generated.items())
-        fragments = self.fragments()
         pages = [self.root / "README.md", *sorted((self.root / "docs").rglob("*.md"))]
         for path in pages:
             if str(path.relative_to(self.root)) in generated:
                 continue
             text = path.read_text(encoding="utf-8")
-            filled = MARKED.sub(lambda found: f"{found[1]}{fragments[found[2]]()}{found[3]}", text)
+            filled = MARKED.sub(lambda found: f"{found[1]}{self.fragment(found[2])}{found[3]}", text)
             if filled != text or MARKED.search(text):
                 yield path, filled
 
