@@ -482,17 +482,23 @@ class Results:
         config = SDP4BitConfig()
         quantized = encoded_bytes(config.gradients, full=4) + encoded_bytes(config.weights, full=2)
         loss = next(each for each in losses(self.headline) if each.strategy == "sdp4bit")
-        low, high = loss.interval
-        cost = f"{loss.percent:+.2f} ({low:+.2f} to {high:+.2f})"
+        cost = percent(loss.percent, digits=2)
         bytes_of = {"fair": "6", "fair-bf16": "4", "sdp4bit": f"{quantized:.2f}"}
         rows = []
         for strategy, name in SHOWN.items():
-            seconds = [f"{by_strategy[strategy][rate]['seconds_per_step']:.2f}" for rate in rates]
+            seconds = [
+                f"{by_strategy[strategy][rate]['seconds_per_step']:.2f}\N{NO-BREAK SPACE}s" for rate in rates
+            ]
             ours = strategy == "sdp4bit"
-            cells = [name, bytes_of[strategy], *seconds, cost if ours else "0" if strategy == "fair" else ""]
+            cells = [name, bytes_of[strategy], *seconds, cost if ours else ""]
             rows.append([f"**{cell}**" if ours and column < 2 else cell for column, cell in enumerate(cells)])
-        titles = ["2 nodes", "bytes per parameter", *(f"s per step, {RATES[rate]}" for rate in rates)]
-        return table([*titles, "loss, %"], rows)
+        titles = [
+            "2 nodes",
+            "bytes",
+            *(RATES[rate].replace(" ", "\N{NO-BREAK SPACE}") for rate in rates),
+            "loss",
+        ]
+        return table(titles, rows)
 
     def documents(self) -> Iterator[tuple[Path, str]]:
         """Yield path and content of every generated page, and of every page that has a marker."""
