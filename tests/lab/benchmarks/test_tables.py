@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ def test_generated_pages_and_figures_are_those_of_the_results() -> None:
         assert tables.is_current(path, result), (
             f"{path.name} is not of these results: delete it and run the same"
         )
+
+
+def test_no_comment_begins_a_line_of_a_paragraph() -> None:
+    """Markdown ends a paragraph there."""
+    for path, text in RESULTS.documents():
+        assert not re.search(r"^ *<!-- result [\w-]+ -->[^\n]", text, re.MULTILINE), path.name
 
 
 def finished(strategy: str, seed: int, loss: float, *, spikes: tuple[Any, ...] = ()) -> FinishedRun:
