@@ -1,6 +1,6 @@
 """What is quantized and how: frozen, keyword-only settings. The default is the paper's method, but for
-subtractive dither between nodes, which costs half as much in loss (docs/numerics.md), and for parameters that
-are quantized separately.
+subtractive dither between nodes, which costs half as much in loss (docs/numerics.md), for the own node's
+gradient, which is not rounded between nodes, and for parameters that are quantized separately.
 
 Source of the other defaults: SDP4Bit (NeurIPS 2024, arXiv 2410.15526), sections 3 and 5.
 """
@@ -132,6 +132,9 @@ class GradientConfig:
     inter_rounding: Rounding = "dither"
     """Rounding of the hop between nodes. Subtractive dither has half the squared error of "stochastic", the
     paper's, for the same bytes; "nearest" leaves a bias that averaging over steps cannot remove."""
+    exact_own: bool = True
+    """Add the own node's gradient unrounded at the hop between nodes, so that only the others' are rounded:
+    with N nodes (N - 1) / N of the squared error for the same bytes. False rounds it too, as in the paper."""
     pipeline_chunks: int | None = None
     """Slices of a row whose hops overlap: one is inside the node while another crosses it. None chooses by
     the size of the row and the nodes (docs/method.md); the result is the same for any number."""
@@ -152,6 +155,7 @@ class GradientConfig:
         _check_flag("gradients.hadamard", self.hadamard)
         _check_choice("gradients.intra_rounding", self.intra_rounding, get_args(Rounding))
         _check_choice("gradients.inter_rounding", self.inter_rounding, get_args(Rounding))
+        _check_flag("gradients.exact_own", self.exact_own)
         if self.pipeline_chunks is not None:
             _check_at_least("gradients.pipeline_chunks", self.pipeline_chunks, 1)
         _check_at_least("gradients.start_step", self.start_step, 0)

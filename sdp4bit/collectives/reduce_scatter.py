@@ -96,7 +96,18 @@ def as_dither(rounding: RoundingKey | None, *, row: int = 0) -> RoundingKey | No
     """
     if rounding is None or not rounding.dither:
         return None
-    return rounding._replace(first=rounding.first + row * rounding.row_stride, sender=0)
+    return rounding.at_row(row)._replace(sender=0)
+
+
+def _at_row(key: RoundingKey | None, row: int) -> RoundingKey | None:
+    return key and key.at_row(row)
+
+
+def _count_nonfinite_groups(values: Tensor, group_size: int) -> Tensor:
+    """Return how many groups of values [n] are not finite."""
+    bad = values.isfinite().logical_not_()
+    full = bad.numel() // group_size * group_size
+    return bad[:full].view(-1, group_size).any(1).sum() + bad[full:].any()
 
 
 def count_nonfinite(messages: Tensor, layout: MessageLayout) -> Tensor:
@@ -157,6 +168,11 @@ class QuantizedReduceScatter:
         self.hops = _hops(self.topology, config)
         # Without a quantizer the transform would only add rounding errors.
         self.hadamard = config.hadamard and any(hop.bits is not None for hop in self.hops)
+        last = self.hops[-1] if self.hops else None
+        self.exact_own = (
+            config.exact_own and last is not None and last.level == "inter" and last.bits is not None
+        )
+        """Whether this node's part of the sum skips the quantizer of the hop between nodes."""
 
     @property
     def bits(self) -> int | None:
@@ -184,8 +200,9 @@ class QuantizedReduceScatter:
         Steps, for each slice of a row (`pipeline_chunks`):
         1. Hadamard transform and quantize each section, one message of all sections per rank of the node;
         2. all-to-all in the node;
-        3. dequantize, sum over the node, requantize, one message per node;  4. all-to-all between nodes;
-        5. dequantize, sum over nodes, inverse transform.
+        3. dequantize, sum over the node, requantize, one message per other node; the own node's part of the
+           sum is transformed back to the output;  4. all-to-all between nodes;
+        5. dequantize, sum over the other nodes, transform back, add to the output.
         Hops of different slices overlap: slice i + 1 is in step 2 while slice i is in step 4. The result does
         not depend on the number of slices, of which no more than three are under way at once.
 
@@ -195,7 +212,8 @@ class QuantizedReduceScatter:
             call: number of this reduction of the bucket since the start, the same on all ranks, for the
                 rounding bits.
             nonfinite: a scalar on the device, to which the number of quantization groups is added that came
-                in with the last hop and are not finite; with 32 bits, the number of such values.
+                in with the last hop, or are the own node's, and are not finite; with 32 bits, the number of
+                such values.
             sections: of a row, which together are all of it; () for one. The same on all ranks.
 
         Raises:
@@ -261,8 +279,8 @@ class QuantizedReduceScatter:
     ) -> list[ReductionSlice]:
         """Return the slices of a reduction; the caller runs their steps, each but the last starts a transfer.
 
-        The input is read by the first steps, the output written by the last. Arguments and errors are those
-        of a call.
+        The input is read by the first steps; the output, which may be this rank's row of it, is written by
+        the others, or by both if there is one hop. Arguments and errors are those of a call.
 
         Args:
             whole: there is one slice. Reductions of several rows, a step of each in turn and the oldest
@@ -336,7 +354,7 @@ class QuantizedReduceScatter:
         return RoundingKey(*keys, first=places.start, row_stride=stride, dither=dither, sender=hop.own)
 
     def requantized(self, values: Tensor) -> Tensor:
-        """Return, in fp32, what these values are after passing the quantizers of all hops, unsummed.
+        """Return, in fp32, what another node gets of these values through all hops, unsummed.
 
         Args:
             values: [n], a sample of a gradient, contiguous; quantized as one section, whatever it holds.
@@ -410,6 +428,8 @@ class ReductionSlice:
         self._overlaps = overlaps
         self._is_last = is_last
         self._device = pieces[0][0].rows.device
+        self._sums: list[Tensor] = []
+        """Sums of the sections in fp32, which begin with the own node's part if that is not sent."""
 
     @property
     def steps(self) -> tuple[Callable[[], None], ...]:
@@ -435,13 +455,18 @@ class ReductionSlice:
         sent = self._buffer(hop, "send", layout)
         rounding = self._rounding(hop)
         for i, out in enumerate(split_messages(sent, layout)):
-            ops.hadamard_quantize(
-                sources[i],
-                out=out,
-                layout=layout.layouts[i],
-                hadamard=reduction.hadamard,
-                rounding=rounding[i],
-            )
+            for others in self._others(hop):
+                ops.hadamard_quantize(
+                    sources[i][others],
+                    out=out[others],
+                    layout=layout.layouts[i],
+                    hadamard=reduction.hadamard,
+                    rounding=_at_row(rounding[i], others.start * layout.layouts[i].parts),
+                )
+            if self._keeps_own(hop):
+                own = sources[i][hop.own, 0].float()
+                torch.mul(own, self._multiplier, out=self._add_sum(i))
+                out[hop.own].zero_()
         # The rows are as large as all gradients of the group, and have been read.
         self._pieces = [(replace(part, rows=part.rows.new_empty(0)), places) for part, places in self._pieces]
         self._start(hop, sent, layout, rounding)
@@ -461,38 +486,82 @@ class ReductionSlice:
         rounding = self._rounding(hop)
         received = split_messages(self._received, before)
         for i, out in enumerate(split_messages(sent, layout)):
-            ops.dequantize_reduce_quantize(
-                received[i],
-                received=before.layouts[i],
-                out=out,
-                sent=layout.layouts[i],
-                rounding=rounding[i],
-                dither=dithers[i],
-            )
+            for others in self._others(hop):
+                ops.dequantize_reduce_quantize(
+                    received[i],
+                    received=before.layouts[i],
+                    out=out[others],
+                    sent=layout.layouts[i],
+                    rounding=_at_row(rounding[i], others.start),
+                    dither=_at_row(dithers[i], others.start),
+                    first_part=others.start,
+                )
+            if self._keeps_own(hop):
+                ops.dequantize_reduce_hadamard(
+                    received[i],
+                    out=self._add_sum(i),
+                    layout=before.layouts[i],
+                    hadamard=self._reduction.hadamard,
+                    multiplier=self._factor,
+                    dither=_at_row(dithers[i], hop.own),
+                    part=hop.own,
+                )
+                out[hop.own].zero_()
         self._start(hop, sent, layout, rounding)
 
     def finish(self) -> None:
         """Sum the messages of the last hop, transform back, and write the outputs."""
-        reduction = self._reduction
+        reduction, exact_own = self._reduction, self._reduction.exact_own
         self._transfer.wait()
-        multiplier = self._multiplier * INVERSE_FACTOR if reduction.hadamard else self._multiplier
         dithers = self._dithers(reduction.hops[-1])
         for i, messages in enumerate(split_messages(self._received, self._layout)):
             (part, places), layout = self._pieces[i], self._layout.layouts[i]
+            output = part.output[places]
+            total = self._sums[i] if exact_own else output
             if self._nonfinite is not None:
                 self._nonfinite += count_nonfinite(messages, layout)
+                if exact_own:
+                    self._nonfinite += _count_nonfinite_groups(total, layout.group_size)
             ops.dequantize_reduce_hadamard(
-                messages,
-                out=part.output[places],
+                messages,  # the own node's is zero, if its part of the sum is there already
+                out=total,
                 layout=layout,
                 hadamard=reduction.hadamard,
-                multiplier=multiplier,
+                multiplier=self._factor,
                 dither=dithers[i],
+                accumulate=exact_own,
             )
+            if total.dtype != output.dtype:
+                output.copy_(total)
             if places.stop == part.output.numel():  # slices end in the order in which they begin
                 part.finish()
         if self._is_last and self._slot is not None:
             reduction.scratch.free_slot(self._slot)
+
+    @property
+    def _factor(self) -> float:
+        """What sums are multiplied by when they are transformed back."""
+        return self._multiplier * INVERSE_FACTOR if self._reduction.hadamard else self._multiplier
+
+    def _keeps_own(self, hop: Hop) -> bool:
+        """Return whether this rank's own part of the sum does not pass the quantizer of a hop."""
+        return self._reduction.exact_own and hop.level == "inter"
+
+    def _others(self, hop: Hop) -> list[slice]:
+        """Return the destinations of a hop whose messages are quantized."""
+        if not self._keeps_own(hop):
+            return [slice(0, hop.size)]
+        both = slice(0, hop.own), slice(hop.own + 1, hop.size)
+        return [each for each in both if each.start < each.stop]
+
+    def _add_sum(self, i: int) -> Tensor:
+        """Return the place for a section's sum: the output, or fp32 values that are rounded to it once."""
+        part, places = self._pieces[i]
+        output = part.output[places]
+        self._sums.append(
+            torch.empty_like(output, dtype=torch.float32) if output.dtype is not torch.float32 else output
+        )
+        return self._sums[i]
 
     def _start(self, hop: Hop, sent: Tensor, layout: JointLayout, rounding: list[RoundingKey | None]) -> None:
         """Start the all-to-all of a hop.

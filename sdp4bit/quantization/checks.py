@@ -18,6 +18,12 @@ def check_layout(name: str, layout: MessageLayout, *, numel: int, parts: int = 1
         raise ValueError(f"{name} must have numel={numel} and parts={parts} as the tensors do, got {layout}")
 
 
+def check_parts(layout: MessageLayout, *, first: int, count: int) -> None:
+    """Require that a layout has these parts."""
+    if not 0 <= first <= layout.parts - count:
+        raise ValueError(f"parts {first} to {first + count - 1} are not in {layout}")
+
+
 def check_messages(name: str, messages: Tensor, *, count: int | None, layout: MessageLayout) -> None:
     """Require the size of the layout, the number of messages that is expected, and aligned rows."""
     if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] != layout.nbytes:

@@ -27,6 +27,7 @@ from sdp4bit.quantization.checks import (
     check_dither,
     check_layout,
     check_messages,
+    check_parts,
     check_rounding,
     check_values,
 )
@@ -216,30 +217,39 @@ def dequantize_reduce_quantize(
     sent: MessageLayout,
     rounding: RoundingKey | None,
     dither: RoundingKey | None,
+    first_part: int = 0,
 ) -> None:
-    """Sum messages and quantize part i of the sum into message i (paper algorithm 3, steps 4 and 5).
+    """Sum messages and quantize each part of the sum into a message (paper algorithm 3, steps 4 and 5).
 
     Args:
         messages: uint8 [k, nbytes] of the layout `received`, one per rank of the node.
         received: of n values, any number of parts.
-        out: uint8 [parts, nbytes] of the layout `sent`, one per node.
+        out: uint8 [m, nbytes] of the layout `sent`; message i is for part `first_part` + i.
         sent: of n values, one part.
-        rounding: as for hadamard_quantize.
+        rounding: as for hadamard_quantize; message i is row i.
         dither: the key of messages that came with subtractive dither, message i from sender i whatever the
-            key's own; it numbers part i as row i. None for other messages.
+            key's own; it numbers part `first_part` + i as row i. None for other messages.
     """
     if out.dim() != 2:
         raise ValueError(f"out must be 2-D, one message per row, got {list(out.shape)}")
-    check_layout("received", received, numel=sent.numel, parts=out.shape[0])
+    parts = out.shape[0]
+    check_layout("received", received, numel=sent.numel, parts=received.parts)
+    check_parts(received, first=first_part, count=parts)
     check_layout("sent", sent, numel=received.numel)
     check_messages("messages", messages, count=None, layout=received)
-    check_messages("out", out, count=received.parts, layout=sent)
+    check_messages("out", out, count=parts, layout=sent)
     check_device("messages", messages, messages=out)
-    check_rounding(rounding, rows=received.parts, numel=sent.numel)
-    check_dither(dither, rows=received.parts, numel=received.numel)
+    check_rounding(rounding, rows=parts, numel=sent.numel)
+    check_dither(dither, rows=parts, numel=received.numel)
     with profiler_range("sdp4bit::dequantize_reduce_quantize"):
         _backend(out).dequantize_reduce_quantize(
-            messages, received=received, out=out, sent=sent, rounding=rounding, dither=dither
+            messages,
+            received=received,
+            out=out,
+            sent=sent,
+            rounding=rounding,
+            dither=dither,
+            first_part=first_part,
         )
 
 
@@ -251,25 +261,36 @@ def dequantize_reduce_hadamard(
     hadamard: bool,
     multiplier: float,
     dither: RoundingKey | None,
+    part: int = 0,
+    accumulate: bool = False,
 ) -> None:
-    """Sum messages, transform the sum and multiply it (paper algorithm 3, steps 7 and 8).
+    """Sum a part of messages, transform the sum and multiply it (paper algorithm 3, steps 7 and 8).
 
     The transform is unnormalized: fold 1/32 into the multiplier, which is applied once, in fp32.
 
     Args:
         messages: uint8 [k, nbytes] of the layout.
         out: [n], fp32, bf16 or fp16; contiguous.
-        layout: of n values, one part.
+        layout: of n values, any number of parts.
         hadamard: whether the values that were sent had been transformed.
-        dither: as for dequantize_reduce_quantize.
+        dither: as for dequantize_reduce_quantize; it numbers the part as row 0.
+        accumulate: add to `out`, in fp32, instead of replacing it.
     """
     if out.dim() != 1 or not out.is_contiguous():
         raise ValueError(f"out must be 1-D and contiguous, got {list(out.shape)}")
-    check_layout("layout", layout, numel=out.shape[0])
+    check_layout("layout", layout, numel=out.shape[0], parts=layout.parts)
+    check_parts(layout, first=part, count=1)
     check_messages("messages", messages, count=None, layout=layout)
     check_values("out", out, messages=messages)
     check_dither(dither, rows=1, numel=layout.numel)
     with profiler_range("sdp4bit::dequantize_reduce_hadamard"):
         _backend(out).dequantize_reduce_hadamard(
-            messages, out=out, layout=layout, hadamard=hadamard, multiplier=multiplier, dither=dither
+            messages,
+            out=out,
+            layout=layout,
+            hadamard=hadamard,
+            multiplier=multiplier,
+            dither=dither,
+            part=part,
+            accumulate=accumulate,
         )

@@ -54,6 +54,10 @@ class RoundingKey(NamedTuple):
     sender: int = 0
     """Number of the sender among those whose values are summed and who share the key, for dither."""
 
+    def at_row(self, row: int) -> RoundingKey:
+        """Return the key for rows from this one on."""
+        return self._replace(first=self.first + row * self.row_stride)
+
     @property
     def mask(self) -> int:
         """The 8 bits by which the sender changes the upper ones of every element; see dither_mask."""

@@ -207,19 +207,28 @@ def encode(
         scales[..., group : group + count // size] = group_scales
 
 
-def decode(messages: Tensor, layout: MessageLayout, random: Tensor | None = None) -> Tensor:
+def decode(
+    messages: Tensor,
+    layout: MessageLayout,
+    random: Tensor | None = None,
+    *,
+    first: int = 0,
+    count: int | None = None,
+) -> Tensor:
     """Return the values of messages [m, nbytes] as fp32 [m, parts, padded_numel].
 
     Args:
         random: int32 [m, parts, padded_numel], the random bits of dithered codes.
+        first, count: the parts to return; by default all.
     """
-    shape = (messages.shape[0], layout.parts, layout.padded_numel)
+    parts = slice(first, layout.parts if count is None else first + count)
+    shape = (messages.shape[0], parts.stop - first, layout.padded_numel)
     if not layout.padded_numel:
         return torch.zeros(shape, dtype=torch.float32, device=messages.device)
-    codes = _codes_of(messages, layout)
+    codes = _codes_of(messages, layout)[:, parts]
     if layout.bits == FULL_PRECISION:
         return codes.contiguous().view(torch.float32)
-    scales = _scales_of(messages, layout)
+    scales = _scales_of(messages, layout)[:, parts]
     values = torch.empty(shape, dtype=torch.float32, device=messages.device)
     for first, count, group, size in _group_ranges(layout):
         start = first * layout.bits // 8
@@ -234,15 +243,17 @@ def decode(messages: Tensor, layout: MessageLayout, random: Tensor | None = None
     return values
 
 
-def _reduce(messages: Tensor, layout: MessageLayout, dither: RoundingKey | None) -> Tensor:
-    """Return the sum over messages [k, nbytes], in order, as fp32 [parts, padded_numel]."""
-    total = torch.zeros(layout.parts, layout.padded_numel, dtype=torch.float32, device=messages.device)
+def _reduce(
+    messages: Tensor, layout: MessageLayout, dither: RoundingKey | None, *, first: int, count: int
+) -> Tensor:
+    """Return the sum over messages [k, nbytes], in order, of some parts, as fp32 [count, padded_numel]."""
+    total = torch.zeros(count, layout.padded_numel, dtype=torch.float32, device=messages.device)
     for sender, message in enumerate(messages):
         random = None
         if dither is not None:
             key = dither._replace(sender=sender)
-            random = _random_rows(key, rows=layout.parts, layout=layout, device=messages.device)
-        total = total + decode(message.unsqueeze(0), layout, random)[0]
+            random = _random_rows(key, rows=count, layout=layout, device=messages.device)
+        total = total + decode(message.unsqueeze(0), layout, random, first=first, count=count)[0]
     return total
 
 
@@ -303,9 +314,11 @@ def dequantize_reduce_quantize(
     sent: MessageLayout,
     rounding: RoundingKey | None,
     dither: RoundingKey | None,
+    first_part: int = 0,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
-    encode(_reduce(messages, received, dither).unsqueeze(1), out, sent, rounding)
+    total = _reduce(messages, received, dither, first=first_part, count=out.shape[0])
+    encode(total.unsqueeze(1), out, sent, rounding)
 
 
 def dequantize_reduce_hadamard(
@@ -316,9 +329,12 @@ def dequantize_reduce_hadamard(
     hadamard: bool,
     multiplier: float,
     dither: RoundingKey | None,
+    part: int = 0,
+    accumulate: bool = False,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
-    total = _reduce(messages, layout, dither)[0]
+    total = _reduce(messages, layout, dither, first=part, count=1)[0]
     if hadamard:
         total = hadamard32(total)
-    out.copy_(total[: layout.numel] * torch.tensor(multiplier, dtype=torch.float32))
+    result = total[: layout.numel] * torch.tensor(multiplier, dtype=torch.float32)
+    out.copy_(out.float() + result if accumulate else result)

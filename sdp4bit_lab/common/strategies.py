@@ -29,7 +29,7 @@ def _whole_rows(
     return SDP4BitConfig(weights=weights, gradients=gradients, separate_parameters=False)
 
 
-_TLQ_HS = GradientConfig(inter_rounding="stochastic")
+_TLQ_HS = GradientConfig(inter_rounding="stochastic", exact_own=False)
 _TLQ = replace(_TLQ_HS, hadamard=False)
 
 STRATEGIES: dict[Strategy, SDP4BitConfig] = {

@@ -207,7 +207,8 @@ def dequantize_reduce_quantize(shape: Shape) -> Iterator[KernelCase]:
         received = shape.layout(bits_in, parts=2, group_size=received_size)
         messages = make_messages(count, received, seed=6, special=shape.edges)
         named = {"received": received, "sent": shape.layout(bits_out), "rounding": rounding, "dither": dither}
-        out = guarded_messages(2, shape.layout(bits_out))
+        named["first_part"] = shape.number % 2
+        out = guarded_messages(2 - named["first_part"], shape.layout(bits_out))
         yield KernelCase(ops.dequantize_reduce_quantize, messages, {"out": out, **named})
 
 
@@ -215,13 +216,18 @@ def dequantize_reduce_hadamard(shape: Shape) -> Iterator[KernelCase]:
     """See subtract_quantize."""
     counts = (2, 1, 4, 3, 0, 9, 16, 33)
     transform, dtype, count, dither = shape.choose((True, False), DTYPES, counts, DITHERS)
+    parts, accumulate = shape.choose((1, 2, 3), (False, True))
     # Exact in fp32, as with a power of two of ranks, or rounded.
     multiplier = 2.0**-12 if shape.edges else 1 / 96
     for bits in ALL_BITS:
-        out = guarded_values(torch.full((shape.numel,), float("nan"), dtype=dtype), offset=shape.numel % 3)
-        named = {"layout": shape.layout(bits), "hadamard": transform, "multiplier": multiplier}
-        messages = make_messages(count, shape.layout(bits), seed=7, special=shape.edges)
-        yield KernelCase(ops.dequantize_reduce_hadamard, messages, {"out": out, "dither": dither, **named})
+        before = torch.full((shape.numel,), float("nan"), dtype=dtype)
+        if accumulate:
+            before = shape.values(seed=8, dtype=dtype)
+        out, layout = guarded_values(before, offset=shape.numel % 3), shape.layout(bits, parts=parts)
+        named = {"layout": layout, "hadamard": transform, "multiplier": multiplier, "dither": dither}
+        named |= {"part": parts - 1, "accumulate": accumulate}
+        messages = make_messages(count, layout, seed=7, special=shape.edges)
+        yield KernelCase(ops.dequantize_reduce_hadamard, messages, {"out": out, **named})
 
 
 def scales_that_round_up() -> Iterator[KernelCase]:

@@ -61,7 +61,7 @@ class SimulatedReduceScatter:
     """Reduces the rows of simulated ranks as QuantizedReduceScatter does between processes, bit for bit.
 
     Ranks hand in their rows one after another. What is kept of a rank is the message it sends; of the ranks
-    of a node that is complete, the messages between nodes.
+    of a node that is complete, the messages between nodes and the node's part of the sums.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class SimulatedReduceScatter:
                     exchange=SimulatedExchange(topology, scratch, bucket=bucket),
                 )
             )
-        self._under_way: list[list[ReductionSlice]] = []
-        self._row: Tensor | None = None
+        self._under_way: list[tuple[list[ReductionSlice], Tensor]] = []
+        self._sums: Tensor | None = None
 
     def add(
         self,
@@ -122,27 +122,23 @@ class SimulatedReduceScatter:
             sections: of a row, the same for all ranks; () for one.
         """
         rank = len(self._under_way)
-        if self._row is None or self._row.shape != rows.shape[1:] or self._row.device != rows.device:
-            self._row = rows.new_empty(rows.shape[1])
-        self._take(
-            self._members[rank].slices(
-                self._row, rows.view(-1), call=call, nonfinite=nonfinite, sections=sections
-            )
-        )
+        if self._sums is None or self._sums.shape != rows.shape or self._sums.device != rows.device:
+            self._sums = torch.empty_like(rows)
+        row, named = self._sums[rank], {"call": call, "nonfinite": nonfinite, "sections": sections}
+        self._take(self._members[rank].slices(row, rows.view(-1), **named), row)
 
     def add_parts(self, parts: Sequence[RowPart], row: Tensor, *, call: int) -> None:
         """Add the next rank's sections, whose outputs together are this row, which `finish` hands on."""
-        self._row = row
-        self._take(self._members[len(self._under_way)].slices_of_parts(parts, call=call))
+        self._take(self._members[len(self._under_way)].slices_of_parts(parts, call=call), row)
 
-    def _take(self, slices: list[ReductionSlice]) -> None:
+    def _take(self, slices: list[ReductionSlice], row: Tensor) -> None:
         """Let the next rank send its messages, and those of a node that is complete theirs to others."""
-        self._under_way.append(slices)
+        self._under_way.append((slices, row))
         rank, per_node = len(self._under_way) - 1, self._layout.ranks_per_node
         for each in slices:
             each.send()
         if self._layout.nodes > 1 and per_node > 1 and (rank + 1) % per_node == 0:
-            for member in self._under_way[-per_node:]:
+            for member, _ in self._under_way[-per_node:]:
                 for each in member:
                     each.forward()
 
@@ -152,11 +148,11 @@ class SimulatedReduceScatter:
         All ranks have handed in their rows, and may do so again afterwards.
         """
         under_way, self._under_way = self._under_way, []
-        assert self._row is not None and len(under_way) == self._layout.size
-        for rank, slices in enumerate(under_way):
+        assert len(under_way) == self._layout.size
+        for rank, (slices, row) in enumerate(under_way):
             for each in slices:
                 each.finish()
-            take(rank, self._row)
+            take(rank, row)
 
     def configure(self, config: GradientConfig) -> None:
         """Do the next reductions with these settings."""
@@ -223,8 +219,8 @@ class SimulatedAllReduce:
         count = self._pieces.count
         cut = sections_of(total, sections)
         lengths = [each.pieces(count).shape[1] for each in cut]
-        row = torch.empty(sum(lengths), dtype=torch.float32, device=total.device)
-        nbytes = self._pieces.message_layout(row.split(lengths), cut).nbytes
+        rows = torch.empty(count, sum(lengths), dtype=torch.float32, device=total.device)
+        nbytes = self._pieces.message_layout(rows[0].split(lengths), cut).nbytes
         messages = self._scratch.messages("gather", size, nbytes, device=total.device)
 
         def quantize(rank: int, pieces: Sequence[Tensor]) -> None:
@@ -235,7 +231,7 @@ class SimulatedAllReduce:
             if count == 1:
                 quantize(first, [each.values for each in sections_of(values[first], sections)])
                 continue
-            for each in values[first : first + count]:
+            for each, row in zip(values[first : first + count], rows, strict=True):
                 parts = [
                     RowPart(section=part.section, rows=part.pieces(count), output=output)
                     for part, output in zip(sections_of(each, sections), row.split(lengths), strict=True)

@@ -113,9 +113,17 @@ def reduce_scatter(
         )
     else:
         bounds = torch.zeros_like(rows)
+    factor = torch.tensor(multiplier * INVERSE_FACTOR if hadamard else multiplier)
     # Row [r, m] is now what rank r has for the rank of node m with its own local rank.
+    own = None
     if nodes > 1:
         total, limit = torch.zeros(nodes, per_node, length), torch.zeros(nodes, per_node, length)
+        if config.exact_own and config.inter_bits is not None:
+            # What stays in the node is not rounded; the sum of the others is added to it.
+            kept = torch.stack([rows[rank, rank // per_node] for rank in range(world)])
+            own = (hadamard32(kept) if hadamard else kept)[:, :numel] * factor
+            if per_node == 1:
+                own = torch.stack([inputs[rank, rank].float() for rank in range(world)]) * multiplier
         for source in range(world):  # node by node, the order in which contributions are added
             sent = rows[source]
             random = rounding_bits(
@@ -129,17 +137,19 @@ def reduce_scatter(
             )
             dither = config.inter_rounding == "dither"
             seen, bound = passed(sent, config.inter_bits, config.inter_group_size, random, dither=dither)
+            if own is not None:
+                seen[source // per_node] = bound[source // per_node] = 0.0
             total[:, source % per_node] += seen
             limit[:, source % per_node] += bound + bounds[source]
     else:
         total, limit = rows[:, 0], bounds[:, 0]
     total, limit = total.reshape(world, length), limit.reshape(world, length)
-    factor = torch.tensor(multiplier * INVERSE_FACTOR if hadamard else multiplier)
     if hadamard:
         total = hadamard32(total.contiguous())
         # |H e| / 32 is at most the mean of |e| over the block.
         limit = limit.view(world, -1, 32).mean(-1, keepdim=True).expand(-1, -1, 32).reshape(world, length)
-    return total[:, :numel] * factor, limit[:, :numel] * abs(multiplier)
+    total = total[:, :numel] * factor
+    return total if own is None else own + total, limit[:, :numel] * abs(multiplier)
 
 
 def all_reduce(

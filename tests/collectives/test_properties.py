@@ -47,6 +47,7 @@ gradient_configs = st.builds(
     hadamard=st.booleans(),
     intra_rounding=roundings,
     inter_rounding=roundings,
+    exact_own=st.booleans(),
     pipeline_chunks=st.integers(1, 5),
     min_numel=st.just(0),
 )

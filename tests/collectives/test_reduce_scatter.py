@@ -6,6 +6,7 @@ The shard map, exactness with the identity, slices. Layer: gloo.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -114,6 +115,66 @@ def test_an_input_of_the_wrong_size_is_an_error() -> None:
         reduce_scatter(torch.empty(10), torch.empty(30), call=0)
 
 
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+def test_a_gradient_that_only_one_node_has_reaches_its_own_ranks_exactly(nodes: int, per_node: int) -> None:
+    world = nodes * per_node
+    generator = torch.Generator().manual_seed(world)
+    configs = GradientConfig(intra_bits=None), GradientConfig(intra_rounding="nearest")
+    for owner, config in product(range(nodes), configs):
+        rows = torch.randn(world, world, 300, generator=generator)
+        rows[[rank for rank in range(world) if rank // per_node != owner]] = 0
+        sums = {exact: simulated_sums(rows, per_node, config, exact_own=exact)[0] for exact in (True, False)}
+        inside = torch.arange(world) // per_node == owner
+        expected = rows[inside, :][:, inside].sum(0)
+        if config.intra_bits is not None and per_node > 1:
+            one_node = replace(config, inside_one_node=True)
+            expected = simulated_sums(rows[inside][:, inside], per_node, one_node, rank=owner * per_node)[0]
+        if per_node == 1:
+            assert torch.equal(sums[True][inside], expected)
+        assert (
+            (sums[True][inside] - expected).abs().max() < 1e-5 < (sums[False][inside] - expected).abs().max()
+        )
+        assert torch.equal(sums[True][~inside], sums[False][~inside])  # messages are the same
+
+
+def test_what_is_not_finite_is_counted_once_whether_it_stays_in_its_node_or_not() -> None:
+    rows = torch.ones(4, 4, 1000)
+    rows[1, 0, 5] = rows[1, 3, 300] = float("inf")
+    rows[2, 0, 999] = float("nan")
+    for per_node in (1, 2):
+        for exact in (True, False):
+            sums, counts = simulated_sums(rows, per_node, GradientConfig(), exact_own=exact)
+            assert counts == [2, 0, 0, 1]
+            assert [len(row.isfinite().logical_not().nonzero()) > 0 for row in sums] == [
+                True,
+                False,
+                False,
+                True,
+            ]
+
+
+def simulated_sums(
+    rows: torch.Tensor, per_node: int, config: GradientConfig, *, exact_own: bool = True, rank: int = 0
+) -> tuple[torch.Tensor, list[float]]:
+    """Return the sum that each rank ends with, and how many groups it counts that are not finite."""
+    world = rows.shape[0]
+    reduce_scatter = SimulatedReduceScatter(
+        simulated_layout(world, ranks_per_node=per_node),
+        config=replace(config, exact_own=exact_own),
+        seed=7,
+        bucket=0,
+        traffic=TrafficCounter(nodes=world // per_node, ranks_per_node=per_node),
+        scratch=Scratch(),
+        first_rank=rank,
+    )
+    counts = [torch.zeros(()) for _ in rows]
+    for own, count in zip(rows.clone(), counts, strict=True):
+        reduce_scatter.add(own, call=0, nonfinite=count)
+    sums = torch.empty_like(rows[0])
+    reduce_scatter.finish(lambda rank, row: sums[rank].copy_(row))
+    return sums, [count.item() for count in counts]
+
+
 # -- simulated ranks ----------------------------------------------------------------------------------
 
 
@@ -127,6 +188,7 @@ GRADIENTS = [
     GradientConfig(),
     GradientConfig(intra_bits=4, inter_bits=8, hadamard=False, pipeline_chunks=3),
     GradientConfig(intra_bits=None, intra_group_size=96, inter_group_size=256, inter_rounding="nearest"),
+    GradientConfig(exact_own=False),
     GradientConfig(inter_bits=None, pipeline_chunks=2, intra_rounding="nearest"),
     GradientConfig(pipeline_chunks=2, intra_rounding="dither", inter_rounding="dither"),
     GradientConfig(intra_bits=None, inter_bits=None),

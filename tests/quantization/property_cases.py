@@ -197,19 +197,24 @@ def _hadamard_quantize(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
 def _dequantize_reduce_quantize(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
     numel, parts = draw(lengths), draw(st.integers(1, 3))
     received, sent = draw(layouts(numel, parts=parts)), draw(layouts(numel))
-    messages, out = draw(received_messages(draw(counts), received)), guarded_messages(parts, sent)
-    named = {"rounding": draw(roundings), "dither": draw(dithers)}
+    first = draw(st.integers(0, parts - 1))
+    messages = draw(received_messages(draw(counts), received))
+    out = guarded_messages(draw(st.integers(1, parts - first)), sent)
+    named = {"rounding": draw(roundings), "dither": draw(dithers), "first_part": first}
     return messages, {"received": received, "out": out, "sent": sent, **named}
 
 
 @st.composite
 def _dequantize_reduce_hadamard(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
-    layout = draw(layouts(draw(lengths)))
-    poison = torch.full((layout.numel,), math.nan, dtype=draw(dtypes))
-    out = guarded_values(poison, offset=draw(st.integers(0, 8)))
+    parts, accumulate = draw(st.integers(1, 3)), draw(st.booleans())
+    layout = draw(layouts(draw(lengths), parts=parts))
+    before = torch.full((layout.numel,), math.nan, dtype=draw(dtypes))
+    if accumulate:
+        before = _of_many_magnitudes(layout.numel, seed=9).to(before.dtype)
+    out = guarded_values(before, offset=draw(st.integers(0, 8)))
     multiplier = draw(st.sampled_from([1.0, 1 / 32, 1 / 96, -0.3, 0.0, 1e30, 1e-44, math.inf]))
     named = {"layout": layout, "hadamard": draw(transforms), "multiplier": multiplier}
-    named["dither"] = draw(dithers)
+    named |= {"dither": draw(dithers), "part": draw(st.integers(0, parts - 1)), "accumulate": accumulate}
     return draw(received_messages(draw(counts), layout)), {"out": out, **named}
 
 

@@ -12,11 +12,9 @@ from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import Layouts
 from sdp4bit.engines.explain import OFF, ONE_RANK, one_node_note, one_node_reason
-from sdp4bit.engines.fsdp2.groups import FSDPGroup
+from sdp4bit.engines.fsdp2.groups import QUANTIZED_DTYPES, FSDPGroup
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook
 
-QUANTIZED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-"""Types of parameters and gradients that can be quantized."""
 _HOOK_NAMES = (AllGatherHook.__name__, ReduceScatterHook.__name__)
 
 
@@ -112,8 +110,8 @@ def _staged(group: FSDPGroup, setter: str, collective: str, off: str) -> ValueEr
 def unquantizable_weights_reason(group: FSDPGroup) -> str:
     """Return why a group's weights are left to FSDP2, whatever the settings; "" if they can be quantized."""
     names = sorted(str(dtype).removeprefix("torch.") for dtype in group.param_dtypes)
-    if group.extension_params:
-        return "a tensor subclass changes what is gathered"
+    if group.subclass_reason:
+        return group.subclass_reason
     if len(names) > 1:
         return f"types {' and '.join(names)} in one group"
     if not all(dtype.is_floating_point for dtype in group.param_dtypes):
@@ -181,7 +179,7 @@ def warn_of_layout(
     ]
     if dense:
         more = f" and {len(dense) - 3} more" if len(dense) > 3 else ""
-        messages.append(f"weights stay in full precision in {', '.join(dense[:3])}{more}; see explain()")
+        messages.append(f"weights are left to FSDP2 in {', '.join(dense[:3])}{more}; see explain()")
     if groups and not any(group.holds_values for group in groups):
         messages.append(
             "this rank holds no value of the model, only padding, so no optimizer of its own tells when a "

@@ -28,11 +28,16 @@ from sdp4bit.engines.fsdp2.torch_internals import (
     Param,
     ParamGroup,
     RootContext,
+    extends_gather,
+    gathered_by_subclass,
     param_groups_of,
+    plain_values,
 )
 from sdp4bit.engines.measures import pieces_of
 
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module", "_orig_mod")
+QUANTIZED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+"""Types of parameters and gradients that can be quantized."""
 _BIT_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 _SYMMETRIC, _OF_PROCESS_GROUP = "set_symm_mem_for_comm", "set_allocate_memory_from_process_group_for_comm"
@@ -75,6 +80,20 @@ class ParamSegment:
         dim, ranks = self.param.fsdp_placement.dim, self.param.mesh_info.shard_mesh_size
         return self.param.padded_sharded_param_size[dim] * (ranks - 1) < self.param._orig_size[dim]
 
+    @cached_property
+    def subclass_gather(self) -> tuple[frozenset[torch.dtype], str]:
+        """The types that a tensor subclass gathers, none for a plain tensor, and why FSDP2 must gather it."""
+        local, dtypes = self.sharded._local_tensor, frozenset[torch.dtype]()
+        if not extends_gather(local):
+            return dtypes, ""
+        try:
+            rows, held = gathered_by_subclass(self.param), plain_values(self.param._sharded_param_data)
+            dtypes = frozenset(row.dtype for row in rows)
+            reason = _subclass_reason(rows, held)
+        except Exception as error:  # of the subclass; FSDP2 meets it again, or the other ranks do not have it
+            reason = f"{type(error).__name__}: {error}"
+        return dtypes, reason and f"{type(local).__name__} of {self.name}: {reason}"
+
     @property
     def owner(self) -> tuple[nn.Module, str]:
         """The module that the parameter is registered on, and its name there."""
@@ -103,6 +122,16 @@ class ParamSegment:
         return DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
+
+
+def _subclass_reason(rows: Sequence[Tensor], held: Tensor) -> str:
+    """Return why the rows that a tensor subclass gathers cannot come from a replica; "" if they can."""
+    if len(rows) != 1 or rows[0].dtype not in QUANTIZED_DTYPES:
+        return f"gathers {' and '.join(str(row.dtype).removeprefix('torch.') for row in rows)} itself"
+    (row,), rounded = rows, held.to(rows[0])
+    bits = _BIT_PATTERNS[row.element_size()]
+    same = row.is_meta or torch.equal(row.view(bits), rounded.view(bits))
+    return "" if row.shape == held.shape and same else "gathers other values than it holds"
 
 
 def tensor_version(tensor: DTensor) -> tuple[int, int, int]:
@@ -178,6 +207,8 @@ class FSDPGroup:
         self.data_ranks = info.shard_mesh_size * replicas
         self.data_ranks_of_replicas = range(self.shard_rank, self.data_ranks, info.shard_mesh_size)
         self.data_rank = self.data_ranks_of_replicas[replica]
+        if self.has_subclasses and self.is_unsharded and self.is_idle:
+            module.reshard()  # they show what they gather only of a shard
 
     @property
     def device(self) -> torch.device:
@@ -293,21 +324,22 @@ class FSDPGroup:
     @property
     def shard_nbytes(self) -> int:
         """Bytes of one rank's row as it is gathered."""
-        return sum((s.end - s.start) * self._gathered_dtype(s.sharded.dtype).itemsize for s in self.segments)
+        return sum((s.end - s.start) * dtype.itemsize for s in self.segments for dtype in self._gathered(s))
 
-    def _gathered_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        policy = self._group.mp_policy.param_dtype
-        return policy if policy is not None and dtype.is_floating_point else dtype
+    def _gathered(self, segment: ParamSegment) -> frozenset[torch.dtype]:
+        dtype, policy = segment.sharded.dtype, self._group.mp_policy.param_dtype
+        usual = policy if policy is not None and dtype.is_floating_point else dtype
+        return segment.subclass_gather[0] or frozenset((usual,))
 
     @property
     def rounds_weights(self) -> bool:
         """Whether weights are rounded when they are gathered: their main shards are more precise."""
-        return any(self._gathered_dtype(s.sharded.dtype) != s.sharded.dtype for s in self.segments)
+        return any(self._gathered(s) != {s.sharded.dtype} for s in self.segments)
 
     @property
     def param_dtypes(self) -> set[torch.dtype]:
         """The types that parameters have when they are gathered; more than one cannot share a replica."""
-        return {self._gathered_dtype(segment.sharded.dtype) for segment in self.segments}
+        return {dtype for segment in self.segments for dtype in self._gathered(segment)}
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -344,11 +376,15 @@ class FSDPGroup:
         factor = self._group.gradient_divide_factor
         return float(len(self.ranks)) if factor is None else factor
 
+    @cached_property
+    def has_subclasses(self) -> bool:
+        """Whether a tensor subclass has an all-gather of its own."""
+        return any(extends_gather(segment.sharded._local_tensor) for segment in self.segments)
+
     @property
-    def extension_params(self) -> list[str]:
-        """Parameters whose tensor subclass changes what is gathered."""
-        extends = "fsdp_pre_all_gather"
-        return [s.name for s in self.segments if hasattr(s.sharded._local_tensor, extends)]
+    def subclass_reason(self) -> str:
+        """Why a tensor subclass's all-gather is left to FSDP2; "" if none is."""
+        return next((reason for _, reason in (s.subclass_gather for s in self.segments) if reason), "")
 
     @property
     def comms(self) -> CommObjects:
@@ -381,13 +417,13 @@ class FSDPGroup:
         """Return this rank's main shard [n] as the next all-gather would send it; a copy."""
         # FSDP2's copy-in reads the same tensors: 1-D, padded, in the type of the main weights, and on the
         # host with CPU offload. The copy belongs to the current stream.
-        data = [param._sharded_param_data for param in self._group.fsdp_params]
+        data = [plain_values(param._sharded_param_data) for param in self._group.fsdp_params]
         return torch.cat([d.to(device=self.device, dtype=dtype) for d in data])
 
     def gathered_shard(self) -> Tensor | None:
         """Return this rank's main shard [n] in the type of the gather; None if there are several types."""
         dtypes = self.param_dtypes
-        if len(dtypes) > 1 or self.extension_params or not next(iter(dtypes)).is_floating_point:
+        if len(dtypes) > 1 or self.subclass_reason or not next(iter(dtypes)).is_floating_point:
             return None
         return self.main_shard(next(iter(dtypes)))
 
@@ -397,13 +433,13 @@ class FSDPGroup:
         for segment in self.segments:
             common = common_ranges(ranges, [(segment.start, segment.end)])
             own = [(start - segment.start, end - segment.start) for start, end in common]
-            pieces += pieces_of(segment.param._sharded_param_data, own) if own else []
+            pieces += pieces_of(plain_values(segment.param._sharded_param_data), own) if own else []
         return torch.cat([piece.to(self.device, non_blocking=True) for piece in pieces]).float()
 
     def fingerprints(self) -> Tensor:
         """Return the sum of the bit patterns of this rank's shard of each parameter, int64 [segments]."""
         # Bits and not values: a sum of integers does not depend on its order, and NaN equals itself.
-        shards = [segment.local.reshape(-1) for segment in self.segments]
+        shards = [plain_values(segment.local).reshape(-1) for segment in self.segments]
         patterns = [shard.view(_BIT_PATTERNS[shard.element_size()]) for shard in shards]
         return torch.stack([pattern.sum(dtype=torch.int64) for pattern in patterns]).to(self.device)
 

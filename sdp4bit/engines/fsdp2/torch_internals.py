@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdp4bit.config import TESTED_TORCH
 
@@ -115,6 +116,43 @@ _ARGUMENTS: Mapping[str, Sequence[str]] = {
     "_all_gather_comm": ("output_tensor", "input_tensor", "group", "async_op"),
     "_reduce_scatter_comm": ("output_tensor", "input_tensor", "group", "op", "async_op"),
 }
+
+
+class _WithoutCollectives(TorchDispatchMode):
+    """Keeps an all-reduce of functional collectives on this rank, and refuses other collectives."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional" and func._opname.startswith("all_reduce"):
+            return args[0]
+        if "c10d" in func.namespace and not func._opname.startswith(("wait_tensor", "_wrap_tensor")):
+            raise RuntimeError(f"{func} was called by fsdp_pre_all_gather")
+        return func(*args, **(kwargs or {}))
+
+
+def extends_gather(local: Tensor) -> bool:
+    """Return whether a shard is a tensor subclass with an all-gather of its own."""
+    return hasattr(local, "fsdp_pre_all_gather")
+
+
+def plain_values(local: Tensor) -> Tensor:
+    """Return a shard as a plain tensor; a copy if it is a tensor subclass with an all-gather of its own."""
+    if not extends_gather(local):
+        return local
+    values = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    values.copy_(local)  # what it returns may be the subclass again
+    return values
+
+
+@torch.no_grad()
+def gathered_by_subclass(param: Param) -> Sequence[Tensor]:
+    """Return the rows that FSDP2 gathers for a tensor subclass, as this rank alone computes them.
+
+    Raises:
+        RuntimeError: the subclass calls a collective. It may raise errors of its own, too.
+    """
+    with _WithoutCollectives():
+        rows: Sequence[Tensor] = getattr(param, "all_gather_inputs")  # noqa: B009
+        return rows
 
 
 def check_torch_version() -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.kernels.cpu import kernels, tiles
-from sdp4bit.quantization.layout import MessageLayout, round_up
+from sdp4bit.quantization.layout import SCALE_BYTES, MessageLayout, round_up
 from sdp4bit.quantization.random import RoundingKey
 
 _TILE = 1024
@@ -180,6 +180,12 @@ def _dither_numbers(dither: RoundingKey | None) -> tuple[int, ...]:
     return (False, 0, 0, 0) if dither is None else (True, dither.k0, dither.k1, dither.first)
 
 
+def _place_of(part: int, messages: Tensor, layout: MessageLayout) -> tuple[int, int]:
+    """Return the address of a part's codes in the first message, and how far behind it its scales lie."""
+    skipped = part * layout.code_bytes
+    return messages.data_ptr() + skipped, layout.scales_offset - skipped + part * layout.groups * SCALE_BYTES
+
+
 def _step(layout: MessageLayout, clip: float = 1.0) -> int:
     """Return the bits of the part of a group's largest magnitude that a unit of the codes is."""
     return _float_bits(clip / (2 ** (layout.bits - 1) - 1))
@@ -262,12 +268,14 @@ def dequantize_reduce_quantize(
     sent: MessageLayout,
     rounding: RoundingKey | None,
     dither: RoundingKey | None,
+    first_part: int,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
-    terms, parts = messages.shape[0], received.parts
+    terms, parts = messages.shape[0], out.shape[0]
+    codes, scales_offset = _place_of(first_part, messages, received)
     _run(
         kernels.reduce_quantize,
-        messages.data_ptr(), messages.stride(0), terms, received.code_bytes, received.scales_offset,
+        codes, messages.stride(0), terms, received.code_bytes, scales_offset,
         received.groups, received.bits, received.group_size, parts, sent.padded_numel,
         out.data_ptr(), out.stride(0), sent.scales_offset, sent.payload_bytes, sent.nbytes,
         sent.bits, sent.group_size, _step(sent), *_rounding_numbers(rounding),
@@ -284,15 +292,18 @@ def dequantize_reduce_hadamard(
     hadamard: bool,
     multiplier: float,
     dither: RoundingKey | None,
+    part: int,
+    accumulate: bool,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
     terms = messages.shape[0]
-    target = out if out.dtype in _READ_IN_PLACE else torch.empty_like(out, dtype=torch.float32)
+    target = _readable(out)
+    codes, scales_offset = _place_of(part, messages, layout)
     _run(
         kernels.dequantize_rows,
-        messages.data_ptr(), messages.stride(0), terms, layout.scales_offset, layout.bits, layout.group_size,
+        codes, messages.stride(0), terms, scales_offset, layout.bits, layout.group_size,
         1, layout.numel, layout.padded_numel, target.data_ptr(), 0, target.dtype is torch.bfloat16,
-        False, 0, hadamard, _float_bits(multiplier), *_dither_numbers(dither),
+        accumulate, 0, hadamard, _float_bits(multiplier), *_dither_numbers(dither),
         work=max(terms, 1) * layout.numel, layout=layout, terms=terms,
     )  # fmt: skip
     if target is not out:

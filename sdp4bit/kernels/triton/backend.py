@@ -274,6 +274,7 @@ def dequantize_reduce_quantize(
     sent: MessageLayout,
     rounding: RoundingKey | None,
     dither: RoundingKey | None,
+    first_part: int,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`.
 
@@ -284,10 +285,11 @@ def dequantize_reduce_quantize(
     groups, slots, tiles = _tile(sent, _warp_size(out.device) * (1 + is_paired))
     _launch(
         reduce_quantize_kernel,
-        (tiles, received.parts, 1),
+        (tiles, out.shape[0], 1),
         (messages, out),
         (
             *(messages.shape[0], sent.padded_numel // BLOCK, _message_stride(messages), _message_stride(out)),
+            *(first_part, received.parts),
             *_rounding_numbers(rounding),
             *_dither_numbers(dither),
         ),
@@ -307,11 +309,13 @@ def dequantize_reduce_hadamard(
     hadamard: bool,
     multiplier: float,
     dither: RoundingKey | None,
+    part: int,
+    accumulate: bool,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`.
 
-    Bytes per value: k * (bits / 8 + 2 / group_size) read, 4 (fp32) written; 6.06 for four messages of 4 bits
-    with groups of 128.
+    Bytes per value: k * (bits / 8 + 2 / group_size) read, 4 (fp32) written and, to accumulate, 4 read; 6.06
+    for four messages of 4 bits with groups of 128 that replace the output.
     """
     unit, blocks = math.gcd(_VALUE_UNIT, layout.numel), layout.padded_numel // BLOCK
     slots = _warp_size(out.device)
@@ -321,11 +325,11 @@ def dequantize_reduce_hadamard(
         (messages, out),
         (
             *(layout.numel // unit, messages.shape[0], blocks, _message_stride(messages)),
-            *(multiplier, *_dither_numbers(dither)[:3]),
+            *(part, layout.parts, multiplier, *_dither_numbers(dither)[:3]),
         ),
         (
             *(unit, _unrolled(messages.shape[0]), layout.bits, _group_blocks(layout), slots),
-            hadamard,
+            *(hadamard, accumulate),
         ),
         _warps(slots, 16, out.device),
     )

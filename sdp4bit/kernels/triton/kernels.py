@@ -52,6 +52,7 @@ from sdp4bit.kernels.triton.random_bits import (
 _RUNTIME = [
     *("numel", "blocks", "count", "k0", "k1", "first_block", "row_blocks"),
     *("destination_stride", "part_stride", "row_stride", "stride", "out_stride", "multiplier"),
+    *("part", "first_part", "parts_in"),
     *("sender_mask", "k0_in", "k1_in", "first_block_in", "row_blocks_in"),
 ]
 
@@ -256,6 +257,8 @@ def reduce_quantize_kernel(
     blocks,  # of 32 values in a row, with padding
     stride: tl.int64,  # in units of 16 bytes, as is out_stride
     out_stride: tl.int64,
+    first_part,  # of those in the messages, the first that is sent
+    parts_in,
     k0,
     k1,
     first_block,
@@ -280,9 +283,9 @@ def reduce_quantize_kernel(
     A tile is GROUPS groups that are sent, whatever the groups received: each chunk finds its own codes and
     scale, so the two group sizes need not fit each other. Long groups are read twice, as above.
     """
-    part, parts = tl.program_id(1), tl.num_programs(1)
+    part = tl.program_id(1)
     step = stride.to(tl.int64) * 16
-    codes_in, scales_in = codes_and_scales(messages, part, parts, blocks, BITS_IN, GROUP_IN)
+    codes_in, scales_in = codes_and_scales(messages, first_part + part, parts_in, blocks, BITS_IN, GROUP_IN)
     message = out + part * (out_stride.to(tl.int64) * 16)
     codes, scales = codes_and_scales(message, 0, 1, blocks, BITS, GROUP)
     random = first_block + part * row_blocks
@@ -386,6 +389,8 @@ def reduce_hadamard_kernel(
     count,
     blocks,  # of 32 values in a row, with padding
     stride: tl.int64,  # in units of 16 bytes
+    part,
+    parts_in,
     multiplier,
     k0_in,
     k1_in,
@@ -396,15 +401,16 @@ def reduce_hadamard_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HADAMARD: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
 ):
-    """Write the sum of all messages, transformed, times the multiplier.
+    """Write a part's sum over all messages, transformed, times the multiplier, or add it to the output.
 
     A tile is ROWS blocks, whatever the groups. Both chunks of a block are in one thread, so that the
     transform needs no exchange; the bytes of an int4 group are read twice, once for each nibble, the second
     time from the cache.
     """
     step = stride.to(tl.int64) * 16
-    codes, scales = codes_and_scales(messages, 0, 1, blocks, BITS, GROUP)
+    codes, scales = codes_and_scales(messages, part, parts_in, blocks, BITS, GROUP)
     for tile in range(tl.program_id(0), tl.cdiv(blocks, ROWS), tl.num_programs(0)):
         block = tile * ROWS + tl.arange(0, ROWS)
         mask = block < blocks
@@ -426,5 +432,10 @@ def reduce_hadamard_kernel(
             difference = low - high
             low = low + high
             high = difference
-        store_values(out, low_chunk, low * multiplier, mask, numel, UNIT)
-        store_values(out, high_chunk, high * multiplier, mask, numel, UNIT)
+        low *= multiplier
+        high *= multiplier
+        if ACCUMULATE:
+            low += load_values(out, low_chunk, mask, numel, UNIT)
+            high += load_values(out, high_chunk, mask, numel, UNIT)
+        store_values(out, low_chunk, low, mask, numel, UNIT)
+        store_values(out, high_chunk, high, mask, numel, UNIT)
