@@ -20,7 +20,6 @@ from typing import Any
 
 from benchmarks import cluster_report
 from benchmarks.tables import FULL, RESULTS, encoded_bytes
-from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.compare.finished_run import finite
@@ -64,10 +63,13 @@ def accuracy(folders: Sequence[Path], *, title: str, command: str, commit: str) 
             | {"train_loss": finite(run.train_loss), "spikes": [list(spike) for spike in run.spikes]}
             | {"validation": [[step, finite(loss)] for step, loss in run.validation]}
         )
-        weights, gradients = (run.quantization[part] for part in ("weights", "gradients"))
         sent[run.strategy] = {
-            "gradient_bytes": encoded_bytes(gradients and GradientConfig(**gradients), full=FULL["gradient"]),
-            "weight_bytes": encoded_bytes(weights and WeightConfig(**weights), full=FULL["weight"]),
+            f"{part}_bytes": encoded_bytes(
+                *((chosen[f"{level}bits"], chosen[f"{level}group_size"]) if chosen else (None, 0)),
+                full=FULL[part],
+            )
+            for part, level in (("gradient", "inter_"), ("weight", ""))
+            for chosen in [run.quantization[f"{part}s"]]
         }
     settings = runs[0].settings
     return {"title": title, **_facts(command, commit), "settings": settings, "bytes": sent, "runs": rows}

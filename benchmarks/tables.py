@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cluster_report
-from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.compare.finished_run import FinishedRun
 from sdp4bit_lab.compare.outcomes import outcomes
@@ -40,17 +39,14 @@ SHOWN = {"fair": "fp32 gradients", "fair-bf16": "bf16 gradients", "sdp4bit": "sd
 REFERENCES = ("hierarchical", "fair", "fair-bf16", "ddp", "ddp-bf16", "hsdp", "fsdp2")
 
 
-def encoded_bytes(config: WeightConfig | GradientConfig | None, *, full: float) -> float:
-    """Return the bytes of one value between nodes, scales included; `full` without quantization."""
-    if isinstance(config, WeightConfig):
-        bits, group = config.bits, config.group_size
-    elif config is not None:
-        bits, group = config.inter_bits, config.inter_group_size
-    return full if config is None or bits is None else bits / 8 + 2 / group
+def encoded_bytes(bits: int | None, group_size: int, *, full: float) -> float:
+    """Return the bytes of one value with its share of a scale; `full` without quantization."""
+    return full if bits is None else bits / 8 + 2 / group_size
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """Return a Markdown table whose columns after the first `left` ones are aligned to the right."""
+    assert all(len(row) == len(titles) for row in rows), titles
     rule = ["---"] * left + ["---:"] * (len(titles) - left)
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (titles, rule, *rows))
 
@@ -65,7 +61,8 @@ def origin(result: dict[str, Any]) -> str:
     machine = result["machine"]
     if isinstance(machine, dict):
         result = {"commit": None, **machine, "machine": f"{machine['cores']} cores, {machine['cpu']}"}
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    shown = {name: version for name, version in result["versions"].items() if name != "linux"}
+    versions = ", ".join(f"{name} {version}" for name, version in shown.items())
     commit = f", commit {result['commit']}" if result["commit"] else ""
     facts = f"{result['machine']}; {versions}; {result['date'][:10]}{commit}."
     command = f"<details><summary>Command</summary><pre><code>{result['command']}</code></pre></details>\n"
@@ -172,6 +169,7 @@ def loss_section(result: dict[str, Any]) -> str:
         "loss",
         "difference",
         "95 % interval",
+        "stable seeds only",
         "verdict",
     ]
     rows = [
@@ -479,11 +477,9 @@ class Results:
         """Return the README's table."""
         cluster = self.clusters[0]
         by_strategy, rates = _seconds(cluster), _rates(cluster)
-        config = SDP4BitConfig()
-        quantized = encoded_bytes(config.gradients, full=4) + encoded_bytes(config.weights, full=2)
         loss = next(each for each in losses(self.headline) if each.strategy == "sdp4bit")
         cost = percent(loss.percent, digits=2)
-        bytes_of = {"fair": "6", "fair-bf16": "4", "sdp4bit": f"{quantized:.2f}"}
+        bytes_of = {"fair": "6", "fair-bf16": "4", "sdp4bit": f"{loss.bytes:.2f}"}
         rows = []
         for strategy, name in SHOWN.items():
             seconds = [

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import cluster_report, collect, tables
 from benchmarks.cluster_report import Sample
 from benchmarks.cluster_strategies import Cluster
-from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.quantization.layout import message_layout
 from sdp4bit_lab.compare.finished_run import FinishedRun
 from tests import ROOT
 
@@ -51,7 +51,7 @@ def finished(strategy: str, seed: int, loss: float, *, spikes: tuple[Any, ...] =
         settings={"training": {"steps": 2}},
         quantization={
             "weights": {"bits": 3, "group_size": 128} if quantized else None,
-            "gradients": {"inter_bits": 4} if quantized else None,
+            "gradients": {"inter_bits": 4, "inter_group_size": 128} if quantized else None,
         },
     )
 
@@ -94,12 +94,11 @@ def test_fewer_than_three_seeds_are_left_out(tmp_path: Path) -> None:
 
 
 def test_bytes_of_a_value_are_those_of_the_message_format() -> None:
-    config = SDP4BitConfig()
-    assert tables.encoded_bytes(config.gradients, full=4) == 0.515625
-    assert tables.encoded_bytes(config.weights, full=2) == 0.5009765625
-    assert tables.encoded_bytes(None, full=4) == 4
-    assert tables.encoded_bytes(WeightConfig(bits=None), full=2) == 2
-    assert tables.encoded_bytes(GradientConfig(inter_bits=3, inter_group_size=32), full=4) == 0.4375
+    for bits, group_size in ((4, 128), (4, 2048), (3, 32), (2, 256), (8, 128)):
+        values = 1 << 16
+        layout = message_layout(numel=values, bits=bits, group_size=group_size)
+        assert tables.encoded_bytes(bits, group_size, full=4) == layout.nbytes / values
+    assert tables.encoded_bytes(None, 128, full=4) == 4
 
 
 def test_options_of_a_strategy_are_named_in_short() -> None:
