@@ -31,7 +31,7 @@ MARKED = re.compile(r"(<!-- result ([\w-]+) -->\n?).*?(<!-- end -->)", re.DOTALL
 BASELINE = "baseline"
 FULL = {"gradient": 4.0, "weight": 2.0}
 """Bytes of a gradient in fp32 and of a weight in bf16."""
-STUDIES = ("finetuning", "two_roundings", "telemetry")
+STUDIES = ("finetuning", "two_roundings")
 """Folders of experiments/ whose tables are results of the library as it is."""
 RATES = {"100mbit": "100 Mbit/s", "250mbit": "250 Mbit/s", "1gbit": "1 Gbit/s", "1000mbit": "1 Gbit/s"}
 SHOWN = {"fair": "fp32 gradients", "fair-bf16": "bf16 gradients", "sdp4bit": "sdp4bit"}
@@ -47,6 +47,10 @@ def encoded_bytes(bits: int | None, group_size: int, *, full: float) -> float:
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """Return a Markdown table whose columns after the first `left` ones are aligned to the right."""
     assert all(len(row) == len(titles) for row in rows), titles
+    rows = [
+        [re.sub(r"(?<=\d) (?=%|to [+-]?\d)|(?<=\d to) (?=[+-]?\d)", "\N{NO-BREAK SPACE}", c) for c in r]
+        for r in rows
+    ]
     rule = ["---"] * left + ["---:"] * (len(titles) - left)
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (titles, rule, *rows))
 
@@ -215,7 +219,7 @@ def draw_losses(result: dict[str, Any], path: Path, *, digest: str) -> None:
         axes.annotate(
             loss.name,
             (loss.bytes, loss.percent),
-            (5 if right else -5, 3 if loss.percent > 0.01 else -10),
+            (5 if right else -5, 3 if loss.percent > 0.002 else -12),
             textcoords="offset points",
             ha="left" if right else "right",
             color=color,
@@ -229,8 +233,9 @@ def draw_losses(result: dict[str, Any], path: Path, *, digest: str) -> None:
     axes.minorticks_off()
     # In proportion up to a tenth of a percent, where most lie; beyond it by factors.
     axes.set_yscale("symlog", linthresh=0.1)
-    axes.set_ylim(-0.03, 1.4 * max(loss.interval[1] for loss in found))
-    ticks = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
+    bottom, top = min(loss.interval[0] for loss in found), 1.4 * max(loss.interval[1] for loss in found)
+    axes.set_ylim(min(bottom, -0.02) - 0.01, top)
+    ticks = [tick for tick in (0.0, 0.05, 0.1, 0.2, 0.5, 1.0) if tick < top]
     axes.set_yticks(ticks, [f"{tick:g} %" for tick in ticks])
     axes.set_xlabel("bytes per parameter and step between nodes", fontsize=9)
     axes.set_ylabel("validation loss over full precision", fontsize=9)
@@ -283,7 +288,7 @@ def cluster_section(result: dict[str, Any]) -> str:
         for rate in rates:
             ratio = _ratio(result, rate=rate, reference=reference, strategy=strategy)
             cells.append(
-                f"{ratio['ratio']:.2f} ({ratio['lowest']:.2f} to {ratio['highest']:.2f})" if ratio else ""
+                f"{ratio['ratio']:.2f} ({ratio['lowest']:.2f}–{ratio['highest']:.2f})" if ratio else ""
             )
         faster.append([f"`{strategy}` over `{reference}`", *cells])
     rows = []

@@ -130,7 +130,7 @@ def test_runs_of_the_cluster_become_a_table_and_a_figure(tmp_path: Path) -> None
     cluster_runs(tmp_path, seconds={"fair": 4.0, "fair-bf16": 3.0, "sdp4bit": 1.0})
     (result,) = tables.cluster_results(tmp_path)
     text = tables.cluster_section(result)
-    assert "| `sdp4bit` over `fair` | 4.00 (4.00 to 4.00) | 4.00 (4.00 to 4.00) |" in text
+    assert "| `sdp4bit` over `fair` | 4.00 (4.00–4.00) | 4.00 (4.00–4.00) |" in text
     assert "| `fair` | 4.000 | 0.400 | 2.00 | 1.99 |" in text
     figure = tmp_path / "figure.png"
     tables.draw_step_times(result, figure, digest=tables.digest_of(result))
