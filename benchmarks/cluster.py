@@ -173,7 +173,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0, help="of the order, the data and the initial weights")
     parser.add_argument("--json", type=Path, help="file for machine, rows, ratios and bytes")
-    parser.add_argument("--plot", type=Path, help="file for the figure, such as cluster.png")
     chosen = parser.parse_args(arguments)
     if not 2 <= chosen.nodes <= 200 or chosen.ranks_per_node < 1:
         parser.error("--nodes must be 2 to 200 and --ranks-per-node at least 1")
@@ -224,8 +223,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cluster_report.print_tables(result)
     if chosen.json:
         chosen.json.write_text(json.dumps(result, indent=1) + "\n")
-    if chosen.plot:
-        cluster_report.plot(result, chosen.plot)
     return 0
 
 

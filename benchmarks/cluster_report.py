@@ -1,8 +1,9 @@
-"""What an emulated cluster's samples say: rows, ratios of steps of one round, bytes, a table and a plot.
+"""Report samples of an emulated cluster: rows, ratios of steps of one round, bytes, a table.
 
-    python -m benchmarks.cluster_report RUN1.json RUN2.json RUN3.json --plot FILE.png
+    python -m benchmarks.cluster_report RUN1.json RUN2.json RUN3.json
 
-says it of several runs of the same command: medians of the runs' medians, and the lowest and highest of them.
+prints several runs of the same command: medians of the runs' medians, and the lowest and highest of them.
+`python -m benchmarks.tables` writes those in results/cluster into the documentation.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,7 +147,7 @@ def _by_row(result: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def describe_machine(arguments: Sequence[str] | None) -> dict[str, Any]:
-    """Return hardware, versions, date and command."""
+    """Return hardware, versions, date, command and commit."""
     from benchmarks import kernels
 
     machine = kernels.describe_machine()
@@ -155,10 +157,18 @@ def describe_machine(arguments: Sequence[str] | None) -> dict[str, Any]:
         "cpu": machine["cpu"],
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
-        "versions": versions | {"linux": platform.release()},
+        "versions": versions | {"linux": platform.release().partition("-")[0]},
         "date": machine["date"],
+        "commit": _commit(),
         "command": shlex.join(["python", "-m", "benchmarks.cluster", *given]),
     }
+
+
+def _commit() -> str | None:
+    """Return the commit of this checkout, with a plus sign if tracked files differ from it."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
 
 
 def print_tables(result: dict[str, Any]) -> None:
@@ -188,34 +198,6 @@ def print_tables(result: dict[str, Any]) -> None:
         )
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """One panel per rate: seconds per step of every strategy, with the range of the rounds."""
-    from matplotlib import pyplot
-
-    rates = list(dict.fromkeys(row["rate"] for row in result["rows"]))
-    figure, panels = pyplot.subplots(1, len(rates), figsize=(3.4 * len(rates) + 1.2, 4.2), squeeze=False)
-    slowest = {row["strategy"]: row["seconds_per_step"] for row in result["rows"] if row["rate"] == rates[0]}
-    names = sorted(slowest, key=lambda name: slowest[name])
-    for panel, rate in zip(panels[0], rates, strict=True):
-        rows = {row["strategy"]: row for row in result["rows"] if row["rate"] == rate}
-        medians = [rows[name]["seconds_per_step"] for name in names]
-        below = [rows[name]["seconds_per_step"] - rows[name]["fastest"] for name in names]
-        above = [rows[name]["slowest"] - rows[name]["seconds_per_step"] for name in names]
-        colors = ["tab:green" if FASTEST in name else "tab:gray" for name in names]
-        panel.barh(names, medians, xerr=[below, above], color=colors, error_kw={"elinewidth": 0.8})
-        panel.set_title(f"{rate} per link", fontsize=10)
-        panel.set_xlabel("seconds per step", fontsize=9)
-        panel.tick_params(labelsize=8)
-        if panel is not panels[0][0]:
-            panel.set_yticklabels([])
-    layout = f"{result['nodes']} nodes x {result['ranks_per_node']} ranks"
-    figure.suptitle(
-        f"{layout}, {result['parameters'] / 1e6:.1f} M parameters ({result['label']})", fontsize=10
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables of several runs, and return the exit code."""
     parser = argparse.ArgumentParser(
@@ -223,7 +205,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Show several runs of benchmarks.cluster as one.",
     )
     parser.add_argument("runs", nargs="+", type=Path, help="what --json has written")
-    parser.add_argument("--plot", type=Path, help="file for the figure")
     chosen = parser.parse_args(arguments)
     try:
         result = combine([json.loads(path.read_text()) for path in chosen.runs])
@@ -231,8 +212,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks.cluster_report: {error}", file=sys.stderr)
         return 2
     print_tables(result)
-    if chosen.plot:
-        plot(result, chosen.plot)
     return 0
 
 

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import cache
 from html.parser import HTMLParser
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -56,6 +56,30 @@ def test_links_between_files_lead_somewhere(page: Path) -> None:
         assert file.exists(), f"{page.name}: {target}"
         if parts.fragment and file.suffix == ".md" and file.parent.name != "reference":
             assert parts.fragment in anchors(file.resolve()), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize(
+    ("remote", "url"),
+    [
+        ("https://example.com/one/two.git", "https://example.com/one/two"),
+        ("git@example.com:one/two.git", "https://example.com/one/two"),
+        ("ssh://git@example.com/one/two", "https://example.com/one/two"),
+        ("https://name@example.com/one/two", ""),
+        ("/srv/two.git", ""),
+        ("", ""),
+    ],
+)
+def test_the_site_links_a_public_repository_only(
+    remote: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = ROOT / "docs" / "site" / "hooks.py"
+    spec = spec_from_file_location("hooks", path)
+    assert spec is not None and spec.loader is not None
+    hooks = module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    done = subprocess.CompletedProcess([], 0, stdout=f"{remote}\n")
+    monkeypatch.setattr(hooks.subprocess, "run", lambda *_, **__: done)
+    assert hooks._clone_url() == url
 
 
 @dataclass

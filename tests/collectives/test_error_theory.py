@@ -131,7 +131,7 @@ def test_error_falls_from_ulq_to_tlq_to_tlq_hs_by_a_factor_of_two_each(
 def test_error_on_heavy_tails_has_the_documented_size(
     error_table: ErrorTable, data: str, name: str, expected: float
 ) -> None:
-    # docs/method.md, theory. t(3) has no fourth moment, so even large draws differ by up to 10 %: 15 % here.
+    # docs/theory.md. t(3) has no fourth moment, so even large draws differ by up to 10 %: 15 % here.
     assert error_table[data][name] == pytest.approx(expected, rel=0.15)
 
 

@@ -1,6 +1,6 @@
 """An independent definition of the messages in Python integers, and values to try it on.
 
-It loops over groups and values, follows docs/method.md, and shares no code with the library but the random
+It loops over groups and values, follows docs/spec.md, and shares no code with the library but the random
 bits, which tests/quantization/test_random.py compares with integers by themselves.
 """
 

@@ -297,10 +297,8 @@ def test_several_runs_are_shown_by_the_medians_of_their_medians(
     fair, _ = combined["rows"]
     assert (fair["seconds_per_step"], fair["fastest"], fair["slowest"]) == (3.0, 2.0, 8.0)
     assert (fair["spread"], fair["rounds"]) == (2.0, 9)
-    figure = tmp_path / "three.png"
-    assert cluster_report.main([*map(str, files), "--plot", str(figure)]) == 0
+    assert cluster_report.main([*map(str, files)]) == 0
     assert "| 1gbit | fair | sdp4bit | 3.00 (2.00 to 8.00) |" in capsys.readouterr().out
-    assert figure.stat().st_size > 10_000
     files[0].write_text(json.dumps(summary(*samples[:3])))
     assert cluster_report.main([*map(str, files)]) == 2
     assert "the runs differ in nodes" in capsys.readouterr().err
@@ -312,7 +310,7 @@ def test_a_small_cluster_is_measured_from_end_to_end(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.cluster", "--nodes", "2", "--ranks-per-node", "2"]
     command += ["--rates", "500mbit,1gbit", "--strategies", "hierarchical,fair,fair-bf16,ddp,sdp4bit"]
     command += ["--seconds-per-rate", "1", "--hidden", "256", "--layers", "4"]
-    command += ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "plot.png")]
+    command += ["--json", str(tmp_path / "rows.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert namespaces() == before
@@ -323,7 +321,6 @@ def test_a_small_cluster_is_measured_from_end_to_end(tmp_path: Path) -> None:
         assert row["seconds_per_step"] > 0
         assert row["bytes_agree"] is not False, row
     assert rows["1gbit", "sdp4bit"]["bytes_agree"]
-    assert (tmp_path / "plot.png").stat().st_size > 1000
     for rate in ("500mbit", "1gbit"):
         sent = {name: rows[rate, name]["tx_bytes_per_node_per_step"] for _, name in rows}
         assert sent["sdp4bit"] * 5 < sent["hierarchical"] < 0.55 * sent["fair"]

@@ -1,0 +1,139 @@
+"""Result tables and figures: they are those of results/, and they show what the results say. Layer: files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import cluster_report, collect, tables
+from benchmarks.cluster_report import Sample
+from benchmarks.cluster_strategies import Cluster
+from sdp4bit.quantization.layout import message_layout
+from sdp4bit_lab.compare.finished_run import FinishedRun
+from tests import ROOT
+
+RESULTS = tables.Results()
+
+
+def test_generated_pages_and_figures_are_those_of_the_results() -> None:
+    for path, text in RESULTS.documents():
+        assert path.read_text(encoding="utf-8") == text, (
+            f"{path.relative_to(ROOT)}: run python -m benchmarks.tables"
+        )
+    for path, (_, result) in RESULTS.figures().items():
+        assert tables.is_current(path, result), (
+            f"{path.name} is not of these results: delete it and run the same"
+        )
+
+
+def test_no_comment_begins_a_line_of_a_paragraph() -> None:
+    """Markdown ends a paragraph there."""
+    for path, text in RESULTS.documents():
+        assert not re.search(r"^ *<!-- result [\w-]+ -->[^\n]", text, re.MULTILINE), path.name
+
+
+def finished(strategy: str, seed: int, loss: float, *, spikes: tuple[Any, ...] = ()) -> FinishedRun:
+    quantized = strategy != "baseline"
+    return FinishedRun(
+        strategy=strategy,
+        seed=seed,
+        losses=(8.0, loss),
+        validation=((2, loss),),
+        train_loss=loss,
+        intra_bytes_per_step=1,
+        inter_bytes_per_step=2,
+        seconds=1.0,
+        spikes=spikes,
+        settings={"training": {"steps": 2}},
+        quantization={
+            "weights": {"bits": 3, "group_size": 128} if quantized else None,
+            "gradients": {"inter_bits": 4, "inter_group_size": 128} if quantized else None,
+        },
+    )
+
+
+def collected(folder: Path, *, spike: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """Return the accuracy result of three seeds of a strategy that costs 0.1, 0.2 and 0.3 percent."""
+    for seed in (1, 2, 3):
+        for strategy, loss in (("baseline", 5.0), ("sdp4bit", 5.0 + 0.005 * seed)):
+            spikes = spike if strategy == "baseline" and seed == 1 else ()
+            finished(strategy, seed, loss, spikes=spikes).write(folder / strategy / f"seed{seed}")
+    out = folder / "accuracy.json"
+    arguments = ["accuracy", str(folder / "baseline"), str(folder / "sdp4bit"), "--title", "Recipe"]
+    assert collect.main([*arguments, "--command", "c", "--commit", "abc", "--out", str(out)]) == 0
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+def test_finished_runs_become_losses_with_intervals(tmp_path: Path) -> None:
+    (loss,) = tables.losses(collected(tmp_path))
+    assert (loss.strategy, loss.seeds, loss.verdict) == ("sdp4bit", 3, "not significantly different")
+    assert loss.percent == pytest.approx(0.2)
+    # Student's t of three values that are 0.1 apart: 4.303 * 0.1 / sqrt(3).
+    assert loss.interval == pytest.approx((0.2 - 0.2484, 0.2 + 0.2484), abs=1e-3)
+    assert loss.bytes == (4 / 8 + 2 / 128) + (3 / 8 + 2 / 128)
+
+
+def test_an_unstable_baseline_is_named(tmp_path: Path) -> None:
+    """With four seeds, one of them unstable, the table has the mean of the others as well."""
+    result = collected(tmp_path, spike=((1, 20.0, 1.0),))
+    result["runs"] += [{**run, "seed": 4} for run in result["runs"] if run["seed"] == 3]
+    text = tables.loss_section(result)
+    assert "unstable baseline" in text and "jumps with seed 1" in text
+    assert f"{tables.percent(0.225)} |" in text and f"{tables.percent((0.2 + 0.3 + 0.3) / 3)} (" in text
+
+
+def test_fewer_than_three_seeds_are_left_out(tmp_path: Path) -> None:
+    result = collected(tmp_path)
+    result["runs"] = [run for run in result["runs"] if run["seed"] < 3]
+    assert tables.losses(result) == []
+
+
+def test_bytes_of_a_value_are_those_of_the_message_format() -> None:
+    for bits, group_size in ((4, 128), (4, 2048), (3, 32), (2, 256), (8, 128)):
+        values = 1 << 16
+        layout = message_layout(numel=values, bits=bits, group_size=group_size)
+        assert tables.encoded_bytes(bits, group_size, full=4) == layout.nbytes / values
+    assert tables.encoded_bytes(None, 128, full=4) == 4
+
+
+def test_options_of_a_strategy_are_named_in_short() -> None:
+    label = "sdp4bit:weight-quantization-bits=3:wq-group-size=128:gradient-rounding-inter=dither"
+    values: dict[str, Any] = {"gradient_bytes": 1, "weight_bytes": 1, "seeds": 3, "percent": 0.0}
+    assert tables.Loss(strategy=label, interval=(0.0, 0.0), **values).name == "sdp4bit, w3/128, dither"
+
+
+def cluster_runs(folder: Path, *, seconds: dict[str, float]) -> None:
+    """Write three runs of a cluster, the second one twice as slow."""
+    for number, slowness in enumerate((1.0, 2.0, 1.0)):
+        samples = [
+            Sample(
+                **{"strategy": name, "rate": rate, "round": n, "seconds": slowness * s * factor},
+                **{"tx_bytes": 2e6, "reported_bytes": 1.99e6, "loss": 1.0},
+            )
+            for rate, factor in (("100mbit", 1.0), ("1000mbit", 0.1))
+            for name, s in seconds.items()
+            for n in range(3)
+        ]
+        cluster = Cluster(nodes=2, ranks_per_node=1)
+        content = cluster_report.summarize(
+            samples, cluster=cluster, parameters=10**6, arguments=["--seed", "1"]
+        )
+        (folder / f"2x1-{number}.json").write_text(json.dumps(content))
+
+
+def test_runs_of_the_cluster_become_a_table_and_a_figure(tmp_path: Path) -> None:
+    cluster_runs(tmp_path, seconds={"fair": 4.0, "fair-bf16": 3.0, "sdp4bit": 1.0})
+    (result,) = tables.cluster_results(tmp_path)
+    text = tables.cluster_section(result)
+    assert "| `sdp4bit` over `fair` | 4.00 (4.00–4.00) | 4.00 (4.00–4.00) |" in text
+    assert "| `fair` | 4.000 | 0.400 | 2.00 | 1.99 |" in text
+    figure = tmp_path / "figure.png"
+    tables.draw_step_times(result, figure, digest=tables.digest_of(result))
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert tables.is_current(figure, result)
+    assert not tables.is_current(figure, result | {"parameters": 2})

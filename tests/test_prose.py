@@ -1,0 +1,167 @@
+"""The part of the writing rules that a program can check, on every page. Layer: files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+from tests import ROOT
+
+LONGEST_SENTENCE = 35
+LONGEST_LINE = 100
+MOST_NUMBERS = 3
+"""Cells of a table that are nothing but a decimal number; tables with more are results."""
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name != "results"),
+]
+NOT_YET = {
+    "CONTRIBUTING.md",
+    "examples/README.md",
+    "docs/benchmarks.md",
+    "docs/data.md",
+    "docs/faults.md",
+    "docs/planning.md",
+    "docs/pretraining.md",
+    "docs/report.md",
+    "docs/selftest.md",
+    "docs/trainers/finetuning.md",
+}
+"""Pages that break a rule. A page that no longer does must leave this list."""
+CHECKED_NUMBERS = {
+    "docs/theory.md",  # by tests/collectives/test_error_theory.py
+}
+"""Pages whose tables of numbers are compared with the code by a test."""
+WORDS = {
+    r"held by (the )?tests": "tested",
+    r"(says|tells)": "reports, prints, states",
+    r"stands? for": "represents",
+    r"(goes|go|went) on": "continues",
+    r"anew": "again",
+    r"alike": "identically",
+    r"reckoned": "estimated",
+    r"(err|errs|erred)": "has an error of",
+    r"comes? to": "totals",
+    r"(mends?|heals?)": "fixes",
+    r"taken away": "removed",
+    r"differences? to": "difference from",
+    r"loss to": "loss relative to",
+    r"in full(?! precision)": "full",
+    r"house": "architecture",
+    r"bell-shaped": "normal",
+}
+_FENCE = re.compile(r"^( *)```.*?^\1```\s*?$", re.DOTALL | re.MULTILINE)
+_MARKED = re.compile(r"<!-- result [\w-]+ -->.*?<!-- end -->", re.DOTALL)
+_LINK = re.compile(r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\([^)]*\)")
+_NUMBER = re.compile(
+    r"[*~+-]*\d[\d,]*\.\d+(?:\s?(?:%|s|ms|MB|GB|kB|x))?(?:\s\(.*\)|\sto\s[+-]?[\d.]+\s?%?)?\**"
+)
+
+
+def faults(text: str, *, numbers: bool = True) -> Iterator[str]:
+    """Yield the rules that a page breaks, each with the words that break it.
+
+    Args:
+        numbers: look for result tables, too.
+    """
+    text = _MARKED.sub("", _FENCE.sub("", text))
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    lines = [line for line in text.splitlines() if not line.startswith("    ")]
+    for line in lines:
+        seen = re.sub(r"\]\([^)]*\)|https?://\S+", "", line)
+        if not line.startswith("|") and len(seen) > LONGEST_LINE:
+            yield f"{len(seen)} characters in a line: {line[:60]}"
+    if numbers:
+        yield from _result_tables(lines)
+    for sentence in sentences(lines):
+        count = len(sentence.split())
+        if count > LONGEST_SENTENCE and "|" not in sentence:
+            yield f"{count} words: {sentence[:80]}"
+        if re.search(r"\bwhat\b", sentence, re.IGNORECASE) and "?" not in sentence:
+            yield f"a clause begins with what: {sentence[:80]}"
+        for word, better in WORDS.items():
+            found = re.search(rf"\b{word}\b", sentence, re.IGNORECASE)
+            if found:
+                yield f"{found[0]!r} instead of {better}: {sentence[:80]}"
+
+
+def sentences(lines: list[str]) -> Iterator[str]:
+    """Yield sentences, headings and rows of tables; code is one word, and of a link only the text remains."""
+    joined = ""
+    for line in lines:
+        starts = re.match(r"\s*([*-]|\d+\.)\s|#|\||>|$", line)
+        joined += ("\n" if starts else " ") + line.strip()
+    plain = _LINK.sub(r"\1", re.sub(r"`[^`\n]*`", "code", joined))
+    for block in plain.splitlines():
+        if block.startswith("|"):
+            yield block
+            continue
+        # A bold lead is a sentence of its own.
+        yield from re.split(r"(?<=[.!?])[*_)\"]*\s+|(?<=[.:!?]\*\*)\s+", block.lstrip("#*- "))
+
+
+def _result_tables(lines: list[str]) -> Iterator[str]:
+    table: list[str] = []
+    for line in [*lines, ""]:
+        if line.startswith("|"):
+            table.append(line)
+            continue
+        cells = [cell.strip() for row in table for cell in row.strip("|").split("|")]
+        found = [cell for cell in cells if _NUMBER.fullmatch(cell)]
+        if len(found) > MOST_NUMBERS:
+            yield f"{len(found)} numbers in a table, put them into results/: {table[0][:60]}"
+        table = []
+
+
+def _case(path: Path) -> ParameterSet:
+    name = str(path.relative_to(ROOT))
+    return pytest.param(path, id=name, marks=[pytest.mark.xfail(strict=True)] if name in NOT_YET else [])
+
+
+@pytest.mark.parametrize("page", [_case(path) for path in PAGES])
+def test_pages_follow_the_writing_rules(page: Path) -> None:
+    numbers = str(page.relative_to(ROOT)) not in CHECKED_NUMBERS
+    found = list(faults(page.read_text(encoding="utf-8"), numbers=numbers))
+    assert not found, "\n".join(found)
+
+
+GOOD = """# Topic
+
+A sentence of ten words that is wrapped after some words
+and continues. [A link](https://example.com/so/long/that/the/line/has/more/than/a/hundred/characters) is one.
+
+* **What is it?** `what` in code, and a question.
+
+| strategy | bytes |
+|---|---:|
+| one | 1.02 |
+
+    | an indented block says what it wants and may be as long as it likes, because nobody reads it as prose |
+"""
+BROKEN = {
+    "words": " ".join(["word"] * (LONGEST_SENTENCE + 1)).replace("word word", "word\nword") + ".",
+    "begins with what": "The table shows what it costs.",
+    "'stands for' instead of represents": "It stands for a node.",
+    "'in full' instead of full": "Tuned in full.",
+    "characters in a line": "a" * (LONGEST_LINE + 1),
+    "numbers in a table": "| a | b |\n|---|---|\n| 1.5 | 2.5 % |\n| +0.1 % (0.0 to 0.2 %) | 3.5 |",
+}
+
+
+def test_a_good_page_breaks_no_rule() -> None:
+    assert list(faults(GOOD)) == []
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_planted_fault_is_found(rule: str) -> None:
+    found = list(faults(f"{GOOD}\n{BROKEN[rule]}\n"))
+    assert len(found) == 1 and rule in found[0]
+
+
+def test_a_generated_table_may_have_numbers() -> None:
+    table = BROKEN["numbers in a table"]
+    assert list(faults(f"<!-- result summary -->\n{table}\n<!-- end -->\n")) == []
