@@ -133,8 +133,8 @@ def _pretrain(config: PretrainConfig) -> int:
     settings="sdp4bit_lab.compare.config:CompareConfig",
     packages=(*_TRAINING, "matplotlib", "scipy"),
     takes_reference_flags=True,
-    shown="""strategies seeds baseline merge out model_card data_path tokenizer_model vocabulary_size steps
-    micro_batch_size global_batch_size sequence_length learning_rate param_dtype eval_interval
+    shown="""strategies seeds baseline merge jobs out model_card data_path tokenizer_model vocabulary_size
+    steps micro_batch_size global_batch_size sequence_length learning_rate param_dtype eval_interval
     nproc_per_node ranks_per_node simulated_ranks log_interval""",
 )
 def _compare(config: CompareConfig) -> int:
@@ -145,9 +145,12 @@ def _compare(config: CompareConfig) -> int:
 
         merge_comparisons(config)
         return 0
+    from sdp4bit_lab.common.launch.config import RanksConfig
     from sdp4bit_lab.common.launch.local import run_on_ranks
 
-    return run_on_ranks("sdp4bit_lab.compare.run:compare", config=config, parallel=config.parallel)
+    # With several jobs this process starts those of every run.
+    parallel = config.parallel if config.jobs == 1 else RanksConfig(nproc_per_node=1)
+    return run_on_ranks("sdp4bit_lab.compare.run:compare", config=config, parallel=parallel)
 
 
 @_command(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from sdp4bit_lab.common.settings import SettingError, option, option_flags, require
+from sdp4bit_lab.common.settings import SettingError, option, option_flags, require, require_at_least
 from sdp4bit_lab.compare.variants import Variant, parse_variant, parse_variants
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
@@ -36,6 +36,8 @@ class CompareConfig:
     """Folders of earlier comparisons. Nothing is trained; --out receives the tables of all their runs."""
     out: Path = DEFAULT_OUT
     """Folder for summary.json, table.md, curves.png and a folder per run. Finished runs in it are kept."""
+    jobs: int = 1
+    """Runs to train at the same time, each with one thread per rank."""
     log_interval: int = 10
     """Steps between printed lines."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -46,6 +48,7 @@ class CompareConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        require_at_least(1, self, "jobs", "log_interval")
         if self.merge:
             require(self.out != DEFAULT_OUT, "--merge needs --out, a folder for the merged tables")
             require(
