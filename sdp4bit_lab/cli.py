@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import pkgutil
 import signal
@@ -161,7 +162,14 @@ def _compare(config: CompareConfig) -> int:
 def _demo(config: DemoConfig) -> int:
     """Train a small GPT on 4 processes of this machine, which represent 2 nodes of 2 ranks: first with plain
     FSDP2, then with 4-bit communication. If it is interrupted, the same command continues."""
-    return _compare(config.comparison())
+    from sdp4bit_lab.compare.config import DEMO_PROCESSES, DEMO_RANKS_PER_NODE
+    from sdp4bit_lab.compare.tables import link_times
+
+    code, path = _compare(config.comparison()), config.out / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8")) if code == 0 and path.is_file() else {}
+    if summary.get("complete"):
+        print(link_times(summary, nodes=DEMO_PROCESSES // DEMO_RANKS_PER_NODE))
+    return code
 
 
 @_command(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from sdp4bit_lab.common.files import note
 from sdp4bit_lab.common.launch.local import EXIT_FAILED
 from sdp4bit_lab.common.launch.signals import received
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0, run_on_all_ranks
@@ -96,7 +96,7 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
     if stopped is not None and ranks.is_first:
         console.print(f"Stopped by {stopped}: the same command continues with the remaining runs.")
     if failed:
-        sys.stderr.write(f"sdp4bit: error: runs that failed: {', '.join(failed)}\n")
+        note(f"error: runs that failed: {', '.join(failed)}")
         raise SystemExit(EXIT_FAILED)
     return list(last.runs)
 

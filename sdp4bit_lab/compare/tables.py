@@ -21,6 +21,8 @@ from sdp4bit_lab.compare.outcomes import StrategyOutcome, outcomes
 from sdp4bit_lab.compare.paired import CONFIDENCE, FEWEST_PAIRS, interval_text
 
 NONE = "–"
+LINKS = (100, 250, 1000)
+"""Mbit/s between nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +159,14 @@ class Report:
     def print(self, console: Console) -> None:
         """Print the tables and their notes."""
         for titles, *rows in (self.loss_table(), self.cost_table()):
-            columns = (Column(title, overflow="fold", no_wrap="interval" in title) for title in titles)
-            table = Table(*columns, box=SIMPLE, pad_edge=False, collapse_padding=True)
+            columns = (
+                Column(title, overflow="fold", width=_width(title, cells))
+                for title, *cells in zip(titles, *rows, strict=True)
+            )
+            table = Table(*columns, box=SIMPLE, pad_edge=False, show_edge=False, collapse_padding=True)
             for row in rows:
                 table.add_row(*row)
-            console.print(table, soft_wrap=False)
+            console.print(table, "", soft_wrap=False)
         for note in self.notes():
             console.print(note, highlight=False, markup=False, soft_wrap=False)
 
@@ -170,6 +175,38 @@ class Report:
         parts = [_markdown_table(self.loss_table()), _markdown_table(self.cost_table())]
         notes = "".join(f"* {note}\n" for note in self.notes())
         return "\n".join([*parts, notes] if notes else parts)
+
+
+def _width(title: str, cells: Sequence[str]) -> int:
+    """Return the width of a column: titles and words break at spaces, numbers at line breaks alone."""
+    texts = [line for cell in cells for line in cell.split("\n")]
+    if not any(character.isdigit() for text in texts for character in text):
+        texts = [word for text in texts for word in text.split()]
+    return min(24, max(map(len, [*title.split(), *texts])))
+
+
+def link_times(summary: dict[str, Any], *, nodes: int) -> str:
+    """Return the time that a node needs to send its bytes of a step, by strategy and network.
+
+    Args:
+        summary: content of summary.json.
+        nodes: nodes of the runs, which send equally many bytes.
+    """
+    sent = {name: each["inter_bytes_per_step"] / nodes for name, each in summary["strategies"].items()}
+    titles = ("plain FSDP2" if name == DEFAULT_BASELINE else name for name in sent)
+    rows = [("", *titles), ("a node sends per step", *map(format_bytes, sent.values()))]
+    for megabits in LINKS:
+        rate = megabits * 1e6 / 8
+        rows.append((f"at {megabits:,} Mbit/s", *(f"{1000 * size / rate:,.0f} ms" for size in sent.values())))
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([name.ljust(first), *map(str.rjust, cells, widths)]) for name, *cells in rows]
+    return "\n".join(
+        [
+            *lines,
+            "The seconds of the runs do not show this: all processes share the cores of this machine,",
+            "and their messages pass through its memory instead of a network.",
+        ]
+    )
 
 
 def _unstable_notes(runs: Sequence[FinishedRun], *, baseline: str | None) -> Iterator[str]:

@@ -331,6 +331,11 @@ def write_settings(config: PretrainConfig, *, label: str, ranks: Ranks) -> None:
     """Write config.json, by which tools know a run."""
     settings = {
         **asdict(config),
+        # Defaults of the preset are written as values.
+        "training": asdict(config.training)
+        | {"sequence_length": config.sequence_length, "micro_batch_size": config.micro_batch_size},
+        "optimizer": asdict(config.optimizer)
+        | {"learning_rate": config.learning_rate, "warmup_steps": config.warmup_steps},
         "strategy": config.strategy_name,
         "label": label,
         "quantization": asdict(config.quantization),

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pkgutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from sdp4bit.collectives.errors import ExchangeError
+from sdp4bit_lab.common.files import note
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.launch.signals import (
     REPEAT_SIGNAL_SECONDS,
@@ -111,7 +111,7 @@ def _run_processes(program: str, config: object, timeout: timedelta, *, size: in
     resource_tracker.ensure_running()
     # Processes inherit the mask: a signal to the process group waits until a rank listens.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    sys.stderr.write(f"sdp4bit: starting {size} processes\n")
+    note(f"starting {size} processes")
     try:
         for process in processes:
             process.start()
@@ -179,9 +179,7 @@ def _join(processes: Sequence[SpawnProcess], signals: list[signal.Signals], *, l
                     return 128 + number
             if asked_by is None:
                 asked_by = number
-                sys.stderr.write(
-                    f"sdp4bit: {number.name}: the ranks stop after this step; a second one kills them\n"
-                )
+                note(f"{number.name}: the ranks stop after this step; a second one kills them")
             for process in running:
                 if process.exitcode is None and process.pid is not None:
                     os.kill(process.pid, number)
@@ -210,4 +208,4 @@ def _report_failure(processes: Sequence[SpawnProcess]) -> int:
 
 
 def _report_error(message: str) -> None:
-    sys.stderr.write(f"sdp4bit: error: {message}\n")
+    note(f"error: {message}")

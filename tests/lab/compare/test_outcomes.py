@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sdp4bit_lab.compare.finished_run import FinishedRun
 from sdp4bit_lab.compare.outcomes import outcomes
-from sdp4bit_lab.compare.tables import Report
+from sdp4bit_lab.compare.tables import Report, link_times
 from sdp4bit_lab.pretrain.stability import GradientSpike
 from sdp4bit_lab.pretrain.trainer import TrainingResult
 from tests.lab.compare.synthetic_runs import finished
@@ -85,6 +85,20 @@ def test_summary_json():
         "seconds": 1.5,
         "spikes": [],
     }
+
+
+def test_times_on_a_network_follow_from_the_bytes_of_a_node():
+    summary = report([*BASELINE, *HIGHER]).summary()
+    for name, sent in (("baseline", 25_000_000), ("tlq", 5_000_000)):
+        summary["strategies"][name]["inter_bytes_per_step"] = sent
+    lines = link_times(summary, nodes=2).splitlines()
+    assert [" ".join(line.split()) for line in lines[:5]] == [
+        "plain FSDP2 tlq",
+        "a node sends per step 12.5 MB 2.5 MB",
+        "at 100 Mbit/s 1,000 ms 200 ms",
+        "at 250 Mbit/s 400 ms 80 ms",
+        "at 1,000 Mbit/s 100 ms 20 ms",
+    ]
 
 
 def test_markdown():
