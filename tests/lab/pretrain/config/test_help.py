@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
+import runpy
 from dataclasses import fields
 
 import pytest
@@ -14,6 +15,7 @@ from sdp4bit_lab.common.options import docstrings, section_type, sections
 from sdp4bit_lab.common.settings import option_flags
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.config.reference_flags import WITHOUT_EFFECT
+from tests import ROOT
 
 
 def all_options(settings: type) -> dict[str, list[str]]:
@@ -88,6 +90,11 @@ def test_a_wrong_option_is_one_line(capsys, arguments, message):
     assert main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"sdp4bit: error: {message}")
+
+
+def test_the_reference_page_has_these_options():
+    page = runpy.run_path(str(ROOT / "docs/site/options.py"))["page"]()
+    assert (ROOT / "docs/reference/cli.md").read_text() == page, "run python docs/site/options.py"
 
 
 def test_the_program_lists_its_commands_and_version(capsys):
