@@ -82,9 +82,34 @@ def losses(lines: list[str]) -> list[float]:
     return [float(line.split()[-1]) for line in lines if re.fullmatch(r"step \d+: loss [\d.]+", line)]
 
 
+def test_the_tutorial_s_program_is_the_one_that_its_page_ends_with() -> None:
+    page, program = (ROOT / "docs" / "tutorial.md").read_text(), ""
+    for language, text in re.findall(r"^```(python|diff)[^\n]*\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            program = text
+            continue
+        lines = text.splitlines()
+        before, after = ("\n".join(line[1:] for line in lines if line[:1] != sign) for sign in "+-")
+        assert program.count(before) == 1, text
+        program = program.replace(before, after)
+    assert (ROOT / "examples" / "tutorial.py").read_text() == program
+
+
+@pytest.mark.parametrize("name", ["trainer_hf", "trainer_accelerate", "trainer_lightning"])
+def test_a_missing_package_of_a_trainer_is_named(name: str) -> None:
+    hidden = "accelerate" if name != "trainer_lightning" else "lightning"
+    code = f"import sys; sys.modules['{hidden}'] = None; import examples.{name}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1 and f"pip install {hidden}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_the_fsdp2_example_trains() -> None:
     lines = run("fsdp2_minimal.py")
+    assert re.fullmatch(r"[\d.]+x fewer inter-node bytes than plain FSDP2", lines[-1])
     assert len(losses(lines)) == 12
     assert any("gradients  full precision: all ranks on one node" in line for line in lines)
 

@@ -21,14 +21,14 @@ MEGATRON_ALIGNMENT = 128
 
 @dataclass(frozen=True, kw_only=True)
 class PlanModelConfig(ModelConfig):
-    """The GPT to plan for: a model card, with single sizes replaced."""
+    """The GPT to plan for: a preset, with single sizes replaced."""
 
     model_card: Annotated[CardName, option("preset", "model-card")] = "1.3B"
-    """Model card."""
+    """Model sizes, and defaults of sequence length, micro batch size and vocabulary."""
     vocabulary: Annotated[int | None, option("vocab-size")] = None
-    """Tokens of the tokenizer; the card's when not given."""
+    """Vocabulary size. Default: the preset's."""
     sequence_length: Annotated[int | None, option("seq-length", "sequence-length")] = None
-    """Tokens per sequence; the card's when not given."""
+    """Tokens per sequence. Default: the preset's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -62,27 +62,26 @@ class ParallelLayout:
     """Layout of a step over the devices."""
 
     tensor_parallel: Annotated[int, option("tensor-model-parallel-size", "tp")] = 1
-    """Tensor-parallel ranks, intra-node."""
+    """Tensor-parallel ranks, inside a node."""
     pipeline_parallel: Annotated[int, option("pipeline-model-parallel-size", "pp")] = 1
-    """Pipeline stages, over nodes."""
+    """Pipeline stages, across nodes."""
     replicas: int = 1
-    """FSDP2 (HSDP): number of replicas of the sharded model, each on neighbouring data-parallel ranks; with
-    as many as nodes, each node holds one."""
+    """Replicas of the sharded model (HSDP), each on consecutive data-parallel ranks. FSDP2 only."""
     micro_batch_size: int | None = None
-    """Sequences per rank in one forward; the card's when not given."""
+    """Sequences per rank and forward pass. Default: the preset's."""
     accumulation: int = 1
     """Micro batches per step."""
     overlap: float | None = None
-    """Share of the communication that runs beside computation, as far as it fits there. Not given: both ends,
-    none and all."""
+    """Fraction of the communication that overlaps with computation. Default: print both ends of the range, 0
+    and 1."""
     engine: Literal["fsdp2", "megatron"] = "fsdp2"
-    """Engine of the training; fsdp2: a group per block, megatron: one flat buffer, gathered once a step and
-    kept."""
+    """Training engine: fsdp2 (a parameter group per block) or megatron (one flat buffer, gathered once per
+    step)."""
     reshard_after_forward: bool = True
-    """FSDP2 frees a block's weights after forward and gathers them again in backward; off: once a micro
-    batch."""
+    """Free gathered weights after forward and gather them again in backward (ZeRO-3). Off: gather once per
+    micro batch. FSDP2 only."""
     least_padding: bool = False
-    """FSDP2 shards each parameter along the dimension that pads least (shard_placement_fn)."""
+    """Shard each parameter along the dimension with the least padding (shard_placement_fn). FSDP2 only."""
 
     def __post_init__(self) -> None:
         require_at_least(
