@@ -20,7 +20,7 @@ OTHER_INSTALL = $(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constrain
 # An environment of its own for the trainers of other packages. torchtitan asks for older packages than it needs.
 ECOSYSTEM := .venv-ecosystem
 ECOSYSTEM_INSTALL := $(ECOSYSTEM)/bin/python -m pip install --quiet -c constraints.txt -c constraints-ecosystem.txt
-TRAINERS := accelerate datasets lightning peft scipy tensorboard transformers trl
+TRAINERS := accelerate datasets lightning peft scipy tensorboard torchao transformers trl
 TORCHTITAN_NEEDS := einops spmd_types torch_checkpointing torchdata triton tyro
 
 .DEFAULT_GOAL := help
@@ -53,7 +53,7 @@ test-unit: $(STAMP) ## run the tests that start no process
 test-slow: $(STAMP) ## run the tests marked slow, or a part of them: SLICE=3/7
 	$(BIN)/python $(PYTEST) -m slow $(if $(SLICE),--slow-slice $(SLICE)) $(SLOW_OPTIONS)
 
-test-ecosystem: $(ECOSYSTEM)/.installed ## run the tests of the trainers: Hugging Face, Lightning, torchtitan
+test-ecosystem: $(ECOSYSTEM)/.installed ## run the tests of the trainers: Hugging Face, Lightning, torchtitan, torchao
 	$(ECOSYSTEM)/bin/python -m pytest -q tests/ecosystem
 
 $(ECOSYSTEM)/.installed: pyproject.toml constraints.txt constraints-ecosystem.txt
