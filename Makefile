@@ -20,7 +20,7 @@ OTHER_INSTALL = $(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constrain
 # An environment of its own for trainers and launchers of other packages. torchtitan asks for older packages than it needs.
 ECOSYSTEM := .venv-ecosystem
 ECOSYSTEM_INSTALL := $(ECOSYSTEM)/bin/python -m pip install --quiet -c constraints.txt -c constraints-ecosystem.txt
-TRAINERS := accelerate datasets lightning peft scipy tensorboard transformers trl
+TRAINERS := accelerate datasets lightning peft scipy tensorboard torchao transformers trl
 LAUNCHERS := kubeflow_trainer_api 'ray[train]' torchft
 TORCHTITAN_NEEDS := einops spmd_types torch_checkpointing torchdata triton tyro
 
@@ -55,7 +55,7 @@ test-unit: $(STAMP) ## run the tests that start no process
 test-slow: $(STAMP) ## run the tests marked slow, or a part of them: SLICE=3/7
 	$(BIN)/python $(PYTEST) -m slow $(if $(SLICE),--slow-slice $(SLICE)) $(SLOW_OPTIONS)
 
-test-ecosystem: $(ECOSYSTEM)/.installed ## run the tests of trainers and launchers: Hugging Face, Lightning, torchtitan, Ray, torchft
+test-ecosystem: $(ECOSYSTEM)/.installed ## run the tests with other packages: trainers, launchers, torchao
 	$(ECOSYSTEM)/bin/python -m pytest -q tests/ecosystem
 
 $(ECOSYSTEM)/.installed: pyproject.toml constraints.txt constraints-ecosystem.txt

@@ -45,7 +45,7 @@ def _gathered_by_subclass(param: Param) -> Sequence[Tensor]:
     Raises:
         RuntimeError: the subclass calls a collective. It may raise errors of its own, too.
     """
-    with _WithoutCollectives():
+    with _WithoutCollectives():  # type: ignore[no-untyped-call]
         rows: Sequence[Tensor] = getattr(param, "all_gather_inputs")  # noqa: B009
         return rows
 
