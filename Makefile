@@ -20,7 +20,7 @@ OTHER_INSTALL = $(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constrain
 # An environment of its own for the trainers of other packages. torchtitan asks for older packages than it needs.
 ECOSYSTEM := .venv-ecosystem
 ECOSYSTEM_INSTALL := $(ECOSYSTEM)/bin/python -m pip install --quiet -c constraints.txt -c constraints-ecosystem.txt
-TRAINERS := accelerate datasets lightning peft scipy tensorboard transformers trl
+TRAINERS := accelerate bitsandbytes datasets lightning peft scipy tensorboard transformers trl
 TORCHTITAN_NEEDS := einops spmd_types torch_checkpointing torchdata triton tyro
 
 .DEFAULT_GOAL := help

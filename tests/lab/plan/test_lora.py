@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from torch.distributed.fsdp import fully_shard
 
 from sdp4bit import quantize_communication
 from sdp4bit_lab.cli import main
+from sdp4bit_lab.plan.memory import memory_per_rank
 from sdp4bit_lab.plan.model import ShardedGroup, with_adapters
 from sdp4bit_lab.plan.step import BASELINE
 from sdp4bit_lab.plan.traffic import RankGrid, group_traffic
+from tests import ROOT
 from tests.ranks import run_ranks
 from tests.toy import POLICY, QUANTIZED, data_mesh
 
@@ -79,16 +82,20 @@ def count(per_node: int) -> dict[str, tuple[float, ...]]:
         group.group.name: sum((c.last_step for c in group.counters[1:]), group.counters[0].last_step)
         for group in comm.groups
     }
-    return {
+    counted = {
         name: (each.inter_bytes, each.intra_bytes, each.plain_inter_bytes, each.plain_intra_bytes)
         for name, each in sent.items()
     }
+    return {**counted, "replica": (sum(group.replica.rows.nbytes for group in comm.groups),)}
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (2, 2)])
 def test_planned_bytes_are_those_of_a_run(nodes: int, per_node: int) -> None:
     grid = RankGrid(nodes=nodes, ranks_per_node=per_node)
     ranks = run_ranks(count, grid.size, per_node)
+    traffic = [group_traffic(group, grid=grid, config=QUANTIZED) for group in planned_groups()]
+    replica = memory_per_rank(traffic, grid=grid, accumulation=MICRO_BATCHES)["weight replica, bf16"]
+    assert all(counted["replica"] == (replica,) for counted in ranks)
     for group in planned_groups():
         ours, plain = (
             group_traffic(group, grid=grid, config=config, accumulation=MICRO_BATCHES)
@@ -127,6 +134,20 @@ def test_a_plan_of_lora_sends_frozen_weights_once(capsys: Capture) -> None:
     assert memory["adam_fp32"] == 8 * adapters / 2
     assert main(["plan", "--lora-rank", "8"]) == 0
     assert "LoRA of rank 8: frozen weights travel once" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_documented_table_is_the_command_s(capsys: Capture) -> None:
+    page = (ROOT / "docs/lora.md").read_text()
+    command = page.partition("sdp4bit plan ")[2].partition("\n\n")[0].replace("\\\n", " ").split()
+    rows = re.findall(r"\| (\d) \| \d+ Gbit/s \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", page)
+    assert len(rows) == 5
+    for devices, rate, *times in rows:
+        options = [*command, "--devices-per-node", devices, "--inter-bandwidth", rate]
+        seconds = []
+        for name, more in (("bf16_baseline", "1"), ("quantized", "1"), ("bf16_baseline", "2")):
+            assert main(["plan", *options, "--replicas", more, "--json"]) == 0
+            seconds.append(json.loads(capsys.readouterr().out)[name]["step_seconds"])
+        assert [f"{each:.1f}" for each in seconds] == times
 
 
 @pytest.mark.parametrize("arguments", [("--tp", "4"), ("--engine", "megatron")])
