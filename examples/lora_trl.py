@@ -45,6 +45,8 @@ def tiny_model(folder: str, *, four_bit: bool) -> LlamaForCausalLM:
 
 def main() -> None:
     on_cpu = not torch.cuda.is_available()
+    # Before SFTConfig, which has transformers save and load on one rank alone.
+    model = tiny_model(tempfile.mkdtemp(), four_bit="--four-bit" in sys.argv[1:])
     args = SFTConfig(
         output_dir=tempfile.gettempdir(),
         fsdp=True,
@@ -74,7 +76,7 @@ def main() -> None:
     config = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
     switch = SDP4BitCallback(config, topology=1)
     trainer = SFTTrainer(
-        model=tiny_model(tempfile.mkdtemp(), four_bit="--four-bit" in sys.argv[1:]),
+        model=model,
         args=args,
         train_dataset=Dataset.from_list([{"text": text} for text in texts]),
         processing_class=PreTrainedTokenizerFast(
