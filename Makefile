@@ -20,7 +20,7 @@ OTHER_INSTALL = $(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constrain
 # An environment of its own for trainers and launchers of other packages. torchtitan asks for older packages than it needs.
 ECOSYSTEM := .venv-ecosystem
 ECOSYSTEM_INSTALL := $(ECOSYSTEM)/bin/python -m pip install --quiet -c constraints.txt -c constraints-ecosystem.txt
-TRAINERS := accelerate datasets lightning peft scipy tensorboard torchao transformers trl
+TRAINERS := accelerate bitsandbytes datasets lightning peft scipy tensorboard torchao transformers trl
 LAUNCHERS := kubeflow_trainer_api 'ray[train]' torchft
 TORCHTITAN_NEEDS := einops spmd_types torch_checkpointing torchdata triton tyro
 

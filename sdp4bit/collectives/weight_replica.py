@@ -133,13 +133,14 @@ class WeightReplica:
 
     # -- full precision --------------------------------------------------------------------------------
 
-    def start_full_refresh(self, row: Tensor) -> None:
+    def start_full_refresh(self, row: Tensor, *, ranges: Sequence[Range] | None = None) -> None:
         """Start to send rows in full precision; after wait() the replica equals those of all ranks.
 
         Steps: 1. all-gather between nodes;  2. "full": all-gather of the result in the node, in wait().
 
         Args:
             row: [n], the next replica of this rank's shard, contiguous; unchanged until wait().
+            ranges: ranges of the row that may have changed, the same on all ranks; None for all of it.
         """
         self.wait()
         self.nonfinite = self._is_nonfinite(row)
@@ -148,11 +149,15 @@ class WeightReplica:
         # Plain tensors even under inference_mode: training updates them in place later.
         with torch.inference_mode(False), profiler_range(f"sdp4bit::full_refresh ({self._name})"):
             if self.rows is None or self.rows.shape != shape or self.rows.dtype != row.dtype:
-                self.rows = torch.empty(shape, dtype=row.dtype, device=row.device)
-            peers = self.rows  # [nodes, n], the rows of this rank's peers between nodes
+                self.rows, ranges = torch.empty(shape, dtype=row.dtype, device=row.device), None
+            target = self.rows
+            if ranges is not None:
+                row = torch.cat([row[start:end] for start, end in ranges])
+                target = row.new_empty(*shape[:-1], row.numel())
+            peers = target  # [nodes, n], the rows of this rank's peers between nodes
             if self.is_full:
                 alone = topology.intra is None
-                peers = self.rows[:, 0] if alone else row.new_empty(topology.nodes, numel)
+                peers = target[:, 0] if alone else row.new_empty(topology.nodes, row.numel())
             transfer = PendingExchange([])
             if topology.inter is None:
                 peers[0].copy_(row)
@@ -161,16 +166,26 @@ class WeightReplica:
                 transfer = start_all_gather_rows(peers, row, topology.inter, what=what)
                 self._traffic.count_bytes(row.nbytes, level="inter", peers=topology.nodes - 1)
         # The partial keeps the row alive, which the transfer reads until it has been waited for.
-        self._pending = partial(self._finish_full, transfer, row, peers)
+        self._pending = partial(self._finish_full, transfer, row, peers, target, ranges)
 
-    def _finish_full(self, transfer: PendingExchange, row: Tensor, peers: Tensor) -> None:
+    def _finish_full(
+        self,
+        transfer: PendingExchange,
+        row: Tensor,
+        peers: Tensor,
+        target: Tensor,
+        ranges: Sequence[Range] | None,
+    ) -> None:
         topology = self._topology
         transfer.wait()
         if self.is_full and topology.intra is not None:
-            assert self.rows is not None
-            all_gather_blocks(self.rows, peers, topology.intra, what=self._what("full-precision", "intra"))
+            all_gather_blocks(target, peers, topology.intra, what=self._what("full-precision", "intra"))
             nbytes = row.nbytes * topology.nodes
             self._traffic.count_bytes(nbytes, level="intra", peers=topology.ranks_per_node - 1)
+        if ranges is not None:
+            assert self.rows is not None
+            for (start, end), part in zip(ranges, target.split([b - a for a, b in ranges], -1), strict=True):
+                self.rows[..., start:end] = part
 
     # -- quantized differences -------------------------------------------------------------------------
 
@@ -190,7 +205,8 @@ class WeightReplica:
         assert self.rows is not None
         topology, device = self._topology, row.device
         if self.bits is None:
-            self.start_full_refresh(row.to(self.rows.dtype))
+            if ranges is None or ranges:
+                self.start_full_refresh(row.to(self.rows.dtype), ranges=ranges)
             return
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)
         if self.rows.dtype == torch.float16:

@@ -12,7 +12,7 @@ from sdp4bit.config import SDP4BitConfig
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.settings import SettingError, require, require_at_least, require_positive
 from sdp4bit_lab.common.strategies import Strategy
-from sdp4bit_lab.plan.model import PlanModelConfig, flat_buffer, gpt_groups
+from sdp4bit_lab.plan.model import PlanModelConfig, ShardedGroup, flat_buffer, gpt_groups, with_adapters
 from sdp4bit_lab.plan.paper import ClusterName, reproduction
 from sdp4bit_lab.plan.step import Cluster, ParallelLayout, Plan, plan_step
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
@@ -145,6 +145,8 @@ class PlanConfig:
     strategy: Strategy | None = None
     """Communication strategy. Default: sdp4bit, unless --quantized-weights or --quantized-gradients is
     given."""
+    lora_rank: int | None = None
+    """Freeze the model and train LoRA adapters of this rank on all matrices of the blocks (FSDP2)."""
     json: bool = False
     """Print JSON instead of text."""
     reproduce_table_2: bool = False
@@ -159,6 +161,11 @@ class PlanConfig:
             not self.reproduce_table_2 or replace(self, reproduce_table_2=False, json=False) == PlanConfig(),
             "--reproduce-table-2 is about the paper's models and clusters: the only other option that it "
             "takes is --json",
+        )
+        require_at_least(1, self, "lora_rank")
+        require(
+            self.lora_rank is None or (self.layout.engine == "fsdp2" and self.layout.tensor_parallel == 1),
+            "--lora-rank is planned for FSDP2 without tensor parallelism: leave out --tp and --engine",
         )
         _ = self.quantization
 
@@ -187,7 +194,10 @@ class PlanConfig:
     @property
     def parameters(self) -> int:
         """Parameters of the whole model."""
-        return sum(group.numel for group in gpt_groups(self.shape))
+        return sum(group.numel for group in self._adapted(gpt_groups(self.shape)))
+
+    def _adapted(self, groups: tuple[ShardedGroup, ...]) -> tuple[ShardedGroup, ...]:
+        return groups if self.lora_rank is None else with_adapters(groups, rank=self.lora_rank)
 
     @property
     def resolved_layout(self) -> ParallelLayout:
@@ -198,11 +208,13 @@ class PlanConfig:
     def plan(self, cluster: Cluster) -> Plan:
         """Return the plan; SettingError if model, layout and cluster do not fit together."""
         layout = self.resolved_layout
-        groups = gpt_groups(
-            self.shape,
-            tensor_parallel=layout.tensor_parallel,
-            pipeline_parallel=layout.pipeline_parallel,
-            freed_after_forward=layout.reshard_after_forward,
+        groups = self._adapted(
+            gpt_groups(
+                self.shape,
+                tensor_parallel=layout.tensor_parallel,
+                pipeline_parallel=layout.pipeline_parallel,
+                freed_after_forward=layout.reshard_after_forward,
+            )
         )
         return plan_step(
             flat_buffer(groups) if layout.engine == "megatron" else groups,

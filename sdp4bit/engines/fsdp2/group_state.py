@@ -278,7 +278,7 @@ class FSDPGroupState(GroupState):
     def describe_weights(self) -> str:
         """See GroupState."""
         text = super().describe_weights()
-        if self.replica is None or self.replica.bits is None:
+        if self.replica is None:
             return text
         frozen = sum(not segment.sharded.requires_grad for segment in self.group.segments)
         return text + (f", {frozen} frozen not sent" if frozen else "")
