@@ -207,7 +207,7 @@ class QuantizedReduceScatter:
         not depend on the number of slices, of which no more than three are under way at once.
 
         Args:
-            output: [n], fp32, bf16 or fp16.
+            output: [n]; its type and that of the input are fp32, bf16 or fp16, each its own.
             input: [size * n] or [size, n] of contiguous rows, row r for group rank r; not changed.
             call: number of this reduction of the bucket since the start, the same on all ranks, for the
                 rounding bits.
