@@ -1,8 +1,8 @@
 """Train with checkpoints, so that a restart continues bit for bit: the program of docs/launching.md.
 
-    torchrun --nproc-per-node 4 examples/launched.py --checkpoints runs/launched --topology 2
+    torchrun --nproc-per-node 2 examples/launched.py --checkpoints runs/launched --topology 1
 
-Start it again with more `--steps`, and it continues. Four ranks represent two nodes: `--topology 2` says so.
+Start it again with more `--steps`, and it continues. Two ranks represent two nodes: `--topology 1` says so.
 On a cluster leave it out, and nodes are found by host name.
 """
 
