@@ -17,6 +17,7 @@ def _gradients(*, intra_bits: int, hadamard: bool) -> GradientConfig:
         hadamard=hadamard,
         intra_rounding="stochastic",
         inter_rounding="stochastic",
+        exact_own=False,
     )
 
 
