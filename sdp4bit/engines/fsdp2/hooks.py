@@ -111,9 +111,9 @@ class AllGatherHook:
             # weights". A plain tensor also in inference mode, as training reads it later.
             with torch.inference_mode(False):
                 main = comm.group.main_shard(torch.float32)
-            if comm.group.has_subclasses:
-                # A tensor subclass may come to send other values than it holds: these count then.
-                main = torch.where(main.to(row.dtype) == row, main, row)
+                if comm.group.has_subclasses:
+                    # A tensor subclass may come to send other values than it holds: these count then.
+                    main = torch.where(main.to(row.dtype) == row, main, row)
 
         # 3. Keep what the refresh reads. It is only queued below, and reads memory of other streams: `row`,
         # a view of the output's first storage, which `_fill` drops, is of the copy-in stream; a loaded row
