@@ -17,10 +17,11 @@ PYTEST := -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 OTHER_INSTALL = $(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constraints.txt torch==$(VERSION)
 
-# An environment of its own for the trainers of other packages. torchtitan asks for older packages than it needs.
+# An environment of its own for trainers and launchers of other packages. torchtitan asks for older packages than it needs.
 ECOSYSTEM := .venv-ecosystem
 ECOSYSTEM_INSTALL := $(ECOSYSTEM)/bin/python -m pip install --quiet -c constraints.txt -c constraints-ecosystem.txt
-TRAINERS := accelerate datasets lightning peft scipy tensorboard transformers trl
+TRAINERS := accelerate bitsandbytes datasets lightning peft scipy tensorboard torchao transformers trl
+LAUNCHERS := kubeflow_trainer_api 'ray[train]' torchft
 TORCHTITAN_NEEDS := einops spmd_types torch_checkpointing torchdata triton tyro
 
 .DEFAULT_GOAL := help
@@ -54,13 +55,13 @@ test-unit: $(STAMP) ## run the tests that start no process
 test-slow: $(STAMP) ## run the tests marked slow, or a part of them: SLICE=3/7
 	$(BIN)/python $(PYTEST) -m slow $(if $(SLICE),--slow-slice $(SLICE)) $(SLOW_OPTIONS)
 
-test-ecosystem: $(ECOSYSTEM)/.installed ## run the tests of the trainers: Hugging Face, Lightning, torchtitan
+test-ecosystem: $(ECOSYSTEM)/.installed ## run the tests with other packages: trainers, launchers, torchao
 	$(ECOSYSTEM)/bin/python -m pytest -q tests/ecosystem
 
 $(ECOSYSTEM)/.installed: pyproject.toml constraints.txt constraints-ecosystem.txt
 	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
 	$(ECOSYSTEM_INSTALL) torch setuptools
-	$(ECOSYSTEM_INSTALL) --no-build-isolation -e . pytest pytest-timeout $(TRAINERS) $(TORCHTITAN_NEEDS)
+	$(ECOSYSTEM_INSTALL) --no-build-isolation -e . pytest pytest-timeout $(TRAINERS) $(LAUNCHERS) $(TORCHTITAN_NEEDS)
 	$(ECOSYSTEM_INSTALL) --no-deps torchtitan
 	touch $@
 

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 examples/megatron_minimal.py
     torchrun --nproc-per-node 4 examples/megatron_minimal.py --plain      # the same without it
 
-Needs `pip install "sdp4bit[megatron]"`. The ranks stand for two nodes: `topology` says so. On a cluster leave
-it out: nodes are found by host name. Without GPUs, one per rank, it trains on the CPU, where Megatron-Core
-does not run by itself: `megatron_on_cpu.py` stands in for what it asks of CUDA.
+Needs megatron-core (extra `megatron`). `topology` lets the ranks represent two nodes. On a cluster leave it
+out: nodes are detected by host name. Without GPUs it trains on the CPU, where Megatron-Core does not run by
+itself: `megatron_on_cpu.py` replaces the CUDA functions that it calls.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def main() -> None:
 
     if comm is not None and dist.get_rank() == 0:
         print(comm.explain())
-        print(comm.stats())
+        print(f"{comm.stats()['compression_ratio']:.2f}x fewer inter-node bytes than plain Megatron-Core")
     dist.destroy_process_group()
 
 

@@ -4,7 +4,7 @@
 #   examples/pretrain_one_node.sh --data-path corpus.jsonl
 #
 # On one machine all traffic is intra-node, where gradients are 8 bits. --ranks-per-node lets groups of ranks
-# stand for nodes.
+# represent nodes.
 set -euo pipefail
 
 exec torchrun --standalone --nproc-per-node gpu -m sdp4bit_lab pretrain \

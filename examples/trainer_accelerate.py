@@ -2,16 +2,19 @@
 
     torchrun --nproc-per-node 2 examples/trainer_accelerate.py
 
-Two ranks stand for two nodes: `topology=1` says so. On a cluster leave it out. Needs pip install
-'sdp4bit[accelerate]'.
+`topology=1` lets two ranks represent two nodes. On a cluster leave it out.
 """
 
 import tempfile
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import DistributedType
 from torch import nn
+
+try:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is missing: pip install accelerate") from None
 
 from sdp4bit.trainers.accelerate import log_values, quantize_communication
 

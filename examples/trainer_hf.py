@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/trainer_hf.py
 
-Two ranks stand for two nodes: `topology=1` says so. On a cluster leave it out. Needs datasets and pip install
-'sdp4bit[hf]'.
+`topology=1` lets two ranks represent two nodes. On a cluster leave it out.
 """
 
 import tempfile
@@ -11,10 +10,14 @@ import time
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
-from accelerate.utils import DistributedType
-from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+try:
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is missing: pip install accelerate datasets transformers") from None
 
 from sdp4bit.trainers.hf import SDP4BitCallback
 

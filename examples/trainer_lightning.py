@@ -2,15 +2,18 @@
 
     python examples/trainer_lightning.py
 
-Two ranks stand for two nodes: `topology=1` says so. On a cluster leave it out. Needs pip install
-'sdp4bit[lightning]'.
+`topology=1` lets two ranks represent two nodes. On a cluster leave it out.
 """
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+try:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import ModelParallelStrategy
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is missing: pip install lightning") from None
 
 from sdp4bit.trainers.lightning import SDP4BitCallback
 

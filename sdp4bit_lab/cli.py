@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import pkgutil
 import signal
@@ -39,17 +40,17 @@ class Command:
     settings: str
     """Its settings class as module:class, imported when the command is chosen."""
     packages: Sequence[str]
-    """Imports of the extra `lab` that it needs sooner or later: none of them is missed after hours."""
+    """Imports of the extra `lab` that it needs, checked before it starts."""
     shown: Sequence[str] = ()
     """Fields that `--help` shows; all of them if empty. `--help-all` always shows all."""
     takes_reference_flags: bool = False
     """Whether it takes flags of the reference implementation that have no effect here."""
     run: Callable[[Any], int]
-    """Does what the settings say and returns the exit code."""
+    """Runs the command and returns the exit code."""
 
     @property
     def description(self) -> str:
-        """What `--help` says of it."""
+        """Description in `--help`."""
         return " ".join((self.run.__doc__ or "").split())
 
     def parse(self, options: Sequence[str]) -> Any:
@@ -60,7 +61,8 @@ class Command:
         Raises:
             SettingError: options that contradict each other, or a package that is missing.
         """
-        from sdp4bit_lab.common.settings import SettingError, short_help
+        from sdp4bit_lab.common.options import format_help, parse_with_tyro, parse_without_tyro
+        from sdp4bit_lab.common.settings import SettingError
 
         missing = [name for name in self.packages if find_spec(name) is None]
         if missing:
@@ -68,14 +70,10 @@ class Command:
                 f'`sdp4bit {self.name}` needs {", ".join(missing)}: pip install "sdp4bit[lab]"'
             )
         settings, prog = pkgutil.resolve_name(self.settings), f"sdp4bit {self.name}"
-        if self.shown and ("--help" in options or "-h" in options):
-            print(short_help(settings, prog=prog, description=self.description, shown=self.shown), end="")
+        if {"--help", "-h", "--help-all"} & set(options):
+            shown = () if "--help-all" in options else self.shown
+            print(format_help(settings, prog=prog, description=self.description, shown=shown), end="")
             raise SystemExit(0)
-        options = ["--help" if option == "--help-all" else option for option in options]
-        if "tyro" not in self.packages:
-            from sdp4bit_lab.common.plain_parser import parse_without_tyro
-
-            return parse_without_tyro(settings, options, prog=prog, description=self.description)
         if "yaml" in self.packages:
             from sdp4bit_lab.common.config_file import expand_config_file
 
@@ -87,11 +85,9 @@ class Command:
             if os.environ.get("RANK", "0") == "0":
                 for note in notes:
                     print(f"sdp4bit: {note}", file=sys.stderr)
-        import tyro
-
-        # Options have the names of their fields alone; a test keeps those unique.
-        config = (tyro.conf.OmitArgPrefixes,)
-        return tyro.cli(settings, prog=prog, description=self.description, args=options, config=config)
+        if "tyro" not in self.packages:
+            return parse_without_tyro(settings, options, prog=prog)
+        return parse_with_tyro(settings, options, prog=prog)
 
 
 COMMANDS: dict[str, Command] = {}
@@ -121,8 +117,8 @@ def _command(
 )
 def _pretrain(config: PretrainConfig) -> int:
     """Pretrain a GPT with FSDP2 and quantized communication. Starts --nproc-per-node processes on this
-    machine; under torchrun, torchrun starts them. Options may also stand in a file, with --config-file
-    NAME.yaml or NAME.toml; those on the command line win."""
+    machine; under torchrun, torchrun starts them. --config-file NAME.yaml (or .toml) reads options from a
+    file; options on the command line override it."""
     if config.dry_run:
         from sdp4bit_lab.plan.dry_run import print_dry_run
 
@@ -138,21 +134,24 @@ def _pretrain(config: PretrainConfig) -> int:
     settings="sdp4bit_lab.compare.config:CompareConfig",
     packages=(*_TRAINING, "matplotlib", "scipy"),
     takes_reference_flags=True,
-    shown="""strategies seeds baseline merge out model_card data_path tokenizer_model vocabulary_size steps
-    micro_batch_size global_batch_size sequence_length learning_rate param_dtype eval_interval
+    shown="""strategies seeds baseline merge jobs out model_card data_path tokenizer_model vocabulary_size
+    steps micro_batch_size global_batch_size sequence_length learning_rate param_dtype eval_interval
     nproc_per_node ranks_per_node simulated_ranks log_interval""",
 )
 def _compare(config: CompareConfig) -> int:
-    """Train the same model with several strategies and seeds, one after another, and compare their losses.
-    Stopped or killed, the same command goes on with the runs that are left."""
+    """Train the same model with several strategies and seeds, and compare their losses. If it is interrupted,
+    the same command continues with the remaining runs."""
     if config.merge:
         from sdp4bit_lab.compare.run import merge_comparisons
 
         merge_comparisons(config)
         return 0
+    from sdp4bit_lab.common.launch.config import RanksConfig
     from sdp4bit_lab.common.launch.local import run_on_ranks
 
-    return run_on_ranks("sdp4bit_lab.compare.run:compare", config=config, parallel=config.parallel)
+    # With several jobs this process starts those of every run.
+    parallel = config.parallel if config.jobs == 1 else RanksConfig(nproc_per_node=1)
+    return run_on_ranks("sdp4bit_lab.compare.run:compare", config=config, parallel=parallel)
 
 
 @_command(
@@ -161,9 +160,16 @@ def _compare(config: CompareConfig) -> int:
     packages=(*_TRAINING, "matplotlib", "scipy"),
 )
 def _demo(config: DemoConfig) -> int:
-    """Train a small GPT on 4 processes of this machine that stand for 2 nodes of 2 ranks: first with plain
-    FSDP2, then with 4-bit communication. Stopped or killed, the same command goes on."""
-    return _compare(config.comparison())
+    """Train a small GPT on 4 processes of this machine, which represent 2 nodes of 2 ranks: first with plain
+    FSDP2, then with 4-bit communication. If it is interrupted, the same command continues."""
+    from sdp4bit_lab.compare.config import DEMO_PROCESSES, DEMO_RANKS_PER_NODE
+    from sdp4bit_lab.compare.tables import link_times
+
+    code, path = _compare(config.comparison()), config.out / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8")) if code == 0 and path.is_file() else {}
+    if summary.get("complete"):
+        print(link_times(summary, nodes=DEMO_PROCESSES // DEMO_RANKS_PER_NODE))
+    return code
 
 
 @_command(
@@ -203,8 +209,8 @@ def _preprocess(config: PreprocessConfig) -> int:
     reproduce_table_2""",
 )
 def _plan(config: PlanConfig) -> int:
-    """Predict the gain of quantized communication on a cluster: bytes, step time, memory, a recommendation.
-    Nothing is trained; the clusters are the paper's, described by options, or measured by `sdp4bit probe`."""
+    """Predict the gain of quantized communication on a cluster: bytes, step time, memory and whether it
+    pays. Options describe the cluster, or it is the paper's, or `sdp4bit probe` has measured it."""
     from sdp4bit_lab.plan.command import run_plan
 
     return run_plan(config)
@@ -223,9 +229,9 @@ def _probe(config: ProbeConfig) -> int:
 
 @_command("selftest", settings="sdp4bit_lab.selftest.config:SelftestConfig", packages=())
 def _selftest(config: SelftestConfig) -> int:
-    """Check that the library works on these machines, and recommend it or not: kernels against the reference,
-    exchanges over the real network, streams under random delays, a training run. Under torchrun, or with
-    --nproc-per-node; one process alone checks kernels."""
+    """Check that the library works on these machines, and whether it pays: kernels against the reference,
+    exchanges over the real network, streams with random delays, a training run. Needs torchrun or
+    --nproc-per-node; a single process checks the kernels only."""
     from sdp4bit_lab.common.launch.local import run_on_ranks
 
     if config.device == "cpu":
@@ -242,8 +248,8 @@ def _selftest(config: SelftestConfig) -> int:
     packages=("tyro", "jinja2", "plotly", "rich", "scipy"),
 )
 def _report(config: ReportConfig) -> int:
-    """Show training runs on one HTML page: does the loss suffer, how many bytes are saved, are the runs
-    healthy? Reads the --out folders of pretrain, compare and demo, also while they run."""
+    """Write an HTML page about training runs: loss, inter-node bytes and training stability. Reads the --out
+    folders of pretrain, compare and demo, also while they run."""
     from sdp4bit_lab.report.command import write_report
 
     print(f"sdp4bit: written {write_report(config)}")

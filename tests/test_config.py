@@ -25,6 +25,7 @@ GRADIENTS = {
     "inside_one_node": False,
     "intra_rounding": "stochastic",
     "inter_rounding": "dither",
+    "exact_own": True,
     "pipeline_chunks": None,
     "start_step": 0,
     "min_numel": 1024,
@@ -45,7 +46,7 @@ def test_bytes_per_parameter_of_the_presets(name: str, expected: float) -> None:
     assert sum(message.nbytes for message in sent) / numel == pytest.approx(expected, abs=1e-4)
 
 
-def test_defaults_are_the_paper_method_with_dither_between_nodes() -> None:
+def test_defaults_are_the_paper_method_with_dither_and_an_exact_own_part_between_nodes() -> None:
     assert SDP4BitConfig() == SDP4BitConfig.preset("sdp4bit")
     assert dataclasses.asdict(WeightConfig()) == WEIGHTS
     assert dataclasses.asdict(GradientConfig()) == GRADIENTS
@@ -133,6 +134,7 @@ REFUSED: list[tuple[type, str, list[object], str]] = [
     (TelemetryConfig, "telemetry.interval", [0, -5, True, 1.0, "1", None], "at least 1"),
     (TelemetryConfig, "telemetry.sample_numel", [0, -5, True, 1.0, "1", None], "at least 1"),
     (GradientConfig, "gradients.hadamard", [0, 1, None, "yes"], "must be True or False"),
+    (GradientConfig, "gradients.exact_own", [0, 1, None, "yes"], "must be True or False"),
     (GradientConfig, "gradients.inside_one_node", [0, 1, None, "yes"], "must be True or False"),
 ]
 

@@ -1,6 +1,7 @@
 """The gallery of examples: its commands are those of programs that exist, and the quick ones train.
 
-Layer: no process for what the gallery says; two processes of torchrun for each example that runs.
+Layer: no process for what the gallery says; two processes of torchrun for each example that runs. A script
+replaces Slurm's srun.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import os
 import py_compile
 import re
 import shlex
+import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,13 +28,13 @@ GALLERY = ROOT / "examples" / "README.md"
 PROGRAMS = sorted(
     path
     for path in (ROOT / "examples").iterdir()
-    if path.suffix in (".py", ".sh", ".sbatch") and path.stem != "__init__"
+    if path.suffix in (".py", ".sh", ".sbatch", ".yaml") and path.stem != "__init__"
 )
 
 
 def commands() -> list[list[str]]:
     """Return the words of the gallery's commands, variables that are set for them left out."""
-    starts = ("torchrun ", "sdp4bit ", "sbatch ", "examples/", "DATA=", "NNODES=")
+    starts = ("torchrun ", "sdp4bit ", "sbatch ", "python ", "examples/", "DATA=", "NNODES=")
     lines = [line[4:] for line in GALLERY.read_text().splitlines() if line.startswith("    ")]
     found = [shlex.split(line) for line in lines if line.startswith(starts)]
     return [[word for word in words if not re.match(r"[A-Z_]+=", word)] for words in found]
@@ -79,9 +82,34 @@ def losses(lines: list[str]) -> list[float]:
     return [float(line.split()[-1]) for line in lines if re.fullmatch(r"step \d+: loss [\d.]+", line)]
 
 
+def test_the_tutorial_s_program_is_the_one_that_its_page_ends_with() -> None:
+    page, program = (ROOT / "docs" / "tutorial.md").read_text(), ""
+    for language, text in re.findall(r"^```(python|diff)[^\n]*\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            program = text
+            continue
+        lines = text.splitlines()
+        before, after = ("\n".join(line[1:] for line in lines if line[:1] != sign) for sign in "+-")
+        assert program.count(before) == 1, text
+        program = program.replace(before, after)
+    assert (ROOT / "examples" / "tutorial.py").read_text() == program
+
+
+@pytest.mark.parametrize("name", ["trainer_hf", "trainer_accelerate", "trainer_lightning"])
+def test_a_missing_package_of_a_trainer_is_named(name: str) -> None:
+    hidden = "accelerate" if name != "trainer_lightning" else "lightning"
+    code = f"import sys; sys.modules['{hidden}'] = None; import examples.{name}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1 and f"pip install {hidden}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_the_fsdp2_example_trains() -> None:
     lines = run("fsdp2_minimal.py")
+    assert re.fullmatch(r"[\d.]+x fewer inter-node bytes than plain FSDP2", lines[-1])
     assert len(losses(lines)) == 12
     assert any("gradients  full precision: all ranks on one node" in line for line in lines)
 
@@ -98,3 +126,90 @@ def test_the_megatron_example_trains_on_a_cpu_with_and_without_sdp4bit() -> None
     assert ours[-1] == pytest.approx(plain[-1], abs=0.05)
     assert any("gradients  inter int4/128, Hadamard" in line for line in quantized)
     assert not any("int4" in line for line in unquantized)
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    """Return variables for two nodes on this machine; programs in the folder are found first."""
+    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path}
+    return {**os.environ, **alone, "GLOO_SOCKET_IFNAME": "lo", "PET_LOCAL_ADDR": "127.0.0.1", **more}
+
+
+def slurm(folder: Path, script: str, *words: str, srun: str) -> str:
+    """Run a batch script on 2 nodes; in place of srun, this script has the command as its arguments."""
+    for name, text in (("srun", srun), ("scontrol", "echo localhost; echo localhost")):
+        (folder / name).write_text(f"#!/bin/bash\nset -e\n{text}\n")
+        (folder / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
+    command = ["bash", f"examples/{script}", *words]
+    variables = environment(folder, RANKS_PER_NODE="1", **job)
+    options = {"cwd": ROOT, "env": variables, "capture_output": True, "text": True, "timeout": 200}
+    done = subprocess.run(command, check=False, **options)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_slurm_job_of_the_pretraining_program_can_be_given(tmp_path: Path) -> None:
+    printed = slurm(tmp_path, "pretrain_cluster.sbatch", "text.jsonl", srun="printf '%s\\n' \"$@\"")
+    launch, _, program = printed.partition("-m\n")
+    assert launch.splitlines()[:3] == ["torchrun", "--nnodes", "2"]
+    module, command, *options = program.splitlines()
+    assert find_spec(f"{module}.__main__") is not None
+    COMMANDS[command].parse(options)
+
+
+@pytest.mark.slow
+def test_the_slurm_job_trains_on_nodes_found_by_host_name(tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "--uts", "true"], check=False, timeout=30).returncode:
+        pytest.skip("host names cannot be changed here")
+    node = 'unshare --uts sh -c \'hostname $0; exec "$@"\' node{} "$@" &'
+    program = ["examples/launched.py", "--steps=1", f"--checkpoints={tmp_path}"]
+    printed = slurm(
+        tmp_path,
+        "slurm.sbatch",
+        *program,
+        srun="\n".join([node.format(0), node.format(1), "wait -n; wait -n"]),
+    )
+    assert re.search(r"^layers\.0 .* 2 x 1 ", printed, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_two_nodes_with_one_host_name_need_a_topology(tmp_path: Path) -> None:
+    def train(*options: str) -> str:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            endpoint = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
+        launch = [
+            "torchrun",
+            "--nnodes=2",
+            "--nproc-per-node=1",
+            "--rdzv-backend=c10d",
+            "--rdzv-id=1",
+            endpoint,
+        ]
+        command = [*launch, "examples/launched.py", f"--checkpoints={tmp_path}", "--save-every=1", *options]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        agents = [subprocess.Popen(command, cwd=ROOT, env=environment(tmp_path), **pipes) for _ in range(2)]
+        try:
+            printed = "".join(agent.communicate(timeout=200)[0] for agent in agents)
+        finally:
+            for agent in agents:
+                agent.kill()
+        assert [agent.returncode for agent in agents] == [0, 0], printed[-4000:]
+        return printed
+
+    found = train("--steps=1")
+    assert re.search(r"^layers\.0 .* 1 x 2 ", found, re.MULTILINE)
+    assert "LOCAL_WORLD_SIZE says 1" in found and "pass topology=1" in found
+    given = train("--steps=2", "--topology=1")
+    assert re.search(r"^layers\.0 .* 2 x 1 ", given, re.MULTILINE)
+    assert "resumed at step 1" in given and "LOCAL_WORLD_SIZE" not in given
+
+
+def test_the_kubernetes_job_can_be_given() -> None:
+    yaml = pytest.importorskip("yaml")
+    from torch.distributed.run import get_args_parser
+
+    trainer = yaml.safe_load((ROOT / "examples/kubeflow.yaml").read_text())["spec"]["trainer"]
+    given = get_args_parser().parse_args([*trainer["command"][1:], *trainer["args"]])
+    assert trainer["command"][0] == "torchrun" and (ROOT / given.training_script).is_file()
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]

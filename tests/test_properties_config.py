@@ -47,6 +47,7 @@ VALID: dict[type, dict[str, st.SearchStrategy[Any]]] = {
         "hadamard": st.booleans(),
         "intra_rounding": roundings,
         "inter_rounding": roundings,
+        "exact_own": st.booleans(),
         "pipeline_chunks": st.none() | st.integers(1, 1 << 40),
         "start_step": st.integers(0, 1 << 40),
         "min_numel": st.integers(0, 1 << 40),
@@ -84,7 +85,7 @@ def is_valid(name: str, value: Any) -> bool:
         return value is None or (is_int and value in QUANTIZED_BITS)
     if name.endswith("group_size"):
         return is_int and value > 0 and value % 32 == 0
-    if name in ("hadamard", "inside_one_node", "separate_parameters"):
+    if name in ("hadamard", "exact_own", "inside_one_node", "separate_parameters"):
         return type(value) is bool
     if name in ("pipeline_chunks", "start_step", "min_numel", "seed"):
         is_unset = name == "pipeline_chunks" and value is None

@@ -2,10 +2,10 @@
 # The 1.3B row of the paper's accuracy table (table 1; appendix D).
 #     DATA=pile/pile_text_document VOCAB=pile/vocab.json MERGES=pile/merges.txt \
 #         examples/paper/accuracy_1.3B.sh --strategy sdp4bit-paper
-# 80,000 steps of 256 sequences of The Pile. --strategy takes the table's columns: baseline,
-# qw, qwd, tlq, tlq-hs, sdp4bit-paper, the default (and ulq, figure 5). The same command again continues from
-# the last checkpoint.
-# Fits up to 64 GPUs. Not run by this project. examples/paper/the_pile.sh makes the data.
+# 80,000 steps of 256 sequences of The Pile. --strategy selects a column of the table: baseline, qw, qwd,
+# tlq, tlq-hs or sdp4bit-paper (the paper's method and the default), or ulq of figure 5.
+# The same command again continues from the last checkpoint.
+# Fits up to 64 GPUs. examples/paper/the_pile.sh prepares the data.
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 run=${RUN:-runs/accuracy_1.3B}

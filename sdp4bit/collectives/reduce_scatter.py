@@ -302,7 +302,7 @@ class QuantizedReduceScatter:
             place = section.take(output) if is_view else output.new_empty(section.numel)
             target = None if is_view else output
             parts.append(RowPart(section=section, rows=section.take(rows), output=place, target=target))
-        self.traffic.count_plain(numel * input.element_size())
+        self.traffic.count_plain(output.nbytes)
         return self.slices_of_parts(parts, call=call, multiplier=multiplier, nonfinite=nonfinite, whole=whole)
 
     def slices_of_parts(

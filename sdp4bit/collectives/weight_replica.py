@@ -45,12 +45,15 @@ class WeightReplica:
         traffic: TrafficCounter,
         scratch: Scratch,
         sections: Sequence[Section] = (),
+        values: Sequence[Range] | None = None,
         name: str = "a group",
     ) -> None:
         """Prepare; nothing is allocated or sent before the first refresh.
 
         Args:
             sections: of a row, which together are all of it; () for one. The same on all ranks.
+            values: the ranges of a row that hold numbers; the others hold bits, which only refreshes in full
+                precision send. None for all of it.
             name: of the parameter group, for errors and profiles.
         """
         self.config = config
@@ -59,6 +62,7 @@ class WeightReplica:
         self._traffic = traffic
         self._scratch = scratch
         self._sections = sections
+        self._values = values
         self._name = name
         self._pending: Callable[[], None] | None = None
         self._beside: CompletedWork | None = None
@@ -129,26 +133,31 @@ class WeightReplica:
 
     # -- full precision --------------------------------------------------------------------------------
 
-    def start_full_refresh(self, row: Tensor) -> None:
+    def start_full_refresh(self, row: Tensor, *, ranges: Sequence[Range] | None = None) -> None:
         """Start to send rows in full precision; after wait() the replica equals those of all ranks.
 
         Steps: 1. all-gather between nodes;  2. "full": all-gather of the result in the node, in wait().
 
         Args:
             row: [n], the next replica of this rank's shard, contiguous; unchanged until wait().
+            ranges: ranges of the row that may have changed, the same on all ranks; None for all of it.
         """
         self.wait()
-        self.nonfinite = _is_nonfinite(row)
+        self.nonfinite = self._is_nonfinite(row)
         topology, numel = self._topology, row.numel()
         shape = (topology.nodes, topology.ranks_per_node, numel) if self.is_full else (topology.nodes, numel)
         # Plain tensors even under inference_mode: training updates them in place later.
         with torch.inference_mode(False), profiler_range(f"sdp4bit::full_refresh ({self._name})"):
             if self.rows is None or self.rows.shape != shape or self.rows.dtype != row.dtype:
-                self.rows = torch.empty(shape, dtype=row.dtype, device=row.device)
-            peers = self.rows  # [nodes, n], the rows of this rank's peers between nodes
+                self.rows, ranges = torch.empty(shape, dtype=row.dtype, device=row.device), None
+            target = self.rows
+            if ranges is not None:
+                row = torch.cat([row[start:end] for start, end in ranges])
+                target = row.new_empty(*shape[:-1], row.numel())
+            peers = target  # [nodes, n], the rows of this rank's peers between nodes
             if self.is_full:
                 alone = topology.intra is None
-                peers = self.rows[:, 0] if alone else row.new_empty(topology.nodes, numel)
+                peers = target[:, 0] if alone else row.new_empty(topology.nodes, row.numel())
             transfer = PendingExchange([])
             if topology.inter is None:
                 peers[0].copy_(row)
@@ -157,16 +166,26 @@ class WeightReplica:
                 transfer = start_all_gather_rows(peers, row, topology.inter, what=what)
                 self._traffic.count_bytes(row.nbytes, level="inter", peers=topology.nodes - 1)
         # The partial keeps the row alive, which the transfer reads until it has been waited for.
-        self._pending = partial(self._finish_full, transfer, row, peers)
+        self._pending = partial(self._finish_full, transfer, row, peers, target, ranges)
 
-    def _finish_full(self, transfer: PendingExchange, row: Tensor, peers: Tensor) -> None:
+    def _finish_full(
+        self,
+        transfer: PendingExchange,
+        row: Tensor,
+        peers: Tensor,
+        target: Tensor,
+        ranges: Sequence[Range] | None,
+    ) -> None:
         topology = self._topology
         transfer.wait()
         if self.is_full and topology.intra is not None:
-            assert self.rows is not None
-            all_gather_blocks(self.rows, peers, topology.intra, what=self._what("full-precision", "intra"))
+            all_gather_blocks(target, peers, topology.intra, what=self._what("full-precision", "intra"))
             nbytes = row.nbytes * topology.nodes
             self._traffic.count_bytes(nbytes, level="intra", peers=topology.ranks_per_node - 1)
+        if ranges is not None:
+            assert self.rows is not None
+            for (start, end), part in zip(ranges, target.split([b - a for a, b in ranges], -1), strict=True):
+                self.rows[..., start:end] = part
 
     # -- quantized differences -------------------------------------------------------------------------
 
@@ -186,12 +205,13 @@ class WeightReplica:
         assert self.rows is not None
         topology, device = self._topology, row.device
         if self.bits is None:
-            self.start_full_refresh(row.to(self.rows.dtype))
+            if ranges is None or ranges:
+                self.start_full_refresh(row.to(self.rows.dtype), ranges=ranges)
             return
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)
         if self.rows.dtype == torch.float16:
             # Finite weights and differences may sum to more than fp16 holds; bf16 has fp32's range.
-            self.nonfinite = _is_nonfinite(row.to(torch.float16))
+            self.nonfinite = self._is_nonfinite(row.to(torch.float16))
         sections = self._sections or whole_row(row.numel())
         if ranges is not None:
             within = [section.within(ranges) for section in sections]
@@ -314,9 +334,10 @@ class WeightReplica:
     def _what(self, kind: str, level: Level) -> str:
         return f"{kind} weight all-gather of {self._name}, {PLACES[level]}"
 
-
-def _is_nonfinite(row: Tensor) -> Tensor:
-    if not row.numel():
-        return torch.zeros((), dtype=torch.bool, device=row.device)
-    largest: Tensor = torch.linalg.vector_norm(row, math.inf)
-    return largest.isfinite().logical_not()
+    def _is_nonfinite(self, row: Tensor) -> Tensor:
+        """Return whether a row [n] holds NaN or infinity among its values, a bool scalar."""
+        ranges = [(0, row.numel())] if self._values is None else self._values
+        largest = [torch.linalg.vector_norm(row[start:end], math.inf) for start, end in ranges if start < end]
+        if not largest:
+            return torch.zeros((), dtype=torch.bool, device=row.device)
+        return torch.stack(largest).isfinite().all().logical_not()

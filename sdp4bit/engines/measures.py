@@ -113,10 +113,10 @@ def gradient_squares(
     quantizes does not.
     """
     first, *others = quantizers
-    exact = sample.values.float()
-    received = first.requantized(sample.values)
+    exact = sample.values
+    received = first.requantized(exact)
     for quantizer in others:
-        received = received + (quantizer.requantized(sample.values) - exact)
+        received = received + (quantizer.requantized(exact) - exact)
     return squared_norms(received, exact, numel=numel)
 
 

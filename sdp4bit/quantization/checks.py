@@ -9,7 +9,8 @@ from sdp4bit.config import LEAST_CLIP
 from sdp4bit.quantization.layout import BLOCK, MESSAGE_ALIGNMENT, MessageLayout, round_up
 from sdp4bit.quantization.random import MAX_ELEMENTS, RoundingKey
 
-_VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Types of values that operators read and write."""
 
 
 def check_layout(name: str, layout: MessageLayout, *, numel: int, parts: int = 1) -> None:
@@ -45,7 +46,7 @@ def check_messages(name: str, messages: Tensor, *, count: int | None, layout: Me
 
 def check_values(name: str, values: Tensor, *, messages: Tensor) -> None:
     """Require a type that is read, and the device of the messages."""
-    if values.dtype not in _VALUE_DTYPES:
+    if values.dtype not in VALUE_DTYPES:
         raise ValueError(f"{name} must be fp32, bf16 or fp16, got {values.dtype}: cast it first")
     check_device(name, values, messages=messages)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import textwrap
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDTH = 80
+_QUIET_SECONDS = 5.0
+
+
+class Progress:
+    """Report how far a long task is, at most every 5 seconds."""
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        """Print the text, unless the last one was printed just before."""
+        if time.monotonic() - self._last > _QUIET_SECONDS:
+            self._last = time.monotonic()
+            self._say(text)
+
+
+def note(text: str) -> None:
+    """Print a line about the start of a program to the standard error stream."""
+    sys.stderr.write(f"sdp4bit: {text}\n")
+    sys.stderr.flush()
 
 
 def wrapped(lines: Iterable[str]) -> str:

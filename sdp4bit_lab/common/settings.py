@@ -1,16 +1,9 @@
-"""The error of a wrong setting, the checks that raise it, and the names and help of options."""
+"""The error of a wrong setting, the checks that raise it, and the names of options."""
 
 from __future__ import annotations
 
-import argparse
-import ast
-import inspect
-import itertools
-import re
-import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, get_type_hints
+from dataclasses import fields
+from typing import TYPE_CHECKING, get_type_hints
 
 # The self-test makes settings without tyro; `option_flags` then reads the attributes of these marks alone.
 try:
@@ -70,53 +63,3 @@ def option_flags(settings: type) -> dict[str, list[str]]:
             names += getattr(mark, "aliases", None) or ()
         flags[field.name] = names
     return flags
-
-
-def sections(settings: type) -> Iterator[tuple[str, type]]:
-    """Yield the class itself under the name "", then the settings classes among its fields by name."""
-    yield "", settings
-    for field in fields(settings):
-        part = section_type(field)
-        if part is not None:
-            yield field.name, part
-
-
-def section_type(field: Field[Any]) -> type | None:
-    """Return the settings class of a field that has one; None for an option."""
-    if field.default_factory is MISSING:
-        return None
-    default = field.default_factory()
-    return type(default) if is_dataclass(default) else None
-
-
-def docstrings(settings: type) -> dict[str, str]:
-    """Map the fields of a settings class and its bases to the docstrings below them, in one line."""
-    texts: dict[str, str] = {}
-    for base in reversed([base for base in settings.__mro__ if is_dataclass(base)]):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(definition, ast.ClassDef)
-        for statement, below in itertools.pairwise(definition.body):
-            match statement, below:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
-                    texts[name] = " ".join(text.split())
-    return texts
-
-
-def short_help(settings: type, *, prog: str, description: str, shown: Sequence[str]) -> str:
-    """Format the primary flag and one sentence for each of the fields `shown`."""
-    parser = argparse.ArgumentParser(
-        prog=prog, usage="%(prog)s [options]", description=description, add_help=False
-    )
-    for _, part in sections(settings):
-        texts = docstrings(part)
-        for field in fields(part):
-            if field.name in shown and section_type(field) is None:
-                sentence = re.split(r"[.;:](?= |$)", texts[field.name], maxsplit=1)[0]
-                default = "" if field.default in (None, False, ()) else f" (default: {field.default})"
-                flag = option_flags(part)[field.name][0]
-                parser.add_argument(flag, action="store_true", help=f"{sentence}.{default}")
-    parser.add_argument("--help-all", action="store_true", help="Show all options.")
-    return parser.format_help()

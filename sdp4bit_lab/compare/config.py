@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from sdp4bit_lab.common.settings import SettingError, option, option_flags, require
+from sdp4bit_lab.common.settings import SettingError, option, option_flags, require, require_at_least
 from sdp4bit_lab.compare.variants import Variant, parse_variant, parse_variants
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
@@ -25,18 +25,19 @@ class CompareConfig:
     """The same training run with several strategies and seeds."""
 
     strategies: str = "baseline,sdp4bit"
-    """Names of presets with commas between: baseline, qw, qwd, ulq, tlq, tlq-hs, sdp4bit-paper, sdp4bit.
-    Options of communication for one of them alone stand behind it, with colons:
+    """Strategies, separated by commas: baseline, qw, qwd, ulq, tlq, tlq-hs, sdp4bit-paper, sdp4bit,
+    sdp4bit-w2g3, sdp4bit-w2g2. Communication options of a single strategy follow its name after colons:
     tlq-hs:gq-group-size-inter=64."""
     seeds: str = "1"
-    """Numbers with commas between; each gives other weights, another sample order and other rounding."""
+    """Seeds, separated by commas. A seed sets initial weights, sample order and random rounding."""
     baseline: str | None = None
-    """The strategy that the others are compared with, as in --strategies; baseline when not given."""
+    """Strategy that the others are compared with. Default: baseline."""
     merge: tuple[Path, ...] = ()
-    """Folders of earlier comparisons: nothing is trained, and --out gets the tables of all their runs."""
+    """Folders of earlier comparisons. Nothing is trained; --out receives the tables of all their runs."""
     out: Path = DEFAULT_OUT
-    """Folder for summary.json, table.md, curves.png and a folder for every run. Finished runs in it are not
-    trained again."""
+    """Folder for summary.json, table.md, curves.png and a folder per run. Finished runs in it are kept."""
+    jobs: int = 1
+    """Runs to train at the same time, each with one thread per rank."""
     log_interval: int = 10
     """Steps between printed lines."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -47,6 +48,7 @@ class CompareConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        require_at_least(1, self, "jobs", "log_interval")
         if self.merge:
             require(self.out != DEFAULT_OUT, "--merge needs --out, a folder for the merged tables")
             require(
@@ -126,15 +128,15 @@ class DemoConfig:
     """A small GPT, trained twice: with plain FSDP2 and with 4-bit communication."""
 
     out: Path = Path("runs/demo")
-    """Folder of the comparison: summary.json, table.md, curves.png and a folder for either run."""
+    """Folder for summary.json, table.md, curves.png and a folder per run."""
     steps: int = 150
     """Optimizer steps of each run."""
     seed: int = 1
-    """Seed of the weights, the sample order and the rounding; the same for both runs."""
+    """Seed of initial weights, sample order and random rounding of both runs."""
     compute_dtype: Annotated[ComputeDtype, option("compute-dtype")] = "auto"
-    """dtype of the activations; auto: bf16, except on CPUs without instructions for it, where it is fp32."""
+    """dtype of activations. auto: bf16, or fp32 on CPUs without bf16 instructions."""
     cache_dir: CacheFolder = None
-    """Where tokenized text is kept between runs; $XDG_CACHE_HOME/sdp4bit or ~/.cache/sdp4bit otherwise."""
+    """Cache of tokenized text. Default: $XDG_CACHE_HOME/sdp4bit or ~/.cache/sdp4bit."""
 
     def __post_init__(self) -> None:
         self.comparison()

@@ -62,11 +62,11 @@ class PairedDifference:
 
 
 def interval_text(difference: PairedDifference) -> str:
-    """Return the interval in nats and in percent as text; a dash for one seed."""
+    """Return the interval in nats and in percent as two lines; a dash for one seed."""
     interval, percent = difference.interval, difference.percent_interval
     if interval is None or percent is None:
-        return "-"
-    return f"{interval[0]:+.4f} to {interval[1]:+.4f} ({percent[0]:+.2f} to {percent[1]:+.2f} %)"
+        return "–"
+    return f"{interval[0]:+.4f} to {interval[1]:+.4f}\n({percent[0]:+.2f} to {percent[1]:+.2f} %)"
 
 
 def paired_difference(

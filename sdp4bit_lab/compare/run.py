@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any
 
+import torch
 from rich.console import Console
 
+from sdp4bit_lab.common.files import note
+from sdp4bit_lab.common.launch.local import EXIT_FAILED
+from sdp4bit_lab.common.launch.signals import received
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0, run_on_all_ranks
-from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.common.settings import SettingError, require
 from sdp4bit_lab.compare.config import CompareConfig
-from sdp4bit_lab.compare.finished_run import FinishedRun, environment, run_settings
+from sdp4bit_lab.compare.finished_run import FinishedRun, run_settings
+from sdp4bit_lab.compare.jobs import Job, train, train_at_once
 from sdp4bit_lab.compare.run_folders import find_finished, merge_finished
 from sdp4bit_lab.compare.tables import Report
 from sdp4bit_lab.pretrain.data.batches import prepare_dataset
-from sdp4bit_lab.pretrain.trainer import pretrain
 
 
 def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
     """Train the runs without a result, report all of them, and return them.
 
     1. Runs whose folder has a result of the same settings are taken from there.
-    2. Each other one is trained; its result and the report are written before the next one starts.
+    2. Each other one is trained, here or in processes of its own; the report is written after every run.
 
-    A run that diverges is a result. A signal ends the comparison after the step; it can be started again.
+    A signal ends the comparison after the step; it can be started again.
 
     Raises:
         SettingError: on all ranks, before anything is trained: a folder has a result of other settings.
+        SystemExit: one of several runs that were trained at once has failed; the others have ended.
     """
-    if ranks.world_size == 1 and config.parallel.simulated_ranks is None:
+    world_size = ranks.world_size
+    if config.jobs > 1:
+        require(world_size == 1, "--jobs starts the processes itself: do not use torchrun with it")
+        world_size = config.parallel.processes(torch.cuda.device_count())
+        config.parallel.check_world(world_size)
+    if world_size == 1 and config.parallel.simulated_ranks is None:
         raise SettingError(
             "one rank sends nothing, so all strategies are the same: start several, for example "
             "--nproc-per-node 4 --ranks-per-node 2, or simulate them with "
@@ -40,50 +48,57 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     runs = config.runs()
     dataset = prepare_dataset(runs[0][1].resolved_data, ranks=ranks).key
-    # By folder, the settings that its result must have.
-    planned: dict[Path, dict[str, Any]] = {
-        run.logging.out: {
-            "strategy": variant.label,
-            "settings": run_settings(run, dataset=dataset, world_size=ranks.world_size),
-            "quantization": json.loads(json.dumps(asdict(run.quantization))),
-        }
-        for variant, run in runs
-    }
-    finished = broadcast_from_rank0(lambda: find_finished(planned))
-    if finished and ranks.is_first:
-        console.print(f"trained before: {', '.join(run.name for run in finished.values())}")
-
+    jobs = [
+        Job(
+            config=run,
+            label=variant.label,
+            part=f"run {number} of {len(runs)}",
+            planned={
+                "strategy": variant.label,
+                "settings": run_settings(run, dataset=dataset, world_size=world_size),
+                "quantization": json.loads(json.dumps(asdict(run.quantization))),
+            },
+        )
+        for number, (variant, run) in enumerate(runs, start=1)
+    ]
     baseline = config.choose_baseline([variant.label for variant, _ in runs])
 
     def report() -> Report:
-        ended = [finished[folder] for folder in planned if folder in finished]
-        return Report(runs=ended, baseline=baseline, planned=len(planned))
+        planned = {job.folder: job.planned for job in jobs}
+        finished = broadcast_from_rank0(lambda: find_finished(planned))
+        return Report(runs=list(finished.values()), baseline=baseline, planned=len(jobs))
 
-    def write(run: FinishedRun, folder: Path) -> None:
-        if ranks.is_first:
-            run.write(folder)
-            report().write(config.out)
+    def write() -> None:
+        current = report()
+        run_on_all_ranks(lambda: current.write(config.out) if ranks.is_first else None)
 
-    stopped = None
-    for number, (variant, run_config) in enumerate(runs, start=1):
-        folder = run_config.logging.out
-        if folder in finished:
-            continue
-        part = f"seed {run_config.seed}, run {number} of {len(planned)}"
-        result = pretrain(
-            run_config, ranks=ranks, console=console, label=variant.label, part=part, keep_diverged=True
-        )
-        stopped = result.stopped
-        if stopped is not None:
-            break
-        settings = {name: planned[folder][name] for name in ("settings", "quantization")}
-        finished[folder] = FinishedRun.of(result, **settings, environment=environment(ranks.device))
-        run_on_all_ranks(partial(write, finished[folder], folder))
-    if finished:
-        run_on_all_ranks(lambda: _conclude(report(), config.out, console) if ranks.is_first else None)
+    done = report().runs
+    if done and ranks.is_first:
+        console.print(f"trained before: {', '.join(run.name for run in done)}")
+    names = {run.name for run in done}
+    remaining = [job for job in jobs if f"{job.label}, seed {job.config.seed}" not in names]
+    stopped, failed = None, list[str]()
+    if config.jobs > 1:
+        for job, code in train_at_once(remaining, most=config.jobs):
+            if code and received() is None:
+                failed.append(f"{job.label}, seed {job.config.seed} (exit code {code})")
+            write()
+        stopped = number.name if (number := received()) else None
+    else:
+        for job in remaining:
+            stopped = train(job, ranks=ranks)
+            if stopped is not None:
+                break
+            write()
+    last = report()
+    if last.runs:
+        run_on_all_ranks(lambda: _conclude(last, config.out, console) if ranks.is_first else None)
     if stopped is not None and ranks.is_first:
         console.print(f"Stopped by {stopped}: the same command continues with the remaining runs.")
-    return list(report().runs)
+    if failed:
+        note(f"error: runs that failed: {', '.join(failed)}")
+        raise SystemExit(EXIT_FAILED)
+    return list(last.runs)
 
 
 def merge_comparisons(config: CompareConfig) -> list[FinishedRun]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -18,6 +19,10 @@ from sdp4bit_lab.compare.config import DEFAULT_BASELINE
 from sdp4bit_lab.compare.finished_run import FinishedRun, finite
 from sdp4bit_lab.compare.outcomes import StrategyOutcome, outcomes
 from sdp4bit_lab.compare.paired import CONFIDENCE, FEWEST_PAIRS, interval_text
+
+NONE = "–"
+LINKS = (100, 250, 1000)
+"""Mbit/s between nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,22 +53,23 @@ class Report:
         notes = list(_unstable_notes(self.runs, baseline=self.baseline))
         left = self.planned - len(self.runs)
         if left:
-            notes.append(f"Still to be trained: {left} of {self.planned} runs.")
+            notes.append(f"Not trained yet: {left} of {self.planned} runs.")
         differences = [outcome.difference for outcome in self.outcomes if outcome.difference is not None]
         if self.baseline is None:
             notes.append(
-                f"There are no differences, as {DEFAULT_BASELINE} is not among the strategies: add it, or "
-                "choose another to compare with by --baseline."
+                f"There are no differences because {DEFAULT_BASELINE} is not among the strategies: add it, "
+                "or choose another one with --baseline."
             )
         elif len(self.outcomes) > 1 and not differences:
             notes.append(
-                f"There are no differences, as no seed has runs of {self.baseline} and of another strategy."
+                f"There are no differences because no seed has runs of {self.baseline} and of another "
+                "strategy."
             )
         pairs = min((len(difference.by_seed) for difference in differences), default=FEWEST_PAIRS)
         if pairs < FEWEST_PAIRS:
             notes.append(
-                f"Differences of {pairs} seed{'s' if pairs > 1 else ''} have no significance: give --seeds "
-                f"{FEWEST_PAIRS} numbers or more."
+                f"Differences of {pairs} seed{'s' if pairs > 1 else ''} have no significance: give "
+                f"{FEWEST_PAIRS} seeds or more, such as --seeds 1,2,3."
             )
         for outcome in self.outcomes:
             paired = outcome.difference.by_seed if outcome.difference is not None else outcome.seeds
@@ -104,22 +110,29 @@ class Report:
         }
 
     def loss_table(self) -> list[tuple[str, ...]]:
-        """Return titles and rows; those of differences only where there is a baseline."""
+        """Return titles and rows; those of differences only if there is a baseline.
+
+        Line breaks are for the terminal; Markdown has spaces.
+        """
         titles = ["strategy", "seeds", "validation loss"]
         if self.baseline is not None:
-            titles += [f"difference to {self.baseline}", f"{CONFIDENCE:.0%} interval", "significance"]
+            titles += [
+                f"difference from {self.baseline}",
+                f"{100 * CONFIDENCE:.0f} % interval",
+                "significance",
+            ]
         rows = []
         for outcome in self.outcomes:
             seeds, spread = f"{len(outcome.seeds)}", outcome.validation_spread
             if outcome.diverged:
                 seeds += f", {len(outcome.diverged)} diverged"
-            loss = "-" if outcome.validation_loss is None else f"{outcome.validation_loss:.4f}"
-            row = [outcome.strategy, seeds, loss if spread is None else f"{loss} ± {spread:.4f}"]
+            loss = NONE if outcome.validation_loss is None else f"{outcome.validation_loss:.4f}"
+            row = [outcome.strategy, seeds, loss if spread is None else f"{loss}\n± {spread:.4f}"]
             difference = outcome.difference
             if difference is not None:
-                mean = f"{difference.mean:+.4f} ({difference.mean_percent:+.2f} %)"
-                row += [mean, interval_text(difference), difference.significance or "-"]
-            rows.append(tuple(row + ["-"] * (len(titles) - len(row))))
+                mean = f"{difference.mean:+.4f}\n({difference.mean_percent:+.2f} %)"
+                row += [mean, interval_text(difference), difference.significance or NONE]
+            rows.append(tuple(row + [NONE] * (len(titles) - len(row))))
         return [tuple(titles), *rows]
 
     def cost_table(self) -> list[tuple[str, ...]]:
@@ -129,12 +142,12 @@ class Report:
 
         def fewer(sent: float) -> str:
             ratio = plain[0] / sent if plain and sent else 1.0
-            return f" ({ratio:.2f}x fewer)" if ratio > 1 else ""
+            return f"\n({ratio:.2f}x fewer)" if ratio > 1 else ""
 
         rows = [
             (
                 outcome.strategy,
-                "-" if outcome.train_loss is None else f"{outcome.train_loss:.4f}",
+                NONE if outcome.train_loss is None else f"{outcome.train_loss:.4f}",
                 f"{format_bytes(outcome.intra_bytes_per_step)}/step",
                 f"{format_bytes(outcome.inter_bytes_per_step)}/step{fewer(outcome.inter_bytes_per_step)}",
                 f"{outcome.seconds:.1f}",
@@ -146,18 +159,54 @@ class Report:
     def print(self, console: Console) -> None:
         """Print the tables and their notes."""
         for titles, *rows in (self.loss_table(), self.cost_table()):
-            table = Table(*(Column(title, overflow="fold") for title in titles))
+            columns = (
+                Column(title, overflow="fold", width=_width(title, cells))
+                for title, *cells in zip(titles, *rows, strict=True)
+            )
+            table = Table(*columns, box=SIMPLE, pad_edge=False, show_edge=False, collapse_padding=True)
             for row in rows:
                 table.add_row(*row)
-            console.print(table, soft_wrap=False)
+            console.print(table, "", soft_wrap=False)
         for note in self.notes():
-            console.print(note, highlight=False, markup=False, soft_wrap=True)
+            console.print(note, highlight=False, markup=False, soft_wrap=False)
 
     def markdown(self) -> str:
         """Return the tables and their notes as Markdown."""
         parts = [_markdown_table(self.loss_table()), _markdown_table(self.cost_table())]
         notes = "".join(f"* {note}\n" for note in self.notes())
         return "\n".join([*parts, notes] if notes else parts)
+
+
+def _width(title: str, cells: Sequence[str]) -> int:
+    """Return the width of a column: titles and words break at spaces, numbers at line breaks alone."""
+    texts = [line for cell in cells for line in cell.split("\n")]
+    if not any(character.isdigit() for text in texts for character in text):
+        texts = [word for text in texts for word in text.split()]
+    return min(24, max(map(len, [*title.split(), *texts])))
+
+
+def link_times(summary: dict[str, Any], *, nodes: int) -> str:
+    """Return the time that a node needs to send its bytes of a step, by strategy and network.
+
+    Args:
+        summary: content of summary.json.
+        nodes: nodes of the runs, which send equally many bytes.
+    """
+    sent = {name: each["inter_bytes_per_step"] / nodes for name, each in summary["strategies"].items()}
+    titles = ("plain FSDP2" if name == DEFAULT_BASELINE else name for name in sent)
+    rows = [("", *titles), ("a node sends per step", *map(format_bytes, sent.values()))]
+    for megabits in LINKS:
+        rate = megabits * 1e6 / 8
+        rows.append((f"at {megabits:,} Mbit/s", *(f"{1000 * size / rate:,.0f} ms" for size in sent.values())))
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([name.ljust(first), *map(str.rjust, cells, widths)]) for name, *cells in rows]
+    return "\n".join(
+        [
+            *lines,
+            "The seconds of the runs do not show this: all processes share the cores of this machine,",
+            "and their messages pass through its memory instead of a network.",
+        ]
+    )
 
 
 def _unstable_notes(runs: Sequence[FinishedRun], *, baseline: str | None) -> Iterator[str]:
@@ -176,7 +225,7 @@ def _unstable_notes(runs: Sequence[FinishedRun], *, baseline: str | None) -> Ite
 
 def _markdown_table(table: Sequence[Sequence[str]]) -> str:
     lines = [table[0], ("---",) * len(table[0]), *table[1:]]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return "".join(f"| {' | '.join(cells)} |".replace("\n", " ") + "\n" for cells in lines)
 
 
 def _strategy_member(outcome: StrategyOutcome) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from sdp4bit.config import SDP4BitConfig
+from sdp4bit_lab.common.options import parse_with_tyro
 from sdp4bit_lab.common.settings import SettingError, option_flags, require
 from sdp4bit_lab.common.strategies import STRATEGIES, Strategy
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
@@ -38,8 +39,8 @@ def parse_variants(text: str, *, shared: CommunicationConfig) -> list[Variant]:
         shared: options of the command, which apply to every strategy that uses them.
 
     Raises:
-        SettingError: an unknown strategy, options that contradict each other, a strategy given twice.
-        SystemExit: an unknown option or an impossible value, after tyro has printed the reason.
+        SettingError: an unknown strategy or option, options that contradict each other, a strategy given
+            twice.
     """
     items = [item.strip() for item in text.split(",") if item.strip()]
     require(bool(items), f"--strategies {text!r}: give at least one of {', '.join(STRATEGIES)}")
@@ -55,20 +56,17 @@ def parse_variants(text: str, *, shared: CommunicationConfig) -> list[Variant]:
 
 def parse_variant(item: str, *, shared: CommunicationConfig) -> Variant:
     """Return one variant; its label has the options that differ from `shared`, in order of definition."""
-    import tyro
-
     name, *options = (part.strip() for part in item.split(":"))
     strategy = next((choice for choice in STRATEGIES if choice == name), None)
     if strategy is None:
         raise SettingError(f"{name!r} is unknown: use any of {', '.join(STRATEGIES)}")
     usable = shared.restricted_to(strategy)
     try:
-        communication = tyro.cli(
+        communication = parse_with_tyro(
             CommunicationConfig,
-            prog=f"--strategies {item}",
-            args=[f"--{option.removeprefix('--')}" for option in options],
+            [f"--{option.removeprefix('--')}" for option in options],
+            prog=strategy,
             default=usable,
-            config=(tyro.conf.OmitArgPrefixes,),
         )
         communication.resolve(strategy, seed=0)
     except SettingError as error:

@@ -77,6 +77,7 @@ def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan) -> dict[str, Any
         "speedup_over_bf16": over_bf16[0],
         "speedup_hidden": over_fp32[1],
         "speedup_over_bf16_hidden": over_bf16[1],
+        "frozen_bytes_per_node": plan.frozen_bytes_per_node,
         "padding": plan.padding,
         "most_padded_group": plan.most_padded,
         "recommendation": plan.recommendation,
@@ -126,6 +127,12 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> str:
 
 def _notes(config: PlanConfig, cluster: Cluster, plan: Plan) -> list[str]:
     notes = []
+    if plan.frozen_bytes_per_node:
+        seconds = plan.frozen_bytes_per_node / cluster.inter_bandwidth
+        notes.append(
+            f"LoRA of rank {config.lora_rank}: frozen weights travel once, before the first step: "
+            f"{format_bytes(plan.frozen_bytes_per_node)} per node, {seconds:.1f} s"
+        )
     if plan.padding > NOTABLE_PADDING:
         notes.append(
             f"padding: FSDP2 cuts dimension 0 into {plan.grid.size} equal parts and pads the last ones "

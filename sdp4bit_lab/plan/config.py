@@ -12,7 +12,7 @@ from sdp4bit.config import SDP4BitConfig
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.settings import SettingError, require, require_at_least, require_positive
 from sdp4bit_lab.common.strategies import Strategy
-from sdp4bit_lab.plan.model import PlanModelConfig, flat_buffer, gpt_groups
+from sdp4bit_lab.plan.model import PlanModelConfig, ShardedGroup, flat_buffer, gpt_groups, with_adapters
 from sdp4bit_lab.plan.paper import ClusterName, reproduction
 from sdp4bit_lab.plan.step import Cluster, ParallelLayout, Plan, plan_step
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
@@ -42,27 +42,28 @@ class ClusterConfig:
     replaced."""
 
     cluster: ClusterName | None = None
-    """16 nodes of the paper with the bandwidths that its table implies: a100 (4 devices each) or h800 (8).
-    a100 when neither this, --probe nor --device is given."""
+    """The paper's cluster of 16 nodes, with the bandwidths that its Table 2 implies: a100 (4 GPUs per node)
+    or h800 (8). Default: a100, unless --probe or --device is given."""
     probe: Path | None = None
-    """File of `sdp4bit probe`; instead of --cluster."""
+    """Measurements from `sdp4bit probe`, instead of --cluster."""
     device: DeviceName | None = None
-    """GPUs with usual speeds, from their data sheets: quantization at 92 % of the memory bandwidth, NVLink at
-    two thirds of its rate. Instead of --cluster; with --cluster or --probe, for quantization only."""
+    """GPU model, with speeds from its data sheet: quantization at 92 % of the memory bandwidth, NVLink at two
+    thirds of its rate. With --cluster or --probe it sets the speed of quantization only."""
     nodes: int | None = None
-    """Nodes."""
+    """Number of nodes. Default: the cluster's."""
     devices_per_node: int | None = None
-    """Devices of each node."""
+    """GPUs per node. Default: the cluster's."""
     inter_bandwidth: float | None = None
-    """GB/s (1e9 bytes) of one node to the others, per direction: 100 Gbit/s are 12.5."""
+    """GB/s from one node to the others, per direction; 100 Gbit/s are 12.5. Default: the cluster's."""
     intra_bandwidth: float | None = None
-    """GB/s of one device to the others of its node, per direction."""
+    """GB/s from one GPU to the others of its node, per direction. Default: the cluster's."""
     latency_us: float | None = None
-    """Microseconds that a collective takes beside its bytes."""
+    """Latency of a collective in microseconds. Default: the cluster's, or 0."""
     device_tflops: float | None = None
-    """TFLOP/s that a device sustains on the model without communication."""
+    """TFLOP/s that a GPU sustains on the model without communication; `sdp4bit pretrain --log-throughput` on
+    one node measures it. Default: the cluster's."""
     quantization_bandwidth: float | None = None
-    """GB/s that the quantization kernels read and write, as measured; replaces that of --device."""
+    """GB/s that the quantization kernels read and write. Default: the cluster's or --device's."""
 
     def __post_init__(self) -> None:
         require(
@@ -139,15 +140,17 @@ def _read_probe(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Subject and output of a plan."""
+    """Strategy and output of a plan."""
 
     strategy: Strategy | None = None
-    """Which communication is quantized, by the names of the paper's ablation; sdp4bit when neither this nor
-    --quantized-weights nor --quantized-gradients is given."""
+    """Communication strategy. Default: sdp4bit, unless --quantized-weights or --quantized-gradients is
+    given."""
+    lora_rank: int | None = None
+    """Freeze the model and train LoRA adapters of this rank on all matrices of the blocks (FSDP2)."""
     json: bool = False
     """Print JSON instead of text."""
     reproduce_table_2: bool = False
-    """Print the paper's Table 2 beside the planner's, and the checks against Table 4 and Figure 8."""
+    """Print the paper's Table 2 beside the planner's, and checks against Table 4 and Figure 8."""
     model: PlanModelConfig = field(default_factory=PlanModelConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     layout: ParallelLayout = field(default_factory=ParallelLayout)
@@ -158,6 +161,11 @@ class PlanConfig:
             not self.reproduce_table_2 or replace(self, reproduce_table_2=False, json=False) == PlanConfig(),
             "--reproduce-table-2 is about the paper's models and clusters: the only other option that it "
             "takes is --json",
+        )
+        require_at_least(1, self, "lora_rank")
+        require(
+            self.lora_rank is None or (self.layout.engine == "fsdp2" and self.layout.tensor_parallel == 1),
+            "--lora-rank is planned for FSDP2 without tensor parallelism: leave out --tp and --engine",
         )
         _ = self.quantization
 
@@ -186,7 +194,10 @@ class PlanConfig:
     @property
     def parameters(self) -> int:
         """Parameters of the whole model."""
-        return sum(group.numel for group in gpt_groups(self.shape))
+        return sum(group.numel for group in self._adapted(gpt_groups(self.shape)))
+
+    def _adapted(self, groups: tuple[ShardedGroup, ...]) -> tuple[ShardedGroup, ...]:
+        return groups if self.lora_rank is None else with_adapters(groups, rank=self.lora_rank)
 
     @property
     def resolved_layout(self) -> ParallelLayout:
@@ -197,11 +208,13 @@ class PlanConfig:
     def plan(self, cluster: Cluster) -> Plan:
         """Return the plan; SettingError if model, layout and cluster do not fit together."""
         layout = self.resolved_layout
-        groups = gpt_groups(
-            self.shape,
-            tensor_parallel=layout.tensor_parallel,
-            pipeline_parallel=layout.pipeline_parallel,
-            freed_after_forward=layout.reshard_after_forward,
+        groups = self._adapted(
+            gpt_groups(
+                self.shape,
+                tensor_parallel=layout.tensor_parallel,
+                pipeline_parallel=layout.pipeline_parallel,
+                freed_after_forward=layout.reshard_after_forward,
+            )
         )
         return plan_step(
             flat_buffer(groups) if layout.engine == "megatron" else groups,
@@ -217,13 +230,13 @@ class ProbeConfig:
     """Sizes of the measurements, and the file of the result."""
 
     out: Path = Path("runs/probe.json")
-    """JSON file for `sdp4bit plan --probe`."""
+    """JSON file to write, for `sdp4bit plan --probe`."""
     megabytes: float = 16.0
-    """MB (1e6 bytes) that each rank sends in one exchange, over all peers of the level together."""
+    """MB that each rank sends in one exchange, over all peers."""
     rounds: int = 5
-    """Timed exchanges of each level, after two that warm up; the median counts, the spread is shown."""
+    """Timed exchanges per level, after two for warm-up. The median is used."""
     quantized_values: int = 4 * 1024**2
-    """Values of the tensor that the quantization kernels are timed on."""
+    """Number of values on which the quantization kernels are timed."""
     parallel: RanksConfig = field(default_factory=RanksConfig)
 
     def __post_init__(self) -> None:

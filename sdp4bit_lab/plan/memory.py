@@ -23,25 +23,28 @@ def memory_per_rank(traffic: Sequence[GroupTraffic], *, grid: RankGrid, accumula
     Args:
         grid: the ranks among which the groups are sharded.
     """
-    rows = [group.row_numel for group in traffic]
+    rows, trained = [group.row_numel for group in traffic], sum(group.trained_numel for group in traffic)
     is_flat = any(group.group.is_flat for group in traffic)
     freed = sorted(group.row_numel for group in traffic if group.group.freed_after_forward)
     gathered = grid.size * (sum(rows) - sum(freed[:-GATHERED_AT_ONCE]))
     keeps_gradients = is_flat or accumulation > 1
     largest = max(traffic, key=lambda group: group.row_numel)
     memory = {
-        "main weights, fp32": MAIN_BYTES * sum(rows),
-        "Adam, fp32": ADAM_BYTES * sum(rows),
-        "gradients, fp32": REDUCED_BYTES * sum(rows) * (grid.size if keeps_gradients else 1),
+        "main weights, fp32": MAIN_BYTES * trained,
+        "Adam, fp32": ADAM_BYTES * trained,
+        "gradients, fp32": REDUCED_BYTES * trained * (grid.size if keeps_gradients else 1),
         "gathered weights, bf16": GATHERED_BYTES * gathered,
     }
+    if trained < sum(rows):
+        memory["frozen weights, bf16"] = GATHERED_BYTES * (sum(rows) - trained)
     if not is_flat:
-        memory["rows being reduced, fp32"] = REDUCED_BYTES * grid.size * largest.row_numel
+        reduced = max(group.trained_numel for group in traffic)
+        memory["rows being reduced, fp32"] = REDUCED_BYTES * grid.size * reduced
     if largest.weights is not None and grid.size > 1 and not is_flat:
         copies = grid.size if is_full(largest.weights, grid=grid) else grid.nodes
         memory["weight replica, bf16"] = GATHERED_BYTES * copies * sum(rows)
     # All groups share the buffers that the largest one needs.
-    buffers = sum(exchange.buffer_bytes for exchange in largest.exchanges)
+    buffers = max(sum(exchange.buffer_bytes for exchange in group.exchanges) for group in traffic)
     if buffers:
         memory["message buffers"] = buffers
     return memory

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
-from sdp4bit.collectives.sections import RowParameter, Section, cut_row
+from sdp4bit.collectives.sections import RowParameter, Section, cut_row, merge_ranges
 from sdp4bit.quantization.layout import round_up
 from sdp4bit_lab.common.settings import option, require, require_at_least
 from sdp4bit_lab.pretrain.config.pretrain import ModelConfig
@@ -21,14 +22,14 @@ MEGATRON_ALIGNMENT = 128
 
 @dataclass(frozen=True, kw_only=True)
 class PlanModelConfig(ModelConfig):
-    """The GPT to plan for: a model card, with single sizes replaced."""
+    """The GPT to plan for: a preset, with single sizes replaced."""
 
     model_card: Annotated[CardName, option("preset", "model-card")] = "1.3B"
-    """Model card."""
+    """Model sizes, and defaults of sequence length, micro batch size and vocabulary."""
     vocabulary: Annotated[int | None, option("vocab-size")] = None
-    """Tokens of the tokenizer; the card's when not given."""
+    """Vocabulary size. Default: the preset's."""
     sequence_length: Annotated[int | None, option("seq-length", "sequence-length")] = None
-    """Tokens per sequence; the card's when not given."""
+    """Tokens per sequence. Default: the preset's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,29 +59,49 @@ class ShardedGroup:
     """Whether backward gathers the weights again."""
     is_flat: bool = False
     """One buffer cut into equal rows, as Megatron-Core does, instead of FSDP2's cut along a dimension."""
+    frozen: frozenset[int] = frozenset()
+    """Places in `shapes` of parameters that are gathered and never trained."""
 
     @property
     def numel(self) -> int:
         """Parameters, without padding."""
         return sum(math.prod(shape) for shape in self.shapes)
 
-    def row_numel(self, *, ranks: int, least_padding: bool = False) -> int:
+    def row_numel(self, *, ranks: int, least_padding: bool = False, trained_only: bool = False) -> int:
         """Return the values of one rank's row, padding included.
 
         Args:
             least_padding: each parameter is cut along :func:`least_padded_dim` instead of dimension 0.
+            trained_only: leave out frozen parameters.
         """
         if self.is_flat:
             return round_up(self.numel, math.lcm(ranks, MEGATRON_ALIGNMENT)) // ranks
-        return sum(_part(shape, ranks, least_padding) for shape in self.shapes)
+        parts = enumerate(self._parts(ranks, least_padding))
+        return sum(part for place, part in parts if not (trained_only and place in self.frozen))
+
+    def _parts(self, ranks: int, least_padding: bool) -> list[int]:
+        return [_part(shape, ranks, least_padding) for shape in self.shapes]
 
     def sections(self, *, ranks: int, unit: int, least_padding: bool = False) -> tuple[Section, ...]:
-        """Return the sections of a row in which every parameter is quantized apart; see `cut_row`."""
+        """Return the sections of a row of all that trains, each parameter apart; see `cut_row`."""
         parameters = [
-            RowParameter(numel=_part(shape, ranks, least_padding), is_fine=len(shape) <= 1, number=number)
-            for number, shape in enumerate(self.shapes)
+            RowParameter(numel=part, is_fine=len(self.shapes[place]) <= 1, number=place)
+            for place, part in enumerate(self._parts(ranks, least_padding))
+            if place not in self.frozen
         ]
-        return cut_row(parameters, unit=unit, count=len(parameters))
+        return cut_row(parameters, unit=unit, count=len(self.shapes))
+
+    def refreshed_sections(
+        self, *, ranks: int, unit: int, least_padding: bool = False
+    ) -> tuple[Section, ...]:
+        """Return the parts of a whole row's sections that train, and whose differences are sent."""
+        ends = list(itertools.accumulate(self._parts(ranks, least_padding), initial=0))
+        places = enumerate(itertools.pairwise(ends))
+        trained = merge_ranges([each for place, each in places if place not in self.frozen])
+        sections = replace(self, frozen=frozenset()).sections(
+            ranks=ranks, unit=unit, least_padding=least_padding
+        )
+        return tuple(part for part in (each.within(trained) for each in sections) if part.ranges)
 
 
 def _part(shape: Shape, ranks: int, least_padding: bool) -> int:
@@ -148,6 +169,23 @@ def gpt_groups(
     # FSDP2 keeps the root's weights from forward to backward.
     groups.append(ShardedGroup(name="(root)", shapes=tokens, freed_after_forward=False))
     return tuple(groups)
+
+
+def with_adapters(groups: Sequence[ShardedGroup], *, rank: int) -> tuple[ShardedGroup, ...]:
+    """Return the groups frozen, with LoRA's matrices behind each matrix and bias of a block, as in peft."""
+    adapted = []
+    for group in groups:
+        shapes: list[Shape] = []
+        frozen: list[int] = []
+        adapters: list[Shape] = []
+        for shape in group.shapes:
+            if len(shape) == 2 and group.name.startswith("blocks."):
+                shapes += adapters
+                adapters = [(rank, shape[1]), (shape[0], rank)]
+            frozen.append(len(shapes))
+            shapes.append(shape)
+        adapted.append(replace(group, shapes=(*shapes, *adapters), frozen=frozenset(frozen)))
+    return tuple(adapted)
 
 
 def flat_buffer(groups: Sequence[ShardedGroup]) -> tuple[ShardedGroup, ...]:

@@ -17,12 +17,12 @@ from sdp4bit.config import SDP4BitConfig
 from sdp4bit_lab.common.settings import option, require, require_at_least
 from sdp4bit_lab.plan.memory import memory_per_rank
 from sdp4bit_lab.plan.model import ShardedGroup
-from sdp4bit_lab.plan.traffic import REDUCED_BYTES, Exchange, RankGrid, group_traffic
+from sdp4bit_lab.plan.traffic import GATHERED_BYTES, REDUCED_BYTES, Exchange, RankGrid, group_traffic
 
 BF16_BYTES = 2
 BASELINE = SDP4BitConfig(weights=None, gradients=None)
-FORWARD_SHARE = 1 / 3
-"""Forward takes a third of the arithmetic, backward two."""
+FORWARD_SHARE, FORWARD_SHARE_LORA = 1 / 3, 1 / 2
+"""Forward takes a third of the arithmetic, backward two; without gradients of frozen weights, one."""
 MIN_GAIN_TO_CONSIDER, MIN_GAIN_TO_ENABLE = 0.05, 0.20
 """Relative gains of a step over a baseline."""
 _NO, _PERHAPS = "do not enable", "perhaps"
@@ -62,27 +62,26 @@ class ParallelLayout:
     """Layout of a step over the devices."""
 
     tensor_parallel: Annotated[int, option("tensor-model-parallel-size", "tp")] = 1
-    """Tensor-parallel ranks, intra-node."""
+    """Tensor-parallel ranks, inside a node."""
     pipeline_parallel: Annotated[int, option("pipeline-model-parallel-size", "pp")] = 1
-    """Pipeline stages, over nodes."""
+    """Pipeline stages, across nodes."""
     replicas: int = 1
-    """FSDP2 (HSDP): number of replicas of the sharded model, each on neighbouring data-parallel ranks; with
-    as many as nodes, each node holds one."""
+    """Replicas of the sharded model (HSDP), each on consecutive data-parallel ranks. FSDP2 only."""
     micro_batch_size: int | None = None
-    """Sequences per rank in one forward; the card's when not given."""
+    """Sequences per rank and forward pass. Default: the preset's."""
     accumulation: int = 1
     """Micro batches per step."""
     overlap: float | None = None
-    """Share of the communication that runs beside computation, as far as it fits there. Not given: both ends,
-    none and all."""
+    """Fraction of the communication that overlaps with computation. Default: print both ends of the range, 0
+    and 1."""
     engine: Literal["fsdp2", "megatron"] = "fsdp2"
-    """Engine of the training; fsdp2: a group per block, megatron: one flat buffer, gathered once a step and
-    kept."""
+    """Training engine: fsdp2 (a parameter group per block) or megatron (one flat buffer, gathered once per
+    step)."""
     reshard_after_forward: bool = True
-    """FSDP2 frees a block's weights after forward and gathers them again in backward; off: once a micro
-    batch."""
+    """Free gathered weights after forward and gather them again in backward (ZeRO-3). Off: gather once per
+    micro batch. FSDP2 only."""
     least_padding: bool = False
-    """FSDP2 shards each parameter along the dimension that pads least (shard_placement_fn)."""
+    """Shard each parameter along the dimension with the least padding (shard_placement_fn). FSDP2 only."""
 
     def __post_init__(self) -> None:
         require_at_least(
@@ -200,6 +199,8 @@ class Plan:
     quantized: StepCost
     most_padded: str
     """The group with most padding, and the length of its rows relative to its parameters."""
+    frozen_bytes_per_node: float
+    """Frozen weights that a node sends to others before the first step, and never again; 0 if none are."""
 
     def speedups(self, baseline: StepCost) -> Range:
         """Return the speed-up of a step over one of the baselines."""
@@ -257,6 +258,10 @@ def plan_step(
     sequences = (layout.micro_batch_size or 1) * layout.accumulation
     parts = layout.tensor_parallel * layout.pipeline_parallel
     arithmetic = flops_per_sequence * sequences / parts / cluster.device_flops
+    forward_share = FORWARD_SHARE
+    if any(group.frozen for group in groups):
+        forward_share = FORWARD_SHARE_LORA
+        arithmetic *= FORWARD_SHARE / FORWARD_SHARE_LORA
 
     def seconds(exchanges: Iterable[Exchange]) -> float:
         return sum(exchange_seconds(each, cluster=cluster, layout=layout) for each in exchanges)
@@ -281,8 +286,8 @@ def plan_step(
         gathers = seconds(group.gathers for group in traffic)
         # Gradients hide behind the backward of the last micro batch, the weight refresh behind the first
         # forward, FSDP2's gathers behind the rest. A flat buffer is gathered before the first forward.
-        forward = FORWARD_SHARE * arithmetic / layout.accumulation
-        backward = (1 - FORWARD_SHARE) * arithmetic / layout.accumulation
+        forward = forward_share * arithmetic / layout.accumulation
+        backward = (1 - forward_share) * arithmetic / layout.accumulation
         is_flat = any(group.is_flat for group in groups)
         hidden = []
         for overlap in layout.overlaps:
@@ -304,7 +309,14 @@ def plan_step(
             memory=memory_per_rank(traffic, grid=grid, accumulation=layout.accumulation),
         )
 
-    rows = [group.row_numel(ranks=grid.size, least_padding=layout.least_padding) for group in groups]
+    rows, trained = (
+        [
+            group.row_numel(ranks=grid.size, least_padding=layout.least_padding, trained_only=only)
+            for group in groups
+        ]
+        for only in (False, True)
+    )
+    once = GATHERED_BYTES * (sum(rows) - sum(trained)) * (grid.nodes - 1) * cluster.devices_per_node
     shares = [(row * grid.size / group.numel, group.name) for row, group in zip(rows, groups, strict=True)]
     worst, name = max(shares, key=lambda share: share[0])
     return Plan(
@@ -316,6 +328,7 @@ def plan_step(
         bf16_baseline=cost(BASELINE, BF16_BYTES),
         quantized=cost(config, REDUCED_BYTES),
         most_padded=f"{name}: {worst:.2f} x",
+        frozen_bytes_per_node=once if config.weights is not None else 0.0,
     )
 
 

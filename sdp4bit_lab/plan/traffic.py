@@ -102,7 +102,7 @@ def gradient_exchange(
         dense_bytes: bytes per value of a reduction in full precision.
         sections: the row's; () for one.
     """
-    if grid.size == 1:
+    if grid.size == 1 or row_numel == 0:
         return Exchange()
     if config is None or row_numel < config.min_numel:
         return ring(row_numel * dense_bytes, grid=grid)
@@ -224,6 +224,8 @@ class GroupTraffic:
 
     group: ShardedGroup
     row_numel: int
+    trained_numel: int
+    """Of these, the values that train."""
     weights: WeightConfig | None
     """Settings that apply on these ranks; None for full precision."""
     gradients: Exchange
@@ -257,7 +259,10 @@ def group_traffic(
         dense_bytes: bytes per gradient of a reduction in full precision.
         least_padding: parameters are cut along the dimension that pads least, see `least_padded_dim`.
     """
-    row = group.row_numel(ranks=grid.size, least_padding=least_padding)
+    row, trained = (
+        group.row_numel(ranks=grid.size, least_padding=least_padding, trained_only=only)
+        for only in (False, True)
+    )
     weights, gradients = config.weights, config.gradients
     if weights is not None and not weights.applies_to(nodes=grid.nodes):
         weights = None
@@ -267,10 +272,11 @@ def group_traffic(
         # A flat buffer stays gathered: its replica is a full one.
         weights = replace(weights, replica="full")
 
-    def sections(unit: int) -> tuple[Section, ...]:
+    def sections(unit: int, *, is_refresh: bool = False) -> tuple[Section, ...]:
         if not config.separate_parameters or group.is_flat:
-            return whole_row(row)
-        return group.sections(ranks=grid.size, unit=unit, least_padding=least_padding)
+            return whole_row(trained)
+        cut = group.refreshed_sections if is_refresh else group.sections
+        return cut(ranks=grid.size, unit=unit, least_padding=least_padding)
 
     # One row is cut in one way to be reduced, in another to be summed over replicas and to be refreshed.
     reduced, summed = (
@@ -279,18 +285,19 @@ def group_traffic(
         )
         for each in (grid, replicas)
     )
-    refreshed = sections(BLOCK if weights is None else weights.group_size)
+    refreshed = sections(BLOCK if weights is None else weights.group_size, is_refresh=True)
     gathers = 1 if group.is_flat else accumulation * (2 if group.freed_after_forward else 1)
     return GroupTraffic(
         group=group,
         row_numel=row,
+        trained_numel=trained,
         weights=weights,
         gradients=gradient_exchange(
-            row, grid=grid, config=gradients, dense_bytes=dense_bytes, sections=reduced
+            trained, grid=grid, config=gradients, dense_bytes=dense_bytes, sections=reduced
         ),
         all_reduce=all_reduce_exchange(
-            row, grid=replicas, config=gradients, dense_bytes=dense_bytes, sections=summed
+            trained, grid=replicas, config=gradients, dense_bytes=dense_bytes, sections=summed
         ),
-        refresh=weight_refresh(row, grid=grid, config=weights, sections=refreshed),
+        refresh=weight_refresh(trained, grid=grid, config=weights, sections=refreshed),
         gathers=weight_gather(row, grid=grid, config=weights, times=gathers),
     )

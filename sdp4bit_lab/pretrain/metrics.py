@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
+_WIDE = 140
+"""Columns of a line with everything."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """One optimizer step; bytes are what all ranks together sent in it."""
@@ -151,26 +155,29 @@ class MetricsWriter:
         self._console.print(f"{self._description}: {message}", highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, last: StepMetrics) -> str:
-        """Format the means of the steps since the last line."""
+        """Format the means of the steps since the last line; a terminal of 140 columns shows more of them."""
         steps = self._since_line
         seconds = statistics.fmean(step.step_seconds for step in steps)
         tokens = statistics.fmean(step.tokens_per_second * step.step_seconds for step in steps)
         operations = statistics.fmean(step.tflops_per_device * step.step_seconds for step in steps)
-        parts = [
-            f"step {last.step}/{self._steps}",
-            f"samples {last.samples}",
-            f"loss {statistics.fmean(step.loss for step in steps):.4f}",
-            f"lr {last.lr:.3e}",
-            f"grad norm {last.grad_norm:.3f}",
-            f"{1000 * seconds:.1f} ms",
-            f"{tokens / seconds:,.0f} tokens/s",
-            f"{format_bytes(statistics.fmean(step.intra_bytes for step in steps))} intra-node",
-            f"{format_bytes(statistics.fmean(step.inter_bytes for step in steps))} inter-node",
-            f"{last.compression_ratio:.2f}x fewer",
-        ]
-        if self._config.log_throughput:
-            parts.insert(7, f"{operations / seconds:.3g} TFLOP/s per device")
-        return " | ".join(parts)
+        intra, inter = (
+            format_bytes(statistics.fmean(getattr(step, f"{level}_bytes") for step in steps))
+            for level in ("intra", "inter")
+        )
+        is_wide = self._console.is_terminal and self._console.width >= _WIDE
+        parts = {
+            f"step {last.step}/{self._steps}": True,
+            f"samples {last.samples}": is_wide,
+            f"loss {statistics.fmean(step.loss for step in steps):.4f}": True,
+            f"lr {last.lr:.3e}": is_wide,
+            f"grad norm {last.grad_norm:.3f}": True,
+            f"{1000 * seconds:,.0f} ms": True,
+            f"{tokens / seconds:,.0f} tokens/s": is_wide,
+            f"{operations / seconds:.3g} TFLOP/s per device": self._config.log_throughput,
+            f"{intra} intra-node": is_wide,
+            f"{inter} inter-node ({last.compression_ratio:.2f}x)": True,
+        }
+        return " | ".join(part for part, is_shown in parts.items() if is_shown)
 
     def _write(self, event: str, metrics: StepMetrics | ValidationMetrics) -> None:
         values = _finite(asdict(metrics))

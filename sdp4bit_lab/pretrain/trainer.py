@@ -29,7 +29,7 @@ from sdp4bit_lab.pretrain.loop import TrainingLoop
 from sdp4bit_lab.pretrain.metrics import MetricsWriter, StepMetrics
 from sdp4bit_lab.pretrain.model.gpt import GPT
 from sdp4bit_lab.pretrain.step.optimizer import build_optimizer
-from sdp4bit_lab.pretrain.step.parallelize import build_model, lay_out
+from sdp4bit_lab.pretrain.step.parallelize import build_model, dtype_of, lay_out
 from sdp4bit_lab.pretrain.step.simulated_model import build_simulated_model
 from sdp4bit_lab.pretrain.stopping import StopRequests
 
@@ -95,8 +95,8 @@ def pretrain(
 
     Args:
         label: name of the run in its result and its output; its strategy's name when not given.
-        part: number of the run among several, for the output; None for one alone, which ends with the next
-            command.
+        part: number of the run among several, such as "run 1 of 6"; None for a single run, whose output ends
+            with the next command.
         keep_diverged: return the measurements up to there if the loss stops being finite.
 
     Raises:
@@ -110,7 +110,8 @@ def pretrain(
     writer = run_on_all_ranks(lambda: _open_writer(run, console=console, part=part))
     with listening(), closing(writer):
         if ranks.is_first:
-            for line in (describe_run(run), *run.loop.batches.notes, *_describe_start(run)):
+            first = [part] if part else []
+            for line in (*first, describe_run(run), *run.loop.batches.notes, *_describe_start(run)):
                 writer.say(line)
         if ranks.is_first and config.reliability.alerts != "off":
             run.loop.model.communication.on_alert(partial(_report_alert, writer))
@@ -260,12 +261,12 @@ def describe_run(run: Run) -> str:
     config, model, batches = run.config, run.loop.model, run.loop.batches
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in GPT(config.model_shape).parameters())
-    compute_dtype = str(model.chunks[0].compute_dtype).removeprefix("torch.")
+    compute_dtype = next(name for name in ("bf16", "fp32") if dtype_of(name) == model.chunks[0].compute_dtype)
     name = config.strategy_name
     return (
-        f"{parameters / 1e6:,.1f} million parameters on {model.describe_ranks()}, "
-        f"{batches.global_batch_size} sequences of {config.sequence_length} tokens a step, "
-        f"param dtype {config.training.param_dtype}, compute dtype {compute_dtype}"
+        f"{parameters / 1e6:,.1f} M parameters, {model.describe_ranks()}, "
+        f"{batches.global_batch_size} x {config.sequence_length} tokens per step, "
+        f"param {config.training.param_dtype}, compute {compute_dtype}"
         + (f", flags = strategy {name}" if config.communication.names_parts and name in STRATEGIES else "")
     )
 
@@ -276,9 +277,9 @@ def _describe_start(run: Run) -> list[str]:
     if run.start.folder is not None:
         line = f"resumed from step {run.first_step} of {run.start.folder}"
         is_done = run.first_step >= run.config.training.steps
-        return [f"{line}: nothing is left to do" if is_done else line]
+        return [f"{line}: all steps are done" if is_done else line]
     if folder.auto_resume or folder.load is not None:
-        return [f"no checkpoint in {folder.save} yet: begins at step 1"]
+        return [f"no checkpoint in {folder.save} yet: starting at step 1"]
     return []
 
 
@@ -286,10 +287,10 @@ def _describe_end(run: Run) -> list[str]:
     """Give the reason if the run ends before its last step."""
     result, folder = run.result, run.config.checkpoint.save
     if result.diverged_at is not None:
-        return [f"ended at step {result.diverged_at}, as the loss or its gradient is not finite any more"]
+        return [f"stopped at step {result.diverged_at}: the loss or its gradient is no longer finite"]
     if result.stopped is None:
         return []
-    kept = "not saved, as --save was not given" if folder is None else f"saved in {folder}"
+    kept = "not saved because --save was not given" if folder is None else f"saved in {folder}"
     kept = kept if result.steps else "nothing was trained"
     return [f"left after step {run.loop.progress.step} because of {result.stopped}; {kept}"]
 
@@ -308,8 +309,9 @@ def _describe_result(run: Run) -> list[str]:
     return [
         f"{steps} steps in {result.seconds:.1f} s, {1000 * result.seconds / steps:.1f} ms each; "
         + ", ".join(losses),
-        f"sent between nodes: {format_bytes(result.inter_bytes_per_step)} a step{fewer}, "
-        f"{format_bytes(sent)} in all; inside nodes: {format_bytes(result.intra_bytes_per_step)} a step",
+        f"inter-node: {format_bytes(result.inter_bytes_per_step)} per step{fewer}, "
+        f"{format_bytes(sent)} in total",
+        f"intra-node: {format_bytes(result.intra_bytes_per_step)} per step",
     ]
 
 
@@ -318,7 +320,7 @@ def _describe_next(run: Run) -> list[str]:
     result, logging, save = run.result, run.config.logging, run.config.checkpoint.save
     lines = []
     if result.steps and result.stopped is None:
-        saved = "none, as --save was not given" if save is None else f"{save}, step {run.loop.progress.step}"
+        saved = "none (--save was not given)" if save is None else f"{save}, step {run.loop.progress.step}"
         lines.append(f"checkpoint: {saved}")
     if result.steps and logging.jsonl:
         lines.append(f"next: sdp4bit report {logging.out}")
@@ -329,6 +331,11 @@ def write_settings(config: PretrainConfig, *, label: str, ranks: Ranks) -> None:
     """Write config.json, by which tools know a run."""
     settings = {
         **asdict(config),
+        # Defaults of the preset are written as values.
+        "training": asdict(config.training)
+        | {"sequence_length": config.sequence_length, "micro_batch_size": config.micro_batch_size},
+        "optimizer": asdict(config.optimizer)
+        | {"learning_rate": config.learning_rate, "warmup_steps": config.warmup_steps},
         "strategy": config.strategy_name,
         "label": label,
         "quantization": asdict(config.quantization),
@@ -354,7 +361,7 @@ def _open_writer(run: Run, *, console: Console | None, part: str | None) -> Metr
             write_settings(config, label=run.result.strategy, ranks=ranks)
         return MetricsWriter(
             logging,
-            description=run.result.strategy if part is None else f"{run.result.strategy}, {part}",
+            description=run.result.strategy + (f", seed {config.seed}" if part else ""),
             steps=config.training.steps,
             first_step=progress.step,
             validation_due=progress.validation_due,

@@ -135,7 +135,7 @@ def _savings(runs: Sequence[Run]) -> Answer:
 def _speed(runs: Sequence[Run], baselines: Sequence[Run]) -> str:
     together = (*runs, *baselines)
     if any(run.simulated_ranks for run in together):
-        return " Times mean nothing, because the ranks were simulated."
+        return " Step times are not compared because the ranks are simulated."
     ours, plain = _mean(runs, "step_seconds"), _mean(baselines, "step_seconds")
     is_comparable = runs[0].label != baselines[0].label and len({run.ranks for run in together}) == 1
     if not (is_comparable and ours and plain):

@@ -16,9 +16,9 @@ class ReportConfig:
     """Training runs to show on one page."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """The --out folders of pretrain, compare or demo. The first run's strategy is the baseline."""
+    """--out folders of pretrain, compare or demo. The strategy of the first run is the baseline."""
     out: Path = Path("report.html")
-    """The HTML page to write."""
+    """HTML file to write."""
 
     def __post_init__(self) -> None:
         require(bool(self.runs), "give at least one RUN, the --out folder of pretrain, compare or demo")

@@ -123,7 +123,12 @@ def _plots(runs: Sequence[Run]) -> list[Plot]:
         Plot("Inter-node bytes", every, inter, unit="B"),
         Plot("Intra-node bytes", every, intra, unit="B"),
     ]
-    return [plot for plot in plots if any(np.isfinite(values).any() for _, values in plot.curves)]
+    return [plot for plot in plots if any(_is_drawn(plot, values) for _, values in plot.curves)]
+
+
+def _is_drawn(plot: Plot, values: np.ndarray) -> bool:
+    """Return whether there is a value; bytes that are all zero are none."""
+    return bool((np.isfinite(values) & ((values != 0) if plot.unit else True)).any())
 
 
 def _curve(steps: Iterable[int], values: np.ndarray) -> Curve:
@@ -149,11 +154,16 @@ def _figure(plot: Plot, runs: Sequence[Run]) -> dict[str, Any]:
             x, y = decimated(curve[0], values, most=MOST_POINTS // (len(runs) * len(lines)))
             drawn = [None if np.isnan(value) else float(f"{value:.7g}") for value in y]
             mode = "lines+markers" if len(x) <= MOST_MARKERS and style is main else "lines"
+            marker = {"marker": {"size": 8}, "cliponaxis": False}
             # Plotly reads some HTML in names.
             name = html.escape(runs[number].name, quote=False)
-            traces.append({"x": x.tolist(), "y": drawn, "name": name, "meta": number, "mode": mode, **style})
+            trace = {"x": x.tolist(), "y": drawn, "name": name, "meta": number, "mode": mode}
+            traces.append(trace | marker | style)
     axis = {"automargin": True, "gridcolor": "rgba(128,128,128,0.25)", "zerolinecolor": "gray"}
     x_axis = {"title": {"text": "step", "standoff": 4}, "tickformat": "d", "showgrid": False}
+    # All plots have the same range, with space for markers at the ends.
+    last = max((max(run.train, default=1) for run in runs), default=1)
+    x_axis["range"] = [0, 1.03 * last]
     x_axis["unifiedhovertitle"] = {"text": "step %{x}"}
     y_axis = {"tickformat": "~s", "ticksuffix": plot.unit, "rangemode": "tozero"} if plot.unit else {}
     layout = {
@@ -207,7 +217,25 @@ def _row(run: Run, runs: Sequence[Run]) -> dict[str, str]:
         "Saved": NONE if ratio is None else f"{ratio:.2f}x",
         "Step time": NONE if seconds is None else f"{1000 * seconds:,.0f} ms",
         "Alerts": str(len(run.alerts)),
+        "Quantization": _quantization(run),
     }
+
+
+def _quantization(run: Run) -> str:
+    """Return bits and group sizes of weights and gradients, and the rounding between nodes."""
+    weights, gradients = (run.setting("quantization", part) or {} for part in ("weights", "gradients"))
+    parts = []
+    if weights.get("bits"):
+        direct = ", not differences" * (weights.get("mode") == "direct")
+        parts.append(f"weights int{weights['bits']}/{weights.get('group_size')}{direct}")
+    levels = [
+        f"int{gradients[f'{level}_bits']}/{gradients.get(f'{level}_group_size')}"
+        for level in ("intra", "inter")
+        if gradients.get(f"{level}_bits")
+    ]
+    if levels:
+        parts.append(f"gradients {', '.join(levels)}, {gradients.get('inter_rounding')}")
+    return "\n".join(parts) or NONE
 
 
 def _setting_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

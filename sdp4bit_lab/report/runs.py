@@ -82,7 +82,7 @@ class Run:
         count = self.simulated_ranks or self.setting("ranks") or self.setting("parallel", "nproc_per_node")
         per_node = self.setting("parallel", "ranks_per_node")
         text = f"{count or 'not recorded'}" + (" simulated" if self.simulated_ranks else "")
-        return f"{text}, {per_node} per node" if per_node else text
+        return f"{text}\n{per_node} per node" if per_node else text
 
     def spikes(self) -> list[GradientSpike]:
         """Return the spikes of the gradient norm, the largest first."""

@@ -19,17 +19,17 @@ class SelftestConfig:
     """Settings of the self-test."""
 
     json: Path | None = None
-    """File for the result, to attach to a bug report."""
+    """JSON file to write, for a bug report."""
     device: Literal["auto", "cpu"] = "auto"
-    """auto: GPUs if there are any; cpu: CPUs."""
+    """Device to test; auto uses GPUs if there are any."""
     only: str = ",".join(CHECKS)
-    """Checks to run, with commas between."""
+    """Checks to run, separated by commas."""
     seed: int = 0
-    """Seed of all values and delays."""
+    """Seed of all random values and delays."""
     steps: int = 20
     """Optimizer steps of the training check."""
     delays: Annotated[int, option("delay-rounds")] = 3
-    """Repetitions of the streams check, each with other random delays."""
+    """Repetitions of the streams check, each with different random delays."""
     parallel: RanksConfig = field(
         default_factory=lambda: RanksConfig(distributed_timeout_minutes=_TIMEOUT_MINUTES)
     )

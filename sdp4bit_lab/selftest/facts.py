@@ -47,9 +47,11 @@ def check_facts(context: Context) -> dict[str, Any]:
     }
     ranks = gather_over_ranks(facts, what="facts about the ranks")
     warnings = list(warnings_of(ranks))
+    hosts = len({rank["host"] for rank in ranks})
     context.say(
-        f"      {len(ranks)} ranks on {len({rank['host'] for rank in ranks})} hosts, {facts['device']}, "
-        f"torch {facts['versions']['torch']}, backend {dist.get_backend()}, kernels {facts['kernels']}"
+        f"      {len(ranks)} rank{'s' * (len(ranks) > 1)} on {hosts} host{'s' * (hosts > 1)}, "
+        f"{facts['device']}\n"
+        f"      torch {facts['versions']['torch']}, backend {dist.get_backend()}, kernels {facts['kernels']}"
     )
     for warning in warnings:
         context.say(f"      warning: {warning}")

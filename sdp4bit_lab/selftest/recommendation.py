@@ -66,9 +66,13 @@ def recommendation(*, plain: float, bf16: float, exchange: float, kernels: float
     ours = exchange + kernels
     gain = bf16 / ours
     text = (
-        f"here, the exchanges of a {MODEL} model would take {plain:.2f} s per step with fp32 gradients, "
-        f"{bf16:.2f} s with bf16 gradients, {ours:.2f} s with sdp4bit ({kernels:.2f} s of it kernels): "
+        f"estimated exchanges of a {MODEL} model on these links, per step: {plain:.2f} s with fp32 "
+        f"gradients, {bf16:.2f} s with bf16 gradients, {ours:.2f} s with sdp4bit (of which kernels "
+        f"{kernels:.2f} s). "
     )
     if gain < _LEAST_GAIN:
-        return text + "it does not pay"
-    return text + f"it pays unless computation hides them ({plain / ours:.1f} and {gain:.1f} times shorter)"
+        return text + "sdp4bit does not pay here"
+    return (
+        text + f"sdp4bit shortens them {plain / ours:.1f} and {gain:.1f} times: it pays unless computation "
+        "hides them"
+    )

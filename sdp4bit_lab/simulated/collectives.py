@@ -124,8 +124,11 @@ class SimulatedReduceScatter:
         rank = len(self._under_way)
         if self._sums is None or self._sums.shape != rows.shape or self._sums.device != rows.device:
             self._sums = torch.empty_like(rows)
-        row, named = self._sums[rank], {"call": call, "nonfinite": nonfinite, "sections": sections}
-        self._take(self._members[rank].slices(row, rows.view(-1), **named), row)
+        row = self._sums[rank]
+        slices = self._members[rank].slices(
+            row, rows.view(-1), call=call, nonfinite=nonfinite, sections=sections
+        )
+        self._take(slices, row)
 
     def add_parts(self, parts: Sequence[RowPart], row: Tensor, *, call: int) -> None:
         """Add the next rank's sections, whose outputs together are this row, which `finish` hands on."""

@@ -11,20 +11,27 @@ import pytest
 
 from tests import ROOT
 
-LAUNCHERS = {
-    "hf": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "accelerate": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "lightning": [],
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+COMMANDS = {
+    "trl": [*TORCHRUN, "examples/trainer_hf.py"],
+    "accelerate": [*TORCHRUN, "examples/trainer_accelerate.py"],
+    "lightning": ["examples/trainer_lightning.py"],
+    "peft": [*TORCHRUN, "examples/lora_trl.py"],
+    "bitsandbytes": [*TORCHRUN, "examples/lora_trl.py", "--four-bit"],
 }
-PACKAGES = {"hf": "trl", "accelerate": "accelerate", "lightning": "lightning", "finetuning": "peft"}
+PAGES = {
+    "trl": "trainers/hf.md",
+    "accelerate": "trainers/accelerate.md",
+    "lightning": "trainers/lightning.md",
+    "peft": "lora.md",
+}
 
 
-@pytest.mark.parametrize("trainer", LAUNCHERS)
-def test_example_runs_and_logs_bytes(trainer: str) -> None:
-    package = PACKAGES[trainer]
+@pytest.mark.parametrize("package", COMMANDS)
+def test_example_runs_and_logs_bytes(package: str) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed: make test-ecosystem")
     done = subprocess.run(
-        [sys.executable, *LAUNCHERS[trainer], f"examples/trainer_{trainer}.py"],
+        [sys.executable, *COMMANDS[package]],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -35,13 +42,13 @@ def test_example_runs_and_logs_bytes(trainer: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "sdp4bit/inter_bytes" in done.stdout + done.stderr
     assert "int4/2048 difference" in done.stdout and "inter int4/128, Hadamard" in done.stdout
+    assert "frozen not sent" in done.stdout or "lora" not in COMMANDS[package][-1]
 
 
-@pytest.mark.parametrize("trainer", PACKAGES)
-def test_page_begins_with_a_block_whose_imports_exist(trainer: str) -> None:
-    package = PACKAGES[trainer]
+@pytest.mark.parametrize("package", PAGES)
+def test_page_begins_with_a_block_whose_imports_exist(package: str) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed: make test-ecosystem")
-    page = (ROOT / f"docs/trainers/{trainer}.md").read_text()
+    page = (ROOT / "docs" / PAGES[package]).read_text()
     block = page.split("```python\n")[1].split("```")[0]
     assert page.index("```python") < 200
     tree = ast.parse(block)

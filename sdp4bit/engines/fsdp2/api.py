@@ -217,6 +217,7 @@ class FSDPCommHandle(CommHandle):
                         separate=config.separate_parameters,
                     )
                     or (),
+                    values=comm.group.value_ranges,
                     name=comm.group.name,
                 )
             if config.gradients is not None and not comm.gradients_unquantized_reason:

@@ -12,8 +12,9 @@ from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import Layouts
 from sdp4bit.engines.explain import OFF, ONE_RANK, one_node_note, one_node_reason
-from sdp4bit.engines.fsdp2.groups import QUANTIZED_DTYPES, FSDPGroup
+from sdp4bit.engines.fsdp2.groups import FSDPGroup
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook
+from sdp4bit.quantization.checks import VALUE_DTYPES
 
 _HOOK_NAMES = (AllGatherHook.__name__, ReduceScatterHook.__name__)
 
@@ -69,13 +70,14 @@ def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) ->
             f"quantized, pass skip=[{group.name!r}]"
         )
     are_quantized = config.weights is not None and not unquantizable_weights_reason(group)
-    if are_quantized and not group.param_dtypes <= QUANTIZED_DTYPES:
+    if are_quantized and group.row_dtype not in VALUE_DTYPES:
         raise ValueError(
-            f"{group.name} holds {names[0]} parameters; only fp32, bf16 and fp16 can be quantized: give "
-            f"them such a type, also by MixedPrecisionPolicy(param_dtype=...), or pass skip=[{group.name!r}]"
+            f"{group.name} holds {group.row_dtype} parameters; only fp32, bf16 and fp16 can be quantized: "
+            "give them such a type, also by MixedPrecisionPolicy(param_dtype=...), or pass "
+            f"skip=[{group.name!r}]"
         )
     reduced = group.reduce_dtype
-    if config.gradients is not None and reduced.is_floating_point and reduced not in QUANTIZED_DTYPES:
+    if config.gradients is not None and reduced.is_floating_point and reduced not in VALUE_DTYPES:
         raise ValueError(
             f"{group.name} reduces gradients in {reduced}; only fp32, bf16 and fp16 can be "
             f"quantized: use MixedPrecisionPolicy(reduce_dtype=torch.float32), or pass skip=[{group.name!r}]"
@@ -112,9 +114,9 @@ def unquantizable_weights_reason(group: FSDPGroup) -> str:
     names = sorted(str(dtype).removeprefix("torch.") for dtype in group.param_dtypes)
     if group.subclass_reason:
         return group.subclass_reason
-    if len(names) > 1:
-        return f"types {' and '.join(names)} in one group"
-    if not all(dtype.is_floating_point for dtype in group.param_dtypes):
+    if group.row_dtype is None:
+        return f"types {' and '.join(names)} in one group whose shards do not align"
+    if not group.row_dtype.is_floating_point:
         return f"{names[0]} parameters"
     if group.ranks_after_forward:
         return f"reshard_after_forward={group.ranks_after_forward}"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
-from sdp4bit.collectives.sections import Range, merge_ranges
+from sdp4bit.collectives.sections import Range, common_ranges, merge_ranges
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.collectives.work import HostCopy
@@ -72,11 +72,20 @@ class FSDPGroupState(GroupState):
     @property
     def refresh_is_full(self) -> bool:
         """See GroupState."""
-        return next_refresh(self.state, Event.GATHER).is_full
+        return self._next(Event.GATHER).is_full
+
+    def _next(self, event: Event) -> Refresh:
+        """Return the refresh that an event causes: in full precision if a difference would hold bits."""
+        refresh = next_refresh(self.state, event)
+        if refresh.ranges == "none" or self.group.value_ranges is None:
+            return refresh
+        chosen = self._sent_segments() if refresh.ranges == "trained" else range(len(self.group.segments))
+        holds_bits = any(self.group.segments[index].holds_bits for index in chosen)
+        return refresh._replace(kind="full", ranges="none") if holds_bits else refresh
 
     def apply(self, event: Event) -> Refresh:
         """Take the state that an event leads to; return the refresh that it causes."""
-        refresh = next_refresh(self.state, event)
+        refresh = self._next(event)
         self.state = refresh.state
         if self.state not in FROM_CHECKPOINT and event is not Event.GATHER:
             self.loaded_shard = None
@@ -178,11 +187,16 @@ class FSDPGroupState(GroupState):
         """Return numbers, int64 [segments], that tell main shards and numbers of nodes from others."""
         return self.group.fingerprints() + (self.layout.nodes << 40)
 
+    def values_of(self, row: Tensor) -> Tensor:
+        """Return the part of a row [n] that holds values."""
+        return row if self.group.value_ranges is None else sample_of(row, self.group.value_ranges)
+
     def change_squares(self) -> Tensor:
         """Return |main - replica|^2 and |main|^2 over this rank's shard, fp64 [2]."""
         assert self.replica is not None
         held = self.replica.own_shard if self.loaded_shard is None else self.loaded_shard
-        return change_squares(self.group.main_shard(held.dtype), held)
+        main = self.group.main_shard(held.dtype)
+        return change_squares(self.values_of(main), self.values_of(held))
 
     def note_refresh(self, row: Tensor, *, refresh: Refresh) -> None:
         """Note a refresh from this row [n], the main shard in the type that is gathered."""
@@ -226,7 +240,9 @@ class FSDPGroupState(GroupState):
         replica = self.replica
         if replica is None or replica.rows is None or (replica.is_pending and not may_wait):
             return None
-        return self.group.sample_main(ranges), sample_of(replica.own_shard, ranges)
+        if self.group.value_ranges is not None:
+            ranges = common_ranges(ranges, self.group.value_ranges)
+        return (self.group.sample_main(ranges), sample_of(replica.own_shard, ranges)) if ranges else None
 
     def copies(self) -> Sequence[ReplicaCopy]:
         """See GroupState; with HSDP, also a checksum of the main shard, which replicas hold alike."""
@@ -262,7 +278,7 @@ class FSDPGroupState(GroupState):
     def describe_weights(self) -> str:
         """See GroupState."""
         text = super().describe_weights()
-        if self.replica is None or self.replica.bits is None:
+        if self.replica is None:
             return text
         frozen = sum(not segment.sharded.requires_grad for segment in self.group.segments)
         return text + (f", {frozen} frozen not sent" if frozen else "")

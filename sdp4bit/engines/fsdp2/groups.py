@@ -20,7 +20,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sdp4bit.collectives.errors import comm_error_context
-from sdp4bit.collectives.sections import Range, RowParameter, Section, common_ranges, cut_row, whole_row
+from sdp4bit.collectives.sections import (
+    Range,
+    RowParameter,
+    Section,
+    common_ranges,
+    cut_row,
+    merge_ranges,
+    whole_row,
+)
+from sdp4bit.engines.fsdp2.subclasses import extends_gather, plain_values, subclass_gather
 from sdp4bit.engines.fsdp2.torch_internals import (
     Comm,
     HybridMeshInfo,
@@ -28,16 +37,11 @@ from sdp4bit.engines.fsdp2.torch_internals import (
     Param,
     ParamGroup,
     RootContext,
-    extends_gather,
-    gathered_by_subclass,
     param_groups_of,
-    plain_values,
 )
 from sdp4bit.engines.measures import pieces_of
 
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module", "_orig_mod")
-QUANTIZED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-"""Types of parameters and gradients that can be quantized."""
 _BIT_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 _SYMMETRIC, _OF_PROCESS_GROUP = "set_symm_mem_for_comm", "set_allocate_memory_from_process_group_for_comm"
@@ -63,6 +67,9 @@ class ParamSegment:
     start: int
     end: int
     param: Param
+    dtype: torch.dtype  # as it is gathered
+    # Gathered as they are: of another type than the row, or packed. Never part of a difference.
+    holds_bits: bool
 
     @property
     def sharded(self) -> DTensor:
@@ -79,20 +86,6 @@ class ParamSegment:
         """Whether no rank's shard is empty."""
         dim, ranks = self.param.fsdp_placement.dim, self.param.mesh_info.shard_mesh_size
         return self.param.padded_sharded_param_size[dim] * (ranks - 1) < self.param._orig_size[dim]
-
-    @cached_property
-    def subclass_gather(self) -> tuple[frozenset[torch.dtype], str]:
-        """The types that a tensor subclass gathers, none for a plain tensor, and why FSDP2 must gather it."""
-        local, dtypes = self.sharded._local_tensor, frozenset[torch.dtype]()
-        if not extends_gather(local):
-            return dtypes, ""
-        try:
-            rows, held = gathered_by_subclass(self.param), plain_values(self.param._sharded_param_data)
-            dtypes = frozenset(row.dtype for row in rows)
-            reason = _subclass_reason(rows, held)
-        except Exception as error:  # of the subclass; FSDP2 meets it again, or the other ranks do not have it
-            reason = f"{type(error).__name__}: {error}"
-        return dtypes, reason and f"{type(local).__name__} of {self.name}: {reason}"
 
     @property
     def owner(self) -> tuple[nn.Module, str]:
@@ -111,7 +104,10 @@ class ParamSegment:
 
     def local_view(self, row: Tensor) -> Tensor:
         """View this parameter's shard, without padding, in a row [n] of its group."""
-        padded = row[self.start : self.end].view(self.param.padded_sharded_param_size)
+        values = row[self.start : self.end]
+        if self.holds_bits:
+            values = values.view(self.dtype)
+        padded = values.view(self.param.padded_sharded_param_size)
         dim = self.param.fsdp_placement.dim
         return padded.narrow(dim, 0, self.local.size(dim) if self.local.numel() else 0)
 
@@ -122,16 +118,6 @@ class ParamSegment:
         return DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
-
-
-def _subclass_reason(rows: Sequence[Tensor], held: Tensor) -> str:
-    """Return why the rows that a tensor subclass gathers cannot come from a replica; "" if they can."""
-    if len(rows) != 1 or rows[0].dtype not in QUANTIZED_DTYPES:
-        return f"gathers {' and '.join(str(row.dtype).removeprefix('torch.') for row in rows)} itself"
-    (row,), rounded = rows, held.to(rows[0])
-    bits = _BIT_PATTERNS[row.element_size()]
-    same = row.is_meta or torch.equal(row.view(bits), rounded.view(bits))
-    return "" if row.shape == held.shape and same else "gathers other values than it holds"
 
 
 def tensor_version(tensor: DTensor) -> tuple[int, int, int]:
@@ -255,13 +241,52 @@ class FSDPGroup:
     def segments(self) -> list[ParamSegment]:
         """The parameters in the order of the row."""
         result, start = [], 0
-        for param in self._group.fsdp_params:
-            end = start + param.padded_sharded_param_size.numel()
-            owner = self._module_names.get(id(param._module_info.module), "")
-            name = clean_name(f"{owner}.{param._module_info.param_name}".lstrip("."))
-            result.append(ParamSegment(name=name, start=start, end=end, param=param))
+        for param, (dtypes, _) in zip(self._group.fsdp_params, self._gathers, strict=True):
+            module, own_name = param._module_info.module, param._module_info.param_name
+            dtype = next(iter(dtypes)) if len(dtypes) == 1 else param.sharded_param.dtype
+            row_dtype = self.row_dtype or dtype
+            end = start + param.padded_sharded_param_size.numel() * dtype.itemsize // row_dtype.itemsize
+            name = self._name_of(param)
+            # bitsandbytes packs 4-bit codes into any type: read as floats they may be NaN.
+            is_packed = own_name == "weight" and getattr(module, "quant_state", None) is not None
+            holds_bits = dtype != row_dtype or is_packed
+            result.append(
+                ParamSegment(name=name, start=start, end=end, param=param, dtype=dtype, holds_bits=holds_bits)
+            )
             start = end
         return result
+
+    def _name_of(self, param: Param) -> str:
+        owner = self._module_names.get(id(param._module_info.module), "")
+        return clean_name(f"{owner}.{param._module_info.param_name}".lstrip("."))
+
+    @cached_property
+    def row_dtype(self) -> torch.dtype | None:
+        """The type that a row is read in, when it is attached: that in which the trained part is gathered.
+
+        Parameters of other types lie in the row as bits. None if the trained part has several types, or if a
+        shard does not fill whole values of each type.
+        """
+        params, dtypes = self._group.fsdp_params, self.param_dtypes
+        if len(dtypes) == 1:
+            return next(iter(dtypes))
+        widest = max(dtype.itemsize for dtype in dtypes)
+        sizes = [param.padded_sharded_param_size.numel() for param in params]
+        trains = [param.sharded_param.requires_grad for param in params]
+        gathered = [each for each, _ in self._gathers]
+        trained = {dtype for each, on in zip(gathered, trains, strict=True) if on for dtype in each}
+        chosen = trained or {min((d for d in dtypes if d.is_floating_point), key=str, default=torch.uint8)}
+        is_aligned = all(
+            n * d.itemsize % widest == 0 for n, each in zip(sizes, gathered, strict=True) for d in each
+        )
+        (dtype, *others) = chosen
+        return dtype if is_aligned and not others and dtype.is_floating_point else None
+
+    @cached_property
+    def value_ranges(self) -> list[Range] | None:
+        """The ranges of the row that hold values, not bits; None for all of it."""
+        values = [(s.start, s.end) for s in self.segments if not s.holds_bits]
+        return None if len(values) == len(self.segments) else merge_ranges(values)
 
     @cached_property
     def _kinds(self) -> list[frozenset[tuple[int, ...]]]:
@@ -313,8 +338,8 @@ class FSDPGroup:
 
     @property
     def shard_numel(self) -> int:
-        """Values in one rank's row, FSDP2's own padding of uneven shards included."""
-        return sum(param.padded_sharded_param_size.numel() for param in self._group.fsdp_params)
+        """Values of `row_dtype` in one rank's row, FSDP2's own padding of uneven shards included."""
+        return self.segments[-1].end
 
     @property
     def holds_values(self) -> bool:
@@ -324,22 +349,31 @@ class FSDPGroup:
     @property
     def shard_nbytes(self) -> int:
         """Bytes of one rank's row as it is gathered."""
-        return sum((s.end - s.start) * dtype.itemsize for s in self.segments for dtype in self._gathered(s))
+        sizes = [param.padded_sharded_param_size.numel() for param in self._group.fsdp_params]
+        each = zip(sizes, self._gathers, strict=True)
+        return sum(numel * dtype.itemsize for numel, (dtypes, _) in each for dtype in dtypes)
 
-    def _gathered(self, segment: ParamSegment) -> frozenset[torch.dtype]:
-        dtype, policy = segment.sharded.dtype, self._group.mp_policy.param_dtype
-        usual = policy if policy is not None and dtype.is_floating_point else dtype
-        return segment.subclass_gather[0] or frozenset((usual,))
+    @cached_property
+    def _gathers(self) -> list[tuple[frozenset[torch.dtype], str]]:
+        """The types that each parameter is gathered in, and why a tensor subclass is left to FSDP2."""
+        policy = self._group.mp_policy.param_dtype
+        gathers = []
+        for param in self._group.fsdp_params:
+            dtype = param.sharded_param.dtype
+            usual = policy if policy is not None and dtype.is_floating_point else dtype
+            dtypes, reason = subclass_gather(param, name=self._name_of(param))
+            gathers.append((dtypes or frozenset((usual,)), reason))
+        return gathers
 
     @property
     def rounds_weights(self) -> bool:
         """Whether weights are rounded when they are gathered: their main shards are more precise."""
-        return any(self._gathered(s) != {s.sharded.dtype} for s in self.segments)
+        return any(segment.dtype != segment.sharded.dtype for segment in self.segments)
 
     @property
     def param_dtypes(self) -> set[torch.dtype]:
-        """The types that parameters have when they are gathered; more than one cannot share a replica."""
-        return {dtype for segment in self.segments for dtype in self._gathered(segment)}
+        """The types that parameters have when they are gathered; FSDP2 gathers several as bytes."""
+        return {dtype for dtypes, _ in self._gathers for dtype in dtypes}
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -379,12 +413,12 @@ class FSDPGroup:
     @cached_property
     def has_subclasses(self) -> bool:
         """Whether a tensor subclass has an all-gather of its own."""
-        return any(extends_gather(segment.sharded._local_tensor) for segment in self.segments)
+        return any(extends_gather(param.sharded_param._local_tensor) for param in self._group.fsdp_params)
 
     @property
     def subclass_reason(self) -> str:
         """Why a tensor subclass's all-gather is left to FSDP2; "" if none is."""
-        return next((reason for _, reason in (s.subclass_gather for s in self.segments) if reason), "")
+        return next((reason for _, reason in self._gathers if reason), "")
 
     @property
     def comms(self) -> CommObjects:
@@ -414,18 +448,27 @@ class FSDPGroup:
         return {kind: setter for kind, setter in setters.items() if setter}
 
     def main_shard(self, dtype: torch.dtype) -> Tensor:
-        """Return this rank's main shard [n] as the next all-gather would send it; a copy."""
+        """Return this rank's main shard [n] as the next all-gather would send it; a copy.
+
+        Args:
+            dtype: of the result; bits are unchanged in `row_dtype` only.
+        """
         # FSDP2's copy-in reads the same tensors: 1-D, padded, in the type of the main weights, and on the
         # host with CPU offload. The copy belongs to the current stream.
-        data = [plain_values(param._sharded_param_data) for param in self._group.fsdp_params]
-        return torch.cat([d.to(device=self.device, dtype=dtype) for d in data])
+        pieces = []
+        for segment in self.segments:
+            data = plain_values(segment.param._sharded_param_data)
+            if segment.holds_bits and self.row_dtype is not None:
+                data = data.to(device=self.device, dtype=segment.dtype).view(self.row_dtype)
+            pieces.append(data.to(device=self.device, dtype=dtype))
+        return torch.cat(pieces)
 
     def gathered_shard(self) -> Tensor | None:
-        """Return this rank's main shard [n] in the type of the gather; None if there are several types."""
-        dtypes = self.param_dtypes
-        if len(dtypes) > 1 or self.subclass_reason or not next(iter(dtypes)).is_floating_point:
+        """Return this rank's main shard [n] in the type of the row; None if that is not of floats."""
+        dtype = self.row_dtype
+        if dtype is None or self.subclass_reason or not dtype.is_floating_point:
             return None
-        return self.main_shard(next(iter(dtypes)))
+        return self.main_shard(dtype)
 
     def sample_main(self, ranges: Sequence[Range]) -> Tensor:
         """Return these ascending ranges of this rank's main shard, one behind the other, in fp32."""

@@ -6,6 +6,7 @@ Memory that a hook allocates belongs to that stream: the caching allocator gives
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from sdp4bit.collectives.work import CompletedWork, DeferredWork
 from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 from sdp4bit.engines.fsdp2.observers import in_backward
 from sdp4bit.engines.fsdp2.refresh import Event, FSDPModelState, Refresh
-from sdp4bit.engines.fsdp2.torch_internals import Comm
+from sdp4bit.engines.fsdp2.torch_internals import Comm, gradient_dtype
 from sdp4bit.engines.group import reduction_multiplier
 from sdp4bit.engines.measures import GradientQuantizer
 
@@ -80,6 +81,8 @@ class AllGatherHook:
     ) -> Any:
         comm, replica = self._comm, self._comm.replica
         assert replica is not None
+        if row.dtype == torch.uint8 and comm.group.row_dtype is not None:
+            row = row.view(comm.group.row_dtype)  # several types, which FSDP2 gathers as bytes
         if group.size() != comm.layout.size:
             raise ValueError(
                 f"{comm.group.name}: gathered over {group.size()} instead of {comm.layout.size} ranks; "
@@ -170,13 +173,14 @@ class AllGatherHook:
         assert replica is not None
         if not replica.is_full:
             # Between the ranks of the node, into the output itself: no second tensor of its size.
-            replica.gather(output)
+            assert replica.rows is not None
+            replica.gather(output.view(replica.rows.dtype))
             return
         replica.wait()
         assert replica.rows is not None
         # FSDP2 copies out of the replica itself: the tensor object stays, its storage is exchanged. The next
         # refresh writes the replica behind that copy-out, as its stream waits for the compute stream first.
-        output.set_(replica.rows.view(-1))  # type: ignore[call-overload]
+        output.set_(replica.rows.view(-1).view(output.dtype))  # type: ignore[call-overload]
 
 
 class ReduceScatterHook:
@@ -190,9 +194,18 @@ class ReduceScatterHook:
         self._range = f"sdp4bit::reduce_scatter ({comm.group.name})"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor for what is reduced, or for the result."""
-        if self._comm.reduction is None:
+        """Return a tensor for the rows that are reduced, or for the result."""
+        comm = self._comm
+        if comm.reduction is None:
             return self._stock.allocate(size, dtype=dtype, device=device)
+        # Rows of bf16 gradients stay bf16: fp32 would hold the same values, as FSDP2 divides none before an
+        # fp32 reduction, and the quantizer reads either. A reduction in full precision needs its own type.
+        if (
+            dtype == torch.float32
+            and gradient_dtype() == torch.bfloat16
+            and _quantized_sections(comm, self._state, math.prod(size) // comm.layout.size, comm.reduction)
+        ):
+            dtype = torch.bfloat16
         # A new tensor each time: the result may become the storage of the gradients.
         return torch.empty(*size, dtype=dtype, device=device)
 

@@ -44,8 +44,8 @@ def save_state(state: FSDPModelState) -> StateDict:
                 row = comm.replica.own_shard
                 # A load or an edit that no forward has used, and a replica with NaN or infinity: let nothing
                 # fit, so that the resumed run starts in full precision, as this one would go on.
-                edited = comm.has_edits()
-                is_unusable = ~row.isfinite().all() if edited is None else edited | ~row.isfinite().all()
+                edited, is_nonfinite = comm.has_edits(), comm.values_of(row).isfinite().all().logical_not()
+                is_unusable = is_nonfinite if edited is None else edited | is_nonfinite
                 marks = marks + is_unusable.to(marks.dtype) + int(comm.was_loaded)
         numbers = [comm.reductions, comm.refreshes, comm.all_reduces]
         # No two ranks of the largest mesh hold the same shards.
@@ -128,9 +128,7 @@ def _row(comm: FSDPGroupState, keys: Sequence[str], replica: Mapping[str, object
     """Return the saved row of a group, or None if a part is missing or has another shape."""
     if comm.replica is None:
         return None
-    row = torch.zeros(
-        comm.group.shard_numel, dtype=next(iter(comm.group.param_dtypes)), device=comm.group.device
-    )
+    row = torch.zeros(comm.group.shard_numel, dtype=comm.group.row_dtype, device=comm.group.device)
     for key, segment in zip(keys, comm.group.segments, strict=True):
         local = _local(replica.get(key))
         view = segment.local_view(row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol
@@ -13,11 +14,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdp4bit.config import TESTED_TORCH
 
 _MINIMUM = (2, 9)
+_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 
 
 class Comm(Protocol):
@@ -118,43 +119,6 @@ _ARGUMENTS: Mapping[str, Sequence[str]] = {
 }
 
 
-class _WithoutCollectives(TorchDispatchMode):
-    """Keeps an all-reduce of functional collectives on this rank, and refuses other collectives."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional" and func._opname.startswith("all_reduce"):
-            return args[0]
-        if "c10d" in func.namespace and not func._opname.startswith(("wait_tensor", "_wrap_tensor")):
-            raise RuntimeError(f"{func} was called by fsdp_pre_all_gather")
-        return func(*args, **(kwargs or {}))
-
-
-def extends_gather(local: Tensor) -> bool:
-    """Return whether a shard is a tensor subclass with an all-gather of its own."""
-    return hasattr(local, "fsdp_pre_all_gather")
-
-
-def plain_values(local: Tensor) -> Tensor:
-    """Return a shard as a plain tensor; a copy if it is a tensor subclass with an all-gather of its own."""
-    if not extends_gather(local):
-        return local
-    values = torch.empty(local.shape, dtype=local.dtype, device=local.device)
-    values.copy_(local)  # what it returns may be the subclass again
-    return values
-
-
-@torch.no_grad()
-def gathered_by_subclass(param: Param) -> Sequence[Tensor]:
-    """Return the rows that FSDP2 gathers for a tensor subclass, as this rank alone computes them.
-
-    Raises:
-        RuntimeError: the subclass calls a collective. It may raise errors of its own, too.
-    """
-    with _WithoutCollectives():
-        rows: Sequence[Tensor] = getattr(param, "all_gather_inputs")  # noqa: B009
-        return rows
-
-
 def check_torch_version() -> None:
     """Raise ValueError if this torch is older than FSDP2's communication hooks."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
@@ -196,6 +160,20 @@ def param_groups_of(module: Module) -> list[ParamGroup]:
         for name, arguments in _ARGUMENTS.items():
             _check_call(getattr(group, name), arguments)
     return list(groups)
+
+
+def gradient_dtype() -> torch.dtype | None:
+    """Return the type of the gradients that FSDP2 allocates rows for; called by `Comm.allocate`.
+
+    None for every other allocation, and if the gradients cannot be seen.
+    """
+    # FSDP2 passes only the type of the reduction. When it allocates, the parameters have given up their
+    # gradients, which may be those of the last backward pass or sums in fp32: a local variable of the caller
+    # holds them until they have been copied.
+    caller = sys._getframe(2)
+    is_known = caller.f_globals.get("__name__") == _COLLECTIVES
+    gradients: Sequence[Tensor] = caller.f_locals.get("unsharded_grads", ()) if is_known else ()
+    return gradients[0].dtype if gradients else None
 
 
 def _refuse_replicated(group: ParamGroup, module: Module) -> None:

@@ -18,13 +18,13 @@ class RanksConfig:
     """Processes and nodes."""
 
     nproc_per_node: int | None = None
-    """Processes to start on this machine; one per GPU, or one, when not given. Under torchrun, torchrun's
-    option of the same name decides."""
+    """Processes to start on this machine. Under torchrun, torchrun's option applies. Default: one per GPU, or
+    1."""
     ranks_per_node: int | None = None
-    """Consecutive ranks of the job that count as one node; found by host name when not given."""
+    """Consecutive ranks that count as one node. Default: detected by host name."""
     distributed_timeout_minutes: float = 10.0
-    """Minutes that a rank waits for the others in an exchange before it gives up, with an error that names
-    the exchange; longer than the slowest thing that one rank does alone, such as tokenizing a text."""
+    """Minutes that a rank waits for the others in an exchange before it fails. Must exceed the longest task
+    of a single rank, such as tokenizing a text."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "nproc_per_node", "ranks_per_node")
@@ -53,11 +53,11 @@ class RanksConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRanksConfig(RanksConfig):
-    """Processes and nodes, or one process that stands for several."""
+    """Processes and nodes, or one process that simulates several."""
 
     simulated_ranks: int | None = None
-    """Train in one process as this many data-parallel ranks would, with what their communication does to
-    weights and gradients; --ranks-per-node of them count as one node."""
+    """Simulate this many data-parallel ranks in one process, including the effect of their communication on
+    weights and gradients. Needs --ranks-per-node."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,11 +79,11 @@ class SimulatedRanksConfig(RanksConfig):
         self._check_nodes(ranks, what=f"{ranks} simulated ranks")
 
     def processes(self, devices: int) -> int:
-        """Return how many processes to start: one if it stands for all."""
+        """Return how many processes to start: one if it simulates all."""
         return super().processes(devices) if self.simulated_ranks is None else 1
 
     def check_world(self, world_size: int) -> None:
-        """Raise SettingError unless nodes divide the world, or one process stands for all."""
+        """Raise SettingError unless nodes divide the world, or one process simulates all."""
         if self.simulated_ranks is None:
             super().check_world(world_size)
         else:

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pkgutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from sdp4bit.collectives.errors import ExchangeError
+from sdp4bit_lab.common.files import note
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.launch.signals import (
     REPEAT_SIGNAL_SECONDS,
@@ -111,6 +111,7 @@ def _run_processes(program: str, config: object, timeout: timedelta, *, size: in
     resource_tracker.ensure_running()
     # Processes inherit the mask: a signal to the process group waits until a rank listens.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    note(f"starting {size} processes")
     try:
         for process in processes:
             process.start()
@@ -145,7 +146,7 @@ def _run_process(
     environment: dict[str, str],
     leaves_early: bool,
 ) -> None:
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.update(environment)
     code = _run_rank(program, config, timeout, leaves_early=leaves_early)
     if code:
@@ -153,7 +154,8 @@ def _run_process(
         os._exit(code)
 
 
-def _end_with_launcher() -> None:
+def end_with_parent() -> None:
+    """End this process when the one that started it has ended; for a thread of its own."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()
@@ -173,13 +175,11 @@ def _join(processes: Sequence[SpawnProcess], signals: list[signal.Signals], *, l
             if number != signal.SIGUSR1:
                 first_at = first_at or time.monotonic()
                 if not leaves_early or time.monotonic() - first_at > REPEAT_SIGNAL_SECONDS:
-                    _report_error(f"{number.name} has ended the ranks at once")
+                    _report_error(f"{number.name}: the ranks were killed")
                     return 128 + number
             if asked_by is None:
                 asked_by = number
-                sys.stderr.write(
-                    f"sdp4bit: {number.name}: the ranks leave after this step; a second one ends them\n"
-                )
+                note(f"{number.name}: the ranks stop after this step; a second one kills them")
             for process in running:
                 if process.exitcode is None and process.pid is not None:
                     os.kill(process.pid, number)
@@ -208,4 +208,4 @@ def _report_failure(processes: Sequence[SpawnProcess]) -> int:
 
 
 def _report_error(message: str) -> None:
-    sys.stderr.write(f"sdp4bit: error: {message}\n")
+    note(f"error: {message}")

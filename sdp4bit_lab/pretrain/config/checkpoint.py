@@ -13,19 +13,19 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     save: Path | None = None
-    """Folder for checkpoints; one is written at the end as well."""
+    """Folder for checkpoints. The last step is always saved."""
     save_interval: int = 1000
     """Steps between checkpoints."""
     async_save: bool = True
-    """Write in the background while training goes on, from a copy of the state in the memory of the host."""
+    """Write checkpoints in the background, from a copy in host memory."""
     keep_last: int | None = None
-    """Checkpoints to keep: older ones are deleted after a new one is complete. All when not given."""
+    """Number of checkpoints to keep; older ones are deleted after a new one is complete. Default: all."""
     load: Path | None = None
-    """Folder of checkpoints to resume from: its latest complete one, or one of its step folders. With the
-    folder of --save, a run begins if there is none yet."""
+    """Folder to resume from: its latest complete checkpoint, or one of its step folders. If it equals --save
+    and is empty, the run starts from step 1."""
     auto_resume: bool = False
-    """Resume from --save if it holds a checkpoint, else from --load if that is given: the same command line
-    begins a run, and resumes it after an end of any kind."""
+    """Resume from --save if it has a checkpoint, else from --load if given. One command line then starts and
+    resumes a run."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "save_interval", "keep_last")
@@ -45,9 +45,9 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """A checkpoint of the pretraining program, to be written as a Hugging Face GPT-2 model."""
+    """A checkpoint to write as a Hugging Face GPT-2 model."""
 
     load: Path
-    """Folder of checkpoints, of which the latest complete one is taken, or one of its step folders."""
+    """Folder of checkpoints, whose latest complete one is used, or one of its step folders."""
     out: Path
-    """Folder to write config.json, model.safetensors and the tokenizer to; it must not be there yet."""
+    """New folder for config.json, model.safetensors and the tokenizer."""

@@ -35,39 +35,42 @@ _GRADIENTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationConfig:
-    """Details of the quantized communication: with --strategy they change its values; without one,
-    --quantized-weights and --quantized-gradients say what is quantized, as in the reference
+    """Details of the quantized communication. With --strategy they change its values. Otherwise
+    --quantized-weights and --quantized-gradients select what is quantized, as in the reference
     implementation."""
 
     quantized_weights: bool = False
-    """Send 4-bit weight differences; instead of --strategy."""
+    """Send 4-bit weight differences, instead of --strategy."""
     weight_bits: Annotated[Literal[2, 3, 4, 8] | None, option("weight-quantization-bits")] = None
-    """Bits of a weight difference; 4 when not given."""
+    """Bits per weight difference. Default: the strategy's, or 4."""
     weight_group_size: Annotated[int | None, option("wq-group-size")] = None
-    """Weight differences that share a scale; 2048 when not given."""
+    """Weight differences that share a scale. Default: the strategy's, or 2048."""
     replica: ReplicaPlacement | None = None
-    """Weight replica: node (spread over the ranks of a node, also when not given) or full (on every rank)."""
+    """Placement of the weight replica: node (sharded over the ranks of a node) or full (on every rank).
+    Default: node."""
     quantized_gradients: bool = False
-    """Reduce gradients by two quantized all-to-alls; instead of --strategy."""
+    """Reduce gradients by two quantized all-to-alls, instead of --strategy."""
     inter_bits: Annotated[Literal[2, 3, 4, 8] | None, option("gradient-quantization-bits-inter")] = None
-    """Bits of an inter-node gradient; 4 when not given."""
+    """Bits per inter-node gradient. Default: the strategy's, or 4."""
     inter_group_size: Annotated[int | None, option("gq-group-size-inter")] = None
-    """Inter-node gradients that share a scale; 128 when not given."""
+    """Inter-node gradients that share a scale. Default: the strategy's, or 128."""
     intra_bits: Annotated[Literal[2, 3, 4, 8] | None, option("gradient-quantization-bits-intra")] = None
-    """Bits of an intra-node gradient; 8 when not given."""
+    """Bits per intra-node gradient. Default: the strategy's, or 8."""
     intra_group_size: Annotated[int | None, option("gq-group-size-intra")] = None
-    """Intra-node gradients that share a scale; not given: 512 with --quantized-gradients, as in the
-    reference implementation; 128 with a strategy, as in the paper."""
+    """Intra-node gradients that share a scale. Default: 128 with a strategy, as in the paper; 512 with
+    --quantized-gradients, as in the reference implementation."""
     hadamard_transform: bool = False
-    """Smooth gradients by a Hadamard transform before they are quantized; part of tlq-hs and sdp4bit."""
+    """Apply a Hadamard transform to gradients before quantization; part of tlq-hs and sdp4bit."""
     inter_rounding: Annotated[Rounding | None, option("gradient-rounding-inter")] = None
-    """Rounding of inter-node gradients; when not given dither with sdp4bit, stochastic otherwise."""
+    """Rounding of inter-node gradients. Default: dither with sdp4bit, stochastic with the paper's
+    strategies."""
     pipeline_chunks: Annotated[int | None, option("gradient-alltoall-pipeline", "pipeline-chunks")] = None
-    """Slices whose intra-node and inter-node hops overlap; chosen by the size of a row when not given."""
+    """Slices of a gradient exchange, whose intra-node and inter-node transfers overlap. Default: chosen by
+    size."""
     start_step: Annotated[int | None, option("gradients-quantization-start-iteration")] = None
-    """Steps whose gradients are reduced in full precision before quantization starts; 0 when not given."""
+    """Steps with full-precision gradients before quantization starts. Default: 0."""
     gradients_inside_one_node: bool = False
-    """Quantize gradients also if all ranks that share a parameter are on one node."""
+    """Quantize gradients even if all ranks that share a parameter are on one node."""
 
     def __post_init__(self) -> None:
         if not self.names_parts:
@@ -96,7 +99,10 @@ class CommunicationConfig:
                     "quantized: give one of the two"
                 )
             reference = GradientConfig(
-                intra_group_size=REFERENCE_INTRA_GROUP, hadamard=False, inter_rounding="stochastic"
+                intra_group_size=REFERENCE_INTRA_GROUP,
+                hadamard=False,
+                inter_rounding="stochastic",
+                exact_own=False,
             )
             base = SDP4BitConfig(
                 weights=WeightConfig() if self.quantized_weights else None,
@@ -154,14 +160,14 @@ class CommunicationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReliabilityConfig:
-    """Comparing the copies of the weights, and alerts on what quantization costs."""
+    """Comparison of the weight replicas, and alerts on quantization errors."""
 
     audit_interval: int = 100
-    """Steps from one comparison of the weights' copies to the next; 0 compares nothing."""
+    """Steps between comparisons of the weight replicas; 0 disables them."""
     audit_on_mismatch: MismatchAction = "error"
-    """What happens if copies differ: end with an error, or warn and refresh them in full precision."""
+    """Action if replicas differ: stop with an error, or warn and refresh them in full precision."""
     alerts: Literal["off", "warn"] = "off"
-    """Warn if an error of quantization crosses its threshold. Simulated ranks look at rank 0's measures."""
+    """Warn if a quantization error exceeds its threshold. Simulated ranks use the measurements of rank 0."""
 
     def __post_init__(self) -> None:
         self.applied_to(SDP4BitConfig())

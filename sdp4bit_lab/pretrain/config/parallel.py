@@ -14,15 +14,14 @@ class ParallelConfig(SimulatedRanksConfig):
     """Processes, nodes and parallelism."""
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share the matrices of every block; consecutive ranks."""
+    """Consecutive ranks that share the matrices of every block."""
     pipeline_model_parallel_size: int = 1
-    """Ranks that share the blocks, one after another; micro batches (--accumulation) keep them busy."""
+    """Ranks that share the blocks as pipeline stages; --accumulation sets the number of micro batches."""
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """Blocks in one of several stages that each rank of a pipeline has, interleaved with those of the others;
-    one stage per rank when not given."""
+    """Blocks per stage if each rank has several interleaved stages. Default: one stage per rank."""
     recompute_granularity: Recompute = "none"
-    """What is computed again in backward instead of being kept: the attention weights and their products
-    (selective), or whole blocks (full)."""
+    """Activation checkpointing: selective recomputes the attention core in backward, full recomputes complete
+    blocks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,20 +30,20 @@ WARMUP_SHARE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The GPT to train: a model card, with single sizes replaced."""
+    """The GPT to train: a preset, with single sizes replaced."""
 
     model_card: Annotated[CardName, option("preset", "model-card")] = "tiny"
-    """Model card: sizes, and the defaults of sequence length, micro batch, learning rate and vocabulary."""
+    """Model sizes, and defaults of sequence length, micro batch size, learning rate and vocabulary."""
     layers: Annotated[int | None, option("num-layers", "layers")] = None
-    """Transformer blocks; the card's when not given."""
+    """Transformer blocks. Default: the preset's."""
     hidden: Annotated[int | None, option("hidden-size", "hidden")] = None
-    """Width of the residual stream; the card's when not given."""
+    """Width of the residual stream. Default: the preset's."""
     heads: Annotated[int | None, option("num-attention-heads", "heads")] = None
-    """Attention heads; the card's when not given."""
+    """Attention heads. Default: the preset's."""
     positions: Annotated[int | None, option("max-position-embeddings")] = None
-    """Learned positions; as many as a sequence has tokens when not given."""
+    """Learned positions. Default: the sequence length."""
     dropout: float = 0.0
-    """Dropout of the embedding, the attention weights and both branches of a block."""
+    """Dropout probability of the embedding, the attention weights and both branches of a block."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "layers", "hidden", "heads", "positions")
@@ -83,28 +83,28 @@ class OptimizerConfig:
     """AdamW with linear warm-up and cosine decay; the defaults are the paper's."""
 
     learning_rate: Annotated[float | None, option("lr", "learning-rate")] = None
-    """Peak learning rate; the card's when not given."""
+    """Peak learning rate. Default: the preset's."""
     min_lr: float | None = None
-    """Learning rate at the end of the decay; a tenth of the peak when not given."""
+    """Learning rate at the end of the decay. Default: a tenth of the peak."""
     decay_style: Annotated[DecayStyle, option("lr-decay-style")] = "cosine"
-    """Shape of the decay from the peak to the smallest learning rate."""
+    """Shape of the decay from --lr to --min-lr."""
     warmup_fraction: Annotated[float | None, option("lr-warmup-fraction", "warmup-fraction")] = None
-    """Share of the decay steps in which the learning rate rises linearly; when neither this nor the steps are
-    given, the card's steps, or else 0.01."""
+    """Fraction of the decay steps with linear warm-up. Default: --lr-warmup-iters, or the preset's steps, or
+    0.01."""
     warmup_steps: Annotated[int | None, option("lr-warmup-iters")] = None
-    """Steps in which the learning rate rises linearly; instead of the share."""
+    """Steps with linear warm-up, instead of --lr-warmup-fraction."""
     decay_steps: Annotated[int | None, option("lr-decay-iters", "decay-steps")] = None
-    """Steps until the learning rate has decayed; all steps when not given."""
+    """Steps of warm-up and decay; the learning rate is constant afterwards. Default: all steps."""
     beta1: Annotated[float, option("adam-beta1", "beta1")] = 0.9
-    """Decay of the gradient's average."""
+    """AdamW's decay of the gradient average."""
     beta2: Annotated[float, option("adam-beta2", "beta2")] = 0.95
-    """Decay of the squared gradient's average."""
+    """AdamW's decay of the squared gradient average."""
     eps: Annotated[float, option("adam-eps", "eps")] = 1e-8
-    """Term that keeps the division finite."""
+    """AdamW's epsilon."""
     weight_decay: float = 0.1
-    """Decoupled decay of matrices and embeddings; biases and norms are not decayed."""
+    """Decoupled decay of matrices and embeddings. Biases and norms are not decayed."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; 0 does not clip."""
+    """Largest global gradient norm; 0 disables clipping."""
 
     def __post_init__(self) -> None:
         require_positive(self, "learning_rate", "eps")
@@ -124,23 +124,23 @@ class LoggingConfig:
     """What is written while training."""
 
     out: Path = Path("runs/pretrain")
-    """Folder of the run: config.json, metrics.jsonl, TensorBoard events."""
+    """Folder for config.json, metrics.jsonl and TensorBoard events."""
     jsonl: bool = True
-    """Write metrics.jsonl, one object a line."""
+    """Write metrics.jsonl, one JSON object per line."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     tensorboard_dir: Path | None = None
-    """Folder of the TensorBoard events; tensorboard in the run's folder when not given."""
+    """Folder for TensorBoard events. Default: tensorboard in the run's folder."""
     wandb_project: str | None = None
-    """Copy the TensorBoard events to this project of Weights & Biases (needs the wandb package)."""
+    """Copy the TensorBoard events to this Weights & Biases project. Needs the package wandb."""
     wandb_exp_name: str | None = None
-    """Name of the run in Weights & Biases; the folder's name when not given."""
+    """Name of the run in Weights & Biases. Default: the name of the run's folder."""
     log_interval: int = 10
     """Steps between printed lines."""
     log_throughput: bool = False
-    """Print TFLOP/s per device, by the paper's count of operations."""
+    """Print TFLOP/s per device, with the paper's formula."""
     telemetry_interval: int = 10
-    """Steps from one measurement of what quantization costs to the next; 0 measures nothing."""
+    """Steps between measurements of the quantization error; 0 disables them."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "log_interval")
@@ -160,16 +160,16 @@ class PretrainConfig:
     """Everything one training run depends on."""
 
     strategy: Strategy | None = None
-    """What is quantized; baseline is plain FSDP2. sdp4bit when neither this nor --quantized-weights nor
+    """Communication strategy; baseline is plain FSDP2. Default: sdp4bit, unless --quantized-weights or
     --quantized-gradients is given."""
     seed: int = 1234
-    """Seed of the initial weights, the sample order, dropout and stochastic rounding."""
+    """Seed of initial weights, sample order, dropout and random rounding."""
     dry_run: bool = False
-    """Say what the run would take of each rank, and train nothing."""
+    """Print the model size and the memory per rank without training."""
     json: bool = False
-    """Say it as one JSON object."""
+    """Print the result of --dry-run as JSON."""
     world_size: int | None = None
-    """Ranks that --dry-run reckons with; torchrun's, --nproc-per-node, or 1, when not given."""
+    """Number of ranks for --dry-run. Default: torchrun's, --nproc-per-node, or 1."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

@@ -18,30 +18,31 @@ class TrainingConfig:
     steps: Annotated[int, option("train-iters", "steps")] = 200
     """Optimizer steps."""
     micro_batch_size: int | None = None
-    """Sequences per rank in one forward; the card's when not given."""
+    """Sequences per rank and forward pass. Default: the preset's."""
     global_batch_size: int | None = None
-    """Sequences per optimizer step over all ranks; instead of --accumulation."""
+    """Sequences per optimizer step over all ranks, instead of --accumulation."""
     accumulation: int | None = None
-    """Micro batches per optimizer step, 1 when not given; gradients are reduced once, after the last."""
+    """Micro batches per optimizer step; gradients are reduced after the last one. Default: 1."""
     sequence_length: Annotated[int | None, option("seq-length", "sequence-length")] = None
-    """Tokens per sequence; the card's when not given."""
+    """Tokens per sequence. Default: the preset's."""
     eval_interval: int = 100
-    """Steps between validations; the last step is always followed by one."""
+    """Steps between validations. The last step is always followed by one."""
     eval_batches: Annotated[int, option("eval-iters", "eval-batches")] = 4
-    """Global batches per validation, always the same ones."""
+    """Global batches per validation; every validation uses the same samples."""
     param_dtype: Annotated[Precision, option("param-dtype", "precision")] = "bf16"
-    """dtype in which FSDP2 gathers the weights; main weights are fp32, gradients are reduced in fp32."""
+    """dtype of gathered weights. Main weights and gradient reduction are fp32."""
     compute_dtype: ComputeDtype = "auto"
-    """dtype of the activations. auto: that of the gathered weights, except on CPUs without instructions for
-    it, where weights are multiplied in fp32, several times faster."""
+    """dtype of activations. auto: --param-dtype, or fp32 on CPUs without bf16 instructions, which compute
+    several times faster in fp32."""
     compile: bool = False
     """Compile every block with torch.compile."""
     reshard_after_forward: bool = True
-    """Free gathered weights after forward and gather them again in backward (ZeRO-3); off: once a step."""
+    """Free gathered weights after forward and gather them again in backward (ZeRO-3). Off: gather once per
+    step."""
     exit_interval: int | None = None
-    """Save and leave when the step is a multiple of this."""
+    """Save and exit at a multiple of this step."""
     exit_duration_in_mins: float | None = None
-    """Save and leave after the first step that ends later than this many minutes after the start."""
+    """Save and exit after this many minutes, at the end of a step."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "steps", "micro_batch_size", "global_batch_size", "accumulation")

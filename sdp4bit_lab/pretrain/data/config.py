@@ -34,17 +34,17 @@ class TokenizerConfig:
     """The tokenizer: GPT-2's two files, or one tokenizer.json."""
 
     tokenizer_type: TokenizerType | None = None
-    """GPT2BPETokenizer: --vocab-file and --merge-file. HuggingFaceTokenizer: --tokenizer-model.
-    NullTokenizer: no files, tokens 0 to --vocab-size, of which the last ends documents. Follows from the
-    files when not given."""
+    """Tokenizer: GPT2BPETokenizer (--vocab-file and --merge-file), HuggingFaceTokenizer (--tokenizer-model)
+    or NullTokenizer (tokens 0 to --vocab-size, the last one ends a document). Default: follows from the
+    files."""
     vocab_file: Path | None = None
     """GPT-2's vocab.json."""
     merge_file: Path | None = None
     """GPT-2's merges.txt."""
     tokenizer_model: Path | None = None
-    """A tokenizer.json of the tokenizers library, or the folder it is in."""
+    """tokenizer.json of the tokenizers library, or its folder."""
     eod_token: str | None = None
-    """Token that ends a document; <|endoftext|>, </s> and the like are found without."""
+    """Token that ends a document. Default: <|endoftext|>, </s> or a similar token of the tokenizer."""
 
     def __post_init__(self) -> None:
         require(
@@ -100,31 +100,29 @@ class DataConfig(TokenizerConfig):
     """Where the tokens come from, and their tokenizer."""
 
     data_path: _Paths = ()
-    """Prefixes of .bin/.idx files made by `sdp4bit preprocess` or Megatron, several with or without a weight
-    before each. Or text files: .jsonl (one object with "text" a line) or plain text (one document a file;
-    documents may be separated by <|endoftext|>). Without: the sources of the running Python's standard
-    library."""
+    """Prefixes of .bin/.idx files from `sdp4bit preprocess` or Megatron, each after an optional weight. Or
+    text files: .jsonl (an object with "text" per line) or plain text (one document per file, or several
+    separated by <|endoftext|>). Default: the source code of Python's standard library."""
     split: str | None = None
-    """Shares of the documents of --data-path's .bin/.idx files for training, validation and test; 969,30,1
-    when not given. A share for the test that is too small is left out, and said so."""
+    """Proportions of training, validation and test documents in the .bin/.idx files of --data-path. A test
+    part that is too small is skipped with a warning. Default: 969,30,1."""
     train_data_path: _Paths = ()
-    """.bin/.idx prefixes for training alone, instead of --data-path and --split; weights as there."""
+    """.bin/.idx prefixes for training, with optional weights, instead of --data-path and --split."""
     valid_data_path: _Paths = ()
-    """.bin/.idx prefixes for validation, beside --train-data-path."""
+    """.bin/.idx prefixes for validation, with --train-data-path."""
     test_data_path: _Paths = ()
-    """.bin/.idx prefixes for a test after training, beside --train-data-path."""
+    """.bin/.idx prefixes for a test after training, with --train-data-path."""
     mock_data: bool = False
-    """Train on synthetic tokens that depend on the seed alone: to measure speed."""
+    """Train on synthetic tokens that depend on the seed only, for speed measurements."""
     vocabulary_size: _VocabularySize = None
-    """Tokens there are. Text: size of the byte-level BPE tokenizer that is trained on it (4096). .bin/.idx
-    files: must be given if no tokenizer is. Synthetic tokens: 50257."""
+    """Vocabulary size. Required for .bin/.idx files without a tokenizer; for text it is the size of the
+    byte-level BPE tokenizer to train. Default: the preset's."""
     validation_fraction: float | None = None
-    """Share of the text, in whole documents, that is held out for validation; 0.05 when not given."""
+    """Fraction of the text that is held out for validation, in complete documents. Default: 0.05."""
     eod_mask_loss: bool = False
-    """Leave the loss of the token after each end of a document out."""
+    """Exclude the token after each end of a document from the loss."""
     cache_dir: CacheFolder = None
-    """Where tokenized text and sample orders are kept between runs; $XDG_CACHE_HOME/sdp4bit or
-    ~/.cache/sdp4bit otherwise."""
+    """Cache of tokenized text and sample orders. Default: $XDG_CACHE_HOME/sdp4bit or ~/.cache/sdp4bit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

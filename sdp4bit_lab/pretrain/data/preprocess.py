@@ -31,27 +31,27 @@ class PreprocessConfig(TokenizerConfig):
     """Documents to tokens, in the files that Megatron reads."""
 
     input: tuple[str, ...]
-    """Files or patterns such as 'pile/*.jsonl': .jsonl or .json (one object a line), or plain text (one
-    document a file, or several separated by <|endoftext|>). .gz, .zst (of lines) and .parquet need the
-    package `datasets`."""
+    """Files or patterns such as 'pile/*.jsonl': .jsonl or .json (one object per line), or plain text (one
+    document per file, or several separated by <|endoftext|>). Compressed .gz and .zst files and .parquet need
+    the package datasets."""
     output_prefix: Path
-    """Where to write: PREFIX_KEY_document.bin and .idx for each of --json-keys."""
+    """Start of the output names: PREFIX_KEY_document.bin and .idx for each of --json-keys."""
     json_keys: _Keys = ("text",)
-    """Members of the objects, or columns, that hold text; a list of strings becomes several sequences."""
+    """Members or columns that contain text. A list of strings becomes several sequences."""
     append_eod: bool = False
-    """End every document with the token for it."""
+    """Append the end-of-document token to every document."""
     workers: int | None = None
-    """Threads that tokenize; as many as cores when not given."""
+    """Threads that tokenize. Default: the number of cores."""
     overwrite: bool = False
-    """Replace files that are there."""
+    """Replace existing files."""
     log_interval: int = 100_000
     """Documents between printed lines."""
     dataset_impl: Literal["mmap"] = "mmap"
-    """Kind of output; the reference's mmap is the only one."""
+    """Output format; mmap is the only one."""
     split: str | None = None
-    """Taken for the reference's command line, without effect: all documents of the input are used."""
+    """Accepted for compatibility with the reference implementation; has no effect."""
     torch_backend: str | None = None
-    """Taken for the reference's command line, without effect: no torch backend is needed."""
+    """Accepted for compatibility with the reference implementation; has no effect."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import tokenizers
 
+from sdp4bit_lab.common.files import Progress, note
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.data.config import DataConfig
 from sdp4bit_lab.pretrain.data.corpus import CorpusSplit, split_corpus
@@ -39,6 +40,7 @@ def fill_cache(config: DataConfig) -> Path:
     Raises:
         SettingError: text that cannot be read, or a folder that cannot be written.
     """
+    note("reading the text")
     split = split_corpus(list(map(Path, config.data_path)), validation_fraction=config.held_out)
     settings = {
         "format": FORMAT_VERSION,
@@ -93,6 +95,8 @@ def open_cache(folder: Path, *, config: DataConfig) -> Dataset:
 def _tokenize(split: CorpusSplit, *, config: DataConfig, folder: Path) -> None:
     """Write tokenizer.json and the .bin/.idx files of both splits into the folder."""
     training_text = (text for text, held_out in split.read() if not held_out)
+    if config.tokenizer is None:
+        note(f"training a tokenizer of {config.vocabulary:,} tokens")
     tokenizer = config.tokenizer or BytePairTokenizer.train(training_text, vocabulary_size=config.vocabulary)
     tokenizer.save(folder / "tokenizer.json")
     dtype = token_dtype(config.vocabulary)
@@ -100,10 +104,13 @@ def _tokenize(split: CorpusSplit, *, config: DataConfig, folder: Path) -> None:
         IndexedWriter(folder / TRAIN, dtype=dtype) as train,
         IndexedWriter(folder / VALIDATION, dtype=dtype) as validation,
     ):
-        remaining = split.read()
+        note(f"tokenizing {split.documents:,} documents, for this run and later ones")
+        remaining, progress, done = split.read(), Progress(note), 0
         while documents := list(islice(remaining, _ENCODE_DOCUMENTS)):
             encoded = tokenizer.encode_documents([text for text, _ in documents])
             for (_, held_out), tokens in zip(documents, encoded, strict=True):
                 (validation if held_out else train).add([tokens])
+            done += len(documents)
+            progress(f"tokenized {done:,} of {split.documents:,} documents")
         for writer in (train, validation):
             writer.finish()

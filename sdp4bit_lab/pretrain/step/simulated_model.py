@@ -81,12 +81,12 @@ class SimulatedModel(ShardedModel):
     def describe_ranks(self) -> str:
         """Return how many ranks there are, and where."""
         device = self.layout.ranks.device.type
-        return f"{self.data_parallel_size} simulated ranks {self._nodes} in one process ({device})"
+        return f"{self.data_parallel_size} simulated ranks ({self._nodes}, {device})"
 
     @property
     def _nodes(self) -> str:
         layout = self.communication.layout
-        return f"({layout.nodes} x {layout.ranks_per_node})"
+        return f"{layout.nodes} x {layout.ranks_per_node}"
 
     @property
     def per_rank(self) -> dict[str, Stateful]:

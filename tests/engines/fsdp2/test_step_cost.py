@@ -74,7 +74,7 @@ def test_measuring_takes_few_calls_before_the_first_unshard_and_no_timed_event()
     ):
         run = FSDPRun(in_pieces).train(3)
         assert len(run.comm.group_stats()) == GROUPS
-    assert len(found) == 2 and max(found) <= 46 * GROUPS
+    assert len(found) == 2 and max(found) <= 46 * GROUPS, found
     # A timed event costs a GPU some of its overlap.
     assert made.called and not any(call.kwargs.get("enable_timing") for call in made.call_args_list)
 

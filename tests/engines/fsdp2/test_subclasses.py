@@ -21,6 +21,7 @@ import sdp4bit
 from sdp4bit import SDP4BitConfig
 from sdp4bit.collectives.weight_replica import WeightReplica
 from tests import toy
+from tests.ecosystem import on_cpu
 from tests.engines.fsdp2 import subclasses, test_bytes, test_checkpoint
 from tests.engines.fsdp2.subclasses import BlockScaled, InFp8, InHighPrecision, convert
 from tests.ranks import on_ranks, run_ranks
@@ -120,23 +121,35 @@ def test_attaching_after_a_forward_that_left_weights_gathered() -> None:
 
 
 def check_bytes(nodes: int, per_node: int) -> None:
-    """Between nodes 4-bit differences, half a byte per value; plain FSDP2 gathers 2 bytes twice per step."""
-    layer = convert(nn.Sequential(nn.Linear(512, 384, bias=False)), BlockScaled)
-    model = fully_shard(layer, mesh=data_mesh(), mp_policy=POLICY)
-    comm = sdp4bit.quantize_communication(model, topology=per_node, config=SDP4BitConfig())
-    optimizer = toy.adamw(model)
-    for _ in range(2):
-        with test_bytes.count_sent_bytes(per_node) as sent:
-            model(torch.randn(2, 512)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    reported, numel = comm.stats()["last_step"], 512 * 384
-    between = numel / per_node * (1 / 2 + 2 / 128 + 1 / 2 + 2 / 2048) * (nodes - 1) / nodes
-    assert sent["inter"] == reported["inter_bytes"] == between
+    """Per parameter and step 1.02 bytes between nodes, as of plain parameters, and 8 of plain FSDP2."""
+    for is_quantized in (False, True):
+        model: Any = convert(nn.Sequential(*[nn.Linear(512, 384, bias=False) for _ in range(2)]), BlockScaled)
+        inputs = torch.randn(2, 512)
+        for layer in model:
+            fully_shard(layer, mesh=data_mesh(), mp_policy=POLICY)
+        fully_shard(model, mesh=data_mesh(), mp_policy=POLICY)
+        comm = sdp4bit.quantize_communication(model, topology=per_node) if is_quantized else None
+        optimizer = toy.adamw(model)
+        for _ in range(2):
+            with test_bytes.count_sent_bytes(per_node) as messages, on_cpu.count_sent_bytes() as dense:
+                loss = sum(layer(inputs).float().square().mean() for layer in model)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        numel, apart = 2 * 512 * 384, (nodes - 1) / nodes
+        if comm is None:
+            # Rings over all ranks: two gathers in bf16, and a reduction in fp32.
+            shard = numel / (nodes * per_node) * (nodes * per_node - 1)
+            assert (dense["gathers"], dense["reductions"]) == (2 * 2 * shard, 4 * shard)
+            assert messages["inter"] == 0
+        else:
+            assert dense["gathers"] == dense["reductions"] == 0
+            between = numel / per_node * (1 / 2 + 2 / 128 + 1 / 2 + 2 / 2048) * apart
+            assert messages["inter"] == comm.stats()["last_step"]["inter_bytes"] == between
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (2, 2)])
-def test_bytes_of_a_block_scaled_weight_are_those_of_a_plain_one(nodes: int, per_node: int) -> None:
+def test_bytes_are_those_of_a_plain_weight(nodes: int, per_node: int) -> None:
     run_ranks(check_bytes, nodes * per_node, nodes, per_node)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sdp4bit_lab.compare.finished_run import FinishedRun
 from sdp4bit_lab.compare.outcomes import outcomes
-from sdp4bit_lab.compare.tables import Report
+from sdp4bit_lab.compare.tables import Report, link_times
 from sdp4bit_lab.pretrain.stability import GradientSpike
 from sdp4bit_lab.pretrain.trainer import TrainingResult
 from tests.lab.compare.synthetic_runs import finished
@@ -87,11 +87,25 @@ def test_summary_json():
     }
 
 
+def test_times_on_a_network_follow_from_the_bytes_of_a_node():
+    summary = report([*BASELINE, *HIGHER]).summary()
+    for name, sent in (("baseline", 25_000_000), ("tlq", 5_000_000)):
+        summary["strategies"][name]["inter_bytes_per_step"] = sent
+    lines = link_times(summary, nodes=2).splitlines()
+    assert [" ".join(line.split()) for line in lines[:5]] == [
+        "plain FSDP2 tlq",
+        "a node sends per step 12.5 MB 2.5 MB",
+        "at 100 Mbit/s 1,000 ms 200 ms",
+        "at 250 Mbit/s 400 ms 80 ms",
+        "at 1,000 Mbit/s 100 ms 20 ms",
+    ]
+
+
 def test_markdown():
     assert report([*BASELINE, *HIGHER]).markdown() == (
-        "| strategy | seeds | validation loss | difference to baseline | 95% interval | significance |\n"
+        "| strategy | seeds | validation loss | difference from baseline | 95 % interval | significance |\n"
         "| --- | --- | --- | --- | --- | --- |\n"
-        "| baseline | 3 | 4.3333 ± 0.5774 | - | - | - |\n"
+        "| baseline | 3 | 4.3333 ± 0.5774 | – | – | – |\n"
         "| tlq | 3 | 4.5333 ± 0.6658 | +0.2000 (+4.50 %) | -0.0484 to +0.4484 (+0.02 to +8.98 %) | "
         "not significantly different |\n\n"
         "| strategy | training loss | intra-node bytes | inter-node bytes | seconds |\n"
@@ -104,25 +118,25 @@ def test_markdown():
 @pytest.mark.parametrize(
     ("runs", "baseline", "row", "note"),
     [
-        (HIGHER, None, "| tlq | 3 | 4.5333 ± 0.6658 |\n", "no differences, as baseline is not among the"),
+        (HIGHER, None, "| tlq | 3 | 4.5333 ± 0.6658 |\n", "no differences because baseline is not among the"),
         ([*BASELINE, *HIGHER], "tlq", "| baseline | 3 | 4.3333 ± 0.5774 | -0.2000 (-4.29 %) |", ""),
         (
             [BASELINE[0], HIGHER[0]],
             "baseline",
-            "| tlq | 1 | 4.1000 | +0.1000 (+2.50 %) | - | - |",
-            "* Differences of 1 seed have no significance: give --seeds 3 numbers or more.\n",
+            "| tlq | 1 | 4.1000 | +0.1000 (+2.50 %) | – | – |",
+            "* Differences of 1 seed have no significance: give 3 seeds or more, such as --seeds 1,2,3.\n",
         ),
         (
             [*BASELINE[:2], *HIGHER[:2]],
             "baseline",
-            "+0.1500 (+3.75 %) | -0.4853 to +0.7853 (-12.13 to +19.63 %) | - |",
-            "* Differences of 2 seeds have no significance: give --seeds 3 numbers or more.\n",
+            "+0.1500 (+3.75 %) | -0.4853 to +0.7853 (-12.13 to +19.63 %) | – |",
+            "* Differences of 2 seeds have no significance: give 3 seeds or more, such as --seeds 1,2,3.\n",
         ),
         (
             [BASELINE[0], HIGHER[1]],
             "baseline",
-            "| tlq | 1 | 4.2000 | - | - | - |",
-            "no differences, as no seed has runs of baseline and of another strategy.",
+            "| tlq | 1 | 4.2000 | – | – | – |",
+            "no differences because no seed has runs of baseline and of another strategy.",
         ),
         (
             [*BASELINE[:2], finished("baseline", 3, 5.0, diverged_at=4), *HIGHER],
@@ -142,10 +156,8 @@ def test_markdown():
 def test_the_table_names_the_limits_of_its_numbers(runs, baseline, row, note):
     markdown = report(runs, baseline=baseline).markdown()
     assert row in markdown and note in markdown
-    assert ("difference to" in markdown) == (baseline is not None)
-    assert Report(runs=BASELINE, baseline="baseline", planned=4).notes() == [
-        "Still to be trained: 1 of 4 runs."
-    ]
+    assert ("difference from" in markdown) == (baseline is not None)
+    assert Report(runs=BASELINE, baseline="baseline", planned=4).notes() == ["Not trained yet: 1 of 4 runs."]
 
 
 def test_an_unstable_baseline_makes_every_difference_mean_little():
@@ -177,7 +189,7 @@ def test_runs_that_diverged_are_listed_and_in_no_mean():
     qw, ulq = both.outcomes[1:]
     assert (qw.seeds, qw.diverged, qw.validation_loss) == ((1, 3), {2: 12}, pytest.approx(4.6))
     assert (ulq.seeds, ulq.validation_loss, ulq.train_loss, ulq.difference) == ((), None, None, None)
-    assert "| ulq | 0, 3 diverged | - | - | - | - |" in both.markdown()
+    assert "| ulq | 0, 3 diverged | – | – | – | – |" in both.markdown()
     assert "* qw, seed 2 diverged at step 12; no mean contains it.\n" in both.markdown()
     summary = json.loads(json.dumps(both.summary(), allow_nan=False))
     assert summary["strategies"]["qw"]["diverged"] == {"2": 12}

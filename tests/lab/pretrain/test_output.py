@@ -33,20 +33,22 @@ def test_a_run_ends_with_what_it_has_measured_and_how_to_go_on(text, tmp_path):
     flags = CommunicationConfig(quantized_weights=True)
     measured = replace(run.logging, telemetry_interval=1)
     flagged = replace(run, strategy=None, communication=flags, logging=measured)
-    alone, saved, one = run_ranks(outputs, 2, [run, saving, flagged], [None, None, "seed 5, run 1 of 6"])[0]
-    steps, sent, checkpoint, following = (line.removeprefix("sdp4bit: ") for line in alone[-4:])
+    alone, saved, one = run_ranks(outputs, 2, [run, saving, flagged], [None, None, "run 1 of 6"])[0]
+    steps, sent, inside, checkpoint, following = (line.removeprefix("sdp4bit: ") for line in alone[-5:])
     assert steps.startswith("2 steps in ") and ", training loss " not in steps.partition(";")[0]
     assert "; training loss " in steps and ", validation loss " in steps
     assert re.fullmatch(
-        r"sent between nodes: [\d.]+ kB a step \([\d.]+x fewer than plain FSDP2\), [\d.]+ [kM]B in all; "
-        "inside nodes: 0 B a step",
+        r"inter-node: [\d.]+ kB per step \([\d.]+x fewer than plain FSDP2\), [\d.]+ [kM]B in total",
         sent,
     )
-    assert checkpoint == "checkpoint: none, as --save was not given"
+    assert inside == "intra-node: 0 B per step"
+    assert checkpoint == "checkpoint: none (--save was not given)"
     assert following == f"next: sdp4bit report {tmp_path / 'out'}"
     assert saved[-2] == f"baseline: checkpoint: {tmp_path / 'saved'}, step 2"
-    assert "fewer than plain" not in saved[-3]
-    # One of several leaves that to the command that trains them, and says which it is in every line.
-    assert all(line.startswith("qwd, seed 5, run 1 of 6: ") for line in one)
-    assert one[0].endswith(", flags = strategy qwd") and "flags" not in alone[0]
-    assert "sent between nodes" in one[-1]
+    assert "fewer than plain" not in saved[-4]
+    # One of several leaves that to the command that trains them, and every line names the run.
+    assert all(line.startswith(f"qwd, seed {run.seed}: ") for line in one)
+    assert one[0].endswith(": run 1 of 6")
+    assert one[1].endswith(", flags = strategy qwd") and "flags" not in alone[0]
+    assert "intra-node" in one[-1]
+    assert max(map(len, alone[:-2])) <= 100

@@ -101,7 +101,7 @@ def test_a_wrong_option_of_the_self_test_is_named(tmp_path: Path) -> None:
     for arguments, message in (
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
-        (["--step", "3"], "unrecognized arguments: --step 3"),
+        (["--step", "3"], "has no option --step: did you mean --steps?"),
         (["--steps", "0"], "--steps 0 must be at least 1"),
         (["--only", "kernel"], "--only 'kernel': use any of facts, kernels"),
     ):

@@ -13,11 +13,12 @@ from pathlib import Path
 from uuid import uuid4
 
 COMMAND = [sys.executable, "-m", "sdp4bit_lab"]
+Process = subprocess.Popen[str]
 PRETRAIN = [*COMMAND, "pretrain", "--nproc-per-node", "2", "--no-tensorboard"]
 
 
 def options(text: Path, out: Path, *more: str, steps: int = 100_000) -> list[str]:
-    """Return the settings of a small run on 2 ranks that stand for 2 nodes; by default, it does not end."""
+    """Return the settings of a small run on 2 ranks that represent 2 nodes; by default, it does not end."""
     return [
         *("--layers", "1", "--hidden", "64", "--heads", "2", "--dropout", "0.1", "--sequence-length", "32"),
         *("--steps", str(steps), "--eval-interval", "4", "--learning-rate", "5e-3"),

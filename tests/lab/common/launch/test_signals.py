@@ -28,8 +28,8 @@ STEPS = 12
 # Never imported here: it changes what saves and trains in its process.
 SIGNALLED = [sys.executable, str(Path(__file__).with_name("signalled_command.py"))]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-LEAVING = "the ranks leave after this step; a second one ends them"
-ENDED = "has ended the ranks at once"
+LEAVING = "the ranks stop after this step; a second one kills them"
+ENDED = "the ranks were killed"
 Process = subprocess.Popen[str]
 
 
@@ -45,7 +45,7 @@ def saved_step(folder: Path) -> int:
         ("SIGTERM", 2, 0, [f"sdp4bit: SIGTERM: {LEAVING}", "left because of SIGTERM"]),
         ("SIGINT", 1, 130, ["left because of SIGINT"]),
         ("second SIGTERM", 1, -signal.SIGTERM, []),
-        ("second SIGTERM", 2, 143, [f"sdp4bit: SIGTERM: {LEAVING}", f"sdp4bit: error: SIGTERM {ENDED}"]),
+        ("second SIGTERM", 2, 143, [f"sdp4bit: SIGTERM: {LEAVING}", f"sdp4bit: error: SIGTERM: {ENDED}"]),
         ("SIGKILL", 2, 1, None),
     ],
 )

@@ -149,9 +149,8 @@ def test_a_wrong_file_is_named_with_its_key(tmp_path, capsys):
         assert main(["pretrain", "--config-file", str(tmp_path / name)]) == 2
         assert message in capsys.readouterr().err
     (tmp_path / "a.yaml").write_text("num-layrs: 2")
-    with pytest.raises(SystemExit, match="2"):
-        main(["pretrain", "--config-file", str(tmp_path / "a.yaml")])
-    assert "--num-layrs" in capsys.readouterr().err
+    assert main(["pretrain", "--config-file", str(tmp_path / "a.yaml")]) == 2
+    assert "has no option --num-layrs: did you mean --num-layers?" in capsys.readouterr().err
 
 
 def test_communication_settings_restricted_to_a_strategy():

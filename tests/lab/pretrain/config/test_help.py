@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pkgutil
 import re
+import runpy
 from dataclasses import fields
 
 import pytest
 
 import sdp4bit
 from sdp4bit_lab.cli import COMMANDS, main
-from sdp4bit_lab.common.settings import docstrings, option_flags, section_type, sections
+from sdp4bit_lab.common.options import docstrings, section_type, sections
+from sdp4bit_lab.common.settings import option_flags
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.config.reference_flags import WITHOUT_EFFECT
+from tests import ROOT
 
 
 def all_options(settings: type) -> dict[str, list[str]]:
@@ -58,7 +61,40 @@ def test_short_help_has_the_options_that_matter(capsys, name):
 def test_the_long_help_has_every_option(capsys, name):
     text = printed(capsys, name, "--help-all")
     for field, flags in all_options(pkgutil.resolve_name(COMMANDS[name].settings)).items():
-        assert all(flag in text for flag in flags) or (field == "runs" and "positional" in text)
+        assert all(flag in text for flag in flags) or (field == "runs" and "  RUNS " in text)
+
+
+def test_defaults_are_readable(capsys):
+    text = " ".join(printed(capsys, "pretrain", "--help-all").split())
+    assert "(default: the preset's)" in text and "(default: 200)" in text and "(default: on)" in text
+    assert "None" not in text and "Default:" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["pretrain", "--strateg", "baseline"],
+            "sdp4bit pretrain has no option --strateg: did you mean --strategy?",
+        ),
+        (["pretrain", "--train_iters=x"], "Error parsing --steps/--train-iters: invalid literal for int"),
+        (["pretrain", "--strategy", "qq"], "--strategy qq: use one of baseline, qw, qwd, ulq, tlq, tlq-hs, "),
+        (["pretrain", "stray"], "Unrecognized options: stray"),
+        (["preprocess", "--input", "a"], "Missing from sdp4bit preprocess: --output-prefix"),
+        (["selftest", "--stepz", "3"], "sdp4bit selftest has no option --stepz: did you mean --steps?"),
+        (["selftest", "--steps", "x"], "argument --steps: invalid int value: 'x'"),
+        (["selftest", "stray"], "Unrecognized options: stray"),
+    ],
+)
+def test_a_wrong_option_is_one_line(capsys, arguments, message):
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"sdp4bit: error: {message}")
+
+
+def test_the_reference_page_has_these_options():
+    page = runpy.run_path(str(ROOT / "docs/site/options.py"))["page"]()
+    assert (ROOT / "docs/reference/cli.md").read_text() == page, "run python docs/site/options.py"
 
 
 def test_the_program_lists_its_commands_and_version(capsys):

@@ -1,0 +1,66 @@
+"""Write docs/reference/cli.md, the options of all commands, from their settings.
+
+python docs/site/options.py
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reference" / "cli.md"
+sys.path.insert(0, str(ROOT))
+
+from sdp4bit_lab.cli import COMMANDS, Command  # noqa: E402
+from sdp4bit_lab.common.options import Option, options_of  # noqa: E402
+
+HEAD = """# Command line
+
+`python docs/site/options.py` writes this page from the settings of the commands. `sdp4bit COMMAND
+--help-all` prints the same texts.
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    seen: dict[str, str] = {}
+    parts = [part for command in COMMANDS.values() for part in _parts(command, seen)]
+    return HEAD + "".join(f"\n{part}\n" for part in parts)
+
+
+def _parts(command: Command, seen: dict[str, str]) -> Iterator[str]:
+    """Yield heading, description and tables; a table that an earlier command has is named only."""
+    yield f"## sdp4bit {command.name}"
+    yield textwrap.fill(command.description, 100, break_on_hyphens=False)
+    repeated = []
+    for section, options in groupby(
+        options_of(pkgutil.resolve_name(command.settings)), lambda each: each.section
+    ):
+        rows = "\n".join(map(_row, options))
+        if rows in seen:
+            repeated.append(f"{section.replace('_', ' ')} ({seen[rows]})")
+            continue
+        seen[rows] = command.name
+        title = f"**{section.replace('_', ' ').capitalize()}**\n\n" if section else ""
+        yield f"{title}| option | default | |\n|---|---|---|\n{rows}"
+    if repeated:
+        yield f"Options described above: {', '.join(repeated)}."
+
+
+def _row(option: Option) -> str:
+    value = f" {option.value}" if option.value and option.flags[0].startswith("-") else ""
+    cells = (
+        ", ".join(f"`{flag}{value}`" if flag == option.flags[0] else f"`{flag}`" for flag in option.flags),
+        option.default,
+        option.text,
+    )
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace('<', '&lt;') for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

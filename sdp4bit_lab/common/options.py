@@ -1,0 +1,240 @@
+"""Options of a settings class: their names and help texts, `--help`, and errors of one line."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import difflib
+import inspect
+import io
+import itertools
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from sdp4bit_lab.common.settings import SettingError, option_flags, require
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One field of a settings class, as the command line shows it."""
+
+    section: str
+    """Field that holds its settings class; empty for the class of the command itself."""
+    name: str
+    flags: list[str]
+    """The primary flag first; a word without dashes for a positional argument."""
+    value: str
+    """Type of the value, or its choices; empty for a switch."""
+    default: str
+    """The value, or the end of the docstring after "Default:"; empty for none."""
+    text: str
+
+    @property
+    def sentence(self) -> str:
+        """The first clause of the text."""
+        return re.split(r"[.;:](?= |$)", self.text, maxsplit=1)[0] + "."
+
+    @property
+    def help(self) -> str:
+        """The text and the default."""
+        return f"{self.text} (default: {self.default})" if self.default else self.text
+
+
+def options_of(settings: type) -> Iterator[Option]:
+    """Yield the options of a settings class and of the settings classes among its fields."""
+    for section, part in sections(settings):
+        hints, flags, texts = get_type_hints(part, include_extras=True), option_flags(part), docstrings(part)
+        for field in fields(part):
+            if section_type(field) is not None:
+                continue
+            is_positional = "Positional" in repr(hints[field.name])
+            text, _, default = texts[field.name].partition(" Default: ")
+            yield Option(
+                section=section,
+                name=field.name,
+                flags=[field.name.upper()] if is_positional else flags[field.name],
+                value=_value(get_type_hints(part)[field.name]),
+                default=default.rstrip(".") or _default(field.default),
+                text=text,
+            )
+
+
+def _default(default: Any) -> str:
+    if default in (MISSING, None, ()) or default is False:
+        return ""
+    if isinstance(default, tuple):
+        return " ".join(map(str, default))
+    return "on" if default is True else str(default)
+
+
+def _value(hint: Any) -> str:
+    """Return the type of a value for people, or its choices."""
+    if hint is bool:
+        return ""
+    if get_origin(hint) is Literal:
+        return "{" + ",".join(map(str, get_args(hint))) + "}"
+    if get_origin(hint) is tuple:
+        return f"{_value(get_args(hint)[0])} ..."
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+    if kinds:
+        return _value(kinds[-1])
+    return {int: "N", float: "X", Path: "PATH"}.get(hint, "TEXT")
+
+
+def sections(settings: type) -> Iterator[tuple[str, type]]:
+    """Yield the class itself under the name "", then the settings classes among its fields by name."""
+    yield "", settings
+    for field in fields(settings):
+        part = section_type(field)
+        if part is not None:
+            yield field.name, part
+
+
+def section_type(field: Field[Any]) -> type | None:
+    """Return the settings class of a field that has one; None for an option."""
+    if field.default_factory is MISSING:
+        return None
+    default = field.default_factory()
+    return type(default) if is_dataclass(default) else None
+
+
+def docstrings(settings: type) -> dict[str, str]:
+    """Map the fields of a settings class and its bases to the docstrings below them, in one line."""
+    texts: dict[str, str] = {}
+    for base in reversed([base for base in settings.__mro__ if is_dataclass(base)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, below in itertools.pairwise(definition.body):
+            match statement, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    texts[name] = " ".join(text.split())
+    return texts
+
+
+def format_help(settings: type, *, prog: str, description: str, shown: Sequence[str] = ()) -> str:
+    """Format the help of a command.
+
+    Args:
+        shown: fields to list with their primary flag and one sentence; all fields in full if empty.
+    """
+    parser = argparse.ArgumentParser(
+        prog=prog, usage="%(prog)s [options]", description=description, add_help=False
+    )
+    groups: dict[str, Any] = {}
+    for each in options_of(settings):
+        if shown and each.name not in shown:
+            continue
+        title = "" if shown else each.section
+        if title not in groups:
+            groups[title] = parser.add_argument_group(f"{title.replace('_', ' ')} options".strip())
+        text = each.sentence + (f" (default: {each.default})" if each.default else "") if shown else each.help
+        flags = each.flags[: 1 if shown else None]
+        options: dict[str, Any] = {"action": "store_true"}
+        if each.value and not shown:
+            options = {"metavar": each.value if flags[0].startswith("-") else flags[0]}
+        groups[title].add_argument(*flags, help=text.replace("%", "%%"), **options)
+    if shown:
+        groups[""].add_argument("--help-all", action="store_true", help="Show all options.")
+    return parser.format_help()
+
+
+def parse_with_tyro(settings: type[T], arguments: Sequence[str], *, prog: str, default: T | None = None) -> T:
+    """Build the settings from options.
+
+    Args:
+        default: values of the options that are not given.
+
+    Raises:
+        SettingError: an unknown option, an impossible value, or options that contradict each other.
+    """
+    import tyro
+
+    _check_known(settings, arguments, prog=prog)
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            # Options have the names of their fields alone; a test keeps those unique.
+            config = (tyro.conf.OmitArgPrefixes,)
+            given = {} if default is None else {"default": default}
+            return tyro.cli(settings, prog=prog, args=list(arguments), config=config, **given)
+    except SystemExit:
+        raise SettingError(_message(printed.getvalue(), settings)) from None
+
+
+def _message(box: str, settings: type) -> str:
+    """Return the message of tyro's error, which it prints in a frame and explains below a rule."""
+    lines = [line.strip("│ ") for line in box.splitlines()]
+    # The title is part of the frame, or has a rule below it if the output's encoding has no frames.
+    body = lines[1:] if box.startswith("╭") else lines[2:]
+    message = " ".join(itertools.takewhile(lambda line: not line.startswith(("──", "-----", "╰")), body))
+    wrong = re.match(r"invalid choice '(.*)' for argument '(--[\w-]+)", message)
+    if wrong is None:
+        return message
+    # tyro lists the choices in any order.
+    choices = next(each.value.strip("{}") for each in options_of(settings) if wrong[2] in each.flags)
+    return f"{wrong[2]} {wrong[1]}: use one of {choices.replace(',', ', ')}"
+
+
+def _check_known(settings: type, arguments: Sequence[str], *, prog: str) -> None:
+    known = [flag for each in options_of(settings) for flag in each.flags]
+    switches = [flag for each in options_of(settings) if not each.value for flag in each.flags]
+    known += [f"--no-{flag[2:]}" for flag in switches]
+    for argument in arguments:
+        flag = argument.partition("=")[0].replace("_", "-")
+        if flag.startswith("--") and flag not in known:
+            near = difflib.get_close_matches(flag, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise SettingError(f"{prog} has no option {flag}: {hint}--help-all shows all options")
+
+
+def parse_without_tyro(settings: type[T], arguments: Sequence[str], *, prog: str) -> T:
+    """Build the settings from options with one value each, by the standard library alone.
+
+    Raises:
+        SettingError: an unknown option, an impossible value, or options that contradict each other.
+    """
+    _check_known(settings, arguments, prog=prog)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for section, part in sections(settings):
+        hints, flags = get_type_hints(part), option_flags(part)
+        for field in fields(part):
+            if section_type(field) is not None:
+                continue
+            hint = hints[field.name]
+            is_choice = get_origin(hint) is Literal
+            # Optional values, such as int | None.
+            kind = next((k for k in get_args(hint) if k is not type(None)), hint)
+            parser.add_argument(
+                *flags[field.name],
+                dest=f"{section}.{field.name}",
+                type=str if is_choice else kind,
+                choices=get_args(hint) if is_choice else None,
+                default=argparse.SUPPRESS,
+            )
+    # tyro takes --nproc_per_node for --nproc-per-node.
+    pairs = [argument.partition("=") for argument in arguments]
+    spelled = [
+        (name.replace("_", "-") if name.startswith("--") else name) + equals + value
+        for name, equals, value in pairs
+    ]
+    values: dict[str, dict[str, Any]] = {}
+    try:
+        parsed, rest = parser.parse_known_args(spelled)
+    except argparse.ArgumentError as error:
+        raise SettingError(str(error)) from None
+    require(not rest, f"Unrecognized options: {' '.join(rest)}")
+    for place, value in vars(parsed).items():
+        section, name = place.split(".")
+        values.setdefault(section, {})[name] = value
+    top, defaults = values.pop("", {}), settings()
+    return settings(**top, **{name: replace(getattr(defaults, name), **v) for name, v in values.items()})

@@ -1,0 +1,108 @@
+"""Train the runs of a comparison: one in the processes of the command, or several at once in their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from sdp4bit_lab.common.launch.local import end_with_parent, run_on_ranks
+from sdp4bit_lab.common.launch.signals import SIGNALS, received
+from sdp4bit_lab.common.ranks import Ranks, run_on_all_ranks
+from sdp4bit_lab.compare.finished_run import FinishedRun, environment
+from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
+from sdp4bit_lab.pretrain.trainer import pretrain
+
+_POLL = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run to train."""
+
+    config: PretrainConfig
+    label: str
+    part: str
+    """Its number among all runs, for the output."""
+    planned: dict[str, Any]
+    """Strategy, settings and quantization that its result must have."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run."""
+        return self.config.logging.out
+
+
+def train(job: Job, *, ranks: Ranks) -> str | None:
+    """Train a run on these ranks and write its result; return the reason if it ended early.
+
+    A run that diverges is a result.
+    """
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    result = pretrain(
+        job.config, ranks=ranks, console=console, label=job.label, part=job.part, keep_diverged=True
+    )
+    if result.stopped is None:
+        settings = {name: job.planned[name] for name in ("settings", "quantization")}
+        run = FinishedRun.of(result, **settings, environment=environment(ranks.device))
+        run_on_all_ranks(partial(run.write, job.folder) if ranks.is_first else lambda: None)
+    return result.stopped
+
+
+def train_with_one_thread(job: Job, *, ranks: Ranks) -> None:
+    """Train a run as `train` does, beside others on the same cores."""
+    torch.set_num_threads(1)
+    train(job, ranks=ranks)
+
+
+def train_at_once(jobs: Sequence[Job], *, most: int) -> Iterator[tuple[Job, int]]:
+    """Train the runs in processes of their own, up to `most` at once; yield each with its exit code.
+
+    A signal to this process reaches all runs, and no other run starts after it.
+    """
+    context = multiprocessing.get_context("spawn")
+    waiting, running = list(jobs), dict[SpawnProcess, Job]()
+    was_forwarded = False
+    # Its start unblocks two signals, so it comes first.
+    resource_tracker.ensure_running()
+    try:
+        while running or (waiting and received() is None):
+            while waiting and len(running) < most and received() is None:
+                process = context.Process(target=_run_job, args=(waiting[0],))
+                # The process inherits the mask: a signal waits until its ranks listen.
+                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+                process.start()
+                running[process] = waiting.pop(0)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            wait([process.sentinel for process in running], timeout=_POLL)
+            number = received()
+            if number is not None and not was_forwarded:
+                was_forwarded = True
+                for process in running:
+                    if process.exitcode is None and process.pid is not None:
+                        os.kill(process.pid, number)
+            for process in [process for process in running if process.exitcode is not None]:
+                yield running.pop(process), process.exitcode or 0
+    finally:
+        for process in running:
+            process.kill()
+            process.join()
+
+
+def _run_job(job: Job) -> None:
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    program = f"{__name__}:{train_with_one_thread.__name__}"
+    sys.exit(run_on_ranks(program, config=job, parallel=job.config.parallel))
