@@ -29,6 +29,8 @@ RESULTS = ROOT / "results"
 NOTICE = "<!-- Written by `python -m benchmarks.tables`. -->\n\n"
 MARKED = re.compile(r"(<!-- result ([\w-]+) -->\n?).*?(<!-- end -->)", re.DOTALL)
 BASELINE = "baseline"
+FEWEST_DRAWN = 5
+"""Strategies of a figure of losses, the baseline not counted."""
 FULL = {"gradient": 4.0, "weight": 2.0}
 """Bytes of a gradient in fp32 and of a weight in bf16."""
 STUDIES = ("finetuning", "two_roundings")
@@ -239,6 +241,7 @@ def draw_losses(result: dict[str, Any], path: Path, *, digest: str) -> None:
     axes.set_yticks(ticks, [f"{tick:g} %" for tick in ticks])
     axes.set_xlabel("bytes per parameter and step between nodes", fontsize=9)
     axes.set_ylabel("validation loss over full precision", fontsize=9)
+    axes.set_title(result["title"], fontsize=9, loc="left")
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
     _save(figure, path, digest=digest)
@@ -417,6 +420,11 @@ class Results:
         )
 
     @cached_property
+    def widest(self) -> dict[str, Any]:
+        """The accuracy result that is drawn: the newest that has fewer and more bytes than the default."""
+        return next(each for each in self.accuracy if len(losses(each)) >= FEWEST_DRAWN)
+
+    @cached_property
     def clusters(self) -> list[dict[str, Any]]:
         """Results of the emulated cluster, one per layout, the smallest first."""
         return cluster_results(self.root / "results" / "cluster")
@@ -518,7 +526,7 @@ class Results:
         """Return how every figure is drawn, and from what."""
         images = self.root / "docs" / "images"
         return {
-            images / "loss-over-bytes.png": (draw_losses, self.headline),
+            images / "loss-over-bytes.png": (draw_losses, self.widest),
             images / "step-time.png": (draw_step_times, self.clusters[0]),
         }
 
