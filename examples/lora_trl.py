@@ -38,7 +38,10 @@ def tiny_model(folder: str, *, four_bit: bool) -> LlamaForCausalLM:
         return model
     model.save_pretrained(folder)
     packed = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.bfloat16,  # accelerate shards packed weights in float types alone
     )
     return LlamaForCausalLM.from_pretrained(folder, quantization_config=packed, dtype=torch.bfloat16)
 

@@ -301,7 +301,7 @@ class Reordered(nn.Module):
 
 
 REASONS = {
-    "layers.0": "types bfloat16 and float16 and float32 and int64 in one group",
+    "layers.0": "types bfloat16 and float16 and float32 and int64 in one group whose shards do not align",
     "layers.1": "int64 parameters",
 }
 
