@@ -217,7 +217,7 @@ def describe(result: dict[str, Any], *, out: Path) -> str:
         out: the file that has been written.
     """
     measured, nodes, per_node = result["measured"], result["nodes"], result["devices_per_node"]
-    lines = [f"{result['name']}: nodes x ranks per node: {nodes} x {per_node}"]
+    lines = [f"{result['name']}: {nodes} nodes with {per_node} rank{'s' * (per_node > 1)} each"]
     links = {level: Link(**measured[level]) for level in ("intra", "inter") if measured[level]}
     for level, name, ranks in (
         ("intra", "intra-node, per rank", 1),
