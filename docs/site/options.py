@@ -47,8 +47,8 @@ def _presets() -> Iterator[str]:
     yield "## Model presets"
     yield (
         f"The paper's models, and `tiny`. The vocabulary has {GPT2_VOCABULARY:,} tokens "
-        f"(`tiny`: {MODEL_CARDS['tiny'].vocabulary:,}),\npadded to a multiple of {VOCABULARY_MULTIPLE}. The paper "
-        "gives no learning rate for some of them."
+        f"(`tiny`: {MODEL_CARDS['tiny'].vocabulary:,}),\npadded to a multiple of {VOCABULARY_MULTIPLE}. "
+        "The paper gives no learning rate for some of them."
     )
     rows = [PRESETS_HEAD]
     for name, card in MODEL_CARDS.items():
