@@ -18,7 +18,16 @@ sys.path.insert(0, str(ROOT))
 
 from sdp4bit_lab.cli import COMMANDS, Command  # noqa: E402
 from sdp4bit_lab.common.options import Option, options_of  # noqa: E402
+from sdp4bit_lab.plan.model import PlanModelConfig, gpt_groups  # noqa: E402
+from sdp4bit_lab.pretrain.model.cards import (  # noqa: E402
+    GPT2_VOCABULARY,
+    MODEL_CARDS,
+    VOCABULARY_MULTIPLE,
+)
 
+PRESETS_HEAD = """\
+| preset | layers | hidden | heads | parameters | sequence | micro batch | learning rate |
+|---|---:|---:|---:|---:|---:|---:|---:|"""
 HEAD = """# Command line
 
 `python docs/site/options.py` writes this page from the settings of the commands. `sdp4bit COMMAND
@@ -30,7 +39,25 @@ def page() -> str:
     """Return the page."""
     seen: dict[str, str] = {}
     parts = [part for command in COMMANDS.values() for part in _parts(command, seen)]
-    return HEAD + "".join(f"\n{part}\n" for part in parts)
+    return HEAD + "".join(f"\n{part}\n" for part in [*parts, *_presets()])
+
+
+def _presets() -> Iterator[str]:
+    """Yield heading, text and table of the models of --preset."""
+    yield "## Model presets"
+    yield (
+        f"The paper's models, and `tiny`. The vocabulary has {GPT2_VOCABULARY:,} tokens "
+        f"(`tiny`: {MODEL_CARDS['tiny'].vocabulary:,}),\npadded to a multiple of {VOCABULARY_MULTIPLE}. "
+        "The paper gives no learning rate for some of them."
+    )
+    rows = [PRESETS_HEAD]
+    for name, card in MODEL_CARDS.items():
+        shape = PlanModelConfig(model_card=name).padded_shape(tensor_parallel=1)
+        size = sum(group.numel for group in gpt_groups(shape))
+        sizes = f"{card.layers} | {card.hidden} | {card.heads} | {size / 1e6:,.1f} M"
+        batch = f"{card.sequence_length} | {card.micro_batch_size} | {card.learning_rate or 'required'}"
+        rows.append(f"| `{name}` | {sizes} | {batch} |")
+    yield "\n".join(rows)
 
 
 def _parts(command: Command, seen: dict[str, str]) -> Iterator[str]:

@@ -118,7 +118,7 @@ class ClusterConfig:
         ):
             if values.get(name) is None:
                 source = self.probe or f"--device {self.device}"
-                require(not is_needed, f"{source} has no {meaning}: give {flag}")
+                require(not is_needed, f"{source} has no {meaning}: give {flag} (see --help-all)")
                 values[name] = math.inf
         return Cluster(**values)
 

@@ -217,7 +217,7 @@ def describe(result: dict[str, Any], *, out: Path) -> str:
         out: the file that has been written.
     """
     measured, nodes, per_node = result["measured"], result["nodes"], result["devices_per_node"]
-    lines = [f"{result['name']}: {nodes} nodes of {per_node} ranks"]
+    lines = [f"{result['name']}: {nodes} nodes with {per_node} rank{'s' * (per_node > 1)} each"]
     links = {level: Link(**measured[level]) for level in ("intra", "inter") if measured[level]}
     for level, name, ranks in (
         ("intra", "intra-node, per rank", 1),
@@ -247,6 +247,6 @@ def describe(result: dict[str, Any], *, out: Path) -> str:
             "for --ranks-per-node that is not the machines'"
         )
     if nodes > measured["hosts"]:
-        lines.append(f"note: {nodes} nodes on {measured['hosts']} host: no network lies between them")
-    lines.append(f"next: sdp4bit plan --probe {out} --device-tflops ...")
+        lines.append(f"note: {nodes} nodes on {measured['hosts']} host: there is no network between them")
+    lines.append(f"next: sdp4bit plan --probe {out} --device-tflops X (docs/planning.md: how to measure X)")
     return wrapped(lines)

@@ -188,7 +188,7 @@ class Checkpointer:
         """Load the newest intact checkpoint and return its position; called on all ranks.
 
         With the same strategy on the same layout the continuation is bit-exact. Otherwise replicas are
-        refreshed in full precision, or random numbers start anew, with a warning.
+        refreshed in full precision, or random numbers start again, with a warning.
 
         Raises:
             SettingError: on all ranks: no complete checkpoint there, or one of another model.
@@ -249,7 +249,7 @@ class Checkpointer:
         elif not exact:
             messages.append(
                 f"{path} was saved with world size {record.world_size} as {record.layout} and is loaded with "
-                f"{here.world_size} as {here.layout}: random numbers start anew, and the continuation is not "
+                f"{here.world_size} as {here.layout}: random numbers restart, and the continuation is not "
                 "bit-exact"
             )
         for message in messages if self._ranks.is_first else ():

@@ -63,7 +63,7 @@ def export_model(config: ExportConfig) -> Path:
     """
     out = config.out
     if out.exists():
-        raise SettingError(f"--out {out} is there already: name a folder that is not")
+        raise SettingError(f"--out {out} exists: name a new folder")
     path, record, reader = open_checkpoint(config.load)
     tensors = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
@@ -155,7 +155,7 @@ def _shape_of(record: RunRecord, *, path: Path) -> ModelShape:
     try:
         return ModelShape(**{name: record.shape[name] for name in names})
     except KeyError as error:
-        raise SettingError(f"{path} does not say its {error.args[0]}") from None
+        raise SettingError(f"{path} has no value of {error.args[0]}") from None
 
 
 def _write_tokenizer(folder: Path, tokenizer: Path, *, shape: ModelShape) -> int | None:

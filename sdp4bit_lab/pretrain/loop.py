@@ -31,7 +31,7 @@ def _naming_the_time(when: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_communication_failure(error):
             raise
-        # An exchange that has no name, as those of pipelines, does not say how long it took.
+        # An exchange that has no name, as those of pipelines, has no duration.
         seconds = error.seconds if isinstance(error, ExchangeError) else time.monotonic() - start
         raise ExchangeError(f"{when}: {error}", seconds=seconds) from error
 

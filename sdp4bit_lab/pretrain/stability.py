@@ -1,4 +1,4 @@
-"""Whether a run trains stably: steps whose gradient norm stands far above those before them."""
+"""Whether a run trains stably: steps whose gradient norm far exceeds those before them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class ReportConfig:
 
 
 def write_report(config: ReportConfig) -> Path:
-    """Write the page and return its path; runs may still go on.
+    """Write the page and return its path; runs may still be training.
 
     Raises:
         SettingError: a folder has no run, a file is damaged, or the page cannot be written.

@@ -70,7 +70,7 @@ def warnings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         sizes = {rank["local_world_size"] for rank in ranks if rank["host"] == host}
         if sizes != {count}:
             yield (
-                f"{host} has {count} ranks, but LOCAL_WORLD_SIZE says {', '.join(map(str, sorted(sizes)))}: "
+                f"{host} has {count} ranks, but LOCAL_WORLD_SIZE is {', '.join(map(str, sorted(sizes)))}: "
                 'topology="auto" goes by the host name; give ranks per node if several hosts share one'
             )
     is_cuda = any(rank["device_uuid"] for rank in ranks)

@@ -113,8 +113,8 @@ class SimulatedModelState(ModelState):
 class SimulatedCommHandle(CommHandle):
     """Communication of simulated ranks: the engine, and the handle that all engines have.
 
-    `stats()` tells the bytes of all ranks together; what quantization costs is measured on rank 0, and alerts
-    are decided on that. There is one copy of each replica, so an audit finds nothing.
+    `stats()` reports the bytes of all ranks together. Quantization errors are measured on rank 0, and decide
+    on alerts. There is one copy of each replica, so an audit finds nothing.
     """
 
     _state: SimulatedModelState

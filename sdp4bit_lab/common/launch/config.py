@@ -73,8 +73,7 @@ class SimulatedRanksConfig(RanksConfig):
         )
         if self.ranks_per_node is None:
             raise SettingError(
-                f"--simulated-ranks {ranks} needs --ranks-per-node: they have no hosts that would tell which "
-                "of them share a node"
+                f"--simulated-ranks {ranks} needs --ranks-per-node: they have no host names that define nodes"
             )
         self._check_nodes(ranks, what=f"{ranks} simulated ranks")
 

@@ -22,7 +22,7 @@ _PREFIX = "sdp4bit"
 def join_store(rendezvous: Store, *, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, str]:
     """Return a part of the store that only the processes of this start use, and a name of the whole job.
 
-    1. Every rank but 0 says hello with a number of its own, drawn at random.
+    1. Every rank but 0 registers with a number of its own, drawn at random.
     2. Rank 0 answers each hello with it and the name of the start: an answer to a process that has ended, or
        of one, has another number.
     3. The ranks confirm the name.

@@ -83,7 +83,7 @@ class CommunicationConfig:
 
     @property
     def names_parts(self) -> bool:
-        """Whether the flags, rather than a strategy, say what is quantized."""
+        """Whether the flags, rather than a strategy, select what is quantized."""
         return self.quantized_weights or self.quantized_gradients
 
     def resolve(self, strategy: Strategy | None, *, seed: int) -> SDP4BitConfig:
@@ -95,8 +95,8 @@ class CommunicationConfig:
         if self.names_parts:
             if strategy is not None:
                 raise SettingError(
-                    f"--strategy {strategy} and --quantized-weights / --quantized-gradients both say what is "
-                    "quantized: give one of the two"
+                    f"--strategy {strategy} and --quantized-weights / --quantized-gradients both select what "
+                    "is quantized: give one of the two"
                 )
             reference = GradientConfig(
                 intra_group_size=REFERENCE_INTRA_GROUP,
@@ -134,8 +134,8 @@ class CommunicationConfig:
         the strategy whose details they are, or custom. How a row is cut changes no value and no name."""
         ours = self.resolve(strategy, seed=0)
         uncut = ours.gradients and replace(ours.gradients, pipeline_chunks=None)
-        alike = (n for n, c in STRATEGIES.items() if (c.weights, c.gradients) == (ours.weights, uncut))
-        return next(alike, "custom" if self.names_parts else strategy or DEFAULT_STRATEGY)
+        same = (n for n, c in STRATEGIES.items() if (c.weights, c.gradients) == (ours.weights, uncut))
+        return next(same, "custom" if self.names_parts else strategy or DEFAULT_STRATEGY)
 
     def restricted_to(self, strategy: Strategy) -> CommunicationConfig:
         """Leave out the settings of a part that the strategy does not quantize."""

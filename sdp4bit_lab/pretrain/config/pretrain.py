@@ -187,7 +187,7 @@ class PretrainConfig:
         require(self.dry_run or self.world_size is None, "--world-size has no effect without --dry-run")
         require(
             not (self.dry_run and self.parallel.simulated_ranks),
-            f"--dry-run reckons with real ranks: give --world-size {self.parallel.simulated_ranks} instead "
+            f"--dry-run is for real ranks: give --world-size {self.parallel.simulated_ranks} instead "
             "of --simulated-ranks",
         )
         if not self.dry_run:

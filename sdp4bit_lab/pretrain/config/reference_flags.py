@@ -12,7 +12,7 @@ _NO_FP16 = "Weights are gathered in bf16 or fp32, which need no loss scale."
 
 WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
     "--accumulate-allreduce-grads-in-fp32": ("", "Gradients are always reduced in fp32."),
-    "--bf16": ("", "Weights are gathered in bf16 unless --param-dtype says fp32."),
+    "--bf16": ("", "Weights are gathered in bf16 unless --param-dtype is fp32."),
     "--data-impl": ("mmap|infer", "Indexed data is always mapped into memory."),
     "--distributed-backend": ("nccl|gloo", "The device decides: nccl on GPUs, gloo on CPUs."),
     "--fp16": ("", _NO_FP16),
@@ -27,7 +27,7 @@ WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
     "--no-gradient-accumulation-fusion": ("", "There is no fused accumulation of gradients to switch off."),
     "--no-masked-softmax-fusion": ("", "Mask and softmax are part of PyTorch's attention."),
     "--num-workers": ("N", "Every rank reads the memory-mapped data itself, without worker processes."),
-    "--overlap-grad-reduce": ("", "FSDP2 always reduces a block while backward goes on."),
+    "--overlap-grad-reduce": ("", "FSDP2 always reduces a block while backward continues."),
     "--overlap-param-gather": ("", "FSDP2 always gathers a block while the one before it computes."),
     "--position-embedding-type": ("learned_absolute", "Positions are always learned, as in the paper."),
     "--timing-log-level": ("N", "torch.profiler shows the time of the parts of a step."),
@@ -59,5 +59,5 @@ def drop_reference_flags(arguments: Sequence[str]) -> tuple[list[str], tuple[str
             value = next(remaining, "")
         if values not in ("", "N") and value not in values.split("|"):
             raise SettingError(f"{flag} {value} is not supported, only {values.replace('|', ' or ')}")
-        notes.append(f"{flag} changes nothing here. {reason}")
+        notes.append(f"{flag} has no effect here. {reason}")
     return rest, tuple(notes)

@@ -50,8 +50,8 @@ class TrainingConfig:
         require_at_least(0, self, "exit_duration_in_mins")
         require(
             self.accumulation is None or self.global_batch_size is None,
-            f"--accumulation {self.accumulation} and --global-batch-size {self.global_batch_size} both say "
-            "how many sequences a step has: give one of the two",
+            f"--accumulation {self.accumulation} and --global-batch-size {self.global_batch_size} both set "
+            "the batch size: give one of the two",
         )
         require(
             self.compute_dtype in ("auto", "fp32", self.param_dtype),

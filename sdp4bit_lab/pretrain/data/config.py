@@ -208,7 +208,7 @@ class DataConfig(TokenizerConfig):
 
     @cached_property
     def vocabulary(self) -> int:
-        """Tokens the model must know, whatever the source; SettingError if nothing says how many."""
+        """Tokens the model must know, whatever the source; SettingError if it is unknown."""
         size = self.vocabulary_size
         if self.tokenizer is not None:
             known = self.tokenizer.vocabulary_size
@@ -222,14 +222,14 @@ class DataConfig(TokenizerConfig):
             return DEFAULT_MOCK_VOCABULARY
         if self.source == "indexed":
             raise SettingError(
-                ".bin/.idx files do not say how many tokens there are: give --vocab-file and --merge-file, "
+                ".bin/.idx files do not contain the vocabulary size: give --vocab-file and --merge-file, "
                 "--tokenizer-model, or --vocab-size"
             )
         return DEFAULT_TRAINED_VOCABULARY
 
     @property
     def end_of_document(self) -> int | None:
-        """Token that ends documents, as far as the settings tell."""
+        """Token that ends documents, if the settings define it."""
         if self.tokenizer is not None:
             return self.tokenizer.end_of_text
         return self.vocabulary_size if self.tokenizer_type == "NullTokenizer" else None

@@ -89,7 +89,7 @@ class IndexedTokens:
         dtype = np.dtype(_CODES.get(code, "V1"))
         require(
             np.issubdtype(dtype, np.integer),
-            f"{path}: dtype: code {code} is not one of whole numbers (1-5, 8)",
+            f"{path}: dtype: code {code} is not an integer type (1-5, 8)",
         )
         require(boundaries >= 1, f"{path}: document count: 0 boundaries, at least 1 is needed")
         needed = HEADER.size + sequences * 12 + boundaries * 8
@@ -109,7 +109,7 @@ class IndexedTokens:
         size, needed = data.stat().st_size, self.tokens * dtype.itemsize
         require(
             size == needed,
-            f"{data}: size: the file has {size} bytes, {path.name} tells of {self.tokens} tokens of "
+            f"{data}: size: the file has {size} bytes, {path.name} has {self.tokens} tokens of "
             f"{dtype.itemsize} bytes ({needed})",
         )
         self._tokens: npt.NDArray[np.integer] = _map(data, dtype, self.tokens, offset=0)
@@ -143,7 +143,7 @@ class IndexedTokens:
     def check(self) -> None:
         """Check every number of the index; SettingError names the first that is wrong.
 
-        Reads the whole index, a second or two for 100 million documents.
+        Reads the complete index, a second or two for 100 million documents.
         """
         path, item, sequences = idx_path(self.prefix), self.dtype.itemsize, self.sequences
         offset = 0

@@ -250,9 +250,9 @@ def _local_range(parameter: Tensor) -> tuple[range, range]:
             if isinstance(placement, Replicate):
                 continue
             dim = getattr(placement, "dim", None)
-            # Where a dimension is split twice, a strided shard says that this split came second.
+            # Where a dimension is split twice, a strided shard marks the second split.
             if dim is None or (dim in split) != hasattr(placement, "split_factor"):
-                raise ValueError(f"cannot tell which part of a parameter {parameter.placements} is")
+                raise ValueError(f"unknown part of a parameter: {parameter.placements}")
             split.add(dim)
             size = -(-len(local[dim]) // mesh.size(mesh_dim))
             start = mesh.get_local_rank(mesh_dim) * size

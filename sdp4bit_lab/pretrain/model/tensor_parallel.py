@@ -1,8 +1,8 @@
 """Tensor parallelism: which part of a parameter a rank holds, and what is exchanged around its use.
 
 Parameters are split by `parallelize_module` and stay DTensors, so that FSDP2 and checkpoints know where parts
-belong. Arithmetic is on local tensors. Parameters that all ranks have alike are never quantized together with
-split ones: they would share scales with neighbours that differ from rank to rank, and drift apart.
+belong. Arithmetic is on local tensors. Parameters that are equal on all ranks are never quantized together
+with split ones: they would share scales with neighbours that differ from rank to rank, and drift apart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IGNORED_TARGET = -100
 
 
 class ColumnParallel(ParallelStyle):
-    """Rows of the weight, and so columns of the output, are split; the input is whole."""
+    """Rows of the weight, and so columns of the output, are split; the input is complete."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _split(module, device_mesh, {"weight": Shard(0), "bias": Shard(0)})
@@ -33,7 +33,7 @@ class ColumnParallel(ParallelStyle):
 
 
 class RowParallel(ParallelStyle):
-    """Columns of the weight, and so of the input, are split; the output is whole.
+    """Columns of the weight, and so of the input, are split; the output is complete.
 
     The bias is split too: each rank adds its part to its share of the sum.
     """
@@ -45,7 +45,7 @@ class RowParallel(ParallelStyle):
 
 
 class VocabularyParallel(ParallelStyle):
-    """Rows of an embedding are split; the output is whole."""
+    """Rows of an embedding are split; the output is complete."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _split(module, device_mesh, {"weight": Shard(0)})
@@ -122,7 +122,7 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return x, which all ranks have alike; backward sums what the ranks contribute to its gradient."""
+    """Return x, which is equal on all ranks; backward sums what the ranks contribute to its gradient."""
     result: Tensor = _Enter.apply(x, group)  # type: ignore[no-untyped-call]
     return result
 

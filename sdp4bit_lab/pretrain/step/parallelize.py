@@ -235,13 +235,13 @@ def _shard_chunk(config: PretrainConfig, *, layers: range, layout: RankLayout, m
     for block in model.blocks.values():
         assert isinstance(block, Block)
         if apart:
-            # Parameters that tensor-parallel ranks have alike stay so: quantized without those they split.
+            # Quantized without split parameters, so that they stay equal on tensor-parallel ranks.
             shard([block.attention_norm, block.feed_forward_norm])
         if training.compile:
             block.compile()
         shard(block, reshard_after_forward=training.reshard_after_forward)
     if apart or layout.pipeline.size() > 1:
-        # The token embedding is alone in its group on the first and the last stage, so that both round alike.
+        # The token embedding is alone in its group on both stages, so that both round identically.
         ends: list[nn.Module] = [m for m in (model.position_embedding, model.final_norm) if m is not None]
         if ends:
             shard(ends)
@@ -269,7 +269,7 @@ def _named_roots(chunks: list[GPT], numbers: list[int], *, stages: int) -> nn.Mo
 
 
 def quantize(model: nn.Module, *, config: PretrainConfig) -> sdp4bit.CommHandle:
-    """Return the handle of the model's communication, quantized as the configured strategy says."""
+    """Return the handle of the model's communication, quantized by the configured strategy."""
     ranks_per_node = config.parallel.ranks_per_node
     try:
         return sdp4bit.quantize_communication(

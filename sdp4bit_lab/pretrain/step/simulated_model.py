@@ -116,7 +116,7 @@ def build_simulated_model(config: PretrainConfig, *, layout: RankLayout) -> Simu
     parallel, training, device = config.parallel, config.training, layout.ranks.device
     ranks, ranks_per_node = parallel.simulated_ranks, parallel.ranks_per_node
     if ranks is None or ranks_per_node is None:
-        raise SettingError("--simulated-ranks and --ranks-per-node say how many simulated ranks there are")
+        raise SettingError("--simulated-ranks and --ranks-per-node set the number of simulated ranks")
     param_dtype = dtype_of(training.param_dtype)
     quantization = config.quantization
 

@@ -118,8 +118,8 @@ def test_the_command_starts_ranks_and_the_planner_reads_its_file(
     options = ["--megabytes", "0.1", "--rounds", "1", "--quantized-values", "4096", "--out", str(path)]
     done = command_line("probe", "--nproc-per-node", "2", "--ranks-per-node", "1", *options, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "2 nodes of 1 ranks" in done.stdout
-    assert "note: 2 nodes on 1 host: no network lies between them" in done.stdout
+    assert "2 nodes with 1 rank each" in done.stdout
+    assert "note: 2 nodes on 1 host: there is no network between them" in done.stdout
     assert main(["plan", "--probe", str(path), "--device-tflops", "1", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["cluster"]["inter_bandwidth"] == json.loads(path.read_text())["inter_bandwidth"]

@@ -156,8 +156,6 @@ def test_the_command_exports_a_trained_model_and_names_what_is_in_the_way(tmp_pa
     assert main(["export", "--load", saved, "--out", hf]) == 0
     assert capsys.readouterr().out == f"sdp4bit: written {hf}\n"
     assert main(["export", "--load", saved, "--out", hf]) == 2
-    assert (
-        capsys.readouterr().err == f"sdp4bit: error: --out {hf} is there already: name a folder that is not\n"
-    )
+    assert capsys.readouterr().err == f"sdp4bit: error: --out {hf} exists: name a new folder\n"
     with pytest.raises(SettingError, match="nowhere: no checkpoint there"):
         export_model(ExportConfig(load=tmp_path / "nowhere", out=tmp_path / "out"))

@@ -88,7 +88,7 @@ def test_how_many_bytes_are_saved(answered):
     faster = " A step was 2.00x faster than with baseline on these machines."
     assert answered(*runs)[1] == ("good", [saved + faster])
     assert answered(*runs, parallel={"simulated_ranks": 4, "ranks_per_node": 2})[1][1] == [
-        f"{saved} Times mean nothing, because the ranks were simulated."
+        f"{saved} Step times are not compared because the ranks are simulated."
     ]
     assert answered(runs[0])[1] == ("open", ["None: no run sent fewer bytes than plain FSDP2."])
 

@@ -98,7 +98,7 @@ def test_reference_flags_without_effect_are_taken_and_explained(capsys):
     lines = capsys.readouterr().err.splitlines()
     flags = ["--fp16", "--bf16", "--loss-scale", "--hysteresis", "--use-distributed-optimizer", "--data-impl"]
     assert [line.split()[1] for line in lines] == flags
-    assert all("changes nothing here. " in line for line in lines)
+    assert all("has no effect here. " in line for line in lines)
     assert main(["pretrain", "--position-embedding-type", "rope"]) == 2
     assert "--position-embedding-type rope is not supported, only learned_absolute" in capsys.readouterr().err
 
