@@ -413,7 +413,10 @@ class FSDPGroup:
     @cached_property
     def has_subclasses(self) -> bool:
         """Whether a tensor subclass has an all-gather of its own."""
-        return any(extends_gather(param.sharded_param._local_tensor) for param in self._group.fsdp_params)
+        return any(
+            extends_gather(cast(DTensor, param.sharded_param)._local_tensor)
+            for param in self._group.fsdp_params
+        )
 
     @property
     def subclass_reason(self) -> str:

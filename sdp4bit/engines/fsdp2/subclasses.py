@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdp4bit.engines.fsdp2.torch_internals import Param
@@ -55,7 +56,7 @@ def subclass_gather(param: Param, *, name: str) -> tuple[frozenset[torch.dtype],
 
     No types for a plain tensor.
     """
-    local, dtypes = param.sharded_param._local_tensor, frozenset[torch.dtype]()
+    local, dtypes = cast(DTensor, param.sharded_param)._local_tensor, frozenset[torch.dtype]()
     if not extends_gather(local):
         return dtypes, ""
     try:
