@@ -116,10 +116,10 @@ def test_a_group_of_torchft_leaves_and_returns(tmp_path: Path) -> None:
         theirs = steps(logs[1])
         wait_for(lambda: steps(logs[0])[-1][0] >= theirs[-1][0], [one, other], tmp_path)
         ours = steps(logs[0])
-    # While the second group was away, the first trained alone; the step in which it was lost was left out.
+    # While the second group was away, the first trained alone; it may have left out the step in between.
     alone = [step for step, groups, _ in ours if groups == 1 and step > left]
     assert alone and max(alone) + 1 in {step for step, _, _ in theirs}
-    assert len({step for step, _, _ in ours}) == len(ours) - 1
+    assert len(ours) - len({step for step, _, _ in ours}) <= 1
     # Wherever both took part, their weights are equal, bit for bit.
     ours_of = {step: norm for step, groups, norm in ours if groups == 2}
     both = {step: norm for step, groups, norm in theirs if groups == 2}
