@@ -29,7 +29,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 def losses(text: str) -> list[tuple[int, float]]:
     """Return steps and losses in the order of the lines; Ray repeats lines."""
-    found = re.findall(r"step (\d+): loss (\S+)", text)
+    found = re.findall(r"step (\d+): loss ([\d.e-]+)", text)
     return list(dict.fromkeys((int(step), float(loss)) for step, loss in found))
 
 
@@ -84,7 +84,7 @@ def test_a_lost_worker_of_ray_train_changes_no_bit(tmp_path: Path) -> None:
 
 def steps(log: Path) -> list[tuple[int, int, float]]:
     """Return step, groups that took part, and the norm of the weights after it."""
-    found = re.findall(r"step (\d+) of (\d+) groups: .*weights (\S+)", log.read_text())
+    found = re.findall(r"step (\d+) of (\d+) groups: .*weights ([\d.]+),", log.read_text())
     return [(int(step), int(groups), float(norm)) for step, groups, norm in found]
 
 
