@@ -58,7 +58,7 @@ def main() -> None:
         norm = nn.utils.get_total_norm(run.model.parameters()).full_tensor().item()  # equal in all groups
         if dist.get_rank() == 0:
             groups = manager.num_participants()
-            print(f"step {run.step} of {groups} groups: loss {loss}, norm of the weights {norm}", flush=True)
+            print(f"step {run.step} of {groups} groups: norm of the weights {norm}, loss {loss}", flush=True)
     if dist.get_rank() == 0:
         print(run.comm.explain())
     manager.shutdown()
