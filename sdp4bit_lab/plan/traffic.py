@@ -102,7 +102,7 @@ def gradient_exchange(
         dense_bytes: bytes per value of a reduction in full precision.
         sections: the row's; () for one.
     """
-    if grid.size == 1 or row_numel == 0:
+    if grid.size == 1 or not (row_numel or sections):
         return Exchange()
     if config is None or row_numel < config.min_numel:
         return ring(row_numel * dense_bytes, grid=grid)
