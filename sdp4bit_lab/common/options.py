@@ -165,8 +165,9 @@ def parse_with_tyro(settings: type[T], arguments: Sequence[str], *, prog: str, d
         with contextlib.redirect_stderr(printed):
             # Options have the names of their fields alone; a test keeps those unique.
             config = (tyro.conf.OmitArgPrefixes,)
-            given = {} if default is None else {"default": default}
-            return tyro.cli(settings, prog=prog, args=list(arguments), config=config, **given)
+            given: dict[str, Any] = {} if default is None else {"default": default}
+            result: T = tyro.cli(settings, prog=prog, args=list(arguments), config=config, **given)
+            return result
     except SystemExit:
         raise SettingError(_message(printed.getvalue(), settings)) from None
 
