@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
@@ -58,7 +57,7 @@ def train(job: Job, *, ranks: Ranks) -> str | None:
     if result.stopped is None:
         settings = {name: job.planned[name] for name in ("settings", "quantization")}
         run = FinishedRun.of(result, **settings, environment=environment(ranks.device))
-        run_on_all_ranks(partial(run.write, job.folder) if ranks.is_first else lambda: None)
+        run_on_all_ranks(lambda: run.write(job.folder) if ranks.is_first else None)
     return result.stopped
 
 

@@ -77,7 +77,8 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
         console.print(f"trained before: {', '.join(run.name for run in done)}")
     names = {run.name for run in done}
     remaining = [job for job in jobs if f"{job.label}, seed {job.config.seed}" not in names]
-    stopped, failed = None, list[str]()
+    stopped: str | None = None
+    failed: list[str] = []
     if config.jobs > 1:
         for job, code in train_at_once(remaining, most=config.jobs):
             if code and received() is None:

@@ -194,7 +194,10 @@ def link_times(summary: dict[str, Any], *, nodes: int) -> str:
     """
     sent = {name: each["inter_bytes_per_step"] / nodes for name, each in summary["strategies"].items()}
     titles = ("plain FSDP2" if name == DEFAULT_BASELINE else name for name in sent)
-    rows = [("", *titles), ("a node sends per step", *map(format_bytes, sent.values()))]
+    rows: list[tuple[str, ...]] = [
+        ("", *titles),
+        ("a node sends per step", *map(format_bytes, sent.values())),
+    ]
     for megabits in LINKS:
         rate = megabits * 1e6 / 8
         rows.append((f"at {megabits:,} Mbit/s", *(f"{1000 * size / rate:,.0f} ms" for size in sent.values())))

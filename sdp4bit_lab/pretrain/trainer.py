@@ -24,6 +24,7 @@ from sdp4bit_lab.pretrain.checkpoint import Checkpointer, Start, choose_start
 from sdp4bit_lab.pretrain.checkpoint_files import TOKENIZER, Progress, RunRecord
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig, PretrainConfig
 from sdp4bit_lab.pretrain.config.same_settings import check_same_settings
+from sdp4bit_lab.pretrain.config.training import Precision
 from sdp4bit_lab.pretrain.data.batches import Batches, prepare_dataset
 from sdp4bit_lab.pretrain.loop import TrainingLoop
 from sdp4bit_lab.pretrain.metrics import MetricsWriter, StepMetrics
@@ -261,7 +262,8 @@ def describe_run(run: Run) -> str:
     config, model, batches = run.config, run.loop.model, run.loop.batches
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in GPT(config.model_shape).parameters())
-    compute_dtype = next(name for name in ("bf16", "fp32") if dtype_of(name) == model.chunks[0].compute_dtype)
+    precisions: tuple[Precision, ...] = ("bf16", "fp32")
+    compute_dtype = next(name for name in precisions if dtype_of(name) == model.chunks[0].compute_dtype)
     name = config.strategy_name
     return (
         f"{parameters / 1e6:,.1f} M parameters, {model.describe_ranks()}, "

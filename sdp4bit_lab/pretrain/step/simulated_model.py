@@ -76,7 +76,7 @@ class SimulatedModel(ShardedModel):
 
     def describe_layout(self) -> str:
         """Return how many simulated ranks there are, nodes x ranks per node, as checkpoints name it."""
-        return f"{self.data_parallel_size} simulated ranks {self._nodes}"
+        return f"{self.data_parallel_size} simulated ranks ({self._nodes})"
 
     def describe_ranks(self) -> str:
         """Return how many ranks there are, and where."""

@@ -229,7 +229,7 @@ def test_compare_takes_one_process_for_many_ranks(text: Path, tmp_path: Path) ->
         *("--steps", "3", "--micro-batch-size", "1", "--out", str(tmp_path)),
     )
     assert done.returncode == 0, done.stderr
-    assert "on 8 simulated ranks (2 x 4) in one process" in done.stdout
+    assert "8 simulated ranks (2 x 4, cpu)" in done.stdout
     strategies = json.loads((tmp_path / "summary.json").read_text())["strategies"]
     assert strategies["sdp4bit"]["difference_to_baseline_percent"] != 0
     sent = {name: outcome["inter_bytes_per_step"] for name, outcome in strategies.items()}
