@@ -23,21 +23,11 @@ PAGES = [
         if path.parent.name != "results" and path.name != "cli.md"
     ),
 ]
-NOT_YET = {
-    "CONTRIBUTING.md",
-    "examples/README.md",
-    "docs/benchmarks.md",
-    "docs/data.md",
-    "docs/faults.md",
-    "docs/lora.md",
-    "docs/planning.md",
-    "docs/pretraining.md",
-    "docs/report.md",
-    "docs/selftest.md",
-}
+NOT_YET = {"docs/benchmarks.md"}
 """Pages that break a rule. A page that no longer does must leave this list."""
 CHECKED_NUMBERS = {
     "docs/fsdp2.md",  # results/muon_traffic.json
+    "docs/lora.md",  # experiments/finetuning/result.json, and the command above the table
     "docs/low-precision.md",  # tests/engines/fsdp2/test_subclasses.py
     "docs/theory.md",  # tests/collectives/test_error_theory.py
 }
