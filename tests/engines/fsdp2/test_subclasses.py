@@ -212,7 +212,7 @@ def in_fp8(config: SDP4BitConfig | None) -> list[float]:
 
 @on_ranks(4)
 def test_fp8_gathers_stay_with_fsdp2() -> None:
-    # Of the weights that come from replicas, the embeddings, a message that is applied twice shows too little.
+    # Embeddings alone come from a replica: a message of theirs that is applied twice shows too little.
     toy.assert_close_to_plain(in_fp8, harmless=[mutations.TWICE])
 
 
