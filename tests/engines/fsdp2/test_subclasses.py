@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import sdp4bit
 from sdp4bit import SDP4BitConfig
 from sdp4bit.collectives.weight_replica import WeightReplica
-from tests import toy
+from tests import mutations, toy
 from tests.ecosystem import on_cpu
 from tests.engines.fsdp2 import subclasses, test_bytes, test_checkpoint
 from tests.engines.fsdp2.subclasses import BlockScaled, InFp8, InHighPrecision, convert
@@ -48,7 +48,6 @@ def training(config: SDP4BitConfig | None, hybrid: bool) -> list[float]:
     if config is not None:
         assert all(comm.replica is not None for comm in run.comm.groups)
         assert "BlockScaled" not in run.comm.explain()
-        run.comm.audit()
     return run.finish()
 
 
@@ -213,7 +212,8 @@ def in_fp8(config: SDP4BitConfig | None) -> list[float]:
 
 @on_ranks(4)
 def test_fp8_gathers_stay_with_fsdp2() -> None:
-    toy.assert_close_to_plain(in_fp8)
+    # Embeddings alone come from a replica: a message of theirs that is applied twice shows too little.
+    toy.assert_close_to_plain(in_fp8, harmless=[mutations.TWICE])
 
 
 REASONS = {
