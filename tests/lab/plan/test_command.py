@@ -194,8 +194,8 @@ def test_the_documented_table_is_the_command_s(capsys: Capture) -> None:
     arguments = ["--device", "h100", *command.replace("\\\n", " ").split()]
     assert arguments[arguments.index("--inter-bandwidth") + 1] == "50"
     table = re.findall(r"\| ([\d.]+) \| ([\d,]+) to ([\d,]+) \| ([\d,]+) to ([\d,]+) \|", PAGE)
-    assert len(table) == 10
-    for rate, *row in table[:5]:
+    assert len(table) == 5
+    for rate, *row in table:
         result = planned(capsys, *arguments, "--inter-bandwidth", rate)
         times = [
             result[name][key]
