@@ -10,7 +10,6 @@ import numpy as np
 from numba import njit
 
 from sdp4bit.kernels.cpu.vectors import (
-    add_product,
     bits_from_float,
     bits_of,
     float_from_bits,
@@ -341,9 +340,9 @@ def sum_blocks(
             if bits == 8:
                 prefetch(source + _AHEAD)
             # The product is exact, 8 bits times 16 at most: only the addition rounds, as in the definition.
-            low = add_product(low, load_units(source, bits, is_dither, low_dither, masks, term), scale)
-            high_units = load_units(source + 4 * bits, bits, is_dither, high_dither, masks, term)
-            high = add_product(high, high_units, scale)
+            # Not fused: a product beyond the largest number is infinite before it is added.
+            low = low + load_units(source, bits, is_dither, low_dither, masks, term) * scale
+            high = high + load_units(source + 4 * bits, bits, is_dither, high_dither, masks, term) * scale
         peak = record(total + 4 * i, low, peak)
         peak = record(total + 4 * i + 128, high, peak)
     if paired < count:
@@ -352,7 +351,7 @@ def sum_blocks(
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
             source = codes + term * stride + (paired * bits >> 3)
-            value = add_product(value, load_units(source, bits, is_dither, dither, masks, term), scale)
+            value = value + load_units(source, bits, is_dither, dither, masks, term) * scale
         peak = record(total + 4 * paired, value, peak)
     return peak
 
@@ -380,8 +379,8 @@ def sum_int4(total, codes, half, table, masks, terms, stride, start, peak, is_di
             else:
                 low_units = float_of_bits(both & low_mask | low_base) - low_offset
                 high_units = float_of_bits(both & high_mask | high_base) - high_offset
-            low = add_product(low, low_units, scale)
-            high = add_product(high, high_units, scale)
+            low = low + low_units * scale
+            high = high + high_units * scale
         peak = record(total + 4 * i, low, peak)
         peak = record(total + 4 * (i + half), high, peak)
     return peak
@@ -412,7 +411,7 @@ def sum_nibbles(total, codes, count, shift, table, masks, terms, stride, start, 
                     _DITHER_OFFSET + np.float32(8)
                 )
                 units = where_equal(code, splat16(0), splat16(_ZERO), units)
-            value = add_product(value, units, scale)
+            value = value + units * scale
         store_f32(total + 4 * i, value)
 
 

@@ -368,16 +368,6 @@ def multiply_add(builder, a, b, c):
 
 
 @intrinsic
-def add_product(typing_context, c, a, b):
-    """Return c + a * b for a product that is exact."""
-
-    def codegen(context, builder, sig, args):
-        return multiply_add(builder, args[1], args[2], args[0])
-
-    return c(c, a, b), codegen
-
-
-@intrinsic
 def hadamard32(typing_context, block):
     """Return the transform of 32 values, the butterflies in the order of the definition."""
 
