@@ -20,7 +20,7 @@ from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology, arrange, create_topologies
 from sdp4bit.collectives.weight_replica import WeightReplica
-from sdp4bit.config import QUANTIZED_BITS, GradientConfig, WeightConfig
+from sdp4bit.config import QUANTIZED_BITS, GradientConfig, Rounding, WeightConfig
 from sdp4bit.traffic import Traffic, TrafficCounter
 from sdp4bit_lab.plan.traffic import Exchange, RankGrid, gradient_exchange, weight_refresh
 from tests.collectives import plain_collectives as plain
@@ -168,6 +168,13 @@ def test_every_rank_gets_the_sum_that_the_definition_gives(
     case: Case, config: GradientConfig, multiplier: float
 ) -> None:
     check_gradients(case, config, multiplier)
+
+
+@pytest.mark.parametrize("rounding", ["dither", "stochastic"])
+@pytest.mark.parametrize("layout", [(3, 1), (3, 2)], ids=lambda layout: "x".join(map(str, layout)))
+def test_sums_begin_with_what_stays_in_the_node(layout: tuple[int, int], rounding: Rounding) -> None:
+    config = GradientConfig(inter_rounding=rounding, intra_rounding=rounding, pipeline_chunks=2, min_numel=0)
+    check_gradients((layout, [33, 300], torch.bfloat16, 5), config, 1 / 3)
 
 
 @pytest.mark.slow
