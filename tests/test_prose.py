@@ -29,6 +29,7 @@ CHECKED_NUMBERS = {
     "docs/fsdp2.md",  # results/muon_traffic.json
     "docs/lora.md",  # experiments/finetuning/result.json, and the command above the table
     "docs/low-precision.md",  # tests/engines/fsdp2/test_subclasses.py
+    "docs/planning.md",  # tests/lab/plan
     "docs/theory.md",  # tests/collectives/test_error_theory.py
 }
 """Pages whose tables of numbers come from a file or are compared with the code by a test."""

@@ -18,7 +18,7 @@ import json
 import math
 import sys
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from sdp4bit.collectives.sections import Section, whole_row
+from sdp4bit.kernels.cpu import backend
 from sdp4bit_lab import cli
 from sdp4bit_lab.compare.paired import confidence_interval
 from sdp4bit_lab.simulated.collectives import SimulatedReplica
@@ -97,6 +98,29 @@ class LevelsReplica(SimulatedReplica):
         self._traffic.count_messages(self.message_layout(chosen), level="inter", peers=layout.nodes - 1)
 
 
+class AlternatingReplica(SimulatedReplica):
+    """Sends differences of 3 and of 2 bits in turn: 2.5 on average, and 3 bits make up for what 2 left out."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        wide = replace(options["config"], bits=3)
+        self._wide, self._is_wide = SimulatedReplica(*arguments, **{**options, "config": wide}), False
+
+    def refresh(self, rows: Tensor, held: Tensor, *, sections: tuple[Section, ...] = ()) -> None:
+        """See SimulatedReplica."""
+        self._is_wide = not self._is_wide
+        if self._is_wide:
+            self._wide.refresh(rows, held, sections=sections)
+        else:
+            super().refresh(rows, held, sections=sections)
+
+
+def _step_of_eleven_levels(layout: Any, clip: float = 1.0) -> int:
+    """Return what the CPU kernels' _step does, with codes from -5 to 5 in place of 4 bits."""
+    largest = 5 if layout.bits == 4 else 2 ** (layout.bits - 1) - 1
+    return backend._float_bits(clip / largest)
+
+
 def _weights(seed: int, steps: int) -> Any:
     """Train a small transformer on the bytes of the standard library, and yield its weights [n] each step."""
     folder = Path(sysconfig.get_paths()["stdlib"])
@@ -159,8 +183,9 @@ def predict(steps: int = 100) -> None:
         scale = (normal.view(-1, way.gradient_group_size).abs().amax(1) / 7).mul(1 + 2**-8)
         error = float(scale.square().mean() / 12)
         cost = LOSS_PER_GRADIENT_ERROR * error / 2 + LOSS_PER_DRIFT * drift
-        sent = f"{way.bytes_per_parameter:.3f} bytes"
-        print(f"{name}: gradient error {error:.4f}, {sent}, {cost:+.3f} % of the loss")
+        print(
+            f"{name}: gradient error {error:.4f}, {way.bytes_per_parameter:.3f} bytes, {cost:+.3f} % of the loss"
+        )
 
 
 def report(folder: Path) -> None:
@@ -189,19 +214,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--report", type=Path, help="folder of the runs' folders, named WAY-SEED")
-    parser.add_argument("--way", choices=WAYS)
+    parser.add_argument("--way", choices=(*WAYS, "alternate", "eleven"))
     arguments, options = parser.parse_known_args()
     if arguments.predict:
         predict()
     elif arguments.report:
         report(arguments.report)
     else:
-        way = WAYS[arguments.way]
+        way = WAYS.get(arguments.way, Way(levels=3, bits=2.5, step=0.6))
         label = "sdp4bit:weight-quantization-bits=2:wq-group-size=128"
         if way.gradient_group_size != 128:
             label += f":gq-group-size-inter={way.gradient_group_size}"
         kind = type(arguments.way, (LevelsReplica,), {"way": way})
-        with mock.patch("sdp4bit_lab.simulated.communication.SimulatedReplica", kind):
+        if arguments.way == "alternate":
+            kind = AlternatingReplica
+        where = "sdp4bit_lab.simulated.communication.SimulatedReplica"
+        if arguments.way == "eleven":
+            # Gradients between nodes in 11 levels, two values in 7 bits; weights in 3 bits.
+            label = "sdp4bit:weight-quantization-bits=3:wq-group-size=128"
+            where, kind = "sdp4bit.kernels.cpu.backend._step", _step_of_eleven_levels
+        with mock.patch(where, kind):
             return cli.main(["compare", "--strategies", label, "--baseline", label, *options])
     return 0
 

@@ -156,7 +156,7 @@ def number(index: bytearray, offset: int, form: str, value: int) -> None:
 DAMAGE = {
     "magic": (lambda b: b.__setitem__(slice(0, 3), b"XYZ"), r"magic: the file starts with b'XYZDIDX"),
     "version": (lambda b: number(b, 9, "<Q", 7), r"version: 7 instead of 1"),
-    "unknown dtype": (lambda b: number(b, 17, "<B", 77), r"dtype: code 77 is not one of whole numbers"),
+    "unknown dtype": (lambda b: number(b, 17, "<B", 77), r"dtype: code 77 is not an integer type"),
     "float dtype": (lambda b: number(b, 17, "<B", 6), r"dtype: code 6 is not"),
     "sequence count": (lambda b: number(b, 18, "<Q", 1 << 60), r"arrays: 1152921504606846976 sequences"),
     "no boundaries": (lambda b: number(b, 26, "<Q", 0), r"document count: 0 boundaries"),
