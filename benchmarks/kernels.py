@@ -20,6 +20,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +31,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.operator_cases import COPY, Case, make_cases, measure_once
+from benchmarks.operator_cases import COPY, FROM_BF16, Case, make_cases, measure_once
 from sdp4bit.quantization import ops
 
 CHECKED_ELEMENTS = 1 << 18
@@ -40,7 +41,7 @@ DEFAULT_ELEMENTS = [1 << power for power in range(14, 29, 2)]
 REFERENCE_ELEMENTS = 1 << 24
 """The reference needs some 100 bytes of memory per element, and seconds beyond this size."""
 MEASURED_SECONDS = 2e-4
-SAME_FOR_ALL_WIDTHS = (COPY, "hadamard_quantize")
+SAME_FOR_ALL_WIDTHS = (COPY, "hadamard_quantize", FROM_BF16)
 """What `--bits` does not change: the first hop has 8 bits."""
 
 
@@ -116,7 +117,7 @@ def measure(
 
 
 def describe_machine() -> dict[str, Any]:
-    """Hardware, versions, date and command."""
+    """Hardware, versions, commit, date and command."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -133,6 +134,9 @@ def describe_machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": versions,
+        "commit": subprocess.check_output(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"], text=True
+        ).strip(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks.kernels", *sys.argv[1:]]),
     }
@@ -166,7 +170,7 @@ def plot(rows: list[dict[str, Any]], machine: dict[str, Any], path: Path) -> Non
     from matplotlib import pyplot
 
     operators = [op for op in dict.fromkeys(row["op"] for row in rows) if op != COPY]
-    figure, grid = pyplot.subplots(2, 4, figsize=(13, 6), sharex=True, sharey=True)
+    figure, grid = pyplot.subplots(3, 3, figsize=(13, 9), sharex=True, sharey=True)
     panels = list(grid.flat)
     for panel, op in zip(panels, operators, strict=False):
         lines: dict[tuple[str, int | None, int | None], list[tuple[int, float]]] = {}

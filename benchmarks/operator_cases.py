@@ -20,6 +20,7 @@ RANKS, NODES = 4, 2
 WEIGHT_GROUP, GRADIENT_GROUP = 2048, 128
 DRAWN_ELEMENTS = 1 << 22
 COPY = "copy"
+FROM_BF16 = "hadamard_quantize, bf16 gradient"
 DITHERED = ", dithered"
 """Follows the name of an operator between nodes that dithers, or takes dither off."""
 
@@ -79,7 +80,9 @@ def make_cases(elements: int, device: str, *, bits: int = 4) -> dict[str, Case]:
     row = elements // (RANKS * NODES)
     intra = MessageLayout(numel=row, bits=8, group_size=GRADIENT_GROUP, parts=NODES)
     gradient = main[: RANKS * NODES * row].view(NODES, RANKS, row).transpose(0, 1)
+    rounded = gradient.bfloat16()
     sent = _make_messages(gradient, intra)
+    sent_rounded = torch.empty_like(sent)
     numbered = KEY._replace(row_stride=intra.padded_numel)
 
     inter = MessageLayout(numel=row, bits=bits, group_size=GRADIENT_GROUP)
@@ -110,6 +113,13 @@ def make_cases(elements: int, device: str, *, bits: int = 4) -> dict[str, Case]:
             ),
             inputs=(gradient,),
             output=sent,
+        ),
+        FROM_BF16: Case(
+            run=lambda: ops.hadamard_quantize(
+                rounded, out=sent_rounded, layout=intra, hadamard=True, rounding=numbered
+            ),
+            inputs=(rounded,),
+            output=sent_rounded,
         ),
         "dequantize_reduce_quantize": Case(
             run=lambda: ops.dequantize_reduce_quantize(sent, rounding=numbered, **summed),

@@ -91,17 +91,23 @@ class _Compiled:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._addresses: dict[Callable[..., None], int] = {}
+        self._addresses: dict[tuple[Callable[..., None], tuple[int, ...]], int] = {}
         self._runners: dict[Callable[..., None], Callable[[int, int, int], None]] = {}
 
-    def run(self, runner: Callable[..., None], kernel: Callable[..., None], threads: int, block: int) -> None:
-        """Run a kernel with the parameters in a block of memory."""
+    def run(
+        self,
+        runner: Callable[..., None],
+        kernel: tuple[Callable[..., None], tuple[int, ...]],
+        threads: int,
+        block: int,
+    ) -> None:
+        """Run a kernel, compiled for its flags, with the parameters in a block of memory."""
         if runner not in self._runners or kernel not in self._addresses:
             with self._lock:
                 if runner not in self._runners:
                     self._runners[runner] = kernels.compile_runner(runner)
                 if kernel not in self._addresses:
-                    self._addresses[kernel] = kernels.compile_kernel(kernel)
+                    self._addresses[kernel] = kernels.compile_kernel(*kernel)
         self._runners[runner](self._addresses[kernel], threads, block)
 
 
@@ -120,6 +126,7 @@ def _tile(padded: int, group_size: int, terms: int) -> tuple[int, int]:
 
 def _run(
     kernel: Callable[..., None],
+    flags: tuple[int, ...],
     *parameters: int,
     work: int,
     layout: MessageLayout,
@@ -128,6 +135,7 @@ def _run(
     """Run a kernel on as many threads as `work` values deserve, in tiles that fit the layout.
 
     Args:
+        flags: numbers that the kernel is compiled for.
         terms: how many messages are summed.
     """
     if not work:
@@ -137,7 +145,7 @@ def _run(
     threads = min(work // _VALUES_PER_THREAD, torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     if threads < 2 or not _parallel.enter():
         block = _workspace.fill(parameters, 1, memory)
-        _compiled.run(kernels.run_here, kernel, 1, block)
+        _compiled.run(kernels.run_here, (kernel, flags), 1, block)
         return
     try:
         block = _workspace.fill(parameters, threads, memory)
@@ -145,7 +153,7 @@ def _run(
         if previous != threads:
             numba.set_num_threads(threads)
         try:
-            _compiled.run(kernels.run_parallel, kernel, threads, block)
+            _compiled.run(kernels.run_parallel, (kernel, flags), threads, block)
         finally:
             if previous != threads:
                 numba.set_num_threads(previous)
@@ -166,18 +174,23 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] < 2 else tensor.contiguous()
 
 
-def _rounding_numbers(rounding: RoundingKey | None) -> tuple[int, ...]:
-    """Return how to round, the keys, how values are numbered, and the mask of the sender's dither."""
+def _rounding_flag(rounding: RoundingKey | None) -> int:
+    """Return how to round."""
     if rounding is None:
-        return tiles.NEAREST, 0, 0, 0, 0, 0
-    k0, k1, first, row_stride, is_dither, _ = rounding
-    numbers = k0, k1, first, row_stride
-    return (tiles.DITHER, *numbers, rounding.mask) if is_dither else (tiles.STOCHASTIC, *numbers, 0)
+        return tiles.NEAREST
+    return tiles.DITHER if rounding.dither else tiles.STOCHASTIC
+
+
+def _rounding_numbers(rounding: RoundingKey | None) -> tuple[int, ...]:
+    """Return the keys, how values are numbered, and the mask of the sender's dither."""
+    if rounding is None:
+        return 0, 0, 0, 0, 0
+    return *rounding[:4], rounding.mask if rounding.dither else 0
 
 
 def _dither_numbers(dither: RoundingKey | None) -> tuple[int, ...]:
-    """Return whether codes are dithered, the keys, and the number of the first value of row 0."""
-    return (False, 0, 0, 0) if dither is None else (True, dither.k0, dither.k1, dither.first)
+    """Return the keys of the dither, the number of the first value of row 0 and the rows' distance."""
+    return (0, 0, 0, 0) if dither is None else dither[:4]
 
 
 def _place_of(part: int, messages: Tensor, layout: MessageLayout) -> tuple[int, int]:
@@ -204,12 +217,12 @@ def subtract_quantize(
     replica = replica if replica is None else _readable(replica)
     _run(
         kernels.quantize_rows,
+        (replica is not None, False, clip < 1, tiles.NEAREST),
         main.data_ptr(), main.dtype is torch.bfloat16, 0, 0,
         0 if replica is None else replica.data_ptr(), replica is not None and replica.dtype is torch.bfloat16,
         layout.numel, layout.padded_numel, 1, 1,
         out.data_ptr(), 0, layout.code_bytes, layout.scales_offset, layout.payload_bytes, layout.nbytes,
-        layout.groups, layout.bits, layout.group_size, _step(layout, clip),
-        (2 ** (layout.bits - 1) - 1) << 16 if clip < 1 else 0, False, *_rounding_numbers(None),
+        layout.groups, layout.bits, layout.group_size, _step(layout, clip), *_rounding_numbers(None),
         work=layout.numel, layout=layout,
     )  # fmt: skip
 
@@ -228,9 +241,10 @@ def dequantize_add(
     # The sum of the one message starts from -0.0, which leaves even a -0.0 as it is.
     _run(
         kernels.dequantize_rows,
+        (False, False),
         messages.data_ptr(), messages.stride(0), 1, layout.scales_offset, layout.bits, layout.group_size,
         rows, layout.numel, layout.padded_numel, target.data_ptr(), target.stride(0) * size, size == 2,
-        accumulate, _NEGATIVE_ZERO_BITS, False, kernels.ONE_BITS, *_dither_numbers(None),
+        accumulate, _NEGATIVE_ZERO_BITS, kernels.ONE_BITS, *_dither_numbers(None)[:3],
         work=rows * layout.numel, layout=layout, terms=1,
     )  # fmt: skip
     if target is not replica:
@@ -251,11 +265,12 @@ def hadamard_quantize(
     outer, inner, _ = values.stride()
     _run(
         kernels.quantize_rows,
+        (False, hadamard, False, _rounding_flag(rounding)),
         values.data_ptr(), size == 2, outer * size, inner * size, 0, False,
         layout.numel, layout.padded_numel, destinations, layout.parts,
         out.data_ptr(), out.stride(0), layout.code_bytes, layout.scales_offset, layout.payload_bytes,
-        layout.nbytes, layout.groups, layout.bits, layout.group_size, _step(layout), 0,
-        hadamard, *_rounding_numbers(rounding),
+        layout.nbytes, layout.groups, layout.bits, layout.group_size, _step(layout),
+        *_rounding_numbers(rounding),
         work=values.numel(), layout=layout,
     )  # fmt: skip
 
@@ -275,11 +290,12 @@ def dequantize_reduce_quantize(
     codes, scales_offset = _place_of(first_part, messages, received)
     _run(
         kernels.reduce_quantize,
+        (dither is not None, _rounding_flag(rounding)),
         codes, messages.stride(0), terms, received.code_bytes, scales_offset,
         received.groups, received.bits, received.group_size, parts, sent.padded_numel,
         out.data_ptr(), out.stride(0), sent.scales_offset, sent.payload_bytes, sent.nbytes,
         sent.bits, sent.group_size, _step(sent), *_rounding_numbers(rounding),
-        *_dither_numbers(dither), 0 if dither is None else dither.row_stride,
+        *_dither_numbers(dither),
         work=max(terms, 1) * parts * sent.numel, layout=sent, terms=terms,
     )  # fmt: skip
 
@@ -301,9 +317,10 @@ def dequantize_reduce_hadamard(
     codes, scales_offset = _place_of(part, messages, layout)
     _run(
         kernels.dequantize_rows,
+        (dither is not None, hadamard),
         codes, messages.stride(0), terms, scales_offset, layout.bits, layout.group_size,
         1, layout.numel, layout.padded_numel, target.data_ptr(), 0, target.dtype is torch.bfloat16,
-        accumulate, 0, hadamard, _float_bits(multiplier), *_dither_numbers(dither),
+        accumulate, 0, _float_bits(multiplier), *_dither_numbers(dither)[:3],
         work=max(terms, 1) * layout.numel, layout=layout, terms=terms,
     )  # fmt: skip
     if target is not out:

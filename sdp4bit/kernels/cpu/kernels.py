@@ -2,9 +2,10 @@
 
 A kernel does the share of thread `thread` of `threads`. Rows are cut into tiles of whole groups that stay in
 the first-level cache with their codes; all steps of an operator are done on one tile before the next. While
-one tile is computed with, the next is fetched from memory, or memory and arithmetic would take turns. The
+one tile is quantized, the next is fetched from memory, or memory and arithmetic would take turns. The
 arguments are one block of int64 numbers, addresses among them: a call then costs the same few hundred
-nanoseconds for every kernel, and one function runs them all in parallel.
+nanoseconds for every kernel, and one function runs them all in parallel. Flags that would branch in the
+innermost loops are constants, for each of which a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from sdp4bit.kernels.cpu.vectors import (
     largest_lane,
     load_f32,
     point,
-    prefetch,
     splat,
     store_u8,
     store_u32,
@@ -47,15 +47,16 @@ _ZERO = np.float32(0)
 
 
 class Parameters(types.Type):
-    """Address of a block of int64 parameters.
+    """Address of a block of int64 parameters, which follow the flags that the kernel is compiled for.
 
     The name carries a checksum of the sources that kernels inline: numba's cache follows only the file that
     a function stands in and the types of its arguments.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, flags: tuple[int, ...]) -> None:
+        self.flags = flags
         sources = b"".join(Path(module.__file__).read_bytes() for module in (tiles, vectors))
-        super().__init__(name=f"Parameters({zlib.crc32(sources)})")
+        super().__init__(name=f"Parameters({zlib.crc32(sources)}, {flags})")
 
 
 @register_model(Parameters)
@@ -66,13 +67,14 @@ class _ParametersModel(models.PrimitiveModel):
 
 @intrinsic(prefer_literal=True)
 def _unpack(typing_context, parameters, count):
-    """Return the first `count` parameters."""
+    """Return flags and parameters, `count` together."""
     result = types.UniTuple(types.int64, count.literal_value)
+    flags = [INT64(int(flag)) for flag in parameters.flags]
 
     def codegen(context, builder, sig, args):
         block = point(builder, args[0], INT64)
-        values = [builder.load(builder.gep(block, [INT64(i)])) for i in range(len(result))]
-        return context.make_tuple(builder, result, values)
+        values = [builder.load(builder.gep(block, [INT64(i)])) for i in range(len(result) - len(flags))]
+        return context.make_tuple(builder, result, flags + values)
 
     return result(parameters, count), codegen
 
@@ -136,12 +138,13 @@ def _clear_padding(out, messages, stride, payload_bytes, nbytes):
 def quantize_rows(thread, threads, parameters):
     """Quantize the rows of a tensor, minus a replica if there is one, transformed if `hadamard`."""
     (
+        has_replica, hadamard, is_clipped, rounding,
         values, is_bf16, outer_stride, inner_stride, replica, replica_is_bf16,
         numel, padded, destinations, parts,
         out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, bits, group_size,
-        step, limit, hadamard, rounding, k0, k1, first, row_stride, mask,
+        step, k0, k1, first, row_stride, mask,
         tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 31)  # fmt: skip
+    ) = _unpack(parameters, 32)  # fmt: skip
     total, spare, largest, _ = _locate(thread, tile, scratch, scratch_stride)
     shift, replica_shift = 2 - is_bf16, 2 - replica_is_bf16
     tiles, row, start = _share(destinations * parts, padded, tile, thread, threads)
@@ -149,7 +152,7 @@ def quantize_rows(thread, threads, parameters):
         destination = row // parts
         part = row - destination * parts
         source = values + destination * outer_stride + part * inner_stride + (start << shift)
-        other = replica + (start << replica_shift) if replica else 0
+        other = replica + (start << replica_shift) if has_replica else 0
         count = min(tile, padded - start)
         # Values in whole blocks; at most one block is left, at the end of a row, which padding fills up.
         whole = min(count, (numel - start) & ~31)
@@ -159,14 +162,15 @@ def quantize_rows(thread, threads, parameters):
             peak = splat(0)
             for i in range(origin, min(stop, whole), 32):
                 block = _load_block(
-                    source + (i << shift), is_bf16, other + (i << replica_shift) if replica else 0,
+                    source + (i << shift), is_bf16, other + (i << replica_shift) if has_replica else 0,
                     replica_is_bf16, hadamard, 32, spare,
                 )  # fmt: skip
                 peak = record(total + 4 * i, block, peak)
             if whole < stop:
                 block = _load_block(
-                    source + (whole << shift), is_bf16, other + (whole << replica_shift) if replica else 0,
-                    replica_is_bf16, hadamard, numel - start - whole, spare,
+                    source + (whole << shift), is_bf16,
+                    other + (whole << replica_shift) if has_replica else 0, replica_is_bf16,
+                    hadamard, numel - start - whole, spare,
                 )  # fmt: skip
                 peak = record(total + 4 * whole, block, peak)
             store_u32(largest + 4 * group, largest_lane(peak))
@@ -175,9 +179,10 @@ def quantize_rows(thread, threads, parameters):
         encode_tile(
             total, count, largest, message + part * code_bytes + (start * bits >> 3),
             message + scales_offset + 2 * (part * groups + start // group_size),
-            bits, group_size, step, limit, rounding, row * row_stride + first + start, k0, k1, mask, spare,
+            bits, group_size, step, is_clipped,
+            rounding, row * row_stride + first + start, k0, k1, mask, spare,
             source + (count << shift), shift,
-            other + (count << replica_shift) if replica else 0, replica_shift,
+            other + (count << replica_shift) if has_replica else 0, replica_shift,
         )  # fmt: skip
         start += tile
         if start >= padded:
@@ -190,10 +195,11 @@ def quantize_rows(thread, threads, parameters):
 def reduce_quantize(thread, threads, parameters):
     """Quantize row i of the sum of all messages into message i."""
     (
+        is_dither, rounding,
         messages, stride, terms, code_bytes_in, scales_offset_in, groups_in, bits_in, group_size_in,
         parts, padded, out, out_stride, scales_offset, payload_bytes, nbytes, bits, group_size,
-        step, rounding, k0, k1, first, row_stride, mask,
-        is_dither, k0_in, k1_in, first_in, row_stride_in, tile, scratch, scratch_stride,
+        step, k0, k1, first, row_stride, mask,
+        k0_in, k1_in, first_in, row_stride_in, tile, scratch, scratch_stride,
     ) = _unpack(parameters, 32)  # fmt: skip
     total, spare, largest, table = _locate(thread, tile, scratch, scratch_stride)
     masks = table + 4 * terms
@@ -235,9 +241,10 @@ def dequantize_rows(thread, threads, parameters):
     sums start from the first.
     """
     (
+        is_dither, hadamard,
         messages, stride, terms, scales_offset, bits, group_size, rows, numel, padded,
-        out, out_stride, is_bf16, accumulate, initial, hadamard, multiplier,
-        is_dither, k0, k1, first, tile, scratch, scratch_stride,
+        out, out_stride, is_bf16, accumulate, initial, multiplier,
+        k0, k1, first, tile, scratch, scratch_stride,
     ) = _unpack(parameters, 23)  # fmt: skip
     total, spare, _, table = _locate(thread, tile, scratch, scratch_stride)
     masks = table + 4 * terms
@@ -255,10 +262,6 @@ def dequantize_rows(thread, threads, parameters):
         target = out + row * out_stride + (start << shift)
         whole = min(count, (numel - start) & ~31)
         for i in range(0, whole, 32):
-            # What is written, and read to accumulate, in the next tile.
-            prefetch(target + ((i + count) << shift))
-            if shift == 2:
-                prefetch(target + ((i + count) << shift) + 64)
             block = load_f32(total + 4 * i)
             _finish_block(block, target + (i << shift), is_bf16, accumulate, hadamard, multiplier, 32, spare)
         if whole < count:
@@ -304,9 +307,9 @@ def _compile(decorator: Callable[..., Any], function: Callable[..., None], *args
         return decorator(*args, **options)(function)
 
 
-def compile_kernel(kernel: Callable[..., None]) -> int:
-    """Return the address of a compiled kernel."""
-    kind = types.void(types.int64, types.int64, Parameters())
+def compile_kernel(kernel: Callable[..., None], flags: tuple[int, ...]) -> int:
+    """Return the address of a kernel compiled for these flags."""
+    kind = types.void(types.int64, types.int64, Parameters(flags))
     compiled: int = _compile(cfunc, kernel, kind, error_model="numpy").address
     return compiled
 

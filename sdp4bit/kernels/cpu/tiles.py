@@ -51,8 +51,6 @@ _TINY = 0x0D800000  # 2**-100
 _NAN_SCALE = 0x7FC0
 _FIXED_POINT = np.float32(65536)
 _HALF = 0x8000
-_AHEAD = 512
-"""Bytes by which reading int8 codes of several messages runs ahead; int4 codes gain nothing by it."""
 _ZERO = np.float32(0)
 
 # A nibble becomes a float without a shift or a conversion. In an fp32 number from 2**23 on, the lowest bit of
@@ -135,12 +133,13 @@ def compute_scale(largest, step):
 
 
 @inline
-def fixed_point(values, factor, bits, limit, rounding, element, k0, k1, mask):
-    """Return codes times 65536, ready to be cut off; none beyond `limit`, unless that is 0."""
+def fixed_point(values, factor, bits, is_clipped, rounding, element, k0, k1, mask):
+    """Return codes times 65536, ready to be cut off; none beyond the largest, if some would be."""
     # Cut towards zero to 16 fractional bits first: random bits are integers, so the rounding that follows is
     # integer arithmetic, the same everywhere.
     fixed = to_int(load_f32(values) * factor)
-    if limit:
+    if is_clipped:
+        limit = ((1 << (bits - 1)) - 1) << 16
         fixed = maximum(minimum(fixed, splat(limit)), splat(-limit))
     if rounding == NEAREST:
         return fixed + splat(_HALF)
@@ -226,14 +225,14 @@ def load_units(address, bits, is_dither, dither, masks, term):
 
 @inline
 def encode_group(
-    values, size, factor, codes, bits, limit, rounding, element, k0, k1, mask, spare,
+    values, size, factor, codes, bits, is_clipped, rounding, element, k0, k1, mask, spare,
     upcoming, shift, upcoming_replica, replica_shift,
 ):  # fmt: skip
     """Write the codes of one group; meanwhile, as many upcoming values and their replica are prefetched."""
     if bits == 8:
         for i in range(0, size, 32):
             prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
-            fixed = fixed_point(values + 4 * i, factor, 8, limit, rounding, element + i, k0, k1, mask)
+            fixed = fixed_point(values + 4 * i, factor, 8, is_clipped, rounding, element + i, k0, k1, mask)
             store_u8(codes + i, shift_right_signed(fixed, 16))
         return
     if bits < 4:
@@ -241,7 +240,7 @@ def encode_group(
         offset = splat(1 << (bits + 15))
         for i in range(0, size, 32):
             prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
-            fixed = fixed_point(values + 4 * i, factor, bits, limit, rounding, element + i, k0, k1, mask)
+            fixed = fixed_point(values + 4 * i, factor, bits, is_clipped, rounding, element + i, k0, k1, mask)
             store_block(codes + (i * bits >> 3), shift_right(fixed + offset, 16), bits)
         return
     half = size >> 1
@@ -253,14 +252,14 @@ def encode_group(
             j = i + half
             prefetch_upcoming(2 * i, upcoming, shift, upcoming_replica, replica_shift)
             prefetch_upcoming(2 * i + 32, upcoming, shift, upcoming_replica, replica_shift)
-            low = fixed_point(values + 4 * i, factor, 4, limit, rounding, element + i, k0, k1, mask)
-            high = fixed_point(values + 4 * j, factor, 4, limit, rounding, element + j, k0, k1, mask)
+            low = fixed_point(values + 4 * i, factor, 4, is_clipped, rounding, element + i, k0, k1, mask)
+            high = fixed_point(values + 4 * j, factor, 4, is_clipped, rounding, element + j, k0, k1, mask)
             low, high = low + offset, high + offset
             store_u8(codes + i, shift_right(low, 16) | shift_right(high, 12) & high_nibble)
         return
     # Halves begin within a block: their codes take their places by way of memory.
     for i in range(0, size, 32):
-        fixed = fixed_point(values + 4 * i, factor, 4, limit, rounding, element + i, k0, k1, mask)
+        fixed = fixed_point(values + 4 * i, factor, 4, is_clipped, rounding, element + i, k0, k1, mask)
         store_u8(spare + i, shift_right_signed(fixed, 16) + splat(8))
     sixteen = splat16(16)
     for i in range(0, half, 16):
@@ -269,7 +268,7 @@ def encode_group(
 
 @inline
 def encode_tile(
-    values, count, largest, codes, scales, bits, group_size, step, limit,
+    values, count, largest, codes, scales, bits, group_size, step, is_clipped,
     rounding, element, k0, k1, mask, spare,
     upcoming, shift, upcoming_replica, replica_shift,
 ):  # fmt: skip
@@ -279,7 +278,7 @@ def encode_tile(
 
     Args:
         step: bits of the part of the largest |x| that a unit of the codes is.
-        limit: the largest code times 65536, if values may be beyond it; 0 if none is.
+        is_clipped: whether values may be beyond the largest code, which then replaces theirs.
         upcoming, upcoming_replica: addresses to prefetch from meanwhile, 0 for none.
         shift, replica_shift: 2 if they are fp32, 1 if bf16.
     """
@@ -304,7 +303,7 @@ def encode_tile(
         factor = splat(float_from_bits(load_scalar_u32(largest + 4 * group)))
         encode_group(
             values + 4 * first, min(group_size, count - first), factor, codes + (first * bits >> 3),
-            bits, limit, rounding, element + first, k0, k1, mask, spare,
+            bits, is_clipped, rounding, element + first, k0, k1, mask, spare,
             upcoming + (first << shift) if upcoming else 0, shift,
             upcoming_replica + (first << replica_shift) if upcoming_replica else 0, replica_shift,
         )  # fmt: skip
@@ -337,10 +336,7 @@ def sum_blocks(
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
             source = codes + term * stride + (i * bits >> 3)
-            if bits == 8:
-                prefetch(source + _AHEAD)
-            # The product is exact, 8 bits times 16 at most: only the addition rounds, as in the definition.
-            # Not fused: a product beyond the largest number is infinite before it is added.
+            # Not fused: the product is exact unless it overflows or underflows, and then rounds by itself.
             low = low + load_units(source, bits, is_dither, low_dither, masks, term) * scale
             high = high + load_units(source + 4 * bits, bits, is_dither, high_dither, masks, term) * scale
         peak = record(total + 4 * i, low, peak)
