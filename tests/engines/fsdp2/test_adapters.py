@@ -144,10 +144,10 @@ def training(
 @pytest.mark.parametrize(
     ("storage", "policy", "topology"),
     [
-        pytest.param(None, FP32, 2, id="bf16 base"),
+        pytest.param(None, FP32, 2, id="bf16 base", marks=pytest.mark.slow),
         pytest.param(torch.uint8, FP32, 1, id="uint8, full replica"),
-        pytest.param(torch.uint8, POLICY, 2, id="uint8, bf16 policy"),
-        pytest.param(torch.bfloat16, FP32, 2, id="packed bf16"),
+        pytest.param(torch.uint8, POLICY, 2, id="uint8, bf16 policy", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, FP32, 2, id="packed bf16", marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, POLICY, 1, id="packed bf16, bf16 policy, full replica"),
     ],
 )
@@ -178,14 +178,24 @@ def editing(config: SDP4BitConfig | None, storage: torch.dtype | None) -> list[f
     return losses
 
 
-@pytest.mark.parametrize("storage", [None, torch.uint8], ids=["bf16 base", "packed uint8"])
+@pytest.mark.parametrize(
+    "storage",
+    [
+        pytest.param(None, id="bf16 base", marks=pytest.mark.slow),
+        pytest.param(torch.uint8, id="packed uint8"),
+    ],
+)
 @on_ranks(4)
 def test_edits_of_frozen_bits_are_sent_as_they_are(storage: torch.dtype | None) -> None:
     assert_close_to_plain(editing, storage)
 
 
 @pytest.mark.parametrize(
-    ("storage", "policy"), [(torch.uint8, FP32), (torch.bfloat16, POLICY)], ids=["uint8", "bf16"]
+    ("storage", "policy"),
+    [
+        pytest.param(torch.uint8, FP32, id="uint8"),
+        pytest.param(torch.bfloat16, POLICY, id="bf16", marks=pytest.mark.slow),
+    ],
 )
 @on_ranks(4)
 def test_a_resume_with_frozen_bits_is_bit_identical(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -113,9 +114,16 @@ def outcome(make: Callable[[], Run], scenario: Callable[[Run], object]) -> tuple
     return (losses, tensors, run.comm.stats(), run.comm.group_stats()), seen
 
 
+QUICK = ("usual", "micro-batches", "fp32")
+
+
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(tuple(CASES.keys() - set(QUICK)), id="others", marks=pytest.mark.slow)]
+)
 @on_ranks(4)
-def test_rows_are_bf16_where_that_changes_no_bit() -> None:
-    for name, (make, scenario, expected) in CASES.items():
+def test_rows_are_bf16_where_that_changes_no_bit(names: tuple[str, ...]) -> None:
+    for name in sorted(names):
+        make, scenario, expected = CASES[name]
         result, seen = outcome(make, scenario)
         assert seen == expected, (name, seen)
         with mock.patch.object(hooks, "gradient_dtype", return_value=None):

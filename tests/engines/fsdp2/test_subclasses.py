@@ -56,6 +56,7 @@ def test_high_precision_gathers_are_served_from_the_replica() -> None:
     toy.assert_close_to_plain(training, False)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_high_precision_gathers_under_hsdp() -> None:
     toy.assert_close_to_plain(training, True)
@@ -146,7 +147,7 @@ def check_bytes(nodes: int, per_node: int) -> None:
             assert messages["inter"] == comm.stats()["last_step"]["inter_bytes"] == between
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_bytes_are_those_of_a_plain_weight(nodes: int, per_node: int) -> None:
     run_ranks(check_bytes, nodes * per_node, nodes, per_node)
 
@@ -184,7 +185,7 @@ def resume(folder: str, kind: type[InHighPrecision], losses: list[list[float]]) 
             assert job.train(3) == losses[dist.get_rank()], name
 
 
-@pytest.mark.parametrize("kind", [BlockScaled, InFp8])
+@pytest.mark.parametrize("kind", [BlockScaled, pytest.param(InFp8, marks=pytest.mark.slow)])
 def test_a_resumed_run_continues_bit_for_bit(kind: type[InHighPrecision], tmp_path: Path) -> None:
     losses = run_ranks(save, 2, str(tmp_path), kind)
     run_ranks(resume, 2, str(tmp_path), kind, losses)
