@@ -1,6 +1,6 @@
 """torchao's low-precision training, emulated on the CPU, against plain FSDP2 with the same weights.
 
-Layer: 2 gloo processes that stand for 2 nodes. MXFP8 weights are gathered in bf16, and float8 ones in bf16
+Layer: 2 gloo processes, which represent 2 nodes. MXFP8 weights are gathered in bf16, and float8 ones in bf16
 or, by `enable_fsdp_float8_all_gather`, in float8.
 """
 

@@ -1,6 +1,6 @@
 """torchtitan's Trainer with weights that torchao computes with in low precision, emulated on the CPU.
 
-Layer: 2 gloo processes that stand for 2 nodes. torchtitan's float8 converter has an emulation; those for
+Layer: 2 gloo processes, which represent 2 nodes. torchtitan's float8 converter has an emulation; those for
 MXFP8 and NVFP4 refuse all but SM100, so a converter of the test applies torchao's MXFP8 weights.
 """
 
