@@ -9,7 +9,6 @@ bitsandbytes packs the frozen weights. Needs pip install 'sdp4bit[hf]' trl peft 
 
 import sys
 import tempfile
-import time
 
 import torch
 import torch.distributed as dist
@@ -94,8 +93,6 @@ def main() -> None:
         ratio = switch.comm.stats()["compression_ratio"]
         print(switch.comm.explain())
         print(f"step 1 sent {sent[0]:,.0f} bytes, each later step {sent[-1]:,.0f}: {ratio:.0f} times fewer")
-    # The last all-gather: gloo's thread takes the interpreter's lock to free its tensors.
-    time.sleep(0.1)
     dist.destroy_process_group()
 
 

@@ -6,7 +6,6 @@
 """
 
 import tempfile
-import time
 
 import torch
 import torch.distributed as dist
@@ -58,9 +57,6 @@ def main() -> None:
     trainer.train()
     if trainer.is_world_process_zero():
         print(switch.comm.explain())
-    # Trainer ends with an all-gather. Gloo's thread takes the interpreter's lock to free its tensors, and
-    # aborts the process if the interpreter is shutting down: let it have the lock first.
-    time.sleep(0.1)
     dist.destroy_process_group()
 
 

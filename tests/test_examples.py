@@ -13,6 +13,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -187,14 +188,22 @@ def test_two_nodes_with_one_host_name_need_a_topology(tmp_path: Path) -> None:
             endpoint,
         ]
         command = [*launch, "examples/launched.py", f"--checkpoints={tmp_path}", "--save-every=1", *options]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        agents = [subprocess.Popen(command, cwd=ROOT, env=environment(tmp_path), **pipes) for _ in range(2)]
-        try:
-            printed = "".join(agent.communicate(timeout=200)[0] for agent in agents)
-        finally:
-            for agent in agents:
-                agent.kill()
-        assert [agent.returncode for agent in agents] == [0, 0], printed[-4000:]
+        outputs = [tmp_path / f"agent{number}.txt" for number in range(2)]
+        agents = []
+        for output in outputs:
+            with output.open("w") as file:
+                pipes = {"stdout": file, "stderr": subprocess.STDOUT}
+                agents.append(subprocess.Popen(command, cwd=ROOT, env=environment(tmp_path), **pipes))
+        deadline = time.monotonic() + 200
+        # An agent waits for another that has failed, so the first failure ends the test.
+        while any(agent.poll() is None for agent in agents) and not any(agent.poll() for agent in agents):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        for agent in agents:
+            agent.kill()
+        printed = "".join(f"{output.name}:\n{output.read_text()}" for output in outputs)
+        assert [agent.wait() for agent in agents] == [0, 0], printed[-8000:]
         return printed
 
     found = train("--steps=1")

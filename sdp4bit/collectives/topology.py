@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
+import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
@@ -218,7 +220,18 @@ def _create_groups(
         # Gloo returns when this rank's half of each connection stands. A rank that released the group at once
         # would fail the others, which still connect. NCCL connects at the first collective.
         dist.all_reduce(torch.zeros(1), group=own)
+        atexit.unregister(_wait_for_gloo_threads)
+        atexit.register(_wait_for_gloo_threads)
     return own
+
+
+def _wait_for_gloo_threads() -> None:
+    """Let gloo's threads free the tensors of the last collectives.
+
+    A thread takes the interpreter's lock to free a tensor that Python has released. It aborts the process if
+    the interpreter shuts down meanwhile, so it gets the lock before that.
+    """
+    time.sleep(0.1)
 
 
 def _nccl_options(timeout: timedelta | None) -> object | None:

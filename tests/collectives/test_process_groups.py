@@ -6,9 +6,12 @@ Layers: no process; a fake process group; gloo; threads, for libraries that have
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -296,3 +299,30 @@ def test_exchanges_equal_their_definition_between_processes_and_threads() -> Non
     """Pairwise over gloo; by the library's own collectives between threads."""
     run_ranks(exchange_all, 3, [5, 0, 1000, 1, 70_001], timeout=30)
     run_threads(exchange_all, 8, [5, 0, 1000], timeout=60)
+
+
+# -- the end of a process -----------------------------------------------------------------------------
+
+ENDING = """
+import sys, threading, time
+import torch.distributed as dist
+from sdp4bit.collectives.topology import NodeLayout, create_host_groups
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+groups = create_host_groups([NodeLayout(ranks=(0,), nodes=1, ranks_per_node=1)], purpose="test")
+
+def free_tensors():
+    threading.main_thread().join()
+    time.sleep(0.02)
+    print("has the lock")
+
+threading.Thread(target=free_tensors, daemon=True).start()
+dist.destroy_process_group()
+"""
+"""A thread of Python in place of gloo's, which needs the interpreter's lock after the last collective."""
+
+
+def test_gloo_threads_get_the_lock_before_the_interpreter_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDING, str(tmp_path / "store")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0 and "has the lock" in ended.stdout, ended.stderr
