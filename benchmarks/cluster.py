@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WARM_UP_STEPS = 4
 """Connections open, DDP rebuilds its buckets, PowerSGD has begun, kernels are compiled."""
 MINIMUM_ROUNDS = 3
+PROFILED_STEPS = 20
 BUILD_TIMEOUT, STEP_TIMEOUT = 240.0, 120.0
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 """Large tensors come from memory that the process keeps: else every step pays for zeroed pages again."""
@@ -172,6 +173,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=384, help="width of the model")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0, help="of the order, the data and the initial weights")
+    parser.add_argument("--profile", help="strategy to profile at the last rate, on rank 0")
     parser.add_argument("--json", type=Path, help="file for machine, rows, ratios and bytes")
     chosen = parser.parse_args(arguments)
     if not 2 <= chosen.nodes <= 200 or chosen.ranks_per_node < 1:
@@ -196,6 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cluster = Cluster(nodes=chosen.nodes, ranks_per_node=chosen.ranks_per_node)
     strategies = chosen.strategies.split(",") if chosen.strategies else strategies_for(cluster)
     unknown = [name for name in strategies if name not in STRATEGIES]
+    unknown += [chosen.profile] if chosen.profile and chosen.profile not in strategies else []
     if unknown:
         print(f"unknown strategies {', '.join(unknown)}: use {', '.join(STRATEGIES)}", file=sys.stderr)
         return EXIT_IMPOSSIBLE
@@ -214,12 +217,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name in strategies:
                 ranks.ask({"run": name, "steps": WARM_UP_STEPS}, timeout=BUILD_TIMEOUT)
             samples = measure(network, ranks, strategies=strategies, chosen=chosen)
+            profile = None
+            if chosen.profile:
+                command = {"profile": chosen.profile, "steps": PROFILED_STEPS}
+                profile = ranks.ask(command, timeout=PROFILED_STEPS * STEP_TIMEOUT)[0]["milliseconds"]
     except NetworkError as failure:
         print(f"the emulated cluster failed: {failure}", file=sys.stderr)
         return 1
     result = cluster_report.summarize(
         samples, cluster=cluster, parameters=answers[0]["parameters"], arguments=arguments
     )
+    if profile is not None:
+        result["profile"] = {"strategy": chosen.profile, "rate": chosen.rates.split(",")[-1], "ms": profile}
     cluster_report.print_tables(result)
     if chosen.json:
         chosen.json.write_text(json.dumps(result, indent=1) + "\n")

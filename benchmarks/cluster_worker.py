@@ -3,6 +3,7 @@
 Every line in is a command in JSON, every line out its answer:
 {"build": [names], "workload": {...}, "nodes": n, "ranks_per_node": g}  ->  {"parameters": n}
 {"run": name, "steps": n}  ->  {"seconds": [...], "loss": mean of all ranks, "sent_bytes": n or null}
+{"profile": name, "steps": n}  ->  {"milliseconds": {part of a step: its time}}
 The end of the input ends it.
 """
 
@@ -10,15 +11,33 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import profiler
+from torch.profiler import record_function
 
 from benchmarks.cluster_strategies import STRATEGIES, Cluster, TrainingStep, Workload, build_model
+from sdp4bit.collectives.exchange import PendingExchange
+
+OUTSIDE = "Python outside of operators"
+PARTS = {
+    "matrix products and attention": r"aten::(mm|addmm|bmm)$|attention",
+    "system calls of transfers": r"^c10d::",
+    "waiting for transfers": r"^wait$",
+    "operators of sdp4bit": r"sdp4bit::(subtract_quantize|hadamard_quantize|dequantize_\w+)$",
+    "optimizer": r"adamw|^Optimizer",
+    "copies": r"aten::(copy_|cat|fill_)$",
+    "other operators": r"^aten::",
+    OUTSIDE: "",
+}
+"""Parts of a step, by the names of the profiler's events; the first that matches counts."""
 
 
 def build(command: dict[str, Any]) -> dict[str, TrainingStep]:
@@ -47,6 +66,23 @@ def run(step: TrainingStep, steps: int) -> dict[str, Any]:
     }
 
 
+def profile(step: TrainingStep, steps: int) -> dict[str, Any]:
+    """Return the time of one step by its parts, on this rank."""
+    wait = record_function("wait")(PendingExchange.wait)
+    with (
+        mock.patch.object(PendingExchange, "wait", wait),
+        profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as profiled,
+    ):
+        seconds = run(step, steps)["seconds"]
+    spent = dict.fromkeys(PARTS, 0.0)
+    for event in profiled.key_averages():
+        part = next(part for part, names in PARTS.items() if re.search(names, event.key))
+        spent[part] += event.self_cpu_time_total / 1e3 / steps
+    # Events overlap only with their own children, so the rest of the step is outside all of them.
+    spent[OUTSIDE] += 1e3 * sum(seconds) / steps - sum(spent.values())
+    return {"milliseconds": spent}
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -61,6 +97,8 @@ def main() -> None:
             steps = build(command)
             model = build_model(Workload(**command["workload"]))
             answer: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
+        elif "profile" in command:
+            answer = profile(steps[command["profile"]], command["steps"])
         else:
             answer = run(steps[command["run"]], command["steps"])
         answers.write(json.dumps(answer) + "\n")

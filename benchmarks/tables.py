@@ -313,6 +313,41 @@ def cluster_section(result: dict[str, Any]) -> str:
     )
 
 
+def overlap_section(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return seconds and gains of a commit and of the one before it, run in turn."""
+    rates = _rates(after)
+    rows = []
+    for strategy in _seconds(after):
+        cells = []
+        for rate in rates:
+            for result in (before, after):
+                seconds = _seconds(result)[strategy][rate]["seconds_per_step"]
+                ratio = _ratio(result, rate=rate, reference="fair", strategy=strategy)
+                cells.append(f"{seconds:.3f}" + (f" ({ratio['ratio']:.2f}x)" if ratio else ""))
+        rows.append([f"`{strategy}`", *cells])
+    titles = [f"{RATES[rate]}, {when}" for rate in rates for when in ("before", "after")]
+    return (
+        "## Overlap with the backward pass\n\nSeconds per step before and after gradients on the host were "
+        "exchanged during the backward pass, 2 nodes x 1 rank, and the gain over `fair` of the same run. "
+        "Medians of three runs of either commit, in turn.\n\n"
+        f"{table(['strategy', *titles], rows)}\nBefore: {origin(before)}\nAfter: {origin(after)}\n"
+    )
+
+
+def profile_section(results: Sequence[dict[str, Any]]) -> str:
+    """Return where the time of a step goes, a column per result."""
+    parts = results[0]["profile"]["ms"]
+    rows = [[part, *(f"{result['profile']['ms'][part]:.1f}" for result in results)] for part in parts]
+    rows.append(["total", *(f"{sum(result['profile']['ms'].values()):.1f}" for result in results)])
+    titles = [f"`{result['profile']['strategy']}`" for result in results]
+    rate = RATES[results[0]["profile"]["rate"]]
+    return (
+        f"## Profile of a step\n\nMilliseconds of rank 0 at {rate}, 2 nodes x 1 rank, under PyTorch's "
+        f"profiler, which makes a step some 10 % longer.\n\n"
+        f"{table(['part', *titles], rows)}\n{origin(results[-1])}\n"
+    )
+
+
 def draw_step_times(result: dict[str, Any], path: Path, *, digest: str) -> None:
     """Draw three bars per rate: full precision with fp32 and with bf16 gradients, and sdp4bit."""
     from matplotlib.figure import Figure
@@ -438,7 +473,12 @@ class Results:
             "relative to the baseline with the same seeds; intervals by Student's t."
         )
         sections = "\n".join([*map(loss_section, self.accuracy), section(self._read("longer.json"))])
-        speed = "\n".join(map(cluster_section, self.clusters))
+        folder = self.root / "results"
+        overlap = [cluster_results(folder / "overlap" / when)[0] for when in ("before", "after")]
+        profiles = [self._read(f"profile/{name}.json") for name in ("fair", "sdp4bit")]
+        speed = "\n".join(
+            [*map(cluster_section, self.clusters), overlap_section(*overlap), profile_section(profiles)]
+        )
         pages = {
             "docs/results/accuracy.md": f"{NOTICE}# Loss of all strategies\n\n{bytes_text}\n\n{sections}",
             "docs/results/speed.md": f"{NOTICE}# Seconds per step\n\n"

@@ -309,7 +309,7 @@ def test_a_small_cluster_is_measured_from_end_to_end(tmp_path: Path) -> None:
     before = namespaces()
     command = [sys.executable, "-m", "benchmarks.cluster", "--nodes", "2", "--ranks-per-node", "2"]
     command += ["--rates", "500mbit,1gbit", "--strategies", "hierarchical,fair,fair-bf16,ddp,sdp4bit"]
-    command += ["--seconds-per-rate", "1", "--hidden", "256", "--layers", "4"]
+    command += ["--seconds-per-rate", "1", "--hidden", "256", "--layers", "4", "--profile", "sdp4bit"]
     command += ["--json", str(tmp_path / "rows.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
@@ -317,6 +317,9 @@ def test_a_small_cluster_is_measured_from_end_to_end(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "rows.json").read_text())
     rows = {(row["rate"], row["strategy"]): row for row in result["rows"]}
     assert len(rows) == 10
+    spent = result["profile"]["ms"]
+    assert all(spent[part] > 0 for part in spent), spent
+    assert sum(spent.values()) < 10 * 1e3 * rows["1gbit", "sdp4bit"]["seconds_per_step"]
     for row in rows.values():
         assert row["seconds_per_step"] > 0
         assert row["bytes_agree"] is not False, row
