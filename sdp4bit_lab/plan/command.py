@@ -89,7 +89,6 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> str:
     layout = config.resolved_layout
     least, most = layout.overlaps
     shared = layout.tensor_parallel > 1 and cluster.inter_bandwidth_shared
-    per_parameter = plan.quantized.inter_bytes_per_node / (plan.parameters * layout.tensor_parallel)
     overlap = (
         "times of a step: from nothing hidden, as in the paper's runs, to all that fits behind computation, "
         + _OVERLAPS[layout.engine]
@@ -116,8 +115,7 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> str:
         "",
         *_table(plan, strategy=config.strategy_name),
         "",
-        f"inter-node: {per_parameter:.3f} bytes per parameter, node and step; "
-        f"rows are {plan.padding:.3f} x the parameters",
+        f"rows with padding: {plan.padding:.3f} x the parameters",
         *_notes(config, cluster, plan),
         "",
         f"recommendation: {plan.recommendation}",
@@ -159,9 +157,14 @@ def _milliseconds(seconds: Range | float) -> str:
 
 def _table(plan: Plan, *, strategy: str) -> list[str]:
     costs = (plan.baseline, plan.bf16_baseline, plan.quantized)
+    ranks_per_node = plan.grid.ranks_per_node * plan.replicas.ranks_per_node
     rows = [
         ("per step", "fp32 gradients", "bf16 gradients", strategy),
         ("inter-node, per node", *(format_bytes(cost.inter_bytes_per_node) for cost in costs)),
+        (
+            "  bytes per parameter",
+            *(f"{cost.inter_bytes * ranks_per_node / plan.parameters:.3g}" for cost in costs),
+        ),
         ("inter-node, per rank", *(format_bytes(cost.inter_bytes) for cost in costs)),
         ("intra-node, per rank", *(format_bytes(cost.intra_bytes) for cost in costs)),
         ("collectives", *(f"{cost.collectives}" for cost in costs)),

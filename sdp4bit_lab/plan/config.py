@@ -100,10 +100,6 @@ class ClusterConfig:
             if given.keys() - {"latency", "quantization_bandwidth"}:
                 values["name"] = f"your cluster, the paper's {values['name']} where nothing else is given"
         else:
-            require(
-                {"nodes", "devices_per_node"} <= given.keys(),
-                f"--device {self.device} names GPUs, not a cluster: give --nodes and --devices-per-node",
-            )
             values = {"name": self.device, "intra_bandwidth": NVLINK_SHARE * NVLINK_BANDWIDTH[self.device]}
         if self.device is not None:
             # A speed that was measured on other devices does not apply.
@@ -111,15 +107,23 @@ class ClusterConfig:
         if self.inter_bandwidth is not None:
             values["inter_bandwidth_shared"] = None
         values |= given
-        for name, meaning, flag, is_needed in (
-            ("inter_bandwidth", "bandwidth between nodes", "--inter-bandwidth", values["nodes"] > 1),
-            ("intra_bandwidth", "bandwidth in a node", "--intra-bandwidth", values["devices_per_node"] > 1),
-            ("device_flops", "compute rate of a device", "--device-tflops", True),
+        missing = []
+        for name, flag, is_needed in (
+            ("nodes", "--nodes", True),
+            ("devices_per_node", "--devices-per-node", True),
+            (
+                "inter_bandwidth",
+                "--inter-bandwidth (GB/s per node; 100 Gbit/s are 12.5)",
+                values.get("nodes") != 1,
+            ),
+            ("intra_bandwidth", "--intra-bandwidth (GB/s per GPU)", values.get("devices_per_node") != 1),
+            ("device_flops", "--device-tflops (per GPU; `pretrain --log-throughput` measures it)", True),
         ):
             if values.get(name) is None:
-                source = self.probe or f"--device {self.device}"
-                require(not is_needed, f"{source} has no {meaning}: give {flag} (see --help-all)")
+                missing += [flag] * is_needed
                 values[name] = math.inf
+        source = f"--probe {self.probe}" if self.probe else f"--device {self.device}"
+        require(not missing, f"{source} does not describe a whole cluster: give {', '.join(missing)}")
         return Cluster(**values)
 
 

@@ -103,6 +103,13 @@ def test_a_plan_fits_80_columns(capsys: Capture, arguments: tuple[str, ...]) -> 
     assert len({len(line) for line in table[: table.index("")]}) == 1
 
 
+@pytest.mark.parametrize(("tp", "row"), [("8", "5.62 3.75 0.953"), ("16", "5.25 3.5 0.89")])
+def test_a_node_sends_all_but_its_own_part_of_each_parameter(capsys: Capture, tp: str, row: str) -> None:
+    """15 / 16 of 6, 4 and 1.0166 bytes; 7 / 8 with --tp 16, which leaves 8 data-parallel ranks."""
+    text = shown(capsys, "--cluster", "h800", "--preset", "18B", "--tp", tp, "--engine", "megatron")
+    assert f"bytes per parameter {row} " in text
+
+
 def test_a_cluster_of_ones_own_is_not_called_the_paper_s(capsys: Capture) -> None:
     assert "a100: 16 nodes of 4 devices" in shown(capsys, "--latency-us", "5")
     faster = planned(capsys, *SHAPE, "--inter-bandwidth", "60", "--tp", "4")["cluster"]
@@ -211,8 +218,11 @@ def test_the_documented_table_is_the_command_s(capsys: Capture) -> None:
         (("--tp", "3"), "--tp 3 does not divide the hidden size, 2048"),
         (("--preset", "2.7B", "--pp", "5"), "--pp 5 does not divide the number of layers, 32"),
         (("--overlap", "1.5"), "--overlap 1.5 must be between 0 and 1"),
-        (H100, "--device h100 names GPUs, not a cluster: give --nodes and --devices-per-node"),
-        (("--device", "h100", *SHAPE), "h100 has no bandwidth between nodes: give --inter-bandwidth"),
+        (H100, "--device h100 does not describe a whole cluster: give --nodes, --devices-per-node\n"),
+        (
+            ("--device", "h100", *SHAPE),
+            ": give --inter-bandwidth (GB/s per node; 100 Gbit/s are 12.5), --device-tflops (per GPU; ",
+        ),
         (("--inter-bandwidth", "-1"), "--inter-bandwidth -1.0 must be positive"),
         (("--dropout", "0.1"), "--dropout changes neither bytes nor"),
         (("--reproduce-table-2", "--tp", "2"), "the only other option that it takes is --json"),
@@ -234,8 +244,8 @@ def test_wrong_settings_are_refused_in_one_line(
     [
         ({"format": "other"}, "was not written by `sdp4bit probe` of this version"),
         ({"latency": "left out"}, "lacks latency"),
-        ({"inter_bandwidth": None}, "probe.json has no bandwidth between nodes: give --inter-bandwidth"),
-        ({}, "has no compute rate of a device: give --device-tflops"),
+        ({"inter_bandwidth": None}, "probe.json does not describe a whole cluster: give --inter-bandwidth"),
+        ({}, "give --device-tflops"),
     ],
 )
 def test_incomplete_probes_are_refused(
