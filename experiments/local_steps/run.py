@@ -58,8 +58,8 @@ class Setting:
     outer_rate: float = 0.7
     momentum: float = 0.6
     beta2: float = 0.99
-    steps: int = 250
-    rate: float = 4e-3
+    steps: int = 600
+    rate: float = 3e-3
     seed: int = 1
 
     @property
