@@ -260,7 +260,7 @@ def load_pairs(typing_context, address):
         words = builder.shl(words, ir.Constant(words.type, [INT16(9 - 7 * lane % 8) for lane in range(16)]))
         nine, eleven, magic = (ir.Constant(words.type, [INT16(n)] * 16) for n in (9, 11, 187))
         pairs = builder.lshr(words, nine)
-        # 187 / 2**11 is 1 / 11 but for a part in 2000, too little to matter below 128.
+        # 187 / 2**11 is 1 / 11 and 9 / 22528 more, too little to matter below 230.
         second = builder.lshr(builder.mul(pairs, magic), eleven)
         first = builder.sub(pairs, builder.mul(second, eleven))
         return builder.zext(_pick(builder, first, second, range(32)), ir.VectorType(INT32, 32))

@@ -116,7 +116,7 @@ def _load_paired(codes, chunk, mask, dither):
     halves = tl.expand_dims(tl.join(low, high), -1)
     pair = ((halves >> (tl.arange(0, 8) * 7)) & 127).to(tl.int32)
     pair = tl.reshape(pair, offsets(chunk).shape)
-    second = (pair * 187) >> 11  # pair // 11, for all below 227
+    second = (pair * 187) >> 11  # pair // 11, for all below 230
     code = tl.where(tl.expand_dims(chunk & 1, -1) == 1, second, pair - second * 11).to(tl.float32) - 5.0
     if dither is None:
         return code
