@@ -176,6 +176,25 @@ def test_nearest_rounding_contracts_every_group_however_it_is_clipped(
             assert error[values.abs() == largest].max() <= (1 - clip / 2) * largest
 
 
+# Dither
+
+
+@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+def test_dithered_values_come_back_within_half_a_step_and_zeros_as_zeros(bits: float) -> None:
+    """With 3.5 bits a zero does if the other value of its pair is zero."""
+    values = torch.ones(1, 64)
+    values[0, :20] = values[0, 32:40] = values[0, 48:64] = 0  # both of 4 pairs and of 8
+    random = random_bits16(0, 64, 3, 5)[None]
+    codes, scales = reference.quantize_groups(values, bits, random, dither=True)
+    received = reference.unpack(reference.pack(codes, bits), bits)
+    error = reference.subtract_dither(received, bits, random) - values / scales.float()
+    assert error.abs().max() <= 0.5 + 2**-8
+    zeros = values == 0
+    if bits == 3.5:
+        zeros[:, 4:16] = zeros[:, 56:] = False
+    assert torch.equal(error == 0, zeros)
+
+
 # Packing and layout
 
 
