@@ -257,11 +257,23 @@ def ends_of_random_numbers() -> Iterator[KernelCase]:
                 yield KernelCase(ops.hadamard_quantize, values, {**named, "rounding": key})
 
 
+def zeros_next_to_others() -> Iterator[KernelCase]:
+    """Yield dithered calls on blocks with zeros: both values of a pair of 3.5 bits, either one, none."""
+    values = make_values(1, 1, 64, seed=13)
+    values[..., :20] = values[..., 32:40] = values[..., 48:60] = 0
+    for bits in QUANTIZED_BITS:
+        layout = MessageLayout(numel=64, bits=bits, group_size=64)
+        named = {"out": guarded_messages(1, layout), "layout": layout, "hadamard": False, "rounding": DITHER}
+        yield KernelCase(ops.hadamard_quantize, values, named)
+
+
 BY_SHAPE: tuple[Callable[[Shape], Iterator[KernelCase]], ...] = (
     *(subtract_quantize, dequantize_add, hadamard_quantize),
     *(dequantize_reduce_quantize, dequantize_reduce_hadamard),
 )
-EDGE_CASES: tuple[Callable[[], Iterator[KernelCase]], ...] = (scales_that_round_up, ends_of_random_numbers)
+EDGE_CASES: tuple[Callable[[], Iterator[KernelCase]], ...] = (
+    *(scales_that_round_up, ends_of_random_numbers, zeros_next_to_others),
+)
 
 
 def all_cases() -> Iterator[KernelCase]:
