@@ -257,14 +257,19 @@ def ends_of_random_numbers() -> Iterator[KernelCase]:
                 yield KernelCase(ops.hadamard_quantize, values, {**named, "rounding": key})
 
 
-def zeros_next_to_others() -> Iterator[KernelCase]:
-    """Yield dithered calls on blocks with zeros: both values of a pair of 3.5 bits, either one, none."""
+def dithered_zeros() -> Iterator[KernelCase]:
+    """Yield calls on zeros, of 3.5 bits both values of a pair, either one or none; and on any codes."""
     values = make_values(1, 1, 64, seed=13)
     values[..., :20] = values[..., 32:40] = values[..., 48:60] = 0
     for bits in QUANTIZED_BITS:
         layout = MessageLayout(numel=64, bits=bits, group_size=64)
         named = {"out": guarded_messages(1, layout), "layout": layout, "hadamard": False, "rounding": DITHER}
         yield KernelCase(ops.hadamard_quantize, values, named)
+        read = {"hadamard": False, "multiplier": 1.0, "dither": DITHER}
+        messages = make_messages(2, layout, seed=14)
+        yield KernelCase(
+            ops.dequantize_reduce_hadamard, messages, {"out": torch.zeros(64), "layout": layout, **read}
+        )
 
 
 BY_SHAPE: tuple[Callable[[Shape], Iterator[KernelCase]], ...] = (
@@ -272,7 +277,7 @@ BY_SHAPE: tuple[Callable[[Shape], Iterator[KernelCase]], ...] = (
     *(dequantize_reduce_quantize, dequantize_reduce_hadamard),
 )
 EDGE_CASES: tuple[Callable[[], Iterator[KernelCase]], ...] = (
-    *(scales_that_round_up, ends_of_random_numbers, zeros_next_to_others),
+    *(scales_that_round_up, ends_of_random_numbers, dithered_zeros),
 )
 
 
