@@ -249,7 +249,7 @@ def store_third_bits(typing_context, address, numbers):
 
 @intrinsic
 def load_pairs(typing_context, address):
-    """Return 32 numbers of at most 11 from 16 pairs of 7 bits, first those, then these; reads 16 bytes."""
+    """Return the first numbers of 16 pairs of 7 bits, then the second; reads 16 bytes, two of them scales."""
 
     def codegen(context, builder, sig, args):
         octets = builder.load(point(builder, args[0], ir.VectorType(INT8, 16)), align=1)
