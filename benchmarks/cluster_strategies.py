@@ -307,7 +307,7 @@ def _preset(name: strategies.Strategy, *, chunks: int = 1) -> SDP4BitConfig:
 
 _FULL = SDP4BitConfig(weights=FULL_WEIGHTS, gradients=FULL_GRADIENTS)
 _PRESETS: tuple[strategies.Strategy, ...] = (
-    *("qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit", "sdp4bit-w2g3", "sdp4bit-w2g2"),
+    *("qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit", "sdp4bit-w3g3.5", "sdp4bit-w2g3", "sdp4bit-w2g2"),
 )
 _OF_SEVERAL_RANKS_PER_NODE = ("hierarchical", "hsdp", "hsdp-sdp4bit")
 

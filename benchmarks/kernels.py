@@ -6,8 +6,8 @@ Before an operator is timed, its bytes are compared with those of the reference.
 runs a copy and every operator of every back end and width, so that a disturbance hits them alike; the median
 of the rounds counts. A share is (bytes read and written / seconds) of an operator over that of `Tensor.copy_`
 of as many fp32 values. `elements` are the values of the tensor that an operator reads or writes; for
-dequantize_reduce_quantize those in all messages together. `--bits 4,3,2` are the widths of weight differences
-and of the hop between nodes.
+dequantize_reduce_quantize those in all messages together. `--bits 4,3.5,3` are the widths of weight
+differences and of the hop between nodes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def reason_to_skip(backend: str) -> str | None:
     return None
 
 
-def check_bytes(backend: str, elements: int, bits: int) -> None:
+def check_bytes(backend: str, elements: int, bits: float) -> None:
     """Exit unless every operator writes the bytes of the reference."""
     outputs: list[dict[str, torch.Tensor]] = []
     for name in ("reference", backend):
@@ -77,7 +77,7 @@ def measure(
     threads: int | None,
     rounds: int,
     budget: float,
-    widths: list[int],
+    widths: list[float],
 ) -> list[dict[str, Any]]:
     """Time all operators of back ends of one device.
 
@@ -203,11 +203,15 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.replace("_", "").split(",")]
 
 
+def widths(text: str) -> list[float]:
+    return [float(part) if "." in part else int(part) for part in text.split(",")]
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--elements", type=numbers, help="sizes, such as 16384,16777216; up to 2**28 is 1 GB")
     parser.add_argument("--backends", default="numba,triton", help="of reference, numba, triton")
-    parser.add_argument("--bits", type=numbers, default=[4], help="widths, such as 4,3,2; 8 as well")
+    parser.add_argument("--bits", type=widths, default=[4], help="widths, such as 4,3.5,3,2; 8 as well")
     parser.add_argument("--threads", type=numbers, default=[1, torch.get_num_threads()], help="on the CPU")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget", type=float, default=5.0, help="seconds for one operator of one size")

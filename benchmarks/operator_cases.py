@@ -53,7 +53,7 @@ def _draw(elements: int, seed: int, device: str) -> Tensor:
     return drawn.to(device).repeat(-(-elements // drawn.numel()))[:elements]
 
 
-def make_cases(elements: int, device: str, *, bits: int = 4) -> dict[str, Case]:
+def make_cases(elements: int, device: str, *, bits: float = 4) -> dict[str, Case]:
     """Return the operators as a training step calls them, with the method's group sizes.
 
     Args:

@@ -41,7 +41,7 @@ SHOWN = {"fair": "fp32 gradients", "fair-bf16": "bf16 gradients", "sdp4bit": "sd
 REFERENCES = ("hierarchical", "fair", "fair-bf16", "ddp", "ddp-bf16", "hsdp", "fsdp2")
 
 
-def encoded_bytes(bits: int | None, group_size: int, *, full: float) -> float:
+def encoded_bytes(bits: float | None, group_size: int, *, full: float) -> float:
     """Return the bytes of one value with its share of a scale; `full` without quantization."""
     return full if bits is None else bits / 8 + 2 / group_size
 

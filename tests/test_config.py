@@ -33,7 +33,8 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("sdp4bit", 1.0166), ("sdp4bit-w2g3", 0.6953), ("sdp4bit-w2g2", 0.5703)]
+    ("name", "expected"),
+    [("sdp4bit", 1.0166), ("sdp4bit-w3g3.5", 0.84375), ("sdp4bit-w2g3", 0.6953), ("sdp4bit-w2g2", 0.5703)],
 )
 def test_bytes_per_parameter_of_the_presets(name: str, expected: float) -> None:
     config, numel = SDP4BitConfig.preset(name), 1 << 20
@@ -57,7 +58,7 @@ def test_unknown_preset_lists_all_names(name: str) -> None:
     with pytest.raises(ValueError, match="unknown preset") as error:
         SDP4BitConfig.preset(name)
     assert repr(name) in str(error.value)
-    assert "use one of sdp4bit, sdp4bit-w2g3, sdp4bit-w2g2" in str(error.value)
+    assert "use one of sdp4bit, sdp4bit-w3g3.5, sdp4bit-w2g3, sdp4bit-w2g2" in str(error.value)
 
 
 @pytest.mark.parametrize("config", [WeightConfig(), GradientConfig(), TelemetryConfig(), SDP4BitConfig()])
@@ -84,7 +85,7 @@ def test_clips_that_leave_little_or_nothing_are_refused(clip: object) -> None:
 def test_only_2_bit_differences_are_clipped_unasked() -> None:
     assert WeightConfig(bits=2).effective_clip == 0.6
     others: list[dict[str, object]] = [{"mode": "direct"}]
-    others += [{"bits": bits} for bits in (3, 4, 8, None)]
+    others += [{"bits": bits} for bits in (3, 3.5, 4, 8, None)]
     for changed in others:
         assert WeightConfig(**{"bits": 2} | changed).effective_clip == 1.0  # type: ignore[arg-type]
         assert WeightConfig(**changed, clip=0.3).effective_clip == 0.3  # type: ignore[arg-type]
@@ -94,7 +95,14 @@ def test_only_2_bit_differences_are_clipped_unasked() -> None:
 def test_automatic_thresholds_follow_the_bits_and_given_ones_do_not() -> None:
     auto, given = AlertConfig(), AlertConfig(gradient_error=0.5, weight_error=None)
     assert auto.thresholds == (0.3, 0.6, 0.05, 0)
-    expected = {None: (0.3, 0.6), 8: (0.3, 0.6), 4: (0.3, 0.6), 3: (0.7, 0.75), 2: (2.1, 0.9)}
+    expected = {
+        None: (0.3, 0.6),
+        8: (0.3, 0.6),
+        4: (0.3, 0.6),
+        3.5: (0.45, 0.6),
+        3: (0.7, 0.75),
+        2: (2.1, 0.9),
+    }
     for bits, thresholds in expected.items():
         assert auto.for_bits(gradients=bits, weights=bits).thresholds == (*thresholds, 0.05, 0)
         assert given.for_bits(gradients=bits, weights=bits) == given
@@ -103,7 +111,7 @@ def test_automatic_thresholds_follow_the_bits_and_given_ones_do_not() -> None:
 CHOICE = ["Nearest", "", None, 1]
 REFUSED: list[tuple[type, str, list[object], str]] = [
     *(
-        (cls, name, [0, 1, 5, 16, 32, -4, True, 4.0, "4"], "use 2, 3, 4 or 8, or None")
+        (cls, name, [0, 1, 2.5, 5, 16, 32, -4, True, 4.0, "4"], "use 2, 3, 3.5, 4 or 8, or None")
         for cls, name in (
             (WeightConfig, "weights.bits"),
             (GradientConfig, "gradients.intra_bits"),

@@ -73,7 +73,7 @@ anything = (
     | st.text(string.printable, max_size=20)
     | st.binary(max_size=4)
     | st.lists(st.integers(), max_size=2)
-    | st.sampled_from(["Nearest", "nearest ", "16", (4,), {"bits": 4}, math.nan, 4.0, 8.0, 128.0, 1e300])
+    | st.sampled_from(["Nearest", "nearest ", "16", (4,), {"bits": 4}, math.nan, 3.5, 4.0, 8.0, 128.0, 1e300])
     | st.sampled_from([np.int64(4), np.float32(8), np.ones(2), np.array(["nearest", "full"]), object(), int])
 )
 
@@ -82,7 +82,7 @@ def is_valid(name: str, value: Any) -> bool:
     """Whether a field takes a value, said once more in other words."""
     is_int = type(value) is int
     if name.endswith("bits"):
-        return value is None or (is_int and value in QUANTIZED_BITS)
+        return value is None or (is_int and value in (2, 3, 4, 8)) or (type(value) is float and value == 3.5)
     if name.endswith("group_size"):
         return is_int and value > 0 and value % 32 == 0
     if name in ("hadamard", "exact_own", "inside_one_node", "separate_parameters"):
@@ -150,7 +150,7 @@ def check_layout(sizes: dict[str, int]) -> None:
     numel, bits, group_size, parts = (sizes[name] for name in ("numel", "bits", "group_size", "parts"))
     assert 0 <= layout.padded_numel - numel < 32 and layout.padded_numel % 32 == 0
     assert layout.code_bytes * 8 == layout.padded_numel * bits
-    assert layout.code_bytes % {2: 8, 3: 4}.get(bits, 16) == 0, "the codes of every part are aligned"
+    assert layout.code_bytes % {2: 8, 3: 4, 3.5: 2}.get(bits, 16) == 0, "the codes of every part are aligned"
     full, tail = divmod(layout.padded_numel, group_size)
     assert layout.tail == tail and tail % 32 == 0
     assert layout.groups == (0 if bits == 32 else full + (tail > 0))

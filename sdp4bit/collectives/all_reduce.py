@@ -225,7 +225,7 @@ class QuantizedAllReduce:
         return self._reduction.config
 
     @property
-    def bits(self) -> int | None:
+    def bits(self) -> float | None:
         """Bits of a value that is gathered, which are those of the reduction's last hop."""
         return self._pieces.bits
 

@@ -38,7 +38,7 @@ def pipeline_chunks(numel: int, *, config: GradientConfig, nodes: int, ranks_per
     return min(MOST_SLICES, max(1, int(math.sqrt(shorter / SLICE_SECONDS))))
 
 
-def _message_bytes(numel: int, bits: int | None, group_size: int) -> float:
+def _message_bytes(numel: int, bits: float | None, group_size: int) -> float:
     if bits is None:
         return numel * FULL_PRECISION / 8
     return numel * (bits / 8 + SCALE_BYTES / group_size)

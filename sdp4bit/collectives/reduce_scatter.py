@@ -33,7 +33,7 @@ class Hop:
     size: int
     own: int
     """Number of this rank among them."""
-    bits: int | None
+    bits: float | None
     group_size: int
     rounding: Rounding
 
@@ -175,7 +175,7 @@ class QuantizedReduceScatter:
         """Whether this node's part of the sum skips the quantizer of the hop between nodes."""
 
     @property
-    def bits(self) -> int | None:
+    def bits(self) -> float | None:
         """Bits of a value on the last hop, which is the one between nodes if there are several."""
         return self.hops[-1].bits
 

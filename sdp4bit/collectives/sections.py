@@ -73,13 +73,13 @@ class Section:
         """Return the number of this section's part of a call, which no other section or call has."""
         return call * self.count + self.number
 
-    def bits(self, bits: int | None) -> int:
+    def bits(self, bits: float | None) -> float:
         """Return the bits of the section's values where those of a row have so many; 32 for None."""
         if bits is None:
             return FULL_PRECISION
         return max(bits, FINE_BITS) if self.is_fine else bits
 
-    def layout(self, numel: int, *, bits: int | None, group_size: int, parts: int = 1) -> MessageLayout:
+    def layout(self, numel: int, *, bits: float | None, group_size: int, parts: int = 1) -> MessageLayout:
         """Return the layout of a part of a message with so many of the section's values."""
         size = FINE_GROUP_SIZE if self.is_fine else group_size
         return message_layout(numel=numel, bits=self.bits(bits), group_size=size, parts=parts)

@@ -84,7 +84,7 @@ class WeightReplica:
         self.config = config
 
     @property
-    def bits(self) -> int | None:
+    def bits(self) -> float | None:
         """Bits of a value in a quantized refresh; None if no refresh loses anything."""
         return self.config.bits
 

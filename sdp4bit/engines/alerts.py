@@ -154,7 +154,7 @@ class Alerts:
 def _thresholds(config: AlertConfig, group: GroupState) -> tuple[float | None, ...]:
     """Return the thresholds of a group; automatic ones follow the fewest bits of the hops that it has."""
     gradients, weights = group.gradient_config, group.weight_config
-    hops: list[int | None] = []
+    hops: list[float | None] = []
     if gradients is not None:
         layouts = group.gradient_layouts
         hops += [gradients.intra_bits] if any(layout.ranks_per_node > 1 for layout in layouts) else []

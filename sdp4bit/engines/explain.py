@@ -116,7 +116,7 @@ def describe_weights(config: WeightConfig | None, *, where: str) -> str:
     if config.bits is None:
         return f"full precision, {where}"
     clip = f" clipped at {config.effective_clip:g}" if config.effective_clip < 1 else ""
-    return f"int{config.bits}/{config.group_size}{clip} {config.mode}, {where}"
+    return f"int{config.bits:g}/{config.group_size}{clip} {config.mode}, {where}"
 
 
 def describe_gradients(config: GradientConfig | None, layout: NodeLayout, shard_numel: int) -> str:
@@ -160,5 +160,5 @@ def _bytes(sent: Traffic) -> tuple[str, str]:
     return f"{sent.intra_bytes:,.0f}", f"{sent.inter_bytes:,.0f}"
 
 
-def _hop(bits: int | None, group_size: int) -> str:
-    return "fp32" if bits is None else f"int{bits}/{group_size}"
+def _hop(bits: float | None, group_size: int) -> str:
+    return "fp32" if bits is None else f"int{bits:g}/{group_size}"

@@ -98,9 +98,9 @@ class GroupStats(Measures):
     """Bytes sent to other nodes in the last step."""
     compression_ratio: float
     """Bytes of the engine without sdp4bit over those sent, between nodes."""
-    weight_bits: int | None
+    weight_bits: float | None
     """As they are now; None for full precision."""
-    gradient_bits: int | None
+    gradient_bits: float | None
     """Of the last reduction, on its last hop; None for full precision."""
 
 
@@ -137,7 +137,7 @@ class GroupState(ABC):
         self._was_refreshed = False
         self.reductions = 0
         """Quantized reductions so far, which number the rounding bits."""
-        self.gradient_bits: int | None = None
+        self.gradient_bits: float | None = None
         """Of the last reduction, on its last hop; None for full precision."""
         self.gradient_sample: GradientSample | None = None
         """Of the last reduction in a step that is to be measured."""
@@ -309,7 +309,7 @@ class GroupState(ABC):
             return text
         return text + self._describe_fine([config.intra_bits, config.inter_bits])
 
-    def _describe_fine(self, bits: Sequence[int | None]) -> str:
+    def _describe_fine(self, bits: Sequence[float | None]) -> str:
         """Return that norms and biases have more bits than these, if so."""
         has_fewer = any(each is not None and each < FINE_BITS for each in bits)
         return f", 1-D in {FINE_BITS} bits" if self.separate_parameters and has_fewer else ""

@@ -6,13 +6,15 @@ A message carries `parts` rows of `numel` values. Codes and scales travel togeth
 
 A row is padded with zeros to a multiple of 32, the Hadamard block. Its groups have `group_size` values; the
 last may be shorter (still a multiple of 32), so a short row costs no more than 31 padded values. Scales are
-bf16. Codes of 8 bits are signed; smaller ones are offset by 2^(bits - 1). They are symmetric: a stored 0 is
-never written.
+bf16. Codes of 8 bits are signed; smaller ones are offset by 2^(bits - 1), or by 5 with 3.5 bits. They are
+symmetric: a stored 0 is never written with 2, 3 or 4 bits.
 
 * 4 bits, by halves of a group: byte i holds value i in its low and value i + size / 2 in its high nibble.
 * 2 bits, in order: byte i holds values 4i to 4i + 3, the first in its lowest bits.
 * 3 bits, block by block of 32 values, 12 bytes each: 8 bytes with the lower two bits of the codes, as with 2
   bits; then 4 bytes with the third bits, of values 8i to 8i + 7 in byte i, the first in its lowest bit.
+* 3.5 bits, 11 codes, block by block, 14 bytes each: values i and i + 16 are a pair, the number
+  c[i] + 11 c[i + 16] of 7 bits, and the 16 pairs lie in order, the first in the lowest bits.
 * 32 bits: the fp32 values themselves, without scales.
 
 With 2 and 3 bits 16 values are thus a word of 32 bits and half a word, wherever groups begin and end.
@@ -31,7 +33,7 @@ SCALE_BYTES = 2
 MESSAGE_ALIGNMENT = 16
 """Message sizes are multiples of this many bytes: each message of a buffer is aligned for wide loads."""
 FULL_PRECISION = 32
-SUPPORTED_BITS = (2, 3, 4, 8, FULL_PRECISION)
+SUPPORTED_BITS = (2, 3, 3.5, 4, 8, FULL_PRECISION)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -39,18 +41,23 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def largest_code(bits: float) -> int:
+    """Return the largest code: 1, 3, 5, 7, 127 for 2, 3, 3.5, 4, 8 bits."""
+    return 5 if bits == 3.5 else (1 << int(bits) - 1) - 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class MessageLayout:
     """Layout of one message: where its codes and scales lie.
 
     Raises:
-        ValueError: bits not 2, 3, 4, 8 or 32, a group size that is no multiple of 32, or negative counts.
+        ValueError: bits not 2, 3, 3.5, 4, 8, 32; a group size that is no multiple of 32; or negative counts.
     """
 
     numel: int
     """Values in each row, without padding."""
-    bits: int
-    """2, 3, 4, 8, or 32 for unquantized fp32."""
+    bits: float
+    """2, 3, 3.5, 4, 8, or 32 for unquantized fp32."""
     group_size: int
     """Values per scale, a multiple of 32."""
     parts: int = 1
@@ -80,9 +87,14 @@ class MessageLayout:
         return self.padded_numel % self.group_size
 
     @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of the codes of 32 values."""
+        return int(BLOCK * self.bits) // 8
+
+    @cached_property
     def code_bytes(self) -> int:
         """Bytes of the codes of one row."""
-        return self.padded_numel * self.bits // 8
+        return self.padded_numel // BLOCK * self.block_bytes
 
     @cached_property
     def scales_offset(self) -> int:
@@ -130,7 +142,7 @@ class JointLayout:
 
 
 @lru_cache(maxsize=4096, typed=True)
-def message_layout(*, numel: int, bits: int, group_size: int, parts: int = 1) -> MessageLayout:
+def message_layout(*, numel: int, bits: float, group_size: int, parts: int = 1) -> MessageLayout:
     """Return a layout, the same object for equal arguments, so that its sizes are computed once.
 
     Raises:

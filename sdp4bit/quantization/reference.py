@@ -13,14 +13,16 @@ The numbers are chosen so that fp32 arithmetic gives one answer everywhere:
   the variance, still unbiased. It subtracts the upper 8 bits of r, in the middle of what the others can be:
   all 16 would leave no room for the scale's 8 in an exact product, and would gain 2**-16 of the variance.
   An x whose fixed-point number is 0 gets the lowest code, which no other has, and is received as 0: what no
-  sender had a gradient for stays exactly untouched.
+  sender had a gradient for stays exactly untouched. 11 codes have none to spare: with 3.5 bits both of a pair
+  have to be 0, as they are in a block of zeros; then they get the number 121, which no other pair has.
 * A group that holds NaN or Inf gets a NaN scale and dequantizes to NaN, so that a loss scaler or a norm
   check still sees it; so does, with 2 bits, one so large that its scale is rounded up to infinity (above
   3.36e38). A group below 2**-100 becomes zero, whatever the flush-to-zero mode.
 * Sums start from +0.0 and add the contributions in rank order, in fp32.
 
 Layout of the messages: :mod:`sdp4bit.quantization.layout`. Quantizer: paper section 2.2, with the 2**(b-1)-1
-symmetric levels of the reference implementation; the integer scale and the packing are this project's own.
+symmetric levels of the reference implementation; the integer scale, the packing and 11 levels are this
+project's own.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.quantization.hadamard import hadamard32
-from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MessageLayout
+from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MessageLayout, largest_code
 from sdp4bit.quantization.random import RoundingKey, random_bits16
 
 _ABS_MASK = 0x7FFFFFFF
@@ -42,19 +44,18 @@ _SCALE_ROUND_UP = 0x10003
 _HIGH_HALF = -65536  # 0xFFFF0000 as int32
 _FIXED_POINT = 65536.0
 _HALF = 0x8000
+_PAIRS = (-1, 2, BLOCK // 2)
+"""Blocks, with the pairs of 3.5 bits as columns."""
+_ZERO_PAIR = (-5, 6)
+"""Codes, the second out of range, whose pair is the number 121."""
 
 
-def largest_code(bits: int) -> int:
-    """Return the largest code: 1, 3, 7, 127 for 2, 3, 4, 8 bits."""
-    return (1 << bits - 1) - 1
-
-
-def compute_scales(groups: Tensor, bits: int, clip: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+def compute_scales(groups: Tensor, bits: float, clip: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scale of each group, its fixed-point reciprocal, and which groups are not finite.
 
     Args:
         groups: fp32 [..., group size].
-        bits: 2, 3, 4 or 8.
+        bits: 2, 3, 3.5, 4 or 8.
         clip: part of a group's largest magnitude that the largest code stands for.
 
     Returns:
@@ -73,14 +74,14 @@ def compute_scales(groups: Tensor, bits: int, clip: float = 1.0) -> tuple[Tensor
 
 
 def quantize_groups(
-    groups: Tensor, bits: int, random: Tensor | None, *, clip: float = 1.0, dither: bool = False
+    groups: Tensor, bits: float, random: Tensor | None, *, clip: float = 1.0, dither: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the codes (int32, shape of groups) and the bf16 scales [...] of fp32 groups [..., size].
 
     Args:
         random: 16 random bits per value, int32, for stochastic rounding or dither; None rounds to nearest.
         clip: as for compute_scales.
-        dither: give zeros the lowest code, for :func:`subtract_dither`.
+        dither: give zeros the lowest code, or that of a pair, for :func:`subtract_dither`.
     """
     scales, reciprocal, not_finite = compute_scales(groups, bits, clip)
     finite = groups.masked_fill(not_finite.unsqueeze(-1), 0.0)
@@ -89,10 +90,16 @@ def quantize_groups(
         limit = largest_code(bits) << 16
         fixed = fixed.clamp(-limit, limit)
     codes = (fixed + (_HALF if random is None else random)) >> 16
-    return (codes.masked_fill(fixed == 0, -(1 << bits - 1)) if dither else codes), scales
+    if dither and bits == 3.5:
+        is_zero = (fixed == 0).unflatten(-1, _PAIRS).all(-2, keepdim=True)
+        marks = torch.tensor(_ZERO_PAIR, dtype=torch.int32, device=codes.device).unsqueeze(-1)
+        codes = torch.where(is_zero, marks, codes.unflatten(-1, _PAIRS)).flatten(-3)
+    elif dither:
+        codes = codes.masked_fill(fixed == 0, -1 - largest_code(bits))
+    return codes, scales
 
 
-def subtract_dither(codes: Tensor, bits: int, random: Tensor) -> Tensor:
+def subtract_dither(codes: Tensor, bits: float, random: Tensor) -> Tensor:
     """Decode dithered codes exactly, in units of their scale: fp32 of the shape of the codes.
 
     Args:
@@ -101,7 +108,11 @@ def subtract_dither(codes: Tensor, bits: int, random: Tensor) -> Tensor:
     """
     # (upper 8 bits + 1/2) / 256 is the middle of the numbers in 0..1 that begin with these bits.
     dither = ((random >> 8) * 2 + 1).float() / 512
-    return (codes.float() + (0.5 - dither)).masked_fill(codes == -(1 << bits - 1), 0.0)
+    is_zero = codes == -1 - largest_code(bits)
+    if bits == 3.5:
+        pairs = codes.unflatten(-1, _PAIRS)
+        is_zero = (pairs[..., 1:, :] == _ZERO_PAIR[1]).expand_as(pairs).flatten(-3)
+    return (codes.float() + (0.5 - dither)).masked_fill(is_zero, 0.0)
 
 
 def _group_ranges(layout: MessageLayout) -> Iterator[tuple[int, int, int, int]]:
@@ -148,11 +159,22 @@ def _unpack_in_order(packed: Tensor, width: int) -> Tensor:
     return (packed.unsqueeze(-1) >> shifts & (1 << width) - 1).flatten(-2)
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def _regroup(numbers: Tensor, width: int, new_width: int) -> Tensor:
+    """Return the bits of numbers of 7 or 8 bits, int64 [..., n], in numbers of the other width."""
+    shifts = torch.arange(8, device=numbers.device)
+    sevens: Tensor = numbers.unflatten(-1, (-1, 56 // width))  # or eights, 56 bits
+    words = (sevens << width * shifts[: 56 // width]).sum(-1, keepdim=True)
+    return (words >> new_width * shifts[: 56 // new_width] & (1 << new_width) - 1).flatten(-2)
+
+
+def pack(codes: Tensor, bits: float) -> Tensor:
     """Return the codes of a group, int32 [..., size], as bytes [..., size * bits / 8]; see the layout."""
     if bits == 8:
         return codes.to(torch.int8).view(torch.uint8)
-    offset = codes + (1 << bits - 1)
+    if bits == 3.5:
+        pairs = (codes.long() + 5).unflatten(-1, _PAIRS)
+        return _regroup((pairs[..., 0, :] + 11 * pairs[..., 1, :]).flatten(-2), 7, 8).to(torch.uint8)
+    offset = codes + largest_code(bits) + 1
     if bits == 4:
         half = codes.shape[-1] // 2
         return (offset[..., :half] | offset[..., half:] << 4).to(torch.uint8)
@@ -162,10 +184,13 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return torch.cat([_pack_in_order(blocks & 3, 2), _pack_in_order(blocks >> 2, 1)], dim=-1).flatten(-2)
 
 
-def unpack(packed: Tensor, bits: int) -> Tensor:
+def unpack(packed: Tensor, bits: float) -> Tensor:
     """Return the codes of a group, int8 [..., size], from its bytes."""
     if bits == 8:
         return packed.contiguous().view(torch.int8)
+    if bits == 3.5:
+        pairs = _regroup(packed.long(), 8, 7).unflatten(-1, (-1, 16))
+        return torch.stack([pairs % 11, pairs // 11], dim=-2).flatten(-3).to(torch.int8) - 5
     if bits == 4:
         offset = torch.cat([packed & 15, packed >> 4], dim=-1)
     elif bits == 2:
@@ -173,7 +198,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     else:
         low, high = packed.unflatten(-1, (-1, BLOCK * 3 // 8)).split([BLOCK // 4, BLOCK // 8], dim=-1)
         offset = (_unpack_in_order(low, 2) | _unpack_in_order(high, 1) << 2).flatten(-2)
-    return offset.to(torch.int8) - (1 << bits - 1)
+    return offset.to(torch.int8) - (largest_code(bits) + 1)
 
 
 def encode(
@@ -201,9 +226,9 @@ def encode(
         bits = None if random is None else random[..., first : first + count].unflatten(-1, (-1, size))
         dither = rounding is not None and rounding.dither
         integer, group_scales = quantize_groups(grouped, layout.bits, bits, clip=clip, dither=dither)
-        start = first * layout.bits // 8
-        packed = pack(integer, layout.bits)
-        codes[..., start : start + count * layout.bits // 8] = packed.flatten(-2)
+        start = first // BLOCK * layout.block_bytes
+        packed = pack(integer, layout.bits).flatten(-2)
+        codes[..., start : start + packed.shape[-1]] = packed
         scales[..., group : group + count // size] = group_scales
 
 
@@ -231,8 +256,8 @@ def decode(
     scales = _scales_of(messages, layout)[:, parts]
     values = torch.empty(shape, dtype=torch.float32, device=messages.device)
     for first, count, group, size in _group_ranges(layout):
-        start = first * layout.bits // 8
-        packed = codes[..., start : start + count * layout.bits // 8].unflatten(-1, (count // size, -1))
+        start, end = (place // BLOCK * layout.block_bytes for place in (first, first + count))
+        packed = codes[..., start:end].unflatten(-1, (count // size, -1))
         group_scales = scales[..., group : group + count // size].float().unsqueeze(-1)
         integer = unpack(packed, layout.bits)
         units = integer.float()

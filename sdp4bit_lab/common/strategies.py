@@ -16,6 +16,7 @@ Strategy = Literal[
     "tlq-hs",
     "sdp4bit-paper",
     "sdp4bit",
+    "sdp4bit-w3g3.5",
     "sdp4bit-w2g3",
     "sdp4bit-w2g2",
 ]
@@ -41,6 +42,7 @@ STRATEGIES: dict[Strategy, SDP4BitConfig] = {
     "tlq-hs": _whole_rows(gradients=_TLQ_HS),
     "sdp4bit-paper": _whole_rows(WeightConfig(), _TLQ_HS),
     "sdp4bit": SDP4BitConfig.preset("sdp4bit"),
+    "sdp4bit-w3g3.5": SDP4BitConfig.preset("sdp4bit-w3g3.5"),
     "sdp4bit-w2g3": SDP4BitConfig.preset("sdp4bit-w2g3"),
     "sdp4bit-w2g2": SDP4BitConfig.preset("sdp4bit-w2g2"),
 }

@@ -66,7 +66,7 @@ def ring(row_bytes: float, *, grid: RankGrid, times: int = 1) -> Exchange:
 
 
 def _message(
-    pieces: Sequence[tuple[Section, int]], *, bits: int | None, group_size: int, rows: int = 1
+    pieces: Sequence[tuple[Section, int]], *, bits: float | None, group_size: int, rows: int = 1
 ) -> JointLayout:
     """Return the layout of a message of `rows` rows with that many values of each section."""
     layouts = (section.layout(n, bits=bits, group_size=group_size, parts=rows) for section, n in pieces)

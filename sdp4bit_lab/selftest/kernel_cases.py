@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout
+from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout, largest_code
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 
 CPU = torch.device("cpu")
@@ -29,6 +29,7 @@ ALL_BITS = (*QUANTIZED_BITS, FULL_PRECISION)
 HOPS = (
     *((8, 4), (4, 8), (4, 4), (8, 8), (32, 8), (32, 4), (8, 32), (32, 32)),
     *((8, 3), (8, 2), (3, 2), (2, 3), (4, 2), (3, 4), (2, 8), (3, 32)),
+    *((8, 3.5), (3.5, 3.5), (3.5, 4), (4, 3.5), (3.5, 32)),
 )
 """Bits that are received and that are sent."""
 EDGE_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -114,7 +115,7 @@ class Shape(NamedTuple):
     edges: bool
     """Whether every second group has edge values, or an edge scale."""
 
-    def layout(self, bits: int, *, parts: int = 1, group_size: int | None = None) -> MessageLayout:
+    def layout(self, bits: float, *, parts: int = 1, group_size: int | None = None) -> MessageLayout:
         """Return the layout of a message of these rows."""
         return MessageLayout(
             numel=self.numel, bits=bits, group_size=group_size or self.group_size, parts=parts
@@ -169,9 +170,9 @@ def _text(value: Any) -> str:
 def subtract_quantize(shape: Shape) -> Iterator[KernelCase]:
     """Yield calls for rows of this shape, as the next four functions do."""
     dtype, kind = shape.choose(DTYPES, (*DTYPES, None))
-    for bits in ALL_BITS:
+    for place, bits in enumerate(ALL_BITS):
         replica = None if kind is None else make_values(shape.numel, seed=2, dtype=kind)
-        layout, clip = shape.layout(bits), CLIPS[(shape.number + bits) % len(CLIPS)]
+        layout, clip = shape.layout(bits), CLIPS[(shape.number + place) % len(CLIPS)]
         named = {"replica": replica, "out": guarded_messages(1, layout)[0], "layout": layout}
         main = shape.values(seed=1, dtype=dtype)
         yield KernelCase(ops.subtract_quantize, main, {**named, "clip": clip})
@@ -234,7 +235,7 @@ def scales_that_round_up() -> Iterator[KernelCase]:
     """Yield groups whose scales end in all low bits around 0xFFFD before they are rounded up to bf16."""
     for bits in QUANTIZED_BITS:
         candidates = (torch.arange(1 << 22, dtype=torch.int32) + 0x40400000).view(torch.float32)
-        step = candidates * torch.tensor(1.0 / (2 ** (bits - 1) - 1), dtype=torch.float32)
+        step = candidates * torch.tensor(1.0 / largest_code(bits), dtype=torch.float32)
         low = step.view(torch.int32) & 0xFFFF
         main = torch.zeros(32, 32)
         main[:, 3] = torch.cat([candidates[low == edge % 0x10000][:2] for edge in range(0xFFF8, 0x10008)])
@@ -256,11 +257,28 @@ def ends_of_random_numbers() -> Iterator[KernelCase]:
                 yield KernelCase(ops.hadamard_quantize, values, {**named, "rounding": key})
 
 
+def dithered_zeros() -> Iterator[KernelCase]:
+    """Yield calls on zeros, of 3.5 bits both values of a pair, either one or none; and on any codes."""
+    values = make_values(1, 1, 64, seed=13)
+    values[..., :20] = values[..., 32:40] = values[..., 48:60] = 0
+    for bits in QUANTIZED_BITS:
+        layout = MessageLayout(numel=64, bits=bits, group_size=64)
+        named = {"out": guarded_messages(1, layout), "layout": layout, "hadamard": False, "rounding": DITHER}
+        yield KernelCase(ops.hadamard_quantize, values, named)
+        read = {"hadamard": False, "multiplier": 1.0, "dither": DITHER}
+        messages = make_messages(2, layout, seed=14)
+        yield KernelCase(
+            ops.dequantize_reduce_hadamard, messages, {"out": torch.zeros(64), "layout": layout, **read}
+        )
+
+
 BY_SHAPE: tuple[Callable[[Shape], Iterator[KernelCase]], ...] = (
     *(subtract_quantize, dequantize_add, hadamard_quantize),
     *(dequantize_reduce_quantize, dequantize_reduce_hadamard),
 )
-EDGE_CASES: tuple[Callable[[], Iterator[KernelCase]], ...] = (scales_that_round_up, ends_of_random_numbers)
+EDGE_CASES: tuple[Callable[[], Iterator[KernelCase]], ...] = (
+    *(scales_that_round_up, ends_of_random_numbers, dithered_zeros),
+)
 
 
 def all_cases() -> Iterator[KernelCase]:

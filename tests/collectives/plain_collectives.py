@@ -28,7 +28,7 @@ def padded(rows: Tensor) -> Tensor:
 
 def passed(
     rows: Tensor,
-    bits: int | None,
+    bits: float | None,
     group_size: int,
     random: Tensor | None,
     *,
@@ -53,7 +53,10 @@ def passed(
         if dither:
             # Uniform numbers of 8 bits in the middle of their intervals; the lowest code is an exact zero.
             uniform = (draws // 256 + 0.5) / 256
-            units = torch.where(codes == -(2 ** (bits - 1)), 0.0, units + 0.5 - uniform)
+            is_zero = codes == -(2 ** (bits - 1))
+            if bits == 3.5:  # or 6 as the second code of a pair, which has both
+                is_zero = (codes == 6) | (codes.roll(-16, -1) == 6)
+            units = torch.where(is_zero, 0.0, units + 0.5 - uniform)
         values[span] = units * scale
         # A step of the grid, or half of one; 2**-7 more for arithmetic on 16 fractional bits.
         step = 0.5 if random is None or dither else 1.0

@@ -33,6 +33,7 @@ CONFIGS = [
     GradientConfig(pipeline_chunks=3, intra_group_size=96, inter_group_size=256),
     GradientConfig(intra_bits=4, inter_bits=8, hadamard=False, intra_rounding="nearest"),
     GradientConfig(intra_bits=4, intra_rounding="dither", inter_rounding="stochastic"),
+    GradientConfig(intra_bits=3.5, inter_bits=3.5, intra_rounding="dither"),
     GradientConfig(intra_bits=None, inter_rounding="nearest"),
     EXACT,
 ]

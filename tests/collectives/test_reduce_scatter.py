@@ -188,6 +188,7 @@ GRADIENTS = [
     GradientConfig(),
     GradientConfig(intra_bits=4, inter_bits=8, hadamard=False, pipeline_chunks=3),
     GradientConfig(intra_bits=None, intra_group_size=96, inter_group_size=256, inter_rounding="nearest"),
+    GradientConfig(inter_bits=3.5, pipeline_chunks=2),
     GradientConfig(exact_own=False),
     GradientConfig(inter_bits=None, pipeline_chunks=2, intra_rounding="nearest"),
     GradientConfig(pipeline_chunks=2, intra_rounding="dither", inter_rounding="dither"),
@@ -197,6 +198,7 @@ WEIGHTS = [
     WeightConfig(),
     WeightConfig(replica="full", group_size=96),
     WeightConfig(mode="direct", bits=8),
+    WeightConfig(bits=3.5, group_size=128),
     WeightConfig(bits=None, replica="full"),
 ]
 

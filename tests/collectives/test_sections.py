@@ -44,6 +44,7 @@ GRADIENTS = {
     "dither": GradientConfig(min_numel=0, intra_group_size=96, pipeline_chunks=1),
     "slices": GradientConfig(min_numel=0, intra_group_size=96, pipeline_chunks=3),
     "2 bits": GradientConfig(min_numel=0, intra_bits=3, inter_bits=2, intra_group_size=96),
+    "3.5 bits": GradientConfig(min_numel=0, inter_bits=3.5, intra_group_size=96),
     "nearest": GradientConfig(min_numel=0, inter_rounding="nearest", intra_group_size=96, hadamard=False),
     "intra in fp32": GradientConfig(min_numel=0, intra_bits=None, intra_group_size=96),
 }

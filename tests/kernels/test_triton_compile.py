@@ -75,35 +75,36 @@ def messages(count: int, layout: MessageLayout) -> torch.Tensor:
     return torch.zeros(count, layout.nbytes, dtype=torch.uint8)
 
 
-def subtract_quantize(numel: int) -> None:
-    layout, replica = MessageLayout(numel=numel, bits=4, group_size=2048), torch.zeros(numel).bfloat16()
+def subtract_quantize(numel: int, bits: float) -> None:
+    layout, replica = MessageLayout(numel=numel, bits=bits, group_size=2048), torch.zeros(numel).bfloat16()
     ops.subtract_quantize(torch.zeros(numel), replica=replica, out=messages(1, layout)[0], layout=layout)
 
 
-def dequantize_add(numel: int) -> None:
-    layout, replica = MessageLayout(numel=numel, bits=4, group_size=2048), torch.zeros(2, numel).bfloat16()
+def dequantize_add(numel: int, bits: float) -> None:
+    layout, replica = MessageLayout(numel=numel, bits=bits, group_size=2048), torch.zeros(2, numel).bfloat16()
     ops.dequantize_add(messages(2, layout), replica=replica, layout=layout, accumulate=True)
 
 
-def hadamard_quantize(numel: int) -> None:
-    layout = MessageLayout(numel=numel, bits=8, group_size=128, parts=2)
+def hadamard_quantize(numel: int, bits: float) -> None:
+    layout = MessageLayout(numel=numel, bits=8 if bits == 4 else bits, group_size=128, parts=2)
     values = torch.zeros(2, 4, numel).transpose(0, 1)
     ops.hadamard_quantize(values, out=messages(4, layout), layout=layout, hadamard=True, rounding=KEY)
 
 
-def dequantize_reduce_quantize(numel: int) -> None:
+def dequantize_reduce_quantize(numel: int, bits: float) -> None:
     received = MessageLayout(numel=numel, bits=8, group_size=128, parts=2)
-    sent = MessageLayout(numel=numel, bits=4, group_size=128)
+    sent = MessageLayout(numel=numel, bits=bits, group_size=128)
     named: dict[str, Any] = {"received": received, "out": messages(2, sent), "sent": sent, "rounding": DITHER}
     ops.dequantize_reduce_quantize(messages(8, received), dither=None, **named)
 
 
-def dequantize_reduce_hadamard(numel: int) -> None:
-    layout, out = MessageLayout(numel=numel, bits=4, group_size=128), torch.zeros(numel)
+def dequantize_reduce_hadamard(numel: int, bits: float) -> None:
+    layout, out = MessageLayout(numel=numel, bits=bits, group_size=128), torch.zeros(numel)
     named: dict[str, Any] = {"out": out, "layout": layout, "hadamard": True, "multiplier": 1 / 128}
     ops.dequantize_reduce_hadamard(messages(4, layout), dither=DITHER, **named)
 
 
+@pytest.mark.parametrize("bits", [4, 3.5])
 @pytest.mark.parametrize(
     "operator",
     [
@@ -114,9 +115,9 @@ def dequantize_reduce_hadamard(numel: int) -> None:
         dequantize_reduce_hadamard,
     ],
 )
-def test_kernel(compiled, operator):
+def test_kernel(compiled, operator, bits):
     for numel in (4096, 16, 32 * 3, 100_000):  # neither short rows nor ragged groups compile again
-        operator(numel)
+        operator(numel, bits)
     (kernel,) = {id(kernel): kernel for kernel in compiled}.values()
     if "ptx" in kernel.asm:
         # The one division is that of 65536 by at least 2**-107: nothing is flushed, as Triton 3.5 asks for.

@@ -12,7 +12,7 @@ from sdp4bit.quantization.random import RoundingKey, derive_keys
 KEY = RoundingKey(*derive_keys(5, 6))
 
 
-def layout_of(numel: int, bits: int = 4, group_size: int = 32, *, parts: int = 1) -> MessageLayout:
+def layout_of(numel: int, bits: float = 4, group_size: int = 32, *, parts: int = 1) -> MessageLayout:
     return message_layout(numel=numel, bits=bits, group_size=group_size, parts=parts)
 
 

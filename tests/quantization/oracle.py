@@ -22,7 +22,7 @@ from sdp4bit.quantization.random import RoundingKey, derive_keys
 repeatable = settings(deadline=None, derandomize=True)
 NAN, INF = float("nan"), float("inf")
 KEY = RoundingKey(*derive_keys(11, 22))
-QMAX = {2: 1, 3: 3, 4: 7, 8: 127}
+QMAX = {2: 1, 3: 3, 3.5: 5, 4: 7, 8: 127}
 
 
 def float_bits(value: float) -> int:
@@ -44,36 +44,44 @@ def bit_string(numbers: list[int], width: int) -> bytes:
     return joined.to_bytes(len(numbers) * width // 8, "little")
 
 
-def oracle_codes(codes: list[int], bits: int) -> bytes:
+def oracle_codes(codes: list[int], bits: float) -> bytes:
     """Return the bytes of a group's codes."""
     if bits == 8:
         return struct.pack(f"{len(codes)}b", *codes)
-    unsigned = [code + (1 << bits - 1) for code in codes]
+    unsigned = [code + (5 if bits == 3.5 else 1 << bits - 1) for code in codes]
     if bits == 4:
         half = len(codes) // 2
         return bytes(unsigned[i] + 16 * unsigned[i + half] for i in range(half))
     if bits == 2:
         return bit_string(unsigned, 2)
+    if bits == 3.5:
+        first = [place for place in range(len(codes)) if place % 32 < 16]
+        return bit_string([unsigned[place] + 11 * unsigned[place + 16] for place in first], 7)
     blocks = [unsigned[start : start + 32] for start in range(0, len(unsigned), 32)]
     return b"".join(bit_string([n % 4 for n in b], 2) + bit_string([n // 4 for n in b], 1) for b in blocks)
 
 
-def oracle_integers(packed: bytes, bits: int) -> list[int]:
+def oracle_integers(packed: bytes, bits: float) -> list[int]:
     """Return a group's codes from their bytes."""
     if bits == 8:
         return list(struct.unpack(f"{len(packed)}b", packed))
     if bits == 4:
         return [byte % 16 - 8 for byte in packed] + [byte // 16 - 8 for byte in packed]
-    integers = []
-    for start in range(0, len(packed), 4 * bits):
-        block = packed[start : start + 4 * bits]
+    integers: list[int] = []
+    size = int(4 * bits)
+    for start in range(0, len(packed), size):
+        block = packed[start : start + size]
+        if bits == 3.5:
+            pairs = [(int.from_bytes(block, "little") >> 7 * i) % 128 for i in range(16)]
+            integers += [pair % 11 - 5 for pair in pairs] + [pair // 11 - 5 for pair in pairs]
+            continue
         lower, third = int.from_bytes(block[:8], "little"), int.from_bytes(block[8:], "little")
         integers += [(lower >> 2 * i) % 4 + 4 * ((third >> i) % 2) - (1 << bits - 1) for i in range(32)]
     return integers
 
 
 def oracle_group(
-    group: list[float], bits: int, random: list[int], clip: float = 1.0
+    group: list[float], bits: float, random: list[int], clip: float = 1.0
 ) -> tuple[list[int], int]:
     """Return the codes and the bf16 bits of the scale of one group."""
     largest = max(float_bits(value) & 0x7FFFFFFF for value in group)
@@ -93,7 +101,7 @@ def oracle_group(
 
 def oracle_message(
     rows: list[list[float]],
-    bits: int,
+    bits: float,
     group_size: int,
     random: list[list[int]] | None,
     clip: float = 1.0,
@@ -115,18 +123,18 @@ def oracle_message(
     return message + bytes(-len(message) % 16)
 
 
-def oracle_values(message: bytes, numel: int, bits: int, group_size: int, parts: int) -> list[list[float]]:
+def oracle_values(message: bytes, numel: int, bits: float, group_size: int, parts: int) -> list[list[float]]:
     """Return the rows that a message carries, padding included."""
     padded = -(-numel // 32) * 32
     if bits == 32:
         flat = struct.unpack(f"<{parts * padded}f", message[: 4 * parts * padded])
         return [list(flat[part * padded : (part + 1) * padded]) for part in range(parts)]
-    code, scale, rows = 0, parts * padded * bits // 8, []
+    code, scale, rows = 0, int(parts * padded * bits) // 8, []
     for _ in range(parts):
         row: list[float] = []
         while len(row) < padded:
             size = min(group_size, padded - len(row))
-            packed = message[code : code + size * bits // 8]
+            packed = message[code : code + int(size * bits) // 8]
             factor = bits_float(struct.unpack("<H", message[scale : scale + 2])[0] << 16)
             row += [rounded(q * factor) for q in oracle_integers(packed, bits)]
             code, scale = code + len(packed), scale + 2
@@ -151,7 +159,7 @@ def values_of(*shape: int, seed: int = 0, heavy: bool = True) -> Tensor:
     return values
 
 
-def encoded(rows: Tensor, bits: int, group_size: int, *, stochastic: bool = False) -> Tensor:
+def encoded(rows: Tensor, bits: float, group_size: int, *, stochastic: bool = False) -> Tensor:
     """The message of rows [parts, n], without a transform."""
     parts, numel = rows.shape
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
@@ -161,7 +169,7 @@ def encoded(rows: Tensor, bits: int, group_size: int, *, stochastic: bool = Fals
     return out[0]
 
 
-def decoded(message: Tensor, numel: int, bits: int, group_size: int, parts: int = 1) -> Tensor:
+def decoded(message: Tensor, numel: int, bits: float, group_size: int, parts: int = 1) -> Tensor:
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
     return reference.decode(message.unsqueeze(0), layout)[0, :, :numel]
 

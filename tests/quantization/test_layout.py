@@ -15,7 +15,7 @@ repeatable = settings(deadline=None, derandomize=True)
 layouts = st.builds(
     MessageLayout,
     numel=st.integers(0, 5000),
-    bits=st.sampled_from([2, 3, 4, 8, 32]),
+    bits=st.sampled_from([2, 3, 3.5, 4, 8, 32]),
     group_size=st.integers(1, 64).map(lambda blocks: 32 * blocks),
     parts=st.integers(1, 9),
 )
@@ -39,13 +39,15 @@ layouts = st.builds(
         (200, 2, 96, 3, (224, 3, 32, 56, 168, 186, 192)),
         (33, 2, 32, 1, (64, 2, 0, 16, 16, 20, 32)),
         (1, 3, 2048, 1, (32, 1, 32, 12, 12, 14, 16)),
+        (1, 3.5, 2048, 1, (32, 1, 32, 14, 14, 16, 16)),
+        (200, 3.5, 96, 3, (224, 3, 32, 98, 294, 312, 320)),
         (1, 2, 2048, 3, (32, 1, 32, 8, 24, 30, 32)),
         (100, 32, 128, 2, (128, 0, 0, 512, 1024, 1024, 1024)),
         (0, 4, 128, 3, (0, 0, 0, 0, 0, 0, 0)),
     ],
 )
 def test_sizes_equal_the_hand_computed_ones(
-    numel: int, bits: int, group_size: int, parts: int, expected: tuple[int, ...]
+    numel: int, bits: float, group_size: int, parts: int, expected: tuple[int, ...]
 ) -> None:
     layout = MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
     assert (
@@ -64,6 +66,7 @@ def test_sizes_equal_the_hand_computed_ones(
     [
         (2, 128, 0.265625),
         (3, 128, 0.390625),
+        (3.5, 128, 0.453125),
         (4, 128, 0.515625),
         (8, 128, 1.015625),
         (4, 2048, 0.5009765625),
@@ -71,7 +74,7 @@ def test_sizes_equal_the_hand_computed_ones(
     ],
 )
 def test_cost_per_value_is_exact_when_the_sizes_divide(
-    bits: int, group_size: int, bytes_per_value: float
+    bits: float, group_size: int, bytes_per_value: float
 ) -> None:
     layout = MessageLayout(numel=2048 * 8, bits=bits, group_size=group_size, parts=16)
     assert layout.nbytes == bytes_per_value * 16 * layout.numel
@@ -91,9 +94,9 @@ def test_padding_costs_at_most_31_values_and_a_scale_per_row_and_the_alignment(
     layout: MessageLayout,
 ) -> None:
     scales = Fraction(0) if layout.bits == 32 else Fraction(2, layout.group_size)
-    needed = layout.parts * layout.numel * (Fraction(layout.bits, 8) + scales)
+    needed = layout.parts * layout.numel * (Fraction(layout.bits) / 8 + scales)
     padding = layout.nbytes - needed
-    per_row = Fraction(31 * layout.bits, 8) + (0 if layout.bits == 32 else 2)
+    per_row = Fraction(31 * layout.bits) / 8 + (0 if layout.bits == 32 else 2)
     assert 0 <= padding < layout.parts * per_row + MESSAGE_ALIGNMENT
     # Reported as a float: three roundings of numbers no larger than the message.
     assert abs(Fraction(layout.padding_bytes) - padding) <= 3 * Fraction(layout.nbytes, 1 << 52)
@@ -104,6 +107,7 @@ def test_padding_costs_at_most_31_values_and_a_scale_per_row_and_the_alignment(
     [
         ({"bits": 1}, "bits=1"),
         ({"bits": 5}, "bits=5"),
+        ({"bits": 2.5}, "bits=2.5"),
         ({"bits": 16}, "bits=16"),
         ({"group_size": 0}, "group_size=0"),
         ({"group_size": -32}, "group_size=-32"),

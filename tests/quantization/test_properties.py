@@ -26,7 +26,7 @@ from tests.kernels.byte_tests import compare
 from tests.quantization import property_cases as draws
 from tests.quantization.property_cases import PROFILES, hold
 
-QMAX = {2: 1, 3: 3, 4: 7, 8: 127}
+QMAX = {2: 1, 3: 3, 3.5: 5, 4: 7, 8: 127}
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ from tests.quantization.oracle import (
 )
 
 
-def scale_of(largest: float, bits: int) -> Tensor:
+def scale_of(largest: float, bits: float) -> Tensor:
     group = torch.zeros(1, 32)
     group[0, 5] = largest
     return reference.compute_scales(group, bits)[0][0]
@@ -41,7 +41,7 @@ def scale_of(largest: float, bits: int) -> Tensor:
 
 @repeatable
 @given(finite_floats, st.sampled_from(QUANTIZED_BITS))
-def test_scale_is_the_rounded_up_largest_magnitude_over_qmax(largest: float, bits: int) -> None:
+def test_scale_is_the_rounded_up_largest_magnitude_over_qmax(largest: float, bits: float) -> None:
     _, expected = oracle_group([largest], bits, [0])
     scale = scale_of(largest, bits)
     assert scale.dtype == torch.bfloat16
@@ -64,7 +64,7 @@ def test_a_scale_of_2_bits_that_would_be_infinite_is_nan() -> None:
 
 
 @pytest.mark.parametrize("bits", QUANTIZED_BITS)
-def test_group_below_2_to_the_minus_100_is_zero_and_at_it_is_not(bits: int) -> None:
+def test_group_below_2_to_the_minus_100_is_zero_and_at_it_is_not(bits: float) -> None:
     limit = 2.0**-100
     below = bits_float(float_bits(limit) - 1)
     assert scale_of(below, bits).item() == 0
@@ -80,7 +80,7 @@ def test_group_below_2_to_the_minus_100_is_zero_and_at_it_is_not(bits: int) -> N
     st.sampled_from(QUANTIZED_BITS),
     st.sampled_from([0, 0x8000, 0xFFFF]),
 )
-def test_codes_stay_in_range_without_a_clamp(group: list[float], bits: int, draw: int) -> None:
+def test_codes_stay_in_range_without_a_clamp(group: list[float], bits: float, draw: int) -> None:
     values = torch.tensor([group])
     codes, scales = reference.quantize_groups(values, bits, torch.full((1, 32), draw).int())
     assert codes.abs().max().item() <= QMAX[bits]
@@ -90,7 +90,7 @@ def test_codes_stay_in_range_without_a_clamp(group: list[float], bits: int, draw
 
 
 @pytest.mark.parametrize("bits", QUANTIZED_BITS)
-def test_scale_and_range_hold_for_every_mantissa_of_the_largest_value(bits: int) -> None:
+def test_scale_and_range_hold_for_every_mantissa_of_the_largest_value(bits: float) -> None:
     # All 2**23 mantissas in one binade; the scale rule does not depend on the exponent.
     values = torch.arange(0x3F800000, 0x40000000, dtype=torch.int32).view(torch.float32).view(-1, 1)
     for piece in values.split(1 << 20):
@@ -109,7 +109,7 @@ def test_scale_and_range_hold_for_every_mantissa_of_the_largest_value(bits: int)
 
 @repeatable
 @given(st.lists(finite_floats, min_size=32, max_size=32), st.sampled_from(QUANTIZED_BITS))
-def test_every_random_draw_gives_a_neighbouring_level(group: list[float], bits: int) -> None:
+def test_every_random_draw_gives_a_neighbouring_level(group: list[float], bits: float) -> None:
     values = torch.tensor([group])
     down, _ = reference.quantize_groups(values, bits, torch.zeros(1, 32).int())
     up, _ = reference.quantize_groups(values, bits, torch.full((1, 32), 0xFFFF).int())
@@ -119,7 +119,7 @@ def test_every_random_draw_gives_a_neighbouring_level(group: list[float], bits: 
 
 
 @pytest.mark.parametrize("bits", QUANTIZED_BITS)
-def test_mean_over_all_draws_is_the_fixed_point_value_exactly(bits: int) -> None:
+def test_mean_over_all_draws_is_the_fixed_point_value_exactly(bits: float) -> None:
     group = values_of(1, 32, seed=3)
     draws = torch.arange(65536, dtype=torch.int32).view(-1, 1).expand(-1, 32)
     codes, _ = reference.quantize_groups(group.expand(65536, 32), bits, draws)
@@ -150,7 +150,7 @@ def test_nearest_rounds_ties_up() -> None:
     st.booleans(),
 )
 def test_clipped_groups_equal_the_oracle(
-    group: list[float], bits: int, clip: float, stochastic: bool
+    group: list[float], bits: float, clip: float, stochastic: bool
 ) -> None:
     draws = random_bits16(0, 32, 3, 5) if stochastic else torch.full((32,), 0x8000).int()
     codes, scales = reference.quantize_groups(torch.tensor([group]), bits, draws[None], clip=clip)
@@ -161,7 +161,9 @@ def test_clipped_groups_equal_the_oracle(
 
 @repeatable
 @given(st.lists(finite_floats, min_size=32, max_size=32), st.sampled_from(QUANTIZED_BITS))
-def test_nearest_rounding_contracts_every_group_however_it_is_clipped(group: list[float], bits: int) -> None:
+def test_nearest_rounding_contracts_every_group_however_it_is_clipped(
+    group: list[float], bits: float
+) -> None:
     """So what rounding leaves of a difference dies out: no value moves away, the largest comes nearer."""
     values = torch.tensor([group]).clamp(-1e30, 1e30)
     largest = values.abs().max()
@@ -172,6 +174,25 @@ def test_nearest_rounding_contracts_every_group_however_it_is_clipped(group: lis
         assert (error <= values.double().abs() * (1 + 2**-14)).all()
         if largest >= 2.0**-100:
             assert error[values.abs() == largest].max() <= (1 - clip / 2) * largest
+
+
+# Dither
+
+
+@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+def test_dithered_values_come_back_within_half_a_step_and_zeros_as_zeros(bits: float) -> None:
+    """With 3.5 bits a zero does if the other value of its pair is zero."""
+    values = torch.ones(1, 64)
+    values[0, :20] = values[0, 32:40] = values[0, 48:64] = 0  # both of 4 pairs and of 8
+    random = random_bits16(0, 64, 3, 5)[None]
+    codes, scales = reference.quantize_groups(values, bits, random, dither=True)
+    received = reference.unpack(reference.pack(codes, bits), bits)
+    error = reference.subtract_dither(received, bits, random) - values / scales.float()
+    assert error.abs().max() <= 0.5 + 2**-8
+    zeros = values == 0
+    if bits == 3.5:
+        zeros[:, 4:16] = zeros[:, 56:] = False
+    assert torch.equal(error == 0, zeros)
 
 
 # Packing and layout
@@ -188,13 +209,12 @@ def test_int4_bytes_hold_value_i_low_and_value_i_plus_half_high() -> None:
 
 
 @pytest.mark.parametrize("bits", QUANTIZED_BITS)
-def test_every_code_comes_back(bits: int) -> None:
+def test_every_code_comes_back(bits: float) -> None:
     """The lowest one, which no value is rounded to, included."""
-    codes = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1), dtype=torch.int32).repeat(8)[None, :96]
-    if codes.shape[1] < 96:
-        codes = codes.repeat(1, 3)[:, :96]
+    lowest = -QMAX[bits] - (bits != 3.5)
+    codes = (torch.arange(288, dtype=torch.int32) % (QMAX[bits] - lowest + 1) + lowest)[None]
     packed = reference.pack(codes, bits)
-    assert packed.shape == (1, 96 * bits // 8)
+    assert packed.shape == (1, 288 * bits / 8)
     assert torch.equal(reference.unpack(packed, bits).int(), codes)
 
 
@@ -217,7 +237,7 @@ SHAPES = [
 @pytest.mark.parametrize("bits", [*QUANTIZED_BITS, 32])
 @pytest.mark.parametrize(("parts", "numel", "group_size"), SHAPES)
 def test_message_equals_the_oracle_byte_for_byte(
-    parts: int, numel: int, group_size: int, bits: int, stochastic: bool
+    parts: int, numel: int, group_size: int, bits: float, stochastic: bool
 ) -> None:
     rows = values_of(parts, numel, seed=numel)
     if numel > 200:
@@ -247,7 +267,7 @@ def test_message_equals_the_oracle_byte_for_byte(
     st.sampled_from([32, 64, 96, 128]),
     st.sampled_from(QUANTIZED_BITS),
 )
-def test_any_finite_row_equals_the_oracle(row: list[float], group_size: int, bits: int) -> None:
+def test_any_finite_row_equals_the_oracle(row: list[float], group_size: int, bits: float) -> None:
     message = encoded(torch.tensor([row]), bits, group_size)
     assert bytes(message.tolist()) == oracle_message([row], bits, group_size, None)
 
@@ -264,7 +284,7 @@ def test_unquantized_message_is_exact_to_the_bit() -> None:
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("bits", QUANTIZED_BITS)
 @pytest.mark.parametrize("group_size", [32, 96])
-def test_a_non_finite_value_poisons_exactly_its_group(bad: float, bits: int, group_size: int) -> None:
+def test_a_non_finite_value_poisons_exactly_its_group(bad: float, bits: float, group_size: int) -> None:
     numel = 500
     for place in (0, group_size - 1, group_size, 300, numel - 1):
         rows = values_of(2, numel)

@@ -42,7 +42,7 @@ def test_sum_starts_from_plus_zero_and_adds_in_rank_order() -> None:
 
 @pytest.mark.parametrize("bits", QUANTIZED_BITS)
 @pytest.mark.parametrize("numel", [32, 200, 1000])
-def test_reduction_equals_the_oracle(bits: int, numel: int) -> None:
+def test_reduction_equals_the_oracle(bits: float, numel: int) -> None:
     group_size = 96
     messages = torch.stack([encoded(values_of(1, numel, seed=seed), bits, group_size) for seed in range(5)])
     total = np.zeros(numel, dtype=np.float32)
@@ -108,9 +108,9 @@ def test_transform_happens_once_before_the_first_and_once_after_the_last_sum() -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("group_size", [96, 2048])
-@pytest.mark.parametrize(("bits", "clip"), [(4, 1.0), (3, 1.0), (2, 0.6)])
+@pytest.mark.parametrize(("bits", "clip"), [(4, 1.0), (3.5, 1.0), (3, 1.0), (2, 0.6)])
 def test_weight_difference_is_taken_and_added_in_fp32(
-    dtype: torch.dtype, group_size: int, bits: int, clip: float
+    dtype: torch.dtype, group_size: int, bits: float, clip: float
 ) -> None:
     numel = 2100
     main = values_of(numel, heavy=False)

@@ -76,8 +76,14 @@ def _add(group: argparse._ArgumentGroup, flag: str, text: str, *, name: str, def
         group.add_argument(flag, action="store_true", default=default, help=text)
     else:
         choices = QUANTIZED_BITS if name.endswith("bits") else None
-        kind = float if name == "clip" else int
+        kind = float if name == "clip" else _number if choices else int
         group.add_argument(flag, type=kind, choices=choices, default=default, help=text)
+
+
+def _number(text: str) -> float:
+    """Return an integer as one: of 4 and 4.0 settings take only the first."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 def _values(args: argparse.Namespace, flags: dict[str, tuple[str, str]]) -> dict[str, Any]:

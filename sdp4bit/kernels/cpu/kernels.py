@@ -141,7 +141,7 @@ def quantize_rows(thread, threads, parameters):
         has_replica, hadamard, is_clipped, rounding,
         values, is_bf16, outer_stride, inner_stride, replica, replica_is_bf16,
         numel, padded, destinations, parts,
-        out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, bits, group_size,
+        out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, width, group_size,
         step, k0, k1, first, row_stride, mask,
         tile, scratch, scratch_stride,
     ) = _unpack(parameters, 32)  # fmt: skip
@@ -177,9 +177,9 @@ def quantize_rows(thread, threads, parameters):
         message = out + destination * out_stride
         # Codes are made after the whole tile is known: an int4 byte joins values half a group apart.
         encode_tile(
-            total, count, largest, message + part * code_bytes + (start * bits >> 3),
+            total, count, largest, message + part * code_bytes + (start >> 5) * width,
             message + scales_offset + 2 * (part * groups + start // group_size),
-            bits, group_size, step, is_clipped,
+            width, group_size, step, is_clipped,
             rounding, row * row_stride + first + start, k0, k1, mask, spare,
             source + (count << shift), shift,
             other + (count << replica_shift) if has_replica else 0, replica_shift,
@@ -196,8 +196,8 @@ def reduce_quantize(thread, threads, parameters):
     """Quantize row i of the sum of all messages into message i."""
     (
         is_dither, rounding,
-        messages, stride, terms, code_bytes_in, scales_offset_in, groups_in, bits_in, group_size_in,
-        parts, padded, out, out_stride, scales_offset, payload_bytes, nbytes, bits, group_size,
+        messages, stride, terms, code_bytes_in, scales_offset_in, groups_in, width_in, group_size_in,
+        parts, padded, out, out_stride, scales_offset, payload_bytes, nbytes, width, group_size,
         step, k0, k1, first, row_stride, mask,
         k0_in, k1_in, first_in, row_stride_in, tile, scratch, scratch_stride,
     ) = _unpack(parameters, 32)  # fmt: skip
@@ -216,14 +216,14 @@ def reduce_quantize(thread, threads, parameters):
                 total + 4 * origin, position, min(group_size, count - origin),
                 first_group + group if same else position // group_size_in,
                 messages + part * code_bytes_in, messages + scales_offset_in + 2 * part * groups_in,
-                terms, stride, bits_in, group_size_in, padded, table, masks, _ZERO,
+                terms, stride, width_in, group_size_in, padded, table, masks, _ZERO,
                 is_dither, part * row_stride_in + first_in, k0_in, k1_in, spare,
             )  # fmt: skip
             store_u32(largest + 4 * group, largest_lane(peak))
         message = out + part * out_stride
         encode_tile(
-            total, count, largest, message + (start * bits >> 3), message + scales_offset + 2 * first_group,
-            bits, group_size, step, 0, rounding, part * row_stride + first + start, k0, k1, mask, spare,
+            total, count, largest, message + (start >> 5) * width, message + scales_offset + 2 * first_group,
+            width, group_size, step, 0, rounding, part * row_stride + first + start, k0, k1, mask, spare,
             0, 0, 0, 0,
         )  # fmt: skip
         start += tile
@@ -242,7 +242,7 @@ def dequantize_rows(thread, threads, parameters):
     """
     (
         is_dither, hadamard,
-        messages, stride, terms, scales_offset, bits, group_size, rows, numel, padded,
+        messages, stride, terms, scales_offset, width, group_size, rows, numel, padded,
         out, out_stride, is_bf16, accumulate, initial, multiplier,
         k0, k1, first, tile, scratch, scratch_stride,
     ) = _unpack(parameters, 23)  # fmt: skip
@@ -256,7 +256,7 @@ def dequantize_rows(thread, threads, parameters):
         message = messages + row * terms * stride
         sum_messages(
             total, start, count, start // group_size, message, message + scales_offset,
-            terms, stride, bits, group_size, padded, table, masks, float_from_bits(initial),
+            terms, stride, width, group_size, padded, table, masks, float_from_bits(initial),
             is_dither, first, k0, k1, spare,
         )  # fmt: skip
         target = out + row * out_stride + (start << shift)

@@ -14,12 +14,14 @@ from sdp4bit.kernels.cpu.vectors import (
     bits_of,
     float_from_bits,
     float_of_bits,
+    join,
     load_2_bits,
     load_3_bits,
     load_bf16,
     load_f32,
     load_f32x16,
     load_i8,
+    load_pairs,
     load_scalar_u16,
     load_scalar_u32,
     load_u8,
@@ -28,6 +30,7 @@ from sdp4bit.kernels.cpu.vectors import (
     minimum,
     prefetch,
     random_bits16,
+    second_halves,
     shift_left,
     shift_right,
     shift_right_signed,
@@ -36,10 +39,12 @@ from sdp4bit.kernels.cpu.vectors import (
     store_2_bits,
     store_bf16,
     store_f32,
+    store_pairs,
     store_third_bits,
     store_u8,
     store_u16,
     store_u32,
+    swap_halves,
     to_float,
     to_int,
     where_equal,
@@ -72,9 +77,18 @@ _SIGN_8 = 0x80 << _CODE_SHIFT
 NEAREST, STOCHASTIC, DITHER = 0, 1, 2
 """How values are rounded."""
 
+TWO, THREE, PAIRS, FOUR, EIGHT, FLOATS = 8, 12, 14, 16, 32, 128
+"""Widths of codes, in bytes per block of 32: an integer with 3.5 bits, too."""
+
 inline = njit(
     forceinline=True, error_model="numpy", no_rewrites=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
 )
+
+
+@inline
+def offset_of(width):
+    """Return what makes codes unsigned: the largest one, or, except in pairs, one more."""
+    return 5 if width == PAIRS else 1 << ((width >> 2) - 1)
 
 
 @inline
@@ -133,35 +147,38 @@ def compute_scale(largest, step):
 
 
 @inline
-def fixed_point(values, factor, bits, is_clipped, rounding, element, k0, k1, mask):
+def fixed_point(values, factor, width, is_clipped, rounding, element, k0, k1, mask):
     """Return codes times 65536, ready to be cut off; none beyond the largest, if some would be."""
     # Cut towards zero to 16 fractional bits first: random bits are integers, so the rounding that follows is
     # integer arithmetic, the same everywhere.
     fixed = to_int(load_f32(values) * factor)
     if is_clipped:
-        limit = ((1 << (bits - 1)) - 1) << 16
+        limit = offset_of(width) - (width != PAIRS) << 16
         fixed = maximum(minimum(fixed, splat(limit)), splat(-limit))
     if rounding == NEAREST:
         return fixed + splat(_HALF)
     rounded = fixed + random_bits16(element, k0, k1, mask)
     if rounding == DITHER:
-        return where_equal(fixed, splat(0), splat(-32768 << bits), rounded)
+        if width == PAIRS:  # (0, 11) makes 121, if both are zero
+            zeros = join(splat16(-5 << 16), splat16(6 << 16))
+            return where_equal(fixed | swap_halves(fixed), splat(0), zeros, rounded)
+        return where_equal(fixed, splat(0), splat(-offset_of(width) << 16), rounded)
     return rounded
 
 
 @inline
-def dither_of(is_dither, bits, element, k0, k1):
+def dither_of(is_dither, width, element, k0, k1):
     """Return the dither of a block before a sender's mask, as take_off expects it."""
     if is_dither:
         # int8 codes become unsigned by their sign bit, which is changed here once for all messages.
-        base = _DITHER_BASE | _DITHER_BITS | (_SIGN_8 if bits == 8 else 0)
+        base = _DITHER_BASE | _DITHER_BITS | (_SIGN_8 if width == EIGHT else 0)
         random = random_bits16(element, k0, k1, 0)
         return shift_right(random, 7) & splat(_DITHER_BITS) ^ splat(base)
     return splat(0)
 
 
 @inline
-def take_off(codes, bits, dither, masks, term):
+def take_off(codes, width, dither, masks, term):
     """Decode dithered codes, in units of their scale.
 
     Args:
@@ -170,8 +187,10 @@ def take_off(codes, bits, dither, masks, term):
     """
     mask = splat(load_scalar_u32(masks + 4 * term))
     units = float_of_bits(codes ^ (dither ^ mask))
-    units = units - splat(_DITHER_OFFSET + np.float32(1 << (bits - 1)))
-    return where_equal(codes, splat(_SIGN_8 if bits == 8 else 0), splat(_ZERO), units)
+    units = units - splat(_DITHER_OFFSET + np.float32(offset_of(width)))
+    if width == PAIRS:
+        return where_equal(second_halves(codes), splat(11 << _CODE_SHIFT), splat(_ZERO), units)
+    return where_equal(codes, splat(_SIGN_8 if width == EIGHT else 0), splat(_ZERO), units)
 
 
 @inline
@@ -193,9 +212,12 @@ def prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift):
 
 
 @inline
-def store_block(address, numbers, bits):
-    """Store 32 codes of 2 or 3 bits, without signs."""
-    if bits == 2:
+def store_block(address, numbers, width):
+    """Store 32 codes of 2, 3 or 3.5 bits, without signs."""
+    if width == PAIRS:
+        store_pairs(address, numbers)
+        return
+    if width == TWO:
         store_2_bits(address, numbers)
         return
     store_2_bits(address, numbers & splat(3))
@@ -203,45 +225,51 @@ def store_block(address, numbers, bits):
 
 
 @inline
-def load_numbers(address, bits):
-    """Return 32 codes of 2, 3 or 8 bits as they lie in a message, without signs unless they have 8 bits."""
-    if bits == 8:
+def load_numbers(address, width):
+    """Return 32 codes of other than 4 bits as they lie in a message; only those of 8 bits have signs."""
+    if width == EIGHT:
         return load_u8(address)
+    if width == PAIRS:
+        return load_pairs(address)
     numbers = load_2_bits(address)
-    if bits == 3:
+    if width == THREE:
         numbers = load_3_bits(address + 8, numbers)
     return numbers
 
 
 @inline
-def load_units(address, bits, is_dither, dither, masks, term):
-    """Decode 32 codes of 2, 3 or 8 bits, in units of their scale."""
+def load_units(address, width, is_dither, dither, masks, term):
+    """Decode 32 codes of other than 4 bits, in units of their scale."""
     if is_dither:
-        return take_off(shift_left(load_numbers(address, bits), _CODE_SHIFT), bits, dither, masks, term)
-    if bits == 8:
+        return take_off(shift_left(load_numbers(address, width), _CODE_SHIFT), width, dither, masks, term)
+    if width == EIGHT:
         return to_float(load_i8(address))
-    return to_float(load_numbers(address, bits) - splat(1 << (bits - 1)))
+    return to_float(load_numbers(address, width) - splat(offset_of(width)))
 
 
 @inline
 def encode_group(
-    values, size, factor, codes, bits, is_clipped, rounding, element, k0, k1, mask, spare,
+    values, size, factor, codes, width, is_clipped, rounding, element, k0, k1, mask, spare,
     upcoming, shift, upcoming_replica, replica_shift,
 ):  # fmt: skip
     """Write the codes of one group; meanwhile, as many upcoming values and their replica are prefetched."""
-    if bits == 8:
+    if width == EIGHT:
         for i in range(0, size, 32):
             prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
-            fixed = fixed_point(values + 4 * i, factor, 8, is_clipped, rounding, element + i, k0, k1, mask)
+            fixed = fixed_point(
+                values + 4 * i, factor, EIGHT, is_clipped, rounding, element + i, k0, k1, mask
+            )
             store_u8(codes + i, shift_right_signed(fixed, 16))
         return
-    if bits < 4:
+    if width < FOUR:
         # The offset that makes codes unsigned is added before the cut.
-        offset = splat(1 << (bits + 15))
+        offset = splat(offset_of(width) << 16)
         for i in range(0, size, 32):
             prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
-            fixed = fixed_point(values + 4 * i, factor, bits, is_clipped, rounding, element + i, k0, k1, mask)
-            store_block(codes + (i * bits >> 3), shift_right(fixed + offset, 16), bits)
+            fixed = fixed_point(
+                values + 4 * i, factor, width, is_clipped, rounding, element + i, k0, k1, mask
+            )
+            store_block(codes + (i >> 5) * width, shift_right(fixed + offset, 16), width)
         return
     half = size >> 1
     if size & 32 == 0:
@@ -252,14 +280,14 @@ def encode_group(
             j = i + half
             prefetch_upcoming(2 * i, upcoming, shift, upcoming_replica, replica_shift)
             prefetch_upcoming(2 * i + 32, upcoming, shift, upcoming_replica, replica_shift)
-            low = fixed_point(values + 4 * i, factor, 4, is_clipped, rounding, element + i, k0, k1, mask)
-            high = fixed_point(values + 4 * j, factor, 4, is_clipped, rounding, element + j, k0, k1, mask)
+            low = fixed_point(values + 4 * i, factor, FOUR, is_clipped, rounding, element + i, k0, k1, mask)
+            high = fixed_point(values + 4 * j, factor, FOUR, is_clipped, rounding, element + j, k0, k1, mask)
             low, high = low + offset, high + offset
             store_u8(codes + i, shift_right(low, 16) | shift_right(high, 12) & high_nibble)
         return
     # Halves begin within a block: their codes take their places by way of memory.
     for i in range(0, size, 32):
-        fixed = fixed_point(values + 4 * i, factor, 4, is_clipped, rounding, element + i, k0, k1, mask)
+        fixed = fixed_point(values + 4 * i, factor, FOUR, is_clipped, rounding, element + i, k0, k1, mask)
         store_u8(spare + i, shift_right_signed(fixed, 16) + splat(8))
     sixteen = splat16(16)
     for i in range(0, half, 16):
@@ -268,7 +296,7 @@ def encode_group(
 
 @inline
 def encode_tile(
-    values, count, largest, codes, scales, bits, group_size, step, is_clipped,
+    values, count, largest, codes, scales, width, group_size, step, is_clipped,
     rounding, element, k0, k1, mask, spare,
     upcoming, shift, upcoming_replica, replica_shift,
 ):  # fmt: skip
@@ -282,7 +310,7 @@ def encode_tile(
         upcoming, upcoming_replica: addresses to prefetch from meanwhile, 0 for none.
         shift, replica_shift: 2 if they are fp32, 1 if bf16.
     """
-    if bits == 32:
+    if width == FLOATS:
         for i in range(0, count, 32):
             store_f32(codes + 4 * i, load_f32(values + 4 * i))
         return
@@ -302,8 +330,8 @@ def encode_tile(
         first = group * group_size
         factor = splat(float_from_bits(load_scalar_u32(largest + 4 * group)))
         encode_group(
-            values + 4 * first, min(group_size, count - first), factor, codes + (first * bits >> 3),
-            bits, is_clipped, rounding, element + first, k0, k1, mask, spare,
+            values + 4 * first, min(group_size, count - first), factor, codes + (first >> 5) * width,
+            width, is_clipped, rounding, element + first, k0, k1, mask, spare,
             upcoming + (first << shift) if upcoming else 0, shift,
             upcoming_replica + (first << replica_shift) if upcoming_replica else 0, replica_shift,
         )  # fmt: skip
@@ -318,12 +346,12 @@ def record(target, values, peak):
 
 @inline
 def sum_blocks(
-    total, codes, count, bits, table, masks, terms, stride, start, peak, is_dither, element, k0, k1
+    total, codes, count, width, table, masks, terms, stride, start, peak, is_dither, element, k0, k1
 ):
     """Write start + code * scale + ..., in the order of the terms, and return the peaks so far.
 
     Args:
-        codes: of 2, 3 or 8 bits, whose blocks of 32 lie one behind the other.
+        codes: of other than 4 bits: their blocks of 32 lie one behind the other.
         table, masks: addresses of the terms' fp32 scales and of the masks of their dither.
         is_dither: whether the codes are dithered, the first by the random bits of `element`.
     """
@@ -331,23 +359,23 @@ def sum_blocks(
     paired = count & ~63
     for i in range(0, paired, 64):
         low = high = start
-        low_dither = dither_of(is_dither, bits, element + i, k0, k1)
-        high_dither = dither_of(is_dither, bits, element + i + 32, k0, k1)
+        low_dither = dither_of(is_dither, width, element + i, k0, k1)
+        high_dither = dither_of(is_dither, width, element + i + 32, k0, k1)
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
-            source = codes + term * stride + (i * bits >> 3)
+            source = codes + term * stride + (i >> 5) * width
             # Not fused: the product is exact unless it overflows or underflows, and then rounds by itself.
-            low = low + load_units(source, bits, is_dither, low_dither, masks, term) * scale
-            high = high + load_units(source + 4 * bits, bits, is_dither, high_dither, masks, term) * scale
+            low = low + load_units(source, width, is_dither, low_dither, masks, term) * scale
+            high = high + load_units(source + width, width, is_dither, high_dither, masks, term) * scale
         peak = record(total + 4 * i, low, peak)
         peak = record(total + 4 * i + 128, high, peak)
     if paired < count:
         value = start
-        dither = dither_of(is_dither, bits, element + paired, k0, k1)
+        dither = dither_of(is_dither, width, element + paired, k0, k1)
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
-            source = codes + term * stride + (paired * bits >> 3)
-            value = value + load_units(source, bits, is_dither, dither, masks, term) * scale
+            source = codes + term * stride + (paired >> 5) * width
+            value = value + load_units(source, width, is_dither, dither, masks, term) * scale
         peak = record(total + 4 * paired, value, peak)
     return peak
 
@@ -360,8 +388,8 @@ def sum_int4(total, codes, half, table, masks, terms, stride, start, peak, is_di
     code_bits = splat(_CODE_BITS_4)
     for i in range(0, half, 32):
         low = high = start
-        low_dither = dither_of(is_dither, 4, element + i, k0, k1)
-        high_dither = dither_of(is_dither, 4, element + i + half, k0, k1)
+        low_dither = dither_of(is_dither, FOUR, element + i, k0, k1)
+        high_dither = dither_of(is_dither, FOUR, element + i + half, k0, k1)
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
             both = load_u8(codes + term * stride + i)
@@ -370,8 +398,8 @@ def sum_int4(total, codes, half, table, masks, terms, stride, start, peak, is_di
                     shift_left(both, _CODE_SHIFT) & code_bits,
                     shift_left(both, _CODE_SHIFT - 4) & code_bits,
                 )
-                low_units = take_off(low_code, 4, low_dither, masks, term)
-                high_units = take_off(high_code, 4, high_dither, masks, term)
+                low_units = take_off(low_code, FOUR, low_dither, masks, term)
+                high_units = take_off(high_code, FOUR, high_dither, masks, term)
             else:
                 low_units = float_of_bits(both & low_mask | low_base) - low_offset
                 high_units = float_of_bits(both & high_mask | high_base) - high_offset
@@ -395,7 +423,7 @@ def sum_nibbles(total, codes, count, shift, table, masks, terms, stride, start, 
         value = splat16(start)
         # Half a block: the bits of all of it, of which one half is read back.
         number = element + i
-        store_f32(spare, float_of_bits(dither_of(is_dither, 4, number & ~31, k0, k1)))
+        store_f32(spare, float_of_bits(dither_of(is_dither, FOUR, number & ~31, k0, k1)))
         drawn = bits_of(load_f32x16(spare + 4 * (number & 16)))
         for term in range(terms):
             scale = splat16(float_from_bits(load_scalar_u32(table + 4 * term)))
@@ -423,7 +451,7 @@ def write_masks(masks, terms, is_dither):
 
 @inline
 def sum_messages(
-    total, first, count, group, codes, scales, terms, stride, bits, group_size, padded, table, masks, start,
+    total, first, count, group, codes, scales, terms, stride, width, group_size, padded, table, masks, start,
     is_dither, element, k0, k1, spare,
 ):  # fmt: skip
     """Write the sums over the messages of values first .. first + count of a row; return their peaks.
@@ -437,7 +465,7 @@ def sum_messages(
         is_dither, element, k0, k1: whether codes are dithered, the number of value 0 of the row, its keys.
     """
     peak = splat(0)
-    if bits == 32:  # no groups, no scales
+    if width == FLOATS:  # no groups, no scales
         for i in range(0, count, 32):
             value = splat(start)
             for term in range(terms):
@@ -455,22 +483,27 @@ def sum_messages(
         target = total + 4 * (begin - first)
         packed = codes + (origin >> 1)
         number = element + begin
-        if bits != 4:
+        if width != FOUR:
             # Called with constants, so that the loops inside are compiled for each width.
-            block, size_here = codes + (begin * bits >> 3), end - begin
-            if bits == 8:
+            block, size_here = codes + (begin >> 5) * width, end - begin
+            if width == EIGHT:
                 peak = sum_blocks(
-                    target, block, size_here, 8, table, masks, terms, stride, splat(start), peak,
+                    target, block, size_here, EIGHT, table, masks, terms, stride, splat(start), peak,
                     is_dither, number, k0, k1,
                 )  # fmt: skip
-            elif bits == 3:
+            elif width == PAIRS:
                 peak = sum_blocks(
-                    target, block, size_here, 3, table, masks, terms, stride, splat(start), peak,
+                    target, block, size_here, PAIRS, table, masks, terms, stride, splat(start), peak,
+                    is_dither, number, k0, k1,
+                )  # fmt: skip
+            elif width == THREE:
+                peak = sum_blocks(
+                    target, block, size_here, THREE, table, masks, terms, stride, splat(start), peak,
                     is_dither, number, k0, k1,
                 )  # fmt: skip
             else:
                 peak = sum_blocks(
-                    target, block, size_here, 2, table, masks, terms, stride, splat(start), peak,
+                    target, block, size_here, TWO, table, masks, terms, stride, splat(start), peak,
                     is_dither, number, k0, k1,
                 )  # fmt: skip
         elif end - begin == size and size & 32 == 0:

@@ -247,6 +247,80 @@ def store_third_bits(typing_context, address, numbers):
     return types.void(types.int64, numbers), codegen
 
 
+@intrinsic
+def load_pairs(typing_context, address):
+    """Return the first numbers of 16 pairs of 7 bits, then the second; reads 16 bytes, two of them scales."""
+
+    def codegen(context, builder, sig, args):
+        octets = builder.load(point(builder, args[0], ir.VectorType(INT8, 16)), align=1)
+        # Every lane takes the two bytes that hold its bits: shifts up and down leave these alone.
+        begins = [7 * lane // 8 for lane in range(16)]
+        words = _pick(builder, octets, octets, [byte for begin in begins for byte in (begin, begin + 1)])
+        words = builder.bitcast(words, ir.VectorType(INT16, 16))
+        words = builder.shl(words, ir.Constant(words.type, [INT16(9 - 7 * lane % 8) for lane in range(16)]))
+        nine, eleven, magic = (ir.Constant(words.type, [INT16(n)] * 16) for n in (9, 11, 187))
+        pairs = builder.lshr(words, nine)
+        # 187 / 2**11 is 1 / 11 and 9 / 22528 more, too little to matter below 230.
+        second = builder.lshr(builder.mul(pairs, magic), eleven)
+        first = builder.sub(pairs, builder.mul(second, eleven))
+        return builder.zext(_pick(builder, first, second, range(32)), ir.VectorType(INT32, 32))
+
+    return I32(types.int64), codegen
+
+
+@intrinsic
+def store_pairs(typing_context, address, numbers):
+    """Store 32 numbers, of 0 and 11 or below 11, as 16 pairs of 7 bits."""
+
+    def codegen(context, builder, sig, args):
+        first, second = (_pick(builder, args[1], args[1], range(i, i + 16)) for i in (0, 16))
+        joined = builder.add(first, builder.mul(second, _constant(16, 11)))
+        joined = builder.trunc(joined, ir.VectorType(INT8, 16))
+        for width in (8, 16, 32):  # of which 7, 14, 28 bits are used: the next number moves down to them
+            used, wide = width * 7 // 8, ir.VectorType(ir.IntType(2 * width), 64 // width)
+            joined = builder.bitcast(joined, wide)
+            low, shift = ((1 << used) - 1, width - used)
+            low, high, shift = (
+                ir.Constant(wide, [wide.element(n)] * wide.count) for n in (low, low << used, shift)
+            )
+            moved = builder.and_(builder.lshr(joined, shift), high)
+            joined = builder.or_(builder.and_(joined, low), moved)
+        # Twice 7 bytes: bytes 6 and 7 of the block are written again by the second store.
+        octets = builder.bitcast(joined, ir.VectorType(INT8, 16))
+        octets = _pick(builder, octets, octets, [*range(8), 6, *range(8, 15)])
+        words = builder.bitcast(octets, ir.VectorType(INT64, 2))
+        for index in (0, 1):
+            place = point(builder, builder.add(args[0], INT64(6 * index)), INT64)
+            builder.store(builder.extract_element(words, INT32(index)), place, align=1)
+
+    return types.void(types.int64, numbers), codegen
+
+
+def _shuffler(lanes):
+    @intrinsic
+    def shuffle(typing_context, vector):
+        def codegen(context, builder, sig, args):
+            return _pick(builder, args[0], args[0], lanes)
+
+        return vector(vector), codegen
+
+    return shuffle
+
+
+swap_halves = _shuffler([*range(16, 32), *range(16)])
+second_halves = _shuffler([*range(16, 32)] * 2)
+
+
+@intrinsic
+def join(typing_context, first, second):
+    """Return 32 lanes of twice 16."""
+
+    def codegen(context, builder, sig, args):
+        return _pick(builder, *args, range(32))
+
+    return Vector(first.scalar, 32)(first, second), codegen
+
+
 def _lanewise(scalar, instruction):
     @intrinsic
     def convert(typing_context, vector):

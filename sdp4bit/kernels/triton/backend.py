@@ -211,7 +211,7 @@ def subtract_quantize(
     and groups of 2048.
     """
     # No transform has to find a chunk in one thread: more threads keep more loads in flight. Codes below
-    # 4 bits are words of a whole chunk.
+    # 4 bits are words of whole chunks.
     per_thread = 16 if layout.bits < 4 else 8
     place = {"destinations": 1, "strides": (0, 0), "out_stride": 0, "values_per_thread": per_thread}
     _quantize(main, replica, out, layout, False, None, **place, is_paired=False, clip=clip)

@@ -197,7 +197,7 @@ def ends_odd(tile, blocks, GROUP: tl.constexpr, GROUPS: tl.constexpr):
 @triton.jit
 def codes_and_scales(message, part, parts, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
     """Return where the codes (uint8) and the scales (int16) of one part of a message begin."""
-    row_bytes = blocks.to(tl.int64) * (4 * BITS)  # 32 values of BITS / 8 bytes
+    row_bytes = blocks.to(tl.int64) * int(4 * BITS)  # 32 values of BITS / 8 bytes
     groups = tl.cdiv(blocks, GROUP).to(tl.int64)
     scales = (message + parts * row_bytes).to(tl.pointer_type(tl.int16))
     return message + part * row_bytes, scales + part * groups
@@ -213,6 +213,6 @@ def scale_slots(part, parts, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
         return groups
     total = parts * groups.to(tl.int64)
     if BITS < 4:  # whose codes do not fill whole 16 bytes, as others do
-        total += parts * blocks.to(tl.int64) * (2 * BITS)
+        total += parts * blocks.to(tl.int64) * int(2 * BITS)
     padding = ((total + 7) // 8 * 8 - total).to(tl.int32)
     return groups + tl.where(part == parts - 1, padding, 0)

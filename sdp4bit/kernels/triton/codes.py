@@ -94,10 +94,62 @@ def take_off(byte, is_high, dither, BITS: tl.constexpr):
 
 
 @triton.jit
-def take_off_small(code, dither, BITS: tl.constexpr):
-    """Decode dithered codes of 2 or 3 bits, given as fp32; see take_off."""
-    units = code + (dither.to(tl.float32, bitcast=True) - _DITHER_BIAS)
-    return tl.where(code == -(2.0 ** (BITS - 1)), 0.0, units)
+def _dither_units(dither):
+    """Return what is added to the codes of less than 4 bits; see take_off."""
+    return dither.to(tl.float32, bitcast=True) - _DITHER_BIAS
+
+
+@triton.jit
+def _load_paired(codes, chunk, mask, dither):
+    """Return fp32 of chunks of 3.5-bit codes, [..., 16]: the first or the second of each pair of a block."""
+    # 14 bytes are aligned for half words, of which each thread reads all seven.
+    words = (codes + (chunk >> 1).to(tl.int64) * 14).to(tl.pointer_type(tl.int16))
+    low = tl.zeros(chunk.shape, tl.int64)
+    high = low
+    for i in tl.static_range(7):
+        word = tl.load(words + i, mask=mask, other=0).to(tl.int64) & 0xFFFF
+        if i < 4:
+            low = low | (word << (16 * i))
+        if i >= 3:
+            high = high | ((word << (16 * (i - 3))) >> 8)
+    # Eight pairs in the lowest 56 bits of each.
+    halves = tl.expand_dims(tl.join(low, high), -1)
+    pair = ((halves >> (tl.arange(0, 8) * 7)) & 127).to(tl.int32)
+    pair = tl.reshape(pair, offsets(chunk).shape)
+    second = (pair * 187) >> 11  # pair // 11, for all below 230
+    code = tl.where(tl.expand_dims(chunk & 1, -1) == 1, second, pair - second * 11).to(tl.float32) - 5.0
+    if dither is None:
+        return code
+    else:
+        return tl.where(second == 11, 0.0, code + _dither_units(dither))
+
+
+@triton.jit
+def _store_paired(
+    codes, chunk, values, reciprocal, low_random, high_random, mask,
+    ROUNDING: tl.constexpr, CLIP: tl.constexpr,
+):  # fmt: skip
+    """Round both chunks of blocks to 3.5 bits and write them; `chunk` is the first."""
+    low = _fixed(values[0], reciprocal, 3.5, CLIP)
+    high = _fixed(values[1], reciprocal, 3.5, CLIP)
+    pair = ((low + low_random) >> 16) + ((high + high_random) >> 16) * 11 + 60
+    if ROUNDING == DITHER:
+        pair = tl.where((low | high) == 0, 121, pair)
+    # No two terms share a bit: the sum joins them, eight to 56 bits.
+    eights = tl.reshape(pair.to(tl.int64), (pair.numel // 8, 8)) << (tl.arange(0, 8) * 7)
+    halves = tl.reshape(tl.sum(eights, -1), (pair.numel // 16, 2))
+    low, high = tl.split(halves)
+    low = tl.reshape(low, chunk.shape)
+    high = tl.reshape(high, chunk.shape)
+    words = (codes + (chunk >> 1).to(tl.int64) * 14).to(tl.pointer_type(tl.int16))
+    for i in tl.static_range(7):
+        if i < 3:
+            word = low >> (16 * i)
+        elif i == 3:
+            word = (low >> 48) | (high << 8)
+        else:
+            word = high >> (16 * i - 56)
+        tl.store(words + i, word.to(tl.int16), mask=mask)
 
 
 @triton.jit
@@ -120,7 +172,20 @@ def _decode_small(byte, third, LANE: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def load_small(codes, chunk, mask, BITS: tl.constexpr):
+def load_small(codes, chunk, mask, dither, BITS: tl.constexpr):
+    """Return fp32 of chunks of codes of less than 4 bits, [..., 16], dithered ones without their dither."""
+    if BITS == 3.5:
+        return _load_paired(codes, chunk, mask, dither)
+    else:
+        value = _load_in_order(codes, chunk, mask, BITS)
+        if dither is None:
+            return value
+        else:
+            return tl.where(value == -(2.0 ** (BITS - 1)), 0.0, value + _dither_units(dither))
+
+
+@triton.jit
+def _load_in_order(codes, chunk, mask, BITS: tl.constexpr):
     """Return fp32 of chunks of 2-bit or 3-bit codes, [..., 16]."""
     words, thirds = _small_words(codes, chunk, BITS)
     # Read as four bytes, so that a chunk is in one thread, see _load_whole.
@@ -158,9 +223,7 @@ def _load_codes(codes, scales, chunk, place, group, is_high, mask, dither, BITS:
     else:
         scale = float_from_bf16(tl.load(scales + group, mask=mask, other=0))
         if BITS < 4:
-            value = load_small(codes, chunk, mask, BITS)
-            if dither is not None:
-                value = take_off_small(value, dither, BITS)
+            value = load_small(codes, chunk, mask, dither, BITS)
         else:
             byte = tl.load(codes + place, mask=each, other=0)
             high = tl.expand_dims(is_high, -1)
@@ -237,7 +300,8 @@ def largest_bits(values):
 def compute_scale(largest, BITS: tl.constexpr, CLIP: tl.constexpr = 1.0):
     """Return the scale as bf16 bits in int32, and 65536 / scale, or 0 where all codes are zero."""
     not_finite = largest >= INFINITY_BITS
-    step = largest.to(tl.float32, bitcast=True) * (CLIP / (2 ** (BITS - 1) - 1))
+    LARGEST: tl.constexpr = 5 if BITS == 3.5 else 2 ** (BITS - 1) - 1
+    step = largest.to(tl.float32, bitcast=True) * (CLIP / LARGEST)
     bits = (step.to(tl.int32, bitcast=True) + _SCALE_ROUND_UP) & _HIGH_HALF
     if BITS == 2:  # of others no scale is rounded up to infinity
         not_finite = not_finite | (bits >= INFINITY_BITS)
@@ -258,12 +322,13 @@ def compute_scale(largest, BITS: tl.constexpr, CLIP: tl.constexpr = 1.0):
 def _fixed(value, reciprocal, BITS: tl.constexpr = 0, CLIP: tl.constexpr = 1.0):
     """Return value * reciprocal in units of 2**-16, int32, cut to an integer and, if CLIP, to the codes."""
     # In a group without a reciprocal a product is zero or, if the value is NaN or infinite, NaN. GPUs of both
-    # makers convert that to 0; a CPU may give the smallest integer, whose bits that reach a code are 0, too.
-    # Nothing depends on the code: the scale of such a group is NaN.
+    # makers convert that to 0.
     each = tl.expand_dims(reciprocal, -1)
     fixed = (value * each).to(tl.int32)
+    if IS_INTERPRETED:
+        fixed = tl.where(fixed == _SMALLEST, 0, fixed)  # what a CPU makes of NaN, and GPUs make 0
     if CLIP < 1:
-        LIMIT: tl.constexpr = (2 ** (BITS - 1) - 1) * 65536
+        LIMIT: tl.constexpr = (5 if BITS == 3.5 else 2 ** (BITS - 1) - 1) * 65536
         fixed = tl.where(each == 0, 0, tl.minimum(tl.maximum(fixed, -LIMIT), LIMIT))
     return fixed
 
@@ -275,8 +340,6 @@ def _round(
     """Return codes in units of 2**-16, rounded but for the cut."""
     fixed = _fixed(value, reciprocal, BITS, CLIP)
     if ROUNDING == DITHER:
-        if IS_INTERPRETED:
-            fixed = tl.where(fixed == _SMALLEST, 0, fixed)  # what a CPU makes of NaN, and GPUs make 0
         return tl.where(fixed == 0, -(1 << (BITS + 15)), fixed + random)
     else:
         return fixed + random
@@ -352,14 +415,19 @@ def store_codes(
         else:
             low_random = random16(first_block, low_chunk, k0, k1, mask)
             high_random = random16(first_block, high_chunk, k0, k1, mask)
-        low = _round(values[0], reciprocal, low_random, BITS, ROUNDING, CLIP)
-        high = _round(values[1], reciprocal, high_random, BITS, ROUNDING, CLIP)
-        if BITS == 4:
-            tl.store(codes + offsets(group * GROUP + slot), _pack(low, high), mask=each)
-        elif BITS == 8:
-            tl.store(codes + offsets(low_chunk), (low >> 16).to(tl.uint8), mask=each)
-            tl.store(codes + offsets(high_chunk), (high >> 16).to(tl.uint8), mask=each)
+        if BITS == 3.5:
+            _store_paired(
+                codes, low_chunk, values, reciprocal, low_random, high_random, exists, ROUNDING, CLIP
+            )
         else:
-            OFFSET: tl.constexpr = 2 ** (BITS - 1)
-            _store_small(codes, low_chunk, (low >> 16) + OFFSET, exists, BITS)
-            _store_small(codes, high_chunk, (high >> 16) + OFFSET, exists, BITS)
+            low = _round(values[0], reciprocal, low_random, BITS, ROUNDING, CLIP)
+            high = _round(values[1], reciprocal, high_random, BITS, ROUNDING, CLIP)
+            if BITS == 4:
+                tl.store(codes + offsets(group * GROUP + slot), _pack(low, high), mask=each)
+            elif BITS == 8:
+                tl.store(codes + offsets(low_chunk), (low >> 16).to(tl.uint8), mask=each)
+                tl.store(codes + offsets(high_chunk), (high >> 16).to(tl.uint8), mask=each)
+            else:
+                OFFSET: tl.constexpr = 2 ** (BITS - 1)
+                _store_small(codes, low_chunk, (low >> 16) + OFFSET, exists, BITS)
+                _store_small(codes, high_chunk, (high >> 16) + OFFSET, exists, BITS)

@@ -363,8 +363,8 @@ def dequantize_kernel(
         else:
             scale = tl.expand_dims(float_from_bf16(tl.load(scales + group, mask=mask, other=0)), -1)
             if BITS < 4:
-                low = load_small(codes, low_chunk, mask, BITS)
-                high = load_small(codes, high_chunk, mask, BITS)
+                low = load_small(codes, low_chunk, mask, None, BITS)
+                high = load_small(codes, high_chunk, mask, None, BITS)
             elif BITS == 8:
                 low = decode_int8(tl.load(codes + offsets(low_chunk), mask=each, other=0))
                 high = decode_int8(tl.load(codes + offsets(high_chunk), mask=each, other=0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sdp4bit.config import (
     AlertConfig,
@@ -20,6 +20,11 @@ from sdp4bit_lab.common.strategies import DEFAULT_STRATEGY, STRATEGIES, Strategy
 
 REFERENCE_INTRA_GROUP = 512
 """The reference parser's intra-node default; its scripts, the paper and our strategies use 128."""
+
+if TYPE_CHECKING:
+    _Bits = float
+else:
+    _Bits = Literal[2, 3, 3.5, 4, 8]  # of which type checkers refuse one
 
 _WEIGHTS = {"weight_bits": "bits", "weight_group_size": "group_size", "replica": "replica"}
 _GRADIENTS = {
@@ -41,7 +46,7 @@ class CommunicationConfig:
 
     quantized_weights: bool = False
     """Send 4-bit weight differences, instead of --strategy."""
-    weight_bits: Annotated[Literal[2, 3, 4, 8] | None, option("weight-quantization-bits")] = None
+    weight_bits: Annotated[_Bits | None, option("weight-quantization-bits")] = None
     """Bits per weight difference. Default: the strategy's, or 4."""
     weight_group_size: Annotated[int | None, option("wq-group-size")] = None
     """Weight differences that share a scale. Default: the strategy's, or 2048."""
@@ -50,11 +55,11 @@ class CommunicationConfig:
     Default: node."""
     quantized_gradients: bool = False
     """Reduce gradients by two quantized all-to-alls, instead of --strategy."""
-    inter_bits: Annotated[Literal[2, 3, 4, 8] | None, option("gradient-quantization-bits-inter")] = None
+    inter_bits: Annotated[_Bits | None, option("gradient-quantization-bits-inter")] = None
     """Bits per inter-node gradient. Default: the strategy's, or 4."""
     inter_group_size: Annotated[int | None, option("gq-group-size-inter")] = None
     """Inter-node gradients that share a scale. Default: the strategy's, or 128."""
-    intra_bits: Annotated[Literal[2, 3, 4, 8] | None, option("gradient-quantization-bits-intra")] = None
+    intra_bits: Annotated[_Bits | None, option("gradient-quantization-bits-intra")] = None
     """Bits per intra-node gradient. Default: the strategy's, or 8."""
     intra_group_size: Annotated[int | None, option("gq-group-size-intra")] = None
     """Intra-node gradients that share a scale. Default: 128 with a strategy, as in the paper; 512 with

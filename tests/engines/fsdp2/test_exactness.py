@@ -173,16 +173,24 @@ MIXED = replace(
     weights=replace(FEW.weights, bits=3, replica="full"),
 )
 """Of 2 and 3 bits."""
+ELEVEN = replace(
+    FEW,
+    gradients=replace(FEW.gradients, inter_bits=3.5),
+    weights=SDP4BitConfig.preset("sdp4bit-w3g3.5").weights,
+)
 
 
 @on_ranks(4)
 def test_few_bits_train_the_table_and_the_measures_tell_them_and_nobody_is_alarmed() -> None:
     plain = Run(build(), None, ordered=True).train(2).finish()
-    for config in (FEW, MIXED):
+    for config in (FEW, MIXED, ELEVEN):
         run = Run(build(), config).train(2)
         stats, table = run.comm.stats(), run.comm.explain()
         assert_close(run.finish(), plain, loss=0.03, gradient=2.0)  # of 2 and 3 bits
         assert not run.comm.alerts()
+        if config is ELEVEN:
+            assert "int3/128 difference" in table and "inter int3.5/128" in table
+            assert 0.1 < stats["gradient_error"] < 0.45  # 0.22 on bell-shaped values
         if config is FEW:
             assert "int2/128 clipped at 0.6 difference" in table and "inter int3/128" in table
             assert 0.3 < stats["gradient_error"] < 0.7  # 0.39 on bell-shaped values, which these are not

@@ -93,10 +93,11 @@ def training(config: SDP4BitConfig | None, placement: str, steps: int) -> list[f
     return result
 
 
-def check_bytes(placement: str) -> None:
+def check_bytes(placement: str, inter_bits: float) -> None:
     """What is sent is what is counted, and what the planner says; equal weights are rounded alike."""
     sharded, replicated = GRIDS[placement]
-    run = HybridRun(QUANTIZED, placement)
+    gradients = replace(QUANTIZED.gradients, inter_bits=inter_bits)
+    run = HybridRun(replace(QUANTIZED, gradients=gradients), placement)
     with count_sent_bytes(2) as sent:
         run.train(1)
     first = dict(sent)
@@ -115,7 +116,7 @@ def check_bytes(placement: str) -> None:
         assert first["intra"] == sum(each.intra_bytes for each in (*reduced, *summed))
         assert first["inter"] == sum(each.inter_bytes for each in (*reduced, *summed))
         assert first["inter"] == stats["last_step"]["inter_bytes"]
-    bits = 8 if placement == "replicas in the node" else 4
+    bits = 8 if placement == "replicas in the node" else inter_bits
     assert [group.gradient_bits for group in run.comm.groups] == [bits] * 4
     # The random bits of weights are those of the shard, the bits of gradients differ on all ranks.
     (replica,) = (ranks for ranks in PLACEMENTS[placement] if dist.get_rank() in ranks)
@@ -147,7 +148,8 @@ def test_replicas_stay_equal_and_train_as_with_plain_fsdp2(placement: str) -> No
         # Four gradients are added in another order, by at most 3 roundings of 2**-24 each.
         checks = [(IDENTITY, partial(assert_near, gradient=1e-6)), (QUANTIZED, assert_close)]
         assert_close_to_plain(training, placement, 1, checks=checks, harmless=mutations.WEIGHTS)
-    check_bytes(placement)
+    for bits in (4, 3.5):
+        check_bytes(placement, bits)
 
 
 class Accumulating(HybridRun):

@@ -40,14 +40,14 @@ def config(line: str) -> SDP4BitConfig:
         # Every flag, with values that are not the defaults.
         (
             "--quantized-weights --weight-quantization-bits 2 --wq-group-size 64 --wq-clip 0.5 "
-            "--quantized-gradients --gradient-quantization-bits-inter 3 --gq-group-size-inter 256 "
+            "--quantized-gradients --gradient-quantization-bits-inter 3.5 --gq-group-size-inter 256 "
             "--gradient-quantization-bits-intra 4 --gq-group-size-intra 32 --hadamard-transform "
             "--gradients-quantization-start-iteration 7 --gradient-alltoall-pipeline 3 "
             "--gradients-inside-one-node --seed 5",
             SDP4BitConfig(
                 weights=WeightConfig(bits=2, group_size=64, clip=0.5),
                 gradients=GradientConfig(
-                    inter_bits=3,
+                    inter_bits=3.5,
                     inter_group_size=256,
                     intra_bits=4,
                     intra_group_size=32,

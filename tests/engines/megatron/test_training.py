@@ -39,7 +39,11 @@ SYNC: dict[str, Any] = {}
 OVERLAP_GRADIENTS: dict[str, Any] = {"overlap": True, "overlap_gather": False}
 OVERLAP: dict[str, Any] = {"overlap": True}
 MODES = [SYNC, OVERLAP_GRADIENTS, OVERLAP]
-MIXED = replace(STOCHASTIC, weights=None, gradients=replace(QUANTIZED.gradients, intra_rounding="nearest"))
+MIXED = replace(
+    STOCHASTIC,
+    weights=None,
+    gradients=replace(QUANTIZED.gradients, inter_bits=3.5, intra_rounding="nearest"),
+)
 
 
 def check_modes(

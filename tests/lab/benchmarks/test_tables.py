@@ -94,7 +94,7 @@ def test_fewer_than_three_seeds_are_left_out(tmp_path: Path) -> None:
 
 
 def test_bytes_of_a_value_are_those_of_the_message_format() -> None:
-    for bits, group_size in ((4, 128), (4, 2048), (3, 32), (2, 256), (8, 128)):
+    for bits, group_size in ((4, 128), (4, 2048), (3.5, 128), (3, 32), (2, 256), (8, 128)):
         values = 1 << 16
         layout = message_layout(numel=values, bits=bits, group_size=group_size)
         assert tables.encoded_bytes(bits, group_size, full=4) == layout.nbytes / values

@@ -169,6 +169,9 @@ def check_step(
 DEFAULT, PLAIN = SDP4BitConfig(), SDP4BitConfig(weights=None, gradients=None)
 ALL_ROWS = replace(DEFAULT, gradients=GradientConfig(min_numel=0, pipeline_chunks=3, inside_one_node=True))
 FULL_REPLICA = replace(ALL_ROWS, weights=WeightConfig(replica="full"))
+ELEVEN = replace(
+    SDP4BitConfig.preset("sdp4bit-w3g3.5"), gradients=replace(ALL_ROWS.gradients, inter_bits=3.5)
+)
 ONLY_INTER = replace(
     ALL_ROWS, gradients=replace(ALL_ROWS.gradients, pipeline_chunks=None, intra_bits=None, inter_bits=8)
 )
@@ -177,7 +180,7 @@ ONLY_INTER = replace(
 @pytest.mark.parametrize(
     ("shards", "config"),
     [
-        *(((4, 4), config) for config in (DEFAULT, PLAIN, ALL_ROWS, FULL_REPLICA, ONLY_INTER)),
+        *(((4, 4), config) for config in (DEFAULT, PLAIN, ALL_ROWS, FULL_REPLICA, ELEVEN, ONLY_INTER)),
         ((4, 4), replace(ALL_ROWS, weights=WeightConfig(bits=None))),
         *(
             (one_level, config)
@@ -194,7 +197,7 @@ def test_bytes_and_calls_of_every_configuration_are_as_planned(
     check_step(shards, config=config)
 
 
-@pytest.mark.parametrize("config", [DEFAULT, ALL_ROWS, PLAIN])
+@pytest.mark.parametrize("config", [DEFAULT, ALL_ROWS, ELEVEN, PLAIN])
 @pytest.mark.parametrize(("shards", "replicas"), [((1, 2), (2, 4)), ((2, 4), (2, 1))])
 def test_hsdp_sends_the_planned_bytes(
     shards: tuple[int, int], replicas: tuple[int, int], config: SDP4BitConfig

@@ -106,6 +106,7 @@ def four_ranks(text: Path, folder: Path) -> list[PretrainConfig]:
     )  # fmt: skip
     return [
         changed(base, steps, checkpoint=saving),
+        changed(small(text, folder / "narrow", strategy="sdp4bit-w3g3.5"), steps),
         changed(other, {**steps, "param_dtype": "fp32", "accumulation": 1}, communication=every_option),
     ]
 
