@@ -103,7 +103,7 @@ def agree(
     Raises:
         ValueError: the same on every rank: some rank failed, settings or versions differ, or the ranks of a
             group do not fill its nodes evenly.
-        TypeError: likewise, if all failures are TypeErrors.
+        TypeError: the same, if all failures are TypeErrors.
     """
     row: str | int | tuple[int, ...] | None = None
     try:

@@ -54,7 +54,7 @@ class DDPCommState:
 
         Raises:
             ValueError: the topology or the settings are not supported; the same on every rank.
-            TypeError: an argument has an unsupported type, likewise.
+            TypeError: an argument has an unsupported type; the same on every rank.
             RuntimeError: torch.distributed is not initialized.
         """
         if not dist.is_available() or not dist.is_initialized():

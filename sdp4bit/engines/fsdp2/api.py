@@ -78,7 +78,7 @@ def quantize_communication(
     Raises:
         ValueError: the model, topology or settings are not supported, or differ between ranks. All ranks
             raise the same error, and nothing has been changed.
-        TypeError: an argument has an unsupported type, likewise.
+        TypeError: an argument has an unsupported type; the same on every rank.
         RuntimeError: torch.distributed is not initialized.
     """
     if not dist.is_available() or not dist.is_initialized():

@@ -54,7 +54,7 @@ def quantize_communication(
     Raises:
         ValueError: the model, the optimizer, their versions or the settings are not supported, or settings
             differ between ranks. All ranks raise the same error, and nothing has been changed.
-        TypeError: an argument has an unsupported type, likewise.
+        TypeError: an argument has an unsupported type; the same on every rank.
         RuntimeError: torch.distributed is not initialized.
     """
     if not dist.is_available() or not dist.is_initialized():
