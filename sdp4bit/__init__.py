@@ -1,6 +1,6 @@
 """4-bit communication for sharded data-parallel training in PyTorch.
 
-SDP4Bit (NeurIPS 2024) quantizes weight differences to 4 bits and gradients to 8 bits inside a node and 4 bits
+SDP4Bit (NeurIPS 2024) sends weight differences in 4 bits, and gradients in 8 bits inside a node and 4 bits
 between nodes. One line after `fully_shard`::
 
     comm = sdp4bit.quantize_communication(model)
@@ -61,12 +61,11 @@ _IMPORTED_WHEN_USED = {
     "ddp_comm_hook": "sdp4bit.engines.ddp.hook",
     "quantize_communication": "sdp4bit.engines.fsdp2.api",
 }
-"""Names whose modules import torch, which takes seconds: help, settings and plans do without."""
+"""Names whose modules import torch, which takes seconds and is not needed for help, settings and plans."""
 
-if not TYPE_CHECKING:  # a type checker knows the names from above, and that there are no others
+if not TYPE_CHECKING:  # so that a type checker rejects unknown names
 
     def __getattr__(name: str) -> object:
-        """Return a public name, imported when it is first used."""
         if name == "megatron":
             return import_module("sdp4bit.megatron")
         if name not in _IMPORTED_WHEN_USED:
@@ -76,5 +75,5 @@ if not TYPE_CHECKING:  # a type checker knows the names from above, and that the
 
 
 def __dir__() -> list[str]:
-    """Return the public names, imported or not."""
+    """Return the public names, including those not imported yet."""
     return sorted({*globals(), *__all__})

@@ -1,8 +1,8 @@
-"""What is quantized and how: frozen, keyword-only settings. The default is the paper's method, but for
-subtractive dither between nodes, which costs half as much in loss (docs/numerics.md), for the own node's
-gradient, which is not rounded between nodes, and for parameters that are quantized separately.
+"""Settings: frozen, keyword-only dataclasses.
 
-Source of the other defaults: SDP4Bit (NeurIPS 2024, arXiv 2410.15526), sections 3 and 5.
+The defaults are the paper's (SDP4Bit, NeurIPS 2024, arXiv 2410.15526, sections 3 and 5), except for three.
+Subtractive dither between nodes halves the loss increase (docs/numerics.md), the own node's gradient is not
+rounded between nodes, and parameters are quantized separately.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 VERSION = "0.2.0"
-"""Of the package; all ranks of a job run the same."""
+"""Version of the package, equal on all ranks of a job."""
 
 TESTED_TORCH = "torch 2.9 to 2.14"
-"""For errors; newer releases are taken if they keep what is relied on."""
+"""For errors; newer releases work if they keep the private attributes that the engines use."""
 
 Rounding = Literal["nearest", "stochastic", "dither"]
 ReplicaPlacement = Literal["node", "full"]
@@ -24,11 +24,11 @@ MismatchAction = Literal["error", "resync"]
 
 QUANTIZED_BITS = (2, 3, 3.5, 4, 8)
 LEAST_CLIP = 0.1
-"""Of `WeightConfig.clip`."""
+"""Minimum of `WeightConfig.clip`."""
 TERNARY_CLIP = 0.6
 """`WeightConfig.clip` of 2-bit differences, measured (docs/numerics.md)."""
 HADAMARD_BLOCK = 32
-"""Length of the blocks that the Walsh-Hadamard transform mixes; groups are multiples of it."""
+"""Values in a block of the Walsh-Hadamard transform; group sizes are multiples of it."""
 
 
 def _check_bits(name: str, bits: float | None) -> None:
@@ -71,17 +71,17 @@ class WeightConfig:
 
     bits: float | None = 4
     """Bits per transmitted value: 2, 3, 3.5, 4 or 8. None sends the new weights in the model's own dtype.
-    Below 4 bits groups of 128 are worth their scales (docs/numerics.md)."""
+    Below 4 bits use smaller groups (docs/numerics.md)."""
     group_size: int = 2048
     """Values that share one scale; a multiple of 32."""
     mode: WeightMode = "difference"
     """"difference" sends main shard minus replica; "direct" sends the weights themselves (qW)."""
     clip: float | None = None
-    """Part of a group's largest magnitude that the largest code stands for, from 0.1 to 1; what is larger
-    saturates, and is made good by the next difference. None clips only where that has been measured to pay:
-    0.6 for 2-bit differences, 1 (no clipping) otherwise."""
+    """Fraction of a group's largest magnitude that the largest code represents, from 0.1 to 1. Larger values
+    saturate, and the next difference corrects them. None uses 0.6 for 2-bit differences and 1 (no clipping)
+    otherwise."""
     replica: ReplicaPlacement = "node"
-    """"node" spreads one replica over the ranks of a node, "full" keeps one on every rank. If all ranks are
+    """"node" shards one replica over the ranks of a node, "full" keeps one on every rank. If all ranks are
     on one node, "node" leaves the weights in full precision."""
 
     def __post_init__(self) -> None:
@@ -92,23 +92,23 @@ class WeightConfig:
         is_number = isinstance(self.clip, int | float) and not isinstance(self.clip, bool)
         if self.clip is not None and not (is_number and LEAST_CLIP <= self.clip <= 1):
             raise ValueError(
-                f"weights.clip={self.clip!r} must be from {LEAST_CLIP} to 1, which does not clip, or None, "
-                "which chooses"
+                f"weights.clip={self.clip!r} must be from {LEAST_CLIP} to 1 (no clipping), or None for the "
+                "default of these bits"
             )
 
     @property
     def effective_clip(self) -> float:
-        """The clip, chosen if it is None."""
+        """The clip, with None resolved."""
         if self.clip is not None:
             return float(self.clip)
-        # Weights that are sent as they are do not get back what was cut off.
+        # With mode="direct" no later difference corrects a saturated value.
         return TERNARY_CLIP if self.bits == 2 and self.mode == "difference" else 1.0
 
     def applies_to(self, *, nodes: int) -> bool:
-        """Return whether weights of ranks on so many nodes travel as differences.
+        """Return whether the weights of ranks on this many nodes are quantized.
 
-        One that is spread over the ranks of a node is gathered inside the node whenever it is used. Where
-        that is all there is, differences would be sent, and precision lost, for nothing.
+        A replica that is sharded over a node is gathered inside the node at every use. On a single node that
+        is all the traffic, so quantized differences would add bytes and lose precision.
         """
         return nodes > 1 or self.replica == "full"
 
@@ -124,28 +124,28 @@ class GradientConfig:
     intra_group_size: int = 128
     """Values that share one scale inside a node; a multiple of 32."""
     inter_group_size: int = 128
-    """Values that share one scale between nodes; a multiple of 32, independent of the other."""
+    """Values that share one scale between nodes; a multiple of 32, independent of `intra_group_size`."""
     hadamard: bool = True
     """Transform blocks of 32 values before the first quantization and back after the last sum."""
     intra_rounding: Rounding = "stochastic"
-    """Rounding of the hop inside a node; nearest is as good at 8 bits."""
+    """Rounding inside a node; "nearest" is as good at 8 bits."""
     inter_rounding: Rounding = "dither"
-    """Rounding of the hop between nodes. Subtractive dither has half the squared error of "stochastic", the
-    paper's, for the same bytes; "nearest" leaves a bias that averaging over steps cannot remove."""
+    """Rounding between nodes. Subtractive dither has half the squared error of "stochastic", the paper's, for
+    the same bytes; "nearest" has a bias that averaging over steps does not remove."""
     exact_own: bool = True
-    """Add the own node's gradient unrounded at the hop between nodes, so that only the others' are rounded:
-    with N nodes (N - 1) / N of the squared error for the same bytes. False rounds it too, as in the paper."""
+    """Add the own node's gradient unrounded between nodes. With N nodes the squared error is (N - 1) / N of
+    the paper's (False) for the same bytes."""
     pipeline_chunks: int | None = None
-    """Slices of a row whose hops overlap: one is inside the node while another crosses it. None chooses by
-    the size of the row and the nodes (docs/method.md); the result is the same for any number."""
+    """Slices of a row whose intra-node and inter-node transfers overlap. None chooses by the size of the row
+    and the nodes (docs/method.md); the result is the same for any number."""
     start_step: int = 0
-    """Steps whose gradients are reduced in full precision before quantization starts. A step is a backward
-    pass whose gradients are reduced, whatever optimizer uses them."""
+    """Steps with full-precision gradients before quantization starts. A step is a backward pass whose
+    gradients are reduced, whatever optimizer uses them."""
     min_numel: int = 1024
     """Rows (one rank's share of one reduction) shorter than this are reduced in full precision."""
     inside_one_node: bool = False
-    """Quantize also where all ranks that share a group's parameters, replicas included, are on one node.
-    Links there are fast, so that rounding costs precision and gains little: full precision by default."""
+    """Quantize even if all ranks that share a group's parameters, replicas included, are on one node. Links
+    inside a node are fast, so rounding there loses precision for little speed."""
 
     def __post_init__(self) -> None:
         _check_bits("gradients.intra_bits", self.intra_bits)
@@ -163,18 +163,18 @@ class GradientConfig:
         _check_flag("gradients.inside_one_node", self.inside_one_node)
 
     def applies_to(self, *, nodes: int) -> bool:
-        """Return whether the gradients of ranks on so many nodes are quantized."""
+        """Return whether the gradients of ranks on this many nodes are quantized."""
         return nodes > 1 or self.inside_one_node
 
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """How often, and on how many values, the cost of quantization is measured while training."""
+    """Interval and sample size of the measured quantization errors."""
 
     interval: int = 10
-    """Steps from one measured step to the next; counted alike on all ranks."""
+    """Steps from one measured step to the next."""
     sample_numel: int = 4096
-    """Values per parameter group and rank that a measure looks at, rounded to whole quantization groups."""
+    """Sampled values per parameter group and rank, rounded to complete quantization groups."""
 
     def __post_init__(self) -> None:
         _check_at_least("telemetry.interval", self.interval, 1)
@@ -183,13 +183,13 @@ class TelemetryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditConfig:
-    """How often the copies of a weight replica are compared, and what happens if they differ."""
+    """Comparison of the copies of each weight replica."""
 
     interval: int = 100
     """Steps from one audit to the next."""
     on_mismatch: MismatchAction = "error"
-    """"error" raises ReplicaMismatchError on all ranks that share the group; "resync" warns, and refreshes
-    the group's replica in full precision at the next forward."""
+    """"error" raises ReplicaMismatchError on all ranks that share the group. "resync" warns and refreshes the
+    group's replica in full precision at the next forward."""
 
     def __post_init__(self) -> None:
         _check_at_least("audit.interval", self.interval, 1)
@@ -203,31 +203,31 @@ def _check_threshold(name: str, value: float | str | None) -> None:
     elif value is None or (value == "auto" and not name.endswith("drift")):
         return
     auto = "" if name.endswith("drift") else ', "auto" to follow the bits'
-    raise ValueError(f"{name}={value!r} must be a positive number{auto}, or None not to watch it")
+    raise ValueError(f"{name}={value!r} must be a positive number{auto}, or None to turn it off")
 
 
 _USUAL_GRADIENT_ERROR: dict[float, float] = {2: 2.1, 3: 0.7, 3.5: 0.45}
 _USUAL_WEIGHT_ERROR: dict[float, float] = {2: 0.9, 3: 0.75}
-"""Automatic thresholds below 4 bits, see docs/reliability.md; others are 0.3 and 0.6."""
+"""Automatic thresholds below 4 bits (docs/reliability.md); otherwise they are 0.3 and 0.6."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlertConfig:
-    """Thresholds on the measured errors of quantization, per parameter group; None does not watch a measure.
+    """Thresholds on the measured errors of quantization, per parameter group; None turns one off.
 
-    A measure that crosses its threshold is logged once and passed to the callbacks of `on_alert`. The reasons
-    for the defaults are in docs/reliability.md.
+    A measure that crosses its threshold is logged once and passed to the callbacks of `on_alert`.
+    docs/reliability.md explains the defaults.
     """
 
     gradient_error: float | Literal["auto"] | None = "auto"
-    """Relative error of quantizing a gradient: 4 bits cost 0.16 on bell-shaped values. At 0.3 the noise is
-    that of a batch 8 % smaller. "auto" is twice what is usual: 0.3, 0.45 with 3.5 bits, 0.7 with 3, 2.1
+    """Relative error of quantizing a gradient: 0.16 on normal values with 4 bits. At 0.3 the noise equals
+    that of a batch 8 % smaller. "auto" is twice the usual error: 0.3, 0.45 with 3.5 bits, 0.7 with 3, 2.1
     with 2."""
     weight_error: float | Literal["auto"] | None = "auto"
-    """Relative error of quantizing a weight difference, which the next difference makes good; never above 1
-    with nearest rounding. "auto" is 0.6, 0.75 with 3 bits, 0.9 with 2."""
+    """Relative error of quantizing a weight difference, which the next difference corrects; at most 1 with
+    nearest rounding. "auto" is 0.6, 0.75 with 3 bits, 0.9 with 2."""
     weight_drift: float | None = 0.05
-    """Relative distance from the main weights to what the devices hold after the refresh."""
+    """Relative distance between the main weights and the replica after the refresh."""
     nonfinite_groups: int | None = 0
     """Quantization groups of a gradient with a NaN or an infinity."""
 
@@ -237,22 +237,17 @@ class AlertConfig:
         if self.nonfinite_groups is not None:
             _check_at_least("alerts.nonfinite_groups", self.nonfinite_groups, 0)
         if self.thresholds == (None,) * 4:
-            raise ValueError("alerts watch nothing: set a threshold, or alerts=None")
+            raise ValueError("all thresholds of alerts are None: set one, or alerts=None")
 
     @property
     def thresholds(self) -> tuple[float | None, ...]:
-        """The thresholds in the order of the measures; automatic ones for 4 and more bits."""
+        """The thresholds in the order of the measures; "auto" as for 4 and more bits."""
         gradient = 0.3 if self.gradient_error == "auto" else self.gradient_error
         weight = 0.6 if self.weight_error == "auto" else self.weight_error
         return gradient, weight, self.weight_drift, self.nonfinite_groups
 
     def for_bits(self, *, gradients: float | None, weights: float | None) -> AlertConfig:
-        """Return these settings with the automatic thresholds of a group whose traffic has so few bits.
-
-        Args:
-            gradients: the fewest bits that are configured for them; None for full precision.
-            weights: likewise.
-        """
+        """Return these settings with "auto" resolved for the fewest bits of each kind of traffic."""
         gradient, weight, *_ = self.thresholds
         if self.gradient_error == "auto":
             gradient = _USUAL_GRADIENT_ERROR.get(gradients or 0, gradient)
@@ -262,31 +257,31 @@ class AlertConfig:
 
 
 PRESETS = ("sdp4bit", "sdp4bit-w3g3.5", "sdp4bit-w2g3", "sdp4bit-w2g2")
-"""Names of the default and of three that send less."""
+"""Names for `SDP4BitConfig.preset`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SDP4BitConfig:
-    """What sharded data parallelism quantizes; a part that is None stays in full precision."""
+    """Settings of quantized communication."""
 
     weights: WeightConfig | None = field(default_factory=WeightConfig)
-    """How weights travel after a step."""
+    """Quantization of weights; None sends full precision."""
     gradients: GradientConfig | None = field(default_factory=GradientConfig)
-    """How gradients are reduced."""
+    """Quantization of gradients; None reduces in full precision."""
     separate_parameters: bool = True
-    """No scale group and no Hadamard block has values of two parameters, and parameters of at most one
-    dimension travel in at least 8 bits, in the same messages. False: rows are quantized as a whole, as in the
-    paper. Only FSDP2 and simulated ranks follow it; Megatron-Core cuts its buffers anywhere."""
+    """Keep every scale group and Hadamard block within one parameter, and send parameters of at most one
+    dimension in at least 8 bits, in the same messages. False quantizes rows as a unit, as in the paper.
+    Applies to FSDP2 and simulated ranks only, because Megatron-Core cuts its buffers anywhere."""
     seed: int = 0
-    """Seed of the rounding bits; the global random state is never touched."""
+    """Seed of the rounding bits; the global random state is never used."""
     telemetry: TelemetryConfig | None = None
-    """How often the errors of quantization are measured while training; None measures them only on demand, by
-    `measure()`, and every 10 steps if there are alerts. Results of training do not depend on it."""
+    """Periodic measurement of quantization errors, which does not change training. None measures on demand
+    with `measure()`, or every 10 steps with alerts."""
     audit: AuditConfig | None = field(default_factory=AuditConfig)
-    """Comparison of weight replicas over the ranks that hold copies. On by default: copies that drifted apart
-    spoil a run without any other sign, and an audit costs one pass over the replica every 100 steps."""
+    """Comparison of weight replicas between ranks, because copies that drift apart ruin a run silently. An
+    audit costs one pass over the replica every 100 steps."""
     alerts: AlertConfig | None = None
-    """Thresholds on what quantization costs; looked at whenever telemetry measures."""
+    """Thresholds that are checked whenever telemetry measures."""
 
     def __post_init__(self) -> None:
         _check_flag("separate_parameters", self.separate_parameters)
@@ -304,24 +299,25 @@ class SDP4BitConfig:
                 article = "an" if kind.__name__.startswith("A") else "a"
                 raise ValueError(f"{name}={part!r} must be {article} {kind.__name__} or None")
         if self.alerts is not None and self.weights is None and self.gradients is None:
-            raise ValueError("nothing is quantized, so alerts have nothing to watch: set alerts=None")
+            raise ValueError("alerts need quantized weights or gradients: set alerts=None")
         if self.alerts is not None and self.telemetry is None:
             object.__setattr__(self, "telemetry", TelemetryConfig())
 
     @classmethod
     def preset(cls, name: str) -> SDP4BitConfig:
-        """Return the default or one that sends less (docs/numerics.md).
+        """Return the settings of a preset.
 
-        sdp4bit: 4-bit weight differences; gradients of 8 bits inside a node and 4 bits between nodes. It
-        is the default because the paper has evidence for 4 bits from 125M to 6.7B parameters; nobody has for
-        fewer.
+        sdp4bit: 4-bit weight differences; gradients of 8 bits inside a node and 4 bits between nodes. It is
+        the default because the paper has evidence for 4 bits from 125M to 6.7B parameters. There is none at
+        that scale for fewer bits.
         sdp4bit-w3g3.5: weight differences of 3 bits in groups of 128, and gradients of 11 levels, 3.5 bits,
         between nodes: 0.84 bytes per parameter instead of 1.02.
         sdp4bit-w2g3, sdp4bit-w2g2: weight differences of 2 bits, and gradients of 3 or 2 bits between nodes,
-        in smaller groups: 0.70 and 0.57 bytes per parameter, for more loss.
+        in smaller groups. They send 0.70 and 0.57 bytes per parameter instead of 1.02 at a higher loss
+        (docs/numerics.md).
 
         Raises:
-            ValueError: another name; lists these.
+            ValueError: the name is unknown.
         """
         narrow = WeightConfig(bits=2, group_size=256)
         presets = {
@@ -338,11 +334,11 @@ class SDP4BitConfig:
 
 
 def as_config(config: SDP4BitConfig | str | None) -> SDP4BitConfig:
-    """Return the settings that are meant: themselves, a preset by its name, or the default for None.
+    """Return the settings for settings, the name of a preset, or None (the default).
 
     Raises:
-        ValueError: no preset of this name.
-        TypeError: something else.
+        ValueError: the preset is unknown.
+        TypeError: the argument is none of these.
     """
     if config is None:
         return SDP4BitConfig()
@@ -350,7 +346,7 @@ def as_config(config: SDP4BitConfig | str | None) -> SDP4BitConfig:
         return SDP4BitConfig.preset(config)
     if not isinstance(config, SDP4BitConfig):
         raise TypeError(
-            f"config={config!r} is unknown: use an SDP4BitConfig, the name of a preset "
+            f"config={config!r} has an unsupported type: use an SDP4BitConfig, the name of a preset "
             f"({', '.join(PRESETS)}), or None for the default"
         )
     return config

@@ -10,5 +10,5 @@ _NO_RANGE = nullcontext()
 
 
 def profiler_range(name: str) -> AbstractContextManager[object]:
-    """Name what runs inside a `with` block in a profile; costs 0.1 us when no profiler runs, instead of 5."""
+    """Return `record_function(name)`, or a null context that is 50 times cheaper if no profiler runs."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NO_RANGE

@@ -208,7 +208,7 @@ def test_two_nodes_with_one_host_name_need_a_topology(tmp_path: Path) -> None:
 
     found = train("--steps=1")
     assert re.search(r"^layers\.0 .* 1 x 2 ", found, re.MULTILINE)
-    assert "LOCAL_WORLD_SIZE says 1" in found and "pass topology=1" in found
+    assert "LOCAL_WORLD_SIZE is 1" in found and "pass topology=1" in found
     given = train("--steps=2", "--topology=1")
     assert re.search(r"^layers\.0 .* 2 x 1 ", given, re.MULTILINE)
     assert "resumed at step 1" in given and "LOCAL_WORLD_SIZE" not in given

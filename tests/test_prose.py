@@ -1,8 +1,12 @@
-"""The part of the writing rules that a program can check, on every page. Layer: files."""
+"""The writing rules that a program can check, in every page and in the text of the code. Layer: files."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +35,9 @@ CHECKED_NUMBERS = {
     "docs/theory.md",  # tests/collectives/test_error_theory.py
 }
 """Pages whose tables of numbers come from a file or are compared with the code by a test."""
+PACKAGES = ("sdp4bit",)
+_MESSAGES = {"ValueError", "TypeError", "RuntimeError", "warn", "warn_once", "warning", "info", "error"}
+"""Calls whose strings a user reads; every call in a `raise` statement is one, too."""
 WORDS = {
     r"held by (the )?tests": "tested",
     r"(says|tells)": "reports, prints, states",
@@ -72,6 +79,10 @@ def faults(text: str, *, numbers: bool = True) -> Iterator[str]:
             yield f"{len(seen)} characters in a line: {line[:60]}"
     if numbers:
         yield from _result_tables(lines)
+    yield from _prose_faults(lines)
+
+
+def _prose_faults(lines: list[str]) -> Iterator[str]:
     for sentence in sentences(lines):
         count = len(sentence.split())
         if count > LONGEST_SENTENCE and "|" not in sentence:
@@ -117,6 +128,76 @@ def test_pages_follow_the_writing_rules(page: Path) -> None:
     numbers = str(page.relative_to(ROOT)) not in CHECKED_NUMBERS
     found = list(faults(page.read_text(encoding="utf-8"), numbers=numbers))
     assert not found, "\n".join(found)
+
+
+def code_texts(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the docstrings, comments and messages of a module, each with its line."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            # An entry of Args or Raises is a paragraph of its own, and its name no prose.
+            text = inspect.cleandoc(str(node.value.value))
+            yield node.lineno, re.sub(r"\n *(\w+, )*\w+:(?=\s)", "\n\n", text)
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "attr", getattr(node.func, "id", "")) in _MESSAGES
+        ):
+            for string in node.args:
+                yield node.lineno, _literal(string)
+        elif isinstance(node, ast.Raise):
+            yield node.lineno, _literal(node)
+    block: list[str] = []
+    first = last = column = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not token.string.startswith(("# type:", "# noqa")):
+            if token.start[0] != last + 1 or token.start[1] != column:
+                yield first, "\n".join(block)
+                block, first, column = [], *token.start
+            last = token.start[0]
+            block.append(token.string.lstrip("# "))
+    yield first, "\n".join(block)
+
+
+def _literal(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.FormattedValue):
+        return "value"
+    return "".join(_literal(child) for child in ast.iter_child_nodes(node))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_code_follows_the_writing_rules(package: str) -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{line}: {fault}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for line, text in code_texts(path.read_text(encoding="utf-8"))
+        for fault in _prose_faults(text.splitlines())
+    }
+    assert not found, "\n".join(sorted(found))
+
+
+CODE = """'''{}'''
+
+def check(what):
+    '''Return a value.
+
+    Args:
+        what: its description, by `what`.
+    '''
+    # {}
+    raise ValueError(f"{{what}} {}")
+"""
+
+
+def test_a_planted_fault_in_code_is_found() -> None:
+    good = ["Check a value.", "A reason.", "must be 1"]
+    for place in range(len(good)):
+        bad = [text if at != place else f"{text} stands for 1" for at, text in enumerate(good)]
+        for texts, faults_found in ((good, 0), (bad, 1)):
+            blocks = [text.splitlines() for _, text in code_texts(CODE.format(*texts))]
+            found = {fault for lines in blocks for fault in _prose_faults(lines)}
+            assert len(found) == faults_found, (place, found)
 
 
 GOOD = """# Topic

@@ -1,4 +1,4 @@
-"""Quantized all-reduce: ranks reduce a piece each, quantize their sums, and send them to each other."""
+"""Quantized all-reduce: a quantized reduce-scatter and an all-gather of quantized sums."""
 
 from __future__ import annotations
 
@@ -27,51 +27,40 @@ from sdp4bit.traffic import Level, TrafficCounter
 
 @dataclass(frozen=True, kw_only=True)
 class PieceSection:
-    """A section of what is reduced, which is cut into as many pieces as the whole."""
+    """A section of the reduced tensor, which is cut into one piece per rank."""
 
     section: Section
-    values: Tensor
-    """[m], contiguous."""
+    values: Tensor  # [m], contiguous
 
     def pieces(self, count: int) -> Tensor:
-        """View the values as so many pieces, [count, length]; see piece_places."""
+        """View the values as pieces [count, length]; see `piece_places`."""
         stride, length = piece_places(self.values.numel(), pieces=count, unit=self.section.unit)
         return self.values.as_strided((count, length), (stride, 1))
 
 
 def sections_of(values: Tensor, sections: Sequence[Section]) -> list[PieceSection]:
-    """Return the sections of values [n], contiguous; () for one."""
+    """Return the sections of values [n], contiguous; () for a single one."""
     chosen = sections or whole_row(values.numel())
     return [PieceSection(section=section, values=section.take(values)) for section in chosen]
 
 
 class PieceQuantizer:
-    """The arithmetic of what is gathered: a rank's sum of its piece as a message, for any rank.
+    """Quantizes a rank's sum of its piece to a message and restores the pieces of all ranks from messages.
 
-    All ranks, the one that has quantized a piece included, take it from the message: they end with the same
-    bits. Between two nodes a piece has two messages, whose values are added. The settings are those of the
-    last hop.
+    Every rank restores its own piece from the message too, so that all ranks end with the same bits. With two
+    nodes a piece has two messages, whose values are added. The settings are those of the last hop.
     """
 
     def __init__(
         self, layout: NodeLayout, *, config: GradientConfig, seed: int, ranks: range, bucket: int
     ) -> None:
-        """Prepare; nothing is allocated.
-
-        Args:
-            ranks, bucket: see QuantizedAllReduce.
-        """
-        self._layout = layout
+        """Create a quantizer; see QuantizedAllReduce for `ranks` and `bucket`."""
         self.count = piece_count(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
-        """Pieces that there are; the rank of row r in the group has piece r % count."""
+        """Number of pieces; the rank of row r in the group has piece r % count."""
         self._ranks = ranks
         self._seed = seed
         self._bucket = bucket
-        self.configure(config)
-
-    def configure(self, config: GradientConfig) -> None:
-        """Quantize the next pieces with these settings."""
-        between_nodes = self._layout.nodes > 1
+        between_nodes = layout.nodes > 1
         self.bits = config.inter_bits if between_nodes else config.intra_bits
         """Bits of a value; None for full precision."""
         self._group_size = config.inter_group_size if between_nodes else config.intra_group_size
@@ -95,7 +84,7 @@ class PieceQuantizer:
         Args:
             pieces: [n] each, fp32, bf16 or fp16.
             out: uint8 [1, nbytes] of the layout.
-            row: of the rank in the group, for the rounding bits.
+            row: row of the rank in the group, for the rounding bits.
         """
         layout = self.message_layout(pieces, sections)
         for piece, part, message, each in zip(
@@ -118,14 +107,14 @@ class PieceQuantizer:
 
         Args:
             messages: uint8 [ranks, nbytes], in the order of the ranks.
-            values: [n], fp32, bf16 or fp16, contiguous, of which these are the sections.
+            values: [n], fp32, bf16 or fp16, contiguous; the sections are parts of it.
         """
         of_all = [each.pieces(self.count) for each in sections]
         layout = self.message_layout([pieces[0] for pieces in of_all], sections)
         for pieces, part, parts, each in zip(
             of_all, layout.layouts, split_messages(messages, layout), sections, strict=True
         ):
-            # One by one, in the order of the ranks: neighbours overlap.
+            # In the order of the ranks, because neighboring pieces overlap.
             for number, piece in enumerate(pieces.unbind()):
                 self._restore(
                     parts[number :: self.count], piece, part, each.section.call(call), number, multiplier
@@ -147,7 +136,7 @@ class PieceQuantizer:
     def _key(self, call: int, row: int) -> RoundingKey:
         is_dither, sender, rank = self._rounding == "dither", row // self.count, self._ranks[row]
         if is_dither:
-            # Those who have the same piece share a key, so that a receiver draws it once: the first one's.
+            # Ranks with the same piece share the key of the first one, so that a receiver derives it once.
             rank = self._ranks[row % self.count]
         stream = pack_stream(step=call, bucket=self._bucket, stage=Stage.GATHER, rank=rank)
         return RoundingKey(*derive_keys(self._seed, stream), dither=is_dither, sender=sender)
@@ -166,9 +155,8 @@ class PieceQuantizer:
 class QuantizedAllReduce:
     """Sums tensors over a group of nodes x ranks_per_node ranks; all ranks end with the same bits.
 
-    Both halves are quantized: the reduce-scatter as by QuantizedReduceScatter, and what it leaves each rank
-    with, on its way to the others. Between two nodes the first half stays inside each node: see piece_count.
-    A world of one changes nothing.
+    Both the reduce-scatter and the all-gather are quantized. With two nodes the reduce-scatter stays inside
+    each node, see `piece_count`. A world of one changes nothing.
     """
 
     def __init__(
@@ -183,14 +171,14 @@ class QuantizedAllReduce:
         scratch: Scratch,
         name: str = "",
     ) -> None:
-        """Prepare; nothing is sent.
+        """Create an all-reduce; sends nothing.
 
         Args:
-            ranks: numbers the members of the topology, in its order, so that no two draw the same rounding
+            ranks: numbers of the members' data, in the order of the topology; part of the key of the rounding
                 bits.
-            bucket: number of what is reduced, for the same reason; shared with no other collective.
-            scratch: message buffers, shared by the reductions that follow each other.
-            name: of what is reduced, for errors.
+            bucket: number of the reduced tensor, also part of the key; used by no other collective.
+            scratch: message buffers, shared by successive reductions.
+            name: name of the reduced tensor, for errors.
         """
         self._topology = topology
         self._traffic = traffic
@@ -214,29 +202,24 @@ class QuantizedAllReduce:
             name=f"{self._name} over replicas",
         )
 
-    def configure(self, config: GradientConfig) -> None:
-        """Do the next reductions with these settings; all ranks change them between the same two."""
-        self._reduction.configure(config)
-        self._pieces.configure(config)
-
     @property
     def config(self) -> GradientConfig:
-        """The settings of the next reduction."""
+        """The settings of both halves."""
         return self._reduction.config
 
     @property
     def bits(self) -> float | None:
-        """Bits of a value that is gathered, which are those of the reduction's last hop."""
+        """Bits of a gathered value, which are those of the last hop."""
         return self._pieces.bits
 
     @property
     def group_unit(self) -> int:
-        """The shortest range of values that divides no quantization group of any hop."""
+        """The least common multiple of the group sizes of all hops."""
         topology = self._topology
         return group_unit(self.config, nodes=topology.nodes, ranks_per_node=topology.ranks_per_node)
 
     def takes(self, numel: int) -> bool:
-        """Return whether so many values are to be quantized, and not left to a plain all-reduce."""
+        """Return whether this many values are quantized; otherwise the caller uses a plain all-reduce."""
         return is_long_enough(numel, ranks=self._topology.size, config=self.config)
 
     def __call__(
@@ -250,17 +233,19 @@ class QuantizedAllReduce:
     ) -> None:
         """Replace values by their sum over all ranks, times the multiplier.
 
-        Steps: 1. a quantized reduce-scatter of the pieces, after which each rank has the sum of its own, or
-        of two nodes each has its node's;  2. transform and quantize it, one message;  3. all-gather of the
-        messages between nodes;  4. all-gather of the result in the node;  5. dequantize all messages, one's
-        own too, add those of a piece, and transform back.
+        Steps:
+        1. Quantized reduce-scatter. Each rank has the sum of its piece (with two nodes: over its node).
+        2. Transform and quantize it to one message.
+        3. All-gather of the messages between nodes.
+        4. All-gather of the result in the node.
+        5. Dequantize all messages, add those of the same piece, and transform back.
 
         Args:
             values: [n], fp32, bf16 or fp16, contiguous; changed in place.
-            call: number of this reduction of the bucket since the start, the same on all ranks, for the
-                rounding bits.
-            nonfinite: see QuantizedReduceScatter; of what this rank sends in step 3.
-            sections: of the values, which together are all of them; () for one. A rank has a piece of each.
+            call: number of this reduction of the bucket since the start, the same on all ranks; part of the
+                key of the rounding bits.
+            nonfinite: see QuantizedReduceScatter; counts the messages that this rank sends in step 3.
+            sections: sections that make up the values; () for a single one. A rank has a piece of each.
         """
         topology, numel, device = self._topology, values.numel(), values.device
         if topology.size == 1 or not numel:
@@ -268,7 +253,7 @@ class QuantizedAllReduce:
                 values.mul_(multiplier)
             return
         with profiler_range(f"sdp4bit::all_reduce ({self._name})"):
-            # 1. Each rank's pieces of the sum, one per section; the rows are read until the last is there.
+            # 1. Reduce-scatter of one piece per section.
             cut = sections_of(values, sections)
             own: Sequence[Tensor] = [each.values for each in cut]
             if self._reduction.hops:
@@ -280,7 +265,7 @@ class QuantizedAllReduce:
                     for each, row, output in zip(cut, rows, own, strict=True)
                 ]
                 self._reduction.reduce_parts(parts, call=call)
-            # As a ring does it: twice around, a part of the values at a time.
+            # The bytes of a ring all-reduce.
             self._traffic.count_plain(round(2 * values.nbytes / topology.size))
 
             # 2. One message per rank.
@@ -291,7 +276,7 @@ class QuantizedAllReduce:
                 for each, part in zip(split_messages(messages, layout), layout.layouts, strict=True):
                     nonfinite += count_nonfinite(each, part)
 
-            # 3. All-gather between nodes, of ranks with one local rank;  4. in the node.
+            # 3. and 4. All-gather between nodes, among ranks with the same local rank, then in the node.
             if topology.inter is not None:
                 peers = self._scratch.messages("gather inter", topology.nodes, layout.nbytes, device=device)
                 what = self._what("inter")
@@ -306,14 +291,14 @@ class QuantizedAllReduce:
                 self._traffic.count_messages(layout, level="intra", peers=others, copies=copies)
                 messages = gathered
 
-            # 5. Every rank takes all pieces, its own too, from the messages.
+            # 5. Restore all pieces, this rank's own included, from the messages.
             self._pieces.restore(messages, values, call=call, multiplier=multiplier, sections=cut)
 
     def requantized(self, values: Tensor) -> Tensor:
-        """Return, in fp32, these values with the errors that the quantizers of both halves make of them.
+        """Return these values in fp32 with the quantization errors of both halves.
 
-        What the first half leaves lies on the grid of the second; the sum over ranks, which the second half
-        quantizes, does not. So it is given the values themselves, and the errors are added.
+        The error of each half is measured on the values themselves, and both are added. Applying one half to
+        the result of the other would understate the error, because that result lies on the other's grid.
 
         Args:
             values: [n], a sample of a gradient, contiguous.

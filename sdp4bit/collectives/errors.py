@@ -1,4 +1,4 @@
-"""The error of an exchange that did not complete: what was exchanged, with whom, for how long."""
+"""Errors of collectives that did not complete, with the collective, the ranks and the time waited."""
 
 from __future__ import annotations
 
@@ -16,51 +16,46 @@ from torch.distributed import ProcessGroup
 from sdp4bit.traffic import Level
 
 PLACES: dict[Level, str] = {"intra": "inside the node", "inter": "between nodes"}
-"""The levels in words."""
+"""Descriptions of the levels for messages."""
 _SIGNS = (
     "gloo/transport",
     "connectFullMesh failed",
     "Timed out waiting",
-    "timeout caused pair closure",  # the next use of a process group in which an exchange has timed out
+    "timeout caused pair closure",  # the next use of a process group after a timeout
     "Connection closed by peer",
     "Connection reset by peer",
 )
-"""What gloo says, which has no class of errors, when a rank is lost."""
+"""Texts of gloo's errors for a lost rank; gloo raises plain RuntimeErrors."""
 _OWN_FAULTS = ("out of memory", "ncclInvalidUsage", "ncclInvalidArgument")
-"""What NCCL's errors say that are this rank's, not another's."""
+"""Texts of NCCL's errors that this rank itself caused."""
 
 
 class ExchangeError(RuntimeError):
-    """An exchange did not complete, because a rank has ended or hangs; the error behind it is the cause.
+    """A collective did not complete because a rank has exited or hangs; the original error is the cause.
 
-    The process groups of the job cannot be used any more: end this process, and start all ranks again.
+    The process groups of the job are unusable afterwards: exit this process and restart all ranks.
+    `seconds` is the time that this rank waited.
     """
 
     def __init__(self, message: str, *, seconds: float = 0.0) -> None:
-        """Make the error.
-
-        Args:
-            seconds: for which this rank had waited.
-        """
         super().__init__(message)
         self.seconds = seconds
 
 
 class comm_error_context:
-    """Inside the block, a lost connection or a timeout becomes an error that names the exchange.
+    """Turn a lost connection or a timeout inside the block into an ExchangeError that names the collective.
 
-    Other errors, such as a lack of memory, stay what they are; from Python 3.11 on, a note names the
-    exchange.
+    Other errors are unchanged, except for a note with the collective (Python 3.11 and newer).
     """
 
     __slots__ = ("_group", "_start", "_what")
 
     def __init__(self, what: str, *, group: ProcessGroup | None = None) -> None:
-        """Prepare; the words are put together only for an error.
+        """Create a context for a collective.
 
         Args:
-            what: is exchanged, such as "sum of the losses".
-            group: among whom; the default group when not given.
+            what: description such as "sum of the losses".
+            group: process group; None for the default group.
         """
         self._what = what
         self._group = group
@@ -88,11 +83,11 @@ def exchange_error(
     start: float,
     peers: Sequence[int] | None = None,
 ) -> ExchangeError:
-    """Return the error to raise instead of the communication library's.
+    """Return the ExchangeError for an error of the communication library.
 
     Args:
-        start: when waiting began, by time.monotonic().
-        peers: ranks of the group that were waited for; all but this one when not given.
+        start: time.monotonic() at the beginning of the wait.
+        peers: group ranks that were waited for; None for all others.
     """
     me = dist.get_rank()
     members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
@@ -102,38 +97,38 @@ def exchange_error(
     seconds = time.monotonic() - start
     return ExchangeError(
         f"{what}: rank {me} has waited {seconds:.1f} s for {ranks_in_words(others)} "
-        f"({_reason(error)}). A rank has ended or hangs: the first error of the job says which, or the rank "
-        "that reports none. If ranks are only slow, give init_process_group a longer timeout",
+        f"({_reason(error)}). A rank has exited or hangs: look for the first error of the job, or for the "
+        "rank without an error. If ranks are only slow, pass a longer timeout to init_process_group",
         seconds=seconds,
     )
 
 
 def is_communication_failure(error: BaseException) -> bool:
-    """Return whether an error says that a rank is lost: by a closed connection, or by a timeout."""
+    """Return whether an error means a lost rank, that is, a closed connection or a timeout."""
     if isinstance(error, ExchangeError | dist.DistNetworkError | dist.DistStoreError):
         return True
-    if isinstance(error, dist.DistBackendError):  # of NCCL, whatever the reason
+    if isinstance(error, dist.DistBackendError):  # all errors of NCCL
         return not any(sign in str(error) for sign in _OWN_FAULTS)
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return "rank 3", or "ranks 2, 3" with the first eight."""
+    """Return "rank 3" or "ranks 2, 3", with at most eight ranks."""
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
-    """Let a process group (None: the default one) wait so long for a rank from now on."""
+    """Set the timeout of a process group (None: the default one)."""
     c10d: Any = dist.distributed_c10d
-    # torch 2.14 has a public name for it, and warns of the other.
+    # torch 2.14 deprecates the private name.
     (c10d.set_timeout if hasattr(c10d, "set_timeout") else c10d._set_pg_timeout)(timeout, group)
 
 
 def job_timeout() -> timedelta | None:
-    """Return how long the default process group waits for a rank, None if it does not say so.
+    """Return the timeout of the default process group; None if it is unknown.
 
-    torch.distributed.new_group would take the default of the back end instead, half an hour for gloo.
+    torch.distributed.new_group would use the backend's default instead, which is half an hour for gloo.
     """
     group = dist.group.WORLD
     try:
@@ -145,7 +140,7 @@ def job_timeout() -> timedelta | None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the error's text in one line, without the place in the source that it begins with."""
+    """Return the error's text in one line, without the source location at its beginning."""
     text = " ".join(str(error).split()) or type(error).__name__
     text = text.partition(". This is typically")[0]
     return re.sub(r"^\[[^\]]*\.(cc|cpp|h|hpp):\d+\] ", "", text)[:300].rstrip(". ")

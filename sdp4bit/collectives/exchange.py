@@ -1,7 +1,7 @@
-"""All-to-all and all-gather of rows, full duplex on gloo, native elsewhere.
+"""All-to-all and all-gather of rows: full duplex on gloo, native on other backends.
 
-gloo answers a receive through the same socket that carries the payload, so its own all-to-all between two
-ranks runs half duplex. Posting every receive before the first send lets both directions flow at once.
+gloo acknowledges a receive through the socket that carries the payload, so its own all-to-all between two
+ranks is half duplex. Posting every receive before the first send uses both directions at the same time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.work import DeferredWork
 from sdp4bit.traffic import Level
 
-# torch 2.13 renames these two; the old names warn there and are the only ones before.
+# torch 2.13 renames these two and deprecates the old names.
 _all_gather_native: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_native: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
@@ -36,7 +36,7 @@ _GATHER_SEVERAL = (
 
 
 class PendingExchange:
-    """Transfers that have been started; the buffers stay in use until wait() returns."""
+    """Transfers in flight; their buffers are in use until wait() returns."""
 
     def __init__(
         self,
@@ -46,12 +46,11 @@ class PendingExchange:
         group: ProcessGroup | None = None,
         peers: Sequence[int] | None = None,
     ) -> None:
-        """Take over transfers.
+        """Create a handle.
 
         Args:
-            what: is exchanged, for errors.
-            group: among whom.
-            peers: the rank of the group that each transfer comes from or goes to.
+            what: description for errors.
+            peers: the group rank at the other end of each transfer.
         """
         self._works = works
         self._what = what
@@ -59,10 +58,10 @@ class PendingExchange:
         self._peers = peers
 
     def wait(self) -> None:
-        """Wait for all transfers; on CUDA, the current stream does.
+        """Wait for all transfers; on CUDA only the current stream waits.
 
         Raises:
-            ExchangeError: a rank has ended, or has not answered within the timeout of the process group.
+            ExchangeError: a rank has exited, or the process group's timeout has passed.
         """
         works, self._works = self._works, []
         start = time.monotonic()
@@ -92,14 +91,14 @@ def start_all_to_all(
     tag: int = 0,
     what: str = "all-to-all",
 ) -> PendingExchange:
-    """Start to send row i of `sent` to rank i of the group and to receive row i of `received` from it.
+    """Start sending row i of `sent` to rank i of the group and receiving row i of `received` from it.
 
     Args:
         received, sent: [group size, row], contiguous rows, same dtype.
-        overlaps: on CUDA, whether the current stream is given other work before it waits. If not, the
-            transfer is its next work: a stream of the communicator's would have to be waited for at once.
-        tag: tells exchanges apart that are under way in the same group at once.
-        what: is exchanged, for errors.
+        overlaps: on CUDA, use the communicator's stream because the current stream gets other work before it
+            waits. Otherwise the transfer runs on the current stream, which saves the synchronization.
+        tag: identifies exchanges that are in flight in the same group.
+        what: description for errors.
     """
     if not _is_pairwise(group):
         with comm_error_context(what, group=group):
@@ -117,14 +116,14 @@ def start_all_to_all(
 def start_all_gather_rows(
     received: Tensor, sent: Tensor, group: ProcessGroup, *, what: str = "all-gather"
 ) -> PendingExchange:
-    """Start to receive row i of `received` from rank i of the group, which passes it as `sent`.
+    """Start receiving row i of `received` from rank i of the group, which passes it as `sent`.
 
-    Gathers that are under way in a group at once are told apart by their order, the same on all ranks.
+    Concurrent gathers in a group must start in the same order on all ranks.
 
     Args:
-        received: [group size, ...], contiguous; every received[i] of the shape of sent.
+        received: [group size, *sent.shape], contiguous.
         sent: contiguous.
-        what: is gathered, for errors.
+        what: description for errors.
     """
     if not _is_pairwise(group):
         with comm_error_context(what, group=group):
@@ -142,16 +141,16 @@ def start_all_gather_rows(
 def all_gather_blocks(
     received: Tensor, sent: Tensor, group: ProcessGroup, *, what: str = "all-gather"
 ) -> None:
-    """Receive sent[k] of rank i of the group as received[k, i], where it is to stay: nothing is copied.
+    """Receive sent[k] of rank i of the group as received[k, i], without a copy.
 
     Args:
         received: [blocks, group size, n], contiguous.
         sent: [blocks, n], contiguous.
-        what: is gathered, for errors.
+        what: description for errors.
     """
     if not _is_pairwise(group):
-        # received[k] is one piece of memory, what one gather fills. One call and one launch for all of them;
-        # torch's context manager for this would cost the host some microseconds per block.
+        # One call and one launch for all received[k], which are contiguous. torch's coalescing context
+        # manager would cost the host some microseconds per block.
         options = AllgatherOptions()
         options.asyncOp = False
         with comm_error_context(what, group=group):
@@ -179,19 +178,14 @@ def all_gather_dense(
     async_op: bool = False,
     what: str = "all-gather",
 ) -> Any:
-    """Gather every rank's `sent` [n] to `received` [size * n], by the communication library's own way.
-
-    Args:
-        gather: takes the first three and async_op; returns a work handle, or None if synchronous.
+    """Gather every rank's `sent` [n] to `received` [size * n] with the backend's all-gather or `gather`.
 
     Returns:
         A work handle, or None if the call is synchronous.
     """
     with comm_error_context(what, group=group):
         work = gather(received, sent, group=group, async_op=async_op)
-    if work is not None:
-        return DeferredWork(PendingExchange([work], what=what, group=group).wait)
-    return None
+    return None if work is None else DeferredWork(PendingExchange([work], what=what, group=group).wait)
 
 
 def reduce_scatter_dense(
@@ -203,11 +197,7 @@ def reduce_scatter_dense(
     reduce: Callable[..., Any] = _reduce_scatter_native,
     what: str = "reduce-scatter",
 ) -> None:
-    """Reduce `sent` [size * n] to this rank's row `received` [n], by the communication library's own way.
-
-    Args:
-        reduce: takes the first four; synchronous.
-    """
+    """Reduce `sent` [size * n] to `received` [n] with the backend's reduce-scatter or `reduce`."""
     with comm_error_context(what, group=group):
         reduce(received, sent, op=op, group=group)
 
@@ -216,10 +206,7 @@ Use = Literal["send", "receive"]
 
 
 class GroupExchange:
-    """The all-to-alls of one rank, among the ranks of its node and among those with its local rank.
-
-    Simulated ranks overwrite both methods.
-    """
+    """The all-to-alls of one rank; simulated ranks override both methods."""
 
     def __init__(self, topology: Topology, scratch: Scratch) -> None:
         self._topology = topology
@@ -228,14 +215,13 @@ class GroupExchange:
     def messages(
         self, level: Level, use: Use, index: int, *, slot: int | None, nbytes: int, device: torch.device
     ) -> Tensor:
-        """Return uint8 [ranks of the level, nbytes], to be filled and sent, or to be received into.
+        """Return send or receive buffers, uint8 [ranks of the level, nbytes].
 
-        Slices take turns, and reductions that follow each other on a stream share the memory.
+        Successive slices alternate between buffers, and successive reductions on a stream share them.
 
         Args:
-            index: of the slice, among those whose messages are under way at once.
-            slot: of the reduction, among those that are under way at once on this rank; None for those that
-                share the memory.
+            index: number of the slice.
+            slot: slot of a reduction that may be in flight with others; None if all share the buffers.
         """
         topology = self._topology
         count = topology.ranks_per_node if level == "intra" else topology.nodes
@@ -245,13 +231,7 @@ class GroupExchange:
     def start(
         self, received: Tensor, sent: Tensor, *, level: Level, tag: int, overlaps: bool, what: str
     ) -> PendingExchange:
-        """Start to send row i of `sent` to rank i of the level and to receive row i of `received` from it.
-
-        Args:
-            tag: the same on all ranks; no two exchanges that are under way at once have the same.
-            overlaps: whether other work is issued before it is waited for.
-            what: is exchanged, for errors.
-        """
+        """Start an all-to-all among the ranks of a level; see `start_all_to_all`."""
         group = self._topology.intra if level == "intra" else self._topology.inter
         assert group is not None
         return start_all_to_all(received, sent, group, overlaps=overlaps, tag=tag, what=what)

@@ -1,4 +1,4 @@
-"""Into which pieces an all-reduce cuts a tensor."""
+"""Division of a tensor into the pieces of an all-reduce."""
 
 from __future__ import annotations
 
@@ -7,29 +7,26 @@ from sdp4bit.quantization.layout import BLOCK
 
 
 def piece_count(*, nodes: int, ranks_per_node: int) -> int:
-    """Return into how many pieces a tensor is cut.
+    """Return the number of pieces of a tensor.
 
-    Each rank has a piece, whose sum it quantizes once more and sends to the others. Two nodes have the same
-    pieces, one for each of their ranks, and exchange their own sums: the same bytes, and gradients are
-    rounded to few bits once instead of twice. Between N nodes that would take N / 2 times the bytes.
+    Each rank sums one piece, quantizes the sum and sends it to the others. With two nodes both have the same
+    pieces, one per local rank, and exchange the sums of their node. This takes the same bytes and rounds
+    gradients to few bits once instead of twice. With N nodes it would take N / 2 times the bytes.
     """
     return ranks_per_node if nodes == 2 else nodes * ranks_per_node
 
 
 def piece_places(numel: int, *, pieces: int, unit: int = BLOCK) -> tuple[int, int]:
-    """Return how far apart the pieces of a tensor begin, and how long each is.
+    """Return the stride and the length of the pieces of a tensor.
 
-    They begin at multiples of `unit` values and end together with the tensor: neighbours overlap by fewer
-    than `unit` values per piece, so that nothing has to be copied or padded. What overlaps is reduced twice;
-    the later piece has the last word.
-
-    Args:
-        unit: a multiple of 32, at which the tensor may be cut.
+    Pieces begin at multiples of `unit`, a multiple of 32, and the last one ends with the tensor. To avoid
+    copies and padding, neighbors overlap by fewer than `unit` values per piece. Overlapping values are
+    reduced twice, and the later piece overwrites the earlier one.
     """
     stride = numel // pieces // unit * unit
     return stride, numel - stride * (pieces - 1)
 
 
 def is_long_enough(numel: int, *, ranks: int, config: GradientConfig) -> bool:
-    """Return whether so many values are quantized: each rank's part is no shorter than `min_numel`."""
+    """Return whether each rank's part of this many values has at least `min_numel`."""
     return numel // ranks >= config.min_numel

@@ -1,4 +1,4 @@
-"""Into how many slices a row is cut, so that its two levels overlap."""
+"""Division of a row into slices, so that its two levels overlap."""
 
 from __future__ import annotations
 
@@ -9,24 +9,21 @@ from sdp4bit.config import GradientConfig
 from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, SCALE_BYTES, round_up
 
 INTRA_RATE, INTER_RATE = 300e9, 25e9
-"""Bytes per second that one rank is taken to send inside its node (NVLink of an H100) and to other nodes
-(200 Gbit/s per GPU). The choice goes with the root of them: a network four times slower or faster moves it by
-a factor of two at most, and so do GPUs of another generation."""
+"""Assumed bytes per second and rank inside a node (NVLink of an H100) and between nodes (200 Gbit/s per GPU).
+The number of slices depends on their square root, so a factor of four in a rate changes it by at most two."""
 SLICE_SECONDS = 50e-6
-"""What a further slice is taken to cost: two more all-to-alls before their first byte (10 to 20 us each) and
-three more kernels."""
+"""Assumed cost of another slice: the latency of two all-to-alls (10 to 20 us each) and three kernels."""
 MOST_SLICES = 16
 SLICES_UNDER_WAY = 2
-"""Slices of a row that use messages of one level at once: a slice's are filled before the one before it is
-waited for, and those of the one before that have been read."""
+"""Slices of a row that use messages of one level at the same time. A slice fills its messages while its
+predecessor's are in flight; those before have been read."""
 
 
 def pipeline_chunks(numel: int, *, config: GradientConfig, nodes: int, ranks_per_node: int) -> int:
-    """Return into how many slices a row of so many values is to be cut; the same on every rank.
+    """Return the number of slices of a row, the same on every rank; 1 if there is only one level.
 
-    With c slices the shorter level shows for a c-th of its time, and the slices cost c times SLICE_SECONDS:
-    the sum is least where c is the root of their quotient. Rounded down, so a first cut saves at least as
-    much as it costs. One level has nothing to overlap with.
+    With c slices, 1 / c of the shorter level's time T is not hidden, and the slices cost c * SLICE_SECONDS.
+    The sum is smallest for c = sqrt(T / SLICE_SECONDS), rounded down.
     """
     if config.pipeline_chunks is not None:
         return config.pipeline_chunks
@@ -47,34 +44,34 @@ def _message_bytes(numel: int, bits: float | None, group_size: int) -> float:
 def slice_places(
     lengths: Sequence[int], *, config: GradientConfig, nodes: int, ranks_per_node: int
 ) -> list[list[tuple[int, slice]]]:
-    """Cut the sections of a row into slices; no quantization group is divided.
+    """Cut the sections of a row into slices without dividing a quantization group.
 
     Args:
-        lengths: of the sections, none of them 0.
+        lengths: lengths of the sections, all positive.
 
     Returns:
-        For each slice the numbers of its sections and the places in them; none if there are no sections.
+        For each slice its sections by number and the range in each.
     """
     total = sum(lengths)
     chunks = pipeline_chunks(total, config=config, nodes=nodes, ranks_per_node=ranks_per_node)
     unit = group_unit(config, nodes=nodes, ranks_per_node=ranks_per_node)
     length = round_up(-(-total // chunks), unit)
     slices: list[list[tuple[int, slice]]] = []
-    room = 0
+    left = 0
     for section, numel in enumerate(lengths):
         start = 0
         while start < numel:
-            if room <= 0:
+            if left <= 0:
                 slices.append([])
-                room = length
-            end = min(numel, start + round_up(room, unit))
+                left = length
+            end = min(numel, start + round_up(left, unit))
             slices[-1].append((section, slice(start, end)))
-            room -= end - start
+            left -= end - start
             start = end
     return slices
 
 
 def group_unit(config: GradientConfig, *, nodes: int, ranks_per_node: int) -> int:
-    """Return the shortest range of values that divides no quantization group of either level."""
+    """Return the least common multiple of the group sizes of both levels."""
     sizes = [config.intra_group_size] * (ranks_per_node > 1) + [config.inter_group_size] * (nodes > 1)
     return math.lcm(BLOCK, *sizes)

@@ -26,13 +26,12 @@ from sdp4bit.traffic import Level, TrafficCounter
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """One all-to-all: its ranks, and the settings of its messages."""
+    """One all-to-all: its ranks and the settings of its messages."""
 
     level: Level
     stage: Stage
     size: int
-    own: int
-    """Number of this rank among them."""
+    own: int  # index of this rank
     bits: float | None
     group_size: int
     rounding: Rounding
@@ -43,18 +42,15 @@ class Hop:
 
 @dataclass(frozen=True, kw_only=True)
 class RowPart:
-    """A section of the rows of all ranks that are reduced."""
+    """One section of the rows to reduce."""
 
     section: Section
-    rows: Tensor
-    """[size, m], row r for group rank r; contiguous rows, any stride between them."""
-    output: Tensor
-    """[m], contiguous: receives this rank's row of the sum."""
+    rows: Tensor  # [size, m], row r for group rank r; contiguous rows, any stride between them
+    output: Tensor  # [m], contiguous: receives this rank's row of the sum
     target: Tensor | None = None
-    """[n], a row that the output is copied to at last, if it is not a part of it."""
+    """[n], the row that `finish` copies the output to; None if the output is a view of it."""
 
     def finish(self) -> None:
-        """Copy the output to its place."""
         if self.target is not None:
             self.section.put(self.output, self.target)
 
@@ -89,10 +85,10 @@ def _hops(topology: Topology, config: GradientConfig) -> list[Hop]:
 
 
 def as_dither(rounding: RoundingKey | None, *, row: int = 0) -> RoundingKey | None:
-    """Return the key by which the receiver of rows from this one on takes off the dither of all senders.
+    """Return the key with which the receiver subtracts the dither of all senders, from this row on.
 
     Args:
-        rounding: what this rank sends by.
+        rounding: key with which this rank sends.
     """
     if rounding is None or not rounding.dither:
         return None
@@ -104,14 +100,13 @@ def _at_row(key: RoundingKey | None, row: int) -> RoundingKey | None:
 
 
 def _count_nonfinite_groups(values: Tensor, group_size: int) -> Tensor:
-    """Return how many groups of values [n] are not finite."""
     bad = values.isfinite().logical_not_()
     full = bad.numel() // group_size * group_size
     return bad[:full].view(-1, group_size).any(1).sum() + bad[full:].any()
 
 
 def count_nonfinite(messages: Tensor, layout: MessageLayout) -> Tensor:
-    """Return how many groups of these messages, uint8 [m, nbytes], are not finite; with 32 bits, values."""
+    """Return the number of non-finite groups (with 32 bits: values) in messages, uint8 [m, nbytes]."""
     if layout.bits == FULL_PRECISION:
         numbers = messages[:, : layout.scales_offset].view(torch.float32)
     else:
@@ -120,10 +115,10 @@ def count_nonfinite(messages: Tensor, layout: MessageLayout) -> Tensor:
 
 
 class QuantizedReduceScatter:
-    """Reduces rows over a group of nodes x ranks_per_node ranks and leaves each rank its own row.
+    """Reduces rows over a group of nodes x ranks_per_node ranks; each rank receives its own row.
 
-    Two levels if there are several nodes with several ranks each, else one: inside the node with the intra
-    settings, or between nodes with the inter settings. A world of one copies.
+    Several nodes with several ranks each take two levels. Otherwise there is one level, with the intra
+    settings inside a node or the inter settings between nodes. A world of one copies.
     """
 
     def __init__(
@@ -140,16 +135,17 @@ class QuantizedReduceScatter:
         exchange: GroupExchange | None = None,
         name: str = "",
     ) -> None:
-        """Prepare; nothing is sent.
+        """Create a reduction; sends nothing.
 
         Args:
-            rank: numbers those whose gradients are summed, so that no two draw the same rounding bits.
-            rank_step: how far apart the numbers of neighbours in the group are; by it ranks know which key
-                those share whose dither they take off.
-            bucket: number of the parameter group, for the same reason.
+            rank: number of this rank's data, unique among the summed gradients; part of the key of the
+                rounding bits.
+            rank_step: difference between these numbers for neighbors in the group. Receivers derive the keys
+                of their senders from it.
+            bucket: number of the parameter group, also part of the key.
             scratch: message buffers, shared with other reductions.
-            exchange: how messages travel; by default through the topology's process groups.
-            name: of the parameter group, for errors and profiles.
+            exchange: transport of messages; by default the topology's process groups.
+            name: name of the parameter group, for errors and profiles.
         """
         self.topology = topology
         self.configure(config)
@@ -163,7 +159,7 @@ class QuantizedReduceScatter:
         self.name = name or f"group {bucket}"
 
     def configure(self, config: GradientConfig) -> None:
-        """Do the next reductions with these settings; all ranks change them between the same two."""
+        """Change the settings of the next reductions; all ranks do so between the same two."""
         self.config = config
         self.hops = _hops(self.topology, config)
         # Without a quantizer the transform would only add rounding errors.
@@ -172,16 +168,16 @@ class QuantizedReduceScatter:
         self.exact_own = (
             config.exact_own and last is not None and last.level == "inter" and last.bits is not None
         )
-        """Whether this node's part of the sum skips the quantizer of the hop between nodes."""
+        """Whether this node's part of the sum is not quantized on the hop between nodes."""
 
     @property
     def bits(self) -> float | None:
-        """Bits of a value on the last hop, which is the one between nodes if there are several."""
+        """Bits of a value on the last hop, which is between nodes if there are several nodes."""
         return self.hops[-1].bits
 
     @property
     def group_unit(self) -> int:
-        """The shortest range of values that divides no quantization group of either level."""
+        """The least common multiple of the group sizes of both levels."""
         topology = self.topology
         return group_unit(self.config, nodes=topology.nodes, ranks_per_node=topology.ranks_per_node)
 
@@ -198,23 +194,25 @@ class QuantizedReduceScatter:
         """Reduce rows over all ranks to this rank's row of the sum, times the multiplier.
 
         Steps, for each slice of a row (`pipeline_chunks`):
-        1. Hadamard transform and quantize each section, one message of all sections per rank of the node;
-        2. all-to-all in the node;
-        3. dequantize, sum over the node, requantize, one message per other node; the own node's part of the
-           sum is transformed back to the output;  4. all-to-all between nodes;
-        5. dequantize, sum over the other nodes, transform back, add to the output.
-        Hops of different slices overlap: slice i + 1 is in step 2 while slice i is in step 4. The result does
-        not depend on the number of slices, of which no more than three are under way at once.
+        1. Hadamard-transform and quantize each section into one message per rank of the node.
+        2. All-to-all in the node.
+        3. Dequantize, sum over the node and requantize into one message per other node. Write the own node's
+           part of the sum to the output, transformed back.
+        4. All-to-all between nodes.
+        5. Dequantize, sum over the other nodes, transform back, add to the output.
+
+        Slices overlap: slice i + 1 is in step 2 while slice i is in step 4. At most three are in flight, and
+        the result does not depend on their number.
 
         Args:
-            output: [n]; its type and that of the input are fp32, bf16 or fp16, each its own.
-            input: [size * n] or [size, n] of contiguous rows, row r for group rank r; not changed.
-            call: number of this reduction of the bucket since the start, the same on all ranks, for the
-                rounding bits.
-            nonfinite: a scalar on the device, to which the number of quantization groups is added that came
-                in with the last hop, or are the own node's, and are not finite; with 32 bits, the number of
-                such values.
-            sections: of a row, which together are all of it; () for one. The same on all ranks.
+            output: [n], fp32, bf16 or fp16.
+            input: [size * n] or [size, n] of contiguous rows, row r for group rank r, fp32, bf16 or fp16; not
+                changed.
+            call: number of this reduction of the bucket since the start, the same on all ranks; part of the
+                key of the rounding bits.
+            nonfinite: scalar on the device. Adds the number of non-finite quantization groups (with 32 bits:
+                values) of the last hop and of the own node.
+            sections: sections that make up the row, the same on all ranks; () for a single one.
 
         Raises:
             ValueError: input is not size times as long as output.
@@ -234,12 +232,10 @@ class QuantizedReduceScatter:
         nonfinite: Tensor | None = None,
         sections: Sequence[Section] = (),
     ) -> list[Callable[[], None]]:
-        """Start a reduction: read all of the input, and leave transfers under way.
-
-        Arguments and errors are those of a call.
+        """Start a reduction: read the entire input and leave transfers in flight; see `__call__`.
 
         Returns:
-            The turns that are left, to be taken in this order on all ranks; each waits for a transfer.
+            The remaining steps, to be called in this order on all ranks; each waits for a transfer.
         """
         slices = self.slices(
             output, input, call=call, multiplier=multiplier, nonfinite=nonfinite, sections=sections
@@ -250,18 +246,18 @@ class QuantizedReduceScatter:
         return turns[len(slices) :]
 
     def reduce_parts(self, parts: Sequence[RowPart], *, call: int) -> None:
-        """Reduce sections that are not parts of one row; see a call for the rest."""
+        """Reduce sections of different rows; see `__call__`."""
         for turn in self._turns(self.slices_of_parts(parts, call=call)):
             turn()
 
     def _turns(self, slices: Sequence[ReductionSlice]) -> list[Callable[[], None]]:
-        """Return what is to be done one after the other: in each turn a step of every slice under way."""
+        """Return the calls that advance every slice in flight by one step."""
         count = len(slices) + len(self.hops) if slices else 0
         return [partial(self._take_turn, turn, slices) for turn in range(count)]
 
     def _take_turn(self, turn: int, slices: Sequence[ReductionSlice]) -> None:
         with profiler_range(f"sdp4bit::reduce_scatter ({self.name})"):
-            # Newest slice first: it starts its transfer before the current stream waits for an older one.
+            # Newest slice first, so that its transfer starts before the stream waits for an older one.
             for step in range(len(self.hops) + 1):
                 if 0 <= turn - step < len(slices):
                     slices[turn - step].steps[step]()
@@ -277,14 +273,13 @@ class QuantizedReduceScatter:
         sections: Sequence[Section] = (),
         whole: bool = False,
     ) -> list[ReductionSlice]:
-        """Return the slices of a reduction; the caller runs their steps, each but the last starts a transfer.
+        """Return the slices of a reduction, whose steps the caller runs; see `__call__`.
 
-        The input is read by the first steps; the output, which may be this rank's row of it, is written by
-        the others, or by both if there is one hop. Arguments and errors are those of a call.
+        The output may be this rank's row of the input.
 
         Args:
-            whole: there is one slice. Reductions of several rows, a step of each in turn and the oldest
-                first, may then share message buffers.
+            whole: use one slice. Reductions of several rows may then share message buffers if the caller
+                advances each by one step in turn, oldest first.
         """
         topology, numel = self.topology, output.numel()
         if input.numel() != topology.size * numel:
@@ -314,7 +309,7 @@ class QuantizedReduceScatter:
         nonfinite: Tensor | None = None,
         whole: bool = False,
     ) -> list[ReductionSlice]:
-        """Return the reductions of the slices of sections that are not parts of one row; see slices."""
+        """Return the slices of a reduction of sections of different rows; see `slices`."""
         if not parts:
             return []
         lengths = [part.output.numel() for part in parts]
@@ -322,7 +317,7 @@ class QuantizedReduceScatter:
         if not whole:
             nodes, ranks_per_node = self.topology.nodes, self.topology.ranks_per_node
             places = slice_places(lengths, config=self.config, nodes=nodes, ranks_per_node=ranks_per_node)
-        # Until the last slice has ended: other reductions may be started meanwhile.
+        # Freed by the last slice, because other reductions may start before it ends.
         slot = None if whole else self.scratch.take_slot()
         return [
             ReductionSlice(
@@ -340,12 +335,12 @@ class QuantizedReduceScatter:
         ]
 
     def rounding_key(self, hop: Hop, call: int, part: RowPart, places: slice) -> RoundingKey | None:
-        """Return the key by which this rank rounds these places of a section at a hop; None for nearest."""
+        """Return this rank's key for rounding these places of a section at a hop; None for nearest."""
         if hop.rounding == "nearest":
             return None
         rank, dither = self._rank, hop.rounding == "dither"
         if dither:
-            # Ranks whose messages meet share a key, so that their receiver can draw it: that of the first.
+            # Senders to the same receiver share the key of the first one, so that the receiver can derive it.
             apart = 1 if hop.level == "intra" else self.topology.ranks_per_node
             rank -= hop.own * apart * self._rank_step
         stream = pack_stream(step=call, bucket=self.bucket, stage=hop.stage, rank=rank)
@@ -354,10 +349,10 @@ class QuantizedReduceScatter:
         return RoundingKey(*keys, first=places.start, row_stride=stride, dither=dither, sender=hop.own)
 
     def requantized(self, values: Tensor) -> Tensor:
-        """Return, in fp32, what another node gets of these values through all hops, unsummed.
+        """Return these values in fp32 as another node receives them through all hops, without a sum.
 
         Args:
-            values: [n], a sample of a gradient, contiguous; quantized as one section, whatever it holds.
+            values: [n], a sample of a gradient, contiguous; quantized as one section.
         """
         numel, first, *rest = values.numel(), *self.hops
         layout, rounding = first.layout(numel, parts=1), self._sample_key(first)
@@ -384,7 +379,6 @@ class QuantizedReduceScatter:
         return result
 
     def _sample_key(self, hop: Hop) -> RoundingKey | None:
-        """Return the key for a sample, which is its own sender."""
         if hop.rounding == "nearest":
             return None
         stream = pack_stream(step=0, bucket=0, stage=hop.stage, rank=0)
@@ -392,9 +386,9 @@ class QuantizedReduceScatter:
 
 
 class ReductionSlice:
-    """Places of sections that travel together, one message per destination and hop.
+    """Parts of sections that share a message per destination and hop.
 
-    A section's random bits are numbered by its values' places in it, so slicing changes nothing.
+    Random bits are indexed by a value's place in its section, so the result does not depend on slicing.
     """
 
     def __init__(
@@ -410,13 +404,13 @@ class ReductionSlice:
         overlaps: bool,
         is_last: bool,
     ) -> None:
-        """Prepare; see QuantizedReduceScatter.__call__.
+        """Create a slice; see QuantizedReduceScatter.__call__.
 
         Args:
-            index: of the slice among those of the row, which share message buffers in turn.
-            slot: of these buffers, which the last slice frees; None if they are shared with other rows.
+            index: number of the slice in the row; slices alternate between message buffers.
+            slot: slot of these buffers, which the last slice frees; None if other rows share them.
             overlaps: whether the current stream gets other work before it waits for a transfer.
-            is_last: whether it ends last of those of the row.
+            is_last: whether this is the last slice of the row.
         """
         self._reduction = reduction
         self._pieces = pieces
@@ -429,17 +423,17 @@ class ReductionSlice:
         self._is_last = is_last
         self._device = pieces[0][0].rows.device
         self._sums: list[Tensor] = []
-        """Sums of the sections in fp32, which begin with the own node's part if that is not sent."""
+        """Sums of the sections in fp32, initialized with the own node's part if that is not sent."""
 
     @property
     def steps(self) -> tuple[Callable[[], None], ...]:
-        """The calls to make, in this order on all ranks; after each but the last a transfer is under way."""
-        # Not an attribute: the cycle would keep the buffers until Python's next garbage collection.
+        """The calls to make, in this order on all ranks; all but the last leave a transfer in flight."""
+        # Not an attribute, because the reference cycle would keep the buffers until a garbage collection.
         two_levels = len(self._reduction.hops) > 1
         return (self.send, self.forward, self.finish) if two_levels else (self.send, self.finish)
 
     def send(self) -> None:
-        """Transform and quantize, one message of all sections per rank of the first hop, and send these."""
+        """Transform and quantize all sections into one message per rank of the first hop; send them."""
         reduction, hop = self._reduction, self._reduction.hops[0]
         nodes, ranks_per_node = reduction.topology.nodes, reduction.topology.ranks_per_node
         sources = []
@@ -467,12 +461,12 @@ class ReductionSlice:
                 own = sources[i][hop.own, 0].float()
                 torch.mul(own, self._multiplier, out=self._add_sum(i))
                 out[hop.own].zero_()
-        # The rows are as large as all gradients of the group, and have been read.
+        # Free the rows, which are as large as all gradients of the group.
         self._pieces = [(replace(part, rows=part.rows.new_empty(0)), places) for part, places in self._pieces]
         self._start(hop, sent, layout, rounding)
 
     def forward(self) -> None:
-        """Sum over the node, quantize again, one message of all sections per node, and send these."""
+        """Sum over the node and requantize all sections into one message per node; send them."""
         intra, hop = self._reduction.hops
         self._transfer.wait()
         before, dithers = self._layout, self._dithers(intra)
@@ -523,7 +517,7 @@ class ReductionSlice:
                 if exact_own:
                     self._nonfinite += _count_nonfinite_groups(total, layout.group_size)
             ops.dequantize_reduce_hadamard(
-                messages,  # the own node's is zero, if its part of the sum is there already
+                messages,  # the own node's is zero if the total already has its part
                 out=total,
                 layout=layout,
                 hadamard=reduction.hadamard,
@@ -533,29 +527,27 @@ class ReductionSlice:
             )
             if total.dtype != output.dtype:
                 output.copy_(total)
-            if places.stop == part.output.numel():  # slices end in the order in which they begin
+            if places.stop == part.output.numel():  # slices end in order
                 part.finish()
         if self._is_last and self._slot is not None:
             reduction.scratch.free_slot(self._slot)
 
     @property
     def _factor(self) -> float:
-        """What sums are multiplied by when they are transformed back."""
         return self._multiplier * INVERSE_FACTOR if self._reduction.hadamard else self._multiplier
 
     def _keeps_own(self, hop: Hop) -> bool:
-        """Return whether this rank's own part of the sum does not pass the quantizer of a hop."""
         return self._reduction.exact_own and hop.level == "inter"
 
     def _others(self, hop: Hop) -> list[slice]:
-        """Return the destinations of a hop whose messages are quantized."""
+        """Return the destinations of a hop that get quantized messages."""
         if not self._keeps_own(hop):
             return [slice(0, hop.size)]
         both = slice(0, hop.own), slice(hop.own + 1, hop.size)
         return [each for each in both if each.start < each.stop]
 
     def _add_sum(self, i: int) -> Tensor:
-        """Return the place for a section's sum: the output, or fp32 values that are rounded to it once."""
+        """Return the tensor for a section's sum: the output if it is fp32, else a temporary."""
         part, places = self._pieces[i]
         output = part.output[places]
         self._sums.append(
@@ -567,7 +559,7 @@ class ReductionSlice:
         """Start the all-to-all of a hop.
 
         On CUDA it runs on the communicator's stream if other work overlaps it, else on the current one. Both
-        buffers belong to the scratch of the current stream, whose next use is ordered behind the wait.
+        buffers belong to the scratch of the current stream, so their next use comes after the wait.
         """
         reduction = self._reduction
         self._layout, self._sent_by = layout, rounding
@@ -576,7 +568,7 @@ class ReductionSlice:
             self._received,
             sent,
             level=hop.level,
-            # Reductions of several groups share process groups, and may be under way at once.
+            # Concurrent reductions of several groups share process groups.
             tag=(reduction.bucket << 16) + self._index,
             overlaps=self._overlaps,
             what=f"quantized gradient reduce-scatter of {reduction.name}, all-to-all {PLACES[hop.level]}",
@@ -589,11 +581,10 @@ class ReductionSlice:
         )
 
     def _rounding(self, hop: Hop) -> list[RoundingKey | None]:
-        """Return the keys of all sections at a hop."""
         pairs = zip(self._calls, self._pieces, strict=True)
         return [self._reduction.rounding_key(hop, call, *piece) for call, piece in pairs]
 
     def _dithers(self, hop: Hop) -> list[RoundingKey | None]:
-        """Return the keys by which the dither of what has come over a hop is taken off."""
+        """Return the keys with which the dither of the messages received on a hop is subtracted."""
         pairs = zip(self._sent_by, self._layout.layouts, strict=True)
         return [as_dither(key, row=hop.own * layout.parts) for key, layout in pairs]

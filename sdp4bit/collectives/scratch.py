@@ -1,4 +1,4 @@
-"""Message buffers that are kept from step to step."""
+"""Message buffers that are reused in every step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 class Scratch:
-    """Byte buffers by name that only grow, so that no fresh memory is touched in a steady state.
+    """Named byte buffers that only grow, so that nothing is allocated in a steady state.
 
-    A buffer is overwritten by the next call that asks for the same name on the same stream, which orders the
-    two. Every CUDA stream has buffers of its own: several FSDP2 roots, or `unshard(async_op=True)` beside an
-    implicit prefetch, communicate at once. Calls whose transfers are under way at once on one stream take a
-    slot each and put its number into the names.
+    The next call with the same name on the same stream overwrites a buffer; the stream orders the two. Each
+    CUDA stream has its own buffers, because several FSDP2 roots, or `unshard(async_op=True)` and an implicit
+    prefetch, communicate at the same time. Concurrent transfers on one stream each take a slot and use its
+    number in the names.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Scratch:
         self._slots: set[int] = set()
 
     def messages(self, name: str, count: int, nbytes: int, *, device: torch.device) -> Tensor:
-        """Return uint8 [count, nbytes] of unspecified content, for use on the current stream."""
+        """Return uninitialized uint8 [count, nbytes] for use on the current stream."""
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = (name, device, stream)
         buffer = self._buffers.get(key)
@@ -32,16 +32,10 @@ class Scratch:
         return buffer[: count * nbytes].view(count, nbytes)
 
     def take_slot(self) -> int:
-        """Return the lowest number that nobody holds, until free_slot()."""
+        """Reserve the lowest free slot until `free_slot`."""
         slot = next(number for number in range(len(self._slots) + 1) if number not in self._slots)
         self._slots.add(slot)
         return slot
 
     def free_slot(self, slot: int) -> None:
-        """Let the slot's buffers be overwritten."""
         self._slots.discard(slot)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(buffer.numel() for buffer in self._buffers.values())

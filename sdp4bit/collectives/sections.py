@@ -1,7 +1,7 @@
-"""Sections of a row: ranges that are quantized apart from each other and travel in one message.
+"""Sections of a row, which are quantized separately and share one message.
 
-A section has scale groups, Hadamard blocks and random bits of its own. With a section per parameter no value
-of a parameter is changed through a neighbour, and parameters of one dimension can have more bits.
+Scale groups, Hadamard blocks and random bits do not cross sections. With a section per parameter, parameters
+do not affect each other, and 1-D parameters can have more bits.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from sdp4bit.quantization.layout import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-Range = tuple[int, int]
-"""Start and end of a range of a row."""
+Range = tuple[int, int]  # start and end of a range of a row
 
 FINE_BITS, FINE_GROUP_SIZE = 8, BLOCK
-"""Fewest bits, and values per scale, of parameters with at most one dimension: norms and biases."""
+"""Minimum bits and group size of parameters with at most one dimension, that is, norms and biases."""
 
 
 def merge_ranges(ranges: Sequence[Range]) -> list[Range]:
-    """Return ranges, in ascending order, as few as possible: none is empty, no two touch."""
+    """Merge adjacent ranges, given in ascending order, and drop empty ones."""
     merged: list[Range] = []
     for start, end in ranges:
         if merged and merged[-1][1] == start:
@@ -42,7 +41,7 @@ def merge_ranges(ranges: Sequence[Range]) -> list[Range]:
 
 
 def common_ranges(first: Sequence[Range], second: Sequence[Range]) -> list[Range]:
-    """Intersect two lists of ranges, each in ascending order."""
+    """Intersect two lists of ascending ranges."""
     pairs = [(max(a, c), min(b, d)) for a, b in first for c, d in second]
     return [(start, end) for start, end in pairs if start < end]
 
@@ -52,49 +51,46 @@ class Section:
     """Ranges of a row that share one part of a message."""
 
     ranges: tuple[Range, ...] = ()
-    """In ascending order. One range is read and written in place, several are copied."""
-    is_fine: bool = False
-    """At least 8 bits in groups of 32, and every range begins with a block of its own."""
-    unit: int = BLOCK
-    """Borders of parameters inside the section lie at multiples of this; it may be cut there."""
+    """In ascending order. A single range is read and written in place, several are copied."""
+    is_fine: bool = False  # at least 8 bits in groups of 32, and each range is padded to complete blocks
+    unit: int = BLOCK  # the section may be cut at multiples of this, where parameters begin
     number: int = 0
-    """Of the section among the parameters of its row, for the random bits."""
+    """Number of the section in its row, from 0 to count - 1; part of the key of the random bits."""
     count: int = 1
-    """How many numbers there are."""
 
     @cached_property
     def numel(self) -> int:
-        """Values of the section, what fills up the ranges of a fine one included."""
+        """Values of the section, padding included."""
         if len(self.ranges) == 1:
             return self.ranges[0][1] - self.ranges[0][0]
         return sum(self._filled(end - start) for start, end in self.ranges)
 
     def call(self, call: int) -> int:
-        """Return the number of this section's part of a call, which no other section or call has."""
+        """Return a number that is unique to this section and call."""
         return call * self.count + self.number
 
     def bits(self, bits: float | None) -> float:
-        """Return the bits of the section's values where those of a row have so many; 32 for None."""
+        """Return the section's bits for the configured bits of a row; 32 for None."""
         if bits is None:
             return FULL_PRECISION
         return max(bits, FINE_BITS) if self.is_fine else bits
 
     def layout(self, numel: int, *, bits: float | None, group_size: int, parts: int = 1) -> MessageLayout:
-        """Return the layout of a part of a message with so many of the section's values."""
+        """Return the layout of a message part with `numel` values of the section."""
         size = FINE_GROUP_SIZE if self.is_fine else group_size
         return message_layout(numel=numel, bits=self.bits(bits), group_size=size, parts=parts)
 
     def within(self, ranges: Sequence[Range]) -> Section:
-        """Return the section of those of its parameters that are in ranges of whole parameters."""
-        # Not merged: ranges of a fine section that touch have blocks of their own.
+        """Return the section restricted to ranges of complete parameters."""
+        # Not merged, because adjacent ranges of a fine section do not share blocks.
         return replace(self, ranges=tuple(common_ranges(self.ranges, ranges)))
 
     def take(self, rows: Tensor) -> Tensor:
-        """Return the section [..., m] of rows [..., n]: a view if it is one range, else a copy."""
+        """Return the section [..., m] of rows [..., n]; a view for a single range, else a copy."""
         if len(self.ranges) == 1:
             start, end = self.ranges[0]
             return rows[..., start:end]
-        import torch  # the planner cuts rows without it
+        import torch  # here, because the planner runs without torch
 
         pieces = []
         for start, end in self.ranges:
@@ -105,7 +101,7 @@ class Section:
         return torch.cat(pieces, dim=-1)
 
     def put(self, values: Tensor, rows: Tensor) -> None:
-        """Write a section [..., m] that was taken as a copy to its places in rows [..., n]."""
+        """Write a section [..., m] back to rows [..., n] if `take` returned a copy."""
         if len(self.ranges) == 1:
             return
         at = 0
@@ -117,39 +113,34 @@ class Section:
         return round_up(length, BLOCK) if self.is_fine else length
 
 
-WHOLE = Section()
-"""The settings of a row that is not cut; without its range."""
+WHOLE = Section()  # settings of an uncut row, without its range
 
 
 def whole_row(numel: int) -> tuple[Section, ...]:
-    """Return a row as one section, in which blocks and groups cross the borders of parameters."""
+    """Return a row as one section, in which blocks and groups cross parameters."""
     return (replace(WHOLE, ranges=((0, numel),)),) if numel else ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowParameter:
-    """A parameter as the cutting of a row sees it."""
+    """A parameter in a row that is cut."""
 
-    numel: int
-    """Values in the row."""
-    is_fine: bool
-    """Whether it has at most one dimension, before it is sharded."""
-    number: int
-    """Of the parameter in its group."""
-    kind: Hashable = None
-    """Parameters of different kinds never share a section."""
+    numel: int  # values in the row
+    is_fine: bool  # whether the unsharded parameter has at most one dimension
+    number: int  # index of the parameter in its group
+    kind: Hashable = None  # parameters of different kinds never share a section
 
 
 def cut_row(parameters: Sequence[RowParameter], *, unit: int, count: int) -> tuple[Section, ...]:
-    """Cut a row into sections, so that no scale group and no Hadamard block crosses a parameter's border.
+    """Cut a row into sections, so that no scale group and no Hadamard block crosses parameters.
 
-    Neighbours that are not fine share a section when the border between them is a multiple of `unit` from its
-    start. All fine parameters of a kind share one section, which comes behind the others.
+    Adjacent parameters share a section if the second begins at a multiple of `unit` in it. All fine
+    parameters of a kind share one section, after the others.
 
     Args:
         parameters: in the order of the row.
         unit: a multiple of 32 and of the group size of every hop.
-        count: parameters of the group, of which those in the row may be a part.
+        count: number of parameters of the group, including those missing from the row.
     """
     coarse: list[Section] = []
     fine: dict[Hashable, Section] = {}
@@ -174,12 +165,12 @@ def cut_row(parameters: Sequence[RowParameter], *, unit: int, count: int) -> tup
 
 
 def _extended(ranges: tuple[Range, ...], new: Range, *, unit: int) -> tuple[Range, ...]:
-    """Return ranges with a new one, which becomes part of the last if it begins a whole unit behind that."""
+    """Append a range, or extend the last one if the new range continues it at a multiple of unit."""
     if ranges and ranges[-1][1] == new[0] and (new[0] - ranges[-1][0]) % unit == 0:
         return (*ranges[:-1], (ranges[-1][0], new[1]))
     return (*ranges, new)
 
 
 def split_messages(messages: Tensor, layout: JointLayout) -> list[Tensor]:
-    """Return the parts of messages [m, nbytes], views [m, nbytes of the part]."""
+    """Return views [m, nbytes of a part] of the parts of messages [m, nbytes]."""
     return [messages[:, place] for place in layout.places]

@@ -1,4 +1,4 @@
-"""Which ranks of a data-parallel group share a node, and the process groups of both levels."""
+"""Node layout of data-parallel groups, and the process groups of both levels."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from sdp4bit.collectives.errors import job_timeout
 
 TopologySpec = str | int | DeviceMesh
-"""What users give: "auto" (by host name), ranks per node, or an (inter, intra) mesh."""
+"""The user's choice: "auto" (by host name), ranks per node, or an (inter, intra) mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeLayout:
     """A data-parallel group as nodes x ranks_per_node: group rank = node * ranks_per_node + local rank."""
 
-    ranks: tuple[int, ...]
-    """Global ranks in group order."""
+    ranks: tuple[int, ...]  # global ranks in group order
     nodes: int
     ranks_per_node: int
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
         return self.nodes * self.ranks_per_node
 
     def intra_ranks(self, node: int) -> list[int]:
@@ -47,29 +45,28 @@ class NodeLayout:
 
 
 def mesh_row(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
-    """Return the global ranks on a rank's node by an (inter, intra) mesh; None if the rank is not in it.
+    """Return the global ranks in a rank's row of an (inter, intra) mesh; None if the rank is not in it.
 
     Raises:
         ValueError: the mesh is not 2-D.
     """
     if mesh.ndim != 2:
-        raise ValueError(f"topology: the mesh must be 2-D (inter, intra), this one has {mesh.ndim} dims")
+        raise ValueError(f"topology: the mesh must be 2-D (inter, intra), but it has {mesh.ndim} dimensions")
     return next((tuple(row) for row in mesh.mesh.tolist() if rank in row), None)
 
 
 def node_labels(
     spec: str | int | Sequence[tuple[int, ...] | None], *, hosts: Sequence[str]
 ) -> list[Hashable]:
-    """Return which node each global rank is on, as labels that are equal within a node.
+    """Return a node label for each global rank; ranks of a node have equal labels.
 
     Args:
-        spec: "auto" takes the host names; an int k puts ranks 0..k-1 on the first node and so on (ranks of
-            the whole job, also under tensor or pipeline parallelism); a list has the `mesh_row` of each
-            global rank, None for a node of its own.
+        spec: "auto" uses the host names. An int k puts global ranks 0..k-1 on the first node and so on. A
+            list has the `mesh_row` of each global rank, or None for a node of its own.
         hosts: host name of each global rank.
 
     Raises:
-        ValueError: an unknown spec, ranks that do not fill the nodes, or meshes that contradict each other.
+        ValueError: the spec is unknown, ranks do not fill the nodes, or meshes of ranks contradict.
     """
     world = len(hosts)
     if isinstance(spec, int) and not isinstance(spec, bool):
@@ -90,8 +87,8 @@ def node_labels(
         for peer in row:
             if rows[peer] != row:
                 raise ValueError(
-                    f"topology: ranks {rank} and {peer} pass meshes that contradict each other: one has the "
-                    f"row {row}, the other {rows[peer]}"
+                    f"topology: rank {rank} passes a mesh with the row {row}, but rank {peer} passes one "
+                    f"with the row {rows[peer]}. Pass the same mesh on both"
                 )
     return list(rows)
 
@@ -100,7 +97,7 @@ def arrange(ranks: Sequence[int], labels: Sequence[Hashable]) -> NodeLayout:
     """Return the layout of a group from the node label of every global rank.
 
     Raises:
-        ValueError: nodes of unequal size, or ranks that are not in node-major order; with the whole table.
+        ValueError: nodes have different sizes, or ranks are not in node-major order; shows a table.
     """
     members = [labels[rank] for rank in ranks]
     order = list(dict.fromkeys(members))
@@ -116,54 +113,49 @@ def arrange(ranks: Sequence[int], labels: Sequence[Hashable]) -> NodeLayout:
         raise ValueError(
             f"the {len(members)} ranks of this data-parallel group are {what} "
             f"({', '.join(f'{label}: {count}' for label, count in zip(order, counts, strict=True))}). "
-            "Start the same number of ranks on every node and number them node by node, or pass "
-            f"topology=1 for the one-level exchange.\n  group  global rank  node\n{table}"
+            "Start the same number of ranks on every node and number them node by node, or pass topology=1 "
+            f"to use one level.\n  group  global rank  node\n{table}"
         )
     return NodeLayout(ranks=tuple(ranks), nodes=len(order), ranks_per_node=counts[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """This rank's place in a node layout and the two process groups it exchanges with."""
+    """This rank's place in a node layout and its two process groups."""
 
     layout: NodeLayout
     node: int
     local_rank: int
-    intra: ProcessGroup | None
-    """Ranks of this node in order; None if it has one."""
-    inter: ProcessGroup | None
-    """Ranks with this local rank in node order; None if there is one node."""
+    intra: ProcessGroup | None  # ranks of this node in order; None for a single rank
+    inter: ProcessGroup | None  # ranks with this local rank in node order; None for a single node
 
     @property
     def nodes(self) -> int:
-        """Nodes of the group."""
         return self.layout.nodes
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of the group on each node."""
         return self.layout.ranks_per_node
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
         return self.layout.size
 
     @property
     def row(self) -> int:
-        """This rank's number in the group."""
+        """This rank's index in the group."""
         return self.node * self.ranks_per_node + self.local_rank
 
 
 def create_topologies(
     layouts: Sequence[NodeLayout], *, purpose: str = "communication"
 ) -> dict[tuple[int, ...], Topology]:
-    """Create both process groups of every layout; return this rank's place in those it belongs to, by ranks.
+    """Create both process groups of every layout; return the topologies that include this rank, by ranks.
 
-    Collective over the job: every rank passes the same layouts in the same order, and creates all groups.
+    Collective over the job: every rank passes the same layouts in the same order.
 
     Args:
-        purpose: of the groups, for the communication library's own messages.
+        purpose: description of the groups for the backend's messages.
     """
     me = dist.get_rank()
     topologies = {}
@@ -181,9 +173,9 @@ def create_topologies(
 
 
 def create_host_groups(layouts: Sequence[NodeLayout], *, purpose: str) -> dict[tuple[int, ...], ProcessGroup]:
-    """Create a process group for tensors on the host over all ranks of each layout; return this rank's.
+    """Create a gloo process group over the ranks of each layout; return this rank's groups by ranks.
 
-    Collective over the job, as :func:`create_topologies`.
+    Collective over the job, like :func:`create_topologies`.
     """
     groups = {
         layout.ranks: _create_groups([layout.ranks], purpose=purpose, backend="gloo") for layout in layouts
@@ -194,19 +186,15 @@ def create_host_groups(layouts: Sequence[NodeLayout], *, purpose: str) -> dict[t
 def _create_groups(
     groups: Sequence[Sequence[int]], *, purpose: str, backend: str | None = None
 ) -> ProcessGroup | None:
-    """Create disjoint process groups; return the one that this rank is in, or None.
-
-    They wait for a rank as long as the default group does.
-    """
+    """Create disjoint process groups with the default group's timeout; return this rank's group or None."""
     timeout = job_timeout()
     own = None
     for ranks in groups:
-        # Every rank creates every group: torch names a group after the number of groups before it, and its
-        # members find each other in the job's store under that name. With use_local_synchronization=True only
-        # members call, but the name is then a hash of a count that may differ between ranks, or repeat after
-        # remove(); both hang. A call for a group of other ranks takes about 8 microseconds: in a job of
-        # 16,384 ranks, 8 per node, all 4,112 calls take 0.03 s. Not measured: with
-        # init_process_group(device_id=...) on NCCL each call also splits the communicator of all ranks.
+        # Every rank creates every group, because torch names a group by the number of groups before it and
+        # members meet in the store under that name. With use_local_synchronization=True the name is a hash of
+        # a count that may differ between ranks or repeat after remove(), and both hang. A call for other
+        # ranks takes about 8 microseconds: 0.03 s for the 4,112 groups of 16,384 ranks, 8 per node. Not
+        # measured: with init_process_group(device_id=...) NCCL also splits the communicator of all ranks.
         group = dist.new_group(
             list(ranks),
             timeout=timeout,
@@ -217,8 +205,8 @@ def _create_groups(
         if dist.get_rank() in ranks:
             own = group
     if own is not None and "cpu:gloo" in dist.get_backend_config(own).split(","):
-        # Gloo returns when this rank's half of each connection stands. A rank that released the group at once
-        # would fail the others, which still connect. NCCL connects at the first collective.
+        # Gloo returns when this rank's half of each connection is complete. If a rank released the group now,
+        # peers that are still connecting would fail. NCCL connects at the first collective.
         dist.all_reduce(torch.zeros(1), group=own)
         atexit.unregister(_wait_for_gloo_threads)
         atexit.register(_wait_for_gloo_threads)
@@ -235,25 +223,24 @@ def _wait_for_gloo_threads() -> None:
 
 
 def _nccl_options(timeout: timedelta | None) -> object | None:
-    """Return the settings of one process group on NCCL; None if another library communicates on CUDA."""
+    """Return NCCL's settings of a process group; None if CUDA uses another backend."""
     if "cuda:nccl" not in dist.get_backend_config().split(","):
         return None
-    # FSDP2 reduces on a stream of high priority, so that transfers do not wait behind computation; NCCL's own
-    # stream for asynchronous collectives has the default one.
+    # Like FSDP2's reduce stream, so that transfers do not wait for computation.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if timeout is not None:  # torch warns of one that differs from the argument
+    if timeout is not None:  # torch warns if it differs from the argument of new_group
         options._timeout = timeout
     return options
 
 
 def destroy_topology(topology: Topology) -> None:
-    """Release the process groups of the topology, which must not be used again."""
+    """Destroy the process groups of the topology."""
     for group in (topology.intra, topology.inter):
         if group is not None:
-            with suppress(ValueError):  # destroy_process_group() has released it with all others
+            with suppress(ValueError):  # already destroyed by dist.destroy_process_group()
                 dist.destroy_process_group(group)
 
 
 def host_name() -> str:
-    """Return the name that tells this node from the others."""
+    """Return the name that identifies this node."""
     return socket.gethostname()

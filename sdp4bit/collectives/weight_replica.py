@@ -1,4 +1,4 @@
-"""Replica of the weights, kept up to date by quantized differences, qWD (paper section 3.1, algorithm 2)."""
+"""Weight replica that quantized differences keep up to date, qWD (paper section 3.1, algorithm 2)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.collectives.errors import PLACES
-from sdp4bit.collectives.exchange import (
-    PendingExchange,
-    all_gather_blocks,
-    start_all_gather_rows,
-)
+from sdp4bit.collectives.exchange import PendingExchange, all_gather_blocks, start_all_gather_rows
 from sdp4bit.collectives.reduce_scatter import count_nonfinite
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import WHOLE, Range, Section, split_messages, whole_row
@@ -28,13 +24,13 @@ from sdp4bit.traffic import Level, TrafficCounter
 
 
 class WeightReplica:
-    """Copy of a parameter group's weights on the devices: bit-identical wherever it is stored.
+    """Copy of a parameter group's weights, bit-identical on all ranks that store it.
 
-    "full" stores the rows of all ranks on every rank. "node" stores, on local rank j, the rows of the ranks
-    with local rank j of every node; together the ranks of a node store everything once.
+    "full" stores the rows of all ranks on every rank. "node" stores, on local rank j, the rows of local rank
+    j of every node, so that the ranks of a node store each row once.
 
-    A refresh is started, which sends, and waited for, which applies what has come: transfers of several
-    replicas can be under way at once, and other work be done meanwhile.
+    Starting a refresh sends, and wait() applies the received messages. In between, transfers of several
+    replicas may be in flight while other work runs.
     """
 
     def __init__(
@@ -48,16 +44,15 @@ class WeightReplica:
         values: Sequence[Range] | None = None,
         name: str = "a group",
     ) -> None:
-        """Prepare; nothing is allocated or sent before the first refresh.
+        """Create a replica; the first refresh allocates and sends.
 
         Args:
-            sections: of a row, which together are all of it; () for one. The same on all ranks.
-            values: the ranges of a row that hold numbers; the others hold bits, which only refreshes in full
-                precision send. None for all of it.
-            name: of the parameter group, for errors and profiles.
+            sections: sections that make up a row, the same on all ranks; () for a single one.
+            values: ranges of a row that hold numbers; only full-precision refreshes send the others, which
+                hold bits. None for the entire row.
+            name: name of the parameter group, for errors and profiles.
         """
         self.config = config
-        """The settings of the next refresh."""
         self._topology = topology
         self._traffic = traffic
         self._scratch = scratch
@@ -69,28 +64,15 @@ class WeightReplica:
         self.rows: Tensor | None = None
         """[nodes, n], or [nodes, ranks_per_node, n] for "full"; None before the first refresh."""
         self.nonfinite = torch.zeros((), dtype=torch.bool)
-        """Whether what this rank has sent in the last refresh held NaN or infinity, on the device."""
-
-    def configure(self, config: WeightConfig) -> None:
-        """Do the next refreshes with these settings; all ranks change them between the same two.
-
-        Raises:
-            ValueError: the rows would have to be stored by other ranks.
-        """
-        if config.replica != self.config.replica:
-            raise ValueError(f"the replica is {self.config.replica!r} and cannot become {config.replica!r}")
-        if config != self.config:
-            self.wait()
-        self.config = config
+        """Whether the values that this rank sent in the last refresh held NaN or infinity, on the device."""
 
     @property
     def bits(self) -> float | None:
-        """Bits of a value in a quantized refresh; None if no refresh loses anything."""
+        """Bits of a value in a quantized refresh; None if refreshes are exact."""
         return self.config.bits
 
     @property
     def sends_differences(self) -> bool:
-        """Whether a refresh sends what has changed, rather than the weights."""
         return self.config.mode == "difference"
 
     @property
@@ -111,13 +93,13 @@ class WeightReplica:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a refresh has been started and not waited for; the rows must not be read."""
+        """Whether a refresh is in flight, so that the rows must not be read."""
         return self._pending is not None
 
     def wait(self) -> None:
-        """Finish the refresh that is under way, if any; the ranks of a node call it together.
+        """Finish the refresh in flight, if any; collective over the node.
 
-        On CUDA the current stream waits for what a side stream does with the rows.
+        On CUDA the current stream also waits for uses of the rows on a side stream.
         """
         if self._beside is not None:
             self._beside.wait()
@@ -127,26 +109,24 @@ class WeightReplica:
                 pending()
 
     def run_beside(self, stream: SideStream, function: Callable[[], None]) -> CompletedWork:
-        """Refresh or gather on a side stream, by this function; later uses of the rows wait for it."""
+        """Run a refresh or gather on a side stream; later uses of the rows wait for it."""
         self._beside = stream.run(function)
         return self._beside
 
-    # -- full precision --------------------------------------------------------------------------------
-
     def start_full_refresh(self, row: Tensor, *, ranges: Sequence[Range] | None = None) -> None:
-        """Start to send rows in full precision; after wait() the replica equals those of all ranks.
+        """Start sending rows in full precision; after wait() the replica equals the rows of all ranks.
 
-        Steps: 1. all-gather between nodes;  2. "full": all-gather of the result in the node, in wait().
+        Steps: 1. All-gather between nodes. 2. "full", in wait(): all-gather of the result in the node.
 
         Args:
-            row: [n], the next replica of this rank's shard, contiguous; unchanged until wait().
-            ranges: ranges of the row that may have changed, the same on all ranks; None for all of it.
+            row: [n], the next replica of this rank's shard, contiguous; must not change until wait().
+            ranges: ranges of the row that may have changed, the same on all ranks; None for the entire row.
         """
         self.wait()
         self.nonfinite = self._is_nonfinite(row)
         topology, numel = self._topology, row.numel()
         shape = (topology.nodes, topology.ranks_per_node, numel) if self.is_full else (topology.nodes, numel)
-        # Plain tensors even under inference_mode: training updates them in place later.
+        # No inference tensors, because training updates the rows in place.
         with torch.inference_mode(False), profiler_range(f"sdp4bit::full_refresh ({self._name})"):
             if self.rows is None or self.rows.shape != shape or self.rows.dtype != row.dtype:
                 self.rows, ranges = torch.empty(shape, dtype=row.dtype, device=row.device), None
@@ -165,7 +145,7 @@ class WeightReplica:
                 what = self._what("full-precision", "inter")
                 transfer = start_all_gather_rows(peers, row, topology.inter, what=what)
                 self._traffic.count_bytes(row.nbytes, level="inter", peers=topology.nodes - 1)
-        # The partial keeps the row alive, which the transfer reads until it has been waited for.
+        # The partial keeps the row alive while the transfer reads it.
         self._pending = partial(self._finish_full, transfer, row, peers, target, ranges)
 
     def _finish_full(
@@ -187,19 +167,21 @@ class WeightReplica:
             for (start, end), part in zip(ranges, target.split([b - a for a, b in ranges], -1), strict=True):
                 self.rows[..., start:end] = part
 
-    # -- quantized differences -------------------------------------------------------------------------
-
     def start_quantized_refresh(self, row: Tensor, *, ranges: Sequence[Range] | None = None) -> None:
-        """Start to send what has changed; after wait() the replica has moved by what all ranks have sent.
+        """Start sending quantized differences of all ranks, which wait() adds to the replica.
 
-        Every rank, the owner of a row included, applies the same dequantized difference, so all copies stay
-        bit-identical and what rounding left out is part of the next difference.
-        Steps: 1. subtract and quantize each section;  2. all-gather of one message between nodes; and in
-        wait() 3. "full": all-gather of the messages in the node;  4. dequantize and add each section.
+        Every rank, the owner of a row included, applies the same dequantized difference. So all copies stay
+        bit-identical, and the rounding error is part of the next difference.
+
+        Steps:
+        1. Subtract and quantize each section.
+        2. All-gather of one message between nodes.
+        3. "full", in wait(): all-gather of the messages in the node.
+        4. In wait(): dequantize and add each section.
 
         Args:
             row: [n], this rank's main shard.
-            ranges: ranges of the row that may have changed, the same on all ranks; None for all of it.
+            ranges: ranges of the row that may have changed, the same on all ranks; None for the entire row.
         """
         self.wait()
         assert self.rows is not None
@@ -210,7 +192,7 @@ class WeightReplica:
             return
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)
         if self.rows.dtype == torch.float16:
-            # Finite weights and differences may sum to more than fp16 holds; bf16 has fp32's range.
+            # A finite weight plus a finite difference may overflow fp16, but not bf16.
             self.nonfinite = self._is_nonfinite(row.to(torch.float16))
         sections = self._sections or whole_row(row.numel())
         if ranges is not None:
@@ -222,7 +204,7 @@ class WeightReplica:
         with profiler_range(f"sdp4bit::weight_refresh ({self._name})"):
             layout = self.message_layout(sections)
             replicas = [section.take(self.rows) for section in sections]
-            # Several replicas' transfers may be under way on this stream: a slot each, until it is applied.
+            # Transfers of several replicas may be in flight on this stream.
             slot = self._scratch.take_slot()
             own = self._scratch.messages(f"send {slot}", 1, layout.nbytes, device=device)
             for section, replica, part, out in zip(
@@ -259,7 +241,7 @@ class WeightReplica:
                 gathered = self._scratch.messages(
                     "intra receive", topology.size, layout.nbytes, device=messages.device
                 )
-                # In the order of the rows, so that one launch applies all of them.
+                # In the order of the rows, so that one launch applies all messages.
                 blocks = gathered.view(topology.nodes, topology.ranks_per_node, layout.nbytes)
                 all_gather_blocks(blocks, messages, topology.intra, what=self._what("quantized", "intra"))
                 copies, peers = topology.nodes, topology.ranks_per_node - 1
@@ -274,10 +256,7 @@ class WeightReplica:
             self._scratch.free_slot(slot)
 
     def gather(self, output: Tensor) -> None:
-        """Gather the rows of all ranks to `output` [size * n], from the ranks of this node.
-
-        Only for a replica that is spread over the node; one collective inside the node.
-        """
+        """Gather the rows of all ranks from this node's "node" replica to `output` [size * n]."""
         topology = self._topology
         self.wait()
         assert self.rows is not None and not self.is_full and topology.intra is not None
@@ -286,21 +265,19 @@ class WeightReplica:
             all_gather_blocks(blocks, self.rows, topology.intra, what=self._what("replica", "intra"))
         self._traffic.count_bytes(self.rows.nbytes, level="intra", peers=topology.ranks_per_node - 1)
 
-    # -- arithmetic, of any rank -----------------------------------------------------------------------
-
     def message_layout(self, sections: Sequence[Section]) -> JointLayout:
-        """Return the layout of the message that carries these sections of a row."""
+        """Return the layout of a message with these sections of a row."""
         return JointLayout(tuple(self._layout_of(section.numel, section) for section in sections))
 
     def _layout_of(self, numel: int, section: Section) -> MessageLayout:
         return section.layout(numel, bits=self.bits, group_size=self.config.group_size)
 
     def quantize(self, row: Tensor, replica: Tensor, out: Tensor, *, section: Section = WHOLE) -> None:
-        """Write the message that carries what has to be added to the replica of a section, or to replace it.
+        """Quantize a section's difference from its replica, or the section itself with mode="direct".
 
         Args:
-            row: [n], the section of a rank's main shard, fp32 or in the type that weights are gathered in.
-            replica: [n], the replica of it.
+            row: [n], the section of a rank's main shard, fp32 or in the gathered dtype.
+            replica: [n], its replica.
             out: uint8 [nbytes] of the layout.
         """
         ops.subtract_quantize(
@@ -312,17 +289,17 @@ class WeightReplica:
         )
 
     def apply(self, messages: Tensor, rows: Tensor, *, section: Section = WHOLE) -> None:
-        """Let row i [n] of a section of a replica [k, n] follow message i, uint8 [k, nbytes], in place."""
+        """Apply messages, uint8 [k, nbytes], to the rows [k, n] of a section of a replica in place."""
         layout = self._layout_of(rows.shape[1], section)
         ops.dequantize_add(messages, replica=rows, layout=layout, accumulate=self.sends_differences)
 
     def quantized_differences(self, row: Tensor, replica: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the difference of a refresh before and after rounding, both fp32; nothing is sent.
+        """Return the difference of a refresh before and after rounding, both fp32; sends nothing.
 
         Args:
-            row: [n], a part of the main shard, of whole quantization groups: then the result is that of a
-                refresh of a row without sections. With sections it is an estimate.
-            replica: [n], the replica of it.
+            row: [n], a part of the main shard made of complete quantization groups. The result equals a
+                refresh of a row without sections and estimates one with sections.
+            replica: [n], its replica.
         """
         layout = self._layout_of(row.numel(), WHOLE)
         message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=row.device)
@@ -335,7 +312,7 @@ class WeightReplica:
         return f"{kind} weight all-gather of {self._name}, {PLACES[level]}"
 
     def _is_nonfinite(self, row: Tensor) -> Tensor:
-        """Return whether a row [n] holds NaN or infinity among its values, a bool scalar."""
+        """Return whether the values of a row [n] include NaN or infinity, a bool scalar."""
         ranges = [(0, row.numel())] if self._values is None else self._values
         largest = [torch.linalg.vector_norm(row[start:end], math.inf) for start, end in ranges if start < end]
         if not largest:

@@ -1,4 +1,4 @@
-"""Work handles for callers that expect torch.distributed's."""
+"""Work handles in the style of torch.distributed, and side streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class CompletedWork(dist._Work):  # type: ignore[misc,name-defined]
-    """A collective that has been issued on the current stream; wait() orders later streams behind it."""
+    """A collective that was issued on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -29,12 +29,11 @@ class CompletedWork(dist._Work):  # type: ignore[misc,name-defined]
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the collective has finished."""
         return self._event is None or bool(self._event.query())
 
 
 class HostCopy:
-    """A copy of a tensor on its way to the host, which goes on; a tensor on the host is there at once."""
+    """An asynchronous copy of a tensor to the host; a CPU tensor is not copied."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host = tensor
@@ -46,7 +45,7 @@ class HostCopy:
             self._event.record()
 
     def arrived(self) -> Tensor | None:
-        """Return the copy if it is there; nobody waits for it."""
+        """Return the copy if it has arrived, else None."""
         return self._host if self._event is None or self._event.query() else None
 
 
@@ -57,16 +56,15 @@ class JointWork:
         self._works = works
 
     def wait(self) -> None:
-        """Wait for all; on CUDA, the current stream does."""
         for work in self._works:
             work.wait()
 
 
 class SideStream:
-    """Runs collectives in order beside the current stream; where there are no streams, at once.
+    """Runs collectives in order on a second CUDA stream, or immediately on other devices.
 
-    What it runs comes before other work that the device could do, as FSDP2's own collectives do: transfers
-    need few of its processors, and start late if computation holds all of them.
+    The stream has a high priority, like those of FSDP2's collectives. Transfers need few multiprocessors but
+    would start late if computation occupied all of them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +72,7 @@ class SideStream:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def run(self, function: Callable[[], None]) -> CompletedWork:
-        """Issue the function's work behind all that the current stream has been given so far."""
+        """Issue the function's work after all current work of the current stream."""
         if self._stream is None:
             function()
             return CompletedWork(self._device)
@@ -85,11 +83,11 @@ class SideStream:
 
 
 class StagedCollectives:
-    """Runs collectives of several steps on a side stream, a step of each whenever another one starts.
+    """Runs multi-step collectives on a side stream and advances all of them by a step when another starts.
 
-    A step ends with a transfer under way, and its result is looked at in the next one. So no kernel is
-    issued behind a transfer that has only just begun: where all streams of a device share one hardware queue
-    (`has_one_queue`), such a kernel would keep whatever is issued after it, computation too, from starting.
+    A step ends with a transfer in flight, whose result the next step reads. So no kernel is issued directly
+    after its transfer. If all streams of a device share one hardware queue (`has_one_queue`), such a kernel
+    would block everything issued after it, computation included.
     """
 
     def __init__(self, device: torch.device, stream: SideStream) -> None:
@@ -98,14 +96,14 @@ class StagedCollectives:
         self._under_way: list[StagedWork] = []
 
     def start(self, steps: Iterator[None]) -> StagedWork:
-        """Do a step of each collective that is under way, oldest first, and then the first of this one."""
+        """Advance each collective in flight by a step, oldest first, and start this one."""
         work = StagedWork(self, steps, device=self._device)
         self._under_way.append(work)
         self._advance()
         return work
 
     def finish(self) -> None:
-        """Do all that is left to do, in the same order on all ranks that have started the same."""
+        """Complete all collectives, in the same order on all ranks."""
         while self._under_way:
             self._advance()
 
@@ -119,53 +117,46 @@ class StagedCollectives:
 
 
 class StagedWork:
-    """A collective of several steps."""
+    """A collective with several steps."""
 
-    def __init__(
-        self, all_of_them: StagedCollectives, steps: Iterator[None], *, device: torch.device
-    ) -> None:
-        self._all_of_them = all_of_them
+    def __init__(self, staged: StagedCollectives, steps: Iterator[None], *, device: torch.device) -> None:
+        self._staged = staged
         self._device = device
         self._steps = steps
-        self.completed: CompletedWork | None = None
-        """When the last step has been issued."""
+        self.completed: CompletedWork | None = None  # set once the last step has been issued
 
     def advance(self) -> None:
-        """Issue the next step on the current stream."""
         try:
             next(self._steps)
         except StopIteration:
             self.completed = CompletedWork(self._device)
 
     def wait(self) -> None:
-        """Wait for the collective; on CUDA, the current stream does."""
-        self._all_of_them.finish()
+        self._staged.finish()
         assert self.completed is not None
         self.completed.wait()
 
 
 def has_one_queue(device: torch.device) -> bool:
-    """Return whether what is issued to a device starts in the order of the host, whatever its stream.
+    """Return whether all streams of a device share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
-    Megatron-LM asks for that with tensor parallelism, by CUDA_DEVICE_MAX_CONNECTIONS=1.
+    Megatron-LM requires this setting with tensor parallelism.
     """
     return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 class DeferredWork(dist._Work):  # type: ignore[misc,name-defined]
-    """A collective on the host whose last steps are done when somebody waits for it."""
+    """A CPU collective whose last steps run in wait()."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         super().__init__()
         self._finish: Callable[[], None] | None = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Finish the collective; further calls do nothing."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the collective has finished."""
         return self._finish is None

@@ -1,4 +1,4 @@
-"""All ranks agree on what to set up, or all raise the same error, before anything is changed."""
+"""Agreement of all ranks on the setup, or the same error on all, before anything is changed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from sdp4bit.collectives.errors import comm_error_context, ranks_in_words
-from sdp4bit.collectives.topology import (
-    NodeLayout,
-    TopologySpec,
-    arrange,
-    host_name,
-    mesh_row,
-    node_labels,
-)
+from sdp4bit.collectives.topology import NodeLayout, TopologySpec, arrange, host_name, mesh_row, node_labels
 from sdp4bit.config import VERSION
 
 Sent = TypeVar("Sent")
 Scope = tuple[Sequence[int], str]
-"""The ranks that must propose the same, and the subject: "settings", "shards" or "replicas"."""
-Texts = dict[str, str]
-"""Names and values, as error messages show them."""
+"""The ranks that must agree and the subject: "settings", "shards" or "replicas"."""
+Texts = dict[str, str]  # names and values for error messages
 _SHOWN_DIFFERENCES = 8
 _WAY_OUT = {
     "settings": "have different settings or versions; make them equal on all ranks",
@@ -41,7 +33,7 @@ _WAY_OUT = {
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedRows:
-    """A parameter group as its peers must see it too."""
+    """Properties of a parameter group that must be equal on all of its ranks."""
 
     name: str
     ranks: tuple[int, ...]
@@ -49,34 +41,28 @@ class ShardedRows:
     dtypes: tuple[str, ...]
     skipped: bool = False
     parameters: tuple[tuple[int, int], ...] = ()
-    """Values and dimensions of each parameter in a row, which is quantized by them."""
-    unquantizable_weights: str = ""
-    """Why its weights cannot be quantized, if so."""
-    are_replicas: bool = False
-    """The ranks hold the same shard, and all-reduce its gradients (HSDP)."""
+    """(Values, dimensions) of each parameter in a row, which determine its sections."""
+    unquantizable_weights: str = ""  # why its weights cannot be quantized; "" if they can
+    are_replicas: bool = False  # whether the ranks hold the same shard and all-reduce its gradients (HSDP)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts:
-    """The nodes of the ranks that communicate, by these ranks; the same in one order on all of the job."""
+    """Node layouts by ranks; the same, in the same order, on all ranks of the job."""
 
-    shards: dict[tuple[int, ...], NodeLayout]
-    """Of those that parameter groups are sharded over."""
-    replicas: dict[tuple[int, ...], NodeLayout]
-    """Of those that hold the same shards (HSDP)."""
+    shards: dict[tuple[int, ...], NodeLayout]  # layouts of ranks that parameter groups are sharded over
+    replicas: dict[tuple[int, ...], NodeLayout]  # layouts of ranks that hold the same shards (HSDP)
 
 
 class Summary(TypedDict):
-    """A rank's proposal in a few hundred bytes, whatever the size of the model and of the job.
+    """A rank's proposal in a few hundred bytes, independent of the size of the model and the job.
 
-    Of built-in types, as is all that is sent here: ranks with another version can read it, too.
+    All messages consist of built-in types, so that ranks with another version can read them.
     """
 
     host: str
-    ranks_on_node: int | None
-    """As torchrun says."""
-    topology: str | int | tuple[int, ...] | None
-    """Of a mesh, the row with this rank; None if there is none."""
+    ranks_on_node: int | None  # LOCAL_WORLD_SIZE of torchrun
+    topology: str | int | tuple[int, ...] | None  # for a mesh the row with this rank; None if there is none
     digests: dict[Scope, bytes]
     unmatched: list[str]
     failed: bool
@@ -84,13 +70,12 @@ class Summary(TypedDict):
 
 
 class Proposal(TypedDict):
-    """What a rank is about to set up; sent if the summaries do not fit."""
+    """A rank's full proposal, which is sent only if the summaries do not match."""
 
     error: str | None
     is_type_error: bool
     texts: dict[Scope, Texts]
-    names: list[str]
-    """Of the parameter groups."""
+    names: list[str]  # names of the parameter groups
 
 
 def agree(
@@ -105,20 +90,20 @@ def agree(
 ) -> Layouts:
     """Return the node layout of every data-parallel group; collective over the job.
 
-    Steps: 1. all ranks gather a summary of each other's proposal;  2. only if these do not fit, the proposals
-    themselves, to say what differs;  3. if some rank has to check the layouts, its result.
+    The ranks gather summaries. They gather the full proposals only to report a mismatch, and the results of
+    `check` only if a rank has one.
 
     Args:
-        settings: by name, the values that must be equal on all ranks.
-        unmatched: patterns that match none of the groups on this rank; they must match on some rank.
+        settings: values by name that must be equal on all ranks.
+        unmatched: patterns without a match on this rank; they must match on some rank.
         failure: an error on this rank; every rank then raises it.
-        call: what the ranks have called, for errors.
-        check: raises ValueError for layouts that this rank's groups cannot have; every rank then raises it.
+        check: raises ValueError for layouts that this rank does not support; every rank then raises it.
+        call: name of the function that the ranks have called, for errors.
 
     Raises:
-        ValueError: the same on every rank: an error on some rank, settings or versions that differ, or a
-            group whose ranks do not fill its nodes evenly.
-        TypeError: likewise, if nothing is wrong on any rank but the types of arguments.
+        ValueError: the same on every rank: some rank failed, settings or versions differ, or the ranks of a
+            group do not fill its nodes evenly.
+        TypeError: the same, if all failures are TypeErrors.
     """
     row: str | int | tuple[int, ...] | None = None
     try:
@@ -126,7 +111,7 @@ def agree(
     except ValueError as caught:
         failure = failure or caught
     common: Texts = {"sdp4bit": VERSION, "torch": str(torch.__version__)}
-    # Under tensor parallelism each data-parallel group has a mesh of its own.
+    # Under tensor parallelism each data-parallel group has its own mesh.
     common["topology"] = repr(topology) if isinstance(topology, str | int) else "a mesh"
     for name, value in settings.items():
         common |= _texts(name, value)
@@ -153,7 +138,7 @@ def agree(
         "texts": texts,
         "names": [rows.name for rows in groups],
     }
-    subject = f"what to quantize, in {call}, which all ranks call, also those without a model"
+    subject = f"the setup in {call}, which all ranks must call, including those without a model"
     summaries = _gather(summary, subject)
     distinct = {(scope, digest) for each in summaries for scope, digest in each["digests"].items()}
     unequal = [
@@ -179,7 +164,6 @@ def agree(
 
 
 def _own_part(topology: TopologySpec, *, has_groups: bool) -> str | int | tuple[int, ...] | None:
-    """Return the part of a topology that the other ranks must know."""
     if isinstance(topology, str | int):
         return topology
     if not isinstance(topology, DeviceMesh):
@@ -188,12 +172,11 @@ def _own_part(topology: TopologySpec, *, has_groups: bool) -> str | int | tuple[
         )
     row = mesh_row(topology, dist.get_rank())
     if row is None and has_groups:
-        raise ValueError(f"topology: this rank is not in the (inter, intra) mesh it passes, {topology}")
+        raise ValueError(f"topology: this rank is not in its (inter, intra) mesh {topology}")
     return row
 
 
 def _gather(own: Sent, subject: str) -> list[Sent]:
-    """Return the object of each rank."""
     gathered = [own] * dist.get_world_size()
     with comm_error_context(f"agreement on {subject}"):
         dist.all_gather_object(gathered, own)
@@ -216,7 +199,7 @@ def _texts(name: str, value: object) -> Texts:
 
 
 def _compact(ranks: tuple[int, ...]) -> Sequence[int]:
-    """Return the same ranks as a range, a few bytes, if they are evenly spaced, as they are on a mesh."""
+    """Return evenly spaced ranks as a range, which takes a few bytes; others unchanged."""
     if len(ranks) > 1 and ranks[0] < ranks[1]:
         evenly = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
         if tuple(evenly) == ranks:
@@ -225,7 +208,7 @@ def _compact(ranks: tuple[int, ...]) -> Sequence[int]:
 
 
 def _raise_mismatch(proposals: Sequence[Proposal], failure: Exception | None, *, call: str) -> None:
-    """Raise the errors of all ranks, else the first difference; on a rank that failed, with its traceback."""
+    """Raise the errors of all ranks, with this rank's traceback, or else report the first difference."""
     errors = {r: {"": p["error"]} for r, p in enumerate(proposals) if p["error"] is not None}
     if errors:
         are_types = all(p["is_type_error"] for p in proposals if p["error"] is not None)
@@ -237,7 +220,7 @@ def _raise_mismatch(proposals: Sequence[Proposal], failure: Exception | None, *,
         names = dict.fromkeys(name for each in texts.values() for name in each)
         differing = [name for name in names if len({each.get(name) for each in texts.values()}) > 1]
         if differing:
-            # A part that is None on some ranks has no fields there: one line tells that, not one per field.
+            # A setting that is None on some ranks has no fields there. Report it in one line, not per field.
             shared = [name for name in differing if all(name in each for each in texts.values())]
             lines = [f"{name}: {_by_value(texts, name, ', ')}" for name in shared or differing]
             raise ValueError(
@@ -247,7 +230,6 @@ def _raise_mismatch(proposals: Sequence[Proposal], failure: Exception | None, *,
 
 
 def _by_value(texts: Mapping[int, Texts], name: str, separator: str) -> str:
-    """Return the values of a name, each with the ranks that have it."""
     ranks_of: dict[str, list[int]] = {}
     for rank, each in texts.items():
         ranks_of.setdefault(each.get(name, "none"), []).append(rank)
@@ -255,7 +237,6 @@ def _by_value(texts: Mapping[int, Texts], name: str, separator: str) -> str:
 
 
 def _arrange_all(summaries: Sequence[Summary]) -> Layouts:
-    """Return the layout of every data-parallel group."""
     first = summaries[0]["topology"]
     labels = node_labels(
         first
@@ -272,7 +253,7 @@ def _arrange_all(summaries: Sequence[Summary]) -> Layouts:
 
 
 def _warn_of_hosts(summaries: Sequence[Summary]) -> None:
-    """Warn if the nodes that host names make are not those of torchrun."""
+    """Warn if the nodes by host names differ from those of torchrun."""
     if summaries[0]["topology"] != "auto":
         return
     on_host: dict[str, list[Summary]] = {}
@@ -286,13 +267,13 @@ def _warn_of_hosts(summaries: Sequence[Summary]) -> None:
     if not differing:
         return
     (count, said), hosts = next(iter(differing.items()))
-    risk = "ranks of several nodes exchange as if they were on one, with more bits than between nodes"
+    risk = "ranks of several nodes are treated as one node and exchange more bits than between nodes"
     if count < said:
-        risk = "ranks of one node exchange as if they were on several, and each keeps a whole replica"
+        risk = "ranks of one node are treated as several nodes, and each keeps a full replica"
     warnings.warn(
-        f'sdp4bit: topology="auto" takes ranks with equal host names for one node: {count} on '
-        f"{hosts[0]!r}{f' and {len(hosts) - 1} more' if len(hosts) > 1 else ''}. LOCAL_WORLD_SIZE says "
-        f"{said}. If that is right, {risk}: pass topology={said}, or give every node a host name of its "
-        f"own. If not, pass topology={count}",
+        f'sdp4bit: topology="auto" assumes one node per host name, with {count} ranks on '
+        f"{hosts[0]!r}{f' and {len(hosts) - 1} more' if len(hosts) > 1 else ''}, but LOCAL_WORLD_SIZE is "
+        f"{said}. If {said} is right, {risk}: pass topology={said} or give every node its own host name. If "
+        f"{count} is right, pass topology={count}",
         stacklevel=4,
     )

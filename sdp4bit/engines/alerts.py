@@ -1,4 +1,4 @@
-"""Alerts: measures of a parameter group that cross a threshold, identical on the ranks that share it."""
+"""Alerts: measures of a parameter group that cross a threshold, identical on all ranks of the group."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from sdp4bit.engines.measures import MEASURES, Telemetry
 
 logger = logging.getLogger("sdp4bit")
 _KEPT = 1000
-_RELEASE_RATIO = 0.8
-"""A measure above its threshold is one alert, until it has fallen to this part of the threshold."""
+_RELEASE_RATIO = 0.8  # a measure alerts again only after it has fallen to this fraction of its threshold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +28,12 @@ class Alert:
     """A measure of a parameter group that crossed its threshold."""
 
     step: int
-    """Optimizer steps done when it was measured."""
+    """Optimizer steps completed at the measurement."""
     group: str
     measure: str
     """One of gradient_error, weight_error, weight_drift, nonfinite_groups."""
     value: float
-    """The largest of the ranks that share the group."""
+    """Maximum over the ranks that share the group."""
     threshold: float
 
     @property
@@ -58,24 +57,23 @@ class Alerts:
         config: AlertConfig,
         where: str = "",
     ) -> None:
-        """Begin without alerts.
+        """Create alerts.
 
         Args:
-            process_groups: for each group, the ranks that it is sharded over; None for this process alone.
-            where: part of the model that the groups are, for the log; empty for all of it.
+            process_groups: for each group the ranks that it is sharded over; None for a single process.
+            where: name of the part of the model with these groups, for the log; empty for all of it.
         """
         self._groups = list(groups)
         self._telemetry = telemetry
         self._where = f"{where}, " if where else ""
         self._thresholds = [_thresholds(config, group) for group in groups]
-        # Without a process group this process has the whole group, as with simulated ranks.
+        # A single process, as with simulated ranks, always logs.
         self._logs = [
             process_group is None or dist.get_rank() == min(group.group.ranks)
             for group, process_group in zip(groups, process_groups, strict=True)
         ]
-        self._above: set[tuple[int, int]] = set()
-        """Group and measure of the alerts that last."""
-        # All ranks take the process groups in the same order, so that no two wait for each other.
+        self._above: set[tuple[int, int]] = set()  # groups and measures that are above their thresholds
+        # All ranks use the process groups in the same order, to prevent a deadlock.
         self._members: dict[tuple[int, ...], tuple[ProcessGroup, list[int]]] = {}
         ordered = sorted(
             zip(groups, process_groups, range(len(groups)), strict=True), key=lambda e: e[0].group.ranks
@@ -87,19 +85,17 @@ class Alerts:
         self._callbacks: OrderedDict[int, AlertCallback] = OrderedDict()
 
     def listen(self, callback: AlertCallback) -> RemovableHandle:
-        """Call the callback with every alert, on all ranks that share the group, until removed."""
         handle = RemovableHandle(self._callbacks)
         self._callbacks[handle.id] = callback
         return handle
 
     def all(self) -> list[Alert]:
-        """Return the last thousand alerts, oldest first."""
         return list(self._alerts)
 
     def at_step_boundary(self, step: int) -> None:
-        """Alert on this step's measures if it was measured; called on all ranks.
+        """Check this step's measures if it was measured; called on all ranks.
 
-        Takes one all-reduce of four numbers per group for each process group.
+        Each process group takes one all-reduce of four numbers per parameter group.
         """
         if not self._telemetry.is_due(step):
             return
@@ -110,7 +106,7 @@ class Alerts:
                     continue
                 if value > limit and (at, column) not in self._above:
                     self._above.add((at, column))
-                    self._tell(
+                    self._report(
                         Alert(
                             step=step,
                             group=group.group.name,
@@ -124,22 +120,21 @@ class Alerts:
                     self._above.discard((at, column))
 
     def _largest_of_ranks(self) -> list[list[float]]:
-        """Return each group's measures, the largest of its ranks; -1 where one does not apply."""
+        """Return each group's measures, maximized over its ranks; -1 if not applicable."""
         table = self._telemetry.measures()[[group.index for group in self._groups]]
-        # No maximum sees a NaN.
-        table = table.nan_to_num(nan=-1.0, posinf=math.inf)
+        table = table.nan_to_num(nan=-1.0, posinf=math.inf)  # a maximum must not be NaN
         for process_group, members in self._members.values():
             first = self._groups[members[0]]
             part = table[members].to(first.group.device, torch.float32)
             with comm_error_context("all-reduce of the measures for alerts", group=process_group):
                 dist.all_reduce(part, op=dist.ReduceOp.MAX, group=process_group)
-            # A ring sends twice around, a part of the values at a time.
+            # The bytes of a ring all-reduce.
             first.gradient_traffic.count_ring(round(2 * part.nbytes / process_group.size()))
             table[members] = part.to(table)
         rows: list[list[float]] = table.tolist()
         return rows
 
-    def _tell(self, alert: Alert, *, log: bool) -> None:
+    def _report(self, alert: Alert, *, log: bool) -> None:
         self._alerts.append(alert)
         if log:
             logger.warning("step %d, %s%s: %s", alert.step, self._where, alert.group, alert.message)
@@ -147,12 +142,12 @@ class Alerts:
             callback(alert)
 
     def detach(self) -> None:
-        """Refer to no group any more; the alerts stay."""
+        """Drop the references to the groups; keep the alerts."""
         self._groups, self._members = [], {}
 
 
 def _thresholds(config: AlertConfig, group: GroupState) -> tuple[float | None, ...]:
-    """Return the thresholds of a group; automatic ones follow the fewest bits of the hops that it has."""
+    """Return the thresholds of a group, with "auto" resolved for the fewest bits of its hops."""
     gradients, weights = group.gradient_config, group.weight_config
     hops: list[float | None] = []
     if gradients is not None:

@@ -1,4 +1,4 @@
-"""Replica audit: ranks that hold copies of the same weights compare what they hold, by checksums."""
+"""Replica audit: ranks compare checksums of their copies of the same weights."""
 
 from __future__ import annotations
 
@@ -19,23 +19,20 @@ from sdp4bit.traffic import TrafficCounter
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Ranks that should hold the same weights bit for bit do not; the message names groups and ranks."""
+    """Copies of the same weights are not bit-identical; the message names groups and ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaCopy:
-    """What this rank holds of one group's weights, and which ranks must hold the same."""
+    """This rank's copy of one group's weights, and the ranks with equal copies."""
 
     name: str
     rows: Tensor
     layout: NodeLayout
-    process_group: ProcessGroup
-    """The ranks of the layout."""
-    is_full: bool
-    """Every rank holds the same; otherwise only ranks with the same local rank do."""
+    process_group: ProcessGroup  # the ranks of the layout
+    is_full: bool  # whether all ranks have equal copies, or only those with the same local rank
     traffic: TrafficCounter
-    can_be_refreshed: bool = True
-    """From main weights; these themselves are not."""
+    can_be_refreshed: bool = True  # False for main weights, from which replicas are refreshed
 
     def peers(self) -> list[list[int]]:
         """Return the sets of group ranks whose copies must be equal."""
@@ -47,15 +44,14 @@ class ReplicaCopy:
 
 @torch.no_grad()
 def audit_replicas(copies: Sequence[ReplicaCopy], config: AuditConfig) -> list[str]:
-    """Return the names of the groups whose copies differ and are to be refreshed; none if all are equal.
+    """Return the names of the groups with differing copies, which the caller refreshes.
 
-    Called on all ranks of the groups, with the same groups in the same order, while no refresh is under way.
-    Steps, for each set of ranks that groups are spread over: 1. a checksum per group, on the device;  2. one
-    all-gather of them;  3. on the host, the same on every rank, the vote.
+    Called on all ranks of the groups, with the same groups in the same order and no refresh in flight. For
+    each layout the ranks all-gather one checksum per group and vote on the host, with the same result.
 
     Raises:
         ReplicaMismatchError: copies differ and the configuration asks for an error, or they can't be
-            refreshed; on all ranks of the set.
+            refreshed; on all ranks of the layout.
     """
     layouts = {copy.layout.ranks: copy.layout for copy in copies}
     wrong: dict[str, str] = {}
@@ -74,11 +70,11 @@ def audit_replicas(copies: Sequence[ReplicaCopy], config: AuditConfig) -> list[s
         way_out = "Resume from a checkpoint, or copy the weights and optimizer states of one replica to all"
         if are_replicas:
             way_out = (
-                "Resume from a checkpoint, call comm.resync() on all ranks to take over the main weights, or "
-                'set AuditConfig(on_mismatch="resync")'
+                "Resume from a checkpoint, call comm.resync() on all ranks to copy the main weights, or set "
+                'AuditConfig(on_mismatch="resync")'
             )
         raise ReplicaMismatchError(
-            f"{what}. A bit has flipped in memory or on the way, or weights were edited on some ranks only. "
+            f"{what}. A bit has flipped in memory or in transit, or weights were edited on some ranks only. "
             f"{way_out}"
         )
     warnings.warn(f"{what}. These replicas are refreshed in full precision", stacklevel=2)
@@ -86,7 +82,7 @@ def audit_replicas(copies: Sequence[ReplicaCopy], config: AuditConfig) -> list[s
 
 
 def _gather_checksums(copies: Sequence[ReplicaCopy]) -> list[list[int]]:
-    """Return, for each group, every rank's checksum; all groups are spread over the same ranks."""
+    """Return every rank's checksum for each of these groups of the same ranks."""
     mine = torch.stack([checksum(copy.rows) for copy in copies])
     first = copies[0]
     gathered = mine.new_empty(first.layout.size * len(copies))
@@ -98,7 +94,7 @@ def _gather_checksums(copies: Sequence[ReplicaCopy]) -> list[list[int]]:
 
 
 def _vote(sums: Sequence[tuple[int, int]]) -> str:
-    """Return who differs from the majority, or that there is none; empty if all pairs (rank, sum) agree."""
+    """Describe the ranks that differ from the majority in pairs (rank, sum); "" if all agree."""
     ranks_of: dict[int, list[int]] = {}
     for rank, value in sums:
         ranks_of.setdefault(value, []).append(rank)
@@ -113,4 +109,4 @@ def _vote(sums: Sequence[tuple[int, int]]) -> str:
             f"(checksums, the majority's first: {shown})"
         )
     sides = " and of ".join(ranks_in_words(ranks) for ranks in ranks_of.values())
-    return f"the replicas of {sides} differ, and no majority says which is right (checksums {shown})"
+    return f"the replicas of {sides} differ, without a majority (checksums {shown})"

@@ -1,4 +1,4 @@
-"""The table that tells what each parameter group sends, and why where it is not quantized."""
+"""The table of `explain()`: how each parameter group communicates, and why it is not quantized."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OFF = "off in the configuration"
 ONE_RANK = "one rank"
 ONE_NODE = 'full precision: sharded inside one node (WeightConfig(replica="full") quantizes)'
 ONE_NODE_GRADIENTS = "full precision: all ranks on one node (GradientConfig(inside_one_node=True) quantizes)"
-"""Reasons why weights or gradients are not quantized, as the table tells them."""
+"""Reasons in the table why weights or gradients are not quantized."""
 
 _WIDTH = 80
 _HEADER = ("group", "values/rank", "ranks", "intra B/step", "inter B/step")
@@ -35,7 +35,7 @@ class Row:
 
 
 def one_node_reason(part: WeightConfig | GradientConfig | None, *, nodes: int) -> str:
-    """Return why weights or gradients of ranks on so many nodes are not quantized; "" if they are."""
+    """Return why weights or gradients of ranks on this many nodes are not quantized; "" if they are."""
     if part is None:
         return OFF
     if part.applies_to(nodes=nodes):
@@ -44,10 +44,10 @@ def one_node_reason(part: WeightConfig | GradientConfig | None, *, nodes: int) -
 
 
 def one_node_note(reasons: Sequence[tuple[str, str]]) -> str:
-    """Return the note that groups stay in full precision because they are on one node; "" if none does.
+    """Return a note about groups in full precision because their ranks share a node; "" for none.
 
     Args:
-        reasons: for each group, why its weights and why its gradients are not quantized.
+        reasons: for each group the reasons why its weights and its gradients are not quantized.
     """
     inside = sum(ONE_NODE in pair or ONE_NODE_GRADIENTS in pair for pair in reasons if "" not in pair)
     if not inside:
@@ -60,19 +60,22 @@ def one_node_note(reasons: Sequence[tuple[str, str]]) -> str:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return the table as text of 80 columns: of each group numbers and how it travels, then totals."""
+    """Return the table in 80 columns: numbers and descriptions of each group, then totals."""
     lines = [_HEADER]
     for row in rows:
         lines.append((row.name, f"{row.shard_numel:,}", row.ranks, *_bytes(row.sent)))
     total = sum((row.sent for row in rows), Traffic())
     lines.append(("total", "", "", *_bytes(total)))
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
-    # Names that are too long stand in a line of their own.
+    # Longer names get a line of their own.
     widths[0] = min(widths[0], _WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1))
     header, *numbers, totals = (_line(line, widths) for line in lines)
     rendered = [header, "-" * max(map(len, (header, totals)))]
     for row, line in zip(rows, numbers, strict=True):
-        rendered += [line, _way("weights", row.weights), _way("gradients", row.gradients)]
+        for kind, text in (("weights", row.weights), ("gradients", row.gradients)):
+            first = f"  {kind:<11}"
+            line += "\n" + wrapped(text, first=first, others=" " * len(first))
+        rendered.append(line)
     return "\n".join([*rendered, totals])
 
 
@@ -87,14 +90,8 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return apart + "  ".join([("" if apart else name).ljust(widths[0]), *aligned]).rstrip()
 
 
-def _way(what: str, text: str) -> str:
-    """Return how weights or gradients travel, below the numbers of their group."""
-    first = f"  {what:<11}"
-    return wrapped(text, first=first, others=" " * len(first))
-
-
 def wrapped(text: str, *, first: str = "", others: str = "") -> str:
-    """Return a text in lines of 80 columns, with what they begin with."""
+    """Wrap a text at 80 columns, with these indents of the first and the other lines."""
     return textwrap.fill(
         text,
         _WIDTH,
@@ -110,27 +107,29 @@ def describe_ranks(layout: NodeLayout) -> str:
     return f"{layout.nodes} x {layout.ranks_per_node}"
 
 
-def describe_weights(config: WeightConfig | None, *, where: str) -> str:
-    """Return how quantized weights travel, and where their replica is, as text."""
-    assert config is not None
+def describe_weights(config: WeightConfig, *, where: str) -> str:
+    """Return a description of quantized weights and the place of their replica."""
     if config.bits is None:
         return f"full precision, {where}"
     clip = f" clipped at {config.effective_clip:g}" if config.effective_clip < 1 else ""
     return f"int{config.bits:g}/{config.group_size}{clip} {config.mode}, {where}"
 
 
-def describe_gradients(config: GradientConfig | None, layout: NodeLayout, shard_numel: int) -> str:
-    """Return how rows of quantized gradients travel, as text."""
-    assert config is not None
+def describe_gradients(config: GradientConfig, layout: NodeLayout, shard_numel: int) -> str:
+    """Return a description of the reduction of quantized gradients."""
     if shard_numel < config.min_numel:
         return f"row below min_numel={config.min_numel}"
     options = ["Hadamard"] * config.hadamard
     options += [f"from step {config.start_step}"] if config.start_step else []
-    return ", ".join([*_hops(config, layout), *options, *_chunks(config, layout, shard_numel)])
+    nodes, ranks_per_node = layout.nodes, layout.ranks_per_node
+    chunks = pipeline_chunks(shard_numel, config=config, nodes=nodes, ranks_per_node=ranks_per_node)
+    chosen = " (chosen)" if config.pipeline_chunks is None else ""
+    options += [f"{chunks} chunks{chosen}"] if chunks > 1 else []
+    return ", ".join([*_hops(config, layout), *options])
 
 
 def describe_all_reduce(config: GradientConfig, layout: NodeLayout, numel: int) -> str:
-    """Return how the gradients of this many values travel between replicas, as text."""
+    """Return a description of the all-reduce of this many gradient values between replicas."""
     if not is_long_enough(numel, ranks=layout.size, config=config):
         return f"all-reduce: part below min_numel={config.min_numel}"
     return "all-reduce " + " and ".join(_hops(config, layout))
@@ -143,15 +142,6 @@ def _hops(config: GradientConfig, layout: NodeLayout) -> list[str]:
     if layout.nodes > 1:
         hops.append("inter " + _hop(config.inter_bits, config.inter_group_size))
     return hops
-
-
-def _chunks(config: GradientConfig, layout: NodeLayout, shard_numel: int) -> list[str]:
-    """Return into how many slices a row is cut, if several."""
-    chunks = pipeline_chunks(
-        shard_numel, config=config, nodes=layout.nodes, ranks_per_node=layout.ranks_per_node
-    )
-    chosen = " (chosen)" if config.pipeline_chunks is None else ""
-    return [f"{chunks} chunks{chosen}"] if chunks > 1 else []
 
 
 def _bytes(sent: Traffic) -> tuple[str, str]:

@@ -1,7 +1,7 @@
-"""Communication of one parameter group, whatever engine trains it.
+"""Communication of one parameter group, independent of the engine.
 
-An engine tells what its groups are (:class:`ParameterGroup`) and when they communicate. What every group has
-is here once: what quantizes it, the reasons where nothing does, counters, measures, its row of the table.
+An engine supplies its groups (:class:`ParameterGroup`) and calls them when they communicate. A group's
+quantizers, reasons for full precision, counters, measures and row of the `explain` table live here.
 """
 
 from __future__ import annotations
@@ -28,68 +28,58 @@ from sdp4bit.engines.measures import (
     GradientSample,
     Measures,
     gradient_squares,
-    sample_gradient,
+    sample_of,
     sample_ranges,
     weight_squares,
 )
 from sdp4bit.traffic import Traffic, TrafficCounter
 
 SMALL_EDIT = 1 / 128
-"""Changes up to this share of a group's weights (Euclidean norms) are sent as differences: 4 bits then leave
-an error of about a quarter of it, which is what rounding weights to bf16 costs. Larger ones, such as other
-weights altogether, are sent in full precision."""
+"""Largest edit that is sent as a quantized difference, relative to the weights (Euclidean norms). 4 bits then
+leave an error of about a quarter of it, the cost of rounding weights to bf16."""
 
 
 def change_squares(main: Tensor, held: Tensor) -> Tensor:
-    """Return |main - held|^2 and |main|^2 of weights and of what a replica holds of them, fp64 [2].
-
-    Args:
-        main: in the type of the replica.
-    """
+    """Return |main - held|^2 and |main|^2 of weights and their replica, of one dtype; fp64 [2]."""
     change = main.float() - held.float()
     return torch.stack([change.square().sum(), main.float().square().sum()]).double()
 
 
 def is_large_change(squares: Tensor) -> Tensor:
-    """Return which changes are sent in full precision, bool [n]; those that are not finite are among them.
+    """Return which changes are sent in full precision, bool [n]; NaN and infinity count as large.
 
     Args:
-        squares: [n, 2], of each group the sum of `change_squares` over its ranks.
+        squares: [n, 2], per group the sum of `change_squares` over its ranks.
     """
     change, size = squares.unbind(-1)
     return ~(change <= SMALL_EDIT**2 * size)
 
 
 class ParameterGroup(Protocol):
-    """Parameters that are gathered and reduced together, as an engine knows them."""
+    """Parameters that an engine gathers and reduces together."""
 
     @property
     def name(self) -> str:
-        """What errors, tables and alerts call it; unique in a model."""
-        ...
+        """Name in errors, tables and alerts; unique in a model."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks that it is sharded over, in order."""
-        ...
 
     @property
     def shard_numel(self) -> int:
         """Values of one rank's shard, padding included."""
-        ...
 
     @property
     def device(self) -> torch.device:
-        """Where it computes and communicates."""
-        ...
+        """Device of computation and communication."""
 
     def sample_main(self, ranges: Sequence[Range]) -> Tensor:
-        """Return these ranges of this rank's main shard, one behind the other, in fp32; a copy."""
-        ...
+        """Return a copy of these ranges of this rank's main shard, concatenated, in fp32."""
 
 
 class GroupStats(Measures):
-    """What is reported of one parameter group on this rank."""
+    """Statistics of one parameter group on this rank."""
 
     name: str
     intra_bytes: int
@@ -97,22 +87,21 @@ class GroupStats(Measures):
     inter_bytes: int
     """Bytes sent to other nodes in the last step."""
     compression_ratio: float
-    """Bytes of the engine without sdp4bit over those sent, between nodes."""
+    """Bytes between nodes without sdp4bit over those with it."""
     weight_bits: float | None
-    """As they are now; None for full precision."""
+    """Current bits; None for full precision."""
     gradient_bits: float | None
-    """Of the last reduction, on its last hop; None for full precision."""
+    """Bits on the last hop of the last reduction; None for full precision."""
 
 
 class GroupState(ABC):
     """Communication of one parameter group: replica, reduction, counters, measures.
 
-    What is None stays the engine's own, for the reason given. Engines extend it by what they remember of a
-    group, and by `sample_weights`.
+    Without a replica or a reduction the engine's own collective runs, for the reason given.
     """
 
     def __init__(self, group: ParameterGroup, *, index: int, layout: NodeLayout) -> None:
-        """Prepare; nothing is quantized yet.
+        """Create a group without quantizers.
 
         Args:
             index: number of the group in its model, the same on all its ranks.
@@ -125,109 +114,100 @@ class GroupState(ABC):
         self.weight_traffic = TrafficCounter(nodes=nodes, ranks_per_node=ranks)
         self.gradient_traffic = TrafficCounter(nodes=nodes, ranks_per_node=ranks)
         self.separate_parameters = False
-        """Rows are cut into sections of whole parameters, see `SDP4BitConfig`."""
+        """Whether rows are cut into sections of complete parameters, see `SDP4BitConfig`."""
         self.replica: WeightReplica | None = None
         self.weights_unquantized_reason = ""
         self.reduction: QuantizedReduceScatter | None = None
         self.gradients_unquantized_reason = ""
-        self.refreshes = 0
-        """Quantized refreshes so far, which number the rounding bits."""
+        self.refreshes = 0  # quantized refreshes so far
         self.full_refreshes = 0
-        """Refreshes in full precision, the first left out: after loads, and after edits of the weights."""
+        """Full-precision refreshes after the first one, that is, after loads and edits of the weights."""
         self._was_refreshed = False
-        self.reductions = 0
-        """Quantized reductions so far, which number the rounding bits."""
-        self.gradient_bits: float | None = None
-        """Of the last reduction, on its last hop; None for full precision."""
+        self.reductions = 0  # quantized reductions so far; part of the counter for rounding bits
+        self.gradient_bits: float | None = None  # see `GroupStats`
         self.gradient_sample: GradientSample | None = None
-        """Of the last reduction in a step that is to be measured."""
+        """Sample of the last reduction in a step that will be measured."""
 
     @property
     def counters(self) -> tuple[TrafficCounter, ...]:
-        """What counts the group's bytes, each on a grid of ranks of its own."""
+        """The group's traffic counters, each for its own set of ranks."""
         return self.weight_traffic, self.gradient_traffic
 
     @property
     def gradient_quantizers(self) -> Sequence[GradientQuantizer]:
-        """What a gradient passes, in this order; all have the same settings."""
+        """The quantized collectives of a gradient, in order, all with the same settings."""
         return [] if self.reduction is None else [self.reduction]
 
     @property
     def gradient_layouts(self) -> Sequence[NodeLayout]:
-        """The nodes of the ranks that each of these communicates over."""
+        """The node layout of each gradient quantizer."""
         return [] if self.reduction is None else [self.layout]
-
-    # -- settings --------------------------------------------------------------------------------------
 
     @property
     def weight_config(self) -> WeightConfig | None:
-        """The settings of the next refreshes; None if they are not quantized."""
         return None if self.replica is None else self.replica.config
 
     @property
     def gradient_config(self) -> GradientConfig | None:
-        """The settings of the next reductions; None if they are not quantized."""
         return self.gradient_quantizers[0].config if self.gradient_quantizers else None
 
     @property
     def refresh_is_full(self) -> bool:
-        """Whether the next refresh is in full precision, for a reason of its own."""
+        """Whether the next refresh will be in full precision although the group has a quantizer."""
         return False
 
     def count_full_refresh(self) -> None:
-        """Count a refresh in full precision; the first is not among those that are reported."""
+        """Count a full-precision refresh, except for the first."""
         self.full_refreshes += self._was_refreshed
         self._was_refreshed = True
 
-    # -- gradients -------------------------------------------------------------------------------------
-
     def sample_gradient(self, gradient: Tensor, *, sample_numel: int | None) -> Tensor | None:
-        """Keep a sample of a gradient that is about to be reduced, in a step that is to be measured.
+        """Keep a sample of a gradient that is about to be reduced.
 
         Args:
-            gradient: [n], what this rank hands in.
-            sample_numel: size of the sample; None keeps none.
+            gradient: [n], this rank's input to the reduction.
+            sample_numel: size of the sample; None in steps that are not measured.
 
         Returns:
-            Where the reduction counts quantization groups that are not finite; None if no sample is kept.
+            The counter of non-finite quantization groups for the reduction; None without a sample.
         """
         quantizers = self.gradient_quantizers
         if not quantizers or sample_numel is None or not gradient.numel():
             return None
         unit = math.lcm(*(quantizer.group_unit for quantizer in quantizers))
-        self.gradient_sample = sample_gradient(gradient, sample_numel=sample_numel, unit=unit)
-        return self.gradient_sample.nonfinite
+        ranges = sample_ranges(gradient.numel(), sample_numel=sample_numel, unit=unit)
+        nonfinite = torch.zeros((), dtype=torch.float64, device=gradient.device)
+        self.gradient_sample = GradientSample(values=sample_of(gradient, ranges), nonfinite=nonfinite)
+        return nonfinite
 
     def count_dense(
         self, traffic: TrafficCounter, shard_bytes: int, *, members: Sequence[int] | None = None
     ) -> None:
-        """Count a collective of the engine's own, over shards of this size, in full precision.
+        """Count a full-precision collective of the engine over shards of this size.
 
         Args:
-            members: places in the layout of the ranks that take part; None for all.
+            members: indices in the layout of the ranks that take part; None for all.
         """
         traffic.count_plain(shard_bytes, members)
         traffic.count_ring(shard_bytes, members)
 
-    # -- measures --------------------------------------------------------------------------------------
-
     @abstractmethod
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
-        """Return these ranges of this rank's main shard, in fp32, and of what the replica holds of it.
+        """Return these ranges of this rank's main shard, in fp32, and of its replica.
 
         Args:
-            may_wait: finish a refresh that is under way, which takes all ranks of a node.
+            may_wait: finish a pending refresh, which is a collective of the node.
 
         Returns:
-            None if there is no replica to compare with, or it must be waited for and may not.
+            None if there is no replica, or if its refresh is pending and `may_wait` is False.
         """
 
     def squares(self, *, sample_numel: int | None) -> Tensor:
-        """Return the squared norms of the group as it is now, fp64 [SQUARES]; sends nothing.
+        """Return the current squared norms of the group, fp64 [SQUARES]; sends nothing.
 
         Args:
-            sample_numel: size of the sample of weights; the drift is then that which the next refresh will
-                leave. None takes the whole shard, and the present drift.
+            sample_numel: size of the weight sample; the drift is then the one after the next refresh. None
+                measures the entire shard and the current drift.
         """
         numel = self.group.shard_numel
         unknown = torch.full((), math.nan, dtype=torch.float64, device=self.group.device)
@@ -252,14 +232,11 @@ class GroupState(ABC):
                 )
         return torch.stack([*gradient, *weights, nonfinite])
 
-    # -- what the handle tells -------------------------------------------------------------------------
-
     def copies(self) -> Sequence[ReplicaCopy]:
-        """Return this rank's copies of weights that other ranks hold too, to be compared."""
+        """Return this rank's copies of weights that other ranks hold too, for the audit."""
         return []
 
     def stats(self, traffic: Traffic, measures: Measures) -> GroupStats:
-        """Report the group's traffic of the last step and its last measures."""
         return {
             "name": self.group.name,
             "intra_bytes": round(traffic.intra_bytes),
@@ -271,7 +248,6 @@ class GroupState(ABC):
         }
 
     def explain(self, traffic: Traffic) -> Row:
-        """Return the group's row of the table, with what it sent in the last step."""
         return Row(
             name=self.group.name,
             shard_numel=self.group.shard_numel,
@@ -282,11 +258,9 @@ class GroupState(ABC):
         )
 
     def describe_ranks(self) -> str:
-        """Return over which ranks the group is spread, as text."""
         return describe_ranks(self.layout)
 
     def describe_weights(self) -> str:
-        """Return how the weights travel, as text; engines add what they do besides."""
         if self.replica is None:
             return self.weights_unquantized_reason
         text = describe_weights(self.replica.config, where=self.replica_place)
@@ -295,12 +269,10 @@ class GroupState(ABC):
 
     @property
     def replica_place(self) -> str:
-        """Where the replica is, as text."""
         assert self.replica is not None
         return f"{self.replica.config.replica} replica"
 
     def describe_gradients(self) -> str:
-        """Return how the gradients travel, as text; engines add what they do besides."""
         if self.reduction is None:
             return self.gradients_unquantized_reason
         config, numel = self.reduction.config, self.group.shard_numel
@@ -310,22 +282,21 @@ class GroupState(ABC):
         return text + self._describe_fine([config.intra_bits, config.inter_bits])
 
     def _describe_fine(self, bits: Sequence[float | None]) -> str:
-        """Return that norms and biases have more bits than these, if so."""
         has_fewer = any(each is not None and each < FINE_BITS for each in bits)
         return f", 1-D in {FINE_BITS} bits" if self.separate_parameters and has_fewer else ""
 
 
 def reduction_multiplier(op: object, process_group: ProcessGroup, *, name: str, engine: str) -> float:
-    """Return the factor that turns a sum over the ranks into the reduction that an engine asks for.
+    """Return the factor that turns a sum over the ranks into the requested reduction.
 
     Raises:
-        ValueError: a reduction that is no sum and no mean.
+        ValueError: the reduction is neither a sum nor a mean.
     """
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:
         return 1.0 / process_group.size()
     raise ValueError(
-        f"{name}: {engine} asks for the reduction {getattr(op, 'op', op)}, which cannot be quantized: only "
-        "sums and means can; on FSDP2, keep set_force_sum_reduction_for_comms(True)"
+        f"{name}: {engine} asks for the reduction {getattr(op, 'op', op)}, but only sums and means can be "
+        "quantized. On FSDP2, keep set_force_sum_reduction_for_comms(True)"
     )

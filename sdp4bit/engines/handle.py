@@ -1,10 +1,10 @@
-"""The handle of an attached model, and what its parameter groups share, whatever engine trains it."""
+"""The handle of an attached model and the state its parameter groups share, for all engines."""
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from sdp4bit.traffic import Traffic
 
 
 class Stats(Measures):
-    """What is reported of an attached model on this rank; see `CommHandle.stats`."""
+    """Statistics of an attached model on this rank; see `CommHandle.stats`."""
 
     steps: int
     last_step: dict[str, int]
@@ -35,27 +35,26 @@ class Stats(Measures):
 
 
 class ModelState:
-    """What the parameter groups of one attached model share: the step count and the measures."""
+    """Step count and measures, which all parameter groups of one attached model share."""
 
     def __init__(self, groups: Sequence[GroupState], *, telemetry: TelemetryConfig | None = None) -> None:
         self.groups: Sequence[GroupState] = groups
         self.telemetry = Telemetry(telemetry, [comm.group.name for comm in groups])
         self.step_listeners: list[Callable[[int], None]] = []
-        """Called once per step, with its number, on all ranks alike: when the step's measures are
-        available, and before anything that follows it is sent. The ranks may communicate in it."""
-        self.steps = 0
-        """Steps that have reached their boundary."""
+        """Called with the step number on every rank, once per step. The step's measures are available and
+        the next step has sent nothing yet, so listeners may communicate."""
+        self.steps = 0  # steps that have reached their boundary
         self.step_pending = False
-        """An optimizer has stepped, and the step has not reached its boundary, which FSDP2 shows at the next
-        forward only."""
+        """An optimizer has stepped but the step has not reached its boundary, which is the next forward on
+        FSDP2."""
 
     @property
     def gradient_sample_numel(self) -> int | None:
-        """Size of the samples to be kept of gradients that are reduced now; None for no samples."""
+        """Sample size for gradients that are reduced now; None keeps no samples."""
         return self.telemetry.sample_numel if self.telemetry.is_due(self.steps + 1) else None
 
     def end_traffic(self) -> None:
-        """Let what was sent until now be the last step's."""
+        """Assign the bytes sent so far to the last step."""
         for comm in self.groups:
             for counter in comm.counters:
                 counter.end_step()
@@ -63,7 +62,7 @@ class ModelState:
     @torch.no_grad()
     @torch.inference_mode(False)  # the first forward after a step may be one of inference
     def measure_step(self) -> None:
-        """Measure the step that has just reached its boundary, if it is due, and tell the listeners."""
+        """Measure the step that has just reached its boundary, if due, and call the listeners."""
         is_due = self.telemetry.is_due(self.steps)
         if is_due:
             self.telemetry.publish(self._squares(self.telemetry.sample_numel), step=self.steps)
@@ -71,23 +70,23 @@ class ModelState:
             listener(self.steps)
         if is_due:
             for comm in self.groups:
-                # A group without a gradient in the next measured step is not to report this one again.
+                # Otherwise a group without a gradient in the next measured step would report this one again.
                 comm.gradient_sample = None
 
     @torch.no_grad()
     @torch.inference_mode(False)
     def measure(self) -> Tensor:
-        """Return the present squares [groups, SQUARES]: whole shards of weights, the last gradients."""
+        """Return the current squares [groups, SQUARES] of entire weight shards and the last gradients."""
         return self.telemetry.with_last_gradients(self._squares(None))
 
     def _squares(self, sample_numel: int | None) -> Tensor:
-        # Group after group: over whole shards each takes the memory of several.
+        # One group at a time: measuring an entire shard takes several times its memory.
         rows = [comm.squares(sample_numel=sample_numel) for comm in self.groups]
         return torch.stack(rows) if rows else torch.empty(0, SQUARES, dtype=torch.float64)
 
     @property
     def device(self) -> torch.device | None:
-        """Where the groups compute; None on a rank without any."""
+        """The device of the groups; None on a rank without any."""
         return self.groups[0].group.device if self.groups else None
 
     def last_traffic(self, comm: GroupState) -> Traffic:
@@ -95,29 +94,39 @@ class ModelState:
         return sum((c.current_step if self.step_pending else c.last_step for c in comm.counters), Traffic())
 
     def detach(self) -> None:
-        """Refer to nothing of the model any more; the step count stays."""
+        """Drop all references to the model; keep the step count."""
         self.groups, self.step_listeners = [], []
 
 
 logger = logging.getLogger("sdp4bit")
 
-StateDict = dict[str, Any]
-"""What checkpoints keep of a model's communication."""
+StateDict = dict[str, Any]  # checkpoint state of a model's communication
+
+
+def check_state(state: object, *, owner: str, version: int, keys: Sequence[str]) -> None:
+    """Raise ValueError unless this is a mapping with these keys and this format version."""
+    what = f"this is not the state of {owner}"
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{what}: a {type(state).__name__}")
+    missing = [key for key in ("format_version", *keys) if key not in state]
+    if missing:
+        raise ValueError(f"{what}: it lacks {', '.join(missing)}")
+    found = state["format_version"]
+    if found != version:
+        raise ValueError(
+            f"the state of {owner} has format {found}, but this version of sdp4bit reads {version}"
+        )
 
 
 class CommHandle(ABC):
-    """Quantized communication of a model, and what is known of it."""
+    """Quantized communication of a model, and reports about it."""
 
     _state: ModelState
     _hint = ""
     """Last line of `explain()`."""
 
     def __init__(self, state: ModelState, *, config: SDP4BitConfig, note: str = "") -> None:
-        """Take over an attached model.
-
-        Args:
-            note: what `explain` says below the table.
-        """
+        """Create the handle of an attached model; `explain` prints the note below its table."""
         self.config = config
         self._state = state
         self._note = note
@@ -128,7 +137,7 @@ class CommHandle(ABC):
             state.step_listeners.append(self._audit_if_due)
 
     def _log_attached(self) -> None:
-        """Log one line on rank 0, when all groups have what quantizes them."""
+        """Log one line on rank 0; called once all quantizers are set."""
         if dist.get_rank() == 0:
             groups = self.groups
             shapes = dict.fromkeys(f"{g.layout.nodes} x {g.layout.ranks_per_node}" for g in groups)
@@ -143,13 +152,13 @@ class CommHandle(ABC):
             )
 
     def _watch(self, alerts: Alerts) -> None:
-        """Let these alerts see every step, after the audit."""
+        """Check alerts after every step, after the audit."""
         self._alerts = alerts
         self._state.step_listeners.append(alerts.at_step_boundary)
 
     @abstractmethod
     def mark_step(self) -> None:
-        """Note a change of the main weights outside of the optimizers that are watched."""
+        """Report a change of the main weights that no watched optimizer made."""
 
     @abstractmethod
     def resync(self) -> None:
@@ -157,7 +166,7 @@ class CommHandle(ABC):
 
     @abstractmethod
     def state_dict(self) -> StateDict:
-        """Return the state that a bit-exact resume needs."""
+        """Return the state for a bit-exact resume."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -165,11 +174,11 @@ class CommHandle(ABC):
 
     @abstractmethod
     def remove(self) -> None:
-        """Communicate as before; call it on all ranks."""
+        """Restore the engine's own communication; call it on all ranks."""
 
     @property
     def is_attached(self) -> bool:
-        """Whether the model communicates through this handle: until `remove`."""
+        """Whether the model communicates through this handle, that is, until `remove`."""
         return not self._removed
 
     @property
@@ -177,12 +186,10 @@ class CommHandle(ABC):
         """Communication of each parameter group: `replica`, `reduction`, `refreshes`, counters."""
         return self._state.groups
 
-    # -- reports ---------------------------------------------------------------------------------------
-
     def explain(self) -> str:
-        """Return a table: per group what is quantized, how, bytes of the last step, or why it is not.
+        """Return a table with each group's quantization (or the reason for none) and bytes of the last step.
 
-        Once a step has been taken it also names `time_steps`, as bytes are not time.
+        After the first step it also mentions `time_steps`, because fewer bytes may not save time.
         """
         if not self._is_quantized:
             return "inside full_precision(): the model communicates as without sdp4bit"
@@ -192,87 +199,86 @@ class CommHandle(ABC):
         return "\n".join([table, *(wrapped(text) for text in (self._note, hint) if text)])
 
     def stats(self) -> Stats:
-        """Return the bytes that this rank sent and the cost of quantization; cheap, and waits for nothing.
+        """Return the bytes that this rank sent and the error of quantization; cheap, never waits.
 
         Returns:
-            "steps": so far; on FSDP2, backward passes whose gradients were reduced. "last_step", "total":
-            bytes this rank sent inside its node ("intra_bytes") and to other nodes ("inter_bytes"), how much
-            of both is padding, and the number of
-            collectives. "compression_ratio": bytes of the engine without sdp4bit over bytes sent between
-            nodes in the last step.
-            "full_refreshes": how often a group's weights were sent in full precision, after loads and large
-            edits, summed over groups; the first time does not count.
-            What quantization cost is measured every `TelemetryConfig.interval` steps, in samples of this
-            rank's shards. "sampled_step": the step that the following are of, None before the first.
-            "weight_drift": |main - replica| / |main| once the step's differences have been sent.
-            "weight_error": relative error of quantizing these; "gradient_error": that of the gradients; None
-            where they do not apply. "nonfinite_groups": quantization groups of the gradients that reached
-            this rank with a NaN or an infinity.
+            "steps": steps so far; on FSDP2, backward passes whose gradients were reduced.
+            "last_step", "total": bytes this rank sent inside its node ("intra_bytes") and to other nodes
+            ("inter_bytes"), the padding in both, and the number of collectives.
+            "compression_ratio": bytes between nodes without sdp4bit over those with it, in the last step.
+            "full_refreshes": refreshes in full precision after loads and large edits, summed over groups;
+            the first one of a group does not count.
+            "sampled_step": the last measured step, None before the first. Every `TelemetryConfig.interval`
+            steps the following are measured on samples of this rank's shards; None if not applicable.
+            "weight_drift": |main - replica| / |main| after the step's differences have been sent.
+            "weight_error", "gradient_error": relative errors of quantizing these differences and the
+            gradients.
+            "nonfinite_groups": quantization groups of the gradients that reached this rank with a NaN or an
+            infinity.
         """
         state = self._state
         last = sum((state.last_traffic(comm) for comm in state.groups), Traffic())
         total = sum((counter.total for comm in state.groups for counter in comm.counters), Traffic())
         return {
             "steps": state.steps + int(state.step_pending),
-            "last_step": self._reported(last),
-            "total": self._reported(total),
+            "last_step": last.as_dict(),
+            "total": total.as_dict(),
             "compression_ratio": last.compression_ratio,
             "full_refreshes": sum(comm.full_refreshes for comm in state.groups),
             "sampled_step": state.telemetry.step,
             **total_measures(state.telemetry.squares),
         }
 
-    def _reported(self, traffic: Traffic) -> dict[str, int]:
-        """Return the bytes of `stats()`."""
-        return traffic.as_dict()
-
     def group_stats(self) -> list[GroupStats]:
-        """Return one dictionary per group about this rank; cheap, and waits for nothing.
+        """Return one dictionary per group with this rank's statistics; cheap, never waits.
 
         Returns:
-            "name"; of the last step "intra_bytes", "inter_bytes" and "compression_ratio"; of the last
-            measured step "gradient_error", "weight_error", "weight_drift" and "nonfinite_groups", as in
-            `stats()`; "weight_bits" and "gradient_bits" (on the last hop) as they are now, None for full
-            precision.
+            "name": of the group.
+            "intra_bytes", "inter_bytes", "compression_ratio": of the last step.
+            "gradient_error", "weight_error", "weight_drift", "nonfinite_groups": of the last measured step,
+            as in `stats()`.
+            "weight_bits", "gradient_bits": current bits (of the last hop), None for full precision.
         """
         state = self._state
         measured = state.telemetry.by_group()
         return [comm.stats(state.last_traffic(comm), measured[comm.group.name]) for comm in state.groups]
 
     def measure(self) -> Measures:
-        """Measure the error of quantization now, over whole shards; waits for the device. All ranks call it.
+        """Measure the error of quantization now, over entire shards; call it on all ranks.
+
+        Waits for the device.
 
         Returns:
-            "weight_drift", "weight_error": of the weights and replicas as they are. "gradient_error",
-            "nonfinite_groups": of the gradients that were sampled last. As in `stats()`.
+            "weight_drift", "weight_error": of the current weights and replicas, as in `stats()`.
+            "gradient_error", "nonfinite_groups": of the gradients that were sampled last.
         """
         return total_measures(self._state.measure())
 
     def time_steps(self, step: Callable[[], object], *, repeats: int = 10) -> StepTimes:
         """Measure training steps with and without quantization, on this model, network and data.
 
-        Takes 6 x `repeats` steps, three with quantization and three without in turn. The first of each three
-        is not timed: it gathers weights in full precision. Every one is a step of the training that it
-        interrupts, half of them with plain communication, and nothing has to be restored. FSDP2 only.
-        Call it on all ranks, between two steps.
+        Takes 6 x `repeats` steps, alternating between three with quantization and three without. The first
+        of each three is not timed because it gathers weights in full precision. The steps are part of the
+        training, half of them with plain communication; nothing has to be restored. FSDP2 only. Call it on
+        all ranks, between two steps.
 
         Args:
             step: takes one training step: forward, backward, optimizer.
-            repeats: blocks of steps of each kind, at least 1.
+            repeats: blocks of three steps of each kind, at least 1.
 
         Returns:
-            Seconds of the slowest rank, both medians, their ratio and its spread; printed as one line.
+            Seconds of the slowest rank: both medians, their ratio and its spread. Prints as one line.
 
         Raises:
             TypeError: `step` is not callable.
             ValueError: `repeats` is less than 1.
             RuntimeError: the handle has been removed, forward or backward is running, or the engine
                 cannot switch.
-            Exception: what `step` raises. The model then communicates quantized again.
+            Exception: any error of `step`; quantization is then on again.
         """
         self._check_attached()
         if not callable(step):
-            raise TypeError(f"time_steps needs a function that takes a training step, got {step!r}")
+            raise TypeError(f"time_steps needs a function that runs one training step, got {step!r}")
         if repeats < 1:
             raise ValueError(f"time_steps needs at least 1 repeat, got repeats={repeats}")
         self._check_switch()
@@ -286,10 +292,10 @@ class CommHandle(ABC):
     def full_precision(self) -> Iterator[None]:
         """Communicate in full precision inside a `with` block, exactly as without sdp4bit.
 
-        For a warm-up, a comparison or a debugging session of any number of steps. Enter and leave it on all
-        ranks, between two steps; neither sends anything. The first forward after the block refreshes the
-        replicas in full precision. Steps inside are not counted by `stats()`, telemetry, audits and
-        `start_step`. A block inside another changes nothing. FSDP2 only.
+        For a warm-up, a comparison or debugging, of any number of steps. Enter and leave it on all ranks,
+        between two steps; neither communicates. The first forward after the block refreshes the replicas in
+        full precision. `stats()`, telemetry, audits and `start_step` do not count steps inside. A nested
+        block has no effect. FSDP2 only.
 
         Raises:
             RuntimeError: the handle has been removed, forward or backward is running, or the engine cannot
@@ -310,36 +316,35 @@ class CommHandle(ABC):
     def _check_switch(self) -> None:
         """Raise RuntimeError unless `_switch` can be called now; engines that can switch override both."""
         raise RuntimeError(
-            f"{type(self).__name__} cannot switch quantization off and on during training, which "
-            "full_precision and time_steps do: they are for FSDP2. Compare a run with sdp4bit to one without "
-            "it"
+            f"{type(self).__name__} cannot turn quantization off and on during training; full_precision and "
+            "time_steps need FSDP2. Compare a run with sdp4bit to one without it"
         )
 
     def _switch(self) -> None:
-        """Communicate in full precision if quantized, and the other way round; sends nothing."""
+        """Turn quantization off or on again; sends nothing."""
         self._check_switch()
 
     def alerts(self) -> list[Alert]:
-        """Return the alerts so far, oldest first, at most the last thousand.
+        """Return the last thousand alerts, oldest first.
 
-        They are the same on all ranks that decide together: with pipeline parallelism, those of a stage.
+        They are the same on all ranks, or on all ranks of a stage with pipeline parallelism.
         """
         return [] if self._alerts is None else self._alerts.all()
 
     def on_alert(self, callback: AlertCallback) -> RemovableHandle:
-        """Call the callback with every :class:`Alert`, on all ranks that decide together, until removed.
+        """Call the callback with every new :class:`Alert`, on the ranks that `alerts` names, until removed.
 
         Raises:
             ValueError: the configuration has no alerts.
         """
         if self._alerts is None:
-            raise ValueError("there will be no alerts: attach with SDP4BitConfig(alerts=AlertConfig(...))")
+            raise ValueError("alerts are off: attach with SDP4BitConfig(alerts=AlertConfig(...))")
         return self._alerts.listen(callback)
 
     def audit(self) -> bool:
-        """Return whether all copies of each replica are equal bit for bit; call it on all ranks.
+        """Return whether all copies of each replica are bit-identical; call it on all ranks.
 
-        Outside of forward and backward; those that differ are refreshed in full precision.
+        Call it outside of forward and backward. Copies that differ are refreshed in full precision.
 
         Raises:
             ReplicaMismatchError: on all ranks of the group, unless the configuration asks for a resync.
@@ -365,12 +370,8 @@ class CommHandle(ABC):
     def _refresh_mismatched(
         self, wrong: Sequence[GroupState], *, config: AuditConfig
     ) -> Sequence[GroupState]:
-        """Have the replicas of these groups refreshed in full precision.
-
-        Returns:
-            The groups that are refreshed: also those that other ranks know to differ.
-        """
+        """Request a full-precision refresh of these groups; return also the groups other ranks found."""
 
     def _check_attached(self) -> None:
         if self._removed:
-            raise RuntimeError("this handle has been removed from its model and has no state any more")
+            raise RuntimeError("this handle has been removed from its model and no longer has a state")

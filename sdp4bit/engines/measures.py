@@ -1,7 +1,6 @@
-"""Telemetry: the relative errors of quantization, measured on samples of the gradients and weights.
+"""Telemetry: relative errors of quantization on samples of the gradients and weights.
 
-A group's measures are kept as squared norms, so that they can be added over groups. Those that do not apply
-are NaN.
+Measures are stored as squared norms, which can be summed over groups. NaN marks those that do not apply.
 """
 
 from __future__ import annotations
@@ -20,37 +19,36 @@ from sdp4bit.collectives.sections import Range
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import TelemetryConfig
 
-GradientQuantizer = QuantizedReduceScatter | QuantizedAllReduce
-"""A collective that quantizes gradients."""
+GradientQuantizer = QuantizedReduceScatter | QuantizedAllReduce  # a collective that quantizes gradients
 
 _PIECES = 8
 
 
 class Measures(TypedDict):
-    """What quantization cost one parameter group, or all of them, in one optimizer step, on this rank."""
+    """Errors of quantization of one parameter group, or all, in one optimizer step on this rank."""
 
     gradient_error: float | None
     """Relative error of quantizing a sample of the gradient; None if it is not quantized or not finite."""
     weight_error: float | None
-    """Relative error of quantizing a sample of the weight difference that the step made necessary."""
+    """Relative error of quantizing a sample of the step's weight difference."""
     weight_drift: float | None
-    """|main - replica| / |main| of a sample, of the replica that has been sent this difference."""
+    """|main - replica| / |main| of a sample after the difference has been sent."""
     nonfinite_groups: int
-    """Quantization groups of the gradient that reached this rank and held a NaN or an infinity."""
+    """Quantization groups of the gradient that reached this rank with a NaN or an infinity."""
 
 
 MEASURES = tuple(Measures.__annotations__)
 """Names of the measures, in the order of the columns of `Telemetry.measures`."""
 SQUARES = 7
-"""Numbers of a group: squared error and squared norm of the gradient, of the weight difference and of the
-weights (their drift), and the number of gradient groups that are not finite."""
+"""Numbers per group: squared error and squared norm of the gradient, of the weight difference and of the
+weights (drift), and the number of non-finite gradient groups."""
 
 
 def sample_ranges(numel: int, *, sample_numel: int, unit: int) -> list[Range]:
-    """Return at most eight ranges of whole units, spread evenly over a shard: a sample of about that size.
+    """Return at most eight evenly spaced ranges of a shard with about `sample_numel` values.
 
     Args:
-        unit: values of a quantization group; only the last range may end with a shorter group.
+        unit: size of a quantization group. Ranges consist of complete groups, except for the shard's last.
     """
     if numel <= max(sample_numel, unit):
         return [(0, numel)]
@@ -62,12 +60,12 @@ def sample_ranges(numel: int, *, sample_numel: int, unit: int) -> list[Range]:
 
 
 def sample_of(values: Tensor, ranges: Sequence[Range]) -> Tensor:
-    """Return a copy of these ranges of values [n], in ascending order, one behind the other."""
+    """Return a concatenated copy of these ascending ranges of values [n]."""
     return torch.cat(pieces_of(values, ranges))
 
 
 def pieces_of(values: Tensor, ranges: Sequence[Range]) -> list[Tensor]:
-    """Return views of these ranges of values [n], in ascending order, by one call."""
+    """Return views of these ascending ranges of values [n], with a single torch call."""
     if list(ranges) == [(0, values.shape[0])]:
         return [values]
     lengths: list[int] = []
@@ -80,25 +78,15 @@ def pieces_of(values: Tensor, ranges: Sequence[Range]) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientSample:
-    """What is kept of one reduction, to be measured when its step is done; both on the device."""
+    """Sample of one reduction, measured at the end of its step; both tensors are on the device."""
 
     values: Tensor
-    nonfinite: Tensor
-    """How many quantization groups that came in with it were not finite, fp64; the reduction counts them."""
-
-
-def sample_gradient(gradient: Tensor, *, sample_numel: int, unit: int) -> GradientSample:
-    """Return a sample of a gradient that is about to be reduced."""
-    ranges = sample_ranges(gradient.numel(), sample_numel=sample_numel, unit=unit)
-    return GradientSample(
-        values=sample_of(gradient, ranges),
-        nonfinite=torch.zeros((), dtype=torch.float64, device=gradient.device),
-    )
+    nonfinite: Tensor  # number of received non-finite quantization groups, fp64; the reduction adds to it
 
 
 def squared_norms(received: Tensor, exact: Tensor, *, numel: int) -> list[Tensor]:
     """Return |received - exact|^2 and |exact|^2, fp64, of a sample [n], scaled to a shard of `numel`."""
-    # fp64, because squares of small gradients are below the smallest fp32 number.
+    # fp64, because squares of small gradients underflow in fp32.
     norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in (received - exact, exact)]
     return [norm * norm * (numel / exact.numel()) for norm in norms]
 
@@ -106,11 +94,9 @@ def squared_norms(received: Tensor, exact: Tensor, *, numel: int) -> list[Tensor
 def gradient_squares(
     sample: GradientSample, *, quantizers: Sequence[GradientQuantizer], numel: int
 ) -> list[Tensor]:
-    """Return the squared norms of the error of these collectives and of the gradient, of which a shard has
-    `numel` values.
+    """Return the squared norms of the collectives' error and of the gradient, scaled to `numel` values.
 
-    Their errors are added: what one leaves may lie on the grid of the next, while the sum that the next one
-    quantizes does not.
+    Errors of successive collectives are measured separately and added; see `QuantizedAllReduce.requantized`.
     """
     first, *others = quantizers
     exact = sample.values
@@ -121,21 +107,15 @@ def gradient_squares(
 
 
 def weight_squares(
-    main: Tensor,
-    replica_values: Tensor,
-    *,
-    replica: WeightReplica,
-    exact: bool,
-    refreshed: bool,
-    numel: int,
+    main: Tensor, replica_values: Tensor, *, replica: WeightReplica, exact: bool, refreshed: bool, numel: int
 ) -> list[Tensor]:
     """Return the squared norms of the difference (error, norm) and of the weights (drift, norm).
 
     Args:
-        main: [n], a sample of the main weights in fp32, of whole quantization groups.
+        main: [n], a sample of the main weights in fp32 made of complete quantization groups.
         replica_values: [n], the same values of the replica.
-        exact: the next refresh is in full precision, so that the difference has no error.
-        refreshed: return the drift that the next refresh leaves, not the present one.
+        exact: whether the next refresh is in full precision, so that the difference has no error.
+        refreshed: return the drift after the next refresh instead of the current one.
         numel: values of a shard.
     """
     unknown = main.new_full((), math.nan, dtype=torch.float64)
@@ -165,30 +145,26 @@ class Telemetry:
         self._interval = 0 if config is None else config.interval
         self.sample_numel = TelemetryConfig().sample_numel if config is None else config.sample_numel
         self._names = list(names)
-        self.step: int | None = None
-        """The last measured step; None before the first."""
-        self.squares: Tensor | None = None
-        """fp64 [groups, SQUARES] on the host; this rank's own values."""
+        self.step: int | None = None  # the last measured step; None before the first
+        self.squares: Tensor | None = None  # fp64 [groups, SQUARES] on the host, of this rank
 
     def is_due(self, step: int) -> bool:
-        """Return whether this step is measured."""
         return self._interval > 0 and step > 0 and step % self._interval == 0
 
     def publish(self, squares: Tensor, *, step: int) -> None:
-        """Take the squares of all groups after a step; the host waits for the device."""
+        """Store the squares of all groups after a step; the host waits for the device."""
         self.squares, self.step = squares.cpu(), step
 
     def measures(self) -> Tensor:
-        """Return the measures of the last measured step, fp64 [groups, 4]; NaN where one does not apply."""
+        """Return the measures of the last measured step, fp64 [groups, 4]; NaN if not applicable."""
         squares = torch.full((len(self._names), SQUARES), math.nan) if self.squares is None else self.squares
         return relative_errors(squares)
 
     def by_group(self) -> dict[str, Measures]:
-        """Return the last measures of every group by its name."""
         return {name: _named(row) for name, row in zip(self._names, self.measures().tolist(), strict=True)}
 
     def with_last_gradients(self, squares: Tensor) -> Tensor:
-        """Return squares [groups, SQUARES] with the last measured gradients where these do not apply."""
+        """Replace NaN gradient squares in [groups, SQUARES] by those of the last measured step."""
         if self.squares is None:
             return squares
         gradient = torch.tensor([0, 1, 6])
@@ -199,7 +175,7 @@ class Telemetry:
 
 
 def total_measures(squares: Tensor | None) -> Measures:
-    """Return the measures over all groups [groups, SQUARES]; errors that are not finite are left out."""
+    """Return the measures over all groups [groups, SQUARES]; groups with non-finite errors are excluded."""
     if squares is None or not len(squares):
         return _named([None] * len(MEASURES))
     errors: list[float | None] = []
@@ -211,7 +187,7 @@ def total_measures(squares: Tensor | None) -> Measures:
 
 
 def _named(row: Sequence[float | None]) -> Measures:
-    """Return measures by name; None for those that do not apply or are not finite."""
+    """Return measures by name; None if not applicable or not finite."""
     gradient_error, weight_error, weight_drift, nonfinite = (
         value if value is not None and math.isfinite(value) else None for value in row
     )

@@ -1,4 +1,4 @@
-"""Times of a user's own training steps with and without quantization, measured in turn."""
+"""Timing of a user's training steps with and without quantization, in alternating blocks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ import torch.distributed as dist
 
 from sdp4bit.collectives.errors import comm_error_context
 
-TIMED_STEPS = 2
-"""Timed steps of a block, behind the one that is not timed."""
+TIMED_STEPS = 2  # timed steps of a block, after one that is not timed
 
 Blocks = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Seconds of training steps, of the slowest rank each; the same on all ranks."""
+    """Seconds of training steps on the slowest rank, the same on all ranks."""
 
     quantized_seconds: Blocks
-    """Of the timed steps, by block, with quantized communication."""
+    """Seconds of the timed steps with quantized communication, by block."""
     plain_seconds: Blocks
-    """The same in full precision; block i was measured right after quantized block i."""
+    """The same in full precision; block i was measured directly after quantized block i."""
 
     @property
     def quantized(self) -> float:
@@ -40,7 +39,7 @@ class StepTimes:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Seconds in full precision over quantized ones, by pair of blocks: above 1 if quantization pays."""
+        """Speedup of each pair of blocks: plain seconds over quantized seconds."""
         pairs = zip(self.plain_seconds, self.quantized_seconds, strict=True)
         return tuple(statistics.median(plain) / statistics.median(ours) for plain, ours in pairs)
 
@@ -50,7 +49,6 @@ class StepTimes:
         return statistics.median(self.ratios)
 
     def __str__(self) -> str:
-        """Return one line: both medians, the ratio and its spread."""
         ratios = self.ratios
         return (
             f"{_time(self.quantized)} a step with quantization, {_time(self.plain)} without: "
@@ -66,17 +64,12 @@ def time_steps(
     full_precision: Callable[[], AbstractContextManager[None]],
     device: torch.device | None,
 ) -> StepTimes:
-    """Measure steps in blocks with and without quantization; see `CommHandle.time_steps`.
-
-    Args:
-        full_precision: see `CommHandle.full_precision`.
-        device: to wait for before the clock is read.
-    """
+    """Measure steps in blocks with and without quantization; see `CommHandle.time_steps`."""
     blocks: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}
     for _ in range(repeats):
         for is_quantized in (True, False):
             with nullcontext() if is_quantized else full_precision():
-                step()  # gathers weights in full precision after a switch
+                step()  # not timed: after a switch it gathers weights in full precision
                 seconds = tuple(_seconds(step, device) for _ in range(TIMED_STEPS))
                 blocks[is_quantized].append(seconds)
     mine = blocks[True], blocks[False]
@@ -101,7 +94,6 @@ def _wait(device: torch.device | None) -> None:
 
 
 def _slowest(ranks: list[list[tuple[float, ...]]]) -> Blocks:
-    """Return the largest of each number over ranks."""
     blocks = zip(*ranks, strict=True)
     return tuple(tuple(max(step) for step in zip(*block, strict=True)) for block in blocks)
 

@@ -1,4 +1,4 @@
-"""What the operators require of their tensors and numbers; a violation is a ValueError with the numbers."""
+"""Argument checks of the operators; they raise ValueError."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sdp4bit.quantization.layout import BLOCK, MESSAGE_ALIGNMENT, MessageLayout,
 from sdp4bit.quantization.random import MAX_ELEMENTS, RoundingKey
 
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Types of values that operators read and write."""
+"""Dtypes of values that operators read and write."""
 
 
 def check_layout(name: str, layout: MessageLayout, *, numel: int, parts: int = 1) -> None:
-    """Require that a layout is of rows of this many values, and of this many parts."""
+    """Require this number of values per row and of parts."""
     if layout.numel != numel or layout.parts != parts:
-        raise ValueError(f"{name} must have numel={numel} and parts={parts} as the tensors do, got {layout}")
+        raise ValueError(f"{name} must have numel={numel} and parts={parts} like the tensors, got {layout}")
 
 
 def check_parts(layout: MessageLayout, *, first: int, count: int) -> None:
@@ -26,7 +26,7 @@ def check_parts(layout: MessageLayout, *, first: int, count: int) -> None:
 
 
 def check_messages(name: str, messages: Tensor, *, count: int | None, layout: MessageLayout) -> None:
-    """Require the size of the layout, the number of messages that is expected, and aligned rows."""
+    """Require the size of the layout, this number of messages, and aligned rows."""
     if messages.dtype != torch.uint8 or messages.dim() != 2 or messages.shape[1] != layout.nbytes:
         raise ValueError(
             f"{name} must be uint8 [messages, {layout.nbytes}] for {layout}, "
@@ -45,14 +45,14 @@ def check_messages(name: str, messages: Tensor, *, count: int | None, layout: Me
 
 
 def check_values(name: str, values: Tensor, *, messages: Tensor) -> None:
-    """Require a type that is read, and the device of the messages."""
+    """Require a supported dtype and the device of the messages."""
     if values.dtype not in VALUE_DTYPES:
         raise ValueError(f"{name} must be fp32, bf16 or fp16, got {values.dtype}: cast it first")
     check_device(name, values, messages=messages)
 
 
 def check_device(name: str, tensor: Tensor, *, messages: Tensor) -> None:
-    """Require that a tensor is where the messages are."""
+    """Require the device of the messages."""
     if tensor.device != messages.device:
         raise ValueError(
             f"{name} is on {tensor.device} and the message buffer on {messages.device}: "
@@ -61,7 +61,7 @@ def check_device(name: str, tensor: Tensor, *, messages: Tensor) -> None:
 
 
 def check_rounding(rounding: RoundingKey | None, *, rows: int, numel: int) -> None:
-    """Require keys of 32 bits and, for every value of the rows, a number for its random bits."""
+    """Require 32-bit keys, and at most as many values as a key can number."""
     if rounding is None:
         return
     k0, k1, first, row_stride, is_dither, sender = rounding
@@ -75,17 +75,17 @@ def check_rounding(rounding: RoundingKey | None, *, rows: int, numel: int) -> No
         raise ValueError(f"dither={is_dither!r} must be True or False, and sender={sender} at least 0")
     end = first + max(rows - 1, 0) * row_stride + round_up(numel, BLOCK)
     if end > MAX_ELEMENTS:
-        raise ValueError(f"element {end} is beyond {MAX_ELEMENTS}, the most one key can number")
+        raise ValueError(f"element {end} is beyond {MAX_ELEMENTS}, the maximum for one key")
 
 
 def check_dither(dither: RoundingKey | None, *, rows: int, numel: int) -> None:
-    """Require what check_rounding does, and that the key is one of subtractive dither."""
+    """Require a key of subtractive dither, in addition to check_rounding."""
     if dither is not None and not dither.dither:
-        raise ValueError(f"dither must be a key with dither=True, as its senders had, or None; got {dither}")
+        raise ValueError(f"dither must be None or the senders' key with dither=True, got {dither}")
     check_rounding(dither, rows=rows, numel=numel)
 
 
 def check_clip(clip: float) -> None:
-    """Require a part of the largest magnitude that is not so small that most values would saturate."""
+    """Require a clip below which not most values saturate."""
     if not LEAST_CLIP <= clip <= 1:
-        raise ValueError(f"clip={clip} must be from {LEAST_CLIP} to 1, which does not clip")
+        raise ValueError(f"clip={clip} must be from {LEAST_CLIP} to 1 (no clipping)")

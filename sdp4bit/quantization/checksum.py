@@ -1,4 +1,4 @@
-"""A 64-bit number that tells apart tensors that should hold the same bits."""
+"""A 64-bit checksum for tensors that should be bit-identical."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 _WORD_BYTES = 8
 _PIECE_WORDS = {"cpu": 1 << 15}
-"""Words that are worked on at once: as many as the caches of a processor hold, more elsewhere."""
+"""Words per piece: as many as fit a CPU's caches, more on other devices."""
 _PIECE_WORDS_ELSEWHERE = 1 << 21
 
 # The finalizer of splitmix64 (S. Vigna, public domain).
@@ -18,21 +18,20 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 def _signed(value: int) -> int:
-    """Return the int64 of the same 64 bits."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Return 64 mixed bits per number, int64 as if unsigned."""
+    """Return 64 mixed bits per number, as int64."""
     for bits, factor in _ROUNDS:
-        # int64 is shifted with its sign: the copies of it are masked off.
+        # An arithmetic shift copies the sign bit; the mask removes the copies.
         x = (x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))) * _signed(factor)
     return x
 
 
 def prepare_checksums(device: torch.device) -> None:
-    """Have ready on a device what checksums need; on a GPU the host waits once, here or at the first one."""
+    """Create the factors of checksums on a device, for which the host waits once on a GPU."""
     _factors(device)
 
 
@@ -44,7 +43,7 @@ def _factors(device: torch.device) -> Tensor:
         numbers = torch.arange(2 * words, dtype=torch.int64, device=device).view(2, words)
         factors = _mix((numbers + 1) * _signed(_GOLDEN)) | 1
     if device.type == "cuda":
-        # They are used on several streams from now on, which need not wait for the one that made them.
+        # Other streams use the factors without synchronization.
         torch.cuda.current_stream(device).synchronize()
     return factors
 
@@ -52,30 +51,30 @@ def _factors(device: torch.device) -> Tensor:
 def checksum(values: Tensor) -> Tensor:
     """Return an int64 scalar on the device of `values` that any single flipped bit changes.
 
-    The bits are read as 64-bit words w_i, the last one filled up with zeros. The checksum is the sum of
+    The bits are read as 64-bit words w_i, the last one padded with zeros. The checksum is the sum of
     a_i w_i + b_i (w_i >> 32) modulo 2^64, with odd pseudo-random a_i and b_i. A flipped bit k changes it by
-    an odd multiple of 2^k or 2^(k - 32), which is not zero. Other changes cancel only by chance: one in 2^32
-    if they are confined to the highest bits of words, so that only the second term tells, else one in 2^64.
+    an odd multiple of 2^k or 2^(k - 32), which is not zero. Other changes cancel with a probability of 2^-64,
+    or of 2^-32 if they are confined to the highest bits of words.
 
-    Reads `values` once, in pieces, with memory for one piece beside (0.25 MB on the host, else 16 MB).
+    Reads `values` once, in pieces; needs memory for one piece (0.25 MB on the CPU, else 16 MB).
     """
     words, factors = _words(values), _factors(values.device)
     terms = []
     for index, part in enumerate(words.split(factors.shape[1])):
         low, high = factors[:, : part.numel()].unbind()
-        # Pieces share their factors; an odd number for each piece keeps them apart.
+        # Pieces share their factors, so each gets another odd number.
         number = _signed((2 * index + 1) * _GOLDEN)
         terms.append(_dot(part, low).add_(_dot(part >> 32, high)).mul_(number))
     return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
-    # CUDA has no dot product of integers.
+    # CUDA has no integer dot product.
     return torch.dot(x, y) if x.device.type == "cpu" else (x * y).sum()
 
 
 def _words(values: Tensor) -> Tensor:
-    """Return the bits of a tensor as int64 [n], independent of how it lies in memory."""
+    """Return the bits of a tensor as int64 [n], independent of its strides."""
     flat = values.detach().contiguous().view(-1).view(torch.uint8)
     whole = flat.numel() // _WORD_BYTES * _WORD_BYTES
     rest = flat.numel() - whole

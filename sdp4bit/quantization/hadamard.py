@@ -1,4 +1,4 @@
-"""Walsh-Hadamard transform of blocks of 32, in the form that every back end reproduces bit for bit."""
+"""Walsh-Hadamard transform of blocks of 32, which every back end reproduces bit for bit."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from sdp4bit.quantization.layout import BLOCK
 
 STRIDES = (1, 2, 4, 8, 16)
 INVERSE_FACTOR = 1.0 / BLOCK
-"""The transform applied twice multiplies by 32; exact in fp32, a power of two."""
+"""Applying the transform twice multiplies by 32, which is exact in fp32."""
 
 
 def hadamard32(values: Tensor) -> Tensor:
-    """Return the unnormalized transform, in natural (Sylvester) order, of each run of 32 values.
+    """Return the unnormalized transform, in natural (Sylvester) order, of each block of 32 values.
 
-    The butterflies run over strides 1, 2, 4, 8, 16 in this order, in fp32: additions are rounded, so the
-    order is part of the definition (paper section 3.2).
+    The butterflies run over strides 1, 2, 4, 8, 16 in fp32. Additions are rounded, so this order is part of
+    the definition (paper section 3.2).
 
     Args:
         values: fp32, contiguous, any shape whose last dimension is a multiple of 32.

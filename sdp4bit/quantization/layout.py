@@ -1,23 +1,23 @@
-"""Byte layout of a message: integers only, shared by every back end, the collectives and the planner.
+"""Byte layout of messages, shared by all back ends, the collectives and the planner.
 
 A message carries `parts` rows of `numel` values. Codes and scales travel together in one uint8 buffer:
 
     [codes of part 0][codes of part 1]...[scales of part 0][scales of part 1]...[padding]
 
 A row is padded with zeros to a multiple of 32, the Hadamard block. Its groups have `group_size` values; the
-last may be shorter (still a multiple of 32), so a short row costs no more than 31 padded values. Scales are
-bf16. Codes of 8 bits are signed; smaller ones are offset by 2^(bits - 1), or by 5 with 3.5 bits. They are
-symmetric: a stored 0 is never written with 2, 3 or 4 bits.
+last may be shorter (still a multiple of 32), so a row has at most 31 padded values. Scales are bf16. Codes of
+8 bits are signed; smaller ones are offset by 2^(bits - 1), or by 5 with 3.5 bits. Codes are symmetric, so a
+stored 0 never occurs with 2, 3 or 4 bits.
 
 * 4 bits, by halves of a group: byte i holds value i in its low and value i + size / 2 in its high nibble.
 * 2 bits, in order: byte i holds values 4i to 4i + 3, the first in its lowest bits.
-* 3 bits, block by block of 32 values, 12 bytes each: 8 bytes with the lower two bits of the codes, as with 2
-  bits; then 4 bytes with the third bits, of values 8i to 8i + 7 in byte i, the first in its lowest bit.
-* 3.5 bits, 11 codes, block by block, 14 bytes each: values i and i + 16 are a pair, the number
-  c[i] + 11 c[i + 16] of 7 bits, and the 16 pairs lie in order, the first in the lowest bits.
+* 3 bits, 12 bytes per block of 32 values. 8 bytes have the lower two bits of the codes, as with 2 bits. Then
+  4 bytes have the third bits, of values 8i to 8i + 7 in byte i, the first in its lowest bit.
+* 3.5 bits, 11 codes, 14 bytes per block of 32 values. Values i and i + 16 are a pair, the number
+  c[i] + 11 c[i + 16] of 7 bits. The 16 pairs lie in order, the first in the lowest bits.
 * 32 bits: the fp32 values themselves, without scales.
 
-With 2 and 3 bits 16 values are thus a word of 32 bits and half a word, wherever groups begin and end.
+With 2 and 3 bits, 16 values are thus a 32-bit word and half a word, independent of groups.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 BLOCK = 32
-"""Rows are padded to multiples of this; also the Hadamard block."""
+"""Rows are padded to multiples of this, the Hadamard block."""
 SCALE_BYTES = 2
 MESSAGE_ALIGNMENT = 16
-"""Message sizes are multiples of this many bytes: each message of a buffer is aligned for wide loads."""
+"""Message sizes are multiples of this many bytes, so that all messages of a buffer are aligned."""
 FULL_PRECISION = 32
 SUPPORTED_BITS = (2, 3, 3.5, 4, 8, FULL_PRECISION)
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple that is not below value."""
+    """Round up to a multiple."""
     return -(-value // multiple) * multiple
 
 
@@ -48,10 +48,11 @@ def largest_code(bits: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageLayout:
-    """Layout of one message: where its codes and scales lie.
+    """Layout of one message.
 
     Raises:
-        ValueError: bits not 2, 3, 3.5, 4, 8, 32; a group size that is no multiple of 32; or negative counts.
+        ValueError: bits are not 2, 3, 3.5, 4, 8 or 32, the group size is no multiple of 32, or a count is
+            negative.
     """
 
     numel: int
@@ -113,39 +114,34 @@ class MessageLayout:
 
     @cached_property
     def padding_bytes(self) -> float:
-        """Bytes beyond bits / 8 per value and 2 per group_size values: the cost of raggedness."""
+        """Bytes beyond bits / 8 per value and 2 per group_size values."""
         scales = 0.0 if self.bits == FULL_PRECISION else SCALE_BYTES / self.group_size
         return self.nbytes - self.parts * self.numel * (self.bits / 8 + scales)
 
 
 @dataclass(frozen=True)
 class JointLayout:
-    """Layout of a message of several parts, one behind the other, each aligned for wide loads."""
+    """Layout of a message of several consecutive parts, each aligned."""
 
     layouts: tuple[MessageLayout, ...]
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the message."""
         return sum(layout.nbytes for layout in self.layouts)
 
     @cached_property
     def padding_bytes(self) -> float:
-        """Bytes that the raggedness of the parts costs; see MessageLayout."""
+        """See MessageLayout."""
         return math.fsum(layout.padding_bytes for layout in self.layouts)
 
     @cached_property
     def places(self) -> tuple[slice, ...]:
-        """Where the parts lie in the message."""
+        """Byte ranges of the parts."""
         ends = tuple(accumulate(layout.nbytes for layout in self.layouts))
         return tuple(slice(start, end) for start, end in pairwise((0, *ends)))
 
 
 @lru_cache(maxsize=4096, typed=True)
 def message_layout(*, numel: int, bits: float, group_size: int, parts: int = 1) -> MessageLayout:
-    """Return a layout, the same object for equal arguments, so that its sizes are computed once.
-
-    Raises:
-        ValueError: as :class:`MessageLayout`.
-    """
+    """Return a cached layout, whose sizes are computed once; see :class:`MessageLayout`."""
     return MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)

@@ -1,10 +1,8 @@
-"""The five fused operators: checks of their arguments, and the choice of a back end.
+"""The five fused operators: argument checks and dispatch to a back end.
 
-Every operator writes into a caller's buffer and returns nothing, so that buffers can be kept from step to
-step. Tensors on the CPU are served by numba if it is installed and by the reference otherwise; CUDA tensors
-by Triton. All back ends give the same bytes, so ranks may differ in what they use.
-
-The back ends have functions of the same names and arguments.
+Every operator writes to the caller's buffer and returns nothing, so that buffers can be reused. CPU tensors
+use numba if it is installed and the reference otherwise, CUDA tensors use Triton. All back ends produce the
+same bytes, so ranks may use different ones. They define functions with the same names and arguments.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from sdp4bit.quantization.random import RoundingKey
 BackendName = Literal["auto", "reference", "numba", "triton"]
 
 _EXTRA = {"numba": "cpu", "triton": "cuda"}
-"""The package that a back end needs, which has its name, comes with this extra."""
+"""The extra that installs a back end's package."""
 _MODULE = {"numba": "sdp4bit.kernels.cpu.backend", "triton": "sdp4bit.kernels.triton.backend"}
 _AUTOMATIC = {"cpu": "numba", "cuda": "triton"}
 
@@ -56,7 +54,7 @@ def _load(name: str) -> ModuleType:
                 f'the back end {name!r} needs the package {name}: pip install "sdp4bit[{_EXTRA[name]}]"',
                 name=name,
             )
-        # numba starts its threads on import and with them sets the number of torch's, if both use one OpenMP.
+        # On import numba starts its threads, which changes torch's number of threads if both share OpenMP.
         threads = torch.get_num_threads()
         _loaded[name] = importlib.import_module(_MODULE[name])
         if torch.get_num_threads() != threads:
@@ -71,7 +69,7 @@ def _automatic_backend(device_type: str) -> ModuleType:
         if name is not None and _is_available(name):
             _loaded[key] = _load(name)
         else:
-            wanted = "" if name is None else f'; `pip install "sdp4bit[{_EXTRA[name]}]"` brings the fast ones'
+            wanted = "" if name is None else f'; install them with `pip install "sdp4bit[{_EXTRA[name]}]"`'
             warnings.warn(
                 f"sdp4bit: no fast kernels for {device_type} tensors, using the plain PyTorch reference, "
                 f"which is many times slower{wanted}",
@@ -103,7 +101,7 @@ def use_backend(name: BackendName) -> Iterator[None]:
     """Run every operator inside the block on the named back end (for tests and measurements).
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: the name is unknown.
         ModuleNotFoundError: its package is not installed.
     """
     if name not in ("auto", "reference", *_MODULE):
@@ -118,12 +116,7 @@ def use_backend(name: BackendName) -> Iterator[None]:
 
 
 def subtract_quantize(
-    main: Tensor,
-    *,
-    replica: Tensor | None,
-    out: Tensor,
-    layout: MessageLayout,
-    clip: float = 1.0,
+    main: Tensor, *, replica: Tensor | None, out: Tensor, layout: MessageLayout, clip: float = 1.0
 ) -> None:
     """Quantize main - replica (paper algorithm 2), or main if there is no replica, into a message.
 
@@ -132,11 +125,11 @@ def subtract_quantize(
         replica: [n], any of these types, or None; the difference is taken in fp32.
         out: uint8 [nbytes] of the layout.
         layout: of n values, one part. Values are rounded to nearest.
-        clip: part of a group's largest magnitude that the largest code stands for, 0.1 to 1; what is larger
-            saturates. It is not sent: the scale says all that a receiver has to know.
+        clip: fraction of a group's largest magnitude that the largest code represents, 0.1 to 1. Larger
+            values saturate. It is not sent, because the scale includes it.
 
     Raises:
-        ValueError: shapes, types, devices or numbers that do not fit; so do all operators.
+        ValueError: shapes, dtypes, devices or numbers do not match; this applies to all operators.
     """
     if main.dim() != 1 or (replica is not None and replica.shape != main.shape):
         other = None if replica is None else list(replica.shape)
@@ -155,20 +148,14 @@ def subtract_quantize(
         _backend(out).subtract_quantize(main, replica=replica, out=out, layout=layout, clip=clip)
 
 
-def dequantize_add(
-    messages: Tensor,
-    *,
-    replica: Tensor,
-    layout: MessageLayout,
-    accumulate: bool,
-) -> None:
-    """Add message i to row i of the replica, or replace the row by it; fp32 sum, rounded to nearest even.
+def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, accumulate: bool) -> None:
+    """Add message i to row i of the replica or replace the row by it; fp32 sum, rounded to nearest even.
 
     Args:
         messages: uint8 [k, nbytes] of the layout.
         replica: [k, n], fp32, bf16 or fp16, changed in place; rows contiguous.
         layout: of n values, one part.
-        accumulate: True adds (differences), False replaces (weights themselves).
+        accumulate: True adds differences, False replaces weights.
     """
     if replica.dim() != 2 or (replica.shape[1] > 1 and replica.stride(1) != 1):
         raise ValueError(f"replica must be 2-D with contiguous rows, got {list(replica.shape)}")
@@ -180,23 +167,18 @@ def dequantize_add(
 
 
 def hadamard_quantize(
-    values: Tensor,
-    *,
-    out: Tensor,
-    layout: MessageLayout,
-    hadamard: bool,
-    rounding: RoundingKey | None,
+    values: Tensor, *, out: Tensor, layout: MessageLayout, hadamard: bool, rounding: RoundingKey | None
 ) -> None:
     """Quantize values[i], transformed first (paper algorithm 3, steps 1 and 2), into message i.
 
     Args:
-        values: [destinations, parts, n], fp32, bf16 or fp16; any strides with contiguous rows, so that a
-            transposed view of the gradient is sent without a copy.
+        values: [destinations, parts, n], fp32, bf16 or fp16; contiguous rows with any strides between them,
+            such as a transposed view of the gradient.
         out: uint8 [destinations, nbytes] of the layout.
         layout: of n values, any number of parts.
         hadamard: transform blocks of 32 values first.
-        rounding: stochastic with this key, or subtractive dither if it says so, which the receiver needs the
-            key for; None for nearest.
+        rounding: key of stochastic rounding or of subtractive dither, which the receiver needs too; None
+            rounds to nearest.
     """
     if values.dim() != 3 or (values.shape[2] > 1 and values.stride(2) != 1):
         raise ValueError(f"values must be 3-D with contiguous rows, got {list(values.shape)}")
@@ -226,9 +208,9 @@ def dequantize_reduce_quantize(
         received: of n values, any number of parts.
         out: uint8 [m, nbytes] of the layout `sent`; message i is for part `first_part` + i.
         sent: of n values, one part.
-        rounding: as for hadamard_quantize; message i is row i.
-        dither: the key of messages that came with subtractive dither, message i from sender i whatever the
-            key's own; it numbers part `first_part` + i as row i. None for other messages.
+        rounding: as in hadamard_quantize; message i is row i.
+        dither: key of messages with subtractive dither, None for others. Message i is from sender i, whatever
+            the key's own sender, and part `first_part` + i is row i.
     """
     if out.dim() != 2:
         raise ValueError(f"out must be 2-D, one message per row, got {list(out.shape)}")
@@ -266,14 +248,14 @@ def dequantize_reduce_hadamard(
 ) -> None:
     """Sum a part of messages, transform the sum and multiply it (paper algorithm 3, steps 7 and 8).
 
-    The transform is unnormalized: fold 1/32 into the multiplier, which is applied once, in fp32.
+    The transform is unnormalized, so include 1/32 in the multiplier, which is applied once, in fp32.
 
     Args:
         messages: uint8 [k, nbytes] of the layout.
         out: [n], fp32, bf16 or fp16; contiguous.
         layout: of n values, any number of parts.
-        hadamard: whether the values that were sent had been transformed.
-        dither: as for dequantize_reduce_quantize; it numbers the part as row 0.
+        hadamard: whether the sent values are transformed.
+        dither: as in dequantize_reduce_quantize; the part is row 0.
         accumulate: add to `out`, in fp32, instead of replacing it.
     """
     if out.dim() != 1 or not out.is_contiguous():

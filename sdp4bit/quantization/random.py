@@ -1,8 +1,7 @@
-"""Random bits for stochastic rounding that depend on names, not on history.
+"""Counter-based random bits for stochastic rounding.
 
-A bit is a pure function of (seed, step, bucket, stage, rank, element). Nothing is drawn from a generator,
-so activation checkpointing, dropout and the user's own random state are untouched, a resumed run repeats
-the same bits, and every back end computes them where it needs them.
+A bit is a pure function of (seed, step, bucket, stage, rank, element). No generator is used, so the user's
+random state is unchanged, a resumed run repeats the same bits, and kernels compute them in place.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
-# The mixing constants of two public-domain functions: splitmix64 (S. Vigna), lowbias32 (C. Wellons).
+# Mixing constants of two public-domain functions: splitmix64 (S. Vigna) and lowbias32 (C. Wellons).
 _GOLDEN = 0x9E3779B97F4A7C15
 _STREAM = 0xD1B54A32D192ED03
 _SPLITMIX_1 = 0xBF58476D1CE4E5B9
@@ -26,13 +25,13 @@ LOWBIAS_2 = 0x846CA68B
 
 STEP_BITS, BUCKET_BITS, STAGE_BITS, RANK_BITS = 32, 12, 2, 18
 MAX_BUCKETS, MAX_RANKS = 1 << 20, 1 << RANK_BITS
-"""How many parameter groups, and how many ranks of one of them, streams can be told apart for."""
+"""Maximum numbers of parameter groups and of ranks with distinct streams."""
 MAX_ELEMENTS = 1 << 33
-"""Elements that one key can number: counters have 32 bits and serve two elements each."""
+"""Maximum number of elements of one key: a 32-bit counter serves two elements."""
 
 
 class Stage(IntEnum):
-    """Quantization of a step that random bits are for."""
+    """A quantization within a step."""
 
     INTRA = 0
     INTER = 1
@@ -40,19 +39,19 @@ class Stage(IntEnum):
 
 
 class RoundingKey(NamedTuple):
-    """Key of a random rounding: what its random bits are computed from besides an element's number."""
+    """Key of a random rounding, from which the bits of an element's number are computed."""
 
     k0: int
     k1: int
-    """Unsigned 32-bit keys of the stream, as :func:`derive_keys` returns them."""
+    """Unsigned 32-bit keys of the stream from :func:`derive_keys`."""
     first: int = 0
     """Number of the first value of row 0, a multiple of 32."""
     row_stride: int = 0
-    """How far apart in numbers consecutive rows begin, a multiple of 32."""
+    """Difference between the numbers of consecutive rows, a multiple of 32."""
     dither: bool = False
-    """Subtractive dither: receivers who know the key take the upper 8 of an element's 16 bits off again."""
+    """Subtractive dither: receivers with the key subtract the upper 8 of an element's 16 bits."""
     sender: int = 0
-    """Number of the sender among those whose values are summed and who share the key, for dither."""
+    """For dither: index among the senders that share the key and whose values are summed."""
 
     def at_row(self, row: int) -> RoundingKey:
         """Return the key for rows from this one on."""
@@ -60,22 +59,20 @@ class RoundingKey(NamedTuple):
 
     @property
     def mask(self) -> int:
-        """The 8 bits by which the sender changes the upper ones of every element; see dither_mask."""
+        """The sender's 8 bits that are XORed with the upper bits of every element; see dither_mask."""
         return dither_mask(self.sender)
 
 
 def pack_stream(*, step: int, bucket: int, stage: Stage, rank: int) -> int:
     """Return the 64-bit stream number of a quantization; distinct arguments give distinct streams.
 
-    Fields of 32, 12, 2 and 18 bits. Buckets from 4096 on take bits from the top of the step's field: up to
-    4096 * 2**k of them have streams of their own for the first 2**(32 - k) steps, the last that the highest
-    buckets are given any for.
+    Fields have 32, 12, 2 and 18 bits. Buckets from 4096 on use the top bits of the step's field. Up to
+    4096 * 2**k buckets therefore have distinct streams for 2**(32 - k) steps.
 
     Raises:
         ValueError: an argument does not fit its field.
     """
-    # Page k begins where bit-reversed k does. That keeps the steps of n pages as far apart as n pages can be,
-    # whatever n is, and leaves page 0, all there was before, where it is.
+    # Page k begins at bit-reversed k, so the steps of any number of pages are as far apart as possible.
     page, in_page = bucket >> BUCKET_BITS, bucket % (1 << BUCKET_BITS)
     step_bits = STEP_BITS - page.bit_length()
     fields = (
@@ -95,15 +92,15 @@ def pack_stream(*, step: int, bucket: int, stage: Stage, rank: int) -> int:
 
 
 def check_numbers(*, buckets: int, ranks: int) -> None:
-    """Raise ValueError if there are more parameter groups, or ranks of one, than streams can tell apart."""
+    """Raise ValueError if there are more parameter groups or ranks than distinct streams."""
     if buckets > MAX_BUCKETS:
         raise ValueError(
-            f"{buckets:,} parameter groups are more than the {MAX_BUCKETS:,} that random bits tell apart: "
+            f"{buckets:,} parameter groups are more than the {MAX_BUCKETS:,} with distinct random bits: "
             "shard larger modules, each as one group"
         )
     if ranks > MAX_RANKS:
         raise ValueError(
-            f"{ranks:,} data-parallel ranks are more than the {MAX_RANKS:,} that random bits can tell apart"
+            f"{ranks:,} data-parallel ranks are more than the {MAX_RANKS:,} with distinct random bits"
         )
 
 
@@ -117,13 +114,13 @@ def derive_keys(seed: int, stream: int) -> tuple[int, int]:
 
 
 def dither_mask(sender: int) -> int:
-    """Return the offset of a sender's dither: the low 8 bits of its number, in reverse order.
+    """Return the offset of a sender's dither: the low 8 bits of its number in reverse order.
 
-    Every sender's dither is uniform, as any bits are after an exclusive or. Together those of 2**k senders
-    lie in different of 2**k equal intervals (a digital shift by the van der Corput sequence): where senders
-    have nearly equal values, their errors cancel; where they have not, their errors are uncorrelated. And
-    the receiver draws bits once for all of them. The idea that senders' dithers should depend on each other
-    is that of correlated quantization (A. T. Suresh et al., ICML 2022, arXiv 2203.04925).
+    Each sender's dither stays uniform after the XOR. The dithers of 2**k senders lie in distinct intervals of
+    length 2**-k, which is a digital shift by the van der Corput sequence. So the errors of nearly equal
+    values cancel, those of other values are uncorrelated, and the receiver draws bits once for all senders.
+    The idea of dependent dithers is that of correlated quantization (A. T. Suresh et al., ICML 2022,
+    arXiv 2203.04925).
     """
     return int(f"{sender & 0xFF:08b}"[::-1], 2)
 
@@ -133,12 +130,12 @@ def _signed(value: int) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift as if unsigned: torch copies the sign bit of int32, so the copies are masked off."""
+    """Shift int32 as if unsigned; the mask removes the copies of the sign bit."""
     return (x >> bits) & (_MASK32 >> bits)
 
 
 def hash32(counter: Tensor, k0: int, k1: int) -> Tensor:
-    """Return 32 mixed bits per counter; int32 in and out, wrapping like uint32."""
+    """Return 32 mixed bits per counter; int32 that wraps like uint32."""
     x = counter ^ _signed(k0)
     x = x ^ _shift_right(x, 16)
     x = x * LOWBIAS_1
@@ -151,20 +148,20 @@ def hash32(counter: Tensor, k0: int, k1: int) -> Tensor:
 def random_bits16(first: int, numel: int, k0: int, k1: int, *, device: torch.device | None = None) -> Tensor:
     """Return 16 random bits, int32 in [0, 65536), for each element first .. first + numel - 1.
 
-    Element e of a block of 32 reads counter (e // 32) * 16 + e % 16; lanes 0 to 15 take the low half of
-    its hash and lanes 16 to 31 the high half, so that one hash serves two elements.
+    Element e hashes counter (e // 32) * 16 + e % 16. Lanes 0 to 15 of a block of 32 use the low half of the
+    hash, and lanes 16 to 31 use the high half, so that one hash serves two elements.
 
     Args:
         first: number of the first element, a multiple of 32, not negative.
-        numel: how many elements, a multiple of 32.
+        numel: number of elements, a multiple of 32.
 
     Raises:
-        ValueError: a number that is negative or no multiple of 32, or an element beyond 2**33.
+        ValueError: a number is negative or no multiple of 32, or an element is beyond 2**33.
     """
     if first < 0 or numel < 0 or first % 32 or numel % 32:
         raise ValueError(f"first={first} and numel={numel} must be multiples of 32, at least 0")
     if first + numel > MAX_ELEMENTS:
-        raise ValueError(f"element {first + numel} is beyond {MAX_ELEMENTS}, the most one key can number")
+        raise ValueError(f"element {first + numel} is beyond {MAX_ELEMENTS}, the maximum for one key")
     counter = torch.arange(first // 2, (first + numel) // 2, dtype=torch.int64, device=device)
     counter = counter.to(torch.int32).view(-1, 1, 16)
     mixed = hash32(counter, k0, k1)

@@ -2,26 +2,26 @@
 
 The numbers are chosen so that fp32 arithmetic gives one answer everywhere:
 
-* The largest magnitude of a group is taken over the integer bits of |x|, which order NaN > Inf > finite.
+* The largest magnitude of a group is the maximum of the integer bits of |x|, which order NaN > Inf > finite.
 * The scale is bf16, rounded up with integers, so |x / scale| never exceeds the largest code (no clamp) and
-  code * scale is exact in fp32 (no difference between fused and separate multiply-add). A clipped scale is
-  that of a part of the largest magnitude; values beyond it saturate at the largest code.
+  code * scale is exact in fp32 (no difference between fused and separate multiply-add). Clipping reduces the
+  scale, and values beyond it saturate at the largest code.
 * code = (trunc(x * (65536 / scale)) + r) >> 16, with r = 0x8000 (nearest) or 16 random bits (stochastic):
   one correctly rounded division per group, one multiplication per value, integers afterwards.
-* With subtractive dither (arXiv 1904.01197) the code is the stochastic one, and the receiver, who knows r,
-  takes it as (code + 1/2 - r / 65536) * scale: the error is uniform over one step and independent of x, half
-  the variance, still unbiased. It subtracts the upper 8 bits of r, in the middle of what the others can be:
-  all 16 would leave no room for the scale's 8 in an exact product, and would gain 2**-16 of the variance.
-  An x whose fixed-point number is 0 gets the lowest code, which no other has, and is received as 0: what no
-  sender had a gradient for stays exactly untouched. 11 codes have none to spare: with 3.5 bits both of a pair
-  have to be 0, as they are in a block of zeros; then they get the number 121, which no other pair has.
-* A group that holds NaN or Inf gets a NaN scale and dequantizes to NaN, so that a loss scaler or a norm
-  check still sees it; so does, with 2 bits, one so large that its scale is rounded up to infinity (above
-  3.36e38). A group below 2**-100 becomes zero, whatever the flush-to-zero mode.
+* With subtractive dither (arXiv 1904.01197) the code is the stochastic one. The receiver knows r and decodes
+  (code + 1/2 - r / 65536) * scale. The error is uniform over one step, independent of x and unbiased, with
+  half the variance. Only the upper 8 bits of r are subtracted, plus half a unit for the others. All 16 would
+  make the product with the scale inexact, to reduce the variance by 2**-16.
+* With dither, an x whose fixed-point number is 0 gets the otherwise unused lowest code, which decodes to 0.
+  So values without a gradient on any sender stay exactly unchanged. 3.5 bits have no unused code. There a
+  pair of such values, as in a block of zeros, gets the unused number 121.
+* A group with NaN or Inf gets a NaN scale and dequantizes to NaN, so that a loss scaler or a norm check sees
+  it. With 2 bits so does a group above 3.36e38, whose scale would be rounded up to infinity. A group below
+  2**-100 becomes zero in any flush-to-zero mode.
 * Sums start from +0.0 and add the contributions in rank order, in fp32.
 
-Layout of the messages: :mod:`sdp4bit.quantization.layout`. Quantizer: paper section 2.2, with the 2**(b-1)-1
-symmetric levels of the reference implementation; the integer scale, the packing and 11 levels are this
+Message layout: :mod:`sdp4bit.quantization.layout`. Quantizer: paper section 2.2, with the 2**(b-1)-1
+symmetric levels of the reference implementation. The integer scale, the packing and 11 levels are this
 project's own.
 """
 
@@ -51,15 +51,15 @@ _ZERO_PAIR = (-5, 6)
 
 
 def compute_scales(groups: Tensor, bits: float, clip: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scale of each group, its fixed-point reciprocal, and which groups are not finite.
+    """Return the scale of each group, its fixed-point reciprocal, and whether it is not finite.
 
     Args:
         groups: fp32 [..., group size].
         bits: 2, 3, 3.5, 4 or 8.
-        clip: part of a group's largest magnitude that the largest code stands for.
+        clip: fraction of a group's largest magnitude that the largest code represents.
 
     Returns:
-        scales bf16 [...], 65536 / scale fp32 [...] (0 where no code is needed), bool [...].
+        scales bf16 [...], 65536 / scale fp32 [...] (0 if all codes are zero), bool [...].
     """
     largest = (groups.view(torch.int32) & _ABS_MASK).amax(-1)
     not_finite = largest >= _INFINITY_BITS
@@ -80,7 +80,7 @@ def quantize_groups(
 
     Args:
         random: 16 random bits per value, int32, for stochastic rounding or dither; None rounds to nearest.
-        clip: as for compute_scales.
+        clip: as in compute_scales.
         dither: give zeros the lowest code, or that of a pair, for :func:`subtract_dither`.
     """
     scales, reciprocal, not_finite = compute_scales(groups, bits, clip)
@@ -104,9 +104,9 @@ def subtract_dither(codes: Tensor, bits: float, random: Tensor) -> Tensor:
 
     Args:
         codes: int8.
-        random: the 16 random bits that they were rounded by, int32.
+        random: the 16 random bits of their rounding, int32.
     """
-    # (upper 8 bits + 1/2) / 256 is the middle of the numbers in 0..1 that begin with these bits.
+    # (upper 8 bits + 1/2) / 256 is the midpoint of the numbers in [0, 1) that begin with these bits.
     dither = ((random >> 8) * 2 + 1).float() / 512
     is_zero = codes == -1 - largest_code(bits)
     if bits == 3.5:
@@ -125,7 +125,7 @@ def _group_ranges(layout: MessageLayout) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _pad(rows: Tensor, layout: MessageLayout) -> Tensor:
-    """Return fp32 rows of padded_numel values, zero beyond the given ones."""
+    """Pad rows with zeros to padded_numel fp32 values."""
     if rows.shape[-1] == layout.padded_numel:
         return rows.float().contiguous()
     padded = torch.zeros(*rows.shape[:-1], layout.padded_numel, dtype=torch.float32, device=rows.device)
@@ -204,11 +204,7 @@ def unpack(packed: Tensor, bits: float) -> Tensor:
 def encode(
     values: Tensor, out: Tensor, layout: MessageLayout, rounding: RoundingKey | None, clip: float = 1.0
 ) -> None:
-    """Write values, fp32 [m, parts, padded_numel], into messages out [m, nbytes]; rows are m * parts.
-
-    Args:
-        clip: as for compute_scales.
-    """
+    """Write values, fp32 [m, parts, padded_numel], into messages out [m, nbytes]; rows are m * parts."""
     out[:, layout.payload_bytes :] = 0
     if not layout.padded_numel:
         return
@@ -244,7 +240,7 @@ def decode(
 
     Args:
         random: int32 [m, parts, padded_numel], the random bits of dithered codes.
-        first, count: the parts to return; by default all.
+        first, count: the parts to return, all by default.
     """
     parts = slice(first, layout.parts if count is None else first + count)
     shape = (messages.shape[0], parts.stop - first, layout.padded_numel)

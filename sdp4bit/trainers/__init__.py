@@ -1,4 +1,1 @@
-"""One switch in the trainers that people use: a module per trainer, which imports it.
-
-Whoever has such a trainer has the package; sdp4bit itself needs none of them.
-"""
+"""Integrations with trainers, one module each; only the module imports the trainer's package."""

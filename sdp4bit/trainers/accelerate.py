@@ -1,4 +1,4 @@
-"""FSDP2 models that `accelerate.Accelerator` has prepared."""
+"""Quantized communication of FSDP2 models prepared by `accelerate.Accelerator`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ except ImportError as error:
 __all__ = ["log_values", "quantize_communication"]
 
 _SWITCH = (
-    "Accelerate uses FSDP2 with Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)), or "
-    "with `fsdp_version: 2` in the file of `accelerate launch`, on several processes; call this after "
-    "accelerator.prepare(model, optimizer), with the model that it returns"
+    "Accelerate uses FSDP2 on several processes with "
+    "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)), or with `fsdp_version: 2` in "
+    "the file of `accelerate launch`. Pass the model that accelerator.prepare(model, optimizer) returns"
 )
 
 
@@ -35,17 +35,17 @@ def quantize_communication(
     topology: TopologySpec = "auto",
     skip: Skip = None,
 ) -> CommHandle:
-    """Quantize the communication of a prepared model, and have save_state and load_state keep its state.
+    """Quantize the communication of a prepared model; save_state and load_state include its state.
 
-    Call it on every rank, right after `model, optimizer = accelerator.prepare(model, optimizer)`. For
-    the trackers: `accelerator.log({"loss": loss, **log_values(comm)})`.
+    Call it on every rank, directly after `model, optimizer = accelerator.prepare(model, optimizer)`. To log
+    statistics, call `accelerator.log({"loss": loss, **log_values(comm)})`.
 
     Args:
-        model: as `accelerator.prepare` has returned it.
+        model: the model that `accelerator.prepare` returned.
         config, topology, skip: as in `sdp4bit.quantize_communication`.
 
     Raises:
-        ValueError: the model is not sharded by FSDP2; also as `sdp4bit.quantize_communication`.
+        ValueError: the model is not sharded by FSDP2, or an error of `sdp4bit.quantize_communication`.
     """
     comm = attachment.attach(
         model,
@@ -64,7 +64,7 @@ def quantize_communication(
         if comm.is_attached:
             attachment.load(comm, folder)
 
-    # Accelerate calls "pre" hooks once FSDP2's model and optimizer are written and read, on all ranks.
+    # Accelerate calls "pre" hooks on all ranks after it has written or read FSDP2's model and optimizer.
     accelerator.register_save_state_pre_hook(after_saving)
     accelerator.register_load_state_pre_hook(after_loading)
     return comm

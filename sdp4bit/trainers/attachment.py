@@ -1,4 +1,4 @@
-"""What the trainers share: attaching to the model they have sharded, their checkpoints, their logs."""
+"""Attachment, checkpoints and logs, which all trainers share."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.fsdp2.api import Skip, quantize_communication
 from sdp4bit.engines.handle import CommHandle
 
-FOLDER = "sdp4bit"
-"""Of the communication's state, in a trainer's checkpoint."""
-PREFIX = "sdp4bit/"
-"""Of the names in a trainer's logs."""
+FOLDER = "sdp4bit"  # folder of the communication state in a trainer's checkpoint
+PREFIX = "sdp4bit/"  # prefix of the names in a trainer's logs
 _MEASURES = ("weight_drift", "weight_error", "gradient_error")
 
 
 def missing(extra: str, cause: ImportError) -> ImportError:
-    """Return the error for a trainer's package that cannot be imported; it names the extra that brings it."""
+    """Return the error for a trainer's package that cannot be imported, with the extra to install."""
     return ImportError(
         f"sdp4bit.trainers.{extra} cannot import its trainer ({cause}): pip install 'sdp4bit[{extra}]'"
     )
@@ -48,28 +46,28 @@ def attach(
     """Quantize the communication of a model that a trainer has sharded; call it on all ranks.
 
     Args:
-        caller: the name of what users have switched on, for errors.
-        switch: how this trainer is told to use FSDP2, for errors.
-        is_ddp: whether the trainer wraps the model in DistributedDataParallel, where the model does not show.
+        caller: name of the public class or function, for errors.
+        switch: instructions for FSDP2 with this trainer, for errors.
+        is_ddp: whether the trainer wraps the model in DistributedDataParallel without showing it here.
         config, topology, skip: as in `quantize_communication`.
 
     Raises:
-        ValueError: the trainer uses something else than FSDP2; also as `quantize_communication`.
+        ValueError: the trainer does not use FSDP2, or an error of `quantize_communication`.
     """
     roots = [model] if isinstance(model, nn.Module) else model
     modules = [module for root in roots for module in root.modules()]
     if not any(isinstance(module, FSDPModule) for module in modules):
         if any(isinstance(module, FullyShardedDataParallel) for module in modules):
-            reason = "it uses FSDP1, whose communication has no such hooks"
+            reason = "it uses FSDP1, which has no communication hooks"
         elif is_ddp or any(isinstance(module, DistributedDataParallel) for module in modules):
             reason = (
-                "it uses DistributedDataParallel. For quantized gradients there, register "
+                "it uses DistributedDataParallel. To quantize gradients there, register "
                 "sdp4bit.ddp_comm_hook with the wrapped model (docs/ddp.md)"
             )
         elif not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            reason = "there is one process, which communicates with nobody"
+            reason = "there is one process, which does not communicate"
         else:
-            reason = "no module of the model has been sharded"
+            reason = "no module of the model is sharded"
         raise ValueError(
             f"{caller} needs a model that the trainer has sharded with FSDP2, but {reason}. {switch}"
         )
@@ -77,13 +75,13 @@ def attach(
 
 
 def log_values(comm: CommHandle) -> dict[str, float]:
-    """Return the values that a trainer logs; cheap, waits for nothing, and this rank's own.
+    """Return this rank's statistics for a trainer's log; cheap, never waits.
 
     Returns:
-        "sdp4bit/inter_bytes", "sdp4bit/intra_bytes": that this rank has sent in the last step.
-        "sdp4bit/compression_ratio": bytes of plain FSDP2 over these. "sdp4bit/full_refreshes": so far.
+        "sdp4bit/inter_bytes", "sdp4bit/intra_bytes", "sdp4bit/compression_ratio": of the last step.
+        "sdp4bit/full_refreshes": total so far.
         "sdp4bit/weight_drift", "sdp4bit/weight_error", "sdp4bit/gradient_error": of the last measured step,
-        if there was one. Nothing before the first step.
+        if any. Empty before the first step.
     """
     stats = comm.stats()
     if not stats["total"]["collectives"] or not stats["last_step"]["collectives"]:
@@ -99,15 +97,15 @@ def log_values(comm: CommHandle) -> dict[str, float]:
 
 
 def save(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
-    """Save what a bit-exact resume needs into a folder of the trainer's checkpoint; call it on all ranks."""
+    """Save the communication state into a folder of the trainer's checkpoint; call it on all ranks."""
     save_state(comm.state_dict(), storage_writer=FileSystemWriter(Path(checkpoint) / FOLDER))
 
 
 def load(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
-    """Continue from what `save` has written; call it on all ranks, once model and optimizer are loaded.
+    """Load the state of `save`; call it on all ranks, after model and optimizer are loaded.
 
-    Without it, and where it does not fit, the replicas start from the loaded weights in full precision, with
-    a warning: the loss goes on from there, but not bit for bit as without the interruption.
+    If the state is missing or does not fit, it warns and the replicas start from the loaded weights in full
+    precision. Training continues, but not bit-identically to an uninterrupted run.
     """
     folder = Path(checkpoint) / FOLDER
     has_file: list[bool] = [False] * dist.get_world_size()
@@ -116,13 +114,13 @@ def load(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
         missing = [rank for rank, has in enumerate(has_file) if not has]
         where = f" for ranks {missing}" if any(has_file) else ""
         warnings.warn(
-            f"sdp4bit: {folder} holds no state of the communication{where}: replicas start from the loaded "
-            "weights in full precision, and the run does not repeat the interrupted one bit for bit",
+            f"sdp4bit: {folder} holds no communication state{where}. Replicas start from the loaded weights "
+            "in full precision, and the run is not bit-identical to an uninterrupted one",
             stacklevel=2,
         )
         return
     state = comm.state_dict()
-    # What another configuration has not saved stays as it is: the loaded weights.
+    # Parts that another configuration did not save keep the loaded weights.
     planner = DefaultLoadPlanner(allow_partial_load=True)
     load_state(state, storage_reader=FileSystemReader(folder), planner=planner)
     comm.load_state_dict(state)

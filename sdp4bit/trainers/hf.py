@@ -1,4 +1,4 @@
-"""A callback for transformers' Trainer and what derives from it, such as TRL's trainers, with FSDP2."""
+"""A callback for transformers' Trainer and its subclasses, such as TRL's trainers, with FSDP2."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ except ImportError as error:
     raise attachment.missing("hf", error) from error
 
 _SWITCH = (
-    "Trainer uses FSDP2 with TrainingArguments(fsdp=True, fsdp_config={'version': 2}), or with "
-    "`fsdp_version: 2` in the file of `accelerate launch`, on several processes"
+    "Trainer uses FSDP2 on several processes with "
+    "TrainingArguments(fsdp=True, fsdp_config={'version': 2}), or with `fsdp_version: 2` in the file of "
+    "`accelerate launch`"
 )
 _UNSHARDED = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
-"""What accelerate calls DistributedDataParallel."""
+"""Accelerate's names for DistributedDataParallel."""
 
 
 class SDP4BitCallback(TrainerCallback):
     """Quantize a Trainer's FSDP2 communication: `Trainer(..., callbacks=[SDP4BitCallback()])`.
 
-    Attaches when training begins, after the model was sharded and checkpoints were loaded. Saves what a
-    bit-exact resume needs into the Trainer's checkpoints, and adds bytes and compression to what it logs.
+    Attaches when training begins, after the model was sharded and checkpoints were loaded. Adds the
+    communication state to the Trainer's checkpoints, and bytes and compression to its logs.
     """
 
     comm: CommHandle | None = None
-    """The handle, once training has begun: `explain()`, `stats()` and more."""
+    """The handle, once training has begun."""
 
     def __init__(
         self,
@@ -47,15 +48,14 @@ class SDP4BitCallback(TrainerCallback):
         skip: Skip = None,
         resume_from_checkpoint: str | Path | None = None,
     ) -> None:
-        """Keep the settings; those of `quantize_communication`.
+        """Store the arguments of `quantize_communication`.
 
         Args:
-            resume_from_checkpoint: the checkpoint that is given to `train`, where that is none of
-                `output_dir`: callbacks are not told.
+            resume_from_checkpoint: the checkpoint passed to `train`, if it is not in `output_dir`.
 
         Raises:
-            ValueError: no preset of this name.
-            TypeError: the configuration is of another type.
+            ValueError: the preset is unknown.
+            TypeError: the configuration has an unsupported type.
         """
         self._config = as_config(config)
         self._topology, self._skip = topology, skip
@@ -63,10 +63,10 @@ class SDP4BitCallback(TrainerCallback):
         self._model: nn.Module | None = None
 
     def add_to(self, trainer: Any) -> SDP4BitCallback:
-        """Add this callback to a Trainer in front of its others, and return it.
+        """Insert this callback before the Trainer's other callbacks, and return it.
 
-        Trainer calls those that report to TensorBoard, Weights & Biases and so on before the ones of
-        `callbacks=[...]`, so that these report what is logged here only if added this way.
+        Callbacks that report to TensorBoard, Weights & Biases and others run before `callbacks=[...]`. They
+        include the values logged here only if this callback is added with `add_to`.
         """
         trainer.callback_handler.callbacks.insert(0, self)
         return self
@@ -79,7 +79,7 @@ class SDP4BitCallback(TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """Attach to the sharded model, whose checkpoint is loaded by now; load the communication's state."""
+        """Attach to the sharded model and load the communication state; Trainer has loaded its checkpoint."""
         assert model is not None
         if self.comm is None or not self.comm.is_attached or model is not self._model:
             if self.comm is not None and self.comm.is_attached:
@@ -103,7 +103,7 @@ class SDP4BitCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Save the communication's state into the checkpoint that has just been written."""
+        """Save the communication state into the Trainer's new checkpoint."""
         if self.comm is not None and self.comm.is_attached and not args.save_only_model:
             attachment.save(self.comm, _checkpoint(args, state))
 
@@ -115,7 +115,7 @@ class SDP4BitCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        """Add this rank's bytes to what is logged of training, and to the Trainer's history of it."""
+        """Add this rank's statistics to the training log and to the Trainer's log history."""
         if self.comm is None or not self.comm.is_attached or logs is None or "loss" not in logs:
             return
         values = attachment.log_values(self.comm)
@@ -125,5 +125,4 @@ class SDP4BitCallback(TrainerCallback):
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """Return the folder that Trainer gives a checkpoint of this step."""
     return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"

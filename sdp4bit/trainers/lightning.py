@@ -19,40 +19,36 @@ except ImportError as error:
 
 _SWITCH = (
     "Lightning uses FSDP2 with Trainer(strategy=ModelParallelStrategy(data_parallel_size=..., "
-    "tensor_parallel_size=1)), whose LightningModule calls fully_shard in configure_model; FSDPStrategy is "
-    "FSDP1"
+    "tensor_parallel_size=1)) and a LightningModule that calls fully_shard in configure_model. FSDPStrategy "
+    "is FSDP1"
 )
 
 
 class SDP4BitCallback(Callback):
     """Quantize a Trainer's FSDP2 communication: `Trainer(..., callbacks=[SDP4BitCallback()])`.
 
-    Attaches when fitting begins, after configure_model. Saves what a bit-exact resume needs into distributed
+    Attaches when fitting begins, after configure_model. Adds the communication state to distributed
     checkpoints, and logs bytes and compression with `self.log_dict`.
     """
 
     comm: CommHandle | None = None
-    """The handle, while the model is fitted and after: `explain()`, `stats()` and more."""
+    """The handle, once fitting has begun."""
 
     def __init__(
-        self,
-        config: SDP4BitConfig | str | None = None,
-        *,
-        topology: TopologySpec = "auto",
-        skip: Skip = None,
+        self, config: SDP4BitConfig | str | None = None, *, topology: TopologySpec = "auto", skip: Skip = None
     ) -> None:
-        """Keep the settings; those of `quantize_communication`.
+        """Store the arguments of `quantize_communication`.
 
         Raises:
-            ValueError: no preset of this name.
-            TypeError: the configuration is of another type.
+            ValueError: the preset is unknown.
+            TypeError: the configuration has an unsupported type.
         """
         self._config = as_config(config)
         self._topology, self._skip = topology, skip
         self._was_loaded = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach to what configure_model has sharded, and save with every checkpoint from now on."""
+        """Attach to the model that configure_model has sharded, and add the state to checkpoints."""
         if self.comm is not None and self.comm.is_attached:
             self.comm.remove()
         self._was_loaded = False
@@ -69,26 +65,24 @@ class SDP4BitCallback(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Note that the run resumes; model and optimizer are loaded before training starts."""
         self._was_loaded = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load the communication's state, if the run resumes."""
+        """Load the communication state if the run resumes; model and optimizer are loaded."""
         if self._was_loaded and self.comm is not None and trainer.ckpt_path is not None:
             attachment.load(self.comm, trainer.ckpt_path)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log this rank's bytes."""
         if self.comm is not None and self.comm.is_attached:
             pl_module.log_dict(attachment.log_values(self.comm))
 
 
 def _save_with(trainer: Trainer, comm: CommHandle) -> None:
-    """Have the strategy save the communication's state, too: callbacks are not told where to."""
+    """Make the strategy save the communication state too, because callbacks do not get the path."""
     strategy = trainer.strategy
-    # A second fit wraps the strategy's own method again, not the first one's.
+    # From the class, so that a second fit does not wrap the first one's wrapper.
     own = type(strategy).save_checkpoint.__get__(strategy)
 
     def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -100,8 +94,8 @@ def _save_with(trainer: Trainer, comm: CommHandle) -> None:
             attachment.save(comm, path)
         else:
             warnings.warn(
-                f"sdp4bit: {path} is a single file, which does not hold the state of the communication: a "
-                "run that resumes from it starts its replicas in full precision. For a bit-exact resume use "
+                f"sdp4bit: {path} is a single file without the communication state, so a run that resumes "
+                "from it starts its replicas in full precision. For a bit-exact resume use "
                 "ModelParallelStrategy(save_distributed_checkpoint=True)",
                 stacklevel=2,
             )

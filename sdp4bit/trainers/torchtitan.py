@@ -1,4 +1,4 @@
-"""torchtitan's Trainer with quantized FSDP2 communication: a line in a function of a config registry."""
+"""torchtitan's Trainer with quantized FSDP2 communication, enabled by one line in a config registry."""
 
 from __future__ import annotations
 
@@ -15,44 +15,42 @@ try:
 except ImportError as error:
     raise attachment.missing("torchtitan", error) from error
 
-_SWITCH = "torchtitan uses FSDP2 where parallelism.data_parallel_shard_degree is not 1, on several processes"
-_STATE = attachment.FOLDER
-"""Of the communication, among what checkpoints hold."""
+_SWITCH = "torchtitan uses FSDP2 on several processes if parallelism.data_parallel_shard_degree is not 1"
 
 
 @dataclass(kw_only=True, slots=True)
 class CommunicationOptions:
-    """What is quantized; on the command line `--sdp4bit.preset sdp4bit-w2g3` and so on."""
+    """Command-line options, such as `--sdp4bit.preset sdp4bit-w2g3`."""
 
     preset: str = "sdp4bit"
     """Name of a preset, unless `config` is set."""
     ranks_per_node: int | None = None
-    """Ranks that share a node; found by host names when not given."""
+    """Ranks per node; detected by host names by default."""
     skip: list[str] = field(default_factory=list)
-    """Names of FSDP modules to leave in full precision, as shell patterns."""
+    """FSDP modules to leave in full precision, as shell patterns over their names."""
     config: Annotated[SDP4BitConfig | None, tyro.conf.Suppress] = None
-    """All settings; set in Python."""
+    """All settings; only available in Python."""
 
 
 class SDP4BitTrainer(Trainer):
-    """torchtitan's Trainer; attaches before a checkpoint is loaded, and keeps its state in checkpoints."""
+    """torchtitan's Trainer with quantized communication, whose state is part of its checkpoints."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """Trainer.Config with the communication's options."""
+        """Trainer.Config with options of the communication."""
 
         sdp4bit: CommunicationOptions = field(default_factory=CommunicationOptions)
-        """What is quantized."""
+        """Options of the quantized communication."""
 
     config: Config
     comm: CommHandle
-    """The handle: `explain()`, `stats()` and more."""
+    """The handle of the attached model parts."""
 
     def __init__(self, config: Config) -> None:
-        """Build the trainer, and quantize the communication of its model parts.
+        """Create the trainer, and quantize the communication of its model parts.
 
         Raises:
-            ValueError: the model is not sharded by FSDP2; also as `sdp4bit.quantize_communication`.
+            ValueError: the model is not sharded by FSDP2, or an error of `sdp4bit.quantize_communication`.
         """
         super().__init__(config)
         options = config.sdp4bit
@@ -64,12 +62,12 @@ class SDP4BitTrainer(Trainer):
             topology="auto" if options.ranks_per_node is None else options.ranks_per_node,
             skip=options.skip or None,
         )
-        if self.checkpointer.enable:  # otherwise it holds no states
-            self.checkpointer.states[_STATE] = self.comm
+        if self.checkpointer.enable:  # otherwise it has no states
+            self.checkpointer.states[attachment.FOLDER] = self.comm
         self._log_with(self.metrics_processor)
 
     def _log_with(self, processor: Any) -> None:
-        """Have the metrics processor log this rank's bytes beside what training gives it."""
+        """Add this rank's statistics to the metrics that the processor logs."""
         own = processor.log
 
         def log(*args: Any, extra_metrics: dict[str, Any] | None = None, **options: Any) -> None:
@@ -86,20 +84,20 @@ def quantize(
     skip: list[str] | None = None,
     communication: SDP4BitConfig | None = None,
 ) -> SDP4BitTrainer.Config:
-    """Return the config of the same training with quantized communication, for a config registry.
+    """Return a training config with quantized communication, for a config registry.
 
     Args:
-        config: what a function of a config registry returns, such as torchtitan's own ones.
+        config: a config from a function of a config registry, such as torchtitan's own.
         preset, ranks_per_node, skip: defaults of the options `--sdp4bit.preset` and so on.
         communication: all settings, instead of a preset.
 
     Raises:
-        TypeError: the config of another trainer than torchtitan's Trainer itself.
+        TypeError: the config belongs to a subclass of torchtitan's Trainer.
     """
     if type(config) is not Trainer.Config:
         raise TypeError(
-            f"{type(config).__qualname__} belongs to another trainer, which this would replace: derive "
-            "from it as sdp4bit.trainers.torchtitan.SDP4BitTrainer derives from Trainer"
+            f"{type(config).__qualname__} belongs to a trainer that quantize() would replace: derive a class "
+            "from that trainer like sdp4bit.trainers.torchtitan.SDP4BitTrainer derives from Trainer"
         )
     options = CommunicationOptions(
         preset=preset, ranks_per_node=ranks_per_node, skip=list(skip or []), config=communication

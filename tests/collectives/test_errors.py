@@ -88,7 +88,7 @@ def test_the_ranks_that_are_left_name_the_exchange_and_the_rank(preset: str, han
     reports = sections(str(failure.value))
     message = re.compile(
         rf"sdp4bit\S*ExchangeError: {NAMES[preset]}: rank (\d) has waited [\d.]+ s for ranks? [\d, ]+ \(.*"
-        r"give init_process_group a longer timeout$",
+        r"pass a longer timeout to init_process_group$",
         flags=re.M,
     )
     for rank in (0, 1, 2):

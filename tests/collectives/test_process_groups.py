@@ -181,8 +181,11 @@ def test_each_data_parallel_group_may_have_its_own_mesh() -> None:
             "banana",
             r"topology='banana' is unknown: use \"auto\", ranks per node, or an \(inter, intra\) mesh",
         ),
-        ([*ROWS[:3], None], r"ranks 2 and 3 pass meshes that contradict each other"),
-        ([(0, 1), (1, 3), (0, 2), (1, 3)], r"ranks 0 and 1 pass meshes that contradict each other"),
+        ([*ROWS[:3], None], r"rank 2 passes a mesh with the row \(2, 3\), but rank 3 passes one"),
+        (
+            [(0, 1), (1, 3), (0, 2), (1, 3)],
+            r"rank 0 passes a mesh with the row \(0, 1\), but rank 1 passes one",
+        ),
     ],
 )
 def test_an_impossible_spec_is_an_error_that_names_the_possible(spec: Any, message: str) -> None:
@@ -255,7 +258,7 @@ def test_a_mesh_is_read_row_by_row() -> None:
     assert [mesh_row(mesh, rank) for rank in range(5)] == [*ROWS, None]
     for wrong in (mesh["intra"], init_device_mesh("cpu", (2, 2, 1))):
         with pytest.raises(
-            ValueError, match=rf"must be 2-D \(inter, intra\), this one has {wrong.ndim} dims"
+            ValueError, match=rf"must be 2-D \(inter, intra\), but it has {wrong.ndim} dimensions"
         ):
             mesh_row(wrong, 0)
     assert host_name() == socket.gethostname()

@@ -103,7 +103,7 @@ def run_in_full(folder: Path) -> dict[str, Any]:
             trainer.train(resume_from_checkpoint=str(folder / "quantized/checkpoint-3"))
         result[name] = outcome(trainer, {}, callback)
     trainer = trainer_of(folder / "third", SDP4BitCallback(QUANTIZED, topology=1), **ACCUMULATING)
-    with pytest.warns(UserWarning, match="third/checkpoint-3/sdp4bit holds no state"):
+    with pytest.warns(UserWarning, match="third/checkpoint-3/sdp4bit holds no communication state"):
         trainer.train(resume_from_checkpoint=str(folder / "quantized/checkpoint-3"))
     result["resumed without"] = outcome(trainer, {}, None)
     return result

@@ -319,5 +319,5 @@ def test_another_trainers_config_is_refused() -> None:
     class Other(Trainer.Config):
         pass
 
-    with pytest.raises(TypeError, match="belongs to another trainer"):
+    with pytest.raises(TypeError, match="belongs to a trainer that quantize"):
         quantize(Other())

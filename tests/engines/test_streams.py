@@ -222,7 +222,7 @@ def test_a_transfer_that_is_waited_for_at_once_is_on_the_stream_that_waits() -> 
     ((at_once, overlapping, told),) = run_ranks(transfers_of_one_rank, 1, timeout=240.0)
     assert at_once and not [name for name in at_once if "communicator" in name]
     assert overlapping and all("communicator" in name for name in overlapping)
-    assert sum("CUDA_DEVICE_MAX_CONNECTIONS=1" in text and "unset it" in text for text in told) == 1
+    assert sum("CUDA_DEVICE_MAX_CONNECTIONS=1" in text and "Unset it" in text for text in told) == 1
 
 
 def kernels_behind_own_transfers(name: str) -> tuple[int, set[int]]:

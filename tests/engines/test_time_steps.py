@@ -134,7 +134,7 @@ def test_what_time_steps_refuses() -> None:
     for repeats in (0, -1):
         with pytest.raises(ValueError, match=f"at least 1 repeat, got repeats={repeats}"):
             run.comm.time_steps(lambda: run.train(1), repeats=repeats)
-    with pytest.raises(TypeError, match="needs a function that takes a training step, got 3"):
+    with pytest.raises(TypeError, match="needs a function that runs one training step, got 3"):
         run.comm.time_steps(3)
 
     def nested(*_: object) -> None:

@@ -117,7 +117,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
     (HADAMARD, {"rounding": KEY._replace(k0=1 << 32)}, ["k0=4294967296", "k1=2", "32-bit"]),
     (HADAMARD, {"rounding": KEY._replace(sender=-1)}, ["sender=-1", "at least 0"]),
     (HADAMARD, {"rounding": KEY._replace(dither=2)}, ["dither=2", "True or False"]),
-    (REDUCE, {"dither": KEY}, ["dither must be a key with dither=True", "k0=1"]),
+    (REDUCE, {"dither": KEY}, ["dither must be None or the senders' key with dither=True", "k0=1"]),
     (REDUCE, {"dither": DITHER._replace(first=8)}, ["first=8", "32"]),
     (REQUANTIZE, {"dither": DITHER._replace(row_stride=MAX_ELEMENTS)}, [str(MAX_ELEMENTS)]),
     (

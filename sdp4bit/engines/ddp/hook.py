@@ -1,6 +1,6 @@
-"""A communication hook for DistributedDataParallel: gradients averaged by a quantized all-reduce."""
+"""A communication hook for DistributedDataParallel that averages gradients by a quantized all-reduce."""
 
-# Annotations are evaluated here, unlike elsewhere: DDP compares those of a hook with its types.
+# No `from __future__ import annotations`, because DDP compares a hook's annotations with its types.
 
 import warnings
 from collections.abc import Mapping
@@ -28,10 +28,10 @@ _QUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class DDPCommState:
-    """What :func:`ddp_comm_hook` keeps for one DistributedDataParallel model; a Stateful for checkpoints.
+    """State of :func:`ddp_comm_hook` for one DistributedDataParallel model; a Stateful for checkpoints.
 
-    Every rank ends with the same bits, so weights stay equal as with plain DDP. Gradients of micro-batches
-    under `no_sync()` are not exchanged; buckets may be of any size and may be built anew.
+    All ranks get bit-identical gradients, so weights stay equal as with plain DDP. `no_sync()`, buckets of
+    any size and rebuilt buckets are supported.
     """
 
     def __init__(
@@ -42,25 +42,24 @@ class DDPCommState:
         config: GradientConfig | None = None,
         seed: int = 0,
     ) -> None:
-        """Create the process groups; all ranks of the job make this call, each for its own model.
+        """Create the process groups; call it on all ranks of the job.
 
         Args:
-            process_group: that of the model, as `torch.distributed.new_group` returned it, also on a rank
-                outside of it, which has no model; the default group when not given.
-            topology: which ranks share a node: "auto" (by host name), ranks per node, or an (inter, intra)
+            process_group: the model's, as `torch.distributed.new_group` returned it; None for the default
+                group. Ranks outside of the group pass it too.
+            topology: the ranks of each node: "auto" (by host name), ranks per node, or an (inter, intra)
                 mesh.
-            config: how gradients are quantized, inside nodes and between them.
-            seed: of the rounding bits.
+            config: settings of the quantization; None uses the default.
+            seed: seed of the rounding bits.
 
         Raises:
-            ValueError: the topology or the settings don't allow it; the same on every rank.
-            TypeError: likewise, an argument of another type.
+            ValueError: the topology or the settings are not supported; the same on every rank.
+            TypeError: an argument has an unsupported type; the same on every rank.
             RuntimeError: torch.distributed is not initialized.
         """
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("sdp4bit.DDPCommState needs torch.distributed: call init_process_group first")
         self.config = GradientConfig() if config is None else config
-        """How gradients are quantized."""
         failure: Exception | None = None
         if not isinstance(self.config, GradientConfig):
             failure = TypeError(f"config={config!r} must be a GradientConfig, or None for the default")
@@ -86,20 +85,20 @@ class DDPCommState:
         self._traffic = TrafficCounter(nodes=self._layout.nodes, ranks_per_node=self._layout.ranks_per_node)
         self._all_reduces: dict[int, QuantizedAllReduce] = {}
         self._buckets: dict[int, tuple[int, str]] = {}
-        """Of the last backward: values of each bucket, and how they travelled."""
+        """Values and description of each bucket of the last backward."""
         self._streams: dict[torch.device, SideStream] = {}
         self._has_warned = False
         if ranks[1:] and not self.config.applies_to(nodes=self._layout.nodes):
             warnings.warn(
-                "sdp4bit: all ranks are on one node, so that gradients stay in full precision. To quantize "
-                "them: GradientConfig(inside_one_node=True)",
+                "sdp4bit: all ranks are on one node, so gradients stay in full precision. To quantize them, "
+                "use GradientConfig(inside_one_node=True)",
                 stacklevel=2,
             )
         self.steps = 0
-        """Backward passes whose gradients have been exchanged."""
+        """Backward passes whose gradients have been reduced."""
 
     def average(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        """Start to average a bucket's gradients over all ranks; the future holds them."""
+        """Start averaging a bucket's gradients over all ranks; return a future of them."""
         index, values = bucket.index(), bucket.buffer()
         how = self._unquantized_reason(values)
         future = self._average_densely(values) if how else self._average_quantized(index, values)
@@ -137,14 +136,13 @@ class DDPCommState:
         return ""
 
     def _average_densely(self, values: Tensor) -> Future[Tensor]:
-        """Average as DDP does without a hook."""
         if values.layout == torch.strided:
             values.mul_(1.0 / self._layout.size)
-            # As a ring does it: twice around, a part of the values at a time.
+            # The bytes of a ring all-reduce.
             sent = round(2 * values.nbytes / self._layout.size)
         else:
             values.div_(self._layout.size)
-            # The communication library gathers the rows that each rank has, once it has coalesced them.
+            # The backend coalesces each rank's rows and gathers them.
             values = values.coalesce()
             sent = values.indices().nbytes + values.values().nbytes
         if self._layout.size > 1:
@@ -174,24 +172,23 @@ class DDPCommState:
         future: Future[Tensor] = Future(devices=None if device.type == "cpu" else [device])
 
         def average() -> None:
-            # A backward pass exchanges every bucket once: its number and the bucket's tell the calls apart.
+            # A backward pass reduces each bucket once, so (step, bucket) is unique.
             all_reduce(values, call=call, multiplier=1.0 / self._layout.size)
-            # On a GPU the work is queued: whoever waits for the future waits for the stream that is current.
+            # On a GPU, waiting for the future waits for the side stream, which is current here.
             future.set_result(values)
 
         self._streams[device].run(average)
         return future
 
-    # -- what is known of it ---------------------------------------------------------------------------
-
     def stats(self) -> dict[str, Any]:
-        """Return the bytes that this rank sent; cheap, and waits for nothing.
+        """Return the bytes that this rank sent; cheap, never waits.
 
         Returns:
-            "steps": backward passes whose gradients were exchanged. "last_step", "total": bytes this rank
-            sent inside its node ("intra_bytes") and to other nodes ("inter_bytes"), how much of both is
-            padding, and the number of collectives. "compression_ratio": bytes of plain DDP over bytes sent
-            between nodes in the last step, inside the node if there is one.
+            "steps": backward passes whose gradients were reduced.
+            "last_step", "total": bytes this rank sent inside its node ("intra_bytes") and to other nodes
+            ("inter_bytes"), the padding in both, and the number of collectives.
+            "compression_ratio": bytes of plain DDP over bytes sent in the last step, between nodes (inside
+            the node if there is only one).
         """
         last = self._traffic.last_step
         return {
@@ -202,7 +199,7 @@ class DDPCommState:
         }
 
     def explain(self) -> str:
-        """Return a line per bucket of the last backward: its values, and how they travelled or why not."""
+        """Return a line per bucket of the last backward with its quantization, or the reason for none."""
         ranks = f"ranks {describe_ranks(self._layout)}"
         if not self._buckets:
             return f"{ranks}; no gradients yet: register_comm_hook(state, sdp4bit.ddp_comm_hook)"
@@ -213,17 +210,18 @@ class DDPCommState:
         return "\n".join([ranks, *lines])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counter that numbers the rounding bits; the same on all ranks, and of fixed size."""
+        """Return the step counter of the rounding bits; the same on all ranks."""
         return {"format_version": FORMAT_VERSION, "steps": self.steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; call it on all ranks.
 
-        DDP builds its buckets anew after the first backward of a process, also of a resumed one (unless
-        `find_unused_parameters=True`): that one is rounded in other groups than in an uninterrupted run.
+        DDP rebuilds its buckets after the first backward of each process, unless
+        `find_unused_parameters=True`. So the first backward of a resumed run uses other quantization groups
+        than the uninterrupted run.
 
         Raises:
-            ValueError: not a state of this class; nothing is changed.
+            ValueError: the argument is no state of this class; nothing is changed.
         """
         known = isinstance(state_dict, Mapping) and state_dict.get("format_version") == FORMAT_VERSION
         if not known or not isinstance(state_dict.get("steps"), int):
@@ -234,7 +232,7 @@ class DDPCommState:
 
 
 def ddp_comm_hook(state: DDPCommState, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-    """Average a bucket of gradients with few bits, for `DistributedDataParallel.register_comm_hook`.
+    """Average a bucket of gradients with quantized communication.
 
     Example::
 
@@ -242,10 +240,10 @@ def ddp_comm_hook(state: DDPCommState, bucket: dist.GradBucket) -> Future[Tensor
         model.register_comm_hook(state, sdp4bit.ddp_comm_hook)
 
     Args:
-        state: one for the model.
-        bucket: as DDP passes it.
+        state: the state of the model.
+        bucket: passed by DDP.
 
     Returns:
-        A future of the averaged gradients, [n]: those of the bucket, changed in place.
+        A future of the bucket's gradients [n], averaged in place.
     """
     return state.average(bucket)

@@ -1,7 +1,7 @@
 """SDP4Bit on PyTorch FSDP2: one call after `fully_shard`.
 
-Uses FSDP2's communication hooks (`set_custom_all_gather`, `set_custom_reduce_scatter`) and changes nothing
-else of it: parameters, gradients, optimizer states and state dicts stay what they were.
+Replaces the objects that FSDP2 communicates through (`set_custom_all_gather`, `set_custom_reduce_scatter`).
+Parameters, gradients, optimizer states and state dicts are unchanged.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from torch.distributed import ProcessGroup
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.topology import (
-    TopologySpec,
-    create_host_groups,
-    create_topologies,
-    destroy_topology,
-)
+from sdp4bit.collectives.topology import TopologySpec, create_host_groups, create_topologies, destroy_topology
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import Layouts, ShardedRows, agree
@@ -58,7 +53,7 @@ from sdp4bit.quantization.checksum import prepare_checksums
 from sdp4bit.quantization.random import check_numbers
 
 Skip = Collection[str] | Callable[[str], bool] | None
-"""Names of FSDP modules to leave in full precision (shell-style patterns), or a function that says so."""
+"""FSDP modules to leave in full precision: shell-style patterns over their names, or a predicate."""
 
 
 def quantize_communication(
@@ -70,27 +65,27 @@ def quantize_communication(
 ) -> FSDPCommHandle:
     """Quantize the model's FSDP2 communication from the next forward on.
 
-    Call it on every rank of the job, once, after the last `fully_shard` and before the first forward. The
-    optimizer may be built before or after; steps of any `torch.optim.Optimizer` over the model's parameters
-    are noticed.
+    Call it once on every rank of the job, after the last `fully_shard` and before the first forward. The
+    optimizer may be created before or after it; steps of any `torch.optim.Optimizer` over the model's
+    parameters are detected.
 
     Args:
-        model: the root FSDP module, or all local roots (the stages of a pipeline); `[]` on a rank without.
-        topology: which ranks share a node: "auto" (by host name), ranks per node, or an (inter, intra) mesh.
-        config: what to quantize, or the name of a preset; the default is the paper's method.
+        model: the root FSDP module, or all local roots (pipeline stages); `[]` on a rank without a model.
+        topology: the ranks of each node: "auto" (by host name), ranks per node, or an (inter, intra) mesh.
+        config: settings or the name of a preset; None uses the default.
         skip: FSDP modules to leave in full precision, as patterns over their names or a predicate.
 
     Raises:
-        ValueError: the model, the topology or the settings don't allow it; the same on every rank, and
-            nothing has been changed.
-        TypeError: likewise, an argument of another type.
+        ValueError: the model, topology or settings are not supported, or differ between ranks. All ranks
+            raise the same error, and nothing has been changed.
+        TypeError: an argument has an unsupported type; the same on every rank.
         RuntimeError: torch.distributed is not initialized.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "sdp4bit.quantize_communication needs torch.distributed: call init_process_group first"
         )
-    # 1. Look at this rank's model and settings. No collective yet: what fails here fails on all ranks below.
+    # 1. Inspect this rank's model and settings. An error is raised below, on all ranks.
     settings, failure = SDP4BitConfig(), None
     roots: list[nn.Module] = []
     groups: list[FSDPGroup] = []
@@ -106,15 +101,15 @@ def quantize_communication(
         skipped, unmatched = match_skipped(groups, skip if callable(skip) else patterns)
         for group in groups:
             check_group(group, config=settings, is_skipped=group.name in skipped)
-        # All-reduces over replicas have numbers behind those of the groups.
+        # All-reduces over replicas are numbered after the groups.
         are_replicated = any(group.is_hybrid for group in groups)
         check_numbers(
             buckets=len(groups) * (2 if are_replicated else 1),
             ranks=max((group.data_ranks for group in groups), default=0),
         )
-    except Exception as caught:  # whatever happens on one rank, the others must not wait for it
+    except Exception as caught:  # raising here would leave the other ranks waiting
         failure, groups = caught, []
-    # 2. Agree with the other ranks, or refuse on all of them. Nothing has been changed until then.
+    # 2. Agree with the other ranks, or raise on all of them, before anything is changed.
     rows = [
         ShardedRows(
             name=g.name,
@@ -150,16 +145,13 @@ def quantize_communication(
     )
     if not layouts.shards:
         raise ValueError("sdp4bit.quantize_communication: no rank has passed an FSDP2 model, all passed []")
-    # 3. Attach: creates process groups, in the same order on all ranks.
+    # 3. Attach, which creates process groups in the same order on all ranks.
     note = warn_of_layout(groups, layouts, config=settings, skipped=skipped)
     return FSDPCommHandle(roots, groups=groups, layouts=layouts, config=settings, skipped=skipped, note=note)
 
 
 class FSDPCommHandle(CommHandle):
-    """Quantized communication of an FSDP2 model; a Stateful for torch.distributed.checkpoint.
-
-    Made by :func:`quantize_communication`.
-    """
+    """Quantized communication of an FSDP2 model; a Stateful for torch.distributed.checkpoint."""
 
     _state: FSDPModelState
     _hint = "comm.time_steps(step) measures your steps with and without quantization."
@@ -184,8 +176,8 @@ class FSDPCommHandle(CommHandle):
             for index, group in enumerate(groups)
         ]
         super().__init__(FSDPModelState(comms, telemetry=config.telemetry), config=config, note=note)
-        # Separate process groups: FSDP2 gathers the next group while it reduces the last one, and one
-        # communicator would run these one after the other.
+        # Separate process groups, because one communicator would serialize the gather of a group and the
+        # reduction of another, which FSDP2 overlaps.
         ordered = list(layouts.shards.values())
         replicas = list(layouts.replicas.values())
         weight_topologies = create_topologies(ordered, purpose="weights") if config.weights else {}
@@ -193,11 +185,11 @@ class FSDPCommHandle(CommHandle):
         replica_topologies = create_topologies(replicas, purpose="replicas") if config.gradients else {}
         topologies = weight_topologies, gradient_topologies, replica_topologies
         self._topologies = [topology for each in topologies for topology in each.values()]
-        # NCCL alone takes no tensors on the host, and on the device a decision would wait for computation.
+        # NCCL takes no CPU tensors, and a decision on the device would wait for computation.
         if config.weights and "cpu:" not in dist.get_backend_config():
             self._state.decision_groups = create_host_groups(ordered, purpose="decisions")
-        # Buffers of messages, shared by all groups. Each stream has its own, so the next group's messages are
-        # written behind the last one's; reductions on FSDP2's other stream never wait for gathers.
+        # Message buffers, shared by all groups. FSDP2 gathers and reduces on different streams, so each
+        # stream has its own buffers and needs no synchronization to reuse them.
         weight_scratch, gradient_scratch = Scratch(), Scratch()
         for comm in comms:
             comm.weights_unquantized_reason, comm.gradients_unquantized_reason = unquantized_reasons(
@@ -256,7 +248,7 @@ class FSDPCommHandle(CommHandle):
         self._hooks = [self._state.steps_seen.watch_optimizers()] if groups else []
         self._hooks += [self._state.aliases.watch(segment) for g in groups for segment in g.segments]
         for root in roots:
-            # FSDP modules too: a part of the model may be loaded by itself.
+            # On FSDP modules too, because a user may load only a part of the model.
             watched = {root, *(module for _, module in named_fsdp_modules(root))}
             self._hooks += [
                 module.register_load_state_dict_post_hook(self._state.note_load) for module in watched
@@ -265,8 +257,8 @@ class FSDPCommHandle(CommHandle):
 
     def _install(self, comm: FSDPGroupState) -> CommObjects:
         stock = comm.group.comms
-        # With a quantizer FSDP2 must ask for sums: a factor it puts into the operation (PREMUL_SUM) cannot be
-        # read from Python. Without one the operation it chooses stays, so that its results do too.
+        # A quantizer needs sums, because Python cannot read the factor of PREMUL_SUM. Without a quantizer the
+        # operation stays, for identical results.
         return comm.group.install(
             CommObjects(
                 all_gather=AllGatherHook(comm, self._state, stock=stock.all_gather),
@@ -279,18 +271,17 @@ class FSDPCommHandle(CommHandle):
         )
 
     def mark_step(self) -> None:
-        """Note a step of an optimizer that is not a `torch.optim.Optimizer`.
+        """Report a step of an optimizer that is not a `torch.optim.Optimizer`.
 
-        Its changes are found without it, as edits; with it they are sent as differences, whatever their size.
+        Its changes are then sent as differences of any size. Without this call they are detected as edits.
         """
         self._state.steps_seen.note_step()
 
     def resync(self) -> None:
         """Refresh the replicas in full precision at the next forward; call it on all ranks.
 
-        Weight edits are detected without it (docs/fsdp2.md, "Weight edits that are detected"). It makes the
-        next weights exact if they replace the others right after an optimizer step, in training mode, before
-        any forward.
+        Most weight edits are detected automatically (docs/fsdp2.md, "Weight edits that are detected"). Call
+        it if weights are replaced between an optimizer step and the next forward, in training mode.
         """
         self._state.request_resync()
 
@@ -298,8 +289,7 @@ class FSDPCommHandle(CommHandle):
         groups = [comm.group for comm in self._state.groups]
         if in_backward() or any(group.forward_leader or not group.is_idle for group in groups):
             raise RuntimeError(
-                "full_precision or time_steps was called during forward or backward: call it between two "
-                "training steps"
+                "full_precision or time_steps was called during forward or backward: call it between steps"
             )
 
     def _switch(self) -> None:
@@ -308,14 +298,14 @@ class FSDPCommHandle(CommHandle):
                 comm.replica.wait()
             self._previous[index] = comm.group.install(self._previous[index])
         self._is_quantized = not self._is_quantized
-        # Plain steps have moved the main weights, and parameters that stayed unsharded would hide that.
+        # Plain steps have changed the main weights; resync also frees parameters that stayed unsharded.
         self.resync()
 
     def _refresh_mismatched(
         self, wrong: Sequence[GroupState], *, config: AuditConfig
     ) -> Sequence[GroupState]:
         state = self._state
-        # Tensor-parallel ranks that hold copies of a parameter refresh it alike, or the copies drift apart.
+        # Tensor-parallel ranks must refresh their copies of a parameter identically.
         if config.on_mismatch == "resync" and state.groups:
             flags = torch.tensor(
                 [int(comm in wrong) for comm in state.groups], device=state.groups[0].group.device
@@ -329,38 +319,35 @@ class FSDPCommHandle(CommHandle):
     def state_dict(self) -> StateDict:
         """Return the state for a bit-exact resume: replica shards as DTensors, counters as tensors."""
         self._check_attached()
-        if not self._state.groups:
-            return {}
-        return save_state(self._state)
+        return save_state(self._state) if self._state.groups else {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; call it on all ranks, before or after the model's own state is loaded.
 
-        State of another layout, of other weights, or saved by another rank is not used: the replicas are then
-        refreshed in full precision, with a warning.
+        If the layout, the weights or the saving rank differ, the replicas are refreshed in full precision
+        instead, with a warning.
 
         Raises:
-            ValueError: not a state of this library; nothing is changed.
+            ValueError: the argument is no state of this library; nothing is changed.
         """
         self._check_attached()
-        if not self._state.groups:
-            return
-        load_state(self._state, state_dict)
+        if self._state.groups:
+            load_state(self._state, state_dict)
 
     def remove(self) -> None:
-        """Let the model communicate as before; all hooks and process groups go. Call it on all ranks.
+        """Restore FSDP2's own communication; remove all hooks and process groups. Call it on all ranks.
 
-        Between two steps: parameters that stayed unsharded since a forward are freed, so that the next one
-        gathers the main weights. Also after `destroy_process_group`.
+        Call it between two steps. Unsharded parameters are freed, so that the next forward gathers the main
+        weights. It also works after `destroy_process_group`.
         """
         for hook in self._hooks:
             hook.remove()
         try:
-            # Transfers of a refresh that a failed forward has left still read and write the replica.
+            # A failed forward may have left transfers that read and write the replica.
             for comm in self._state.groups:
                 if comm.replica is not None:
                     comm.replica.wait()
-        finally:  # a refresh that has failed leaves nothing half removed
+        finally:
             self._remove()
 
     def _remove(self) -> None:
@@ -371,7 +358,7 @@ class FSDPCommHandle(CommHandle):
         for topology in self._topologies:
             destroy_topology(topology)
         for group in self._state.decision_groups.values():
-            with suppress(ValueError):  # after dist.destroy_process_group() it is gone already
+            with suppress(ValueError):  # already destroyed by dist.destroy_process_group()
                 dist.destroy_process_group(group)
         self._state.decision_groups = {}
         self._hooks, self._previous, self._topologies = [], [], []

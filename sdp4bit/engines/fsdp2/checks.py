@@ -1,4 +1,4 @@
-"""What FSDP2 parameter groups must be to be attached to, and what is said of a choice that saves little."""
+"""Requirements on FSDP2 parameter groups, and warnings about layouts that save little traffic."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _HOOK_NAMES = (AllGatherHook.__name__, ReduceScatterHook.__name__)
 
 
 def skip_patterns(skip: Collection[str] | Callable[[str], bool] | None) -> list[str]:
-    """Return the patterns over names, none for a function; TypeError if it is neither."""
+    """Return the patterns over names, none for a predicate; raise TypeError for other types."""
     if skip is None or callable(skip):
         return []
     patterns = [skip] if isinstance(skip, str) else skip
     if not isinstance(patterns, Collection) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(
-            f"skip={skip!r} is unknown: use names of FSDP modules, as patterns, or a function of a name"
+            f"skip={skip!r} has an unsupported type: use patterns over the names of FSDP modules, or a "
+            "predicate"
         )
     return sorted(patterns)
 
@@ -34,11 +35,11 @@ def skip_patterns(skip: Collection[str] | Callable[[str], bool] | None) -> list[
 def match_skipped(
     groups: Sequence[FSDPGroup], skip: Sequence[str] | Callable[[str], bool]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the names of the groups to leave dense, with the reason, and the patterns that match none."""
+    """Return the groups to leave in full precision, with the reason, and the patterns without a match."""
     reasons: dict[str, str] = {}
     used: set[str] = set()
     for group in groups:
-        # A module with several groups is meant by its own name, and each of them by theirs.
+        # The name of a module selects all of its groups.
         names = dict.fromkeys((group.module_name, group.name))
         if callable(skip):
             reasons |= {group.name: "skipped"} if any(map(skip, names)) else {}
@@ -51,30 +52,29 @@ def match_skipped(
 
 
 def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) -> None:
-    """Raise ValueError if a group cannot be attached to."""
+    """Raise ValueError for a group that is not supported."""
     if any(name in _HOOK_NAMES for name in group.custom_comms):
         raise ValueError(
             f"{group.name} is attached already: call remove() on the first handle before attaching again"
         )
     if group.custom_comms:
         raise ValueError(
-            f"{group.name} has custom communication ({', '.join(group.custom_comms)}), for example by "
-            "set_custom_all_gather; sdp4bit cannot share it"
+            f"{group.name} has custom communication ({', '.join(group.custom_comms)}), which sdp4bit cannot "
+            "combine with its own: remove the call of set_custom_all_gather or set_custom_reduce_scatter"
         )
     if is_skipped:
         return
     names = sorted(str(dtype) for dtype in group.param_dtypes)
     if any(dtype.is_complex for dtype in group.param_dtypes):
         raise ValueError(
-            f"{group.name} holds {', '.join(names)} parameters; only floating-point gradients can be "
-            f"quantized, pass skip=[{group.name!r}]"
+            f"{group.name} holds {', '.join(names)} parameters, but only real gradients can be quantized: "
+            f"pass skip=[{group.name!r}]"
         )
     are_quantized = config.weights is not None and not unquantizable_weights_reason(group)
     if are_quantized and group.row_dtype not in VALUE_DTYPES:
         raise ValueError(
             f"{group.name} holds {group.row_dtype} parameters; only fp32, bf16 and fp16 can be quantized: "
-            "give them such a type, also by MixedPrecisionPolicy(param_dtype=...), or pass "
-            f"skip=[{group.name!r}]"
+            f"use MixedPrecisionPolicy(param_dtype=...), or pass skip=[{group.name!r}]"
         )
     reduced = group.reduce_dtype
     if config.gradients is not None and reduced.is_floating_point and reduced not in VALUE_DTYPES:
@@ -85,32 +85,24 @@ def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) ->
 
 
 def check_staging(
-    groups: Sequence[FSDPGroup],
-    layouts: Layouts,
-    *,
-    config: SDP4BitConfig,
-    skipped: Mapping[str, str],
+    groups: Sequence[FSDPGroup], layouts: Layouts, *, config: SDP4BitConfig, skipped: Mapping[str, str]
 ) -> None:
-    """Raise ValueError if FSDP2 was asked for other memory for a collective that is replaced."""
+    """Raise ValueError if special memory was requested for a collective that quantization replaces."""
+    collectives = {"weights": "all-gather of its weights", "gradients": "reduce-scatter of its gradients"}
     for group in groups:
-        staging = group.staging_comms
-        weights, gradients = unquantized_reasons(group, layouts, config=config, skipped=skipped)
-        if "weights" in staging and not weights:
-            raise _staged(group, staging["weights"], "all-gather of its weights", "weights=None")
-        if "gradients" in staging and not gradients:
-            raise _staged(group, staging["gradients"], "reduce-scatter of its gradients", "gradients=None")
-
-
-def _staged(group: FSDPGroup, setter: str, collective: str, off: str) -> ValueError:
-    return ValueError(
-        f"{group.name}: {setter} asks for other memory for FSDP2's {collective}, which quantization "
-        f"replaces. Leave out {setter} there, or keep the collective by SDP4BitConfig({off}) or "
-        f"skip=[{group.name!r}]"
-    )
+        reasons = unquantized_reasons(group, layouts, config=config, skipped=skipped)
+        for (kind, collective), reason in zip(collectives.items(), reasons, strict=True):
+            setter = group.staging_comms.get(kind)
+            if setter and not reason:
+                raise ValueError(
+                    f"{group.name}: {setter} applies to FSDP2's {collective}, which quantization replaces. "
+                    f"Leave out {setter}, or keep the collective with SDP4BitConfig({kind}=None) or "
+                    f"skip=[{group.name!r}]"
+                )
 
 
 def unquantizable_weights_reason(group: FSDPGroup) -> str:
-    """Return why a group's weights are left to FSDP2, whatever the settings; "" if they can be quantized."""
+    """Return why a group's weights cannot be quantized with any settings; "" if they can."""
     names = sorted(str(dtype).removeprefix("torch.") for dtype in group.param_dtypes)
     if group.subclass_reason:
         return group.subclass_reason
@@ -126,9 +118,9 @@ def unquantizable_weights_reason(group: FSDPGroup) -> str:
 def unquantized_reasons(
     group: FSDPGroup, layouts: Layouts, *, config: SDP4BitConfig, skipped: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Return why a group's weights and its gradients are not quantized; "" for those that are.
+    """Return why a group's weights and its gradients are not quantized; "" if they are.
 
-    ONE_RANK is of the shards alone: gradients may still be summed over the replicas of HSDP.
+    With ONE_RANK, gradients may still be summed over the replicas of HSDP.
     """
     layout, skip = layouts.shards[group.ranks], skipped.get(group.name, "")
     alone = ONE_RANK if layout.size == 1 else ""
@@ -149,26 +141,18 @@ def _nodes_of(group: FSDPGroup, layouts: Layouts) -> int:
     """Return 1 if all ranks that share the group's parameters are on one node, else more."""
     if not group.is_hybrid:
         return layouts.shards[group.ranks].nodes
-    # The same on all these ranks: a rank of HSDP asks for the layouts of other shards and replicas too.
+    # Includes the layouts of other shards and replicas, so that all of these ranks get the same result.
     sharing = group.sharing_ranks
     everything = [*layouts.shards.items(), *layouts.replicas.items()]
     return max(layout.nodes for ranks, layout in everything if sharing.issuperset(ranks))
 
 
 def warn_of_layout(
-    groups: Sequence[FSDPGroup],
-    layouts: Layouts,
-    *,
-    config: SDP4BitConfig,
-    skipped: Mapping[str, str],
+    groups: Sequence[FSDPGroup], layouts: Layouts, *, config: SDP4BitConfig, skipped: Mapping[str, str]
 ) -> str:
-    """Warn where quantization does less than it could, at the line that asked for it.
-
-    Returns:
-        The note that `explain()` repeats; "" for none.
-    """
+    """Warn about groups that are not quantized and settings that harm; return the note for `explain()`."""
     reasons = [unquantized_reasons(group, layouts, config=config, skipped=skipped) for group in groups]
-    # Replicas on other nodes are a reason to shard inside one.
+    # Sharding inside a node is sensible if replicas are on other nodes.
     inside = [_nodes_of(group, layouts) == 1 for group in groups]
     note = one_node_note(
         [each if is_inside else ("", "") for each, is_inside in zip(reasons, inside, strict=True)]
@@ -182,13 +166,13 @@ def warn_of_layout(
     if dense:
         more = f" and {len(dense) - 3} more" if len(dense) > 3 else ""
         messages.append(f"weights are left to FSDP2 in {', '.join(dense[:3])}{more}; see explain()")
-    if groups and not any(group.holds_values for group in groups):
+    if groups and not any(segment.local.numel() for group in groups for segment in group.segments):
         messages.append(
-            "this rank holds no value of the model, only padding, so no optimizer of its own tells when a "
-            "step is taken: call comm.mark_step() here whenever the other ranks step"
+            "this rank holds only padding, so its optimizer cannot show when a step is taken: call "
+            "comm.mark_step() here whenever the other ranks step"
         )
     if groups and all(layouts.shards[g.ranks].size == 1 == len(g.replica_ranks) for g in groups):
-        messages.append("every group is sharded over one rank, so nothing is sent and nothing is quantized")
+        messages.append("every group is sharded over one rank, so nothing is sent or quantized")
     if any(group.reduce_dtype == torch.float16 for group in groups):
         messages.append(
             "gradients are reduced in fp16 and may overflow before they are quantized; use "
@@ -196,9 +180,9 @@ def warn_of_layout(
         )
     if any(has_one_queue(group.device) for group in groups):
         messages.append(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 has all streams of a GPU take turns, so that FSDP2's collectives, "
-            "and these, keep computation from starting: unset it before CUDA is initialized. It serves "
-            "Megatron-Core's tensor parallelism, and harms here"
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 serializes all streams of a GPU, so FSDP2's collectives delay "
+            "computation. Unset it before CUDA is initialized, because only tensor parallelism in "
+            "Megatron-Core needs it"
         )
     for message in messages:
         warnings.warn(f"sdp4bit: {message}", stacklevel=3)

@@ -1,4 +1,4 @@
-"""One FSDP2 parameter group: the state of its replica, its gradients over replicas, its descriptions."""
+"""One FSDP2 parameter group: replica state, all-reduce over replicas, and descriptions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sdp4bit.traffic import TrafficCounter
 
 
 class FSDPGroupState(GroupState):
-    """A parameter group, the state of its replica, and this rank's view of the events that may follow."""
+    """A parameter group, the state of its replica, and the events that this rank has seen."""
 
     group: FSDPGroup
     replica: WeightReplica | None
@@ -31,51 +31,46 @@ class FSDPGroupState(GroupState):
     def __init__(
         self, group: FSDPGroup, *, index: int, layout: NodeLayout, replicas: NodeLayout | None
     ) -> None:
-        """Prepare; nothing is quantized yet.
+        """Create a group without quantizers.
 
         Args:
-            replicas: the nodes of the ranks with the same shard (HSDP); None if there is one.
+            replicas: the nodes of the ranks with the same shard (HSDP); None for a single replica.
         """
-        # Sums gradients over replicas; None leaves them to FSDP2, in full precision.
+        # Sums gradients over replicas; without it FSDP2 does, in full precision.
         self.all_reduce: QuantizedAllReduce | None = None
-        self.all_reduces = 0  # quantized ones so far, which number the rounding bits
+        self.all_reduces = 0  # quantized ones so far
         self.replica_layout = replicas
         nodes, per_node = (1, 1) if replicas is None else (replicas.nodes, replicas.ranks_per_node)
         self.all_reduce_traffic = TrafficCounter(nodes=nodes, ranks_per_node=per_node)
         super().__init__(group, index=index, layout=layout)
-        # Tensor-parallel ranks hold some of the parameters alike, and others not.
         self.has_copies = bool(group.copied_over)
         self.state = State.NEVER
-        # Segments that could train at the last refresh. The rest of the shard is frozen and not sent.
+        # Segments that were trainable at the last refresh; the others are frozen and not sent.
         self.trained: frozenset[int] = frozenset()
-        # Checksums of the main shard that the replica was last refreshed from, see `_checksums`.
+        # `_checksums` of the main shard at the last refresh.
         self.refreshed_from: Tensor | None = None
-        # Whether this rank's part of the last refresh held NaN or infinity: on its way to the host, which
-        # does not wait for it.
+        # Whether this rank's part of the last refresh held NaN or infinity.
         self.nonfinite: HostCopy | None = None
         self.full_in_a_row = 0
         # From a checkpoint, until the next refresh: the replica's row of this rank's shard, and fingerprints
         # of the main shards when they were saved, int64 [segments, slots of this rank].
         self.loaded_shard: Tensor | None = None
         self.loaded_fingerprints: Tensor | None = None
-        # HSDP: gradients have been reduced over shards, and not over replicas since.
+        # HSDP: gradients were reduced over shards but not over replicas since.
         self.awaits_replicas = False
-        # Seen by this rank since the ranks last agreed on events.
         self.is_accumulating = False  # the last forward only accumulated gradients
         self.is_reduced = False  # gradients of the group have been reduced since the last refresh
+        # Events of this rank since the ranks last agreed.
         self.has_stepped = False
         self.was_loaded = False
         self._once_trained: set[int] = set()
 
-    # -- refreshes -----------------------------------------------------------------------------------
-
     @property
     def refresh_is_full(self) -> bool:
-        """See GroupState."""
         return self._next(Event.GATHER).is_full
 
     def _next(self, event: Event) -> Refresh:
-        """Return the refresh that an event causes: in full precision if a difference would hold bits."""
+        """Return the refresh that an event causes, in full precision if a difference would include bits."""
         refresh = next_refresh(self.state, event)
         if refresh.ranges == "none" or self.group.value_ranges is None:
             return refresh
@@ -84,7 +79,7 @@ class FSDPGroupState(GroupState):
         return refresh._replace(kind="full", ranges="none") if holds_bits else refresh
 
     def apply(self, event: Event) -> Refresh:
-        """Take the state that an event leads to; return the refresh that it causes."""
+        """Change the state by an event and return the refresh that it causes."""
         refresh = self._next(event)
         self.state = refresh.state
         if self.state not in FROM_CHECKPOINT and event is not Event.GATHER:
@@ -93,9 +88,9 @@ class FSDPGroupState(GroupState):
 
     def trainable(self) -> frozenset[int]:
         """Return the segments that an optimizer step may change; the same on every rank of the group."""
-        # An optimizer changes whatever has a gradient, also parameters that were frozen after the backward
-        # pass. Ranks with an empty shard may leave it out of their optimizer, and of `zero_grad`: their
-        # gradient says nothing about the others', so such a parameter counts from its first gradient on.
+        # A parameter with a gradient may change even if it was frozen after the backward pass. Ranks with an
+        # empty shard may exclude it from their optimizer and `zero_grad`, so its gradient shows nothing about
+        # other ranks. It counts from its first gradient on.
         indices = set()
         for index, segment in enumerate(self.group.segments):
             param = segment.sharded
@@ -107,10 +102,10 @@ class FSDPGroupState(GroupState):
         return frozenset(indices)
 
     def note_step(self, *, by_hand: bool) -> None:
-        """Note that an optimizer of this rank has stepped somewhere in the model."""
-        # Whether it holds parameters of this group is not asked: optimizers of other ranks may hold others.
-        # A group without a gradient since its last refresh is left alone, unless the user says that a step
-        # was taken: the discriminator's step does not make the generator's weights travel.
+        """Record that an optimizer of this rank has stepped somewhere in the model."""
+        # Any optimizer counts, because other ranks may divide the parameters among optimizers differently. A
+        # group without a gradient since its last refresh does not count, unless the user reports the step.
+        # So a discriminator's step does not send the generator's weights.
         trainable = self.trainable()
         segments = self.group.segments
         has_gradient = self.is_reduced or any(
@@ -119,11 +114,11 @@ class FSDPGroupState(GroupState):
         self.has_stepped = self.has_stepped or (bool(trainable) and (by_hand or has_gradient))
 
     def has_unsummed_gradients(self) -> bool:
-        """Return whether an optimizer sees gradients that were to be summed over replicas, and were not."""
+        """Return whether gradients exist that were not summed over replicas."""
         return self.awaits_replicas and any(s.sharded.grad is not None for s in self.group.segments)
 
     def due_segments(self) -> frozenset[int]:
-        """Return the segments whose difference is due, a step that is not yet agreed on included."""
+        """Return the segments whose difference is due, including steps not yet agreed on."""
         ranges = next_refresh(self.state, Event.GATHER).ranges
         if ranges == "row":
             return frozenset(range(len(self.group.segments)))
@@ -132,14 +127,14 @@ class FSDPGroupState(GroupState):
         return frozenset()
 
     def ranges_of(self, refresh: Refresh) -> list[Range] | None:
-        """Return the ranges of the row that a refresh sends; None for all of it."""
+        """Return the ranges of the row that a refresh sends; None for the entire row."""
         everything = frozenset(range(len(self.group.segments)))
         chosen = self._sent_segments() if refresh.ranges == "trained" else everything
         return None if chosen == everything else self._ranges(chosen)
 
     def _sent_segments(self) -> frozenset[int]:
-        """Return the segments that trained at the last refresh; all if others train now."""
-        # Edits of weights that were frozen until then have been looked for in another part of the row.
+        """Return the segments that were trainable at the last refresh; all segments if that has changed."""
+        # Edits of weights that were frozen until then may have gone undetected.
         everything = frozenset(range(len(self.group.segments)))
         return self.trained if self.trained == self.trainable() else everything
 
@@ -148,12 +143,12 @@ class FSDPGroupState(GroupState):
         return merge_ranges([(segments[index].start, segments[index].end) for index in sorted(chosen)])
 
     def has_edits(self) -> Tensor | None:
-        """Return whether weights differ from those last refreshed from, a bool scalar; None if unknown."""
+        """Return whether weights differ from those of the last refresh, a bool scalar; None if unknown."""
         replica, before = self.replica, self.refreshed_from
         if self.state not in (State.CURRENT, State.STEPPED) or replica is None or before is None:
             return None
         assert replica.rows is not None
-        # After a step only the frozen part is compared: the difference of the rest is sent anyway.
+        # After a step only the frozen part is compared, because the difference of the rest is sent anyway.
         has_stepped = self.has_stepped or self.state is State.STEPPED
         if has_stepped and len(self.trained) == len(self.group.segments):
             return None
@@ -163,7 +158,7 @@ class FSDPGroupState(GroupState):
         return (self._checksums(row) != before).any()
 
     def _checksums(self, row: Tensor) -> Tensor:
-        """Return the checksums of the part of a row [n] that trains and of the frozen part, int64 [2]."""
+        """Return the checksums of the trained and the frozen part of a row [n], int64 [2]."""
         return torch.stack([self._checksum(row, self.trained), self._frozen_checksum(row)])
 
     def _frozen_checksum(self, row: Tensor) -> Tensor:
@@ -176,7 +171,7 @@ class FSDPGroupState(GroupState):
         return checksum(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
 
     def has_misfit(self) -> bool:
-        """Return whether the loaded row was saved by another rank, with other weights, or is missing."""
+        """Return whether the loaded row is missing or was saved by another rank or with other weights."""
         if self.state not in FROM_CHECKPOINT:
             return False
         if self.loaded_shard is None or self.loaded_fingerprints is None:
@@ -184,11 +179,11 @@ class FSDPGroupState(GroupState):
         return not bool((self.loaded_fingerprints == self.fingerprints().unsqueeze(1)).all())
 
     def fingerprints(self) -> Tensor:
-        """Return numbers, int64 [segments], that tell main shards and numbers of nodes from others."""
+        """Return fingerprints of the main shards and the number of nodes, int64 [segments]."""
         return self.group.fingerprints() + (self.layout.nodes << 40)
 
     def values_of(self, row: Tensor) -> Tensor:
-        """Return the part of a row [n] that holds values."""
+        """Return the part of a row [n] that holds values and not bits."""
         return row if self.group.value_ranges is None else sample_of(row, self.group.value_ranges)
 
     def change_squares(self) -> Tensor:
@@ -199,7 +194,7 @@ class FSDPGroupState(GroupState):
         return change_squares(self.values_of(main), self.values_of(held))
 
     def note_refresh(self, row: Tensor, *, refresh: Refresh) -> None:
-        """Note a refresh from this row [n], the main shard in the type that is gathered."""
+        """Record a refresh from this row [n], the main shard in the gathered dtype."""
         assert self.replica is not None
         self.has_stepped = self.was_loaded = self.is_reduced = False
         self.loaded_shard = None
@@ -210,33 +205,27 @@ class FSDPGroupState(GroupState):
             self.count_full_refresh()
         with torch.inference_mode(False):
             if not is_full and self.ranges_of(refresh) is not None:
-                # An edit of the frozen part has not been sent, and must still be found.
+                # An edit of the frozen part has not been sent and must still be detected.
                 assert before is not None
                 self.refreshed_from = torch.stack([self._checksum(row, self.trained), before[1]])
             else:
                 self.trained = self.trainable()
                 self.refreshed_from = self._checksums(row)
 
-    # -- gradients, copies and descriptions ----------------------------------------------------------
-
     @property
     def counters(self) -> tuple[TrafficCounter, ...]:
-        """See GroupState."""
         return (*super().counters, self.all_reduce_traffic)
 
     @property
     def gradient_quantizers(self) -> Sequence[GradientQuantizer]:
-        """See GroupState."""
         return [*super().gradient_quantizers, *([] if self.all_reduce is None else [self.all_reduce])]
 
     @property
     def gradient_layouts(self) -> Sequence[NodeLayout]:
-        """See GroupState."""
         over_replicas = [] if self.all_reduce is None else [self.replica_layout]
         return [*super().gradient_layouts, *(layout for layout in over_replicas if layout is not None)]
 
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
-        """See GroupState."""
         replica = self.replica
         if replica is None or replica.rows is None or (replica.is_pending and not may_wait):
             return None
@@ -245,7 +234,7 @@ class FSDPGroupState(GroupState):
         return (self.group.sample_main(ranges), sample_of(replica.own_shard, ranges)) if ranges else None
 
     def copies(self) -> Sequence[ReplicaCopy]:
-        """See GroupState; with HSDP, also a checksum of the main shard, which replicas hold alike."""
+        """See GroupState; with HSDP also a checksum of the main shard, which must equal other replicas'."""
         copies = []
         if self.replica is not None:
             self.replica.wait()
@@ -276,7 +265,6 @@ class FSDPGroupState(GroupState):
         return copies
 
     def describe_weights(self) -> str:
-        """See GroupState."""
         text = super().describe_weights()
         if self.replica is None:
             return text
@@ -284,7 +272,6 @@ class FSDPGroupState(GroupState):
         return text + (f", {frozen} frozen not sent" if frozen else "")
 
     def describe_gradients(self) -> str:
-        """See GroupState."""
         if not any(segment.sharded.requires_grad for segment in self.group.segments):
             return "none, all frozen"
         text = super().describe_gradients()
@@ -294,8 +281,6 @@ class FSDPGroupState(GroupState):
         return text
 
     def describe_ranks(self) -> str:
-        """See GroupState."""
+        replicas = self.replica_layout
         text = super().describe_ranks()
-        return (
-            text if self.replica_layout is None else f"{text}, replicas {describe_ranks(self.replica_layout)}"
-        )
+        return text if replicas is None else f"{text}, replicas {describe_ranks(replicas)}"

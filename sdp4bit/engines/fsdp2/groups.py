@@ -1,6 +1,6 @@
-"""What the integration reads of FSDP2's parameter groups; the only file that touches their private parts.
+"""Views of FSDP2's parameter groups; only this file and `torch_internals` access private attributes of FSDP2.
 
-`torch_internals` checks that these are what they are in the releases of torch that are tested.
+`torch_internals` checks at attachment that these attributes exist.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ _STAGING_COMMS = {
     "ProcessGroupAllocAllGather": _OF_PROCESS_GROUP,
     "ProcessGroupAllocReduceScatter": _OF_PROCESS_GROUP,
 }
-"""FSDP2's own communication with other memory, and what asks for it."""
+"""FSDP2's communication classes with special memory, and the method that selects each."""
 
 
 def clean_name(name: str) -> str:
-    """Return a module's or parameter's name without the names of transparent wrappers."""
+    """Remove the names of transparent wrappers from a module's or parameter's name."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_PREFIXES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSegment:
-    """Where one parameter's shard lies in its group's row, and how to read it."""
+    """One parameter's shard in its group's row."""
 
     name: str
     start: int
     end: int
     param: Param
-    dtype: torch.dtype  # as it is gathered
-    # Gathered as they are: of another type than the row, or packed. Never part of a difference.
+    dtype: torch.dtype  # when gathered
+    # Of another dtype than the row, or packed: the bits are gathered, and never part of a difference.
     holds_bits: bool
 
     @property
@@ -94,8 +94,8 @@ class ParamSegment:
 
     @property
     def split_over(self) -> dict[tuple[int, ...], ProcessGroup]:
-        """The groups of ranks that tensor parallelism splits the parameter over, one per dimension."""
-        # Every dimension of its mesh that is not FSDP2's counts, whatever the parallelism on it.
+        """The process groups that tensor parallelism splits the parameter over, by ranks."""
+        # Every mesh dimension that is not FSDP2's counts, including those of other parallelisms.
         data = set(self.param.mesh_info.mesh.mesh.flatten().tolist())
         mesh, placements = self.sharded.device_mesh, self.sharded.placements
         groups = [mesh.get_group(dim) for dim, each in enumerate(placements) if not each.is_replicate()]
@@ -103,7 +103,7 @@ class ParamSegment:
         return {ranks: group for ranks, group in by_ranks.items() if not data.issuperset(ranks)}
 
     def local_view(self, row: Tensor) -> Tensor:
-        """View this parameter's shard, without padding, in a row [n] of its group."""
+        """View this parameter's shard in a row [n] of its group, without padding."""
         values = row[self.start : self.end]
         if self.holds_bits:
             values = values.view(self.dtype)
@@ -112,7 +112,7 @@ class ParamSegment:
         return padded.narrow(dim, 0, self.local.size(dim) if self.local.numel() else 0)
 
     def to_dtensor(self, row: Tensor) -> DTensor:
-        """Return a copy of this shard of a row as a DTensor sharded like the parameter."""
+        """Copy this parameter's shard of a row into a DTensor sharded like the parameter."""
         like = self.sharded
         local = self.local_view(row).clone().view(self.local.shape)
         return DTensor.from_local(
@@ -121,7 +121,7 @@ class ParamSegment:
 
 
 def tensor_version(tensor: DTensor) -> tuple[int, int, int]:
-    """Return a value that edits of a DTensor change: its counter, its shard, the shard's counter."""
+    """Return a value that changes with every edit of a DTensor or its local tensor."""
     local = tensor._local_tensor
     return _counter(tensor), id(local) if local.numel() else 0, _counter(local)
 
@@ -131,12 +131,12 @@ def _counter(tensor: Tensor) -> int:
 
 
 class CommObjects(NamedTuple):
-    """What an FSDP2 parameter group communicates through."""
+    """The objects that an FSDP2 parameter group communicates through."""
 
     all_gather: Comm
     reduce_scatter: Comm
-    force_sum: bool  # reductions are asked for as sums, also where they end as means
-    replicas: ProcessGroup | None  # gradients are all-reduced over it; None without HSDP
+    force_sum: bool  # FSDP2 requests sums and divides them itself
+    replicas: ProcessGroup | None  # for the all-reduce of HSDP; None without HSDP
 
 
 class FSDPGroup:
@@ -153,12 +153,12 @@ class FSDPGroup:
         siblings: Sequence[ParamGroup],
         root: str,
     ) -> None:
-        """Describe a group.
+        """Read the attributes that do not change.
 
         Args:
-            root: prefix of names below one of several local roots; "" if there is one.
-            module_names: of all modules of the model, by identity.
+            module_names: names of all modules of the model by id().
             siblings: all groups of the module, in the order in which they are gathered.
+            root: prefix of the names below one of several local roots; "" for a single root.
         """
         self.name = name or "(root)"
         self.module_name = module_name or "(root)"
@@ -169,41 +169,35 @@ class FSDPGroup:
         self._module_names = module_names
         self._cut: dict[tuple[tuple[int, ...], int, bool], tuple[Section, ...]] = {}
         info = group.mesh_info
-        # The ranks that the group is sharded over, and their global ranks in order.
         self.process_group = info.shard_process_group
         self.ranks = tuple(dist.get_process_group_ranks(self.process_group))
         # HSDP: gradients are also all-reduced over replicas, the ranks that hold the same shard as this one.
         self.is_hybrid = group._is_hsdp
         self.replicas: ProcessGroup | None = None
         self.replica_ranks: tuple[int, ...] = (dist.get_rank(),)
-        self.sharing_ranks = frozenset(self.ranks)  # that share the group's parameters, of all replicas
+        self.sharing_ranks = frozenset(self.ranks)  # of all shards and replicas
         replica, replicas = 0, 1
         if self.is_hybrid:
             hybrid = self._hybrid_info
-            # By the mesh and not by `replicate_process_group`: another handle may have exchanged that one.
+            # Not `replicate_process_group`, which another handle may have replaced.
             self.replicas = hybrid.mesh.get_group(cast(int, hybrid.replicate_mesh_dim))
             self.replica_ranks = tuple(dist.get_process_group_ranks(self.replicas))
             self.sharing_ranks = frozenset(hybrid.mesh.mesh.flatten().tolist())
             replica, replicas = hybrid.replicate_mesh_rank, hybrid.replicate_mesh_size
-        # Which shard this rank holds. It numbers the rounding of weights: HSDP replicas and tensor-parallel
-        # peers have equal weights, and must send equal differences.
-        self.shard_rank = info.shard_mesh_rank
-        # Which of `data_ranks` different data this rank sees. It numbers the rounding of gradients, so that
-        # parameters that tensor-parallel peers, which see the same data, hold alike stay equal.
+        # The number of this rank's data among `data_ranks`, for the rounding of gradients. Tensor-parallel
+        # peers see the same data, so their copies of a parameter must be rounded identically.
         self.data_ranks = info.shard_mesh_size * replicas
-        self.data_ranks_of_replicas = range(self.shard_rank, self.data_ranks, info.shard_mesh_size)
+        self.data_ranks_of_replicas = range(info.shard_mesh_rank, self.data_ranks, info.shard_mesh_size)
         self.data_rank = self.data_ranks_of_replicas[replica]
         if self.has_subclasses and self.is_unsharded and self.is_idle:
-            module.reshard()  # they show what they gather only of a shard
+            module.reshard()  # a subclass shows its all-gather inputs only while it is sharded
 
     @property
     def device(self) -> torch.device:
-        """Where the group computes and communicates."""
         return self._group.device
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether full parameters are materialized now."""
         return self._group.is_unsharded
 
     @property
@@ -213,26 +207,26 @@ class FSDPGroup:
 
     @property
     def reduces_gradients(self) -> bool:
-        """Whether the next backward reduces gradients, and does not only accumulate them."""
+        """Whether the next backward reduces gradients instead of only accumulating them."""
         return self._group.reduce_grads
 
     @property
     def context(self) -> RootContext:
-        """What the FSDP modules of one root share, from the first forward on."""
+        """The context that the FSDP modules of one root share from the first forward on."""
         return self.module._get_fsdp_state()._state_ctx
 
     @property
     def forward_leader(self) -> object | None:
-        """State of the outermost FSDP module whose forward is running, None outside of forward."""
+        """State of the outermost FSDP module whose forward is running; None outside of forward."""
         return self.context.iter_forward_root
 
     def leads(self, leader: object) -> bool:
-        """Return whether this is the first group of the module whose state that is."""
+        """Return whether this is the first group of the module with that state."""
         return self._siblings[0] is self._group and self.module._get_fsdp_state() is leader
 
     @property
     def ranks_after_forward(self) -> int | None:
-        """The int that `reshard_after_forward` is, if it is one: backward gathers over that many ranks."""
+        """`reshard_after_forward` if it is an int: backward gathers over that many ranks."""
         if not self._group._use_post_forward_mesh:
             return None
         return self._group.post_forward_mesh_info.shard_mesh_size
@@ -247,7 +241,7 @@ class FSDPGroup:
             row_dtype = self.row_dtype or dtype
             end = start + param.padded_sharded_param_size.numel() * dtype.itemsize // row_dtype.itemsize
             name = self._name_of(param)
-            # bitsandbytes packs 4-bit codes into any type: read as floats they may be NaN.
+            # bitsandbytes packs 4-bit codes into any dtype; read as floats they may be NaN.
             is_packed = own_name == "weight" and getattr(module, "quant_state", None) is not None
             holds_bits = dtype != row_dtype or is_packed
             result.append(
@@ -262,10 +256,9 @@ class FSDPGroup:
 
     @cached_property
     def row_dtype(self) -> torch.dtype | None:
-        """The type that a row is read in, when it is attached: that in which the trained part is gathered.
+        """The dtype in which the trained part of a row is gathered; other parameters are bits in it.
 
-        Parameters of other types lie in the row as bits. None if the trained part has several types, or if a
-        shard does not fill whole values of each type.
+        None if the trained part has several dtypes, or if some shard does not align with all of them.
         """
         params, dtypes = self._group.fsdp_params, self.param_dtypes
         if len(dtypes) == 1:
@@ -284,20 +277,20 @@ class FSDPGroup:
 
     @cached_property
     def value_ranges(self) -> list[Range] | None:
-        """The ranges of the row that hold values, not bits; None for all of it."""
+        """The ranges of the row that hold values and not bits; None for the entire row."""
         values = [(s.start, s.end) for s in self.segments if not s.holds_bits]
         return None if len(values) == len(self.segments) else merge_ranges(values)
 
     @cached_property
     def _kinds(self) -> list[frozenset[tuple[int, ...]]]:
-        """Which tensor-parallel ranks each parameter is split over; several kinds if some are copied."""
+        """The tensor-parallel ranks that each parameter is split over; they differ if some are copied."""
         return [frozenset(segment.split_over) for segment in self.segments]
 
     @cached_property
     def copied_over(self) -> list[ProcessGroup]:
-        """The groups of tensor-parallel ranks that hold some of the parameters alike and others not.
+        """The process groups of tensor-parallel ranks that hold copies of some parameters only.
 
-        When one of these ranks refreshes the replica in another way, or at another time, all must.
+        All of these ranks must refresh the replica at the same time and in the same way.
         """
         if len(set(self._kinds)) == 1:
             return []
@@ -308,19 +301,19 @@ class FSDPGroup:
         """Return the sections of a row [numel], cached; None if tensor-parallel copies could drift apart.
 
         Args:
-            unit: of `cut_row`.
-            separate: `SDP4BitConfig.separate_parameters`. Tensor-parallel copies are separated in any case.
+            unit: see `cut_row`.
+            separate: see `SDP4BitConfig.separate_parameters`; tensor-parallel copies are always separated.
         """
         if not separate and not self.copied_over:
             return whole_row(numel)
-        # FSDP2 leaves parameters without a gradient out of a row, and does not tell which are in it. The
-        # length shows whether all are, or all that train.
+        # FSDP2 omits parameters without a gradient from a row. Its length shows whether the row holds all
+        # parameters or all trainable ones.
         segments, lengths = self.segments, [segment.end - segment.start for segment in self.segments]
         present = list(range(len(segments)))
         if sum(lengths) != numel:
             present = [i for i, segment in enumerate(segments) if segment.sharded.requires_grad]
         if sum(lengths[i] for i in present) != numel:
-            # Tensor-parallel copies must be rounded alike, so they share no section with what is split.
+            # Tensor-parallel copies must be rounded identically, so they share no section with other values.
             return None if self.copied_over else whole_row(numel)
         key = (tuple(present), unit, separate)
         if key not in self._cut:
@@ -341,21 +334,9 @@ class FSDPGroup:
         """Values of `row_dtype` in one rank's row, FSDP2's own padding of uneven shards included."""
         return self.segments[-1].end
 
-    @property
-    def holds_values(self) -> bool:
-        """Whether any shard of this rank is more than padding."""
-        return any(segment.local.numel() for segment in self.segments)
-
-    @property
-    def shard_nbytes(self) -> int:
-        """Bytes of one rank's row as it is gathered."""
-        sizes = [param.padded_sharded_param_size.numel() for param in self._group.fsdp_params]
-        each = zip(sizes, self._gathers, strict=True)
-        return sum(numel * dtype.itemsize for numel, (dtypes, _) in each for dtype in dtypes)
-
     @cached_property
     def _gathers(self) -> list[tuple[frozenset[torch.dtype], str]]:
-        """The types that each parameter is gathered in, and why a tensor subclass is left to FSDP2."""
+        """The gathered dtypes of each parameter, and the reason if a tensor subclass is left to FSDP2."""
         policy = self._group.mp_policy.param_dtype
         gathers = []
         for param in self._group.fsdp_params:
@@ -367,33 +348,32 @@ class FSDPGroup:
 
     @property
     def rounds_weights(self) -> bool:
-        """Whether weights are rounded when they are gathered: their main shards are more precise."""
+        """Whether main shards are more precise than gathered weights."""
         return any(segment.dtype != segment.sharded.dtype for segment in self.segments)
 
     @property
     def param_dtypes(self) -> set[torch.dtype]:
-        """The types that parameters have when they are gathered; FSDP2 gathers several as bytes."""
+        """The dtypes of gathered parameters; FSDP2 gathers several dtypes as bytes."""
         return {dtype for dtypes, _ in self._gathers for dtype in dtypes}
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """The type that gradients are reduced in."""
         policy, params = self._group.mp_policy, [segment.sharded for segment in self.segments]
-        # FSDP2 holds that all that train have one type; others may be there beside them.
+        # FSDP2 requires one dtype for all trainable parameters, but not for frozen ones.
         trained = next((param for param in params if param.requires_grad), params[0])
         return policy.reduce_dtype or policy.param_dtype or trained.dtype
 
     def gradients_may_come_late(self, dtype: torch.dtype) -> bool:
-        """Return whether nothing reads what is reduced now, in this type, before the backward pass ends."""
-        # FSDP2 reads it at once to sum it over replicas, to cast it, to move it, or to add it to a gradient
-        # that is there; an optimizer that steps in backward does too. Pipelines reduce outside of backward.
+        """Return whether nothing reads reduced gradients of this dtype before the backward pass ends."""
+        # FSDP2 reads them immediately if it sums them over replicas, casts them, moves them, or adds them to
+        # existing gradients. An optimizer in backward does too. Pipelines reduce outside of backward.
         group = self._group
         return (
             self.device.type == "cpu"
             and torch._C._current_graph_task_id() != -1
             and not self.is_hybrid
             and group._all_reduce_hook is None
-            # Not fp16, which FSDP2 divides before the reduction, too.
+            # Not fp16, which FSDP2 also divides before the reduction.
             and all(s.sharded.dtype == dtype for s in self.segments if s.sharded.requires_grad)
             and dtype in (torch.float32, torch.bfloat16)
             and not any(
@@ -406,13 +386,13 @@ class FSDPGroup:
 
     @property
     def gradient_divisor(self) -> float:
-        """What FSDP2 divides a sum of gradients in fp32 or bf16 by, once it has been reduced."""
+        """The divisor that FSDP2 applies to a reduced sum of fp32 or bf16 gradients."""
         factor = self._group.gradient_divide_factor
         return float(len(self.ranks)) if factor is None else factor
 
     @cached_property
     def has_subclasses(self) -> bool:
-        """Whether a tensor subclass has an all-gather of its own."""
+        """Whether a tensor subclass customizes its all-gather."""
         return any(
             extends_gather(cast(DTensor, param.sharded_param)._local_tensor)
             for param in self._group.fsdp_params
@@ -420,12 +400,12 @@ class FSDPGroup:
 
     @property
     def subclass_reason(self) -> str:
-        """Why a tensor subclass's all-gather is left to FSDP2; "" if none is."""
+        """The reason why a tensor subclass's all-gather is left to FSDP2; "" for none."""
         return next((reason for _, reason in self._gathers if reason), "")
 
     @property
     def comms(self) -> CommObjects:
-        """What the group communicates through now."""
+        """The objects that the group currently communicates through."""
         return CommObjects(
             all_gather=self._group._all_gather_comm,
             reduce_scatter=self._group._reduce_scatter_comm,
@@ -445,19 +425,19 @@ class FSDPGroup:
 
     @property
     def staging_comms(self) -> dict[str, str]:
-        """The setters that gave FSDP2 other memory to gather ("weights") or to reduce ("gradients")."""
+        """The methods that selected special memory for FSDP2's "weights" and "gradients"."""
         comms = {"weights": self.comms.all_gather, "gradients": self.comms.reduce_scatter}
         setters = {kind: _STAGING_COMMS.get(type(comm).__name__, "") for kind, comm in comms.items()}
         return {kind: setter for kind, setter in setters.items() if setter}
 
     def main_shard(self, dtype: torch.dtype) -> Tensor:
-        """Return this rank's main shard [n] as the next all-gather would send it; a copy.
+        """Copy this rank's main shard [n] as the next all-gather would send it.
 
         Args:
-            dtype: of the result; bits are unchanged in `row_dtype` only.
+            dtype: dtype of the result; segments of bits survive in `row_dtype` only.
         """
-        # FSDP2's copy-in reads the same tensors: 1-D, padded, in the type of the main weights, and on the
-        # host with CPU offload. The copy belongs to the current stream.
+        # The same tensors that FSDP2's copy-in reads: 1-D, padded, in the dtype of the main weights, and on
+        # the host with CPU offload.
         pieces = []
         for segment in self.segments:
             data = plain_values(segment.param._sharded_param_data)
@@ -467,14 +447,14 @@ class FSDPGroup:
         return torch.cat(pieces)
 
     def gathered_shard(self) -> Tensor | None:
-        """Return this rank's main shard [n] in the type of the row; None if that is not of floats."""
+        """Copy this rank's main shard [n] in the dtype of the row; None unless that is floating-point."""
         dtype = self.row_dtype
         if dtype is None or self.subclass_reason or not dtype.is_floating_point:
             return None
         return self.main_shard(dtype)
 
     def sample_main(self, ranges: Sequence[Range]) -> Tensor:
-        """Return these ascending ranges of this rank's main shard, one behind the other, in fp32."""
+        """Return these ascending ranges of this rank's main shard, concatenated, in fp32."""
         pieces: list[Tensor] = []
         for segment in self.segments:
             common = common_ranges(ranges, [(segment.start, segment.end)])
@@ -484,36 +464,35 @@ class FSDPGroup:
 
     def fingerprints(self) -> Tensor:
         """Return the sum of the bit patterns of this rank's shard of each parameter, int64 [segments]."""
-        # Bits and not values: a sum of integers does not depend on its order, and NaN equals itself.
+        # Not of values, because an integer sum does not depend on the order and NaN equals itself.
         shards = [plain_values(segment.local).reshape(-1) for segment in self.segments]
         patterns = [shard.view(_BIT_PATTERNS[shard.element_size()]) for shard in shards]
         return torch.stack([pattern.sum(dtype=torch.int64) for pattern in patterns]).to(self.device)
 
     def install(self, comms: CommObjects) -> CommObjects:
-        """Let the group communicate through the given objects; return what it used before, for install()."""
+        """Make the group communicate through these objects; return the previous ones."""
         previous = self.comms
-        # FSDP2's setters write the same attributes, but refuse a module with several parameter groups, as a
-        # mesh per parameter makes them (docs/upstream.md).
+        # FSDP2's setters write the same attributes but refuse modules with several parameter groups, which a
+        # mesh per parameter creates (docs/upstream.md).
         self._group._all_gather_comm = comms.all_gather
         self._group._reduce_scatter_comm = comms.reduce_scatter
         self._group.force_sum_reduction_for_comms = comms.force_sum
         if comms.replicas is not None:
-            # FSDP2's set_all_reduce_hook adds to the all-reduce over replicas and does not replace it.
-            # Placement functions give one mesh record to many groups, so this group gets its own.
+            # FSDP2's set_all_reduce_hook does not replace the all-reduce over replicas. Groups may share a
+            # mesh record, so this group gets its own.
             self._group.mesh_info = copy(self._group.mesh_info)
             self._hybrid_info.replicate_process_group = comms.replicas
         return previous
 
 
 def reduce_over_copies(values: Tensor, groups: Sequence[FSDPGroup], *, op: dist.ReduceOp.RedOpType) -> None:
-    """Reduce values in place over the tensor-parallel ranks that hold copies of a part of a group.
+    """Reduce values in place over the tensor-parallel ranks that hold copies of some parameters of a group.
 
-    Called when the data-parallel ranks have agreed: all tensor-parallel ranks then take the same refresh.
-    Nothing is sent for groups without such copies.
+    Called after the data-parallel ranks have agreed, so that all tensor-parallel ranks take the same refresh.
 
     Args:
         values: [n, ...], a row for each of the n groups.
-        groups: the same on all of these ranks, but for those without copies.
+        groups: those with copies must be the same on all of these ranks.
     """
     for copied_over in dict.fromkeys(each for group in groups for each in group.copied_over):
         chosen = [index for index, group in enumerate(groups) if copied_over in group.copied_over]
@@ -524,17 +503,17 @@ def reduce_over_copies(values: Tensor, groups: Sequence[FSDPGroup], *, op: dist.
 
 
 def named_fsdp_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every FSDP module below (and including) the model."""
+    """Yield every FSDP module of the model, including the model itself."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             yield clean_name(name), cast(nn.Module, module)
 
 
 def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
-    """Return the parameter groups of the models, each once, in the order of `named_modules`; none for none.
+    """Return the parameter groups of the models, in the order of `named_modules`.
 
     Raises:
-        ValueError: not FSDP2 modules, or no parameters.
+        ValueError: a model has no FSDP2 modules or no parameters.
     """
     groups: list[FSDPGroup] = []
     seen: set[int] = set()
@@ -545,13 +524,13 @@ def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
         if not fsdp_modules:
             raise ValueError(
                 f"{type(root).__name__} has no FSDP2 modules: call torch.distributed.fsdp.fully_shard on its "
-                "blocks and on itself before sdp4bit.quantize_communication; for DistributedDataParallel and "
-                "replicate() there is sdp4bit.ddp_comm_hook"
+                "blocks and on itself before sdp4bit.quantize_communication. For DistributedDataParallel and "
+                "replicate() use sdp4bit.ddp_comm_hook"
             )
         for name, module in fsdp_modules:
             own = param_groups_of(cast(Module, module))
             for group in own:
-                # fully_shard([a, b]) gives several modules one group.
+                # fully_shard([a, b]) creates one group for several modules.
                 if id(group) in seen or not group.fsdp_params:
                     continue
                 seen.add(id(group))
@@ -575,7 +554,7 @@ def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
 
 
 def _common_owner(group: ParamGroup, module_names: Mapping[int, str]) -> str:
-    """Return the name of the innermost module that all parameters of a group are below."""
+    """Return the name of the innermost module that contains all parameters of a group."""
     owners = [
         clean_name(module_names.get(id(p._module_info.module), "")).split(".") for p in group.fsdp_params
     ]
@@ -584,7 +563,7 @@ def _common_owner(group: ParamGroup, module_names: Mapping[int, str]) -> str:
 
 
 def _name_among(groups: Sequence[FSDPGroup], name: str) -> str:
-    """Return the name, with a number behind it if a group has it already."""
+    """Return the name, with a number appended if another group has it."""
     taken = {group.name for group in groups}
     name = name or "(root)"
     numbered = (f"{name} ({number})" for number in count(2))

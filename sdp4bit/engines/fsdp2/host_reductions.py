@@ -1,4 +1,4 @@
-"""Reductions on the host that go on beside the backward pass, as those of a GPU do on its streams."""
+"""CPU reductions that overlap the backward pass, like those of a GPU on its streams."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class _Reduction:
 
 
 class HostReductions:
-    """Reductions that have been started in this backward pass, and wait for transfers.
+    """Pending reductions of the current backward pass.
 
-    A hook that waited for its own transfer would keep the backward pass from computing. So a hook starts its
-    transfer, and then takes a turn of every reduction before it; a callback of autograd takes those that are
-    left at the end of the backward pass. Nothing may read the outputs before that.
+    Each hook starts its own transfer and then advances every earlier reduction by one step, so that no hook
+    waits for the transfer it has just started. An autograd callback takes the remaining steps at the end of
+    the backward pass; nothing may read the outputs before that.
     """
 
     def __init__(self) -> None:
@@ -32,22 +32,22 @@ class HostReductions:
         self._backward = -1
 
     def start(self, start: Callable[[Tensor], Turns], output: Tensor, *, divisor: float) -> None:
-        """Start a reduction in a backward pass, by whose end the output, divided, is there.
+        """Start a reduction whose divided output is complete at the end of the backward pass.
 
         Args:
-            start: starts a reduction to an output, and returns the turns that are left.
+            start: starts a reduction to an output and returns the remaining steps.
 
         Raises:
-            ExchangeError: of an older reduction.
+            ExchangeError: an earlier reduction failed.
         """
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
-            self.finish()  # those of a backward pass that has failed
+            self.finish()  # left by a backward pass that failed
             self._backward = backward
-            # FSDP2 ends its backward pass by the same means; callbacks run in the order of these calls.
+            # FSDP2 ends its backward pass with such a callback; they run in the order of these calls.
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         older = list(self._under_way)
-        # Not the output itself: FSDP2 divides that behind the hook, when a part of the total is there.
+        # Not the output itself, which FSDP2 divides after the hook, before the total is complete.
         total = torch.empty_like(output)
         turns = start(total)
         self._under_way.append(_Reduction(turns=turns, total=total, output=output, divisor=divisor))
@@ -55,8 +55,8 @@ class HostReductions:
             self._advance(each)
 
     def finish(self) -> None:
-        """Take all turns that are left."""
-        # A second root of the same backward pass may start reductions behind this, and asks for another call.
+        """Complete all pending reductions."""
+        # A second root of the same backward pass may start reductions after this and queue another call.
         self._backward = -1
         try:
             while self._under_way:

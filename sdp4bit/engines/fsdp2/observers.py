@@ -1,4 +1,4 @@
-"""Sees optimizer steps and loads on this rank; `refresh.py` makes them common to all ranks."""
+"""Detection of optimizer steps and loads on this rank; `refresh.py` combines the events of all ranks."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ if TYPE_CHECKING:
 
 def in_backward() -> bool:
     """Return whether autograd is running on this thread."""
-    # Torch has no public name for it; -1 is no graph.
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 class StepObserver:
-    """Sees the steps of optimizers over a model's parameters."""
+    """Detects optimizer steps over a model's parameters."""
 
     def __init__(self, model: FSDPModelState) -> None:
         self._model = weakref.proxy(model)
         self._segments: dict[int, ParamSegment] = {}
         self._stepping_in = -1
-        # Ids of the parameters stepped since the last step boundary, if nothing is sent.
+        # If nothing is sent: ids of the parameters stepped since the last step boundary.
         self._stepped: set[int] = set()
-        # Gradients have been reduced since the last optimizer step.
-        self.is_reduced = False
+        self.is_reduced = False  # gradients have been reduced since the last optimizer step
 
     def watch_optimizers(self) -> RemovableHandle:
-        """Note the steps of every torch optimizer; the hook does not keep the model alive."""
+        """Watch the steps of every torch optimizer; the hook does not keep the model alive."""
         reference = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -46,20 +44,19 @@ class StepObserver:
             if observer is not None and not observer._only_creates_state(optimizer):
                 observer.note_step(p for group in optimizer.param_groups for p in group["params"])
 
-        # `torch.compile(optimizer.step)` calls a disabled function as it is, between two graphs: compiled, it
-        # would run once, while it is traced.
+        # Disabled, because `torch.compile(optimizer.step)` would otherwise run it only while tracing.
         return register_optimizer_step_post_hook(torch.compiler.disable(after_step))
 
     def _only_creates_state(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step cannot change weights: no reduced gradients, a learning rate of zero."""
-        # torch.distributed.checkpoint takes such steps to create optimizer states; with stateless optimizers,
-        # at every save. A rate on the device is not read: the host would wait for it.
+        """Return whether a step cannot change weights: no reduced gradients and a learning rate of zero."""
+        # torch.distributed.checkpoint takes such steps to create optimizer states, for stateless optimizers
+        # at every save. A rate on the device is not read, because the host would have to wait for it.
         rates = [group.get("lr") for group in optimizer.param_groups]
         on_host = [float(r) for r in rates if isinstance(r, float | int | Tensor) and not _on_device(r)]
         return not self.is_reduced and on_host == [0.0] * len(rates)
 
     def note_step(self, params: Iterable[object] | None = None) -> None:
-        """Note an optimizer step over these parameters (None: the user's own), unless none is ours."""
+        """Record an optimizer step if it includes a parameter of the model (None: reported by the user)."""
         params = None if params is None else list(params)
         if params is not None and not self._holds_any(params):
             return
@@ -70,15 +67,14 @@ class StepObserver:
         if not in_backward():
             after_step()
         elif self._stepping_in != torch._C._current_graph_task_id():
-            # Optimizers that step in backward come once per parameter.
+            # Optimizers in backward step once per parameter. FSDP2 ends its backward with the same callback.
             self._stepping_in = torch._C._current_graph_task_id()
-            # Called when all of this backward is done; FSDP2 ends its backward by the same means.
             torch.autograd.Variable._execution_engine.queue_callback(after_step)
 
     def _count_step(self, params: Sequence[object] | None) -> None:
-        """Count steps if FSDP2 sends nothing, so that no hook sees them."""
-        # A second step over the same parameter is the next one: optimizers that share a model's parameters,
-        # or step each in backward, take one together.
+        """Count steps if FSDP2 sends nothing and therefore calls no hook."""
+        # A second step over the same parameter begins the next step, because several optimizers may share
+        # the model's parameters or step in backward.
         every = [segment.sharded for comm in self._model.groups for segment in comm.group.segments]
         stepped = {id(param) for param in (every if params is None else params)}
         if not self._model.step_pending:
@@ -90,10 +86,9 @@ class StepObserver:
         self._model.step_pending = True
 
     def _holds_any(self, params: Sequence[object]) -> bool:
-        """Return whether any of these is a parameter of the model."""
-        # From a table: optimizers that step in backward ask once for every parameter.
+        # A table, because optimizers in backward call this for every parameter. FSDP2 may have replaced
+        # parameters since it was made.
         if not any(map(self._is_ours, params)):
-            # FSDP2 may have replaced parameters since.
             self._segments = {id(s.sharded): s for comm in self._model.groups for s in comm.group.segments}
         return any(map(self._is_ours, params))
 
@@ -110,21 +105,21 @@ Version = tuple[int, int, int]
 
 
 class StateDictAliases:
-    """Finds loads into a model's state dict, whose tensors torch.distributed.checkpoint fills in place.
+    """Detects loads by torch.distributed.checkpoint, which fills the tensors of a state dict in place.
 
-    After an optimizer step nothing else tells a load from a step. The tensors share memory with the
-    parameters but not their version counters.
+    These tensors share memory with the parameters but not their version counters. After an optimizer step
+    nothing else distinguishes a load from the step.
     """
 
     def __init__(self) -> None:
-        # By parameter; alive until the next look, as a state dict may be gone when its versions are read.
+        # Kept alive until `_look`, because a state dict may be freed before its versions are read.
         self._latest: dict[str, tuple[DTensor, Version]] = {}
-        # State dicts that the user keeps.
+        # Tensors that the user keeps.
         self._kept: dict[str, list[tuple[weakref.ref[DTensor], Version]]] = {}
         self._written: set[str] = set()
 
     def watch(self, segment: ParamSegment) -> RemovableHandle:
-        """Note state dicts that hold a parameter, until the hook is removed."""
+        """Watch state dicts with this parameter until the hook is removed."""
         owner, own_name = segment.owner
 
         def after_state_dict(_: nn.Module, state_dict: dict[str, DTensor], prefix: str, *__: object) -> None:
@@ -137,7 +132,7 @@ class StateDictAliases:
         return hook
 
     def _look(self, name: str) -> None:
-        """Note writes to the tensors that were handed out for a parameter; forget tensors that are gone."""
+        """Record writes to the state-dict tensors of a parameter; forget freed tensors."""
         handed_out = [(ref(), before) for ref, before in self._kept.pop(name, [])]
         if name in self._latest:
             handed_out.append(self._latest.pop(name))
@@ -148,7 +143,7 @@ class StateDictAliases:
             self._kept[name] = [(weakref.ref(value), now) for value, _, now in alive]
 
     def forget_writes(self) -> None:
-        """Take all writes so far for those of an optimizer."""
+        """Attribute all writes so far to an optimizer."""
         for name in {*self._kept, *self._latest}:
             self._look(name)
         self._written.clear()

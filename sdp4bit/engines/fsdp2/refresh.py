@@ -1,8 +1,8 @@
-"""When the replicas of a model are refreshed, and how: one state machine, and the events that reach it.
+"""The state machine that decides when and how the replicas of a model are refreshed.
 
-A replica represents one state of the main weights. Optimizer steps, edits, loads and NaN end that state, and
-`next_refresh` says which refresh follows. Nothing else decides. Ranks see different events, so one reduction
-of five flags per group, once per forward, makes the events common before they reach the state machine.
+A replica represents one version of the main weights. Optimizer steps, edits, loads and NaN make it stale, and
+`next_refresh` alone decides which refresh follows. Because ranks see different events, they first agree on
+them: one all-reduce of six flags per group and forward.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from sdp4bit.engines.handle import ModelState
 if TYPE_CHECKING:
     from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 
-FULL_REFRESHES_IN_A_ROW = 3  # so many cause a warning
+FULL_REFRESHES_IN_A_ROW = 3  # consecutive ones that cause a warning
 
 
 class State(Enum):
     """How the replica of a parameter group relates to its main weights."""
 
     NEVER = auto()  # never refreshed
-    CURRENT = auto()  # represents the main weights, but for the rounding of the last differences
-    STEPPED = auto()  # an optimizer has changed weights that train
+    CURRENT = auto()  # equals the main weights up to the rounding of the last differences
+    STEPPED = auto()  # an optimizer has changed trainable weights
     EDITED = auto()  # weights anywhere in the row have changed a little
-    LOADED = auto()  # rows of a checkpoint are due, saved when nothing was pending
+    LOADED = auto()  # rows of a checkpoint are due; it was saved with nothing pending
     LOADED_STEPPED = auto()  # the same, saved between an optimizer step and the refresh after it
-    FULL_DUE = auto()  # weights were loaded or replaced, or full precision was asked for
-    NOT_FINITE = auto()  # holds NaN or infinity, and weights have changed: no difference can be added
+    FULL_DUE = auto()  # weights were loaded or replaced, or full precision was requested
+    NOT_FINITE = auto()  # holds NaN or infinity and weights have changed: a difference would be NaN
 
 
 class Event(Enum):
@@ -52,29 +52,28 @@ class Event(Enum):
 
     STEP = auto()  # an optimizer has stepped
     SMALL_EDIT = auto()  # weights were changed by other means, by at most SMALL_EDIT
-    LARGE_CHANGE = auto()  # by more than that: by other means, or by a step in evaluation mode
+    LARGE_CHANGE = auto()  # they changed by more, or a step in evaluation mode did
     NONFINITE = auto()  # the last refresh has left NaN or infinity in the replica
     WEIGHTS_LOADED = auto()  # a state dict was loaded into the model
-    RESYNC = auto()  # the user or an audit asks for full precision, or weights are gathered in another type
-    STATE_LOADED = auto()  # the communication's own state was loaded, with nothing pending
+    RESYNC = auto()  # full precision was requested, or weights are gathered in another dtype
+    STATE_LOADED = auto()  # the communication state was loaded, with nothing pending
     STEPPED_STATE_LOADED = auto()  # the same, with a step that had not been sent
-    MISFIT = auto()  # rows of a checkpoint belong to other weights, or to another rank
+    MISFIT = auto()  # rows of a checkpoint belong to other weights or to another rank
     GATHER = auto()  # the weights are needed, outside of backward
-    GATHER_IN_BACKWARD = auto()  # they are needed again by the backward of the forward that has used them
+    GATHER_IN_BACKWARD = auto()  # backward needs the weights of its forward again
 
 
 class Refresh(NamedTuple):
-    """A refresh, and the state after it: rows in full precision first, and then a difference."""
+    """A refresh and the state after it; full-precision rows are sent before a difference."""
 
-    # "full" sends main shards, "checkpoint" rows that were loaded, both in full precision.
+    # "full" sends main shards, "checkpoint" loaded rows, both in full precision.
     kind: Literal["none", "full", "checkpoint", "difference", "checkpoint, difference"]
-    # The part of a row whose quantized difference is sent; "trained" leaves out frozen parameters.
+    # The part of a row whose quantized difference is sent; "trained" excludes frozen parameters.
     ranges: Literal["none", "trained", "row"]
     state: State
 
     @property
     def is_full(self) -> bool:
-        """Whether rows are sent in full precision."""
         return self.kind not in ("none", "difference")
 
 
@@ -96,7 +95,7 @@ _TRANSITIONS: dict[Event, dict[State, State]] = {
     Event.LARGE_CHANGE: dict.fromkeys((*_HELD, State.LOADED_STEPPED), State.FULL_DUE),
     # Unchanged weights that are not finite need no second refresh.
     Event.NONFINITE: {State.STEPPED: State.NOT_FINITE, State.EDITED: State.NOT_FINITE},
-    # Rows of a checkpoint stay due: the weights that belong to them may be loaded behind them.
+    # Rows of a checkpoint stay due: their weights may be loaded after them.
     Event.WEIGHTS_LOADED: dict.fromkeys((*_HELD, State.NOT_FINITE), State.FULL_DUE),
     Event.RESYNC: dict.fromkeys([state for state in State if state is not State.NEVER], State.FULL_DUE),
     Event.STATE_LOADED: dict.fromkeys(State, State.LOADED),
@@ -107,14 +106,14 @@ _TRANSITIONS: dict[Event, dict[State, State]] = {
 
 
 def next_refresh(state: State, event: Event) -> Refresh:
-    """Return the refresh that an event causes, and the state after it."""
+    """Return the refresh that an event causes."""
     if event is Event.GATHER:
         return _REFRESHES[state]
     return Refresh("none", "none", _TRANSITIONS[event].get(state, state))
 
 
 class FSDPModelState(ModelState):
-    """The groups of one attached model: their step count, and the events on which their ranks agree."""
+    """The groups of one attached model, their step count, and the events their ranks agree on."""
 
     groups: Sequence[FSDPGroupState]
 
@@ -125,46 +124,43 @@ class FSDPModelState(ModelState):
         self.host_reductions = HostReductions()
         self._leader: weakref.ref[object] | None = None
         self._seen: set[int] = set()
-        # Process groups between hosts, by their ranks; without one FSDP2's own is used.
+        # Gloo process groups by their ranks, if FSDP2's own takes no CPU tensors.
         self.decision_groups: dict[tuple[int, ...], ProcessGroup] = {}
-        # Whether FSDP2 gathers anything, so that a hook sees each forward.
+        # FSDP2 gathers parameters, so a hook sees each forward.
         self.communicates = any(comm.layout.size > 1 for comm in groups)
         self.counts_reductions = self.communicates or any(comm.replica_layout is not None for comm in groups)
-        # Groups reduced over replicas since the last step boundary, if nothing is gathered.
+        # Without gathers: the groups reduced over replicas since the last step boundary.
         self._all_reduced: set[int] = set()
         self._warned: set[str] = set()
 
     @cached_property
     def unshard_stream(self) -> SideStream:
-        """Runs the refreshes and gathers of `unshard(async_op=True)` beside the computation."""
+        """The stream for refreshes and gathers of `unshard(async_op=True)`."""
         return SideStream(self.groups[0].group.device)
 
-    # -- steps ---------------------------------------------------------------------------------------
-
     def note_reduction(self, comm: FSDPGroupState) -> None:
-        """Note that gradients of a group are being reduced: the next forward begins a new step."""
+        """Record that gradients of a group are being reduced, so the next forward begins a new step."""
         comm.is_reduced = self.steps_seen.is_reduced = True
         self.step_pending = self.step_pending or self.communicates
 
     def after_step(self, *, by_hand: bool) -> None:
-        """Note that an optimizer of this rank has stepped over parameters of the model."""
-        self.aliases.forget_writes()  # some optimizers write parameters in ways that look like a load
+        self.aliases.forget_writes()  # some optimizers' writes look like a load
         for comm in self.groups:
             comm.note_step(by_hand=by_hand)
             if comm.has_unsummed_gradients():
                 self.warn_once(
-                    "sdp4bit: an optimizer has stepped with gradients that were reduced over shards, and not "
-                    f"over replicas since ({comm.group.name}): either the last backward before it had "
-                    "set_requires_all_reduce(False), or FSDP2 has all-reduced them by itself, in full "
-                    "precision, over another process group than when sdp4bit attached"
+                    "sdp4bit: an optimizer has stepped with gradients that were reduced over shards but not "
+                    f"over replicas since ({comm.group.name}). Either the last backward had "
+                    "set_requires_all_reduce(False), or FSDP2 all-reduced them in full precision over a "
+                    "process group that was set after sdp4bit attached"
                 )
         self.reshard([comm for comm in self.groups if comm.has_stepped])
 
     def before_all_reduce(self, comm: FSDPGroupState) -> None:
-        """Notice a step boundary if no shard is gathered, as no hook sees a forward then."""
+        """Detect step boundaries if nothing is gathered, because no hook then sees a forward."""
         if self.communicates:
             return
-        # A group is reduced over replicas once a step; the first one that is reduced again begins the next.
+        # A group is reduced over replicas once per step, so its second reduction begins the next step.
         if comm.index in self._all_reduced:
             self._all_reduced.clear()
             self._end_step()
@@ -178,45 +174,40 @@ class FSDPModelState(ModelState):
             self.end_traffic()
             self.measure_step()
 
-    # -- loads and requests --------------------------------------------------------------------------
-
     def note_load(self, *_: object) -> None:
-        """Note that a state dict was loaded into the model, on this rank; a hook of torch.nn modules."""
+        """Record that a state dict was loaded on this rank; a hook of torch.nn modules."""
         for comm in self.groups:
             comm.was_loaded = True
 
     def request_resync(self, comms: Collection[FSDPGroupState] | None = None) -> None:
-        """Have the replicas of all groups, or of these, refreshed in full precision; called on all ranks."""
+        """Request a full-precision refresh of these groups (None: all); called on all ranks."""
         comms = self.groups if comms is None else comms
         self.reshard(comms)
         for comm in comms:
             comm.apply(Event.RESYNC)
 
     def reshard(self, comms: Iterable[FSDPGroupState]) -> None:
-        """Free parameters that stayed unsharded: they would hide a refresh. Those in use are kept."""
+        """Free unsharded parameters that are not in use, so that the next forward gathers them again."""
         for comm in comms:
-            # FSDP2 does not gather a group that is unsharded. During a forward or backward it is in use, and
-            # FSDP2 reshards it afterwards.
+            # A group that is in use by a forward or backward is resharded by FSDP2 afterwards.
             if comm.group.is_unsharded and comm.group.is_idle:
                 comm.group.module.reshard()
 
-    # -- agreement -----------------------------------------------------------------------------------
-
     def before_unshard(self, comm: FSDPGroupState) -> None:
-        """Let the ranks agree on what has happened to the weights; called outside of backward."""
-        # The first group of a forward asks for all groups of its root at once, in one small reduction. A
-        # gather outside of forward asks for its own group only.
+        """Make the ranks agree on changes of the weights; called outside of backward."""
+        # The first gather of a forward reduces the flags of all groups of its root. A gather outside of
+        # forward reduces those of its own group.
         ended, self.step_pending = self.step_pending, False
         if ended:
             self.steps += 1
             self.end_traffic()
-            self._leader = None  # a forward has begun, whatever path it takes through the groups
+            self._leader = None  # a new forward has begun
         leader = comm.group.forward_leader
         if leader is None:
             self._agree([comm])
         else:
-            # FSDP2 does not tell when a forward begins: with the leader's own group, unless that stayed
-            # unsharded after the last one, or else with a group that this forward would have gathered before.
+            # FSDP2 does not announce a forward. It begins with the leader's group, unless that stayed
+            # unsharded. Then a new leader, or a group that was already gathered, shows a new forward.
             is_known = self._leader is not None and self._leader() is leader
             if comm.group.leads(leader) or not is_known or comm.index in self._seen:
                 self._leader = weakref.ref(leader)
@@ -232,12 +223,12 @@ class FSDPModelState(ModelState):
         if self.aliases.take_loads(
             segment.name for comm in comms for segment in comm.group.segments if segment.is_on_all_ranks
         ):
-            # Other roots look for themselves: one that has used the load must not use it again.
+            # Recorded per group because take_loads reports each load once.
             for comm in comms:
                 comm.was_loaded = True
         asked: dict[tuple[int, ...], list[FSDPGroupState]] = {}
         for comm in comms:
-            # These states are the same on all ranks, and no event changes the refresh that follows.
+            # No event changes the refresh of these two states, which are the same on all ranks.
             if comm.replica is not None and comm.state not in (State.NEVER, State.FULL_DUE):
                 asked.setdefault(comm.layout.ranks, []).append(comm)
         for together in asked.values():
@@ -256,12 +247,12 @@ class FSDPModelState(ModelState):
                 if misfits and comm.state in FROM_CHECKPOINT:
                     comm.apply(Event.MISFIT)
                     self.warn_once(
-                        "sdp4bit: the loaded communication state was not saved with these weights, or not by "
-                        "each rank for itself, or with another layout: replicas are refreshed in full "
-                        f"precision instead ({comm.group.name} first)"
+                        "sdp4bit: the loaded communication state was not saved with these weights, by these "
+                        "ranks and with this layout. Replicas are refreshed in full precision instead "
+                        f"({comm.group.name} first)"
                     )
-                # The bytes of an evaluation do not matter, and its weights may be averages that were put in
-                # place of those that the optimizer has stepped. Weights sent directly are always off.
+                # An evaluation may have replaced the weights by averages, for which a difference is too
+                # coarse, and its bytes hardly matter. With mode="direct" the replica always differs.
                 is_evaluated = (
                     comm.state in (State.STEPPED, State.EDITED, State.LOADED_STEPPED)
                     and evaluates
@@ -274,7 +265,7 @@ class FSDPModelState(ModelState):
                 self._apply_sizes(measured)
 
     def _reduced_flags(self, comms: Sequence[FSDPGroupState]) -> list[list[int]]:
-        """Return for each of these groups, all of the same ranks, which events any rank has seen."""
+        """Return the events that any rank has seen, for groups of the same ranks."""
         edits: dict[int, Tensor] = {}
         for index, comm in enumerate(comms):
             edit = comm.has_edits() if _may_wait(comm) else None
@@ -292,17 +283,17 @@ class FSDPModelState(ModelState):
             )
             for index, comm in enumerate(comms)
         ]
-        # The flags travel between hosts. Without checksums nothing in them depends on a GPU's queue, so that
-        # a step does not wait for it.
+        # On the CPU: apart from the checksums, the flags do not depend on the GPU, so a step need not wait
+        # for it.
         flags = torch.tensor(seen, dtype=torch.int32)
         self._reduce(flags, comms, op=dist.ReduceOp.MAX, what="agreement on changed weights")
         rows: list[list[int]] = self._over_copies(flags, comms).tolist()
         return rows
 
     def _apply_sizes(self, measured: Sequence[tuple[FSDPGroupState, bool]]) -> None:
-        """Let the size of a change decide between a difference and full precision."""
+        """Choose between a difference and full precision by the size of each change."""
         comms = [comm for comm, _ in measured]
-        # The host waits for the device: a rare event, and the choice of the collective depends on it.
+        # The host waits for the device because its next collective depends on the result; edits are rare.
         squares = torch.stack([comm.change_squares() for comm in comms]).cpu()
         self._reduce(squares, comms, op=dist.ReduceOp.SUM, what="agreement on the size of edits")
         is_large = self._over_copies(is_large_change(squares).to(torch.int32), comms)
@@ -316,48 +307,46 @@ class FSDPModelState(ModelState):
     def _reduce(
         self, values: Tensor, comms: Sequence[FSDPGroupState], *, op: dist.ReduceOp.RedOpType, what: str
     ) -> None:
-        """Reduce values on the host, in place, over the ranks of these groups."""
         group = self.decision_groups.get(comms[0].layout.ranks, comms[0].group.process_group)
         with comm_error_context(what, group=group):
             dist.all_reduce(values, op=op, group=group)
 
     @staticmethod
     def _over_copies(flags: Tensor, comms: Sequence[FSDPGroupState]) -> Tensor:
-        """Return the maximum over tensor-parallel ranks: one of them may see an edit of its part alone."""
+        """Return the maximum over tensor-parallel ranks, because one may see an edit that others do not."""
         if any(comm.has_copies for comm in comms):
-            # On the device: FSDP2's tensor-parallel groups may have no backend for the host.
+            # On the device, because tensor-parallel groups may have no CPU backend.
             flags = flags.to(comms[0].group.device)
             reduce_over_copies(flags, [comm.group for comm in comms], op=dist.ReduceOp.MAX)
         return flags
 
     def warn_of_full_refreshes(self, comm: FSDPGroupState) -> None:
-        """Warn once of weights that travel in full precision again and again."""
+        """Warn once if weights are repeatedly sent in full precision."""
         if comm.full_in_a_row == FULL_REFRESHES_IN_A_ROW:
             self.warn_once(
                 f"sdp4bit: weights ({comm.group.name} first) were sent in full precision "
                 f"{FULL_REFRESHES_IN_A_ROW} times in a row: they were loaded, held NaN or infinity, or were "
-                f"edited by more than 1/{round(1 / SMALL_EDIT)} of their size with no optimizer step since. "
-                "If an optimizer made these edits, call comm.mark_step() after each: then differences are "
-                "sent. comm.explain() counts full refreshes per group"
+                f"edited by more than 1/{round(1 / SMALL_EDIT)} of their norm without an optimizer step. If "
+                "an optimizer makes these edits, call comm.mark_step() after each to send "
+                "differences; comm.explain() counts full refreshes per group"
             )
 
     def warn_once(self, message: str) -> None:
-        """Warn, but not again for the same message."""
+        """Warn unless the text before the first parenthesis was a warning before."""
         key = message.partition("(")[0]
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(message, stacklevel=3)
 
     def detach(self) -> None:
-        """See ModelState."""
         super().detach()
         self.aliases, self.steps_seen = StateDictAliases(), StepObserver(self)
 
 
 def _may_wait(comm: FSDPGroupState) -> bool:
     """Return whether the host may wait for checksums of the device."""
-    # On a GPU it would wait in every micro-batch of an accumulation. An edit between two of them is found by
-    # the forward whose gradients are reduced.
+    # A GPU would be waited for in every micro-batch of an accumulation. The forward whose gradients are
+    # reduced finds an edit between two of them.
     is_accumulating = comm.group.module.training and not comm.group.reduces_gradients
     was_accumulating, comm.is_accumulating = comm.is_accumulating, is_accumulating
     return _is_on_host(comm) or not (is_accumulating and was_accumulating)
@@ -368,7 +357,6 @@ def _is_on_host(comm: FSDPGroupState) -> bool:
 
 
 def _is_set(copy: HostCopy | None) -> bool:
-    """Return whether a flag is set and has arrived."""
-    # A GPU that has not got that far in a step tells in the next one; the host does not wait.
+    # The host does not wait: a flag that arrives late counts in the next step.
     flag = None if copy is None else copy.arrived()
     return flag is not None and bool(flag)

@@ -1,9 +1,9 @@
-"""Checkpoint state of an attached model, for torch.distributed.checkpoint beside the model's own.
+"""Checkpoint state of an attached model, for torch.distributed.checkpoint.
 
-A bit-exact resume needs what the devices held of each shard (the replica differs from the main weights by
-what quantization left out), which parameters had changed since the last refresh, and how many refreshes and
-reductions each group has done, which number the rounding bits. A fingerprint of each rank's main shard tells
-whether a row is loaded by the rank that saved it and together with the weights it belongs to.
+A bit-exact resume needs each shard's replica, which differs from the main weights by the rounding error. It
+also needs the parameters changed since the last refresh, and the counters from which rounding bits are
+derived. A fingerprint of each rank's main shard shows whether a row is loaded by the rank that saved it and
+with the same weights.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 from sdp4bit.engines.fsdp2.refresh import FROM_CHECKPOINT, Event, FSDPModelState
-from sdp4bit.engines.handle import StateDict
+from sdp4bit.engines.handle import StateDict, check_state
 
 FORMAT_VERSION = 2
+_OWNER = "sdp4bit communication"
 _PARTS = ("counters", "replica", "fingerprints")
 _FINGERPRINT_SLOTS = 1024
 
 
 def save_state(state: FSDPModelState) -> StateDict:
-    """Return the state, keyed by parameter: names and shapes depend on the model alone."""
-    # So any layout can load it with plain `torch.distributed.checkpoint.load`: pipeline stages have keys of
-    # their own, and parameters that are not quantized have the same keys as others.
+    """Return the state, keyed by parameter.
+
+    Names and shapes depend only on the model, so `torch.distributed.checkpoint.load` works for any layout.
+    """
     counters: dict[str, torch.Tensor] = {}
     replica: dict[str, DTensor] = {}
     fingerprints: dict[str, DTensor] = {}
@@ -35,20 +37,20 @@ def save_state(state: FSDPModelState) -> StateDict:
         if row is None or marks is None:
             marks = comm.fingerprints()
             if comm.state in FROM_CHECKPOINT:
-                # This rank's row was not usable: let it fit nowhere, so that no rank uses its own.
+                # This rank's row was not usable. A wrong fingerprint prevents all ranks from using theirs.
                 marks = marks + 1
             if comm.replica is None or comm.replica.rows is None or comm.refresh_is_full:
-                # A refresh in full precision is due; a resumed run does the same with nothing pending.
+                # A full-precision refresh is due. A resumed run starts with one if nothing is pending.
                 row, due = comm.group.gathered_shard(), frozenset()
             else:
                 row = comm.replica.own_shard
-                # A load or an edit that no forward has used, and a replica with NaN or infinity: let nothing
-                # fit, so that the resumed run starts in full precision, as this one would go on.
+                # After an unused load or edit, and with NaN or infinity, this run continues in full
+                # precision. A wrong fingerprint makes the resumed run do the same.
                 edited, is_nonfinite = comm.has_edits(), comm.values_of(row).isfinite().all().logical_not()
                 is_unusable = is_nonfinite if edited is None else edited | is_nonfinite
                 marks = marks + is_unusable.to(marks.dtype) + int(comm.was_loaded)
         numbers = [comm.reductions, comm.refreshes, comm.all_reduces]
-        # No two ranks of the largest mesh hold the same shards.
+        # No two ranks of the mesh with the most dimensions hold the same shards.
         mesh = max((s.sharded.device_mesh for s in comm.group.segments), key=lambda mesh: mesh.ndim)
         for index, (key, segment) in enumerate(zip(keys, comm.group.segments, strict=True)):
             counters[key] = torch.tensor([*numbers, int(index in due)])
@@ -65,8 +67,9 @@ def save_state(state: FSDPModelState) -> StateDict:
 
 
 def _keys(state: FSDPModelState) -> list[list[str]]:
-    """Return the keys of each group's parameters: their names in the model, whatever the local roots."""
-    # Stages of a pipeline are roots whose parameters have names of their own; copies of one model are not.
+    """Return the keys of each group's parameters: their names in the model, independent of local roots."""
+    # Without the prefix of their root, names are unique across pipeline stages but not across copies of a
+    # model.
     keys = [[s.name.removeprefix(comm.group.root) for s in comm.group.segments] for comm in state.groups]
     every = [key for names in keys for key in names]
     if len(set(every)) == len(every):
@@ -75,8 +78,8 @@ def _keys(state: FSDPModelState) -> list[list[str]]:
 
 
 def _spread(fingerprint: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a DTensor with this rank's value in this rank's part; its shape fits meshes of any size."""
-    # On a mesh of more ranks than slots the last ones have no part, and nothing to compare.
+    """Return a DTensor of fixed shape with this rank's value in this rank's part."""
+    # If a mesh has more ranks than slots, the last ranks have no part and nothing to compare.
     value = fingerprint.flatten()[0] if fingerprint.numel() else fingerprint.new_zeros(())
     return distribute_tensor(
         value.repeat(_FINGERPRINT_SLOTS), mesh, [Shard(0)] * mesh.ndim, src_data_rank=None
@@ -84,15 +87,18 @@ def _spread(fingerprint: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def load_state(state: FSDPModelState, saved: StateDict) -> None:
-    """Take over the counters; the ranks agree at the next forward whether rows fit. All ranks must load.
+    """Load the state; all ranks must. At the next forward they agree whether their rows are usable.
 
-    Rows that another rank has saved, or with other weights or on other nodes, do not fit: all ranks then
-    start from the main weights, in full precision, with a warning.
+    If a row was saved by another rank, with other weights or on other nodes, all ranks warn and refresh their
+    replicas in full precision.
 
     Raises:
         ValueError: not a communication state, or of an unknown format; nothing is changed.
     """
-    _check(saved)
+    check_state(saved, owner=_OWNER, version=FORMAT_VERSION, keys=("steps", *_PARTS))
+    wrong = [key for key in _PARTS if not isinstance(saved[key], Mapping)]
+    if wrong:
+        raise ValueError(f"this is not the state of {_OWNER}: {', '.join(wrong)} should be dictionaries")
     state.steps, state.step_pending = int(saved["steps"]), False
     state.reshard(state.groups)
     for comm, keys in zip(state.groups, _keys(state), strict=True):
@@ -107,25 +113,8 @@ def load_state(state: FSDPModelState, saved: StateDict) -> None:
         comm.apply(Event.STEPPED_STATE_LOADED if due else Event.STATE_LOADED)
 
 
-def _check(saved: object) -> None:
-    """Raise ValueError unless this is a communication state of a known format."""
-    what = "this is not the state of sdp4bit communication"
-    if not isinstance(saved, Mapping):
-        raise ValueError(f"{what}: a {type(saved).__name__}")
-    missing = [key for key in ("format_version", "steps", *_PARTS) if key not in saved]
-    if missing:
-        raise ValueError(f"{what}: it lacks {', '.join(missing)}")
-    if saved["format_version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"communication state of format {saved['format_version']}, this version reads {FORMAT_VERSION}"
-        )
-    wrong = [key for key in _PARTS if not isinstance(saved[key], Mapping)]
-    if wrong:
-        raise ValueError(f"{what}: {', '.join(wrong)} should be dictionaries")
-
-
 def _row(comm: FSDPGroupState, keys: Sequence[str], replica: Mapping[str, object]) -> torch.Tensor | None:
-    """Return the saved row of a group, or None if a part is missing or has another shape."""
+    """Return the saved row of a group; None if a part is missing or has another size."""
     if comm.replica is None:
         return None
     row = torch.zeros(comm.group.shard_numel, dtype=comm.group.row_dtype, device=comm.group.device)

@@ -1,4 +1,4 @@
-"""Tensor subclasses with an all-gather of their own (`fsdp_pre_all_gather`), as fp8 and MX weights have."""
+"""Tensor subclasses that customize their all-gather (`fsdp_pre_all_gather`), such as fp8 and MX weights."""
 
 from __future__ import annotations
 
@@ -15,55 +15,45 @@ from sdp4bit.quantization.checks import VALUE_DTYPES
 
 
 class _WithoutCollectives(TorchDispatchMode):
-    """Keeps an all-reduce of functional collectives on this rank, and refuses other collectives."""
+    """Skips functional all-reduces and raises on other collectives."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "_c10d_functional" and func._opname.startswith("all_reduce"):
             return args[0]
         if "c10d" in func.namespace and not func._opname.startswith(("wait_tensor", "_wrap_tensor")):
-            raise RuntimeError(f"{func} was called by fsdp_pre_all_gather")
+            raise RuntimeError(f"fsdp_pre_all_gather calls {func}")
         return func(*args, **(kwargs or {}))
 
 
 def extends_gather(local: Tensor) -> bool:
-    """Return whether a shard is a tensor subclass with an all-gather of its own."""
+    """Return whether a shard is a tensor subclass that customizes its all-gather."""
     return hasattr(local, "fsdp_pre_all_gather")
 
 
 def plain_values(local: Tensor) -> Tensor:
-    """Return a shard as a plain tensor; a copy if it is a tensor subclass with an all-gather of its own."""
+    """Return a shard as a plain tensor; a copy if it is a tensor subclass that customizes its all-gather."""
     if not extends_gather(local):
         return local
     values = torch.empty(local.shape, dtype=local.dtype, device=local.device)
-    values.copy_(local)  # what it returns may be the subclass again
+    values.copy_(local)  # its result may be the subclass again
     return values
 
 
 @torch.no_grad()
-def _gathered_by_subclass(param: Param) -> Sequence[Tensor]:
-    """Return the rows that FSDP2 gathers for a tensor subclass, as this rank alone computes them.
-
-    Raises:
-        RuntimeError: the subclass calls a collective. It may raise errors of its own, too.
-    """
-    with _WithoutCollectives():  # type: ignore[no-untyped-call]
-        rows: Sequence[Tensor] = getattr(param, "all_gather_inputs")  # noqa: B009
-        return rows
-
-
 def subclass_gather(param: Param, *, name: str) -> tuple[frozenset[torch.dtype], str]:
-    """Return the types that a tensor subclass gathers, and why its gather is left to FSDP2; "" if it is not.
+    """Return the dtypes that a tensor subclass gathers, and why its gather is left to FSDP2 ("" if not).
 
-    No types for a plain tensor.
+    A plain tensor has no dtypes.
     """
     local, dtypes = cast(DTensor, param.sharded_param)._local_tensor, frozenset[torch.dtype]()
     if not extends_gather(local):
         return dtypes, ""
     try:
-        rows, held = _gathered_by_subclass(param), plain_values(param._sharded_param_data)
+        with _WithoutCollectives():  # type: ignore[no-untyped-call]
+            rows: Sequence[Tensor] = getattr(param, "all_gather_inputs")  # noqa: B009
         dtypes = frozenset(row.dtype for row in rows)
-        reason = _subclass_reason(rows, held)
-    except Exception as error:  # of the subclass; FSDP2 meets it again, or the other ranks do not have it
+        reason = _subclass_reason(rows, plain_values(param._sharded_param_data))
+    except Exception as error:  # raised by the subclass, perhaps because the other ranks do not take part
         reason = f"{type(error).__name__}: {error}"
     return dtypes, reason and f"{type(local).__name__} of {name}: {reason}"
 

@@ -1,4 +1,4 @@
-"""Which releases of torch the FSDP2 integration works with, and what it relies on that is not public API."""
+"""Supported torch releases, and the private parts of FSDP2 that the integration uses."""
 
 from __future__ import annotations
 
@@ -22,19 +22,17 @@ _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 
 
 class Comm(Protocol):
-    """What FSDP2 calls to gather or to reduce; see `_ARGUMENTS`."""
+    """FSDP2's all-gather or reduce-scatter; see `_ARGUMENTS`."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor that the collective writes to, or reads from."""
-        ...
+        """Return an input or output tensor of the collective."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
-        """Gather or reduce; see `_ARGUMENTS`."""
-        ...
+        """Gather or reduce."""
 
 
 class RootContext(Protocol):
-    """What the FSDP modules of one root share, from the first forward on."""
+    """The context that the FSDP modules of one root share from the first forward on."""
 
     iter_forward_root: object | None
 
@@ -86,8 +84,7 @@ class Param(Protocol):
     offload_to_cpu: bool
     fsdp_placement: Shard
     mesh_info: MeshInfo
-    # [n], this rank's shard, padding included, in the type of the main weights.
-    _sharded_param_data: Tensor
+    _sharded_param_data: Tensor  # [n], this rank's padded shard in the dtype of the main weights
     _orig_size: torch.Size
     _module_info: ParamModuleInfo
 
@@ -112,7 +109,7 @@ class ParamGroup(Protocol):
     _use_post_forward_mesh: bool
 
 
-# What FSDP2 passes to the two objects that it communicates through.
+# The arguments that FSDP2 passes to its communication objects.
 _ARGUMENTS: Mapping[str, Sequence[str]] = {
     "_all_gather_comm": ("output_tensor", "input_tensor", "group", "async_op"),
     "_reduce_scatter_comm": ("output_tensor", "input_tensor", "group", "op", "async_op"),
@@ -124,13 +121,13 @@ def check_torch_version() -> None:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if (major, minor) < _MINIMUM:
         raise ValueError(
-            f"sdp4bit needs torch 2.9 or newer for FSDP2's hooks, this is {torch.__version__}; tested are "
-            f"{TESTED_TORCH}"
+            f"sdp4bit needs torch 2.9 or newer for FSDP2's hooks, but this is torch {torch.__version__}. It "
+            f"is tested with {TESTED_TORCH}"
         )
 
 
 def relied_on(kind: type) -> tuple[str, ...]:
-    """Return the attributes that this library uses of FSDP2's objects of a kind."""
+    """Return the attributes of an FSDP2 class that this library uses."""
     return tuple(kind.__annotations__)
 
 
@@ -138,14 +135,14 @@ def param_groups_of(module: Module) -> list[ParamGroup]:
     """Return FSDP2's parameter groups of a module.
 
     Raises:
-        ValueError: they are not what the integration relies on; with the torch versions that are tested.
+        ValueError: an attribute that the integration uses is missing; lists the tested torch versions.
     """
     _check(module, relied_on(Module))
     state = module._get_fsdp_state()
     _check(state, relied_on(ModuleState))
     _check(state._state_ctx, relied_on(RootContext))
     groups: Sequence[ParamGroup] | None = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch before 2.12 has one group per module, and no mesh per parameter
+    if groups is None:  # before torch 2.12 a module has one group
         _check(state, ("_fsdp_param_group",))
         only: ParamGroup | None = getattr(state, "_fsdp_param_group")  # noqa: B009
         groups = [] if only is None else [only]
@@ -163,13 +160,12 @@ def param_groups_of(module: Module) -> list[ParamGroup]:
 
 
 def gradient_dtype() -> torch.dtype | None:
-    """Return the type of the gradients that FSDP2 allocates rows for; called by `Comm.allocate`.
+    """Return the dtype of the gradients that FSDP2 allocates rows for; called by `Comm.allocate`.
 
-    None for every other allocation, and if the gradients cannot be seen.
+    None for every other allocation, and if the gradients are not found.
     """
-    # FSDP2 passes only the type of the reduction. When it allocates, the parameters have given up their
-    # gradients, which may be those of the last backward pass or sums in fp32: a local variable of the caller
-    # holds them until they have been copied.
+    # FSDP2 passes only the dtype of the reduction, and the parameters no longer hold their gradients. A local
+    # variable of the caller does.
     caller = sys._getframe(2)
     is_known = caller.f_globals.get("__name__") == _COLLECTIVES
     gradients: Sequence[Tensor] = caller.f_locals.get("unsharded_grads", ()) if is_known else ()
@@ -182,9 +178,8 @@ def _refuse_replicated(group: ParamGroup, module: Module) -> None:
     if hasattr(info, "replicate_process_group") and not hasattr(info, "shard_process_group"):
         raise ValueError(
             f"{type(module).__name__} is replicated over {info.mesh.size()} ranks by replicate(), for whose "
-            "all-reduce FSDP2 has no hook. Call fully_shard with a mesh of (ranks, 1) instead: one rank per "
-            "shard, the same memory, and its all-reduce over replicas is quantized; or use "
-            "DistributedDataParallel with sdp4bit.ddp_comm_hook"
+            "all-reduce FSDP2 has no hook. Call fully_shard with a mesh of (ranks, 1), which takes the same "
+            "memory, or use DistributedDataParallel with sdp4bit.ddp_comm_hook"
         )
 
 
@@ -195,7 +190,7 @@ def _check(target: object, names: Sequence[str]) -> None:
 
 
 def _check_call(comm: object, arguments: Sequence[str]) -> None:
-    """Compare the arguments that torch's own object takes; anybody else's is not known by them."""
+    """Check the arguments of torch's own communication objects; others are reported by `check_group`."""
     if not type(comm).__module__.startswith("torch."):
         return
     _, *names = inspect.signature(type(comm).__call__).parameters
@@ -207,6 +202,6 @@ def _check_call(comm: object, arguments: Sequence[str]) -> None:
 
 def _unknown(difference: str) -> ValueError:
     return ValueError(
-        f"sdp4bit does not know FSDP2 as it is in torch {torch.__version__}: {difference}. Tested are "
-        f"{TESTED_TORCH}: install one of them"
+        f"sdp4bit does not support FSDP2 of torch {torch.__version__}: {difference}. Install a tested "
+        f"version: {TESTED_TORCH}"
     )

@@ -1,7 +1,7 @@
-"""SDP4Bit on Megatron-Core: one call after DDP and the distributed optimizer are built.
+"""SDP4Bit on Megatron-Core: one call after DDP and the distributed optimizer are created.
 
-Megatron-Core offers no hook for its data-parallel collectives, so methods of the live bucket groups and
-optimizers are replaced, object by object; its classes and modules stay as they are.
+Megatron-Core has no hooks for its data-parallel collectives. So methods are replaced on individual bucket
+groups and optimizers, while its classes and modules are unchanged.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ def quantize_communication(
 ) -> MegatronCommHandle:
     """Quantize the data-parallel communication of Megatron-Core from the next step on.
 
-    Call it on every rank, once, after `get_megatron_optimizer` and before the first forward; before or after
-    a checkpoint is loaded. The same call again returns the same handle.
+    Call it on every rank after `get_megatron_optimizer` and before the first forward, before or after a
+    checkpoint is loaded. Repeating the call returns the same handle.
 
     Args:
-        model_chunks: the DistributedDataParallel chunks of this rank, all that the optimizer updates; [] on
-            ranks of the job that have none.
-        optimizer: what `get_megatron_optimizer` returned for them; None without chunks.
-        config: what to quantize, or the name of a preset; the default is the paper's method. The replica is
-            Megatron's parameter buffer, which every rank holds. `weights.replica` only says whether weights
-            are quantized inside one node, as on FSDP2.
-        topology: which ranks share a node: "auto" (by host name), ranks of the job per node, or an
+        model_chunks: all DistributedDataParallel chunks of this rank that the optimizer updates; [] on ranks
+            without a part of the model.
+        optimizer: the result of `get_megatron_optimizer` for them; None without chunks.
+        config: settings or the name of a preset; None uses the default. Every rank holds the replica, which
+            is Megatron's parameter buffer, so `weights.replica` only decides whether weights are quantized
+            inside one node, as on FSDP2.
+        topology: the ranks of each node: "auto" (by host name), ranks of the job per node, or an
             (inter, intra) mesh of the data-parallel group.
 
     Raises:
-        ValueError: the model, the optimizer, their versions or the settings don't allow it; the same on every
-            rank, and nothing has been changed.
-        TypeError: likewise, an argument of another type.
+        ValueError: the model, the optimizer, their versions or the settings are not supported, or settings
+            differ between ranks. All ranks raise the same error, and nothing has been changed.
+        TypeError: an argument has an unsupported type; the same on every rank.
         RuntimeError: torch.distributed is not initialized.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -77,9 +77,9 @@ def quantize_communication(
         existing = _existing_handle(buckets, optimizers, settings, topology)
         for bucket in buckets:
             _check_bucket(bucket)
-        # One more than there are: tied embeddings have a number of their own.
+        # One more, because tied embeddings have a number of their own.
         check_numbers(buckets=len(buckets) + 1, ranks=max((len(b.ranks) for b in buckets), default=0))
-    except Exception as caught:  # whatever happens on one rank, the others must not wait for it
+    except Exception as caught:  # raising here would leave the other ranks waiting
         failure, buckets = caught, []
     rows = [
         ShardedRows(
@@ -92,10 +92,7 @@ def quantize_communication(
     ]
     layouts = agree(
         rows,
-        settings={
-            "config": settings,
-            "model_chunks": "attached already" if existing else "not attached yet",
-        },
+        settings={"config": settings, "model_chunks": "attached already" if existing else "not attached yet"},
         topology=topology,
         failure=failure,
     ).shards
@@ -103,12 +100,7 @@ def quantize_communication(
         return existing
     _warn(chunks, buckets, layouts)
     return MegatronCommHandle(
-        chunks,
-        optimizers=optimizers,
-        buckets=buckets,
-        layouts=layouts,
-        config=settings,
-        topology=topology,
+        chunks, optimizers=optimizers, buckets=buckets, layouts=layouts, config=settings, topology=topology
     )
 
 
@@ -118,7 +110,7 @@ def _existing_handle(
     config: SDP4BitConfig,
     topology: object,
 ) -> MegatronCommHandle | None:
-    """Return the handle that all of these are attached to, None if none is; else raise ValueError."""
+    """Return the handle that all of these are attached to; None if none is attached."""
     targets = [*(bucket.bucket_group for bucket in buckets), *optimizers]
     handles = [vars(target).get(MARK) for target in targets]
     marked = {id(handle): handle for handle in handles if handle is not None}
@@ -144,28 +136,25 @@ def _is_attachable(target: object) -> bool:
 def _check_bucket(bucket: MegatronBucket) -> None:
     if bucket.param_dtype not in (*REPLICATED_DTYPES, torch.float32):
         raise ValueError(
-            f"{bucket.name} holds {bucket.param_dtype} parameters, which have no 16-bit replica: train in "
-            "bf16 or fp16 (params_dtype) without fp8 or fp4 parameters"
+            f"{bucket.name} holds {bucket.param_dtype} parameters, but only bf16 and fp16 can be quantized: "
+            "train in bf16 or fp16 (params_dtype) without fp8 or fp4 parameters"
         )
 
 
 def _warn(
-    chunks: Sequence[Chunk],
-    buckets: Sequence[MegatronBucket],
-    layouts: dict[tuple[int, ...], NodeLayout],
+    chunks: Sequence[Chunk], buckets: Sequence[MegatronBucket], layouts: dict[tuple[int, ...], NodeLayout]
 ) -> None:
     one_queue = any(has_one_queue(bucket.device) for bucket in buckets)
     if one_queue and tensor_parallel_group(chunks[0]) is None:
         warnings.warn(
-            "sdp4bit: CUDA_DEVICE_MAX_CONNECTIONS=1 has all streams of a GPU take turns, so that transfers "
-            "keep computation from starting. Megatron-Core needs it for tensor parallelism, which this model "
-            "does not use: unset it before CUDA is initialized, unless context parallelism or something else "
-            "of yours depends on it",
+            "sdp4bit: CUDA_DEVICE_MAX_CONNECTIONS=1 serializes all streams of a GPU, so transfers delay "
+            "computation. Megatron-Core needs it for tensor parallelism, which this model does not use. "
+            "Unset it before CUDA is initialized, unless you need it for context parallelism",
             stacklevel=3,
         )
     if all(layout.size == 1 for layout in layouts.values()):
         warnings.warn(
-            "sdp4bit: the data-parallel groups have one rank each: nothing is sent, nothing quantized",
+            "sdp4bit: the data-parallel groups have one rank each, so nothing is sent or quantized",
             stacklevel=3,
         )
     if any(bucket.gradients.dtype == torch.float16 for bucket in buckets):

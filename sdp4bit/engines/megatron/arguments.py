@@ -12,12 +12,12 @@ _WITHOUT_MEANING: dict[str, dict[str, Any]] = {
     "--no-async-tensor-model-parallel-allreduce": {"action": "store_true"},
     "--data-impl": {"type": str, "default": None},
 }
-"""Flags of the reference's launch scripts that current Megatron no longer has, with how they parse."""
+"""Flags of the reference's launch scripts that Megatron has removed, with their parser options."""
 
 _WEIGHTS = {
     "bits": ("--weight-quantization-bits", "bits per weight difference"),
     "group_size": ("--wq-group-size", "weight differences that share a scale"),
-    "clip": ("--wq-clip", "part of a group's largest difference that the largest code represents"),
+    "clip": ("--wq-clip", "fraction of a group's largest difference that the largest code represents"),
 }
 _GRADIENTS = {
     "intra_bits": ("--gradient-quantization-bits-intra", "bits per gradient value, intra-node"),
@@ -30,7 +30,7 @@ _GRADIENTS = {
     ),
     "pipeline_chunks": (
         "--gradient-alltoall-pipeline",
-        "slices of a gradient whose two levels overlap; chosen by the row's size when not given",
+        "slices of a gradient whose two levels overlap; chosen by the row's size by default",
     ),
     "start_step": (
         "--gradients-quantization-start-iteration",
@@ -38,21 +38,21 @@ _GRADIENTS = {
     ),
     "inside_one_node": (
         "--gradients-inside-one-node",
-        "quantize gradients also where all ranks that share a parameter are on one node",
+        "quantize gradients even if all ranks that share a parameter are on one node",
     ),
 }
-"""Flag and help by the name of the field."""
+"""Flag and help text by field name."""
 
 _REFERENCE = GradientConfig(intra_group_size=512, hadamard=False)
 """The reference parser's defaults; its scripts and the paper use groups of 128."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Let the parser take the reference implementation's flags, by its names and defaults; return the parser.
+    """Add the reference implementation's flags, with its names and defaults, and return the parser.
 
-    --gradients-inside-one-node and --wq-clip are this library's own.
-    Goes to Megatron as `extra_args_provider`. Flags of the reference's launch scripts that current versions
-    of Megatron have dropped are taken and ignored, with a warning by :func:`from_args`.
+    Pass it to Megatron as `extra_args_provider`. --gradients-inside-one-node and --wq-clip are this library's
+    own. Flags of the reference's launch scripts that Megatron has removed are ignored, with a warning by
+    :func:`from_args`.
     """
     group = parser.add_argument_group("quantized communication (SDP4Bit)")
     text = "send quantized differences of the weights instead of the weights"
@@ -65,9 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         _add(group, flag, text, name=name, default=getattr(_REFERENCE, name))
     for flag, options in _WITHOUT_MEANING.items():
         try:
-            group.add_argument(flag, help="taken and ignored: this Megatron has no such choice", **options)
+            group.add_argument(flag, help="ignored: this Megatron version has no such option", **options)
         except argparse.ArgumentError:
-            continue  # a Megatron that still has the flag keeps its own meaning of it
+            continue  # this Megatron version still has the flag
     return parser
 
 
@@ -87,7 +87,6 @@ def _number(text: str) -> float:
 
 
 def _values(args: argparse.Namespace, flags: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """Read the values of flags, by the names of their fields."""
     return {name: _value(args, flag) for name, (flag, _) in flags.items()}
 
 
@@ -96,10 +95,10 @@ def _value(args: argparse.Namespace, flag: str) -> Any:
 
 
 def from_args(args: argparse.Namespace) -> SDP4BitConfig:
-    """Build the settings from the flags of :func:`add_arguments`; the rounding seed is Megatron's `--seed`.
+    """Create the settings from the flags of :func:`add_arguments`; the rounding seed is Megatron's `--seed`.
 
     Raises:
-        ValueError: a value that is not supported.
+        ValueError: a value is not supported.
     """
     weights = gradients = None
     if args.quantized_weights:
@@ -112,5 +111,5 @@ def from_args(args: argparse.Namespace) -> SDP4BitConfig:
                 warnings.warn(f"sdp4bit: {flag} has no effect without --quantized-gradients", stacklevel=2)
     for flag in _WITHOUT_MEANING:
         if getattr(args, flag.strip("-").replace("-", "_"), None):
-            warnings.warn(f"sdp4bit: {flag} has no effect on this Megatron", stacklevel=2)
+            warnings.warn(f"sdp4bit: {flag} has no effect with this Megatron version", stacklevel=2)
     return SDP4BitConfig(weights=weights, gradients=gradients, seed=getattr(args, "seed", 0))

@@ -1,9 +1,7 @@
 """Read-only views of Megatron-Core's buckets and its distributed optimizer.
 
-Tested with Megatron-Core 0.16.1 and 0.19.2.
-
 A bucket is a range of a model chunk's contiguous parameter and gradient buffers, divided evenly over the
-data-parallel ranks: row r of it is the shard whose fp32 main weights rank r keeps and updates.
+data-parallel ranks. Rank r holds and updates the fp32 main weights of row r.
 """
 
 from __future__ import annotations
@@ -19,27 +17,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.sections import Range
-from sdp4bit.engines.megatron.objects import (
-    Bucket,
-    BucketGroup,
-    Buffer,
-    Chunk,
-    ModelConfig,
-    Optimizer,
-)
+from sdp4bit.engines.megatron.objects import Bucket, BucketGroup, Buffer, Chunk, ModelConfig, Optimizer
 
 REPLICATED_DTYPES = (torch.bfloat16, torch.float16)
-"""Parameters of these types have fp32 main weights, so that a replica and its difference exist."""
+"""Dtypes of parameters with fp32 main weights, from which they can be refreshed."""
 
 
 def class_names(value: object) -> list[str]:
-    """Return the names of a value's class and its bases: Megatron-Core is recognized without importing it."""
+    """Return the names of a value's class and its bases, to recognize Megatron-Core without an import."""
     return [base.__name__ for base in type(value).__mro__]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of a row: where it lies and the fp32 main weights the optimizer updates."""
+    """A range of a row with the fp32 main weights that the optimizer updates."""
 
     start: int
     end: int
@@ -53,25 +44,20 @@ class MegatronBucket:
         self, *, name: str, buffer: Buffer, bucket: Bucket, group: BucketGroup, is_expert: bool
     ) -> None:
         self.name = name
-        self.bucket_group = group
-        """Megatron's bucket group, which starts this bucket's collectives."""
+        self.bucket_group = group  # Megatron's bucket group, which starts this bucket's collectives
         self.is_expert = is_expert
         self.optimizer: Optimizer | None = None
         """The distributed optimizer that updates this bucket's weights."""
-        self.pieces: list[Piece] = []
-        """Main weights that this rank's optimizer keeps of its row, in order."""
+        self.pieces: list[Piece] = []  # this rank's main weights of its row, in order
         self._buffer = buffer
-        self.record = bucket
-        """Megatron's own object for this bucket."""
+        self.record = bucket  # Megatron's object of this bucket
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The ranks that the bucket is divided over."""
         return self.bucket_group.intra_distributed_optimizer_instance_group
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks of the process group, in order."""
         return tuple(dist.get_process_group_ranks(self.process_group))
 
     @property
@@ -81,36 +67,33 @@ class MegatronBucket:
 
     @property
     def gradients(self) -> Tensor:
-        """[ranks * n], the gradients."""
+        """[ranks * n]."""
         return self.record.grad_data
 
     @property
     def device(self) -> torch.device:
-        """Where the bucket lies."""
         return self.weights.device
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """Type of the model's parameters."""
         return self._buffer.param_dtype
 
     @property
     def shard_numel(self) -> int:
-        """Values in one rank's row, Megatron's own padding included."""
+        """Values of one rank's row, Megatron's padding included."""
         return self.gradients.numel() // len(self.ranks)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The model's parameters in the order that Megatron lists them."""
         return list(self.record.params_list)
 
     def range_of(self, param: nn.Parameter) -> Range:
-        """Return where a parameter lies in the bucket."""
+        """Return a parameter's range in the bucket."""
         start, end, _ = self._buffer.param_index_map[param]
         return start - self.record.offset, end - self.record.offset
 
     def read_main(self, row: Tensor) -> None:
-        """Write this rank's main weights to `row` [n]; zeros where there is padding."""
+        """Write this rank's main weights to `row` [n], with zeros as padding."""
         end = 0
         for piece in self.pieces:
             row[end : piece.start].zero_()
@@ -119,7 +102,7 @@ class MegatronBucket:
         row[end:].zero_()
 
     def sample_main(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        """Return these ranges of this rank's main weights, one behind the other, in fp32."""
+        """Return these ranges of this rank's main weights, concatenated, in fp32."""
         total = sum(end - start for start, end in ranges)
         sample = torch.zeros(total, dtype=torch.float32, device=self.weights.device)
         at = 0
@@ -134,20 +117,19 @@ class MegatronBucket:
 
 
 def find_buckets(chunks: Sequence[Chunk], optimizers: Sequence[Optimizer]) -> list[MegatronBucket]:
-    """Return the buckets of all model chunks, dense ones first, with the optimizers' shards of them.
+    """Return the buckets of all model chunks, dense ones first, with the optimizers' shards.
 
     Raises:
-        ValueError: buckets that no given optimizer updates, or an optimizer of other model chunks.
+        ValueError: a bucket has no optimizer, or an optimizer belongs to other model chunks.
     """
     buckets = list(_buckets(chunks))
     for optimizer in optimizers:
-        # The loops below see only the parameters that this rank has a part of; steps concern all ranks.
+        # Not in the loop over pieces, because this rank may have no piece of a bucket.
         for record in (record for buffer in optimizer.buffers for record in buffer.buckets):
             bucket = next((b for b in buckets if b.record is record), None)
             if bucket is None:
                 raise ValueError(
-                    "the optimizer updates buckets that are not in model_chunks: pass all model chunks that "
-                    "the optimizer was built for"
+                    "the optimizer updates buckets that are not in model_chunks: pass all of its model chunks"
                 )
             bucket.optimizer = optimizer
         for bucket, piece in _pieces(buckets, optimizer):
@@ -195,7 +177,7 @@ def _pieces(
 
 
 def replicated_ranges(bucket: MegatronBucket, replicated: Sequence[nn.Parameter]) -> list[list[Range]]:
-    """Return the ranges of every rank's row that hold parameters equal on tensor-parallel ranks."""
+    """Return the ranges of every rank's row with parameters that tensor-parallel ranks hold in copies."""
     chosen = {id(param) for param in replicated}
     ranges = sorted(bucket.range_of(param) for param in bucket.parameters if id(param) in chosen)
     numel = bucket.shard_numel
@@ -208,22 +190,21 @@ def replicated_ranges(bucket: MegatronBucket, replicated: Sequence[nn.Parameter]
 
 
 def tensor_parallel_group(chunk: Chunk) -> ProcessGroup | None:
-    """Return the ranks that share this chunk's layers by tensor parallelism; None if there is one."""
+    """Return the chunk's tensor-parallel group; None for a single rank."""
     group = cast("ProcessGroup | None", getattr(chunk, "tp_group", None))
     return group if group is not None and group.size() > 1 else None
 
 
 def pipeline_group(chunks: Sequence[Chunk]) -> ProcessGroup | None:
-    """Return the stages of this rank's pipeline; None if there is one."""
+    """Return this rank's pipeline-parallel group; None for a single stage."""
     group = getattr(chunks[0], "pp_group", None) if chunks else None
     return group if isinstance(group, ProcessGroup) and group.size() > 1 else None
 
 
 def replicated_parameters(params: Sequence[nn.Parameter], group: ProcessGroup) -> list[nn.Parameter]:
-    """Return the parameters that tensor parallelism holds in full, with equal values, on all ranks.
+    """Return the parameters with equal copies on all tensor-parallel ranks; collective over the group.
 
-    Collective over the tensor-parallel group. Megatron marks divided parameters; one that it does not mark
-    but whose values differ is not returned.
+    Megatron marks divided parameters. Unmarked parameters whose values differ are excluded too.
     """
     candidates = [param for param in params if not getattr(param, "tensor_model_parallel", False)]
     if not candidates:
@@ -236,7 +217,7 @@ def replicated_parameters(params: Sequence[nn.Parameter], group: ProcessGroup) -
 
 
 def sums_over_tensor_parallel(config: ModelConfig, name: str, param: nn.Parameter) -> bool:
-    """Return whether Megatron itself adds a copied parameter's gradients up over tensor-parallel ranks."""
+    """Return whether Megatron itself sums a copied parameter's gradients over tensor-parallel ranks."""
     if config.sequence_parallel and getattr(param, "sequence_parallel", False):
         return True
     is_head_norm = "q_layernorm" in name or "k_layernorm" in name

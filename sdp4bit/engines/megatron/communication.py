@@ -1,4 +1,4 @@
-"""Communication of one bucket of Megatron-Core, and the state that all buckets of a model share."""
+"""Communication of one Megatron-Core bucket, and the state that all buckets of a model share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from sdp4bit.traffic import TrafficCounter
 
 
 class BucketReplica(WeightReplica):
-    """Moves a bucket's parameters, the replica that every rank holds, towards the main weights.
+    """A replica whose rows are Megatron's parameter buffer, which every rank holds.
 
-    The replica is Megatron's parameter buffer itself. Parameters that tensor parallelism holds in full on
-    several ranks travel in full precision beside the differences: their neighbours in a row, and with them
-    the scales, differ between those ranks, and rounding would drive the copies apart.
+    Parameters with copies on several tensor-parallel ranks are sent in full precision besides the
+    differences. Their neighbors in a row, and therefore their scales, differ between these ranks, so rounding
+    would make the copies drift apart.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class BucketReplica(WeightReplica):
         exact_ranges: Sequence[Sequence[Range]],
         traffic: TrafficCounter,
     ) -> None:
-        """Prepare; nothing is sent.
+        """Create a replica; sends nothing.
 
         Args:
-            exact_ranges: for every rank, the ranges of its row that travel in full precision.
+            exact_ranges: for every rank the ranges of its row to send in full precision.
         """
         config, name = replace(config, replica="full"), bucket.name
         super().__init__(topology, config=config, traffic=traffic, scratch=scratch, name=name)
@@ -61,20 +61,16 @@ class BucketReplica(WeightReplica):
 
     @property
     def exact_numel(self) -> int:
-        """Values per row that travel in full precision beside quantized ones."""
+        """Values per row that are sent in full precision besides quantized ones."""
         return 0 if self.bits is None else self._exact_numel
 
-    @property
-    def own_exact_ranges(self) -> Sequence[Range]:
-        """The ranges of this rank's row that travel in full precision."""
-        return self._exact_ranges[self._topology.row] if self.exact_numel else []
-
     def sample(self, ranges: Sequence[Range]) -> tuple[Tensor, Tensor]:
-        """Return ranges of the main shard, fp32, and of the replica; equal where they are sent exactly."""
+        """Return ranges of the main shard, fp32, and of the replica; equal in exact ranges."""
         main, replica = self._group.sample_main(ranges), sample_of(self.own_shard, ranges)
+        exact = self._exact_ranges[self._topology.row] if self.exact_numel else []
         at = 0
         for start, end in ranges:
-            for first, last in self.own_exact_ranges:
+            for first, last in exact:
                 low, high = at + max(start, first) - start, at + min(end, last) - start
                 if low < high:
                     main[low:high] = replica[low:high]
@@ -83,12 +79,11 @@ class BucketReplica(WeightReplica):
 
     @property
     def own_shard(self) -> Tensor:
-        """[n], the replica of this rank's own shard."""
         n, row = self._group.shard_numel, self._topology.row
         return self._group.weights[row * n : (row + 1) * n]
 
     def main_shard(self) -> Tensor:
-        """Return this rank's fp32 main weights [n], in a buffer that the next call overwrites."""
+        """Return this rank's fp32 main weights [n] in a buffer that the next call overwrites."""
         nbytes = 4 * self._group.shard_numel
         row = self._scratch.messages("main row", 1, nbytes, device=self._group.weights.device)[0]
         values = row.view(torch.float32)
@@ -96,17 +91,12 @@ class BucketReplica(WeightReplica):
         return values
 
     def equalize(self) -> None:
-        """Set every shard, on all ranks, to what the rank that owns it holds."""
+        """Set every shard on all ranks to its owner's values."""
         self._attach_rows()
         self.start_full_refresh(self.own_shard.clone())
         self.wait()
 
     def refresh(self) -> None:
-        """Move the replica to the main weights, by quantized differences.
-
-        Steps: 1. read the main weights;  2. take the exact ranges out of the difference;  3. exchange the
-        quantized differences and add them;  4. gather the exact ranges.
-        """
         row = self.main_shard()
         self._traffic.count_plain(self.own_shard.nbytes)
         self._attach_rows()
@@ -117,13 +107,13 @@ class BucketReplica(WeightReplica):
             self._gather_exact(exact)
 
     def refresh_fully(self) -> None:
-        """Set the replica to the main weights of all ranks, rounded to the model's type."""
+        """Set the replica to the main weights of all ranks, rounded to the model's dtype."""
         self._attach_rows()
         self.start_full_refresh(self.main_shard().to(self.own_shard.dtype))
         self.wait()
 
     def _take_out_exact(self, row: Tensor) -> Tensor:
-        """Return the exact ranges of the row; there, the row now differs from the replica by nothing."""
+        """Return the exact ranges of the row, and replace them in the row by the replica's values."""
         sent = self.own_shard.new_zeros(self._exact_numel)
         for (start, end), at in _packed(self._exact_ranges[self._topology.row]):
             sent[at : at + end - start].copy_(row[start:end])
@@ -141,13 +131,13 @@ class BucketReplica(WeightReplica):
                 self._group.weights[first + start : first + end].copy_(values[at : at + end - start])
 
     def _attach_rows(self) -> None:
-        # Looked up every time: Megatron may move its buffers.
+        # For every refresh, because Megatron may move its buffers.
         shape = (self._topology.nodes, self._topology.ranks_per_node, self._group.shard_numel)
         self.rows = self._group.weights.view(shape)
 
 
 def _packed(ranges: Sequence[Range]) -> list[tuple[Range, int]]:
-    """Return each range with its place when all are laid one behind the other."""
+    """Return each range with its offset in their concatenation."""
     result, at = [], 0
     for start, end in ranges:
         result.append(((start, end), at))
@@ -161,19 +151,16 @@ class BucketState(GroupState):
     group: MegatronBucket
     replica: BucketReplica | None
 
-    is_changed = False
-    """The main weights have moved since the last refresh."""
-    is_staged = False
-    """The second half of a reduction is issued with the first half of the next bucket's."""
+    is_changed = False  # the main weights have changed since the last refresh
+    is_staged = False  # the second half of a reduction is issued with the first half of the next bucket's
 
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
-        """See GroupState; at a step's boundary experts have no new weights yet."""
+        """See GroupState; at the end of a step experts have no new weights yet."""
         if self.replica is None or (self.group.is_expert and not may_wait):
             return None
         return self.replica.sample(ranges)
 
     def copies(self) -> Sequence[ReplicaCopy]:
-        """See GroupState."""
         if self.replica is None:
             return []
         copy = ReplicaCopy(
@@ -188,18 +175,15 @@ class BucketState(GroupState):
 
     @property
     def replica_place(self) -> str:
-        """See GroupState."""
         return "in the parameter buffer"
 
     def describe_gradients(self) -> str:
-        """See GroupState."""
         if self.reduction is None or not self.is_staged:
             return super().describe_gradients()
         config = replace(self.reduction.config, pipeline_chunks=1)
         return describe_gradients(config, self.layout, self.group.shard_numel) + ", staged over buckets"
 
     def describe_weights(self) -> str:
-        """See GroupState."""
         exact = 0 if self.replica is None else self.replica.exact_numel
         return super().describe_weights() + (f", {exact:,} exact (equal under TP)" if exact else "")
 
@@ -211,8 +195,8 @@ class BucketState(GroupState):
         Args:
             output: [n]; may be a part of the input.
             input: [ranks * n].
-            op: the reduction that Megatron asks for: a sum or a mean.
-            sample_numel: how many values to keep as a sample; None keeps the last one.
+            op: Megatron's reduction, a sum or a mean.
+            sample_numel: size of the sample to keep; None keeps the previous sample.
         """
         assert self.reduction is not None
         self.reduction(output, input, **self._next_reduction(input, op, sample_numel))
@@ -222,7 +206,7 @@ class BucketState(GroupState):
     def reduce_in_steps(
         self, output: Tensor, input: Tensor, op: object, *, sample_numel: int | None
     ) -> Iterator[None]:
-        """Reduce gradients as `reduce` does; yields whenever a transfer is under way."""
+        """Reduce gradients like `reduce`; yield whenever a transfer is in flight."""
         assert self.reduction is not None
         arguments = self._next_reduction(input, op, sample_numel)
         for each in self.reduction.slices(output, input, whole=True, **arguments):
@@ -233,7 +217,7 @@ class BucketState(GroupState):
             last()
 
     def _next_reduction(self, input: Tensor, op: object, sample_numel: int | None) -> dict[str, Any]:
-        """Return the arguments of the next reduction, and count it."""
+        """Return the arguments of the next reduction and count it."""
         assert self.reduction is not None
         name, process_group = self.group.name, self.group.process_group
         arguments = {
@@ -248,7 +232,6 @@ class BucketState(GroupState):
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self) -> None:
-        """Move the replica to the main weights, by quantized differences."""
         assert self.replica is not None
         self.is_changed = False
         self.replica.refresh()
@@ -257,7 +240,6 @@ class BucketState(GroupState):
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh_fully(self) -> None:
-        """Set the replica to the main weights, sent in full precision."""
         assert self.replica is not None
         self.is_changed = False
         self.replica.refresh_fully()
@@ -270,25 +252,20 @@ class MegatronModelState(ModelState):
     groups: Sequence[BucketState]
 
     def __init__(
-        self,
-        groups: Sequence[BucketState],
-        *,
-        telemetry: TelemetryConfig | None,
-        optimizers: int,
+        self, groups: Sequence[BucketState], *, telemetry: TelemetryConfig | None, optimizers: int
     ) -> None:
-        """Count from 0.
+        """Create the state.
 
         Args:
-            optimizers: how many, stepping one after the other, make a step. If it is one, nothing of the step
-                has been sent when the listeners are told: Megatron sends an optimizer's weights when it has
-                stepped, or later.
+            optimizers: number of optimizers whose steps make up one step. With a single one, listeners run
+                before any weights of the step are sent.
         """
         super().__init__(groups, telemetry=telemetry)
         self._optimizers = optimizers
         self._stepped = 0
 
     def count(self, steps: int) -> None:
-        """Note that one of the optimizers has done this many steps."""
+        """Record that one of the optimizers has taken this many steps."""
         if steps > self.steps:
             self.steps, self._stepped = steps, 0
         self._stepped += 1

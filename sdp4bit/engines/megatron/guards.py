@@ -1,7 +1,4 @@
-"""Refuse versions, settings and optimizers of Megatron-Core whose communication cannot be replaced.
-
-Everything is looked up on the objects given, so Megatron-Core is not imported here.
-"""
+"""Checks for unsupported versions, settings and optimizers of Megatron-Core, without importing it."""
 
 from __future__ import annotations
 
@@ -14,49 +11,47 @@ from sdp4bit.engines.megatron.objects import BucketGroup, Chunk, DDPConfig, Opti
 
 TESTED_VERSIONS = ("0.16.1", "0.19.2")
 
-MARK = "_sdp4bit_handle"
-"""Attribute that marks bucket groups and optimizers whose methods have been replaced."""
+MARK = "_sdp4bit_handle"  # attribute of bucket groups and optimizers with replaced methods: their handle
 
 GROUP_METHODS = {
     "start_grad_sync": ("force_all_reduce", "dist_reduce_scatter_func"),
     "start_param_sync": ("force_sync", "dist_all_gather_func"),
 }
-"""Methods of a bucket group: their one argument, and the module's global through which they communicate."""
+"""Replaced methods of a bucket group: their only argument and the global function that communicates."""
 OPTIMIZER_METHODS = ("_copy_main_params_to_model_params", "state_dict", "load_state_dict")
-"""Methods of the distributed optimizer that are replaced."""
+"""Replaced methods of the distributed optimizer."""
 
 _REFUSED_DDP = {
-    "use_megatron_fsdp": "Megatron-FSDP communicates by itself: use the distributed optimizer, or PyTorch's "
-    "FSDP2 with sdp4bit.quantize_communication(model)",
-    "use_custom_fsdp": "Megatron-FSDP communicates by itself: use the distributed optimizer",
+    "use_megatron_fsdp": "Megatron-FSDP has its own communication: use the distributed optimizer, or "
+    "PyTorch's FSDP2 with sdp4bit.quantize_communication(model)",
+    "use_custom_fsdp": "Megatron-FSDP has its own communication: use the distributed optimizer",
     "fp8_param_gather": "parameters kept in fp8 have no 16-bit replica: set it to False",
     "fp4_param_gather": "parameters kept in fp4 have no 16-bit replica: set it to False",
     "reuse_grad_buf_for_mxfp8_param_ag": "parameters kept in fp8 have no 16-bit replica: set it to False",
     "reduce_scatter_with_fp32_accumulation": "it replaces the same reduce-scatter: set it to False",
-    "nccl_ub": "buffers registered with NCCL are not what the quantized exchange sends: set it to False",
+    "nccl_ub": "quantized messages are not sent from buffers registered with NCCL: set it to False",
 }
 _REFUSED_OPTIMIZER = {
-    "use_precision_aware_optimizer": "the optimizer then writes the 16-bit weights itself, and the replica "
-    "that differences are taken against is lost: set it to False",
-    "optimizer_cpu_offload": "main weights on the host are copied by the optimizer itself: set it to False",
-    "optimizer_cuda_graph": "a captured optimizer step does not report that it has run: set it to False",
+    "use_precision_aware_optimizer": "the optimizer then overwrites the 16-bit weights, which are the "
+    "replica: set it to False",
+    "optimizer_cpu_offload": "the optimizer then copies main weights from the CPU itself: set it to False",
+    "optimizer_cuda_graph": "a captured optimizer step cannot be detected: set it to False",
 }
 
 
 def check_chunks(chunks: Sequence[Chunk]) -> None:
-    """Raise ValueError unless these are data-parallel model chunks whose communication can be replaced."""
+    """Raise ValueError for model chunks whose communication cannot be replaced."""
     if not chunks:
         raise ValueError(
-            "model_chunks is empty: pass the list of DistributedDataParallel model chunks, or None as the "
-            "optimizer on ranks that have no part of the model"
+            "model_chunks is empty: pass the list of DistributedDataParallel model chunks, or optimizer=None "
+            "on ranks without a part of the model"
         )
     for number, chunk in enumerate(chunks):
         what = f"model_chunks[{number}]"
         if not hasattr(chunk, "bucket_groups") or not hasattr(chunk, "ddp_config"):
             raise ValueError(
                 f"{what} is a {type(chunk).__name__}: wrap it in megatron.core.distributed."
-                "DistributedDataParallel with use_distributed_optimizer=True first "
-                '(pip install "sdp4bit[megatron]")'
+                "DistributedDataParallel with use_distributed_optimizer=True first"
             )
         _check_ddp_config(what, chunk.ddp_config)
         _check_graphs(what, chunk.config)
@@ -70,14 +65,13 @@ def _check_ddp_config(what: str, config: DDPConfig) -> None:
             raise ValueError(f"{what} uses {name}; {reason}")
     if not config.use_distributed_optimizer:
         raise ValueError(
-            f"{what} reduces all gradients on all ranks: set use_distributed_optimizer=True (in Megatron's "
-            "training program, its option of that name)"
+            f"{what} all-reduces gradients: set use_distributed_optimizer=True (--use-distributed-optimizer)"
         )
     instances = getattr(config, "num_distributed_optimizer_instances", 1)
     if instances != 1:
         raise ValueError(
             f"{what} uses num_distributed_optimizer_instances={instances}, whose all-reduce between "
-            "instances would stay in full precision: set it to 1; the two-level exchange finds nodes itself"
+            "instances is not quantized: set it to 1, because sdp4bit reduces inside nodes first anyway"
         )
 
 
@@ -87,21 +81,21 @@ def _check_graphs(what: str, config: object) -> None:
     names = [getattr(scope, "name", scope) for scope in scopes]
     if "full_iteration" in [*names, getattr(config, "cuda_graph_impl", "none")]:
         raise ValueError(
-            f"{what} captures full iterations in a CUDA graph, which would replay the same rounding bits: "
+            f"{what} captures full iterations in a CUDA graph, which would repeat the same rounding bits: "
             "use per-layer graphs or none"
         )
 
 
 def distributed_optimizers(optimizer: object) -> list[Optimizer]:
-    """Return the distributed optimizers in what `get_megatron_optimizer` returned.
+    """Return the distributed optimizers in the result of `get_megatron_optimizer`.
 
     Raises:
-        ValueError: another kind of optimizer, or one that does not keep its main weights apart.
+        ValueError: the kind of optimizer or one of its settings is not supported.
     """
     if "LayerWiseDistributedOptimizer" in class_names(optimizer):
         raise ValueError(
-            "LayerWiseDistributedOptimizer keeps whole layers on one rank and broadcasts them; use Adam with "
-            "use_distributed_optimizer=True"
+            "LayerWiseDistributedOptimizer keeps complete layers on one rank and broadcasts them: use Adam "
+            "with use_distributed_optimizer=True"
         )
     result = []
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -109,15 +103,15 @@ def distributed_optimizers(optimizer: object) -> list[Optimizer]:
             continue  # all its parameters are frozen
         if "DistributedOptimizer" not in class_names(part):
             raise ValueError(
-                f"the optimizer contains a {type(part).__name__}; only Megatron-Core's DistributedOptimizer "
-                "can be quantized: set use_distributed_optimizer=True in OptimizerConfig"
+                f"the optimizer contains a {type(part).__name__}, but only Megatron-Core's "
+                "DistributedOptimizer is supported: set use_distributed_optimizer=True in OptimizerConfig"
             )
         for name, reason in _REFUSED_OPTIMIZER.items():
             if getattr(part.config, name, False):
                 raise ValueError(f"the optimizer uses {name}; {reason}")
         if "HybridDeviceOptimizer" in class_names(part.optimizer):
             raise ValueError(
-                "the optimizer keeps main weights on the host (HybridDeviceOptimizer): set "
+                "the optimizer keeps main weights on the CPU (HybridDeviceOptimizer): set "
                 "optimizer_cpu_offload=False"
             )
         _check_methods(part, {OPTIMIZER_METHODS[0]: (None, None)}, relied_on(Optimizer))
@@ -128,7 +122,7 @@ def distributed_optimizers(optimizer: object) -> list[Optimizer]:
 def _check_methods(
     target: object, methods: Mapping[str, tuple[str | None, str | None]], attributes: Sequence[str]
 ) -> None:
-    """Raise ValueError unless the object has the methods, signatures and attributes that are relied on."""
+    """Raise ValueError unless the object has these methods, signatures and attributes."""
     for name, (argument, collective) in methods.items():
         method = getattr(type(target), name, None)
         if method is None:
@@ -141,8 +135,8 @@ def _check_methods(
             raise _unsupported(target, f"does not communicate through {collective} in {name}")
         if name in vars(target) and MARK not in vars(target):
             raise ValueError(
-                f"{type(target).__name__}.{name} has been replaced on the object by something else, which "
-                "sdp4bit cannot share: undo that first"
+                f"{type(target).__name__}.{name} has been replaced by other code, which sdp4bit cannot "
+                "combine with its own replacement: undo that first"
             )
     missing = [name for name in attributes if not hasattr(target, name)]
     if missing:
@@ -158,6 +152,6 @@ def _unsupported(target: object, problem: str) -> ValueError:
     core = sys.modules.get("megatron.core")
     version = getattr(core, "__version__", "unknown")
     return ValueError(
-        f"Megatron-Core {version} is not supported: {type(target).__name__} {problem}. Tested are "
-        f"{' and '.join(TESTED_VERSIONS)}; install one of them, or a release between them"
+        f"Megatron-Core {version} is not supported: {type(target).__name__} {problem}. Install a version "
+        f"from {' to '.join(TESTED_VERSIONS)}"
     )

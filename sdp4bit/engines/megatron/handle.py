@@ -1,4 +1,4 @@
-"""The handle of an attached Megatron-Core model, which owns all that replaces its communication."""
+"""The handle of an attached Megatron-Core model, which owns its replicas, reductions and patches."""
 
 from __future__ import annotations
 
@@ -29,26 +29,21 @@ from sdp4bit.engines.megatron.buckets import (
     pipeline_group,
     replicated_ranges,
 )
-from sdp4bit.engines.megatron.communication import (
-    BucketReplica,
-    BucketState,
-    MegatronModelState,
-)
+from sdp4bit.engines.megatron.communication import BucketReplica, BucketState, MegatronModelState
 from sdp4bit.engines.megatron.objects import Chunk, Optimizer
 from sdp4bit.engines.megatron.patches import GroupPatch, OptimizerPatch
 from sdp4bit.engines.megatron.state import checked, load_counters, save_counters
 from sdp4bit.engines.megatron.tensor_parallel import TensorParallelCopies
 
-EXPERTS_SPLIT = "experts under tensor parallelism"
-"""Why a bucket of experts is not quantized."""
+EXPERTS_SPLIT = "experts under tensor parallelism"  # reason why a bucket of experts is not quantized
 
 
 class MegatronCommHandle(CommHandle):
     """Quantized communication of a Megatron-Core model.
 
-    Made by :func:`sdp4bit.megatron.quantize_communication`. Its state travels in the optimizer's part of
-    Megatron's own checkpoints; `state_dict` and `load_state_dict` are for programs that save otherwise.
-    A step ends when the optimizer has updated the main weights; that of experts updates theirs behind it.
+    Megatron's checkpoints include its state in the optimizer's part. `state_dict` and `load_state_dict` are
+    for other checkpoints. A step ends when the optimizer has updated the main weights; the optimizer of
+    experts steps afterwards.
     """
 
     _state: MegatronModelState
@@ -67,8 +62,8 @@ class MegatronCommHandle(CommHandle):
             BucketState(bucket, index=index, layout=layouts[bucket.ranks])
             for index, bucket in enumerate(buckets)
         ]
-        # A step's boundary is when the buckets without experts have new weights. The optimizer of experts
-        # steps later, when the others' may have been sent.
+        # A step ends when the buckets without experts have new weights. The optimizer of experts steps later,
+        # when the other weights may have been sent.
         counted = [
             optimizer
             for optimizer in optimizers
@@ -100,7 +95,7 @@ class MegatronCommHandle(CommHandle):
             self._watch(_alerts(chunks, comms, telemetry=state.telemetry, config=config.alerts))
         for comm in comms:
             if comm.replica is not None:
-                # Ranks may start from different random weights; Megatron's first gather would level them.
+                # Ranks may start from different random weights, which Megatron's first gather would equalize.
                 comm.replica.equalize()
                 comm.count_full_refresh()
         for patch in (*self._groups, *self._optimizers):
@@ -109,9 +104,9 @@ class MegatronCommHandle(CommHandle):
         self._log_attached()
 
     def _choose(self, layouts: Sequence[NodeLayout]) -> None:
-        """Give every bucket its replica and reduction, or the reason why it has none."""
+        """Create each bucket's replica and reduction, or set the reason why it has none."""
         config = self.config
-        # Separate process groups: one communicator would run gathers and reductions one after the other.
+        # Separate process groups, because one communicator would serialize gathers and reductions.
         weights = create_topologies(layouts) if config.weights is not None else {}
         gradients = create_topologies(layouts) if config.gradients is not None else {}
         self._topologies: list[Topology] = [*weights.values(), *gradients.values()]
@@ -175,14 +170,14 @@ class MegatronCommHandle(CommHandle):
         ]
 
     def mark_step(self) -> None:
-        """Note a change of the main weights outside optimizer.step(); the next parameter sync sends it."""
+        """Report a change of the main weights outside optimizer.step(); the next parameter sync sends it."""
         for patch in self._optimizers:
             patch.mark_changed()
         for group in self._groups:
             group.group.param_gather_dispatched = False
 
     def resync(self) -> None:
-        """Set the replicas to the main weights, sent in full precision; call it on all ranks."""
+        """Refresh the replicas in full precision; call it on all ranks."""
         self._finish_pending()
         for comm in self._state.groups:
             if comm.replica is not None:
@@ -207,9 +202,9 @@ class MegatronCommHandle(CommHandle):
         return wrong
 
     def state_dict(self) -> StateDict:
-        """Return the state for a bit-exact resume, beside Megatron's parameters and optimizer state.
+        """Return the state for a bit-exact resume, in addition to Megatron's parameters and optimizer state.
 
-        The replica is Megatron's parameters themselves; the state adds counters, the same on every rank.
+        It consists of counters that are equal on every rank. Megatron's parameters are the replica.
         """
         self._check_attached()
         return save_counters(self._state)
@@ -218,7 +213,7 @@ class MegatronCommHandle(CommHandle):
         """Continue from a saved state; call it on all ranks, before or after Megatron's own is loaded.
 
         Raises:
-            ValueError: not a state of this library; nothing is changed.
+            ValueError: the argument is no state of this library; nothing is changed.
         """
         self._check_attached()
         counters = checked(state_dict)
@@ -227,14 +222,14 @@ class MegatronCommHandle(CommHandle):
         load_counters(self._state, counters)
 
     def remove(self) -> None:
-        """Let Megatron-Core communicate as before, from the main weights; call it on all ranks.
+        """Restore Megatron-Core's own communication, starting from the main weights; call it on all ranks.
 
-        After `destroy_process_group` the parameters stay what the ranks hold, as nothing can be sent.
+        After `destroy_process_group` the parameters stay unchanged, because nothing can be sent.
         """
         try:
             if not self._removed and dist.is_initialized():
                 self.resync()
-        finally:  # a resync that fails leaves nothing half removed
+        finally:
             self._remove()
 
     def _remove(self) -> None:
@@ -251,13 +246,9 @@ class MegatronCommHandle(CommHandle):
 
 
 def _alerts(
-    chunks: Sequence[Chunk],
-    comms: Sequence[BucketState],
-    *,
-    telemetry: Telemetry,
-    config: AlertConfig,
+    chunks: Sequence[Chunk], comms: Sequence[BucketState], *, telemetry: Telemetry, config: AlertConfig
 ) -> Alerts:
-    """Return the alerts of the quantized buckets; those of experts step later, and are not watched."""
+    """Return the alerts of the quantized buckets without experts, which step later."""
     watched = [
         comm
         for comm in comms
@@ -277,7 +268,7 @@ def _unquantized_reason(comm: BucketState, *, is_split: bool) -> str:
     """Return why neither weights nor gradients of a bucket are quantized; "" if they can be.
 
     Args:
-        is_split: tensor parallelism is used, and with it experts may be split, copied or whole.
+        is_split: whether tensor parallelism is used, which may split experts or copy them.
     """
     bucket = comm.group
     if comm.layout.size == 1:

@@ -1,7 +1,4 @@
-"""Protocols of the Megatron-Core objects that the integration uses; Megatron-Core is not imported.
-
-`guards` checks that they have these attributes. Tested with Megatron-Core 0.16.1 and 0.19.2.
-"""
+"""Protocols of the Megatron-Core objects that the integration uses; `guards` checks these attributes."""
 
 from __future__ import annotations
 
@@ -19,23 +16,20 @@ class Waitable(Protocol):
     """The handle of an asynchronous collective."""
 
     def wait(self) -> object:
-        """Wait for it."""
-        ...
+        """Wait for the collective."""
 
 
 class Bucket(Protocol):
-    """A range of the buffers of a model chunk, whose parameters are gathered and reduced together."""
+    """A range of a model chunk's buffers whose parameters are gathered and reduced together."""
 
-    param_data: Tensor
-    """[ranks * n], the parameters; model parameters are views of it."""
-    grad_data: Tensor
-    """[ranks * n], the gradients."""
+    param_data: Tensor  # [ranks * n]; model parameters are views of it
+    grad_data: Tensor  # [ranks * n]
     params_list: Sequence[nn.Parameter]
     offset: int
 
 
 class Buffer(Protocol):
-    """Parameters and gradients of one type of a model chunk, as contiguous memory."""
+    """Contiguous memory for parameters and gradients of one dtype of a model chunk."""
 
     buckets: Sequence[Bucket]
     param_dtype: torch.dtype
@@ -89,12 +83,12 @@ class Optimizer(Protocol):
 
 
 class Range(Protocol):
-    """A range of values, as the optimizer records it."""
+    """The optimizer's range of values."""
 
     start: int
     end: int
 
 
 def relied_on(kind: type) -> tuple[str, ...]:
-    """Return the attributes that this library uses of Megatron-Core's objects of a kind."""
+    """Return the attributes of a Megatron-Core class that this library uses."""
     return tuple(kind.__annotations__)

@@ -1,7 +1,7 @@
-"""The methods that stand in for Megatron-Core's on single bucket groups and optimizers, and how they go away.
+"""Replacements for methods of individual bucket groups and optimizers of Megatron-Core.
 
-The stock methods still run: scaling, checks, hooks and the order of things are theirs. Only the collective
-that they would call for a quantized bucket is taken out, and done by us when they return.
+The stock methods still run for their scaling, checks, hooks and order. Only their collective for a quantized
+bucket is skipped, and the quantized one runs when they return.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from sdp4bit.engines.megatron.communication import BucketState, MegatronModelSta
 from sdp4bit.engines.megatron.guards import GROUP_METHODS, MARK, OPTIMIZER_METHODS
 from sdp4bit.engines.megatron.objects import BucketGroup, Optimizer, Waitable
 
-STATE_KEY = "sdp4bit"
-"""Where the communication state lies in the optimizer's own entry of Megatron's checkpoints."""
+STATE_KEY = "sdp4bit"  # key of the communication state in the optimizer's entry of Megatron's checkpoints
 
 _ABSENT = object()
-Method = Callable[..., Any]
-"""A method or function of Megatron-Core's, which has no types."""
+Method = Callable[..., Any]  # a method or function of Megatron-Core, which is untyped
 
 
 class Patch:
-    """Methods replaced on one object, not on its class; remove() leaves it as it was."""
+    """Replaces methods on one object, not on its class, until remove()."""
 
     def __init__(self, target: object, methods: Mapping[str, Method]) -> None:
         self._target = target
@@ -42,7 +40,6 @@ class Patch:
         vars(self._target).update({MARK: handle, **self._methods})
 
     def remove(self) -> None:
-        """Give the object the methods that it had before."""
         for name, previous in self._previous.items():
             if previous is _ABSENT:
                 vars(self._target).pop(name, None)
@@ -52,7 +49,7 @@ class Patch:
 
 @contextmanager
 def _collective(target: object, method: str, stand_in: Method) -> Iterator[Method]:
-    """Inside the block, the method's module communicates through the stand-in; yields the stock function."""
+    """Replace the collective of the method's module inside the block; yield the stock function."""
     namespace = inspect.unwrap(getattr(type(target), method)).__globals__
     name = GROUP_METHODS[method][1]
     stock = namespace[name]
@@ -64,7 +61,7 @@ def _collective(target: object, method: str, stand_in: Method) -> Iterator[Metho
 
 
 class GroupPatch(Patch):
-    """Stands in for the collectives of one bucket group."""
+    """Replaces the collectives of one bucket group."""
 
     def __init__(
         self,
@@ -76,17 +73,12 @@ class GroupPatch(Patch):
         gradient_stream: SideStream,
         staged: StagedCollectives | None,
     ) -> None:
-        """Prepare; nothing is changed.
+        """Create a patch; `install` applies it.
 
         Args:
-            staged: runs those reductions that Megatron does not wait for at once; None for the gradient
-                stream.
+            staged: runs the reductions that Megatron overlaps; None runs them on the gradient stream.
         """
-        methods: dict[str, Method] = {
-            "start_grad_sync": self.start_grad_sync,
-            "start_param_sync": self.start_param_sync,
-        }
-        super().__init__(group, methods)
+        super().__init__(group, {name: getattr(self, name) for name in GROUP_METHODS})
         self.group = group
         self.comms = comms
         self._state = state
@@ -95,7 +87,7 @@ class GroupPatch(Patch):
         self._staged = staged
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Reduce gradients of quantized buckets to this rank's row by the two-level exchange."""
+        """Reduce gradients of quantized buckets to this rank's row in two levels."""
         wanted: list[tuple[BucketState, Tensor, Tensor, object]] = []
 
         def reduce_scatter(
@@ -129,10 +121,9 @@ class GroupPatch(Patch):
             self.group.grad_reduce_handle = _after(self.group.grad_reduce_handle, work)
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Move parameters of quantized buckets to the main weights, if these have changed.
+        """Refresh parameters of quantized buckets if their main weights have changed.
 
-        Otherwise nothing is sent: what all ranks hold is what they agreed on after the last step, and forced
-        syncs before evaluation or a checkpoint do not change the run.
+        Otherwise send nothing, so that forced syncs before evaluation or a checkpoint do not change the run.
         """
         wanted: list[BucketState] = []
 
@@ -157,31 +148,28 @@ class GroupPatch(Patch):
             self.group.param_gather_handle = _after(self.group.param_gather_handle, work)
 
     def finish_pending(self) -> None:
-        """Wait for the parameter transfer that is under way, if any."""
         if self.group.param_gather_handle is not None:
             self.group.param_gather_handle.wait()
             self.group.param_gather_handle = None
 
     def _of(self, tensor: Tensor, what: str) -> BucketState:
-        """Return the bucket that a buffer belongs to.
+        """Return the bucket of a buffer.
 
         Raises:
-            RuntimeError: none. The stock collective would then send parameters that our optimizer step has
-                left at their old values.
+            RuntimeError: there is none. The stock collective would then send outdated parameters.
         """
         for comm in self.comms:
             if tensor is comm.group.weights or tensor is comm.group.gradients:
                 return comm
         raise RuntimeError(
-            f"sdp4bit: Megatron-Core {what} a buffer ({tensor.dtype} {list(tensor.shape)}) of none of the "
-            f"buckets of this bucket group, {', '.join(comm.group.name for comm in self.comms)}: something "
-            "has replaced the buffers, or this version of Megatron-Core communicates through others. Call "
-            "remove() before buffers are replaced and attach again afterwards"
+            f"sdp4bit: Megatron-Core {what} a buffer ({tensor.dtype} {list(tensor.shape)}) that belongs to "
+            f"no bucket of this bucket group ({', '.join(comm.group.name for comm in self.comms)}). Call "
+            "remove() before buffers are replaced, and attach again afterwards"
         )
 
 
 def _after(stock: Waitable | JointWork | None, work: Waitable) -> JointWork | None:
-    """Return the handle of an asynchronous call; Megatron leaves none behind where it expects no wait."""
+    """Return a handle for both works; without a stock handle Megatron does not wait, so wait here."""
     if stock is None:
         work.wait()
         return None
@@ -189,7 +177,7 @@ def _after(stock: Waitable | JointWork | None, work: Waitable) -> JointWork | No
 
 
 class OptimizerPatch(Patch):
-    """Stands in for the copy of main weights into model weights of one distributed optimizer."""
+    """Replaces one distributed optimizer's copy of main weights into model weights."""
 
     def __init__(
         self,
@@ -200,12 +188,12 @@ class OptimizerPatch(Patch):
         save: Callable[[], StateDict],
         load: Callable[[StateDict], None],
     ) -> None:
-        """Prepare; nothing is changed.
+        """Create a patch; `install` applies it.
 
         Args:
             comms: the buckets that the optimizer updates.
-            state: counts its steps; None where those of another optimizer are counted.
-            save, load: give and take the communication state, for the optimizer's own state dict.
+            state: counts its steps; None if another optimizer's steps are counted.
+            save, load: access the communication state, for the optimizer's state dict.
         """
         super().__init__(
             optimizer, {name: getattr(self, name.removeprefix("_")) for name in OPTIMIZER_METHODS}
@@ -215,18 +203,17 @@ class OptimizerPatch(Patch):
         self._state = state
         self._save = save
         self._load = load
-        self.steps = 0
-        """Updates of the main weights by this optimizer."""
+        self.steps = 0  # updates of the main weights by this optimizer
         quantized = {id(param) for comm in comms if comm.replica for param in comm.group.parameters}
         pairs = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
         self._copied: list[tuple[list[nn.Parameter], list[Tensor]]] = []
-        """The parameters that are still copied, group by group, and their main weights."""
+        """The parameters that are still copied and their main weights, by group."""
         for params, mains in pairs:
             kept = [pair for pair in zip(params, mains, strict=True) if id(pair[0]) not in quantized]
             self._copied.append(([param for param, _ in kept], [main for _, main in kept]))
 
     def copy_main_params_to_model_params(self) -> None:
-        """Copy only unquantized parameters; of the others, the old values are the replica.
+        """Copy only unquantized parameters, because the old values of the others are the replica.
 
         Megatron calls this after every step that was not skipped.
         """
@@ -244,20 +231,20 @@ class OptimizerPatch(Patch):
             self._state.count(self.steps)
 
     def mark_changed(self) -> None:
-        """Note the end of a step: the next parameter sync sends the differences of all buckets."""
+        """Record the end of a step, so that the next parameter sync sends the differences of all buckets."""
         for comm in self._comms:
             comm.weight_traffic.end_step()
             comm.gradient_traffic.end_step()
             comm.is_changed = comm.replica is not None
 
     def state_dict(self) -> StateDict:
-        """Return the optimizer's state with the communication's in the entry that every format saves."""
+        """Return the optimizer's state with the communication state in the entry that every format saves."""
         state: StateDict = self._stock["state_dict"]()
         state["optimizer"][STATE_KEY] = self._save()
         return state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load both states; a checkpoint without the communication's leaves it as it is."""
+        """Load both states; a checkpoint without communication state leaves that unchanged."""
         saved = state_dict["optimizer"].get(STATE_KEY)
         self._stock["load_state_dict"](state_dict)
         if saved is not None:

@@ -1,22 +1,23 @@
 """Checkpoint state of the communication of a Megatron-Core model.
 
-The replica is Megatron's parameters themselves. The state adds counters, the same on every rank, whichever
-rank's copy a checkpoint format saves.
+Megatron's parameters are the replica. The state adds counters that are equal on every rank, because some
+checkpoint formats save only one rank's copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sdp4bit.engines.handle import StateDict
+from sdp4bit.engines.handle import StateDict, check_state
 from sdp4bit.engines.megatron.communication import MegatronModelState
 
 FORMAT_VERSION = 1
+_OWNER = "sdp4bit communication on Megatron-Core"
 _COUNTERS = ("steps", "refreshes", "reductions", "pending")
 
 
 def save_counters(state: MegatronModelState) -> dict[str, int]:
-    """Return the counters and the version of the format."""
+    """Return the counters with the format version."""
     return {
         "format_version": FORMAT_VERSION,
         "steps": state.steps,
@@ -27,7 +28,7 @@ def save_counters(state: MegatronModelState) -> dict[str, int]:
 
 
 def load_counters(state: MegatronModelState, counters: Mapping[str, int]) -> None:
-    """Let rounding bits go on where they were, and what was still to be sent be sent."""
+    """Continue from saved counters."""
     state.steps = counters["steps"]
     for comm in state.groups:
         if comm.replica is not None:
@@ -41,20 +42,10 @@ def checked(state_dict: StateDict) -> dict[str, int]:
     """Return the counters of a communication state.
 
     Raises:
-        ValueError: it is none of a known format.
+        ValueError: the argument is no such state or has another format.
     """
-    what = "this is not the state of sdp4bit communication on Megatron-Core"
-    if not isinstance(state_dict, Mapping):
-        raise ValueError(f"{what}: a {type(state_dict).__name__}")
-    missing = [key for key in ("format_version", *_COUNTERS) if key not in state_dict]
-    if missing:
-        raise ValueError(f"{what}: it lacks {', '.join(missing)}")
-    if state_dict["format_version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"communication state of format {state_dict['format_version']}, this version reads "
-            f"{FORMAT_VERSION}"
-        )
+    check_state(state_dict, owner=_OWNER, version=FORMAT_VERSION, keys=_COUNTERS)
     wrong = [key for key in _COUNTERS if not isinstance(state_dict[key], int) or state_dict[key] < 0]
     if wrong:
-        raise ValueError(f"{what}: {', '.join(wrong)} should be counts")
+        raise ValueError(f"this is not the state of {_OWNER}: {', '.join(wrong)} should be counts")
     return {key: int(state_dict[key]) for key in _COUNTERS}

@@ -1,9 +1,9 @@
-"""Keep layer norms and biases, which every tensor-parallel rank holds in full, equal on all of them.
+"""Keep parameters with copies on all tensor-parallel ranks, such as layer norms and biases, equal.
 
-Each tensor-parallel rank reduces its own buckets. The gradient of a layer norm is the same on all of them,
-but its neighbours in a row are not, and with them the scales: rounded gradients, and in time the weights,
-would drift apart. Megatron-Core averages the gradients of parameters that ask for it by an attribute, after
-the data-parallel reduction; this module sets that attribute. For the weights see `BucketReplica`.
+Each tensor-parallel rank reduces its own buckets. The gradient of a copy is the same on all of them, but its
+neighbors in a row and therefore the scales differ, so rounding would make the copies drift apart. After the
+data-parallel reduction Megatron-Core averages gradients of parameters with a certain attribute, which this
+module sets. For the weights see `BucketReplica`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _AVERAGE = "average_gradients_across_tp_domain"
 
 
 class TensorParallelCopies:
-    """The parameters that several tensor-parallel ranks hold in full."""
+    """The parameters with copies on several tensor-parallel ranks."""
 
     def __init__(self, chunks: Sequence[Chunk], buckets: Sequence[MegatronBucket]) -> None:
-        """Find them; collective over the tensor-parallel groups, nothing is changed."""
+        """Find the parameters; collective over the tensor-parallel groups."""
         dense = {
             id(param)
             for bucket in buckets
@@ -39,7 +39,7 @@ class TensorParallelCopies:
         self._unaveraged: list[nn.Parameter] = []
         self._marked: list[nn.Parameter] = []
         self.are_sought = any(tensor_parallel_group(chunk) is not None for chunk in chunks)
-        """There are other tensor-parallel ranks; their common parameters have been looked up."""
+        """Whether there are other tensor-parallel ranks."""
         for chunk in chunks:
             group = tensor_parallel_group(chunk)
             if group is None:
@@ -56,14 +56,13 @@ class TensorParallelCopies:
             ]
 
     def install(self, *, gradients_quantized: bool) -> None:
-        """Let Megatron average the gradients of the copies, if quantization makes them differ."""
+        """Make Megatron average the gradients of the copies if quantization makes them differ."""
         if gradients_quantized:
             for param in self._unaveraged:
                 setattr(param, _AVERAGE, True)
                 self._marked.append(param)
 
     def remove(self) -> None:
-        """Leave gradients as before."""
         for param in self._marked:
             delattr(param, _AVERAGE)
         self._marked = []

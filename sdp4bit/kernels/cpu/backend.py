@@ -1,10 +1,9 @@
-"""The operators on CPU tensors, compiled by numba: the bytes of the reference, near the speed of a copy.
+"""The operators on CPU tensors, compiled by numba.
 
-Every function here has the name, the arguments and the result of its namesake in
-:mod:`sdp4bit.quantization.reference`; :mod:`sdp4bit.quantization.ops` has checked the arguments. fp32 and
-bf16 tensors are read and written in place, other types go through an fp32 copy. Work is divided among
-torch.get_num_threads() threads. Safe to call from several Python threads: one call at a time runs in
-parallel, the others meanwhile on the thread that made them.
+Functions have the names, arguments and results of :mod:`sdp4bit.quantization.reference`.
+:mod:`sdp4bit.quantization.ops` has checked the arguments. fp32 and bf16 tensors are read and written in
+place, other dtypes through an fp32 copy. Work is divided among torch.get_num_threads() threads. Calls from
+several Python threads are safe: one at a time runs in parallel, the others on their own thread.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from sdp4bit.quantization.layout import SCALE_BYTES, MessageLayout, largest_code
 from sdp4bit.quantization.random import RoundingKey
 
 _TILE = 1024
-"""Values that are worked on at a time, unless a group is larger."""
+"""Values per tile, unless a group is larger."""
 _VALUES_PER_THREAD = 1 << 15
 _PARAMETER_BYTES = 512
 _NEGATIVE_ZERO_BITS = 0x80000000
@@ -34,7 +33,7 @@ _READ_IN_PLACE = (torch.float32, torch.bfloat16)
 
 
 class _Workspace(threading.local):
-    """Parameters and working memory of the calling thread, kept so that their pages stay mapped."""
+    """Parameters and working memory of the calling thread, reused so that their pages stay mapped."""
 
     size = 0
 
@@ -50,10 +49,10 @@ class _Workspace(threading.local):
 
 
 class _ParallelRegion:
-    """Right to run a kernel on numba's threads: one caller at a time, and nobody in a forked child.
+    """Permission to run a kernel on numba's threads, for one caller at a time and never in a forked child.
 
-    With one caller at a time even numba's simplest threading layer is safe, and ranks that are threads of
-    one process do not each occupy every core.
+    So numba's simplest threading layer is safe, and ranks that are threads of one process do not each occupy
+    every core.
     """
 
     def __init__(self) -> None:
@@ -62,12 +61,12 @@ class _ParallelRegion:
         self._allowed = True
 
     def enter(self) -> bool:
-        """Return whether the caller may, and must leave() afterwards."""
+        """Return whether the caller may use the threads; it must then call leave()."""
         if not (self._allowed and self._lock.acquire(blocking=False)):
             return False
         if not self._started:
-            # numba starts its threads here. If it shares its OpenMP with torch, that also changes torch's
-            # number of threads, but only for the thread that asks: hence one that ends at once.
+            # numba starts its threads here. If it shares OpenMP with torch, that changes torch's number of
+            # threads for the calling thread, so use a temporary one.
             try:
                 with ThreadPoolExecutor(1) as starter:
                     starter.submit(numba.get_num_threads).result()
@@ -78,11 +77,10 @@ class _ParallelRegion:
         return True
 
     def leave(self) -> None:
-        """Let the next caller in."""
         self._lock.release()
 
     def forbid(self) -> None:
-        """Keep a forked child, which has none of the threads, from using them."""
+        """Disable the threads in a forked child, which does not have them."""
         self._allowed = False
 
 
@@ -119,7 +117,7 @@ os.register_at_fork(after_in_child=_parallel.forbid)
 
 @lru_cache(maxsize=1024)
 def _tile(padded: int, group_size: int, terms: int) -> tuple[int, int]:
-    """Return the values of a tile, whole groups or a whole row, and the bytes a thread needs for it."""
+    """Return the values of a tile (complete groups or a row) and a thread's bytes for it."""
     tile = min(max(1, _TILE // group_size) * group_size, padded)
     return tile, round_up(4 * tile + 128 + tile + tile // 8 + 8 * terms, 64)
 
@@ -132,11 +130,11 @@ def _run(
     layout: MessageLayout,
     terms: int = 0,
 ) -> None:
-    """Run a kernel on as many threads as `work` values deserve, in tiles that fit the layout.
+    """Run a kernel on enough threads for `work` values, in tiles that fit the layout.
 
     Args:
         flags: numbers that the kernel is compiled for.
-        terms: how many messages are summed.
+        terms: number of messages to sum.
     """
     if not work:
         return
@@ -162,45 +160,44 @@ def _run(
 
 
 def _float_bits(number: float) -> int:
-    """Return the bits of a number rounded to fp32, infinity if it is beyond it."""
+    """Return the bits of a number rounded to fp32, or to infinity."""
     bits: int = struct.unpack("<i", bytes(c_float(number)))[0]
     return bits
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """Return the tensor in a type and with rows that kernels read: itself, if it already is."""
+    """Return the tensor with a dtype and rows that kernels can read, itself if possible."""
     if tensor.dtype not in _READ_IN_PLACE:
         tensor = tensor.float()
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] < 2 else tensor.contiguous()
 
 
 def _rounding_flag(rounding: RoundingKey | None) -> int:
-    """Return how to round."""
     if rounding is None:
         return tiles.NEAREST
     return tiles.DITHER if rounding.dither else tiles.STOCHASTIC
 
 
 def _rounding_numbers(rounding: RoundingKey | None) -> tuple[int, ...]:
-    """Return the keys, how values are numbered, and the mask of the sender's dither."""
+    """Return the keys, the numbering of values, and the mask of the sender's dither."""
     if rounding is None:
         return 0, 0, 0, 0, 0
     return *rounding[:4], rounding.mask if rounding.dither else 0
 
 
 def _dither_numbers(dither: RoundingKey | None) -> tuple[int, ...]:
-    """Return the keys of the dither, the number of the first value of row 0 and the rows' distance."""
+    """Return the keys of the dither, the number of row 0's first value and the row stride."""
     return (0, 0, 0, 0) if dither is None else dither[:4]
 
 
 def _place_of(part: int, messages: Tensor, layout: MessageLayout) -> tuple[int, int]:
-    """Return the address of a part's codes in the first message, and how far behind it its scales lie."""
+    """Return the address of a part's codes in the first message, and the offset of its scales from there."""
     skipped = part * layout.code_bytes
     return messages.data_ptr() + skipped, layout.scales_offset - skipped + part * layout.groups * SCALE_BYTES
 
 
 def _step(layout: MessageLayout, clip: float = 1.0) -> int:
-    """Return the bits of the part of a group's largest magnitude that a unit of the codes is."""
+    """Return the fp32 bits of one code unit relative to a group's largest magnitude."""
     return _float_bits(clip / largest_code(layout.bits))
 
 
@@ -238,7 +235,7 @@ def dequantize_add(
     rows = replica.shape[0]
     target = _readable(replica)
     size = target.element_size()
-    # The sum of the one message starts from -0.0, which leaves even a -0.0 as it is.
+    # The sum of the single message starts from -0.0, so that -0.0 is preserved.
     _run(
         kernels.dequantize_rows,
         (False, False),

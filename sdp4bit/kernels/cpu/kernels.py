@@ -1,11 +1,10 @@
-"""The kernels of the CPU back end, compiled on first use and kept in numba's cache.
+"""The kernels of the CPU back end, compiled on first use and stored in numba's cache.
 
-A kernel does the share of thread `thread` of `threads`. Rows are cut into tiles of whole groups that stay in
-the first-level cache with their codes; all steps of an operator are done on one tile before the next. While
-one tile is quantized, the next is fetched from memory, or memory and arithmetic would take turns. The
-arguments are one block of int64 numbers, addresses among them: a call then costs the same few hundred
-nanoseconds for every kernel, and one function runs them all in parallel. Flags that would branch in the
-innermost loops are constants, for each of which a kernel is compiled.
+A kernel does the share of thread `thread` of `threads`. Rows are cut into tiles of complete groups that fit
+the L1 cache with their codes. All steps of an operator run on one tile before the next, which is prefetched
+meanwhile. The arguments are one block of int64 numbers and addresses, so a call costs the same few hundred
+nanoseconds for every kernel and one function runs all of them in parallel. Kernels are compiled for each set
+of flags, so that innermost loops do not branch on them.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ _ZERO = np.float32(0)
 
 
 class Parameters(types.Type):
-    """Address of a block of int64 parameters, which follow the flags that the kernel is compiled for.
+    """Address of a block of int64 parameters, with the flags that the kernel is compiled for.
 
-    The name carries a checksum of the sources that kernels inline: numba's cache follows only the file that
-    a function stands in and the types of its arguments.
+    The name has a checksum of the inlined sources, because numba's cache checks only the file of the kernel
+    and its argument types.
     """
 
     def __init__(self, flags: tuple[int, ...]) -> None:
@@ -67,7 +66,7 @@ class _ParametersModel(models.PrimitiveModel):
 
 @intrinsic(prefer_literal=True)
 def _unpack(typing_context, parameters, count):
-    """Return flags and parameters, `count` together."""
+    """Return flags and parameters, `count` in total."""
     result = types.UniTuple(types.int64, count.literal_value)
     flags = [INT64(int(flag)) for flag in parameters.flags]
 
@@ -83,10 +82,10 @@ def _unpack(typing_context, parameters, count):
 def _locate(thread, tile, scratch, scratch_stride):
     """Return the addresses of a thread's working memory.
 
-    The values of a tile in fp32; room for their codes or for one block; the largest |x| of each group; and a
-    table of two numbers of 4 bytes per message, its scale and its mask.
+    It holds the fp32 values of a tile, their codes or one block, the largest |x| of each group, and a table
+    of two 4-byte numbers per message, its scale and its mask.
     """
-    # A code takes a byte, a block of fp32 128 bytes: room for either, however short the tile.
+    # A code takes one byte and a block of fp32 takes 128.
     total = scratch + thread * scratch_stride
     spare = total + 4 * tile
     largest = spare + tile + 128
@@ -95,9 +94,9 @@ def _locate(thread, tile, scratch, scratch_stride):
 
 @inline
 def _share(rows, padded, tile, thread, threads):
-    """Return how many tiles a thread does, and the row and the position where they begin."""
-    # Tiles of all rows are numbered through and dealt in equal ranges, so that one long row or many short
-    # ones keep all threads busy. No group crosses tiles: the bytes do not depend on the dealing.
+    """Return a thread's number of tiles, and the row and the position where they begin."""
+    # Tiles of all rows are divided evenly, so that one long row or many short ones use all threads. No group
+    # crosses tiles, so the bytes do not depend on the number of threads.
     per_row = (padded + tile - 1) // tile
     begin, end = rows * per_row * thread // threads, rows * per_row * (thread + 1) // threads
     row = begin // per_row
@@ -106,7 +105,7 @@ def _share(rows, padded, tile, thread, threads):
 
 @inline
 def _load_block(source, is_bf16, replica, replica_is_bf16, hadamard, count, spare):
-    """Return up to 32 values, less those of the replica, transformed."""
+    """Return up to 32 values, minus those of the replica, transformed."""
     block = load_values(source, is_bf16, count, spare)
     if replica:
         block = block - load_values(replica, replica_is_bf16, count, spare)
@@ -117,10 +116,10 @@ def _load_block(source, is_bf16, replica, replica_is_bf16, hadamard, count, spar
 
 @inline
 def _finish_block(block, target, is_bf16, accumulate, hadamard, multiplier, count, spare):
-    """Transform and scale a block of sums, and write it or add it to its place."""
+    """Transform and scale a block of sums, and write it to the target or add it."""
     if hadamard:
         block = hadamard32(block)
-    if multiplier != ONE_BITS:  # which would change nothing
+    if multiplier != ONE_BITS:
         block = block * splat(float_from_bits(multiplier))
     if accumulate:
         block = block + load_values(target, is_bf16, count, spare)
@@ -129,7 +128,7 @@ def _finish_block(block, target, is_bf16, accumulate, hadamard, multiplier, coun
 
 @inline
 def _clear_padding(out, messages, stride, payload_bytes, nbytes):
-    """Write zeros behind the scales of each message: equal values make equal messages, whatever was there."""
+    """Write zeros after the scales of each message, so that equal values yield equal messages."""
     for message in range(messages):
         for i in range(payload_bytes, nbytes):
             store_u8(out + message * stride + i, 0)
@@ -154,7 +153,7 @@ def quantize_rows(thread, threads, parameters):
         source = values + destination * outer_stride + part * inner_stride + (start << shift)
         other = replica + (start << replica_shift) if has_replica else 0
         count = min(tile, padded - start)
-        # Values in whole blocks; at most one block is left, at the end of a row, which padding fills up.
+        # Values in complete blocks; at the end of a row one padded block may remain.
         whole = min(count, (numel - start) & ~31)
         for group in range((count + group_size - 1) // group_size):
             origin = group * group_size
@@ -175,7 +174,7 @@ def quantize_rows(thread, threads, parameters):
                 peak = record(total + 4 * whole, block, peak)
             store_u32(largest + 4 * group, largest_lane(peak))
         message = out + destination * out_stride
-        # Codes are made after the whole tile is known: an int4 byte joins values half a group apart.
+        # After the loop over groups, because an int4 byte combines values that are half a group apart.
         encode_tile(
             total, count, largest, message + part * code_bytes + (start >> 5) * width,
             message + scales_offset + 2 * (part * groups + start // group_size),
@@ -237,8 +236,8 @@ def reduce_quantize(thread, threads, parameters):
 def dequantize_rows(thread, threads, parameters):
     """Write the sum of messages i * terms to (i + 1) * terms to row i, or add it if `accumulate`.
 
-    It is transformed if `hadamard`, and multiplied. `initial` and `multiplier` are the bits of fp32 numbers;
-    sums start from the first.
+    It is transformed if `hadamard`, and multiplied. `initial`, from which sums start, and `multiplier` are
+    the bits of fp32 numbers.
     """
     (
         is_dither, hadamard,
@@ -279,7 +278,7 @@ def dequantize_rows(thread, threads, parameters):
 
 @intrinsic
 def _call(typing_context, kernel, thread, threads, parameters):
-    """Call a kernel at an address: one compiled runner serves all kernels."""
+    """Call a kernel by its address, so that one compiled runner serves all kernels."""
 
     def codegen(context, builder, sig, args):
         function = ir.FunctionType(ir.VoidType(), [INT64] * 3)
@@ -303,7 +302,7 @@ def run_parallel(kernel, threads, parameters):
 def _compile(decorator: Callable[..., Any], function: Callable[..., None], *args: Any, **options: Any) -> Any:
     try:
         return decorator(*args, cache=True, **options)(function)
-    except RuntimeError:  # no directory that numba may write a cache to
+    except RuntimeError:  # numba has no writable cache directory
         return decorator(*args, **options)(function)
 
 

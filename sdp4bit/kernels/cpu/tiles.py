@@ -1,7 +1,7 @@
-"""The steps of the CPU kernels on one tile: load, store, encode codes and scales, decode and sum messages.
+"""Steps of the CPU kernels on one tile: load, store, encode codes and scales, decode and sum messages.
 
-All functions are inlined into the kernels. They work on addresses; values between the steps are fp32 in the
-working memory of a thread. Numbers and order of operations: :mod:`sdp4bit.quantization.reference`.
+All functions are inlined into the kernels and take addresses. Intermediate values are fp32 in the working
+memory of a thread. Numbers and order of operations: :mod:`sdp4bit.quantization.reference`.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ _FIXED_POINT = np.float32(65536)
 _HALF = 0x8000
 _ZERO = np.float32(0)
 
-# A nibble becomes a float without a shift or a conversion. In an fp32 number from 2**23 on, the lowest bit of
-# the mantissa counts ones: 0x4B000000 | n is the number 2**23 + n. From 2**19 on bit 4 counts ones, so the
-# high nibble is put there as it lies, unshifted. Subtracting 2**23 + 8 or 2**19 + 8 leaves the code exactly.
+# A nibble becomes a float without a shift or a conversion. In fp32, 0x4B000000 | n is 2**23 + n, because the
+# lowest bit of the mantissa is worth 1 there. From 2**19 on bit 4 is worth 1, so a high nibble needs no
+# shift. Subtracting 2**23 + 8 or 2**19 + 8 yields the code exactly.
 _LOW_BASE, _HIGH_BASE = 0x4B000000, 0x49000000
 _LOW_OFFSET, _HIGH_OFFSET = np.float32(2**23 + 8), np.float32(2**19 + 8)
 
-# Of an element's 16 random bits the receiver takes off the upper 8, t: a code c stands for
-# c + 1/2 - (t + 1/2) / 256, which is (512 * c + 2 * ~t - 255) / 512. With the unsigned code from bit 9 on and
-# ~t in bits 1 to 8 that is one number, which needs no conversion in the mantissa of a float from 2**14 on,
-# whose lowest bit counts 1/512.
+# The receiver subtracts the upper 8 of an element's 16 random bits, t. A code c represents
+# c + 1/2 - (t + 1/2) / 256 = (512 * c + 2 * ~t - 255) / 512. The unsigned code from bit 9 on and ~t in bits 1
+# to 8 are one number, which is put into the mantissa of a float from 2**14 on, whose lowest bit is worth
+# 1/512.
 _DITHER_BASE, _DITHER_BITS = 0x46800000, 0x1FE
 _CODE_SHIFT, _CODE_BITS_4 = 9, 0x1E00
 _DITHER_OFFSET = np.float32(2**14 + 255 / 512)
-"""To be subtracted, and what makes codes unsigned."""
+"""Offset to subtract, besides the one that makes codes unsigned."""
 _SIGN_8 = 0x80 << _CODE_SHIFT
 
 NEAREST, STOCHASTIC, DITHER = 0, 1, 2
-"""How values are rounded."""
+"""Rounding modes."""
 
 TWO, THREE, PAIRS, FOUR, EIGHT, FLOATS = 8, 12, 14, 16, 32, 128
 """Widths of codes, in bytes per block of 32: an integer with 3.5 bits, too."""
@@ -87,7 +87,7 @@ inline = njit(
 
 @inline
 def offset_of(width):
-    """Return what makes codes unsigned: the largest one, or, except in pairs, one more."""
+    """Return the offset that makes codes unsigned: the largest code, plus 1 except for pairs."""
     return 5 if width == PAIRS else 1 << ((width >> 2) - 1)
 
 
@@ -95,7 +95,7 @@ def offset_of(width):
 def load_values(address, is_bf16, count, spare):
     """Return 32 values as fp32, zeros after the first `count`."""
     if count < 32:
-        # The end of a row: a whole load might cross into memory that is not there, so values come one by one.
+        # At the end of a row a full load might read unmapped memory.
         store_f32(spare, splat(_ZERO))
         for i in range(count):
             if is_bf16:
@@ -128,17 +128,17 @@ def store_values(address, is_bf16, count, values, spare):
 
 @inline
 def compute_scale(largest, step):
-    """Return the bits of the bf16 scale and the fixed-point reciprocal of a group's largest |x|, as bits.
+    """Return the bits of the bf16 scale and the fixed-point reciprocal for the bits of a group's largest |x|.
 
     Args:
-        step: bits of the part of the largest |x| that a unit of the codes is.
+        step: fp32 bits of one code unit relative to the largest |x|.
     """
     if largest < _TINY:
         return 0, _ZERO
     if largest >= _INFINITY:
         return _NAN_SCALE, _ZERO
-    # Adding 0x10003 and cutting 16 bits off rounds up what is 4 units more: |x / scale| never exceeds the
-    # largest code, not even after the rounding of the two multiplications, and codes need no clamp.
+    # Adding 0x10003 and truncating 16 bits rounds up with a margin for the rounding of two multiplications,
+    # so |x / scale| never exceeds the largest code and codes need no clamp.
     unit = float_from_bits(largest) * float_from_bits(step)
     scale = (bits_from_float(unit) + 0x10003) & 0xFFFF0000
     if scale >= _INFINITY:
@@ -148,9 +148,8 @@ def compute_scale(largest, step):
 
 @inline
 def fixed_point(values, factor, width, is_clipped, rounding, element, k0, k1, mask):
-    """Return codes times 65536, ready to be cut off; none beyond the largest, if some would be."""
-    # Cut towards zero to 16 fractional bits first: random bits are integers, so the rounding that follows is
-    # integer arithmetic, the same everywhere.
+    """Return codes times 65536, rounded except for the truncation, and clamped if `is_clipped`."""
+    # Truncate to 16 fractional bits first. Rounding is then integer arithmetic, which is the same everywhere.
     fixed = to_int(load_f32(values) * factor)
     if is_clipped:
         limit = offset_of(width) - (width != PAIRS) << 16
@@ -168,9 +167,9 @@ def fixed_point(values, factor, width, is_clipped, rounding, element, k0, k1, ma
 
 @inline
 def dither_of(is_dither, width, element, k0, k1):
-    """Return the dither of a block before a sender's mask, as take_off expects it."""
+    """Return the dither of a block for take_off, without a sender's mask."""
     if is_dither:
-        # int8 codes become unsigned by their sign bit, which is changed here once for all messages.
+        # Flipping the sign bit makes int8 codes unsigned; here once for all messages.
         base = _DITHER_BASE | _DITHER_BITS | (_SIGN_8 if width == EIGHT else 0)
         random = random_bits16(element, k0, k1, 0)
         return shift_right(random, 7) & splat(_DITHER_BITS) ^ splat(base)
@@ -182,7 +181,7 @@ def take_off(codes, width, dither, masks, term):
     """Decode dithered codes, in units of their scale.
 
     Args:
-        codes: as they lie in a message, without signs unless they have 8 bits, shifted by _CODE_SHIFT.
+        codes: stored codes, unsigned unless they have 8 bits, shifted by _CODE_SHIFT.
         masks: address of the terms' masks.
     """
     mask = splat(load_scalar_u32(masks + 4 * term))
@@ -204,7 +203,7 @@ def prefetch_block(address, shift):
 
 @inline
 def prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift):
-    """Start reading 32 upcoming values and their replica; an address of 0 stands for none."""
+    """Start reading 32 upcoming values and their replica, unless an address is 0."""
     if upcoming:
         prefetch_block(upcoming + (i << shift), shift)
     if upcoming_replica:
@@ -226,7 +225,7 @@ def store_block(address, numbers, width):
 
 @inline
 def load_numbers(address, width):
-    """Return 32 codes of other than 4 bits as they lie in a message; only those of 8 bits have signs."""
+    """Return 32 stored codes of other than 4 bits, unsigned unless they have 8 bits."""
     if width == EIGHT:
         return load_u8(address)
     if width == PAIRS:
@@ -252,7 +251,7 @@ def encode_group(
     values, size, factor, codes, width, is_clipped, rounding, element, k0, k1, mask, spare,
     upcoming, shift, upcoming_replica, replica_shift,
 ):  # fmt: skip
-    """Write the codes of one group; meanwhile, as many upcoming values and their replica are prefetched."""
+    """Write the codes of one group, and prefetch as many upcoming values and their replica."""
     if width == EIGHT:
         for i in range(0, size, 32):
             prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
@@ -262,7 +261,7 @@ def encode_group(
             store_u8(codes + i, shift_right_signed(fixed, 16))
         return
     if width < FOUR:
-        # The offset that makes codes unsigned is added before the cut.
+        # The offset that makes codes unsigned is added before the truncation.
         offset = splat(offset_of(width) << 16)
         for i in range(0, size, 32):
             prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
@@ -273,8 +272,8 @@ def encode_group(
         return
     half = size >> 1
     if size & 32 == 0:
-        # The 8 that makes codes unsigned is added before the cut. Shifted by 12 the high code lies where its
-        # nibble belongs, with four fractional bits below it that the mask removes.
+        # The offset of 8 is added before the truncation. A shift by 12 puts the high code into its nibble,
+        # and the mask removes four fractional bits below.
         offset, high_nibble = splat(8 << 16), splat(0xF0)
         for i in range(0, half, 32):
             j = i + half
@@ -285,7 +284,7 @@ def encode_group(
             low, high = low + offset, high + offset
             store_u8(codes + i, shift_right(low, 16) | shift_right(high, 12) & high_nibble)
         return
-    # Halves begin within a block: their codes take their places by way of memory.
+    # Halves begin within a block, so codes are combined in memory.
     for i in range(0, size, 32):
         fixed = fixed_point(values + 4 * i, factor, FOUR, is_clipped, rounding, element + i, k0, k1, mask)
         store_u8(spare + i, shift_right_signed(fixed, 16) + splat(8))
@@ -302,27 +301,27 @@ def encode_tile(
 ):  # fmt: skip
     """Write codes and scales of `count` values; `largest` points to the bits of each group's largest |x|.
 
-    The table is overwritten with the reciprocals, and groups that are not finite with zeros.
+    Overwrites the table with the reciprocals, and non-finite groups with zeros.
 
     Args:
-        step: bits of the part of the largest |x| that a unit of the codes is.
-        is_clipped: whether values may be beyond the largest code, which then replaces theirs.
-        upcoming, upcoming_replica: addresses to prefetch from meanwhile, 0 for none.
-        shift, replica_shift: 2 if they are fp32, 1 if bf16.
+        step: fp32 bits of one code unit relative to the largest |x|.
+        is_clipped: whether values may be beyond the largest code.
+        upcoming, upcoming_replica: addresses to prefetch, 0 for none.
+        shift, replica_shift: 2 for fp32, 1 for bf16.
     """
     if width == FLOATS:
         for i in range(0, count, 32):
             store_f32(codes + 4 * i, load_f32(values + 4 * i))
         return
     groups = (count + group_size - 1) // group_size
-    # All scales first: the divisions of different groups overlap, where each group would wait for its own.
+    # All scales first, so that the divisions of different groups overlap.
     for group in range(groups):
         peak = load_scalar_u32(largest + 4 * group)
         scale, reciprocal = compute_scale(peak, step)
         store_u16(scales + 2 * group, scale)
         store_u32(largest + 4 * group, bits_from_float(reciprocal))
         if peak >= _INFINITY:
-            # The conversion of NaN to an integer is undefined: the codes of such a group are those of zeros.
+            # The conversion of NaN to an integer is undefined, so such a group is encoded as zeros.
             first = group * group_size
             for i in range(first, min(first + group_size, count), 32):
                 store_f32(values + 4 * i, splat(_ZERO))
@@ -339,7 +338,7 @@ def encode_tile(
 
 @inline
 def record(target, values, peak):
-    """Store a block; return the largest |x| of each lane so far, as bits."""
+    """Store a block; return the bits of the largest |x| of each lane so far."""
     store_f32(target, values)
     return maximum(peak, bits_of(values) & splat(_ABS))
 
@@ -351,11 +350,11 @@ def sum_blocks(
     """Write start + code * scale + ..., in the order of the terms, and return the peaks so far.
 
     Args:
-        codes: of other than 4 bits: their blocks of 32 lie one behind the other.
-        table, masks: addresses of the terms' fp32 scales and of the masks of their dither.
-        is_dither: whether the codes are dithered, the first by the random bits of `element`.
+        codes: of other than 4 bits, in consecutive blocks of 32.
+        table, masks: addresses of the terms' fp32 scales and dither masks.
+        is_dither: whether the codes are dithered, the first with the random bits of `element`.
     """
-    # Two blocks at a time: one sum has to wait for its addition before the next term, two can take turns.
+    # Two blocks at a time, to hide the latency of the additions.
     paired = count & ~63
     for i in range(0, paired, 64):
         low = high = start
@@ -364,7 +363,7 @@ def sum_blocks(
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
             source = codes + term * stride + (i >> 5) * width
-            # Not fused: the product is exact unless it overflows or underflows, and then rounds by itself.
+            # Not fused. The product is exact unless it overflows or underflows, and then it must be rounded.
             low = low + load_units(source, width, is_dither, low_dither, masks, term) * scale
             high = high + load_units(source + width, width, is_dither, high_dither, masks, term) * scale
         peak = record(total + 4 * i, low, peak)
@@ -382,7 +381,7 @@ def sum_blocks(
 
 @inline
 def sum_int4(total, codes, half, table, masks, terms, stride, start, peak, is_dither, element, k0, k1):
-    """Sum as sum_blocks does, a whole group whose halves are multiples of 32."""
+    """Sum a complete int4 group whose halves are multiples of 32; see sum_blocks."""
     low_mask, low_base, low_offset = splat(0x0F), splat(_LOW_BASE), splat(_LOW_OFFSET)
     high_mask, high_base, high_offset = splat(0xF0), splat(_HIGH_BASE), splat(_HIGH_OFFSET)
     code_bits = splat(_CODE_BITS_4)
@@ -412,16 +411,16 @@ def sum_int4(total, codes, half, table, masks, terms, stride, start, peak, is_di
 
 @inline
 def sum_nibbles(total, codes, count, shift, table, masks, terms, stride, start, dither, spare):
-    """Sum as sum_blocks does, a part of one half of an int4 group; `count` is a multiple of 16.
+    """Sum a part of one half of an int4 group; `count` is a multiple of 16. See sum_blocks.
 
     Args:
         dither: (is_dither, element, k0, k1); the element may be in the middle of a block.
-        spare: room for a block.
+        spare: memory for a block.
     """
     is_dither, element, k0, k1 = dither
     for i in range(0, count, 16):
         value = splat16(start)
-        # Half a block: the bits of all of it, of which one half is read back.
+        # Draw the bits of a full block, and read back one half.
         number = element + i
         store_f32(spare, float_of_bits(dither_of(is_dither, FOUR, number & ~31, k0, k1)))
         drawn = bits_of(load_f32x16(spare + 4 * (number & 16)))
@@ -441,7 +440,7 @@ def sum_nibbles(total, codes, count, shift, table, masks, terms, stride, start, 
 
 @inline
 def write_masks(masks, terms, is_dither):
-    """Write the mask of each term's dither, as take_off needs it; terms are numbered like senders."""
+    """Write the mask of each term's dither for take_off; terms are numbered like senders."""
     for term in range(terms if is_dither else 0):
         mask = 0
         for bit in range(8):
@@ -458,10 +457,10 @@ def sum_messages(
 
     Args:
         group: the group of the first value.
-        codes, scales: addresses of the row in the first message; `stride` bytes further in each next one.
-        table: room for one fp32 number per message.
-        masks: as write_masks left them.
-        start: what the sums start from.
+        codes, scales: addresses of the row in the first message; messages are `stride` bytes apart.
+        table: memory for one fp32 number per message.
+        masks: written by write_masks.
+        start: initial value of the sums.
         is_dither, element, k0, k1: whether codes are dithered, the number of value 0 of the row, its keys.
     """
     peak = splat(0)
@@ -472,7 +471,7 @@ def sum_messages(
                 value = value + load_f32(codes + term * stride + 4 * (first + i))
             peak = record(total + 4 * i, value, peak)
         return peak
-    # The groups received and the groups sent need not fit: the range is cut at the bounds of those received.
+    # Received and sent groups may differ, so the range is split at the bounds of the received groups.
     stop = first + count
     origin = group * group_size
     while origin < stop:
@@ -484,7 +483,7 @@ def sum_messages(
         packed = codes + (origin >> 1)
         number = element + begin
         if width != FOUR:
-            # Called with constants, so that the loops inside are compiled for each width.
+            # Constant widths, for which the inner loops are compiled.
             block, size_here = codes + (begin >> 5) * width, end - begin
             if width == EIGHT:
                 peak = sum_blocks(
@@ -512,8 +511,8 @@ def sum_messages(
                 is_dither, number, k0, k1,
             )  # fmt: skip
         else:
-            # A part of an int4 group, or one whose halves meet within a block of 32: what lies in the lower
-            # half is in the low nibbles of its bytes, what lies in the upper one in the high nibbles.
+            # A part of an int4 group, or a group whose halves meet within a block of 32. The lower half is in
+            # the low nibbles, the upper half in the high nibbles.
             middle = origin + (size >> 1)
             lower = min(end, middle) - begin
             dither = (is_dither, number, k0, k1)

@@ -1,25 +1,22 @@
-"""SIMD vectors for numba: types that compiled functions compute with, 16 or 32 lanes wide.
+"""SIMD vector types with 16 or 32 lanes for numba.
 
-numba's own integer typing promotes int32 to int64, which halves the SIMD width and keeps loops from
-vectorizing. These types map to LLVM vectors instead, which the compiler splits over whatever registers the
-machine has: two of AVX-512 hold a block of 32 values, four of AVX2, eight of NEON. No fast-math: every
-operation is rounded as written. Addresses are int64 numbers, of any alignment.
+numba promotes int32 to int64, which halves the SIMD width and prevents vectorization. These types map to LLVM
+vectors instead, which the compiler splits over the machine's registers. Fast-math is off, so every operation
+is rounded as written. Addresses are int64 numbers of any alignment.
 
-Why not plain numba: written as loops over arrays that LLVM vectorizes itself, with the same bytes, the
-operators take longer by these factors (4 MiB of fp32 values, 4 and 8 bits, one thread of an AMD EPYC with
-AVX-512, numba 0.68.1, medians of 41 interleaved rounds, 2026-11-22):
+Plain numba loops over arrays, with the same bytes, take longer by these factors. The measurement used 4 MiB
+of fp32 values, 4 and 8 bits, one thread of an AMD EPYC with AVX-512, numba 0.68.1, and medians of 41
+interleaved rounds (2026-11-22).
 
-===========================  =============================  ==============================================
-operator                     rounded to nearest             stochastic
-===========================  =============================  ==============================================
-subtract_quantize            1.5 to 1.6                     2.9 to 3.0
-dequantize_add               1.4 (8 bits), 1.9 (4 bits)
-hadamard_quantize            5.0 to 5.2; no transform 1.8   5.5 to 5.7; no transform 3.1 to 3.5
-dequantize_reduce_quantize   2.3 to 3.2                     3.0 to 3.6
-dequantize_reduce_hadamard   4.6 to 5.8; no transform 1.9 (8 bits), 2.6 (4 bits)
-===========================  =============================  ==============================================
+| operator                   | rounded to nearest           | stochastic                          |
+|----------------------------|------------------------------|-------------------------------------|
+| subtract_quantize          | 1.5 to 1.6                   | 2.9 to 3.0                          |
+| dequantize_add             | 1.4 (8 bits), 1.9 (4 bits)   |                                     |
+| hadamard_quantize          | 5.0 to 5.2; no transform 1.8 | 5.5 to 5.7; no transform 3.1 to 3.5 |
+| dequantize_reduce_quantize | 2.3 to 3.2                   | 3.0 to 3.6                          |
+| dequantize_reduce_hadamard | 4.6 to 5.8; no transform 1.9 (8 bits), 2.6 (4 bits) |              |
 
-The transform and the hash gain most: their shuffles stay in registers, where loops go through memory.
+The transform and the hash gain most, because their shuffles stay in registers.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ def _constant(lanes, value):
 
 
 def _splat(builder, scalar, lanes):
-    # LLVM has no instruction for it, but knows this pair: insert into lane 0, then shuffle lane 0 everywhere.
+    # LLVM recognizes this pair: insert into lane 0, then shuffle lane 0 to all lanes.
     undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
     first = builder.insert_element(undefined, scalar, INT32(0))
     return builder.shuffle_vector(first, undefined, _constant(lanes, 0))
@@ -110,7 +107,7 @@ def _loader(result, memory, widen):
             target = context.get_value_type(result)
             is_vector = isinstance(result, Vector)
             pointee = ir.VectorType(memory, result.lanes) if is_vector else memory
-            # align=1: rows begin at any address; on current processors an aligned address costs no more.
+            # align=1, because rows begin at any address. It is as fast on current processors.
             return widen(builder, builder.load(point(builder, args[0], pointee), align=1), target)
 
         return result(types.int64), codegen
@@ -166,9 +163,8 @@ def _truncate(builder, value, target):
 
 def _narrow_bf16(builder, value, target):
     """Round to nearest even by integers; NaN becomes 0x7FC0."""
-    # What is cut off is half a unit or more if 0x8000 carries into the upper half. Adding 0x7FFF instead lets
-    # an exact half carry only if the upper half is odd: the even neighbour wins. A carry out of the mantissa
-    # raises the exponent, up to infinity, as it should; NaN alone would be changed, and is put back.
+    # Adding 0x7FFF, and 1 if the upper half is odd, carries for more than a half and for a half that rounds
+    # to even. A carry out of the mantissa correctly raises the exponent up to infinity. NaN is restored.
     lanes = target.count
     bits = builder.bitcast(value, ir.VectorType(INT32, lanes))
     odd = builder.and_(builder.lshr(bits, _constant(lanes, 16)), _constant(lanes, 1))
@@ -184,7 +180,7 @@ store_u8, store_u16, store_u32 = (_storer(memory, _truncate) for memory in (INT8
 
 
 _TWO_BITS = [2 * (lane % 16) for lane in range(32)]
-"""Where the lower two bits of each of 32 codes begin in their word of 16 codes."""
+"""Bit offset of each of 32 2-bit codes in its word of 16 codes."""
 
 
 def _lanes(numbers):
@@ -200,7 +196,7 @@ def load_2_bits(typing_context, address):
     """Return 32 numbers of two bits each, from 8 bytes, the first in the lowest bits."""
 
     def codegen(context, builder, sig, args):
-        # Every lane takes a whole word, and shifts its own bits down: a broadcast, a shift and a mask.
+        # Each lane shifts its bits out of a copy of the word.
         words = builder.load(point(builder, args[0], ir.VectorType(INT32, 2)), align=1)
         each = _pick(builder, words, words, [lane // 16 for lane in range(32)])
         return builder.and_(builder.lshr(each, _lanes(_TWO_BITS)), _constant(32, 3))
@@ -210,7 +206,7 @@ def load_2_bits(typing_context, address):
 
 @intrinsic
 def load_3_bits(typing_context, address, lower):
-    """Return 32 numbers of three bits: the lower two as given, the third ones from 4 bytes."""
+    """Return 32 3-bit numbers from their lower two bits and the third bits in 4 bytes."""
 
     def codegen(context, builder, sig, args):
         word = builder.load(point(builder, args[0], INT32), align=1)
@@ -225,8 +221,8 @@ def store_2_bits(typing_context, address, numbers):
     """Store 32 numbers below 4 in 8 bytes, the first in the lowest bits."""
 
     def codegen(context, builder, sig, args):
-        # Four numbers side by side in the bytes of a word: one product moves all of them, shifted by 24, 18,
-        # 12 and 6 bits, next to each other in the highest byte. No two terms below share a bit: no carry.
+        # A word has four numbers in its bytes. One product shifts them by 24, 18, 12 and 6 bits into the
+        # highest byte. No two terms below share a bit, so nothing carries.
         octet = ir.VectorType(INT32, 8)
         quads = builder.bitcast(builder.trunc(args[1], ir.VectorType(INT8, 32)), octet)
         packed = builder.lshr(builder.mul(quads, _constant(8, 0x01041040)), _constant(8, 24))
@@ -335,7 +331,7 @@ def _lanewise(scalar, instruction):
 
 
 to_float = _lanewise(types.float32, "sitofp")
-to_int = _lanewise(types.int32, "fptosi")  # towards zero; what does not fit is undefined
+to_int = _lanewise(types.int32, "fptosi")  # towards zero; undefined on overflow
 bits_of = _lanewise(types.int32, "bitcast")
 float_of_bits = _lanewise(types.float32, "bitcast")
 
@@ -406,7 +402,6 @@ def largest_lane(typing_context, vector):
     """Return the largest signed lane, an int64."""
 
     def codegen(context, builder, sig, args):
-        # A builtin of LLVM, declared once per module.
         name = f"llvm.vector.reduce.smax.v{vector.lanes}i32"
         function = builder.module.globals.get(name)
         if function is None:
@@ -441,8 +436,8 @@ def hadamard32(typing_context, block):
     """Return the transform of 32 values, the butterflies in the order of the definition."""
 
     def codegen(context, builder, sig, args):
-        # Each value meets its partner: one shuffle, and a product with 1 or -1, which is exact, so that it
-        # may be fused with the sum. The partners of the last stage lie in the two halves of the block.
+        # One shuffle, and a product with 1 or -1, which is exact and may be fused with the sum. The partners
+        # of the last stage are the two halves of the block.
         for stride in (1, 2, 4, 8):
             partners = _pick(builder, args[0], args[0], [lane ^ stride for lane in range(32)])
             signs = [-1.0 if lane & stride else 1.0 for lane in range(32)]
@@ -458,14 +453,14 @@ def hadamard32(typing_context, block):
 def random_bits16(typing_context, element, k0, k1, mask):
     """Return the 16 random bits of each value of the block that begins at `element`, a multiple of 32.
 
-    The upper 8 of them are changed by the mask, the number of a sender in reverse order.
-    The counters of a block differ in their low 4 bits only, which the first mixing step, x ^ x >> 16, keeps
-    apart: it is one scalar. The second key moves behind the shift, which is linear in it.
+    The mask, a sender's number in reverse order, is XORed with the upper 8 bits. The counters of a block
+    differ in their low 4 bits only, so the first mixing step, x ^ x >> 16, is scalar. The second key is
+    applied after the shift, which is linear in it.
     """
 
     def codegen(context, builder, sig, args):
         element, k0, k1, mask = args
-        # Counter of the block's first value: 16 counters serve 32 values.
+        # Counter of the block's first value; 16 counters serve 32 values.
         first = builder.trunc(builder.ashr(element, INT64(1)), INT32)
         first = builder.xor(first, builder.trunc(k0, INT32))
         first = builder.xor(first, builder.lshr(first, INT32(16)))
@@ -476,8 +471,8 @@ def random_bits16(typing_context, element, k0, k1, mask):
         x = builder.mul(x, _constant(16, 0x7FEB352D))
         x = builder.xor(builder.xor(x, builder.lshr(x, _constant(16, 15))), _splat(builder, key, 16))
         x = builder.mul(x, _constant(16, 0x846CA68B))
-        # The last step of the hash, x ^ x >> 16, changes the low half only: the high half is x's own. It
-        # carries what the mask changes in the high half over to the low one.
+        # The last step of the hash, x ^ x >> 16, changes the low half only, and applies the mask in the high
+        # half to the low half too.
         x = builder.xor(x, _splat(builder, builder.shl(builder.trunc(mask, INT32), INT32(24)), 16))
         high = builder.lshr(x, sixteen)
         low = builder.and_(builder.xor(x, high), _constant(16, 0xFFFF))
@@ -488,9 +483,9 @@ def random_bits16(typing_context, element, k0, k1, mask):
 
 @intrinsic
 def prefetch(typing_context, address):
-    """Start reading the cache line of an address, which need not be valid, into the second-level cache.
+    """Prefetch the cache line of an address, which need not be valid, into the L2 cache.
 
-    Into the first level, Zen 4 reads fp32 rows slower than with no prefetch at all.
+    With prefetches into L1, Zen 4 reads fp32 rows slower than without any.
     """
 
     def codegen(context, builder, sig, args):

@@ -1,20 +1,18 @@
 """The five operators as Triton kernels for NVIDIA and AMD GPUs. Not run on a GPU.
 
-What is known: Triton's interpreter gives the bytes of :mod:`sdp4bit.quantization.reference`, and every
-kernel compiles for sm_80 to sm_120, gfx942 and gfx950. Speed is not measured, so tile sizes and warp counts
-are reasoned, not tuned; nothing is tuned at run time.
+Triton's interpreter produces the bytes of :mod:`sdp4bit.quantization.reference`, and every kernel compiles
+for sm_80 to sm_120, gfx942 and gfx950. Speed is not measured, so tile sizes and warp counts are not tuned.
 
-Each function is one kernel launch and nothing else: no allocation, no other kernel, no wait for the device.
-So a step can be captured in a CUDA graph, after one call that compiles. Each operator passes once over
-memory: the bytes in the docstrings are all that a value costs, and they are the minimum, because each input
-is read once and each output written once. The exception are groups of more than 8192 values, whose input
-`subtract_quantize`, `hadamard_quantize` and `dequantize_reduce_quantize` read twice.
+Each function is a single kernel launch without allocation or synchronization, so a step can be captured in a
+CUDA graph after one call that compiles. Each input is read once and each output is written once; docstrings
+state the bytes per value. Only groups of more than 8192 values are read twice by `subtract_quantize`,
+`hadamard_quantize` and `dequantize_reduce_quantize`.
 
-A kernel is compiled per dtype, bits, group size, rounding, number of messages (up to 8) and
-alignment of the rows, not per shape. Rows whose length and strides are multiples of 16 values move
-in 16-byte vectors; rows of any length work, with smaller accesses to the values, never to the codes.
+A kernel is compiled per dtype, bits, group size, rounding, number of messages (up to 8) and row alignment,
+not per shape. Rows whose length and strides are multiples of 16 values use 16-byte vectors. Other rows use
+smaller accesses to the values, but not to the codes.
 
-CPU tensors are served if TRITON_INTERPRET=1 was set before Triton was imported, for tests.
+CPU tensors work if TRITON_INTERPRET=1 was set before Triton was imported, for tests.
 """
 
 from __future__ import annotations
@@ -38,16 +36,16 @@ from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MESSAGE_ALIGNMENT
 from sdp4bit.quantization.random import RoundingKey
 
 _MAX_SLOTS = 256
-"""Slots of a group that a program keeps in registers; a longer group is read twice."""
+"""Maximum slots of a group in registers; a longer group is read twice."""
 _RAW_GROUP = 4
-"""Group size, in blocks, of the tiles of unquantized messages, which have no groups."""
+"""Group size, in blocks, for tiles of unquantized messages."""
 _MAX_UNROLLED = 8
-"""Messages up to which a sum is unrolled, and compiled for their number; not measured."""
+"""Maximum number of messages for which a sum is unrolled; not measured."""
 _MAX_PAIRED = 4
-"""Messages up to which threads sum them for a pair of slots; beyond, registers for what is loaded run out."""
+"""Maximum number of messages that threads sum for a pair of slots, limited by registers."""
 _RESIDENT_WARPS = 24
-"""Warps per multiprocessor that the programs of a launch make up; not measured. Six per scheduler keep it
-busy, as each thread has 16 to 32 values to work on; with more, a program would have fewer tiles."""
+"""Warps per multiprocessor of a launch; not measured. Six per scheduler keep it busy, because each thread has
+16 to 32 values; with more, a program would have fewer tiles."""
 _VALUE_UNIT = 16
 """Rows whose length and strides are multiples of this are read and written in 16-byte vectors."""
 
@@ -60,7 +58,7 @@ def _warp_size(device: torch.device) -> int:
 
 
 def _warps(slots: int, values_per_thread: int, device: torch.device) -> int:
-    """Return the warps that leave each thread this many values of each half of a tile of slots."""
+    """Return the warps for this many values per thread in each half of a tile of slots."""
     return max(1, slots * 16 // (values_per_thread * _warp_size(device)))
 
 
@@ -70,7 +68,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _programs(tiles: int, rows: int, num_warps: int, device: torch.device) -> int:
-    """Return how many programs share out the tiles of a row: as many as fill the device, of equal work."""
+    """Return the number of programs for the tiles of a row, which fill the device with equal work."""
     resident = _multiprocessors(device) * max(1, _RESIDENT_WARPS // num_warps)
     return -(-tiles // max(1, tiles * rows // resident))
 
@@ -104,7 +102,7 @@ def _launch(
 
 
 def _signed(bits: int) -> int:
-    """Return 32 bits as int32: Triton would take an int of 2**31 or more for 64 bits."""
+    """Return 32 bits as int32, because Triton passes an int of 2**31 or more in 64 bits."""
     return bits - (1 << 32) if bits >= 1 << 31 else bits
 
 
@@ -113,36 +111,36 @@ def _group_blocks(layout: MessageLayout) -> int:
 
 
 def _in_pairs(layout: MessageLayout) -> bool:
-    """Return whether threads can have pairs of slots, which have both chunks of each block."""
+    """Return whether threads can process pairs of slots, with both chunks of each block."""
     return layout.bits == 4 and _group_blocks(layout) % 2 == 0
 
 
 def _tile(layout: MessageLayout, threads: int) -> tuple[int, int, int]:
     """Return groups per tile, slots per group (a power of two) and tiles per row.
 
-    A tile has a slot of 32 values for each of so many threads, or one group.
+    A tile has one slot of 32 values per thread, or one group.
     """
     blocks = _group_blocks(layout)
-    # Triton's tiles are powers of two: a group of 3 blocks occupies 4 slots, of which one is masked.
+    # Triton's tiles are powers of two. A group of 3 blocks takes 4 slots, one of them masked.
     slots = min(1 << (blocks - 1).bit_length(), _MAX_SLOTS)
     groups = max(1, threads // slots)
     return groups, slots, -(-layout.padded_numel // (BLOCK * blocks * groups))
 
 
 def _key_numbers(key: RoundingKey) -> tuple[int, int, int, int]:
-    """Return both keys, and the numbers of rows in blocks of 32: of the first, and between rows."""
+    """Return both keys, and the first number and the row stride in blocks of 32."""
     return _signed(key.k0), _signed(key.k1), key.first // BLOCK, key.row_stride // BLOCK
 
 
 def _rounding_numbers(rounding: RoundingKey | None) -> tuple[int | None, ...]:
-    """Return the numbers of the key, and the mask of the sender's dither, None if there is none."""
+    """Return the numbers of the key, and the mask of the sender's dither or None."""
     if rounding is None:
         return 0, 0, 0, 0, None
     return *_key_numbers(rounding), rounding.mask if rounding.dither else None
 
 
 def _dither_numbers(dither: RoundingKey | None) -> tuple[int | None, ...]:
-    """Return the numbers of the key by which dither is taken off; without a first block nothing is."""
+    """Return the numbers of the key of received dither; without dither the first block is None."""
     return (0, 0, None, 0) if dither is None else _key_numbers(dither)
 
 
@@ -153,7 +151,7 @@ def _mode(rounding: RoundingKey | None) -> int:
 
 
 def _message_stride(messages: Tensor) -> int:
-    """Return how far apart messages begin, in units of 16 bytes; a single message may report anything."""
+    """Return the stride of messages in units of 16 bytes; that of a single message is meaningless."""
     return messages.stride(0) // MESSAGE_ALIGNMENT if messages.shape[0] > 1 else 0
 
 
@@ -176,10 +174,10 @@ def _quantize(
     is_paired: bool,
     clip: float = 1.0,
 ) -> None:
-    """Launch the kernel that quantizes rows; strides of values: between destinations, between parts."""
+    """Launch the kernel that quantizes rows; strides are between destinations and between parts."""
     groups, slots, tiles = _tile(layout, _warp_size(out.device) * (1 + is_paired))
-    # Lengths and strides are passed in the largest unit they share: in units of 16 values the compiler knows
-    # them to be multiples of 16, and moves whole vectors.
+    # Lengths and strides are passed in their largest common unit. In units of 16 values the compiler can use
+    # full vectors.
     unit = math.gcd(_VALUE_UNIT, layout.numel, *strides)
     _launch(
         quantize_kernel,
@@ -210,8 +208,8 @@ def subtract_quantize(
     Bytes per value: 4 (fp32 main) + 2 (bf16 replica) read, bits / 8 + 2 / group_size written; 6.5 with 4 bits
     and groups of 2048.
     """
-    # No transform has to find a chunk in one thread: more threads keep more loads in flight. Codes below
-    # 4 bits are words of whole chunks.
+    # Without a transform a chunk may span threads, and more threads keep more loads in flight. Codes below
+    # 4 bits are words of a full chunk.
     per_thread = 16 if layout.bits < 4 else 8
     place = {"destinations": 1, "strides": (0, 0), "out_stride": 0, "values_per_thread": per_thread}
     _quantize(main, replica, out, layout, False, None, **place, is_paired=False, clip=clip)
@@ -239,7 +237,7 @@ def dequantize_add(
         (messages, replica),
         (layout.numel // unit, blocks, _message_stride(messages), row_stride // unit),
         (unit, layout.bits, _group_blocks(layout), slots, accumulate),
-        # 16 bytes of the replica per thread, the widest store: more would be exchanged before it.
+        # 16 bytes of the replica per thread, the widest store.
         _warps(slots, 16 // replica.element_size(), replica.device),
     )
 
@@ -255,10 +253,10 @@ def hadamard_quantize(
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`.
 
     Bytes per value: 4 (fp32) or 2 (bf16) read, bits / 8 + 2 / group_size written; 5.02 from fp32 with 8 bits
-    and groups of 128. Rows are read where they lie, whatever the strides of `values`.
+    and groups of 128. Rows are read in place with any strides of `values`.
     """
     destinations, parts, _ = values.shape
-    # The stride of a dimension of size 1 means nothing.
+    # The stride of a dimension of size 1 is meaningless.
     strides = values.stride(0) if destinations > 1 else 0, values.stride(1) if parts > 1 else 0
     place = {"destinations": destinations, "strides": strides, "out_stride": _message_stride(out)}
     is_paired = hadamard and _in_pairs(layout)
@@ -314,8 +312,8 @@ def dequantize_reduce_hadamard(
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`.
 
-    Bytes per value: k * (bits / 8 + 2 / group_size) read, 4 (fp32) written and, to accumulate, 4 read; 6.06
-    for four messages of 4 bits with groups of 128 that replace the output.
+    Bytes per value: k * (bits / 8 + 2 / group_size) read, 4 (fp32) written and, to accumulate, 4 read. Four
+    messages of 4 bits with groups of 128 that replace the output take 6.06.
     """
     unit, blocks = math.gcd(_VALUE_UNIT, layout.numel), layout.padded_numel // BLOCK
     slots = _warp_size(out.device)

@@ -1,23 +1,23 @@
-"""Device functions of the Triton kernels: how a tile of values is read, transformed and written.
+"""Device functions of the Triton kernels that read, transform and write tiles of values.
 
-Everything in a message is a multiple of 16 values: a half of an int4 group, the lanes that share one half
-of a random word, a 16-byte vector of codes, a word of 2-bit codes. So a row is cut into chunks of 16, two to
-a Hadamard block, and every tile has the shape [..., 16] with a whole chunk, or half of one, in a thread.
-Codes then move as vectors or words at any group size, the strides 1 to 8 of the transform stay inside a
-thread, and stride 16 adds two tiles.
+Everything in a message is a multiple of 16 values. Examples are half an int4 group, the lanes that share one
+half of a random word, a 16-byte vector of codes, and a word of 2-bit codes. So a row is cut into chunks of
+16, two per Hadamard block, and every tile has the shape [..., 16] with a full chunk, or half of one, in a
+thread. Codes then move as vectors or words at any group size, the strides 1 to 8 of the transform stay inside
+a thread, and stride 16 adds two tiles.
 
-A tile comes as two halves, `low` and `high`, computed side by side. Each slot of it holds one chunk in each:
+A tile has two halves, `low` and `high`, computed side by side. Each slot has one chunk in each:
 
 * int4: the same place in the low and in the high half of a group, two chunks that share their bytes;
 * the others: the first and the second chunk of a block, which share their random words.
 
-int4 groups of an even number of blocks can be worked on in pairs of slots (PAIRED): a tile then comes as four
-parts, `low` and `high` of an even slot and of the next one, so that a thread has both chunks of each block,
-which are transformed together and share their random words. Only where a row ends with a group of an odd
-number of blocks do its high chunks lie otherwise; that tile takes a longer way.
+int4 groups with an even number of blocks can be processed in pairs of slots (PAIRED). A tile then has four
+parts, `low` and `high` of an even slot and of the next one. So a thread has both chunks of each block, which
+are transformed together and share their random words. If a row ends with a group of an odd number of blocks,
+its high chunks are in other places, and that tile takes a slower path.
 
-Names: `chunk`, `group`, `slot`, `blocks` count in a row; GROUP is the size of a group in blocks of 32. What
-belongs to a chunk, such as its mask, has one dimension less than its values.
+Names: `chunk`, `group`, `slot`, `blocks` count in a row; GROUP is the size of a group in blocks of 32.
+Tensors per chunk, such as masks, have one dimension less than values.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ def offsets(chunk):
 def _inside(
     chunk, mask, numel, UNIT: tl.constexpr, FIRST: tl.constexpr = 0, SIZE: tl.constexpr = CHUNK
 ):  # fmt: skip
-    """Return which of values FIRST to FIRST + SIZE of chunks lie before the row's end, at `numel` units."""
+    """Return whether values FIRST to FIRST + SIZE of chunks are before the row's end, at `numel` units."""
     if UNIT == CHUNK:
         return tl.expand_dims(mask & (chunk < numel), -1)
     else:
-        # Compared chunk by chunk: where a part of a chunk is known to be whole, its accesses stay vectors.
+        # Compared per chunk, so that accesses to complete parts of a chunk stay vectors.
         left = tl.expand_dims(numel.to(tl.int64) * UNIT - chunk.to(tl.int64) * CHUNK, -1)
         return tl.expand_dims(mask, -1) & ((FIRST + tl.arange(0, SIZE)) < left)
 
 
 @triton.jit
 def _load_piece(row, chunk, mask, numel, UNIT: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constexpr):
-    """Return values FIRST to FIRST + SIZE of chunks, [..., SIZE], as load_values.
+    """Return values FIRST to FIRST + SIZE of chunks, [..., SIZE]; see load_values.
 
-    The interpreter has no arithmetic for bf16, and gets its bits as integers.
+    The interpreter does not support bf16 and gets its bits as integers.
     """
     inside = _inside(chunk, mask, numel, UNIT, FIRST, SIZE)
     place = tl.expand_dims(chunk.to(tl.int64) * CHUNK, -1) + (FIRST + tl.arange(0, SIZE))
@@ -82,7 +82,7 @@ def load_values(row, chunk, mask, numel, UNIT: tl.constexpr):
 
 @triton.jit
 def _load_four(row, chunk, mask, numel, UNIT: tl.constexpr, LANE: tl.constexpr):
-    """Return values LANE, LANE + 4, LANE + 8, LANE + 12 of chunks, [..., 2, 2], each read by itself."""
+    """Return values LANE, LANE + 4, LANE + 8, LANE + 12 of chunks, [..., 2, 2], read individually."""
     first = _load_piece(row, chunk, mask, numel, UNIT, LANE, 1)
     second = _load_piece(row, chunk, mask, numel, UNIT, LANE + 4, 1)
     third = _load_piece(row, chunk, mask, numel, UNIT, LANE + 8, 1)
@@ -92,12 +92,12 @@ def _load_four(row, chunk, mask, numel, UNIT: tl.constexpr, LANE: tl.constexpr):
 
 @triton.jit
 def _load_whole(row, chunk, mask, numel, UNIT: tl.constexpr):
-    """Load as load_values, each chunk in one thread whatever else is done with it.
+    """Load like load_values, with each chunk in one thread.
 
-    Triton lays a tile out after its accesses to memory. 16 codes of 4 or 8 bits are a vector, which keeps a
-    chunk in a thread; smaller codes are words of a whole chunk, and 16 bytes of values are a part of one: the
-    transform would exchange values between threads, at three times the instructions. So values are read
-    as tiles of 16 bytes a row, of which a thread takes a whole one, or one by one where rows are not aligned.
+    Triton chooses layouts by memory accesses. 16 codes of 4 or 8 bits are a vector, which keeps a chunk in a
+    thread. Smaller codes are words of a full chunk, while 16 bytes of values are only a part of one. The
+    transform would then exchange values between threads, with three times the instructions. So values are
+    read as rows of 16 bytes, one row per thread, or individually if rows are not aligned.
     """
     if UNIT % 4 != 0:
         even = tl.join(
@@ -114,7 +114,7 @@ def _load_whole(row, chunk, mask, numel, UNIT: tl.constexpr):
         third = _load_piece(row, chunk, mask, numel, UNIT, 8, 4)
         fourth = _load_piece(row, chunk, mask, numel, UNIT, 12, 4)
         pieces = tl.join(tl.join(first, second), tl.join(third, fourth))
-        # [..., value of a piece, piece % 2, piece / 2], where slots have one dimension or two.
+        # [..., value of a piece, piece % 2, piece / 2]; slots have one or two dimensions.
         in_order = tl.permute(pieces, (0, 3, 2, 1) if len(chunk.shape) == 1 else (0, 1, 4, 3, 2))
     else:
         first = _load_piece(row, chunk, mask, numel, UNIT, 0, 8)
@@ -125,7 +125,7 @@ def _load_whole(row, chunk, mask, numel, UNIT: tl.constexpr):
 
 @triton.jit
 def load_for(row, chunk, mask, numel, UNIT: tl.constexpr, BITS: tl.constexpr):
-    """Load as load_values, laid out for codes of so many bits."""
+    """Load like load_values, with a layout for codes of BITS."""
     if BITS < 4:
         return _load_whole(row, chunk, mask, numel, UNIT)
     else:
@@ -137,8 +137,8 @@ def store_values(row, chunk, value, mask, numel, UNIT: tl.constexpr):
     """Write fp32 values to chunks of a row of fp32, bf16 or fp16, rounded to nearest even."""
     inside = _inside(chunk, mask, numel, UNIT)
     if row.dtype.element_ty == tl.bfloat16:
-        # 0x7FFF, and one more if the upper half is odd, carries into it for more than a half, or for a half
-        # whose even neighbour is above. NaN could carry into infinity, or out of the word, and is set apart.
+        # Adding 0x7FFF, and 1 if the upper half is odd, carries for more than a half and for a half that
+        # rounds to even. NaN might carry into infinity or out of the word, so it is handled separately.
         bits = value.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where((bits & ABS_MASK) > INFINITY_BITS, NAN_SCALE, rounded)
@@ -149,9 +149,9 @@ def store_values(row, chunk, value, mask, numel, UNIT: tl.constexpr):
 
 @triton.jit
 def _butterfly(x, STRIDE: tl.constexpr):
-    """Return sums and differences of the values that lie STRIDE apart, each in its place."""
-    # Triton has no slices: the two of a pair become the last dimension, which can be split and joined again.
-    # All of it happens inside a thread, where it renames registers.
+    """Replace pairs of values at distance STRIDE by their sums and differences."""
+    # Triton has no slices, so pairs become the last dimension, which can be split and joined again. Inside a
+    # thread this only renames registers.
     pairs = tl.reshape(x, (x.numel // (2 * STRIDE), 2, STRIDE))
     low, high = tl.split(tl.permute(pairs, (0, 2, 1)))
     mixed = tl.permute(tl.join(low + high, low - high), (0, 2, 1))
@@ -160,10 +160,9 @@ def _butterfly(x, STRIDE: tl.constexpr):
 
 @triton.jit
 def mix16(x):
-    """Apply strides 1, 2, 4, 8 of the Hadamard transform to each chunk; stride 16 is left to the caller.
+    """Apply strides 1, 2, 4, 8 of the Hadamard transform to each chunk; the caller applies stride 16.
 
-    Written neither as a product with a matrix nor as a broadcast and a sum: compilers put both on TF32
-    tensor cores, which round.
+    Not a matrix product or a broadcast and a sum, because compilers would use TF32 tensor cores, which round.
     """
     return _butterfly(_butterfly(_butterfly(_butterfly(x, 1), 2), 4), 8)
 
@@ -179,7 +178,7 @@ def chunks_of(group, slot, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
     """Return the low and the high chunk of slots of groups in a row of `blocks`, and which slots exist."""
     size = tl.minimum(blocks - group * GROUP, GROUP)  # the last group of a row may be shorter
     if BITS == 4:
-        # A group of `size` blocks has 2 * size chunks: the first half in low nibbles, the rest in high ones.
+        # Of the 2 * size chunks of a group the first half is in low nibbles, the rest in high ones.
         low = group * (2 * GROUP) + slot
         return low, low + size, slot < size
     else:
@@ -189,14 +188,14 @@ def chunks_of(group, slot, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def ends_odd(tile, blocks, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Return whether a tile has the end of a row that ends with an odd number of blocks; GROUP is even."""
+    """Return whether a tile ends a row whose last group has an odd number of blocks; GROUP is even."""
     rest = blocks - tile * (GROUP * GROUPS)
     return (rest < GROUP * GROUPS) & ((rest & 1) == 1)
 
 
 @triton.jit
 def codes_and_scales(message, part, parts, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return where the codes (uint8) and the scales (int16) of one part of a message begin."""
+    """Return pointers to the codes (uint8) and the scales (int16) of one part of a message."""
     row_bytes = blocks.to(tl.int64) * int(4 * BITS)  # 32 values of BITS / 8 bytes
     groups = tl.cdiv(blocks, GROUP).to(tl.int64)
     scales = (message + parts * row_bytes).to(tl.pointer_type(tl.int16))
@@ -205,14 +204,12 @@ def codes_and_scales(message, part, parts, blocks, BITS: tl.constexpr, GROUP: tl
 
 @triton.jit
 def scale_slots(part, parts, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return how many places for scales a part fills: one per group and, in the last part, the zeros with
-    which the message ends on 16 bytes.
-    """
+    """Return the number of scales that a part writes, including the final zero padding in the last part."""
     groups = tl.cdiv(blocks, GROUP)
     if BITS == FULL_PRECISION:
         return groups
     total = parts * groups.to(tl.int64)
-    if BITS < 4:  # whose codes do not fill whole 16 bytes, as others do
+    if BITS < 4:  # codes of other widths fill multiples of 16 bytes
         total += parts * blocks.to(tl.int64) * int(2 * BITS)
     padding = ((total + 7) // 8 * 8 - total).to(tl.int32)
     return groups + tl.where(part == parts - 1, padding, 0)

@@ -1,4 +1,4 @@
-"""Codes and scales of the Triton kernels: how chunks of messages are read, summed and made."""
+"""Device functions of the Triton kernels that read, sum and write codes and scales."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LOW_BIAS = tl.constexpr(2.0**23 + 8)
 HIGH_NIBBLE = tl.constexpr(0xF0)
 HIGH_EXPONENT = tl.constexpr(0x49000000)  # 2**19
 HIGH_BIAS = tl.constexpr(2.0**19 + 8)
-# How values are rounded.
+# Rounding modes.
 NEAREST = tl.constexpr(0)
 STOCHASTIC = tl.constexpr(1)
 DITHER = tl.constexpr(2)
@@ -54,8 +54,8 @@ _SMALLEST = tl.constexpr(-(2**31))
 def decode_int4(byte, nibble, exponent, bias):
     """Return fp32 of one nibble of bytes, put into the mantissa of 2**23 (low) or 2**19 (high, unshifted).
 
-    To subtract that number and the code's offset of 8 is exact, and one addition does the work of a shift,
-    a subtraction and a conversion, which runs at a fraction of an addition's rate.
+    Subtracting that number and the code's offset of 8 is exact. One addition replaces a shift, a subtraction
+    and a conversion, which is much slower than an addition.
     """
     bits = (byte.to(tl.int32) & nibble) | exponent
     return bits.to(tl.float32, bitcast=True) - bias
@@ -71,18 +71,18 @@ def decode_int8(byte):
 def take_off(byte, is_high, dither, BITS: tl.constexpr):
     """Decode dithered codes, in units of their scale.
 
-    A code c, by t of 8 bits, stands for c + 1/2 - (t + 1/2) / 256, which is (512 * c + 2 * ~t - 255) / 512:
-    the unsigned code from bit 9 on and ~t in bits 1 to 8 make one number, which lies in the mantissa of a
-    float from 2**14 on, where the lowest bit counts 1/512. The lowest code means zero.
+    A code c with 8 bits of dither t represents c + 1/2 - (t + 1/2) / 256 = (512 * c + 2 * ~t - 255) / 512.
+    The unsigned code from bit 9 on and ~t in bits 1 to 8 are one number, which is put into the mantissa of a
+    float from 2**14 on, whose lowest bit is worth 1/512. The lowest code represents zero.
 
     Args:
         is_high: for int4, whether the code is the high nibble of its byte.
-        dither: int32, changed by the mask of the sender.
+        dither: int32, XORed with the mask of the sender.
     """
     if BITS == 8:
         code = byte.to(tl.int32) << _CODE_SHIFT
         lowest = _SIGN_8
-        # int8 codes become unsigned by their sign bit.
+        # Flipping the sign bit makes int8 codes unsigned.
         bits = code ^ (dither ^ _SIGN_8)
         bias = _DITHER_BIAS + 128.0
     else:
@@ -95,7 +95,7 @@ def take_off(byte, is_high, dither, BITS: tl.constexpr):
 
 @triton.jit
 def _dither_units(dither):
-    """Return what is added to the codes of less than 4 bits; see take_off."""
+    """Return the number that take_off adds to codes of less than 4 bits."""
     return dither.to(tl.float32, bitcast=True) - _DITHER_BIAS
 
 
@@ -154,7 +154,7 @@ def _store_paired(
 
 @triton.jit
 def _small_words(codes, chunk, BITS: tl.constexpr):
-    """Return where the lower two bits of chunks lie, one word each, and their third bits, half a word."""
+    """Return pointers to the lower two bits of chunks, a word each, and to their third bits, half a word."""
     half = chunk & 1
     block = codes + (chunk >> 1).to(tl.int64) * (4 * BITS)
     return block + half * 4, (block + (8 + half * 2)).to(tl.pointer_type(tl.int16))
@@ -162,8 +162,8 @@ def _small_words(codes, chunk, BITS: tl.constexpr):
 
 @triton.jit
 def _decode_small(byte, third, LANE: tl.constexpr, BITS: tl.constexpr):
-    """Return fp32 of the codes that are value LANE of a byte each, in the mantissa as in decode_int4."""
-    # Bit 2 * LANE counts ones in a number from 2**(23 - 2 * LANE) on.
+    """Return fp32 of the codes at position LANE of each byte; see decode_int4."""
+    # In a number from 2**(23 - 2 * LANE) on, bit 2 * LANE is worth 1.
     EXPONENT: tl.constexpr = (127 + 23 - 2 * LANE) << 23
     bits = (byte & (3 << (2 * LANE))) | EXPONENT
     if BITS == 3:
@@ -188,7 +188,7 @@ def load_small(codes, chunk, mask, dither, BITS: tl.constexpr):
 def _load_in_order(codes, chunk, mask, BITS: tl.constexpr):
     """Return fp32 of chunks of 2-bit or 3-bit codes, [..., 16]."""
     words, thirds = _small_words(codes, chunk, BITS)
-    # Read as four bytes, so that a chunk is in one thread, see _load_whole.
+    # Read as four bytes, so that a chunk is in one thread; see _load_whole.
     lane = tl.arange(0, 4)
     byte = tl.load(tl.expand_dims(words, -1) + lane, mask=tl.expand_dims(mask, -1), other=0).to(tl.int32)
     third = byte
@@ -202,10 +202,10 @@ def _load_in_order(codes, chunk, mask, BITS: tl.constexpr):
 
 @triton.jit
 def _store_small(codes, chunk, number, mask, BITS: tl.constexpr):
-    """Write chunks of codes, int32 [..., 16], offset so that none is negative."""
+    """Write chunks of unsigned codes, int32 [..., 16]."""
     lane = tl.arange(0, CHUNK)
     words, thirds = _small_words(codes, chunk, BITS)
-    # No two terms share a bit: the sum joins them.
+    # No two terms share a bit, so the sum is an OR.
     number = number.to(tl.uint32)
     word = tl.sum((number & 3) << (lane * 2), -1).to(tl.int32, bitcast=True)
     tl.store(words.to(tl.pointer_type(tl.int32)), word, mask=mask)
@@ -216,7 +216,7 @@ def _store_small(codes, chunk, number, mask, BITS: tl.constexpr):
 
 @triton.jit
 def _load_codes(codes, scales, chunk, place, group, is_high, mask, dither, BITS: tl.constexpr):
-    """Return fp32 of chunks of a message; `is_high` says which nibble of the bytes at `place` is theirs."""
+    """Return fp32 of chunks of a message; `is_high` selects the nibble of the bytes at `place`."""
     each = tl.expand_dims(mask, -1)
     if BITS == FULL_PRECISION:
         return tl.load(codes.to(tl.pointer_type(tl.float32)) + place, mask=each, other=0.0)
@@ -245,11 +245,11 @@ def sum_messages(
 ):  # fmt: skip
     """Return the fp32 sum of chunks over messages, in order, from +0.0.
 
-    Without SIGNED_ZERO a zero may have either sign, and one addition per value is saved.
+    Without SIGNED_ZERO a zero may have either sign, which saves one addition per value.
 
-    Every chunk finds its own group, so it does not matter which groups the caller works in. `stride` is the
-    distance of messages in bytes, even. COUNT unrolls the loop; -1 takes the number of messages from count.
-    `dither` is that of the chunks if the codes are dithered, else None.
+    Every chunk computes its own group, independent of the caller's groups. `stride` is the even distance of
+    messages in bytes. COUNT unrolls the loop; -1 takes the number of messages from count. `dither` is that of
+    the chunks, or None.
     """
     group = chunk // (2 * GROUP)
     position = chunk  # of the chunk's codes, in units of 16 bytes
@@ -284,9 +284,9 @@ def sum_messages(
 
 @triton.jit
 def largest_bits(values):
-    """Return the largest magnitude of each group, int32 [groups, 1]: as bits, NaN > Inf > finite."""
-    # As signed numbers the bits of positive floats are the largest, as unsigned ones those of negative
-    # floats: two maxima per value, of which GPUs take two at a time, instead of a mask and a maximum.
+    """Return the bits of the largest magnitude of each group, int32 [groups, 1]; NaN > Inf > finite."""
+    # The signed maximum finds positive floats, the unsigned one negative floats. GPUs take two maxima at a
+    # time, which is faster than a mask and a maximum.
     signed = values[0].to(tl.int32, bitcast=True)
     unsigned = values[0].to(tl.uint32, bitcast=True)
     for i in tl.static_range(1, len(values)):
@@ -298,18 +298,18 @@ def largest_bits(values):
 
 @triton.jit
 def compute_scale(largest, BITS: tl.constexpr, CLIP: tl.constexpr = 1.0):
-    """Return the scale as bf16 bits in int32, and 65536 / scale, or 0 where all codes are zero."""
+    """Return the scale as bf16 bits in int32, and 65536 / scale, or 0 if all codes are zero."""
     not_finite = largest >= INFINITY_BITS
     LARGEST: tl.constexpr = 5 if BITS == 3.5 else 2 ** (BITS - 1) - 1
     step = largest.to(tl.float32, bitcast=True) * (CLIP / LARGEST)
     bits = (step.to(tl.int32, bitcast=True) + _SCALE_ROUND_UP) & _HIGH_HALF
-    if BITS == 2:  # of others no scale is rounded up to infinity
+    if BITS == 2:  # with more bits no scale is rounded up to infinity
         not_finite = not_finite | (bits >= INFINITY_BITS)
     unused = not_finite | (largest < _TINY_BITS)
-    # 65536 / scale, rounded to nearest. NVIDIA's division of floats calls a function for subnormals, and
-    # registers are spilled around the call. A scale is M * 2**(e - 134), with M from 128 to 255 and e its
-    # exponent field, and 65536 / scale is 2**31 / M * 2**(119 - e). Rounded to an integer (there are no
-    # ties), 2**31 / M has the quotient's 24 bits, which fp32 holds; then their exponent is put right.
+    # 65536 / scale, rounded to nearest. NVIDIA's float division calls a function for subnormals, which spills
+    # registers. A scale is M * 2**(e - 134), with M from 128 to 255 and e its exponent field, so 65536 /
+    # scale is 2**31 / M * 2**(119 - e). 2**31 / M, rounded to an integer without ties, has the quotient's 24
+    # bits, which fit fp32. Then the exponent is corrected.
     mantissa = ((bits >> 16) & 0x7F | 0x80).to(tl.uint32)
     digits = ((mantissa >> 1) + 0x80000000) // mantissa
     exponent = (119 << 23) - (bits & _EXPONENT_MASK)
@@ -320,13 +320,13 @@ def compute_scale(largest, BITS: tl.constexpr, CLIP: tl.constexpr = 1.0):
 
 @triton.jit
 def _fixed(value, reciprocal, BITS: tl.constexpr = 0, CLIP: tl.constexpr = 1.0):
-    """Return value * reciprocal in units of 2**-16, int32, cut to an integer and, if CLIP, to the codes."""
-    # In a group without a reciprocal a product is zero or, if the value is NaN or infinite, NaN. GPUs of both
-    # makers convert that to 0.
+    """Return value * reciprocal in units of 2**-16, int32, truncated and, with CLIP, clamped."""
+    # If the reciprocal is 0, the product is zero, or NaN for NaN and infinity. GPUs of both vendors convert
+    # NaN to 0.
     each = tl.expand_dims(reciprocal, -1)
     fixed = (value * each).to(tl.int32)
     if IS_INTERPRETED:
-        fixed = tl.where(fixed == _SMALLEST, 0, fixed)  # what a CPU makes of NaN, and GPUs make 0
+        fixed = tl.where(fixed == _SMALLEST, 0, fixed)  # NaN, which GPUs convert to 0
     if CLIP < 1:
         LIMIT: tl.constexpr = (5 if BITS == 3.5 else 2 ** (BITS - 1) - 1) * 65536
         fixed = tl.where(each == 0, 0, tl.minimum(tl.maximum(fixed, -LIMIT), LIMIT))
@@ -337,7 +337,7 @@ def _fixed(value, reciprocal, BITS: tl.constexpr = 0, CLIP: tl.constexpr = 1.0):
 def _round(
     value, reciprocal, random, BITS: tl.constexpr, ROUNDING: tl.constexpr, CLIP: tl.constexpr = 1.0
 ):  # fmt: skip
-    """Return codes in units of 2**-16, rounded but for the cut."""
+    """Return codes in units of 2**-16, rounded except for the truncation."""
     fixed = _fixed(value, reciprocal, BITS, CLIP)
     if ROUNDING == DITHER:
         return tl.where(fixed == 0, -(1 << (BITS + 15)), fixed + random)
@@ -347,9 +347,8 @@ def _round(
 
 @triton.jit
 def _pack(low, high):
-    """Return the bytes of int4 codes of numbers in units of 2**-16, already rounded but for the cut."""
-    # A code is what lies above the fraction of 16 bits. Both, the high one times 16, are added before the
-    # fraction goes, and with them the offset of 8 that each has: a byte of two numbers from 0 to 15.
+    """Return the bytes of int4 codes in units of 2**-16, rounded except for the truncation."""
+    # Add the low code, 16 times the high code and both offsets of 8 before the 16-bit fraction is removed.
     return (((high & _HIGH_HALF) * 16 + low + _INT4_OFFSETS) >> 16).to(tl.uint8)
 
 
@@ -367,8 +366,7 @@ def _store_pairs(
         next_low = _round(values[2], reciprocal, _HALF, 4, ROUNDING)
         next_high = _round(values[3], reciprocal, _HALF, 4, ROUNDING)
     else:
-        # Rounded as soon as the bits are known, in either branch, so that only one of the two stays in
-        # registers.
+        # Round immediately in each branch, so that only one of bits and values stays in registers.
         if is_odd:
             random = random16(first_block, high_chunk, k0, k1, mask)
             next_random = random16(first_block, high_chunk + 1, k0, k1, mask)

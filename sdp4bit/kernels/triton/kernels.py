@@ -1,12 +1,12 @@
 """The Triton kernels behind the back end, one per kind of operator. Not run on a GPU.
 
-Programs are persistent: the grid is [programs, parts, destinations], as far as a kernel has them, and the
-programs of a row share out its tiles, each taking every n-th. What depends on the row only, most of the
-integer arithmetic, is done once per program. No program reads what another one writes: order means nothing.
+Programs are persistent. The grid is [programs, parts, destinations], and each of the n programs of a row
+processes every n-th tile. Arithmetic that depends only on the row runs once per program. No program reads
+another one's output, so their order does not matter.
 
-Group sizes are constants of a compiled kernel, so that its divisions are cheap. Row lengths and strides are
-arguments that are not specialized: one kernel serves all shapes. Strides that must be multiples of 16 are
-passed in units of 16, so that the compiler knows it. The shorter last group has fewer slots, nothing else.
+Group sizes are constants of a compiled kernel, so that divisions are cheap. Row lengths and strides are not
+specialized, so one kernel serves all shapes. Strides that are multiples of 16 are passed in units of 16, for
+the compiler to know. The shorter last group only has fewer slots.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from sdp4bit.kernels.triton.random_bits import (
     draw_dithers,
 )
 
-# Arguments that Triton must not make constants of, nor compile variants for: they differ from call to call.
+# Arguments that Triton must not specialize, because they vary between calls.
 _RUNTIME = [
     *("numel", "blocks", "count", "k0", "k1", "first_block", "row_blocks"),
     *("destination_stride", "part_stride", "row_stride", "stride", "out_stride", "multiplier"),
@@ -64,17 +64,17 @@ def _read_transformed(
 ):  # fmt: skip
     """Return a tile of a row, transformed. Stride 16 joins the two chunks of a block."""
     if BITS != 4:
-        # They are the low and the high one of a slot.
+        # The two chunks are the low and the high one of a slot.
         first = load_mixed(row, low_chunk, mask, numel, UNIT, BITS)
         second = load_mixed(row, high_chunk, mask, numel, UNIT, BITS)
         return first + second, first - second
     elif PAIRED:
-        # They are the low ones of a pair of slots, and the high ones. Of a last slot without another, the low
-        # chunk's block goes on in the group's high chunks, so that it counts here as well.
+        # The two chunks are the low ones of a pair of slots, or the high ones. If the last slot has no
+        # partner, the low chunk's block continues in the group's high chunks.
         first = load_mixed(row, low_chunk, mask, numel, UNIT, BITS)
         second = load_mixed(row, low_chunk + 1, mask, numel, UNIT, BITS)
         if is_odd:
-            # The high ones of a pair are of two blocks; the others of those are read, and transformed, too.
+            # The high chunks of a pair belong to two blocks, whose other chunks are read and transformed too.
             high = load_mixed(row, high_chunk, mask, numel, UNIT, BITS)
             twin = load_mixed(row, high_chunk ^ 1, mask, numel, UNIT, BITS)
             next_high = load_mixed(row, high_chunk + 1, mask, numel, UNIT, BITS)
@@ -89,8 +89,8 @@ def _read_transformed(
             next_high = even - odd
         return first + second, high, first - second, next_high
     else:
-        # They are in different threads. The other chunk of each block is read again, from the cache, and
-        # transformed again. The first chunk of a block becomes the sum, the second the difference.
+        # The two chunks are in different threads. The other chunk of each block is read again from the cache
+        # and transformed again. The first chunk of a block becomes the sum, the second the difference.
         low = load_mixed(row, low_chunk, mask, numel, UNIT, BITS)
         high = load_mixed(row, high_chunk, mask, numel, UNIT, BITS)
         low_twin = load_mixed(row, low_chunk ^ 1, mask, numel, UNIT, BITS)
@@ -106,7 +106,7 @@ def _read_values(
     UNIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     HAS_REPLICA: tl.constexpr, HADAMARD: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of a row, less the replica or transformed."""
+    """Return a tile of a row, minus the replica or transformed."""
     low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
     if HADAMARD:
         return _read_transformed(row, numel, low_chunk, high_chunk, mask, is_odd, UNIT, BITS, PAIRED)
@@ -124,7 +124,7 @@ def quantize_kernel(
     values,
     replica,
     out,
-    numel,  # of a row, and the strides of values: in units of UNIT values
+    numel,  # of a row; like the strides of values in units of UNIT values
     destination_stride: tl.int64,
     part_stride: tl.int64,
     blocks,  # of 32 values in a row, with padding
@@ -145,7 +145,7 @@ def quantize_kernel(
     ROUNDING: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
-    """Quantize rows of values, less the replica or transformed, into messages.
+    """Quantize rows of values, minus the replica or transformed, into messages.
 
     A tile is GROUPS groups of a row. A group of more than SLOTS blocks is read twice, for its scale and for
     its codes, except for the first SLOTS, which stay in registers.
@@ -200,16 +200,16 @@ def _read_sums(
     BITS_IN: tl.constexpr, GROUP_IN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     COUNT: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of the sum of a part over all messages, in the slots of the message that is sent.
+    """Return a tile of the sum of a part over all messages, in the slots of the sent message.
 
-    `random` numbers the row for its dither; None if codes are not dithered.
+    `random` is the row's first block for its dither; None without dither.
     """
     low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
     low_dither = None
     high_dither = None
     next_dither = None
     if random is not None:
-        # The low chunks of a pair of slots share their hashes, and the two chunks of a block.
+        # The low chunks of a pair of slots share their hashes, and so do the two chunks of a block.
         if PAIRED:
             low_dither, next_dither = draw_dithers(random + (low_chunk >> 1), k0, k1)
             high_dither = draw_dither(random, high_chunk, k0, k1)
@@ -255,9 +255,9 @@ def reduce_quantize_kernel(
     out,
     count,
     blocks,  # of 32 values in a row, with padding
-    stride: tl.int64,  # in units of 16 bytes, as is out_stride
+    stride: tl.int64,  # in units of 16 bytes, like out_stride
     out_stride: tl.int64,
-    first_part,  # of those in the messages, the first that is sent
+    first_part,  # the first received part that is sent
     parts_in,
     k0,
     k1,
@@ -266,7 +266,7 @@ def reduce_quantize_kernel(
     sender_mask,  # of dither, or None
     k0_in,
     k1_in,
-    first_block_in,  # of the dither of what is received, or None
+    first_block_in,  # of the dither of received messages, or None
     row_blocks_in,
     COUNT: tl.constexpr,
     BITS_IN: tl.constexpr,
@@ -280,8 +280,8 @@ def reduce_quantize_kernel(
 ):
     """Quantize the sum of each part over all messages into one message per part.
 
-    A tile is GROUPS groups that are sent, whatever the groups received: each chunk finds its own codes and
-    scale, so the two group sizes need not fit each other. Long groups are read twice, as above.
+    A tile is GROUPS sent groups. Each chunk finds its own received codes and scale, so the two group sizes
+    are independent. Long groups are read twice, as above.
     """
     part = tl.program_id(1)
     step = stride.to(tl.int64) * 16
@@ -333,7 +333,7 @@ def reduce_quantize_kernel(
 def dequantize_kernel(
     messages,
     replica,
-    numel,  # of a row, and row_stride: in units of UNIT values
+    numel,  # of a row; like row_stride in units of UNIT values
     blocks,  # of 32 values in a row, with padding
     stride: tl.int64,  # in units of 16 bytes
     row_stride: tl.int64,
@@ -345,7 +345,7 @@ def dequantize_kernel(
 ):
     """Add its message to each row of the replica, or replace the row by it.
 
-    A tile is ROWS consecutive slots, whatever the groups: nothing here is summed over a group.
+    A tile is ROWS consecutive slots, independent of groups.
     """
     row = tl.program_id(1)
     message = messages + row * (stride.to(tl.int64) * 16)
@@ -405,9 +405,9 @@ def reduce_hadamard_kernel(
 ):
     """Write a part's sum over all messages, transformed, times the multiplier, or add it to the output.
 
-    A tile is ROWS blocks, whatever the groups. Both chunks of a block are in one thread, so that the
-    transform needs no exchange; the bytes of an int4 group are read twice, once for each nibble, the second
-    time from the cache.
+    A tile is ROWS blocks, independent of groups. Both chunks of a block are in one thread, so that the
+    transform needs no exchange. The bytes of an int4 group are read once for each nibble, the second time
+    from the cache.
     """
     step = stride.to(tl.int64) * 16
     codes, scales = codes_and_scales(messages, part, parts_in, blocks, BITS, GROUP)

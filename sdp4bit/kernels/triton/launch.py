@@ -1,9 +1,8 @@
-"""Launch a kernel that was launched before without asking Triton again which one it is.
+"""Fast launches of Triton kernels that were launched before.
 
-Before every launch Triton works out, as text, the variant of a kernel that the arguments call for, and
-compares the constants that its source refers to with those that it was compiled with: most of what a launch
-costs the host. Here the variant is looked up by the few facts that it depends on; arguments with new ones
-take Triton's own way, which compiles.
+Before every launch Triton formats the specialization of the arguments as text and compares the global
+constants of the kernel, which is most of the host's cost. Here a dictionary maps the few relevant properties
+to the compiled kernel. New combinations use Triton's own launch, which compiles.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import triton
 from torch import Tensor
 
 _ALIGNMENT = 16
-"""Bytes. Triton compiles one variant for pointers that are multiples of this, one for others."""
+"""Bytes of pointer alignment for which Triton compiles a variant."""
 _NEAR_BYTES = 2**31 - 1
-"""For AMD Triton compiles one variant for storages of up to this size, with offsets of 32 bits."""
+"""Storage size up to which Triton compiles a variant with 32-bit offsets for AMD."""
 _INT32 = 2**31
 _IS_HIP = torch.version.hip is not None
 
@@ -44,16 +43,16 @@ def launch(
     """Launch a kernel on the current device and stream.
 
     Args:
-        kernel: of :mod:`sdp4bit.kernels.triton.kernels`. Its parameters are the tensors, the numbers, none of
-            which it may be specialized for (`do_not_specialize`), and the constants, in this order.
+        kernel: of :mod:`sdp4bit.kernels.triton.kernels`. Its parameters are the tensors, the numbers (all
+            listed in `do_not_specialize`) and the constants, in this order.
     """
-    # Fusion would change a sum whose product overflows: infinite when rounded, finite when not.
+    # Fusion would change a sum whose product overflows.
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     if not isinstance(kernel, triton.JITFunction):
         kernel[grid](*tensors, *numbers, *constants, **options)  # interpreted
         return
     device = tensors[0].get_device()
-    # Of a number Triton compiles for its type only: None, float, or an int of 32 or 64 bits.
+    # For numbers Triton specializes only on the type: None, float, or an int of 32 or 64 bits.
     kinds = [-_INT32 <= x < _INT32 if x.__class__ is int else x.__class__ for x in numbers]
     key = (kernel.__name__, device, num_warps, constants, *map(_variant, tensors), *kinds)
     compiled = _known.get(key)

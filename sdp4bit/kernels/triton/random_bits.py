@@ -1,4 +1,4 @@
-"""Random bits of the Triton kernels, and dither, which a receiver draws again to take it off."""
+"""Random bits of the Triton kernels, and dither, which a receiver draws again to subtract it."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ _DITHER_EXPONENT = tl.constexpr(0x46800000)  # 2**14
 def hash32(block, k0, k1, mask):
     """Return 32 mixed bits, uint32 [..., 16], for the lanes of blocks; see low16 and high16.
 
-    A sender's mask, unless it is None, changes the upper 8 bits of both halves.
+    A sender's mask, if any, is XORed with the upper 8 bits of both halves.
     """
-    # A counter is 16 * block + lane. A lane has four bits, which neither a shift by 16 nor an addition to a
-    # multiple of 16 carries anywhere, so all of the first round but the lane is done once per block.
+    # A counter is 16 * block + lane. The lane's four bits do not mix in the first round, so the rest of that
+    # round is computed once per block.
     block = block.to(tl.uint32)
     x = (block * 16) ^ k0.to(tl.uint32, bitcast=True)
     x = tl.expand_dims(x ^ (x >> 16), -1) ^ tl.arange(0, CHUNK).to(tl.uint32)
     x = x * _LOWBIAS_1
-    # x ^= k1 and x ^= x >> 15, with what the key contributes to both in one number. A key can number 2**28
-    # blocks, so the shift gives 0: zero in a register of the thread, which makes one instruction of
-    # the two xor, where a number that all threads share would make two.
+    # x ^= k1 and x ^= x >> 15, with both contributions of the key combined. A key numbers at most 2**28
+    # blocks, so block >> 28 is a zero in a register of the thread. With it both XORs are one instruction; a
+    # number that all threads share would need two.
     key = k1.to(tl.uint32, bitcast=True)
     key = (key ^ (key >> 15)) ^ tl.expand_dims(block >> 28, -1)
     x = (x ^ (x >> 15) ^ key) * _LOWBIAS_2
     if mask is not None:
-        # The last step, in low16, carries what this changes in the high half over to the low one.
+        # The last step, in low16, also applies this to the low half.
         x = x ^ (mask.to(tl.uint32, bitcast=True) << 24)
     return x
 
 
 @triton.jit
 def low16(mixed):
-    """Return the random bits of lanes 0 to 15, int32: the low half of the hash, whose last step is here."""
+    """Return the random bits of lanes 0 to 15, int32, after the last step of the hash."""
     return ((mixed ^ (mixed >> 16)) & 0xFFFF).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def high16(mixed):
-    """Return the random bits of lanes 16 to 31, int32: the high half, which the last step leaves alone."""
+    """Return the random bits of lanes 16 to 31, int32; the last step of the hash does not change them."""
     return (mixed >> 16).to(tl.int32, bitcast=True)
 
 
@@ -55,17 +55,17 @@ def high16(mixed):
 def random16(first_block, chunk, k0, k1, mask):
     """Return 16 random bits, int32 [..., 16], for chunks of a row that begins at block `first_block`.
 
-    One hash per value: the other chunk that the hash would serve is in another thread.
+    This takes one hash per value, because the other chunk of the hash is in another thread.
     """
     mixed = hash32(first_block + (chunk >> 1), k0, k1, mask)
-    # The low half is moved up and gets its last step there; the high half has had it.
+    # The low half is shifted up, which includes its last step.
     moved = tl.expand_dims(((chunk & 1) - 1).to(tl.uint32, bitcast=True) << 16, -1)
     return high16(mixed ^ ((mixed << 16) & moved))
 
 
 @triton.jit
 def as_dither(random):
-    """Return random bits as take_off expects them: the upper 8, inverted, as bits 1 to 8 of a float."""
+    """Return random bits for take_off: the upper 8, inverted, as bits 1 to 8 of a float."""
     return ((random >> 7) & _DITHER_BITS) ^ (_DITHER_EXPONENT | _DITHER_BITS)
 
 
@@ -77,14 +77,14 @@ def draw_dither(first_block, chunk, k0, k1):
 
 @triton.jit
 def draw_dithers(block, k0, k1):
-    """Return the dither of the first and of the second chunk of blocks: they share their hashes."""
+    """Return the dither of the first and the second chunk of blocks, which share their hashes."""
     mixed = hash32(block, k0, k1, None)
     return as_dither(low16(mixed)), as_dither(high16(mixed))
 
 
 @triton.jit
 def reverse8(number):
-    """Return the low 8 bits of a sender's number in reverse order, its mask, times 2."""
+    """Return a sender's mask, the low 8 bits of its number in reverse order, times 2."""
     pairs = ((number & 0x55) << 1) | ((number >> 1) & 0x55)
     fours = ((pairs & 0x33) << 2) | ((pairs >> 2) & 0x33)
     return ((fours & 0x0F) << 5) | ((fours >> 3) & 0x1E)

@@ -116,7 +116,7 @@ def assert_frozen_weights_travel_once(comm: Any, config: SDP4BitConfig, *, nodes
         refresh = trained * group.row_dtype.itemsize * (nodes - 1)
     sent, total = comm.weight_traffic.last_step.inter_bytes, comm.weight_traffic.total.inter_bytes
     assert sent == refresh
-    assert total == group.shard_nbytes * (nodes - 1) + 3 * refresh
+    assert total == group.shard_numel * group.row_dtype.itemsize * (nodes - 1) + 3 * refresh
     reduction = gradient_exchange(trained, grid=grid, config=config.gradients)
     assert comm.gradient_traffic.last_step.inter_bytes == reduction.inter_bytes
     assert comm.full_refreshes == 0

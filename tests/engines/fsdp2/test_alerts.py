@@ -85,6 +85,6 @@ def test_a_measure_above_its_threshold_alerts_all_ranks_once_and_changes_nothing
 @on_ranks(2)
 def test_a_callback_without_alerts_is_refused() -> None:
     run = Run(build(), QUANTIZED, topology=1)
-    with pytest.raises(ValueError, match="there will be no alerts"):
+    with pytest.raises(ValueError, match="alerts are off: attach with"):
         run.comm.on_alert(print)
     assert run.comm.alerts() == []

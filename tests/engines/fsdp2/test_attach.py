@@ -70,7 +70,7 @@ def attach_with_empty_ranks() -> list[float]:
     comm = quantize_communication(model or [], topology=mesh)
     assert ("2 x 1" in comm.explain()) == (rank < 2)
     comm.remove()
-    outside = r"this rank is not in the \(inter, intra\) mesh it passes.* \[rank 1\]"
+    outside = r"this rank is not in its \(inter, intra\) mesh .* \[rank 1\]"
     wrong = DeviceMesh("cpu", [[0], [2]], mesh_dim_names=("inter", "intra"))
     with pytest.raises(ValueError, match=outside):
         quantize_communication(model or [], topology=wrong)
@@ -108,10 +108,10 @@ def warnings_of_hosts(hosts: str, ranks_per_node: str, **options: Any) -> list[s
 @on_ranks(4, timeout=LIMIT)
 def test_host_names_that_torchrun_contradicts_are_warned_of() -> None:
     (together,) = warnings_of_hosts("aaaa", "2")
-    assert "4 on 'a'. LOCAL_WORLD_SIZE says 2" in together and "several nodes exchange as if" in together
-    assert "pass topology=2, or give every node a host name of its own. If not, pass topology=4" in together
+    assert "4 ranks on 'a', but LOCAL_WORLD_SIZE is 2" in together and "several nodes are treated" in together
+    assert "pass topology=2 or give every node its own host name. If 4 is right, pass topology=4" in together
     (apart,) = warnings_of_hosts("abcd", "4")
-    assert "1 on 'a' and 3 more. LOCAL_WORLD_SIZE says 4" in apart and "keeps a whole replica" in apart
+    assert "1 ranks on 'a' and 3 more, but LOCAL_WORLD_SIZE is 4" in apart and "keeps a full replica" in apart
     for fitting_or_odd in (("aabb", "2"), ("aaaa", "4"), ("aaaa", ""), ("aaaa", "two"), ("aaaa", "-2")):
         assert warnings_of_hosts(*fitting_or_odd) == []
     assert warnings_of_hosts("aaaa", "2", topology=2) == []

@@ -90,7 +90,7 @@ def check_error(replica: ReplicaPlacement) -> list[str]:
     ("replica", "ranks", "sentence"),
     [
         ("full", 4, "the replica of rank 2 differs from that of ranks 0, 1, 3 (checksums"),
-        ("node", 4, "the replicas of rank 0 and of rank 2 differ, and no majority"),
+        ("node", 4, "the replicas of rank 0 and of rank 2 differ, without a majority"),
         pytest.param("node", 6, "rank 2 differs from that of ranks 0, 4 (", marks=pytest.mark.slow),
     ],
 )

@@ -107,7 +107,9 @@ def expect_warnings(*beginnings: str) -> Iterator[None]:
         assert text.startswith(f"sdp4bit: {beginning}"), text
 
 
-FOREIGN = "the loaded communication state was not saved with these weights, or not by each rank for itself"
+FOREIGN = (
+    "the loaded communication state was not saved with these weights, by these ranks and with this layout"
+)
 
 
 @lru_cache
@@ -267,7 +269,7 @@ def test_what_is_no_communication_state_is_an_error_and_changes_nothing() -> Non
         "a NoneType": None,
         "it lacks format_version, steps, counters, replica, fingerprints": {},
         "it lacks replica": {key: value for key, value in state.items() if key != "replica"},
-        "of format 1, this version reads 2": {**state, "format_version": 1},
+        "has format 1, but this version of sdp4bit reads 2": {**state, "format_version": 1},
         "counters, replica should be dictionaries": {**state, "counters": None, "replica": [1]},
     }
     for message, content in wrong.items():

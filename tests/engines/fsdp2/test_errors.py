@@ -124,7 +124,7 @@ def test_models_that_cannot_be_quantized_are_refused() -> None:
 @on_ranks(2, timeout=LIMIT)
 def test_replicated_models_are_refused_with_the_way_out() -> None:
     """By both that torch has: one on FSDP2's parameter groups, and one on DistributedDataParallel."""
-    refuse(replicate(nn.Linear(8, 8)), "Linear has no FSDP2 modules", "there is sdp4bit.ddp_comm_hook")
+    refuse(replicate(nn.Linear(8, 8)), "Linear has no FSDP2 modules", "use sdp4bit.ddp_comm_hook")
     if "mesh" not in inspect.signature(replicate_with_fsdp.replicate).parameters:
         return  # torch 2.9 makes it of the way out
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
@@ -154,7 +154,7 @@ def test_other_memory_is_refused_for_what_is_quantized_and_else_used() -> None:
     setter = "set_allocate_memory_from_process_group_for_comm"
     allocating = toy.build()
     getattr(allocating, setter)(True)
-    refuse(allocating, f"(root): {setter} asks for other memory", "all-gather of its weights", topology=2)
+    refuse(allocating, f"(root): {setter} applies to FSDP2's all-gather of its weights", topology=2)
     inside = {"topology": 4, "config": toy.QUANTIZED}
     refuse(allocating, "reduce-scatter of its gradients", "skip=['(root)']", **inside)
     refuse(allocating, "reduce-scatter of its gradients", topology=2, config=GRADIENTS_ONLY)
@@ -193,7 +193,7 @@ def test_topologies_that_do_not_fit_are_refused() -> None:
     refuse(model, "topology=0 ranks per node", topology=0)
     for wrong in (True, "banana", 2.0, None):
         refuse(model, f"topology={wrong!r} is unknown", topology=wrong)
-    refuse(model, "must be 2-D (inter, intra), this one has 1 dims", topology=grid["intra"])
+    refuse(model, "must be 2-D (inter, intra), but it has 1 dimensions", topology=grid["intra"])
     accept(model, topology=2)
 
 
@@ -258,7 +258,9 @@ def test_what_one_rank_cannot_do_is_refused_by_all() -> None:
 
     unsharded = toy.ToyGPT()
     refuse(unsharded if last else model, "ToyGPT has no FSDP2 modules", "[rank 3]", topology=2)
-    wrong_type = "skip=5 is unknown: use names of FSDP modules, as patterns, or a function of a name [rank 3]"
+    wrong_type = (
+        "skip=5 has an unsupported type: use patterns over the names of FSDP modules, or a predicate [rank 3]"
+    )
     refuse(model, wrong_type, error=TypeError, skip=5 if last else None, topology=2)
     refuse(model, "KeyError: 'no such name' [rank 3]", skip=fail, topology=2)
     with pytest.raises(ValueError) as caught:
@@ -266,13 +268,22 @@ def test_what_one_rank_cannot_do_is_refused_by_all() -> None:
     lines = [line.name for line in traceback.extract_tb(caught.value.__traceback__)]
     assert ("fail" in lines) == last, lines  # where it went wrong is in the traceback
     options = "use an SDP4BitConfig, the name of a preset (sdp4bit, "
-    refuse(model, "config=4 is unknown", options, error=TypeError, config=4 if last else None, topology=2)
+    refuse(
+        model,
+        "config=4 has an unsupported type",
+        options,
+        error=TypeError,
+        config=4 if last else None,
+        topology=2,
+    )
     refuse(model, "unknown preset 'qvd': use one of sdp4bit", config="qvd" if last else "sdp4bit", topology=2)
     with mock.patch("torch.__version__", "2.9.1" if last else "2.9.0"):
         different = "\n  torch: 2.9.0 [ranks 0, 1, 2], 2.9.1 [rank 3]"
         refuse(model, "different settings or versions", different, topology=2)
     with mock.patch("torch.__version__", "2.8.1"):
-        refuse(model, "sdp4bit needs torch 2.9 or newer", "this is 2.8.1", "[ranks 0, 1, 2, 3]", topology=2)
+        refuse(
+            model, "sdp4bit needs torch 2.9 or newer", "this is torch 2.8.1", "[ranks 0, 1, 2, 3]", topology=2
+        )
     torch.manual_seed(0)
     wider, deeper = toy.ToyGPT(width=48 if last else 40), toy.ToyGPT(layers=3 if last else 2)
     differ = "ranks 0, 1, 2, 3 share a data-parallel group", "build the same model"

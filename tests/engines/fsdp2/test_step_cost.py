@@ -116,7 +116,7 @@ def test_gathering_a_group_allocates_less_than_the_group(config: SDP4BitConfig) 
         sim.peak = dict(held)
         run.train(1)
         (stream,) = (each for each in sim.peak if each.name == "all_gather_stream")
-        assert sim.peak[stream] - held[stream] < 32 * group.shard_nbytes
+        assert sim.peak[stream] - held[stream] < 32 * group.shard_numel * group.row_dtype.itemsize
 
 
 def under_way(sim: Simulator, before: dict[Any, int]) -> bool:

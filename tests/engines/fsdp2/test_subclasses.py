@@ -220,7 +220,7 @@ def test_fp8_gathers_stay_with_fsdp2() -> None:
 REASONS = {
     subclasses.InFp8ByAllReduce: "gathers float8_e4m3fn itself",
     subclasses.Doubled: "gathers other values than it holds",
-    subclasses.Communicates: "RuntimeError: c10d.allreduce_.default was called by fsdp_pre_all_gather",
+    subclasses.Communicates: "RuntimeError: fsdp_pre_all_gather calls c10d.allreduce_.default",
     subclasses.Unprepared: "RuntimeError: no scale yet",
 }
 MIXED = "types bfloat16 and float32 in one group"

@@ -92,7 +92,7 @@ def test_a_newer_torch_is_taken_if_it_keeps_what_is_relied_on(
     sdp4bit.quantize_communication(model, topology=2).remove()
     groups = len(dist.distributed_c10d._world.pg_map)
     monkeypatch.delattr(type(fsdp_torch.param_groups_of(model)[0]), "_use_post_forward_mesh")
-    lacking = "in torch 3.1.0a0+git1234567: FSDPParamGroup lacks _use_post_forward_mesh."
+    lacking = "of torch 3.1.0a0+git1234567: FSDPParamGroup lacks _use_post_forward_mesh."
     with pytest.raises(ValueError, match=re.escape(lacking)):
         sdp4bit.quantize_communication(model, topology=2)
     assert len(dist.distributed_c10d._world.pg_map) == groups

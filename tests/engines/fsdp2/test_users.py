@@ -344,8 +344,9 @@ def mixing(config: SDP4BitConfig | None) -> list[float]:
             assert layer.gradient_bits == (4 if config is QUANTIZED and has_gradients else None)
             assert layer.reductions == (2 if has_gradients else 0)
             # A ring over 2 x 2 ranks, in forward and backward.
-            sent = layer.weight_traffic.last_step
-            assert sent.intra_bytes == sent.inter_bytes == 3 * layer.group.shard_nbytes
+            sent, group = layer.weight_traffic.last_step, layer.group
+            row = sum((s.end - s.start) * (group.row_dtype or s.dtype).itemsize for s in group.segments)
+            assert sent.intra_bytes == sent.inter_bytes == 3 * row
             assert (sent.intra_bytes, sent.inter_bytes) == (sent.plain_intra_bytes, sent.plain_inter_bytes)
             assert reason in flat(run.comm.explain())
         run.comm.state_dict()
@@ -366,7 +367,10 @@ def resharding(config: SDP4BitConfig | None, topology: int) -> list[float]:
         assert flat(run.comm.explain()).count("reshard_after_forward=2") == 4
         for group in run.comm.groups:
             # A ring over all ranks in forward and, of rows of twice the size, over a pair in backward.
-            sent, row = group.weight_traffic.last_step, group.group.shard_nbytes
+            sent, row = (
+                group.weight_traffic.last_step,
+                group.group.shard_numel * group.group.row_dtype.itemsize,
+            )
             expected = (3.5 * row, 1.5 * row) if topology == 2 else (0, 5 * row)
             assert (sent.intra_bytes, sent.inter_bytes) == expected
             assert (sent.plain_intra_bytes, sent.plain_inter_bytes) == expected

@@ -169,7 +169,7 @@ def refusals() -> None:
     assert patched(run) == []
     assert len(dist.distributed_c10d._world.pg_map) == communicators
     other = MegatronRun(None)
-    with refused("pass all model chunks that the optimizer was built for"):
+    with refused("pass all of its model chunks"):
         attach(other.chunks)
     assert patched(other) == []
     if rank == 0:

@@ -131,7 +131,7 @@ def wrong_states(comm: Any) -> None:
     for bad, message in (
         ([], "a list"),
         ({}, "it lacks format_version, steps"),
-        ({**good, "format_version": 9}, "format 9, this version reads 1"),
+        ({**good, "format_version": 9}, "format 9, but this version of sdp4bit reads 1"),
         ({**good, "reductions": -1}, "reductions should be counts"),
     ):
         with pytest.raises(ValueError, match=message):
