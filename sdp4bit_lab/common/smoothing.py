@@ -1,4 +1,4 @@
-"""Moving averages of curves."""
+"""Smooth curves."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 WINDOW_SHARE = 20
-"""The window of a moving average is the number of values divided by this."""
+"""Number of values divided by the window of the moving average."""
 
 
 def smoothed(numbers: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return the mean over a twentieth of the values around each, narrower at the ends.
+    """Return a centered moving average over a twentieth of the values, narrower at the ends.
 
-    Values that are not finite are left out, and NaN in the result.
+    Values that are not finite are excluded and stay NaN.
     """
     values = np.asarray(numbers, dtype=np.float64)
     half = max(1, len(values) // (2 * WINDOW_SHARE))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 
 from sdp4bit.traffic import format_bytes
-from sdp4bit_lab.common.files import wrapped
+from sdp4bit_lab.common.files import aligned, wrapped
 from sdp4bit_lab.plan.config import MEMORY_SHARE, PlanConfig
 from sdp4bit_lab.plan.memory import identifier
 from sdp4bit_lab.plan.paper import (
@@ -175,18 +174,7 @@ def _table(plan: Plan, *, strategy: str) -> list[str]:
     for use in dict.fromkeys(use for cost in costs for use in cost.memory):
         sizes = (format_bytes(cost.memory[use]) if use in cost.memory else "-" for cost in costs)
         rows.append((f"  {use}", *sizes))
-    return _aligned(rows)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return one line per row, with the first column to the left and the others to the right."""
-    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, others, strict=True))]
-        )
-        for name, *cells in rows
-    ]
+    return aligned(rows)
 
 
 def _rate(bytes_per_second: float) -> str:
@@ -222,12 +210,12 @@ def reproduction_text(tables: Reproduction) -> str:
         "and with tensor parallelism). 'From baseline': with the rate from the baseline alone, not fitted to "
         "the quantized step.",
         "",
-        *_aligned(rows),
+        *aligned(rows),
         "",
         f"Table 4, predicted: gradient exchange of 1.3B on 32 A100, published {TABLE_4_QUANTIZED_MS} ms; "
         f"predicted {tables.table_4_ms:.1f} ms at the bandwidth of its own fp32 exchange, "
         f"{tables.table_4_fitted_ms:.1f} ms at the one fitted to Table 2",
         f"Figure 8, predicted: speed-up of {FIGURE_8_MODEL} (the text gives ranges over both clusters)",
-        *_aligned(figure),
+        *aligned(figure),
     ]
     return wrapped(lines)

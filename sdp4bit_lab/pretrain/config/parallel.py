@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sdp4bit_lab.common.launch.config import SimulatedRanksConfig
+from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.settings import require, require_at_least
 from sdp4bit_lab.pretrain.model.cards import Recompute
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig(SimulatedRanksConfig):
+class ParallelConfig(RanksConfig):
     """Processes, nodes and parallelism."""
 
+    simulated_ranks: int | None = None
+    """Simulate this many data-parallel ranks in one process, including the effect of their communication on
+    weights and gradients. Needs --ranks-per-node."""
     tensor_model_parallel_size: int = 1
     """Consecutive ranks that share the matrices of every block."""
     pipeline_model_parallel_size: int = 1
@@ -26,18 +29,36 @@ class ParallelConfig(SimulatedRanksConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(1, self, "tensor_model_parallel_size", "pipeline_model_parallel_size")
-        require_at_least(1, self, "num_layers_per_virtual_pipeline_stage")
+        require_at_least(1, self, "num_layers_per_virtual_pipeline_stage", "simulated_ranks")
         per_stage = self.num_layers_per_virtual_pipeline_stage
         require(
             per_stage is None or self.pipeline_model_parallel_size > 1,
             f"--num-layers-per-virtual-pipeline-stage {per_stage} has no effect without "
             "--pipeline-model-parallel-size",
         )
+        if self.simulated_ranks is not None:
+            self._check_simulated(self.simulated_ranks)
+
+    def _check_simulated(self, ranks: int) -> None:
+        flag = f"--simulated-ranks {ranks}"
+        require(ranks > 1, f"{flag}: one rank sends nothing; give at least 2")
         require(
-            self.simulated_ranks is None or self.model_parallel_size == 1,
-            f"--simulated-ranks {self.simulated_ranks} are data-parallel ranks: leave out "
-            "--tensor-model-parallel-size and --pipeline-model-parallel-size",
+            self.nproc_per_node in (None, 1),
+            f"{flag} runs all ranks in one process: remove --nproc-per-node",
         )
+        require(
+            self.ranks_per_node is not None,
+            f"{flag} needs --ranks-per-node: simulated ranks have no host names",
+        )
+        self._check_nodes(ranks, kind="simulated ")
+        require(
+            self.model_parallel_size == 1,
+            f"{flag} simulates data parallelism only: remove --tensor-model-parallel-size and "
+            "--pipeline-model-parallel-size",
+        )
+
+    def processes(self, devices: int) -> int:
+        return super().processes(devices) if self.simulated_ranks is None else 1
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the ranks that read different data, simulated ones if there are any."""
@@ -50,9 +71,13 @@ class ParallelConfig(SimulatedRanksConfig):
 
     def check_world(self, world_size: int) -> None:
         """Raise SettingError unless nodes and model-parallel ranks divide the world."""
-        super().check_world(world_size)
         if self.simulated_ranks is not None:
+            require(
+                world_size == 1,
+                f"--simulated-ranks {self.simulated_ranks} needs one process, but {world_size} were started",
+            )
             return
+        super().check_world(world_size)
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         require(
             world_size % self.model_parallel_size == 0,

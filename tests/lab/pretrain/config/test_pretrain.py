@@ -88,8 +88,8 @@ WRONG = [
     (lambda: simulated(simulated_ranks=1, ranks_per_node=1), "one rank sends nothing"),
     (lambda: simulated(ranks_per_node=3), "does not divide the 8 simulated ranks: use one of 1, 2, 4, 8"),
     (lambda: simulated(), "needs --ranks-per-node"),
-    (lambda: simulated(ranks_per_node=4, nproc_per_node=2), "leave out --nproc-per-node"),
-    (lambda: simulated(ranks_per_node=4, tensor_model_parallel_size=2), "leave out --tensor-model-parallel"),
+    (lambda: simulated(ranks_per_node=4, nproc_per_node=2), "remove --nproc-per-node"),
+    (lambda: simulated(ranks_per_node=4, tensor_model_parallel_size=2), "remove --tensor-model-parallel"),
     (lambda: simulated(ranks_per_node=4).check_world(2), "but 2 have been started"),
     (lambda: PretrainConfig(dry_run=True, parallel=simulated(ranks_per_node=4)), "give --world-size 8"),
     (lambda: CompareConfig(seeds="1,x"), "--seeds '1,x'"),
@@ -135,7 +135,7 @@ def test_demo_is_two_nodes_of_two_ranks():
         ("pretrain --strategy baseline --replica full", "--replica has no effect with strategy baseline"),
         ("pretrain --strategy qwd --pipeline-chunks 2", "--gradient-alltoall-pipeline has no effect with"),
         ("pretrain --wq-group-size 100", "weights.group_size=100 must be a positive multiple of 32"),
-        ("compare --strategies fast", "'fast' is unknown: use any of baseline, qw, qwd, ulq, tlq, tlq-hs, "),
+        ("compare --strategies fast", "'fast' is unknown: use one of baseline, qw, qwd, ulq, tlq, tlq-hs, "),
     ],
 )
 def test_a_wrong_setting_on_the_command_line_is_one_line_and_exit_code_2(arguments, message, capsys):
