@@ -1,1 +1,2 @@
-"""What quantized communication would gain on a cluster, before anything runs; integers and a cost model."""
+"""`sdp4bit plan`: predict the effect of quantized communication on a cluster from byte counts and a cost
+model."""

@@ -1,12 +1,12 @@
-"""GPT-2 in Hugging Face's format: a folder with config.json, model.safetensors and tokenizer files.
+"""Export a checkpoint as a Hugging Face GPT-2: config.json, model.safetensors and tokenizer files.
 
-The models are the same function: pre-norm, learned positions, GELU by tanh, epsilon 1e-5, output tied to the
-token embedding. The layouts differ in three ways:
+Both models compute the same function: pre-norm, learned positions, tanh GELU, epsilon 1e-5, tied embeddings.
+Hugging Face's layout differs in three ways:
 
-* their matrices are transposed, [inputs, outputs];
-* rows of the packed attention weight are ordered [query/key/value, head, channel] there, [head,
-  query/key/value, channel] here;
-* their embedding has a row for each token; here it is padded to a multiple of 128 rows.
+* matrices are transposed, [inputs, outputs];
+* rows of the packed attention weight are ordered [query/key/value, head, channel] instead of
+  [head, query/key/value, channel];
+* the embedding has one row per token, without padding to a multiple of 128.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ _MODEL: dict[str, object] = {
 
 
 def export_model(config: ExportConfig) -> Path:
-    """Return the folder, which holds the checkpoint's model and tokenizer; needs one process and no GPU.
+    """Write a checkpoint's model and tokenizer, and return the folder.
 
     Raises:
-        SettingError: no complete checkpoint there, or the folder exists or cannot be written.
+        SettingError: no intact checkpoint, or a folder that exists or cannot be written.
     """
     out = config.out
     if out.exists():
-        raise SettingError(f"--out {out} exists: name a new folder")
+        raise SettingError(f"--out {out} exists: give a new folder")
     path, record, reader = open_checkpoint(config.load)
     tensors = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
@@ -98,7 +98,7 @@ def export_model(config: ExportConfig) -> Path:
 def to_huggingface(
     weights: Mapping[str, Tensor], *, shape: ModelShape, vocabulary_size: int
 ) -> dict[str, Tensor]:
-    """Return the weights in their names and layouts, without the rows that pad the embedding.
+    """Return the weights with Hugging Face's names and layouts, without padding rows.
 
     Raises:
         SettingError: a weight is missing.
@@ -117,13 +117,13 @@ def to_huggingface(
 
 
 def _names(layers: int) -> Iterator[tuple[str, str, Layout]]:
-    """Yield the name of every parameter here and there, and how its layout differs."""
+    """Yield both names of every parameter, and how its layout differs."""
     yield _TOKEN_EMBEDDING, "wte.weight", "plain"
     yield _POSITION_EMBEDDING, "wpe.weight", "plain"
     for layer in range(layers):
         for ours, theirs, layout in _BLOCK:
             yield f"blocks.{layer}.{ours}.weight", f"h.{layer}.{theirs}.weight", layout
-            # A bias is a vector: transposing leaves it as it is.
+            # Transposing a bias has no effect.
             yield f"blocks.{layer}.{ours}.bias", f"h.{layer}.{theirs}.bias", layout
     for kind in ("weight", "bias"):
         yield f"final_norm.{kind}", f"ln_f.{kind}", "plain"
@@ -159,7 +159,7 @@ def _shape_of(record: RunRecord, *, path: Path) -> ModelShape:
 
 
 def _write_tokenizer(folder: Path, tokenizer: Path, *, shape: ModelShape) -> int | None:
-    """Write the tokenizer's files; return the number of the end-of-text token, if it has one."""
+    """Write the tokenizer's files; return the end-of-text token, if any."""
     content = _read_json(tokenizer)
     shutil.copyfile(tokenizer, folder / TOKENIZER)
     model = content.get("model", {})

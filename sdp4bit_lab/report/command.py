@@ -1,4 +1,4 @@
-"""`sdp4bit report`: one HTML page about training runs, from the files that they write."""
+"""`sdp4bit report`: write one HTML page about training runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ReportConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.runs), "give at least one RUN, the --out folder of pretrain, compare or demo")
-        require(not self.out.is_dir(), f"--out {self.out} is a folder: give the name of the page in it")
+        require(not self.out.is_dir(), f"--out {self.out} is a folder: give a file name")
 
 
 def write_report(config: ReportConfig) -> Path:

@@ -136,9 +136,9 @@ class Shape(NamedTuple):
         return guarded_values(values.to(dtype), offset=self.numel % 3)
 
 
-# Group sizes: the defaults, the smallest one, halves that start within a block of 32 (32, 96, 160), more than
-# a CPU tile (2048, 5120), and more than the registers of a GPU program (8224, 16384). Lengths: zero; below,
-# at and above a block; tails of an odd and an even number of blocks; several tiles.
+# Group sizes: the defaults, the smallest one, halves that start within a block of 32 (32, 96, 160).
+# Further more than a CPU tile (2048, 5120), and more than the registers of a GPU program (8224, 16384).
+# Lengths: zero; below, at and above a block; tails of an odd and an even number of blocks; several tiles.
 _ROWS = [
     *((128, 0), (128, 1), (128, 31), (128, 32), (128, 33), (128, 128), (128, 128 + 64)),
     *((128, 3 * 128 + 96), (128, 128 * 17 + 64), (128, 4096 + 16)),

@@ -1,4 +1,4 @@
-"""Settings of processes, nodes and parallelism of a training run."""
+"""Settings of processes, nodes and parallelism."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class ParallelConfig(RanksConfig):
     """Simulate this many data-parallel ranks in one process, including the effect of their communication on
     weights and gradients. Needs --ranks-per-node."""
     tensor_model_parallel_size: int = 1
-    """Consecutive ranks that share the matrices of every block."""
+    """Consecutive ranks that split the matrices of every block."""
     pipeline_model_parallel_size: int = 1
-    """Ranks that share the blocks as pipeline stages; --accumulation sets the number of micro batches."""
+    """Pipeline stages, each with an equal number of blocks; --accumulation sets the number of micro
+    batches."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Blocks per stage if each rank has several interleaved stages. Default: one stage per rank."""
     recompute_granularity: Recompute = "none"
@@ -61,16 +62,16 @@ class ParallelConfig(RanksConfig):
         return super().processes(devices) if self.simulated_ranks is None else 1
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the ranks that read different data, simulated ones if there are any."""
+        """Return the number of ranks that read different data, real or simulated."""
         return self.simulated_ranks or world_size // self.model_parallel_size
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that together hold the model once, apart from data parallelism."""
+        """Ranks that together hold one copy of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     def check_world(self, world_size: int) -> None:
-        """Raise SettingError unless nodes and model-parallel ranks divide the world."""
+        """Raise SettingError unless nodes and model-parallel ranks divide the world size."""
         if self.simulated_ranks is not None:
             require(
                 world_size == 1,
@@ -86,7 +87,7 @@ class ParallelConfig(RanksConfig):
         )
 
     def check_model(self, *, layers: int, heads: int, vocabulary: int, micro_batches: int) -> None:
-        """Raise SettingError unless a model of these sizes can be laid out like this."""
+        """Raise SettingError unless the parallel sizes divide the model."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         for what, size in (("attention heads", heads), ("rows of the vocabulary", vocabulary)):
             require(
@@ -103,16 +104,16 @@ class ParallelConfig(RanksConfig):
         require(
             layers // pipeline % per_stage == 0,
             f"--num-layers-per-virtual-pipeline-stage {per_stage} does not divide the {layers // pipeline} "
-            f"blocks that each of {pipeline} ranks has",
+            f"blocks of each of the {pipeline} ranks",
         )
         require(
             micro_batches % pipeline == 0,
-            f"{micro_batches} micro batches (--accumulation) are not a multiple of "
-            f"--pipeline-model-parallel-size {pipeline}, as interleaved stages need it",
+            f"{micro_batches} micro batches are not a multiple of --pipeline-model-parallel-size {pipeline}, "
+            "as interleaved stages require: change --accumulation",
         )
 
     def stages(self, layers: int) -> list[range]:
-        """Return the blocks of every stage, in order; stage s is on rank s modulo the pipeline's size."""
+        """Return the blocks of every stage; stage s is on rank s modulo the pipeline size."""
         pipeline = self.pipeline_model_parallel_size
         per_stage = self.num_layers_per_virtual_pipeline_stage or layers // pipeline
         return [range(start, start + per_stage) for start in range(0, layers, per_stage)]

@@ -58,7 +58,7 @@ def test_shared_options_apply_to_strategies_that_use_them_and_a_variant_s_own_wi
         ("", "give at least one of baseline, qw"),
         ("fast", "'fast' is unknown: use one of baseline, qw"),
         ("qwd:wq-group-size=33", "must be a positive multiple of 32"),
-        ("qwd:quantized-gradients", "both select what is quantized"),
+        ("qwd:quantized-gradients", "conflicts with --quantized-weights"),
         ("tlq:wq-group-size=64", "no effect with strategy tlq, which does not quantize weights: .* use qw, "),
         ("qwd:replica=full,qwd: replica=full", "qwd:replica=full is given twice"),
     ],

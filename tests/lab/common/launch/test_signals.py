@@ -113,7 +113,7 @@ def test_a_signal_before_the_ranks_listen_reaches_them(tmp_path):
     run = [*PRETRAIN, *options(text, tmp_path / "run"), "--save", str(folder)]
     code, output = outcome_of(run, signal_early)
     assert code == 0, output
-    assert "left after step 0 because of SIGTERM; nothing was trained" in output
+    assert "stopped after step 0 because of SIGTERM; nothing was trained" in output
     assert not folder.exists() or not list(folder.iterdir())
 
 

@@ -127,7 +127,7 @@ class TestWriter:
             return target
 
         prefix = write_corpus(tmp_path / "x", [[1, 2]])
-        with pytest.raises(SettingError, match=r"x\.bin is there: remove it, give --overwrite"):
+        with pytest.raises(SettingError, match=r"x\.bin exists: remove it, or give --overwrite"):
             IndexedWriter(prefix, dtype=SMALL)
         monkeypatch.setattr(Path, "rename", record)
         with IndexedWriter(prefix, dtype=SMALL, overwrite=True) as writer:
@@ -205,12 +205,12 @@ class TestDamage:
 
     def test_missing_files_and_full_names(self, tmp_path):
         write_corpus(tmp_path / "x", [[1, 2]])
-        with pytest.raises(SettingError, match=r"x\.idx: leave out \.idx"):
+        with pytest.raises(SettingError, match=r"x\.idx: remove \.idx"):
             IndexedTokens(tmp_path / "x.idx")
         (tmp_path / "x.idx").unlink()
-        with pytest.raises(SettingError, match=r"x\.idx: there is no such file, though .*x\.bin is there"):
+        with pytest.raises(SettingError, match=r"x\.idx: no such file, but .*x\.bin exists"):
             IndexedTokens(tmp_path / "x")
-        with pytest.raises(SettingError, match=r"y\.idx: there is no such file$"):
+        with pytest.raises(SettingError, match=r"y\.idx: no such file$"):
             IndexedTokens(tmp_path / "y")
 
     def test_modes_of_multimodal_data_are_let_pass(self, corpus, tmp_path):
