@@ -1,9 +1,9 @@
-"""Report samples of an emulated cluster: rows, ratios of steps of one round, bytes, a table.
+"""Summarize samples of an emulated cluster: rows, ratios of steps of one round, bytes.
 
     python -m benchmarks.cluster_report RUN1.json RUN2.json RUN3.json
 
-prints several runs of the same command: medians of the runs' medians, and the lowest and highest of them.
-`python -m benchmarks.tables` writes those in results/cluster into the documentation.
+prints several runs of the same command: the median of the runs' medians, the lowest and the highest. `python
+-m benchmarks.tables` writes results/cluster into the documentation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LABEL = "emulated cluster, TCP, gloo, CPU"
 FASTEST = "sdp4bit"
 TOLERATED_BYTES = 0.03
-"""TCP headers, acknowledgements and the barriers around a step."""
+"""Allowance for TCP headers, acknowledgements and the barriers around a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,8 @@ def summarize(
         groups.setdefault((sample.rate, sample.strategy), []).append(sample)
     rows = [_row(group) for group in groups.values()]
     names = {name for _, name in groups}
-    # With several ranks per node the flat exchange is no fair reference: the levels alone gain much.
+    # With several ranks per node a flat exchange is not a fair reference, because the hierarchy alone gains
+    # much.
     references = [name for name in ("hierarchical", "fair", "fair-bf16", "ddp", "fsdp2") if name in names]
     targets = [name for name in names if name.startswith(FASTEST)]
     ratios = [
@@ -75,7 +76,7 @@ def summarize(
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Return median, fastest and slowest, and how far these are apart relative to the median."""
+    """Return median, fastest, slowest, and the spread relative to the median."""
     median, fastest, slowest = statistics.median(seconds), min(seconds), max(seconds)
     spread = (slowest - fastest) / median
     return {"seconds_per_step": median, "spread": spread, "fastest": fastest, "slowest": slowest}
@@ -110,7 +111,7 @@ def _ratio(reference: Sequence[Sample], target: Sequence[Sample]) -> dict[str, A
 
 
 def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return several runs as one: the median, the lowest and the highest of their medians.
+    """Merge several runs: the median, the lowest and the highest of their medians.
 
     Raises:
         ValueError: runs that differ in nodes, model, rates or strategies.
@@ -134,7 +135,7 @@ def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
             }
         )
     ratios = []
-    # Runs of the same strategies and rates have the same ratios in the same order.
+    # Runs of the same command have the same ratios in the same order.
     for same in zip(*(result["ratios"] for result in results), strict=True):
         medians = [ratio["ratio"] for ratio in same]
         middle = statistics.median(medians)
@@ -165,14 +166,14 @@ def describe_machine(arguments: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Return the commit of this checkout, with a plus sign if tracked files differ from it."""
+    """Return the commit of this checkout, with + if tracked files differ."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
 
 
 def print_tables(result: dict[str, Any]) -> None:
-    """The rows and the ratios, as Markdown."""
+    """Print rows and ratios as Markdown."""
     machine = result["machine"]
     print(
         f"\n{result['label']}: {result['nodes']} nodes x {result['ranks_per_node']} ranks, "
@@ -199,12 +200,11 @@ def print_tables(result: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the tables of several runs, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cluster_report",
         description="Show several runs of benchmarks.cluster as one.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="what --json has written")
+    parser.add_argument("runs", nargs="+", type=Path, help="files written by --json")
     chosen = parser.parse_args(arguments)
     try:
         result = combine([json.loads(path.read_text()) for path in chosen.runs])

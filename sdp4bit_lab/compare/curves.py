@@ -44,8 +44,7 @@ def draw_curves(runs: Sequence[FinishedRun], *, baseline: str | None, path: Path
     """Draw the losses into a PNG; with a baseline, also the differences from it.
 
     Lines are smoothed training losses and points are validation losses, averaged over the seeds. Bands span
-    the
-    seeds. A diverged run is a thin line of its own that ends in a cross.
+    the seeds. A diverged run is a thin line of its own that ends in a cross.
     """
     strategies = _strategies(runs, baseline=baseline)
     compared = [strategy for strategy in strategies if strategy.difference is not None]

@@ -37,8 +37,7 @@ def merge_finished(folders: Sequence[Path]) -> list[FinishedRun]:
 
     Raises:
         SettingError: a folder without runs, a run with two different results, or runs whose settings differ
-        in
-            more than strategy and seed.
+        in more than strategy and seed.
     """
     runs: dict[Path, FinishedRun] = {}
     for folder in folders:

@@ -18,8 +18,7 @@ def memory_per_rank(traffic: Sequence[GroupTraffic], *, grid: RankGrid, accumula
     """Return bytes by use: main weights, Adam, gradients, gathered weights, replica, message buffers.
 
     FSDP2 keeps gradient shards, or full gradients while micro batches accumulate, and gathers few groups at a
-    time.
-    A flat buffer keeps all weights and gradients on every rank, and its weights are the replica.
+    time. A flat buffer keeps all weights and gradients on every rank, and its weights are the replica.
 
     Args:
         grid: ranks that shard the groups.

@@ -110,8 +110,8 @@ def least_padded_dim(shape: Sequence[int], *, ranks: int) -> int:
     """Return the dimension to shard along: 0, unless only another one divides evenly.
 
     FSDP2 splits dimension 0 into equal parts and pads the last ones: 1024 rows on 4096 ranks are sent as
-    4096.
-    `fully_shard(..., shard_placement_fn=...)` accepts another dimension that the number of ranks divides.
+    4096. `fully_shard(..., shard_placement_fn=...)` accepts another dimension that the number of ranks
+    divides.
     """
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 

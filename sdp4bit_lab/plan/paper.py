@@ -2,10 +2,8 @@
 
 Source: SDP4Bit (arXiv 2410.15526), section 5 and Tables 2, 4 and 8. The speed runs use micro batch 1, no
 accumulation and no overlap. The reference implementation sends fp32 scales and gathers weight differences
-with one
-ring over all ranks, so these bytes are counted here. The intra-node hop is omitted because it hides behind
-the
-inter-node hop: in Table 4, an 8-bit hop costs as much as a 4-bit hop.
+with one ring over all ranks, so these bytes are counted here. The intra-node hop is omitted because it hides
+behind the inter-node hop: in Table 4, an 8-bit hop costs as much as a 4-bit hop.
 """
 
 from __future__ import annotations
@@ -192,10 +190,8 @@ def reproduction() -> Reproduction:
     """Fit Table 2 with two bandwidths per cluster, and predict Table 4 and Figure 8 from them.
 
     One ring uses a node's links differently from the concurrent rings of tensor-parallel groups, so each kind
-    has its
-    own bandwidth. Each model has one compute rate per cluster. Both minimize the squared relative errors of
-    the
-    published step times: 20 times, 10 rates, 4 bandwidths.
+    has its own bandwidth. Each model has one compute rate per cluster. Both minimize the squared relative
+    errors of the published step times: 20 times, 10 rates, 4 bandwidths.
     """
     rows: dict[tuple[ClusterName, CardName], Prediction] = {}
     for cluster in DEVICES_PER_NODE:

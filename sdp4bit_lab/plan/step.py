@@ -1,11 +1,9 @@
 """Predict a step with and without quantized communication: bytes, time, memory and a recommendation.
 
 This is a model, not a measurement. The time of a step is computation, plus bytes over bandwidth, plus latency
-per
-collective, minus overlap, plus quantization kernels. Overlap is unknown, so times are ranges from none to all
-that
-fits. The bytes are exact (:mod:`sdp4bit_lab.plan.traffic`). Bandwidths come from `sdp4bit probe` or from the
-paper's tables (:mod:`sdp4bit_lab.plan.paper`).
+per collective, minus overlap, plus quantization kernels. Overlap is unknown, so times are ranges from none to
+all that fits. The bytes are exact (:mod:`sdp4bit_lab.plan.traffic`). Bandwidths come from `sdp4bit probe` or
+from the paper's tables (:mod:`sdp4bit_lab.plan.paper`).
 """
 
 from __future__ import annotations
@@ -111,8 +109,7 @@ class ParallelLayout:
 
         Raises:
             SettingError: model-parallel ranks do not divide the cluster or its nodes, or replicas do not
-            divide its
-                data-parallel ranks.
+            divide its data-parallel ranks.
         """
         tensor, parts = self.tensor_parallel, self.tensor_parallel * self.pipeline_parallel
         devices = nodes * devices_per_node

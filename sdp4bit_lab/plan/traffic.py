@@ -2,8 +2,7 @@
 
 :mod:`sdp4bit.traffic` counts the same bytes during training. Quantized messages are exact. Collectives of the
 communication library count as rings in rank order, the minimum of any algorithm, spread evenly over the ranks
-of a
-node.
+of a node.
 """
 
 from __future__ import annotations

@@ -186,8 +186,7 @@ class Checkpointer:
         """Load the newest intact checkpoint and return its position; a collective.
 
         With the same strategy and layout, training continues bit for bit. Otherwise replicas are refreshed in
-        full
-        precision or random numbers restart, with a warning.
+        full precision or random numbers restart, with a warning.
 
         Raises:
             SettingError: on all ranks: no complete checkpoint, or one of another model.
@@ -389,8 +388,7 @@ def choose_start(config: CheckpointConfig, *, job: str | None) -> Start:
     """Return the starting point, identical on all ranks.
 
     Use --save if it has a checkpoint and --auto-resume or an equal --load is given, or if this job saved it
-    before
-    torchrun restarted the processes. Otherwise use --load, or start from scratch.
+    before torchrun restarted the processes. Otherwise use --load, or start from scratch.
     """
 
     def choose() -> Start:

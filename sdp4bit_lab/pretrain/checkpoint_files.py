@@ -9,8 +9,7 @@
     .step-00000750.partial/    being written, or left by a killed run
 
 Tensor names are independent of the layout of the ranks, except for `rank3.random.*`, which only the same
-layout
-loads. Other values are JSON in a byte tensor, because torch.distributed.checkpoint would pickle them.
+layout loads. Other values are JSON in a byte tensor, because torch.distributed.checkpoint would pickle them.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Both models compute the same function: pre-norm, learned positions, tanh GELU, e
 Hugging Face's layout differs in three ways:
 
 * matrices are transposed, [inputs, outputs];
-* rows of the packed attention weight are ordered [query/key/value, head, channel] instead of
-  [head, query/key/value, channel];
+* rows of the packed attention weight are ordered [query/key/value, head, channel] instead of [head,
+  query/key/value, channel];
 * the embedding has one row per token, without padding to a multiple of 128.
 """
 

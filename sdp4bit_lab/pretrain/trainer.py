@@ -96,8 +96,7 @@ def pretrain(
     Args:
         label: name of the run in its result and output; default: its strategy.
         part: position among several runs, such as "run 1 of 6"; None for a single run, which also prints the
-        next
-            command.
+        next command.
         keep_diverged: whether to return the measurements if the loss diverges.
 
     Raises:

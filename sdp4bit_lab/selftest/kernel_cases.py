@@ -1,8 +1,7 @@
 """Operator calls on which every back end must equal the reference bit for bit.
 
 They cover row lengths, bit widths, dtypes and edge values. Outputs are poisoned and surrounded by guard
-bytes, so
-that stray writes count as differences.
+bytes, so that stray writes count as differences.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check that random delays change no bit, which exposes operations that do not wait for their inputs.
 
 Every scenario is first trained with a synchronization after each operator, as with CUDA_LAUNCH_BLOCKING=1.
-Then it
-is trained with random delays before operators: sleep kernels on a GPU's stream, or sleeping CPU ranks.
+Then it is trained with random delays before operators: sleep kernels on a GPU's stream, or sleeping CPU
+ranks.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ class SimulatedExchange(GroupExchange):
     """All-to-alls of one simulated rank, in memory shared by senders and receivers.
 
     The ranks of a node share a matrix [receiver, sender, nbytes], which the next node reuses. Ranks with
-    equal local
-    rank share a matrix between nodes.
+    equal local rank share a matrix between nodes.
     """
 
     def __init__(self, topology: Topology, scratch: Scratch, *, bucket: int) -> None:
@@ -61,8 +60,7 @@ class SimulatedReduceScatter:
     """Reduce the rows of simulated ranks like QuantizedReduceScatter does between processes, bit for bit.
 
     Ranks contribute one after another. Only the messages of a rank are kept; once a node is complete, its
-    messages to
-    other nodes and its part of the sums.
+    messages to other nodes and its part of the sums.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Apply the communication of many ranks to the weights and gradients of one process.
 
 Replaces FSDP2 and its quantized hooks: when weights are gathered and refreshed, how gradients are reduced,
-and how
-many bytes would be sent.
+and how many bytes would be sent.
 """
 
 from __future__ import annotations
@@ -112,8 +111,7 @@ class SimulatedCommHandle(CommHandle):
     """Communication engine of simulated ranks, with the common handle interface.
 
     `stats()` reports the bytes of all ranks together. Quantization errors are measured on rank 0 and decide
-    on alerts.
-    Each replica is stored once, so an audit finds nothing.
+    on alerts. Each replica is stored once, so an audit finds nothing.
     """
 
     _state: SimulatedModelState

@@ -50,8 +50,7 @@ def run_on_ranks(program: str, *, config: object, parallel: RanksConfig, leaves_
 
     Returns:
         0, also after stopping for SIGTERM or SIGUSR1; 130 after SIGINT; 1 or 2 after a failure; 128 + signal
-        if
-        a signal killed the ranks.
+        if a signal killed the ranks.
 
     Raises:
         SettingError: the number of processes conflicts with other settings; nothing was started.

@@ -1,10 +1,8 @@
 """Separate the store of this start from keys that earlier starts left in the launcher's store.
 
 torchrun keeps one store across restarts. Back ends write their addresses under the same names each time, so
-an
-early rank could read the addresses of processes that have exited. TORCHELASTIC_RESTART_COUNT cannot
-distinguish
-starts because every node counts for itself.
+an early rank could read the addresses of processes that have exited. TORCHELASTIC_RESTART_COUNT cannot
+distinguish starts because every node counts for itself.
 """
 
 from __future__ import annotations

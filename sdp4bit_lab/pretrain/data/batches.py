@@ -1,8 +1,7 @@
 """Open the dataset of a run and form the micro batches of a rank.
 
 The order depends only on the seed and the global sample number, so any number of ranks with the same global
-batch
-sees the same samples in every step.
+batch sees the same samples in every step.
 """
 
 from __future__ import annotations
@@ -189,8 +188,7 @@ class Batches:
 
         Args:
             rank: index among the data-parallel ranks, shared by the ranks of a model replica; None if this
-            process
-                computes for all ranks.
+            process computes for all ranks.
             world_size: number of data-parallel ranks.
         """
         self._micro_batch_size = micro_batch_size

@@ -87,10 +87,8 @@ class BlendedSamples:
     """Samples of several sources in fixed shares.
 
     The first source gets its share of all numbers, evenly spread; the second its share of the remaining ones,
-    and so
-    on. Among the first n samples, the first source has its share rounded to an integer; the error of the
-    others stays
-    below the number of sources for any n. No counting up to n is needed.
+    and so on. Among the first n samples, the first source has its share rounded to an integer; the error of
+    the others stays below the number of sources for any n. No counting up to n is needed.
     """
 
     def __init__(self, parts: Sequence[Samples], *, weights: Sequence[Fraction]) -> None:

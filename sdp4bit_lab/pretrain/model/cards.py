@@ -67,8 +67,7 @@ class ModelShape:
         """Return the floating-point operations of forward and backward for one sequence.
 
         The paper's count, without recomputation: 72 s L h^2 (1 + s / 6h + V / 12Lh). Divided by step time and
-        number of
-        devices, it gives the rates of its Table 2.
+        number of devices, it gives the rates of its Table 2.
         """
         h, layers, s = self.hidden, self.layers, sequence_length
         return 72 * s * layers * h**2 * (1 + s / (6 * h) + self.vocabulary / (12 * layers * h))

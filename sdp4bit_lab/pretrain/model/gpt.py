@@ -155,10 +155,8 @@ class GPT(nn.Module):
     """GPT language model that returns its own loss, or consecutive blocks of one as a pipeline stage.
 
     Parameters of a stage have the names of the full model. The first and the last stage both hold the token
-    embedding,
-    whose gradients must be summed. Build it on any device, including meta, and call :meth:`reset_parameters`
-    after
-    allocation.
+    embedding, whose gradients must be summed. Build it on any device, including meta, and call
+    :meth:`reset_parameters` after allocation.
     """
 
     def __init__(
@@ -217,8 +215,7 @@ class GPT(nn.Module):
         """Initialize the parameters, with the same bits for any layout over ranks.
 
         GPT-2's scheme: normal with standard deviation 0.02, divided by sqrt(2 * layers) for projections into
-        the residual
-        stream; biases 0, norms 1.
+        the residual stream; biases 0, norms 1.
         """
         residual_std = INIT_STD / math.sqrt(2 * self.shape.layers)
         for name, parameter in self.named_parameters():

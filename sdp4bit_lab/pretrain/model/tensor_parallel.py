@@ -1,10 +1,9 @@
 """Tensor parallelism: split parameters and the collectives around their use.
 
 `parallelize_module` splits parameters, which stay DTensors so that FSDP2 and checkpoints know their
-placement.
-Arithmetic uses local tensors. Parameters that are equal on all tensor-parallel ranks are never quantized
-together
-with split ones: they would share scales with neighbors that differ between ranks, and drift apart.
+placement. Arithmetic uses local tensors. Parameters that are equal on all tensor-parallel ranks are never
+quantized together with split ones: they would share scales with neighbors that differ between ranks, and
+drift apart.
 """
 
 from __future__ import annotations

@@ -60,8 +60,7 @@ class Gradients:
         """Return the gradient norm of the full model in fp64, and the numbers of all ranks [ranks, n].
 
         Both have the same bits on every rank, because sums of squares are added in rank order. One
-        collective, without
-        host synchronization.
+        collective, without host synchronization.
 
         Args:
             numbers: this rank's numbers, fp64 [n] on its device.

@@ -1,8 +1,7 @@
 """Lay out a model over all ranks: tensor and pipeline parallelism, FSDP2, quantized communication.
 
 Ranks form a mesh [pipeline, data, tensor]: tensor-parallel ranks are adjacent, pipeline stages far apart.
-FSDP2
-shards every stage over its data ranks.
+FSDP2 shards every stage over its data ranks.
 """
 
 from __future__ import annotations
@@ -198,8 +197,7 @@ def shard_chunks(config: PretrainConfig, *, layout: RankLayout, mesh: DeviceMesh
 
     Args:
         mesh: replaces the 1-D mesh of data-parallel ranks for FSDP2, which replicates over the first
-        dimension of
-            a 2-D mesh.
+        dimension of a 2-D mesh.
     """
     stages = config.parallel.stages(config.model_shape.layers)
     return [

@@ -1,8 +1,7 @@
 """Train a model in one process as many data-parallel ranks would, with quantized communication.
 
 The process holds the fp32 main weights, and the gathered weights that all ranks share. It computes the
-forwards and
-backwards of the ranks in turn.
+forwards and backwards of the ranks in turn.
 """
 
 from __future__ import annotations

@@ -61,8 +61,7 @@ class TrainingStep:
         """Run one optimizer step.
 
         The loss is the mean over all tokens of the global batch whose target is not -100. Adds two
-        collectives to the
-        model's own, and one host synchronization that reads everything.
+        collectives to the model's own, and one host synchronization that reads everything.
 
         Args:
             numbers: returns further numbers of this rank after backward, to be combined over ranks.

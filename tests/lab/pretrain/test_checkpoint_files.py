@@ -219,7 +219,7 @@ def test_a_tampered_checkpoint_executes_nothing(tamper, message, tmp_path):
     with one_rank():
         path = save_step(tmp_path, 1)
         tamper(path, CheckpointReader(path).metadata, Attack(tmp_path / "executed"))
-        with pytest.raises(SettingError, match="does not have the checksum"):
+        with pytest.raises(SettingError, match="differs from SHA256SUMS"):
             load_step(path)
         reseal(path)
         with pytest.raises(SettingError, match=message):
