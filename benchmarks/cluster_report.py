@@ -54,8 +54,7 @@ def summarize(
         groups.setdefault((sample.rate, sample.strategy), []).append(sample)
     rows = [_row(group) for group in groups.values()]
     names = {name for _, name in groups}
-    # With several ranks per node a flat exchange is not a fair reference, because the hierarchy alone gains
-    # much.
+    # With several ranks per node a flat exchange is not a fair reference: the hierarchy alone gains much.
     references = [name for name in ("hierarchical", "fair", "fair-bf16", "ddp", "fsdp2") if name in names]
     targets = [name for name in names if name.startswith(FASTEST)]
     ratios = [

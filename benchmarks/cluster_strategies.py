@@ -296,9 +296,7 @@ def _preset(name: strategies.Strategy, *, chunks: int = 1) -> SDP4BitConfig:
     config = strategies.STRATEGIES[name]
     gradients = config.gradients or FULL_GRADIENTS
     return replace(
-        config,
-        weights=config.weights or FULL_WEIGHTS,
-        gradients=replace(gradients, pipeline_chunks=chunks),
+        config, weights=config.weights or FULL_WEIGHTS, gradients=replace(gradients, pipeline_chunks=chunks)
     )
 
 

@@ -72,12 +72,7 @@ def check_bytes(backend: str, elements: int, bits: int) -> None:
 
 
 def measure(
-    backends: list[str],
-    elements: int,
-    threads: int | None,
-    rounds: int,
-    budget: float,
-    widths: list[int],
+    backends: list[str], elements: int, threads: int | None, rounds: int, budget: float, widths: list[int]
 ) -> list[dict[str, Any]]:
     """Time all operators of the back ends of one device.
 

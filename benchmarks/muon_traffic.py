@@ -152,8 +152,7 @@ def measure(shape: tuple[int, int], mesh: DeviceMesh, *, placement: str, per_nod
 
 
 def trace(shape: tuple[int, int], mesh: DeviceMesh, *, placement: str, per_node: int) -> dict[str, Any]:
-    """Return the bytes per parameter that one node would send, because DTensor chooses collectives by shape
-    and mesh."""
+    """Return the bytes per parameter that one node would send, as DTensor chooses collectives by shape."""
     local = (shape[0] // mesh.shape[-1], shape[1])
     placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
     with FakeTensorMode():

@@ -69,12 +69,7 @@ def make_cases(elements: int, device: str, *, bits: int = 4) -> dict[str, Case]:
     replica = (main + 0.01 * _draw(elements, 1, device)).bfloat16()
     difference = torch.empty(1, weights.nbytes, dtype=torch.uint8, device=device)
     clip = WeightConfig(bits=bits).effective_clip
-    named: dict[str, Any] = {
-        "replica": replica,
-        "out": difference[0],
-        "layout": weights,
-        "clip": clip,
-    }
+    named: dict[str, Any] = {"replica": replica, "out": difference[0], "layout": weights, "clip": clip}
     ops.subtract_quantize(main, **named)
     updated = replica.clone()[None]
 
@@ -99,9 +94,7 @@ def make_cases(elements: int, device: str, *, bits: int = 4) -> dict[str, Case]:
     return {
         COPY: Case(run=lambda: copied.copy_(main), inputs=(main,), output=copied),
         "subtract_quantize": Case(
-            run=lambda: ops.subtract_quantize(main, **named),
-            inputs=(main, replica),
-            output=difference,
+            run=lambda: ops.subtract_quantize(main, **named), inputs=(main, replica), output=difference
         ),
         "dequantize_add": Case(
             run=lambda: ops.dequantize_add(difference, replica=updated, layout=weights, accumulate=True),

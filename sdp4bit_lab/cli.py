@@ -154,9 +154,7 @@ def _compare(config: CompareConfig) -> int:
 
 
 @_command(
-    "demo",
-    settings="sdp4bit_lab.compare.config:DemoConfig",
-    packages=(*_TRAINING, "matplotlib", "scipy"),
+    "demo", settings="sdp4bit_lab.compare.config:DemoConfig", packages=(*_TRAINING, "matplotlib", "scipy")
 )
 def _demo(config: DemoConfig) -> int:
     """Train a small GPT on 4 local processes that represent 2 nodes of 2 ranks: first with plain FSDP2, then
@@ -191,8 +189,7 @@ def _export(config: ExportConfig) -> int:
     packages=("tyro", "rich", "tokenizers"),
 )
 def _preprocess(config: PreprocessConfig) -> int:
-    """Tokenize documents (.jsonl or plain text) into Megatron's .bin/.idx files, which pretrain and compare
-    read with --data-path."""
+    """Tokenize documents (.jsonl, plain text) into Megatron's .bin/.idx files, which --data-path reads."""
     from sdp4bit_lab.pretrain.data.preprocess import preprocess
 
     preprocess(config)
@@ -257,8 +254,7 @@ def _report(config: ReportConfig) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 2 for a wrong setting, 1 or 128 + signal for a failed
-    run."""
+    """Run a command; return 0, 2 for a wrong setting, 1 or 128 + signal for a failed run."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["--version"]:
         print(f"sdp4bit {__version__}")

@@ -55,8 +55,7 @@ def _read(path: Path) -> list[str]:
     except Exception as error:  # every parser has its own error types
         raise SettingError(f"{OPTION} {path} cannot be read: {' '.join(str(error).split())}") from error
     require(
-        isinstance(content, dict),
-        f"{path} must contain a mapping of options, not {type(content).__name__}",
+        isinstance(content, dict), f"{path} must contain a mapping of options, not {type(content).__name__}"
     )
     arguments: list[str] = []
     names = set()

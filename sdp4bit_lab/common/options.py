@@ -111,10 +111,7 @@ def docstrings(settings: type) -> dict[str, str]:
         assert isinstance(definition, ast.ClassDef)
         for statement, below in itertools.pairwise(definition.body):
             match statement, below:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
+                case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
                     texts[name] = " ".join(text.split())
     return texts
 

@@ -1,5 +1,4 @@
-"""Summarize the runs of each strategy: means, standard deviations, and paired differences from the
-baseline."""
+"""Summarize the runs of each strategy: means, deviations, and paired differences from the baseline."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""`sdp4bit plan`: predict the effect of quantized communication on a cluster from byte counts and a cost
-model."""
+"""`sdp4bit plan`: predict the effect of quantized communication from byte counts and a cost model."""

@@ -37,8 +37,7 @@ NVLINK_SHARE = 2 / 3
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """The machines: one of the paper's clusters, a measured one, or one with data-sheet speeds. Single values
-    can be replaced."""
+    """One of the paper's clusters, a measured one, or one with data-sheet speeds; values can be replaced."""
 
     cluster: ClusterName | None = None
     """The paper's cluster of 16 nodes, with the bandwidths implied by its Table 2: a100 (4 GPUs per node) or
@@ -143,7 +142,7 @@ class PlanConfig:
 
     strategy: Strategy | None = None
     """Communication strategy. Default: sdp4bit, unless --quantized-weights or --quantized-gradients is
-    given."""
+    set."""
     lora_rank: int | None = None
     """Freeze the model and train LoRA adapters of this rank on all matrices of the blocks (FSDP2)."""
     json: bool = False

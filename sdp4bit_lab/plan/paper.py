@@ -81,8 +81,7 @@ class _Run:
         return sum(self.bytes_sent[strategy]) / bandwidth
 
     def times(self, bandwidth: float) -> tuple[tuple[float, float], ...]:
-        """Return the published step time and the communication time of the baseline and the quantized
-        step."""
+        """Return the published step time and the communication time of the baseline and quantized step."""
         published = self.row.baseline, self.row.quantized
         return tuple(
             (self.flops / (rate * 1e12), self.seconds_sending(strategy, bandwidth=bandwidth))

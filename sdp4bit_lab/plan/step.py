@@ -73,8 +73,7 @@ class ParallelLayout:
     overlap: float | None = None
     """Fraction of the communication that overlaps with computation. Default: print the range from 0 to 1."""
     engine: Literal["fsdp2", "megatron"] = "fsdp2"
-    """Training engine: fsdp2 (a parameter group per block) or megatron (one flat buffer, gathered once per
-    step)."""
+    """Training engine: fsdp2 (one group per block) or megatron (one flat buffer, gathered once per step)."""
     reshard_after_forward: bool = True
     """Free gathered weights after forward and gather them again in backward (ZeRO-3). Off: gather once per
     micro batch. FSDP2 only."""

@@ -122,12 +122,7 @@ class CheckpointWriter(FileSystemWriter):
     """Write one file and checksum per rank; rank 0 then completes and renames the folder."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        record: RunRecord,
-        attach: Callable[[Path], None] | None,
-        keep_last: int | None,
+        self, folder: Path, *, record: RunRecord, attach: Callable[[Path], None] | None, keep_last: int | None
     ) -> None:
         self.folder = folder
         self.working = folder / f".step-{record.progress.step:08d}.partial"

@@ -22,12 +22,7 @@ from torch import Tensor
 
 from sdp4bit_lab.common.files import sync
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.pretrain.checkpoint_files import (
-    TOKENIZER,
-    RunRecord,
-    open_checkpoint,
-    read_tensors,
-)
+from sdp4bit_lab.pretrain.checkpoint_files import TOKENIZER, RunRecord, open_checkpoint, read_tensors
 from sdp4bit_lab.pretrain.config.checkpoint import ExportConfig
 from sdp4bit_lab.pretrain.data.documents import END_OF_TEXT
 from sdp4bit_lab.pretrain.model.cards import ModelShape

@@ -98,8 +98,7 @@ class TrainingLoop:
         intra_bytes, inter_bytes, _ = outcome.sums
         self.stop_code = round(outcome.maxima[-1])
         self.progress = Progress(
-            step=self.progress.step + 1,
-            samples=self.progress.samples + self.batches.global_batch_size,
+            step=self.progress.step + 1, samples=self.progress.samples + self.batches.global_batch_size
         )
 
         stats = self._communication.stats()

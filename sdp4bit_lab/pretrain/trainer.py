@@ -188,12 +188,7 @@ def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
             f"the loaded checkpoint has completed {progress.step} steps: set --train-iters to more"
         )
     loop = TrainingLoop(
-        config=config,
-        model=model,
-        optimizer=optimizer,
-        batches=batches,
-        progress=progress,
-        ranks=ranks,
+        config=config, model=model, optimizer=optimizer, batches=batches, progress=progress, ranks=ranks
     )
     return Run(
         config=config,

@@ -59,8 +59,7 @@ def render_page(runs: Sequence[Run], *, now: datetime) -> str:
     alerts = sorted((a.step, run.name, a.group or "all", a.message) for run in runs for a in run.alerts)
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = template.from_string(_asset("page.html.j2")).render(
-        # The browser loads nothing and runs only these two scripts, whatever text the runs contain. Plotly
-        # sets inline styles.
+        # Load nothing and run only these scripts, whatever text the runs contain. Plotly sets inline styles.
         policy=f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; "
         "style-src 'unsafe-inline'; img-src data:; base-uri 'none'",
         style=Markup(_asset("page.css")),

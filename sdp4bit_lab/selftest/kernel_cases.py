@@ -86,8 +86,7 @@ def make_values(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> T
 
 
 def make_messages(count: int, layout: MessageLayout, seed: int, special: bool = False) -> Tensor:
-    """Return messages with random codes, including unused ones, and scales of many magnitudes or edge
-    values."""
+    """Return messages with random codes, including unused ones, and varied scales or edge values."""
     generator = torch.Generator().manual_seed(seed)
     messages = guarded_messages(count, layout)
     codes = torch.randint(0, 256, (count, layout.scales_offset), generator=generator, dtype=torch.uint8)

@@ -104,12 +104,7 @@ class SimulatedReduceScatter:
         self._sums: Tensor | None = None
 
     def add(
-        self,
-        rows: Tensor,
-        *,
-        call: int,
-        nonfinite: Tensor | None = None,
-        sections: Sequence[Section] = (),
+        self, rows: Tensor, *, call: int, nonfinite: Tensor | None = None, sections: Sequence[Section] = ()
     ) -> None:
         """Add the next rank's rows, one per destination rank.
 

@@ -172,10 +172,7 @@ class SimulatedCommHandle(CommHandle):
                 unit=config.weights.group_size, separate=config.separate_parameters
             )
             comm.replica = SimulatedReplica(
-                self.layout,
-                config=config.weights,
-                traffic=comm.weight_traffic,
-                scratch=self._scratch,
+                self.layout, config=config.weights, traffic=comm.weight_traffic, scratch=self._scratch
             )
         if config.gradients is None or comm.gradients_unquantized_reason:
             return

@@ -13,13 +13,11 @@ class RanksConfig:
     """Processes and nodes."""
 
     nproc_per_node: int | None = None
-    """Processes to start on this machine. Under torchrun, torchrun's option applies. Default: one per GPU, or
-    1."""
+    """Processes to start on this machine; not used under torchrun. Default: one per GPU, or 1."""
     ranks_per_node: int | None = None
     """Consecutive ranks that count as one node. Default: detected by host name."""
     distributed_timeout_minutes: float = 10.0
-    """Timeout of collectives in minutes. Must exceed the longest task of a single rank, such as tokenizing a
-    text."""
+    """Timeout of collectives in minutes. Must exceed tasks of a single rank, such as tokenizing."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "nproc_per_node", "ranks_per_node")

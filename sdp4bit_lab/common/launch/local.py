@@ -139,12 +139,7 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def _run_process(
-    program: str,
-    config: object,
-    timeout: timedelta,
-    *,
-    environment: dict[str, str],
-    leaves_early: bool,
+    program: str, config: object, timeout: timedelta, *, environment: dict[str, str], leaves_early: bool
 ) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.update(environment)

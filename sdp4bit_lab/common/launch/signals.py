@@ -13,8 +13,7 @@ from types import FrameType
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Batch systems send the first two some time before they end a job. The third is Ctrl-C."""
 REPEAT_SIGNAL_SECONDS = 1.0
-"""A signal within this time of the first is a duplicate: `timeout` signals its child and then the process
-group."""
+"""Time in which a repeated signal is a duplicate: `timeout` signals its child, then the process group."""
 
 # Process-wide, like signals: one that arrives between two runs applies to the second.
 _received: signal.Signals | None = None

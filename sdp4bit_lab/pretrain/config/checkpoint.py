@@ -24,8 +24,7 @@ class CheckpointConfig:
     """Folder to resume from: its latest complete checkpoint, or one of its step folders. If it equals --save
     and is empty, the run starts from step 1."""
     auto_resume: bool = False
-    """Resume from --save if it has a checkpoint, else from --load if given. One command line then starts and
-    resumes a run."""
+    """Resume from --save if it has a checkpoint, else from --load, so that one command starts and resumes."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "save_interval", "keep_last")

@@ -45,8 +45,7 @@ class CommunicationConfig:
     weight_group_size: Annotated[int | None, option("wq-group-size")] = None
     """Weight differences that share a scale. Default: the strategy's, or 2048."""
     replica: ReplicaPlacement | None = None
-    """Placement of the weight replica: node (sharded over the ranks of a node) or full (on every rank).
-    Default: node."""
+    """Weight replica: node (sharded over the ranks of a node) or full (on every rank). Default: node."""
     quantized_gradients: bool = False
     """Reduce gradients with two quantized all-to-alls, instead of --strategy."""
     inter_bits: Annotated[Literal[2, 3, 4, 8] | None, option("gradient-quantization-bits-inter")] = None
@@ -61,11 +60,9 @@ class CommunicationConfig:
     hadamard_transform: bool = False
     """Apply a Hadamard transform to gradients before quantization; part of tlq-hs and sdp4bit."""
     inter_rounding: Annotated[Rounding | None, option("gradient-rounding-inter")] = None
-    """Rounding of inter-node gradients. Default: dither with sdp4bit, stochastic with the paper's
-    strategies."""
+    """Rounding of inter-node gradients. Default: dither with sdp4bit, stochastic with the paper's ones."""
     pipeline_chunks: Annotated[int | None, option("gradient-alltoall-pipeline", "pipeline-chunks")] = None
-    """Slices of a gradient exchange, whose intra-node and inter-node transfers overlap. Default: chosen by
-    size."""
+    """Slices of a gradient exchange whose intra-node and inter-node hops overlap. Default: by size."""
     start_step: Annotated[int | None, option("gradients-quantization-start-iteration")] = None
     """Steps with full-precision gradients before quantization starts. Default: 0."""
     gradients_inside_one_node: bool = False

@@ -19,13 +19,11 @@ class ParallelConfig(RanksConfig):
     tensor_model_parallel_size: int = 1
     """Consecutive ranks that split the matrices of every block."""
     pipeline_model_parallel_size: int = 1
-    """Pipeline stages, each with an equal number of blocks; --accumulation sets the number of micro
-    batches."""
+    """Pipeline stages with equally many blocks; --accumulation sets the number of micro batches."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Blocks per stage if each rank has several interleaved stages. Default: one stage per rank."""
     recompute_granularity: Recompute = "none"
-    """Activation checkpointing: selective recomputes the attention core in backward, full recomputes complete
-    blocks."""
+    """Activation checkpointing: selective recomputes the attention core in backward, full all of a block."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,8 +42,7 @@ class ParallelConfig(RanksConfig):
         flag = f"--simulated-ranks {ranks}"
         require(ranks > 1, f"{flag}: one rank sends nothing; give at least 2")
         require(
-            self.nproc_per_node in (None, 1),
-            f"{flag} runs all ranks in one process: remove --nproc-per-node",
+            self.nproc_per_node in (None, 1), f"{flag} runs all ranks in one process: remove --nproc-per-node"
         )
         require(
             self.ranks_per_node is not None,
@@ -91,8 +88,7 @@ class ParallelConfig(RanksConfig):
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         for what, size in (("attention heads", heads), ("rows of the vocabulary", vocabulary)):
             require(
-                size % tensor == 0,
-                f"--tensor-model-parallel-size {tensor} does not divide the {size} {what}",
+                size % tensor == 0, f"--tensor-model-parallel-size {tensor} does not divide the {size} {what}"
             )
         require(
             layers % pipeline == 0,

@@ -88,8 +88,7 @@ class OptimizerConfig:
     decay_style: Annotated[DecayStyle, option("lr-decay-style")] = "cosine"
     """Shape of the decay from --lr to --min-lr."""
     warmup_fraction: Annotated[float | None, option("lr-warmup-fraction", "warmup-fraction")] = None
-    """Fraction of the decay steps with linear warm-up. Default: --lr-warmup-iters, or the preset's steps, or
-    0.01."""
+    """Fraction of the decay steps for warm-up. Default: --lr-warmup-iters, the preset's steps, or 0.01."""
     warmup_steps: Annotated[int | None, option("lr-warmup-iters")] = None
     """Steps with linear warm-up, instead of --lr-warmup-fraction."""
     decay_steps: Annotated[int | None, option("lr-decay-iters", "decay-steps")] = None
@@ -256,8 +255,7 @@ class PretrainConfig:
 
     @property
     def resolved_data(self) -> DataConfig:
-        """Data settings, with the preset's vocabulary for text that is tokenized at the start and for mock
-        data."""
+        """Data settings, with the preset's vocabulary for text tokenized at the start and for mock data."""
         data = self.data
         if data.vocabulary_size is not None or data.source == "indexed" or data.has_tokenizer:
             return data

@@ -90,8 +90,7 @@ class IndexedTokens:
         require(version == VERSION, f"{path}: version: {version} instead of {VERSION}")
         dtype = np.dtype(_CODES.get(code, "V1"))
         require(
-            np.issubdtype(dtype, np.integer),
-            f"{path}: dtype: code {code} is not an integer type (1-5, 8)",
+            np.issubdtype(dtype, np.integer), f"{path}: dtype: code {code} is not an integer type (1-5, 8)"
         )
         require(boundaries >= 1, f"{path}: document count: 0 boundaries instead of at least 1")
         needed = HEADER.size + sequences * 12 + boundaries * 8
@@ -168,8 +167,7 @@ class IndexedTokens:
         for position, expected in ((0, 0), (len(self._boundaries) - 1, sequences)):
             value = self._boundaries[position]
             require(
-                value == expected,
-                f"{path}: document indices: number {position} is {value}, not {expected}",
+                value == expected, f"{path}: document indices: number {position} is {value}, not {expected}"
             )
 
     def fingerprint(self) -> str:

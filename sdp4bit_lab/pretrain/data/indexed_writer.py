@@ -56,10 +56,7 @@ class IndexedWriter:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._finished:
             self._partial_idx.unlink(missing_ok=True)

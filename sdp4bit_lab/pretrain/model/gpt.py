@@ -96,8 +96,7 @@ class Attention(nn.Module):
     def _core(self, packed: Tensor) -> Tensor:
         """Compute this rank's heads; returns [batch, length, channels of these heads]."""
         batch, length, _ = packed.shape
-        # Channels are ordered [head, query/key/value, channel], so that a slice of them is a slice of the
-        # heads.
+        # Channels are [head, query/key/value, channel]: a slice of them is a slice of the heads.
         query, key, value = packed.view(batch, length, -1, 3, self.head_size).permute(3, 0, 2, 1, 4)
         dropout = self.dropout if self.training else 0.0
         own_numbers: AbstractContextManager[None] = nullcontext()

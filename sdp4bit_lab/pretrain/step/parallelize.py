@@ -262,8 +262,7 @@ def _named_roots(chunks: list[GPT], numbers: list[int], *, stages: int) -> nn.Mo
     """Return one module with all roots, whose parameter groups have unique names across stages."""
     if stages == 1:
         return chunks[0]
-    # The token embedding's group comes first on both ranks that hold it, because the index selects rounding
-    # bits.
+    # The token embedding's group is first on both ranks that hold it: the index selects rounding bits.
     order = sorted(range(len(chunks)), key=lambda index: chunks[index].token_embedding is None)
     return nn.ModuleDict({f"stage{numbers[index]}": chunks[index] for index in order})
 
@@ -273,9 +272,7 @@ def quantize(model: nn.Module, *, config: PretrainConfig) -> sdp4bit.CommHandle:
     ranks_per_node = config.parallel.ranks_per_node
     try:
         return sdp4bit.quantize_communication(
-            model,
-            topology="auto" if ranks_per_node is None else ranks_per_node,
-            config=config.quantization,
+            model, topology="auto" if ranks_per_node is None else ranks_per_node, config=config.quantization
         )
     except ValueError as error:
         raise SettingError(str(error)) from error

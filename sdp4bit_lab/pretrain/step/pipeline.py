@@ -6,12 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from sdp4bit_lab.pretrain.step.parallelize import ShardedModel
 
@@ -53,8 +48,8 @@ class Pipeline:
                 group=group,
             )
             if device.type == "cpu" and torch.__version__ < "2.13":
-                # Older releases open connections with an int64 that is received as fp32, which gloo rejects.
-                # Gloo needs no opening.
+                # Older releases open connections with an int64 received as fp32, which gloo rejects and does
+                # not need.
                 made._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
             return made
 

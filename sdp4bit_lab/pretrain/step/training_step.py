@@ -90,11 +90,7 @@ class TrainingStep:
         grad_norm, count, *both = results.tolist()
         sums, maxima = both[: local.numel()], both[local.numel() :]
         return StepOutcome(
-            loss_sum=sums[0],
-            tokens=max(1.0, count),
-            grad_norm=grad_norm,
-            sums=sums[1:],
-            maxima=maxima[1:],
+            loss_sum=sums[0], tokens=max(1.0, count), grad_norm=grad_norm, sums=sums[1:], maxima=maxima[1:]
         )
 
     def _forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
