@@ -97,7 +97,6 @@ class Network:
     """Nodes joined by shaped links; a context manager that cleans up after itself."""
 
     def __init__(self, nodes: int) -> None:
-        """Prepare without creating anything."""
         base = f"{PREFIX}{_identity()}"
         self._switch = f"{base}-switch"
         self.nodes = [f"{base}-n{node}" for node in range(nodes)]
@@ -208,7 +207,6 @@ def process_status(pid: int) -> list[str]:
 
 
 def _started(pid: int) -> str | None:
-    """Return a process's start time in kernel ticks; None if there is no such process."""
     status = process_status(pid)
     return status[19] if status else None
 

@@ -14,7 +14,6 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -159,16 +158,9 @@ def describe_machine(arguments: Sequence[str] | None) -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "versions": versions | {"linux": platform.release().partition("-")[0]},
         "date": machine["date"],
-        "commit": _commit(),
+        "commit": machine["commit"],
         "command": shlex.join(["python", "-m", "benchmarks.cluster", *given]),
     }
-
-
-def _commit() -> str | None:
-    """Return the commit of this checkout, with + if tracked files differ."""
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
 
 
 def print_tables(result: dict[str, Any]) -> None:

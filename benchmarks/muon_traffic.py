@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -194,7 +193,6 @@ def count(rank: int, store: str, sizes: tuple[int, int, int], out: str) -> None:
 
 
 def _totals(found: dict[str, Any], hidden: int) -> dict[str, dict[str, float]]:
-    """Return bytes per parameter over all matrices of the block."""
     sizes = {name: rows * columns for name, (rows, columns) in matrices(hidden).items()}
     return {
         placement: {
@@ -217,12 +215,9 @@ def main() -> int:
             ranks = sizes[0] * sizes[1] if store else 1
             multiprocessing.spawn(count, args=(store, sizes, out), nprocs=ranks)
             results.append(json.loads(Path(out).read_text()))
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False)
     measured, *traced = results
     record = {
         "unit": "bytes per parameter and step that one node sends to others",
-        "commit": commit.stdout.strip(),
         **describe_machine(),
         "command": shlex.join(["python", "-m", "benchmarks.muon_traffic", *sys.argv[1:]]),
         "measured": measured,

@@ -38,7 +38,6 @@ STUDIES = ("finetuning", "two_roundings")
 RATES = {"100mbit": "100 Mbit/s", "250mbit": "250 Mbit/s", "1gbit": "1 Gbit/s", "1000mbit": "1 Gbit/s"}
 SHOWN = {"fair": "fp32 gradients", "fair-bf16": "bf16 gradients", "sdp4bit": "sdp4bit"}
 """Strategies of the README's table and figure, by the names of benchmarks/cluster_strategies.py."""
-REFERENCES = ("hierarchical", "fair", "fair-bf16", "ddp", "ddp-bf16", "hsdp", "fsdp2")
 
 
 def encoded_bytes(bits: int | None, group_size: int, *, full: float) -> float:
@@ -259,7 +258,6 @@ def cluster_results(folder: Path) -> list[dict[str, Any]]:
 
 
 def _seconds(result: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the rows by strategy and rate."""
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     for row in result["rows"]:
         rows.setdefault(row["strategy"], {})[row["rate"]] = row
@@ -469,7 +467,6 @@ class Results:
         )
 
     def _loss(self, strategy: str) -> str:
-        """Return the loss of a strategy from the latest recipe that includes it."""
         every = (loss for result in self.accuracy for loss in losses(result) if loss.strategy == strategy)
         loss = next(every, None)
         if loss is None:

@@ -36,14 +36,6 @@ class Option:
     """Default value, or the text after "Default:" in the docstring; empty for none."""
     text: str
 
-    @property
-    def sentence(self) -> str:
-        return re.split(r"[.;:](?= |$)", self.text, maxsplit=1)[0] + "."
-
-    @property
-    def help(self) -> str:
-        return f"{self.text} (default: {self.default})" if self.default else self.text
-
 
 def options_of(settings: type) -> Iterator[Option]:
     """Yield the options of a settings class and of its nested settings classes."""
@@ -132,7 +124,8 @@ def format_help(settings: type, *, prog: str, description: str, shown: Sequence[
         title = "" if shown else each.section
         if title not in groups:
             groups[title] = parser.add_argument_group(f"{title.replace('_', ' ')} options".strip())
-        text = each.sentence + (f" (default: {each.default})" if each.default else "") if shown else each.help
+        text = re.split(r"[.;:](?= |$)", each.text, maxsplit=1)[0] + "." if shown else each.text
+        text += f" (default: {each.default})" if each.default else ""
         flags = each.flags[: 1 if shown else None]
         options: dict[str, Any] = {"action": "store_true"}
         if each.value and not shown:

@@ -118,6 +118,8 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
 
 def broadcast_from_rank0(work: Callable[[], T]) -> T:
     """Run `work` on rank 0; return its result or raise its error on all ranks."""
+    if not dist.is_initialized():
+        return work()
     result = run_on_all_ranks(lambda: work() if dist.get_rank() == 0 else None)
     box: list[T | None] = [result]
     with comm_error_context("broadcast from rank 0"):
@@ -126,12 +128,14 @@ def broadcast_from_rank0(work: Callable[[], T]) -> T:
 
 
 def gather_over_ranks(value: T, *, what: str, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks in rank order.
+    """Return the values of all ranks in rank order; only this one without a process group.
 
     Args:
         what: names the operation in errors.
         group: default: all ranks.
     """
+    if not dist.is_initialized():
+        return [value]
     values = [value] * dist.get_world_size(group)
     with comm_error_context(what, group=group):
         dist.all_gather_object(values, value, group=group)

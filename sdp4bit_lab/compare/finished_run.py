@@ -62,16 +62,11 @@ class FinishedRun:
         diverged_at = result.diverged_at
         if diverged_at is None and not math.isfinite(result.validation_loss):
             diverged_at = result.steps[-1].step
+        equal = ("strategy", "seed", "train_loss", "intra_bytes_per_step", "inter_bytes_per_step")
         return cls(
-            strategy=result.strategy,
-            seed=result.seed,
+            **{name: getattr(result, name) for name in (*equal, "seconds", "test_loss")},
             losses=tuple(step.loss for step in result.steps),
             validation=tuple(result.validation),
-            train_loss=result.train_loss,
-            intra_bytes_per_step=result.intra_bytes_per_step,
-            inter_bytes_per_step=result.inter_bytes_per_step,
-            seconds=result.seconds,
-            test_loss=result.test_loss,
             diverged_at=diverged_at,
             spikes=tuple(gradient_spikes((step.step, step.grad_norm) for step in result.steps)),
             **settings,
@@ -131,10 +126,7 @@ def run_settings(config: PretrainConfig, *, dataset: str, world_size: int) -> di
     settings = {
         "model": asdict(config.model_shape),
         "data": {"dataset": dataset, "eod_mask_loss": config.data.eod_mask_loss},
-        "training": asdict(config.training)
-        | {"sequence_length": config.sequence_length, "micro_batch_size": config.micro_batch_size},
-        "optimizer": asdict(config.optimizer)
-        | {"learning_rate": config.learning_rate, "warmup_steps": config.warmup_steps},
+        **config.resolved_sections(),
         "parallel": asdict(config.parallel) | {"world_size": world_size},
     }
     # Resolved into other settings.

@@ -101,7 +101,6 @@ class ShardedGroup:
 
 
 def _part(shape: Shape, ranks: int, least_padding: bool) -> int:
-    """Return the number of values of a parameter in one rank's row."""
     dim = least_padded_dim(shape, ranks=ranks) if least_padding else 0
     return -(-shape[dim] // ranks) * math.prod(shape[:dim] + shape[dim + 1 :])
 

@@ -210,7 +210,6 @@ def reproduction() -> Reproduction:
 
 
 def _fit(runs: Sequence[_Run]) -> float:
-    """Return the bandwidth with the least squared relative errors of the step times."""
     from scipy.optimize import minimize_scalar  # slow to import, and only needed here
 
     def error(log_bandwidth: float) -> float:

@@ -333,7 +333,6 @@ class Checkpointer:
 
 
 def _slots(names: Mapping[str, object], parameter: str) -> list[str]:
-    """Return the optimizer's slots of a parameter, such as exp_avg."""
     prefix = f"optimizer.{parameter}."
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 

@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -42,8 +42,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from sdp4bit_lab.common.files import sync
 from sdp4bit_lab.common.ranks import broadcast_from_rank0, gather_over_ranks
 from sdp4bit_lab.common.settings import SettingError
-
-T = TypeVar("T")
 
 RECORD, SUMS, TOKENIZER, METADATA = "run.json", "SHA256SUMS", "tokenizer.json", ".metadata"
 # While a checkpoint of the same step is replaced, the old one briefly has a dotted name.
@@ -214,7 +212,7 @@ def open_checkpoint(folder: Path) -> tuple[Path, RunRecord, CheckpointReader]:
         SettingError: on all ranks: no intact checkpoint.
     """
     is_single = (folder / SUMS).is_file() or (_COMPLETE.fullmatch(folder.name) and folder.is_dir())
-    candidates = _from_rank_0(lambda: [folder] if is_single else find_checkpoints(folder))
+    candidates = broadcast_from_rank0(lambda: [folder] if is_single else find_checkpoints(folder))
     if not candidates:
         raise SettingError(f"--load {folder}: no checkpoint found (no step- folder)")
     damaged: list[str] = []
@@ -225,7 +223,10 @@ def open_checkpoint(folder: Path) -> tuple[Path, RunRecord, CheckpointReader]:
             opened = _open_intact(path)
         except ValueError as error:
             problem = str(error)
-        problem = next((each for each in _from_all(problem) if each is not None), None)
+        problem = next(
+            (each for each in gather_over_ranks(problem, what="check of a checkpoint") if each is not None),
+            None,
+        )
         if opened is not None and problem is None:
             if damaged and (not dist.is_initialized() or dist.get_rank() == 0):
                 step = opened[0].progress.step
@@ -257,14 +258,6 @@ def _read_sums(path: Path) -> dict[str, str]:
     if None in matches or not {METADATA, RECORD} <= {match[2] for match in matches if match}:
         raise ValueError(f"{SUMS} is not a list of this checkpoint's files")
     return {match[2]: match[1] for match in matches if match}
-
-
-def _from_all(value: T) -> list[T]:
-    return gather_over_ranks(value, what="check of a checkpoint") if dist.is_initialized() else [value]
-
-
-def _from_rank_0(work: Callable[[], T]) -> T:
-    return broadcast_from_rank0(work) if dist.is_initialized() else work()
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -15,14 +15,16 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from sdp4bit_lab.common.files import sync
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.pretrain.checkpoint_files import TOKENIZER, RunRecord, open_checkpoint, read_tensors
+from sdp4bit_lab.pretrain.checkpoint_files import TOKENIZER, open_checkpoint, read_tensors
 from sdp4bit_lab.pretrain.config.checkpoint import ExportConfig
 from sdp4bit_lab.pretrain.data.documents import END_OF_TEXT
 from sdp4bit_lab.pretrain.model.cards import ModelShape
@@ -66,7 +68,7 @@ def export_model(config: ExportConfig) -> Path:
         if name.startswith("model.")
     }
     read_tensors(tensors, path=path, reader=reader)
-    shape = _shape_of(record, path=path)
+    shape = ModelShape(**record.shape)
     weights = to_huggingface(
         {name.removeprefix("model."): tensor for name, tensor in tensors.items()},
         shape=shape,
@@ -80,10 +82,10 @@ def export_model(config: ExportConfig) -> Path:
         end_of_text = _write_tokenizer(working, tokenizer, shape=shape) if tokenizer.is_file() else None
         settings = _settings(shape, vocabulary_size=record.vocabulary_size, end_of_text=end_of_text)
         _write_json(working / CONFIG, settings)
-        _save_file(weights, working / WEIGHTS)
+        save_file(weights, working / WEIGHTS, metadata={"format": "pt"})
         working.rename(out)
         sync(out.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         size = sum(tensor.nbytes for tensor in weights.values())
         shutil.rmtree(working, ignore_errors=True)
         raise SettingError(f"cannot write {out}, which takes {size:,} bytes ({error})") from error
@@ -145,17 +147,9 @@ def _settings(shape: ModelShape, *, vocabulary_size: int, end_of_text: int | Non
     }
 
 
-def _shape_of(record: RunRecord, *, path: Path) -> ModelShape:
-    names = ("layers", "hidden", "heads", "vocabulary", "positions", "dropout")
-    try:
-        return ModelShape(**{name: record.shape[name] for name in names})
-    except KeyError as error:
-        raise SettingError(f"{path} has no value of {error.args[0]}") from None
-
-
 def _write_tokenizer(folder: Path, tokenizer: Path, *, shape: ModelShape) -> int | None:
     """Write the tokenizer's files; return the end-of-text token, if any."""
-    content = _read_json(tokenizer)
+    content = json.loads(tokenizer.read_bytes())
     shutil.copyfile(tokenizer, folder / TOKENIZER)
     model = content.get("model", {})
     vocabulary: dict[str, int] = dict(model.get("vocab", {})) if model.get("type") == "BPE" else {}
@@ -178,26 +172,6 @@ def _write_tokenizer(folder: Path, tokenizer: Path, *, shape: ModelShape) -> int
         },
     )
     return end_of_text
-
-
-def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise SettingError(f"{path} cannot be read ({error})") from error
-    if not isinstance(content, dict):
-        raise SettingError(f"{path} does not hold a JSON object")
-    return content
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

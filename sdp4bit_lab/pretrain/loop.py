@@ -144,6 +144,5 @@ class TrainingLoop:
         )
 
     def _newly_sent(self) -> dict[str, int]:
-        """Count the bytes sent by this rank since the last call."""
         before, self._sent_before = self._sent_before, self._communication.stats()["total"]
         return {level: total - before[level] for level, total in self._sent_before.items()}

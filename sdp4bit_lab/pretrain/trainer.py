@@ -267,7 +267,6 @@ def describe_run(run: Run) -> str:
 
 
 def _describe_start(run: Run) -> list[str]:
-    """Name the checkpoint that the run resumes from, if one was requested."""
     folder = run.config.checkpoint
     if run.start.folder is not None:
         line = f"resumed from step {run.first_step} of {run.start.folder}"
@@ -279,7 +278,6 @@ def _describe_start(run: Run) -> list[str]:
 
 
 def _describe_end(run: Run) -> list[str]:
-    """Give the reason if the run ends early."""
     result, folder = run.result, run.config.checkpoint.save
     if result.diverged_at is not None:
         return [f"stopped at step {result.diverged_at}: the loss or its gradient is NaN or infinite"]
@@ -291,7 +289,6 @@ def _describe_end(run: Run) -> list[str]:
 
 
 def _describe_result(run: Run) -> list[str]:
-    """List losses, time and bytes, if any step was trained."""
     result = run.result
     if not result.steps:
         return []
@@ -311,7 +308,6 @@ def _describe_result(run: Run) -> list[str]:
 
 
 def _describe_next(run: Run) -> list[str]:
-    """Name the checkpoint and the next command."""
     result, logging, save = run.result, run.config.logging, run.config.checkpoint.save
     lines = []
     if result.steps and result.stopped is None:
@@ -326,11 +322,7 @@ def write_settings(config: PretrainConfig, *, label: str, ranks: Ranks) -> None:
     """Write config.json, from which other commands identify the run."""
     settings = {
         **asdict(config),
-        # Resolve the preset's defaults.
-        "training": asdict(config.training)
-        | {"sequence_length": config.sequence_length, "micro_batch_size": config.micro_batch_size},
-        "optimizer": asdict(config.optimizer)
-        | {"learning_rate": config.learning_rate, "warmup_steps": config.warmup_steps},
+        **config.resolved_sections(),
         "strategy": config.strategy_name,
         "label": label,
         "quantization": asdict(config.quantization),
@@ -345,7 +337,6 @@ def write_settings(config: PretrainConfig, *, label: str, ranks: Ranks) -> None:
 
 
 def _open_writer(run: Run, *, console: Console | None, part: str | None) -> MetricsWriter:
-    """Open the outputs on rank 0, and a silent writer on the other ranks."""
     config, ranks, progress = run.config, run.loop.ranks, run.loop.progress
     logging = config.logging
     if not ranks.is_first:

@@ -105,7 +105,6 @@ def _line_styles(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def _plots(runs: Sequence[Run]) -> list[Plot]:
-    """Return the plots that have values."""
     loss, norm, inter, intra = (
         [_curve(run.train, run.column(name)) for run in runs]
         for name in ("loss", "grad_norm", "inter_bytes", "intra_bytes")
@@ -195,7 +194,6 @@ def decimated(steps: np.ndarray, values: np.ndarray, *, most: int) -> Curve:
 
 
 def _row(run: Run, runs: Sequence[Run]) -> dict[str, str]:
-    """Return the cells of a run in the table of runs, by title."""
     baseline = baseline_of(run, runs)
     together = baseline and validated_together(run, baseline)
     last, losses = max(run.train, default=0), run.column("loss")[-FINAL_STEPS:]

@@ -60,7 +60,6 @@ def selftest(config: SelftestConfig, *, ranks: Ranks) -> dict[str, Any]:
 
 
 def _result(outcomes: Sequence[Outcome]) -> str:
-    """Summarize the outcomes in one sentence."""
     if outcomes[-1].failure:
         return f"{outcomes[-1].name} failed: do not train with this installation, and report it"
     skipped = [outcome.name for outcome in outcomes if outcome.result == "skipped"]
@@ -91,6 +90,5 @@ def _report(config: SelftestConfig, outcomes: Sequence[Outcome], result: dict[st
 
 
 def _row(name: str, result: str, seconds: str, about: str) -> str:
-    """Format a table row, wrapping a long text in its column."""
     first = f"{name:<15} {result:<8} {seconds:>8}  "
     return textwrap.fill(f"{first}{about}", _WIDTH, subsequent_indent=" " * len(first)).rstrip()

@@ -304,7 +304,6 @@ def difference(
 def _call(
     operator: Callable[..., None], arguments: dict[str, Any], backend: ops.BackendName, device: torch.device
 ) -> dict[str, Any]:
-    """Call the operator with copies of the arguments and return the copies."""
     copies = dict(arguments)
     for name, value in arguments.items():
         if isinstance(value, Tensor):

@@ -189,11 +189,6 @@ class SimulatedCommHandle(CommHandle):
             unit=comm.reduction.group_unit, separate=config.separate_parameters
         )
 
-    @property
-    def row_layouts(self) -> list[RowLayout]:
-        """Rows of each parameter group under FSDP2, in the order of the groups."""
-        return [comm.group.rows for comm in self._state.groups]
-
     # -- weights ---------------------------------------------------------------------------------------
 
     @torch.no_grad()

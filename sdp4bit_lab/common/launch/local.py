@@ -67,7 +67,6 @@ def run_on_ranks(program: str, *, config: object, parallel: RanksConfig, leaves_
 
 
 def _run_rank(program: str, config: object, timeout: timedelta, *, leaves_early: bool) -> int:
-    """Run the program as one rank and return its exit code."""
     rank, run = int(os.environ.get("RANK", "0")), pkgutil.resolve_name(program)
     try:
         with join_ranks(timeout=timeout) as ranks:

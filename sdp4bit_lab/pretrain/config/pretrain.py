@@ -6,9 +6,9 @@ Every field is a command-line option, and the docstring below it is the help tex
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from sdp4bit.config import SDP4BitConfig, TelemetryConfig
 from sdp4bit_lab.common.settings import SettingError, option, require, require_at_least, require_positive
@@ -260,6 +260,12 @@ class PretrainConfig:
         if data.vocabulary_size is not None or data.source == "indexed" or data.has_tokenizer:
             return data
         return replace(data, vocabulary_size=self.model.card.vocabulary)
+
+    def resolved_sections(self) -> dict[str, dict[str, Any]]:
+        """Return the training and optimizer settings with the preset's defaults resolved."""
+        batch = {"sequence_length": self.sequence_length, "micro_batch_size": self.micro_batch_size}
+        rates = {"learning_rate": self.learning_rate, "warmup_steps": self.warmup_steps}
+        return {"training": asdict(self.training) | batch, "optimizer": asdict(self.optimizer) | rates}
 
     def micro_batches(self, data_parallel_size: int) -> int:
         """Return the micro batches per step; SettingError if the global batch does not divide."""

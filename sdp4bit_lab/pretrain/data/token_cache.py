@@ -93,7 +93,6 @@ def open_cache(folder: Path, *, config: DataConfig) -> Dataset:
 
 
 def _tokenize(split: CorpusSplit, *, config: DataConfig, folder: Path) -> None:
-    """Write tokenizer.json and the .bin/.idx files of both splits."""
     training_text = (text for text, held_out in split.read() if not held_out)
     if config.tokenizer is None:
         note(f"training a tokenizer with {config.vocabulary:,} tokens")

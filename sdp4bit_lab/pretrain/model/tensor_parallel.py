@@ -8,7 +8,7 @@ drift apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -24,33 +24,24 @@ IGNORED_TARGET = -100
 """Targets with this value have no loss, as in torch's cross entropy."""
 
 
-class ColumnParallel(ParallelStyle):
-    """Split rows of the weight, and so columns of the output; the input is complete."""
+class SplitLayer(ParallelStyle):
+    """Split parameters of a layer over the ranks, along the given dimension of each.
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _split(module, device_mesh, {"weight": Shard(0), "bias": Shard(0)})
-        module.register_forward_pre_hook(lambda _, inputs: (enter(inputs[0], device_mesh.get_group()),))
-        return module
-
-
-class RowParallel(ParallelStyle):
-    """Split columns of the weight, and so of the input; the output is complete.
-
-    The bias is split too: each rank adds its part to its partial sum.
+    With split rows of the weight, the input is complete and the output is split. With split columns, or for
+    an embedding, partial outputs are summed; each rank adds its part of the bias to its partial sum.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _split(module, device_mesh, {"weight": Shard(1), "bias": Shard(0)})
-        module.register_forward_hook(lambda _, __, output: leave(output, device_mesh.get_group()))
-        return module
-
-
-class VocabularyParallel(ParallelStyle):
-    """Split rows of an embedding; the output is complete."""
+    def __init__(self, *, sums_output: bool, **dims: int) -> None:
+        self._sums_output = sums_output
+        self._dims = dims
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _split(module, device_mesh, {"weight": Shard(0)})
-        module.register_forward_hook(lambda _, __, output: leave(output, device_mesh.get_group()))
+        _split(module, device_mesh, {name: Shard(dim) for name, dim in self._dims.items()})
+        group = device_mesh.get_group()
+        if self._sums_output:
+            module.register_forward_hook(lambda _, __, output: leave(output, group))
+        else:
+            module.register_forward_pre_hook(lambda _, inputs: (enter(inputs[0], group),))
         return module
 
 
@@ -196,11 +187,12 @@ def parameter_group(parameter: Tensor) -> dist.ProcessGroup | None:
     return parameter.device_mesh.get_group() if isinstance(parameter, DTensor) else None
 
 
-Style = Callable[[], ParallelStyle]
-BLOCK_STYLES: dict[str, Style] = {
-    "attention.query_key_value": ColumnParallel,
-    "attention.projection": RowParallel,
-    "feed_forward.expand": ColumnParallel,
-    "feed_forward.projection": RowParallel,
+_COLUMNS = SplitLayer(sums_output=False, weight=0, bias=0)
+_ROWS = SplitLayer(sums_output=True, weight=1, bias=0)
+EMBEDDING_STYLE = SplitLayer(sums_output=True, weight=0)
+BLOCK_STYLES: dict[str, ParallelStyle] = {
+    "attention.query_key_value": _COLUMNS,
+    "attention.projection": _ROWS,
+    "feed_forward.expand": _COLUMNS,
+    "feed_forward.projection": _ROWS,
 }
-"""Split of each layer of a block."""

@@ -26,7 +26,7 @@ from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.config.training import ComputeDtype, Precision
 from sdp4bit_lab.pretrain.model.gpt import GPT, Block
-from sdp4bit_lab.pretrain.model.tensor_parallel import BLOCK_STYLES, VocabularyParallel
+from sdp4bit_lab.pretrain.model.tensor_parallel import BLOCK_STYLES, EMBEDDING_STYLE
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -75,18 +75,6 @@ class RankLayout:
     def tensor(self) -> DeviceMesh:
         """Ranks with other parts of the same matrices."""
         return self.mesh["tensor"]
-
-    @property
-    def data_ranks(self) -> Ranks:
-        """This rank among those that read other data: the same for all that hold a part of one replica."""
-        ranks = self.ranks
-        return Ranks(
-            rank=self.data.get_local_rank(),
-            world_size=self.data.size(),
-            local_rank=ranks.local_rank,
-            local_world_size=ranks.local_world_size,
-            device=ranks.device,
-        )
 
     @property
     def random_stream(self) -> int:
@@ -249,12 +237,11 @@ def _shard_chunk(config: PretrainConfig, *, layers: range, layout: RankLayout, m
 
 
 def _split_tensors(model: GPT, mesh: DeviceMesh) -> None:
-    """Split the matrices of a meta model over the ranks of the mesh."""
     if model.token_embedding is not None:
-        parallelize_module(model, mesh, {"token_embedding": VocabularyParallel()})
+        parallelize_module(model, mesh, {"token_embedding": EMBEDDING_STYLE})
     for block in model.blocks.values():
         assert isinstance(block, Block)
-        parallelize_module(block, mesh, {name: style() for name, style in BLOCK_STYLES.items()})
+        parallelize_module(block, mesh, BLOCK_STYLES)
         block.attention.tensor_rank = mesh.get_local_rank()
 
 

@@ -51,7 +51,6 @@ class SimulatedTrainingStep(TrainingStep):
         self.optimizer.register_step_post_hook(lambda *_: self.model.communication.mark_step())
 
     def _forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
-        """Return the summed loss of all ranks; reduce the weighted gradients."""
         model, ranks = self.model, self.model.data_parallel_size
         micro_batches = len(batches) // ranks
         total = torch.zeros_like(weight, dtype=torch.float64)
@@ -100,7 +99,6 @@ class SimulatedTrainingStep(TrainingStep):
 
 
 def _accumulate(model: torch.nn.Module, gradients: dict[str, Tensor]) -> None:
-    """Add the gradients of a micro batch in fp32 and clear them."""
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue

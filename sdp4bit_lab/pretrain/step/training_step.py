@@ -132,6 +132,5 @@ class TrainingStep:
         return self._pipeline.evaluate(batches + [nothing] * (self._accumulation - len(batches)))
 
     def _count(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the number of targets with a loss, fp64."""
         counts = [(targets != IGNORED_TARGET).sum() for _, targets in batches]
         return torch.stack(counts).sum().double()

@@ -59,7 +59,7 @@ def probe_file(folder: Path, **changes: Any) -> str:
 def test_table_2_is_printed_beside_the_published_one(capsys: Capture) -> None:
     text = shown(capsys, "--reproduce-table-2")
     assert "h800 18B 8/1 4.08 x 4.08 x 4.07 x 55.3 165" in text
-    assert "published 45.9 ms; predicted 45.5 ms" in text
+    assert "published 45.9 ms, predicted 45.5 ms" in text
     assert "sdp4bit 1.6 - 2.4 x 2.44 x 1.61 x" in text
     last = planned(capsys, "--reproduce-table-2")["rows"][-1]
     assert [last[name] for name in ("published", "predicted")] == pytest.approx([4.08, 4.08], abs=0.005)

@@ -152,7 +152,7 @@ class TestSampleIndex:
 
     def test_a_token_outside_the_vocabulary_is_named(self, tmp_path):
         split = open_split(write_corpus(tmp_path / "x", [[1, 2, 3, 90, 5]]), vocabulary=90)
-        with pytest.raises(SettingError, match=r"x\.bin holds token 90; the vocabulary ends at 89"):
+        with pytest.raises(SettingError, match=r"x\.bin has token 90, but the vocabulary ends at 89"):
             split.samples(sequence_length=4, seed=0).rows([0])
 
 
@@ -307,7 +307,7 @@ class TestBatches:
         data = dataset(write_corpus(tmp_path / "a", [range(1003), range(400)]), split="1,1")
         with pytest.raises(SettingError, match=r"1003 tokens, fewer than one sequence of 2000"):
             batches(data, rank=0, world_size=1, micro=1, accumulation=1, sequence_length=2000)
-        with pytest.raises(SettingError, match=r"400 tokens, less than 8 sequences of 100 for 2 ranks"):
+        with pytest.raises(SettingError, match=r"400 tokens, fewer than 8 sequences of 100 for 2 ranks"):
             batches(data, rank=0, world_size=2, micro=4, accumulation=1, sequence_length=100)
 
     def test_a_test_set_that_nobody_asked_for_may_be_empty(self, tmp_path):
@@ -319,7 +319,7 @@ class TestBatches:
             assert not reader.has_test and list(reader.test()) == []
             (note,) = reader.notes
             assert note.startswith(
-                "no test after training: the test text has 0 tokens, less than 1 sequences"
+                "no test after training: the test text has 0 tokens, fewer than 1 sequences"
             )
         # Of several corpora, too.
         others = [counting_corpus(tmp_path / n, documents=100, seed=i) for i, n in enumerate("yw")]
