@@ -86,11 +86,7 @@ class Ranks:
             self._answers.append(answers)
 
     def ask(self, command: dict[str, Any], *, timeout: float) -> list[dict[str, Any]]:
-        """Return every rank's answer.
-
-        Raises:
-            NetworkError: a rank exited or did not answer in time; includes the end of the ranks' output.
-        """
+        """Return every rank's answer; NetworkError with its last output if a rank exited or hangs."""
         for process in self._processes:
             assert process.stdin is not None
             try:

@@ -104,11 +104,7 @@ class Network:
         self._watchdog: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Network:
-        """Create the nodes and unshaped links.
-
-        Raises:
-            NetworkError: a command failed; everything created was removed.
-        """
+        """Create the nodes and unshaped links; remove them if a command fails (NetworkError)."""
         remove_leftovers()
         # A separate session, so that Ctrl-C does not reach it before it has cleaned up.
         self._watchdog = subprocess.Popen(

@@ -109,11 +109,7 @@ def _ratio(reference: Sequence[Sample], target: Sequence[Sample]) -> dict[str, A
 
 
 def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge several runs: the median, the lowest and the highest of their medians.
-
-    Raises:
-        ValueError: runs that differ in nodes, model, rates or strategies.
-    """
+    """Merge runs of the same command: median, lowest and highest; ValueError if they differ."""
     kinds = [(r["nodes"], r["ranks_per_node"], r["parameters"], sorted(_by_row(r))) for r in results]
     if any(kind != kinds[0] for kind in kinds):
         raise ValueError(

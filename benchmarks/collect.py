@@ -42,11 +42,7 @@ SEQUENCES = 4
 
 
 def accuracy(folders: Sequence[Path], *, title: str, command: str, commit: str) -> dict[str, Any]:
-    """Return the runs of comparisons with equal settings, and the bytes that each strategy sends.
-
-    Raises:
-        SettingError: a folder without finished runs, or runs that differ in more than strategy and seed.
-    """
+    """Return the runs of comparisons with equal settings, and the bytes that each strategy sends."""
     runs = merge_finished(folders)
     rows, sent = [], {}
     for run in runs:

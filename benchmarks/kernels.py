@@ -74,11 +74,7 @@ def check_bytes(backend: str, elements: int, bits: int) -> None:
 def measure(
     backends: list[str], elements: int, threads: int | None, rounds: int, budget: float, widths: list[int]
 ) -> list[dict[str, Any]]:
-    """Time all operators of the back ends of one device.
-
-    Args:
-        budget: seconds after which a slow operator is excluded from further rounds.
-    """
+    """Time all operators of one device; stop timing each after `budget` seconds."""
     device = DEVICES[backends[0]]
     runs: dict[tuple[str, str, int], tuple[Case, int]] = {}
     for backend, bits in itertools.product(backends, widths):

@@ -447,11 +447,7 @@ class Results:
         return {path: f"{text.rstrip()}\n" for path, text in pages.items()}
 
     def fragment(self, name: str) -> str:
-        """Return the text for a marker.
-
-        Raises:
-            ValueError: no result has this name.
-        """
+        """Return the text for a marker; ValueError if no result has this name."""
         kind, _, detail = name.partition("-")
         if kind == "loss":
             return self._loss(detail or "sdp4bit")

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sdp4bit_lab.common.settings import SettingError
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -59,6 +61,14 @@ def write_atomically(path: Path, content: str) -> None:
     working = path.with_name(f".{path.name}.{os.getpid()}")
     working.write_text(content, encoding="utf-8")
     working.replace(path)
+
+
+def write_output(path: Path, content: str, *, option: str) -> None:
+    """Write a file atomically; SettingError names the option."""
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise SettingError(f"cannot write {option} {path}: {error}") from error
 
 
 def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:

@@ -109,11 +109,7 @@ def docstrings(settings: type) -> dict[str, str]:
 
 
 def format_help(settings: type, *, prog: str, description: str, shown: Sequence[str] = ()) -> str:
-    """Format the help of a command.
-
-    Args:
-        shown: fields to list with their primary flag and first sentence; () for all, with full texts.
-    """
+    """Format the help: all options, or only the fields `shown`, each with its first sentence."""
     parser = argparse.ArgumentParser(
         prog=prog, usage="%(prog)s [options]", description=description, add_help=False
     )

@@ -17,10 +17,7 @@ EXIT_SETTING = 2
 
 
 class SettingError(Exception):
-    """Report an invalid setting in one line: the values and the remedy.
-
-    Not a ValueError, which tyro would catch and reword.
-    """
+    """Report an invalid setting and its remedy; not a ValueError, which tyro would reword."""
 
 
 def require(condition: bool, message: str) -> None:

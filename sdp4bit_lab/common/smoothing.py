@@ -12,10 +12,7 @@ WINDOW_SHARE = 20
 
 
 def smoothed(numbers: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return a centered moving average over a twentieth of the values, narrower at the ends.
-
-    Values that are not finite are excluded and stay NaN.
-    """
+    """Return a centered average over a twentieth of the values, NaN where they are not finite."""
     values = np.asarray(numbers, dtype=np.float64)
     half = max(1, len(values) // (2 * WINDOW_SHARE))
     finite = np.isfinite(values)

@@ -77,11 +77,7 @@ class CompareConfig:
         return [(variant, self._run(variant, seed)) for seed in _numbers(self.seeds) for variant in variants]
 
     def choose_baseline(self, labels: list[str]) -> str | None:
-        """Return the label of the baseline; None if it is not given and `baseline` is not among the labels.
-
-        Args:
-            labels: strategies of the runs, possibly from merged comparisons.
-        """
+        """Return the baseline's label; None if it is not given and `baseline` is not among the labels."""
         if self.baseline is None:
             return DEFAULT_BASELINE if DEFAULT_BASELINE in labels else None
         try:

@@ -54,11 +54,7 @@ class FinishedRun:
 
     @classmethod
     def of(cls, result: TrainingResult, **settings: Any) -> FinishedRun:
-        """Build the record of a training result.
-
-        Args:
-            settings: the fields settings, quantization and environment.
-        """
+        """Build the record of a training result, with the fields settings, quantization and environment."""
         diverged_at = result.diverged_at
         if diverged_at is None and not math.isfinite(result.validation_loss):
             diverged_at = result.steps[-1].step
@@ -118,11 +114,7 @@ def _number(value: float | None) -> float:
 
 
 def run_settings(config: PretrainConfig, *, dataset: str, world_size: int) -> dict[str, Any]:
-    """Return the settings that comparable runs share, whatever their strategy and seed.
-
-    Args:
-        dataset: key of the tokens; their folder does not matter.
-    """
+    """Return the settings that comparable runs share, whatever their strategy, seed and data folder."""
     settings = {
         "model": asdict(config.model_shape),
         "data": {"dataset": dataset, "eod_mask_loss": config.data.eod_mask_loss},
@@ -143,10 +135,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def first_difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return the first setting that differs, with both values; None if all are equal.
-
-    A missing setting counts as None.
-    """
+    """Return the first setting that differs, with both values, or None; a missing setting is None."""
     left, right = dict(flattened(one)), dict(flattened(other))
     differing = (name for name in {**left, **right} if left.get(name) != right.get(name))
     name = next(differing, None)

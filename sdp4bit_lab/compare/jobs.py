@@ -45,10 +45,7 @@ class Job:
 
 
 def train(job: Job, *, ranks: Ranks) -> str | None:
-    """Train a run on these ranks and write its result; return the reason if it stopped early.
-
-    A diverged run also has a result.
-    """
+    """Train a run and write its result, also if it diverges; return the reason if it stopped early."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     result = pretrain(
         job.config, ranks=ranks, console=console, label=job.label, part=job.part, keep_diverged=True

@@ -75,11 +75,7 @@ class ClusterConfig:
         )
 
     def resolve(self, *, model: str) -> Cluster:
-        """Return the cluster; SettingError if a value is missing.
-
-        Args:
-            model: name of the model, which selects the compute rate on the paper's clusters.
-        """
+        """Return the cluster with the compute rate of the model; SettingError if a value is missing."""
         scaled = {
             "nodes": (self.nodes, 1),
             "devices_per_node": (self.devices_per_node, 1),

@@ -162,11 +162,7 @@ class Reproduction:
     """Speed-up of 2.7B by cluster and strategy."""
 
     def cluster(self, name: ClusterName, *, model: str) -> Cluster:
-        """Return one of the paper's clusters with the bandwidths implied by its Table 2.
-
-        Args:
-            model: selects the compute rate; the median of all rates if it is not in the table.
-        """
+        """Return a cluster as Table 2 implies it, with the model's compute rate or the median rate."""
         rows = [p for p in self.rows if p.row.cluster == name]
         rates = [p.device_flops for p in rows if p.row.model == model] or [p.device_flops for p in rows]
         alone, shared = (

@@ -331,8 +331,7 @@ def plan_step(
 def exchange_seconds(exchange: Exchange, *, cluster: Cluster, layout: ParallelLayout) -> float:
     """Return the time of an exchange.
 
-    A ring keeps both levels busy at once. With two hops in chunks, the shorter hop is exposed for one chunk
-    only.
+    A ring keeps both levels busy at once; of two hops in chunks, one chunk of the shorter hop is exposed.
     """
     intra = exchange.intra_bytes / cluster.intra_bandwidth
     inter = exchange.inter_bytes / cluster.inter_bandwidth_per_rank(tensor_parallel=layout.tensor_parallel)

@@ -171,11 +171,7 @@ def all_reduce_exchange(
 def weight_refresh(
     row_numel: int, *, grid: RankGrid, config: WeightConfig | None, sections: Sequence[Section] = ()
 ) -> Exchange:
-    """Return one refresh of the weight replica, once per optimizer step.
-
-    Args:
-        sections: sections of the row; () for one.
-    """
+    """Return one refresh of the weight replica, once per step; sections () is a single one."""
     if config is None or grid.size == 1 or row_numel == 0:
         return Exchange()
     g, n = grid.ranks_per_node, grid.nodes

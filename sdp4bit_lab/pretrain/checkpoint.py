@@ -113,11 +113,7 @@ class Checkpointer:
     # -- saving ----------------------------------------------------------------------------------------
 
     def save(self, *, progress: Progress) -> None:
-        """Save the current state, in the background unless --no-async-save; a collective.
-
-        Raises:
-            CheckpointError: on all ranks: this save or the previous one failed.
-        """
+        """Save the state on all ranks; CheckpointError if this save or the previous one failed."""
         self.wait()
         record = replace(self._record, progress=progress, saved_at=time.time())
         tensors = self._state()

@@ -53,11 +53,7 @@ _MODEL: dict[str, object] = {
 
 
 def export_model(config: ExportConfig) -> Path:
-    """Write a checkpoint's model and tokenizer, and return the folder.
-
-    Raises:
-        SettingError: no intact checkpoint, or a folder that exists or cannot be written.
-    """
+    """Write a checkpoint's model and tokenizer, and return the folder; SettingError if it exists."""
     out = config.out
     if out.exists():
         raise SettingError(f"--out {out} exists: give a new folder")
@@ -95,11 +91,7 @@ def export_model(config: ExportConfig) -> Path:
 def to_huggingface(
     weights: Mapping[str, Tensor], *, shape: ModelShape, vocabulary_size: int
 ) -> dict[str, Tensor]:
-    """Return the weights with Hugging Face's names and layouts, without padding rows.
-
-    Raises:
-        SettingError: a weight is missing.
-    """
+    """Return the weights with Hugging Face's names and layouts; SettingError if one is missing."""
     converted: dict[str, Tensor] = {}
     for ours, theirs, layout in _names(shape.layers):
         if ours not in weights:

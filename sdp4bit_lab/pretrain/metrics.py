@@ -51,11 +51,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationMetrics:
-    """One validation; bytes are summed over all ranks.
-
-    The first forward after a step refreshes quantized weights, so a validation spares the next training step
-    that.
-    """
+    """One validation; its bytes include the weight refresh that the next step then needs not send."""
 
     step: int
     loss: float

@@ -136,11 +136,7 @@ class Run:
 
 
 def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
-    """Build data, model, optimizer and checkpointer, and load the checkpoint to resume from.
-
-    Raises:
-        SettingError: on all ranks, if the parts are incompatible or no step is left.
-    """
+    """Build the parts of a run and load its checkpoint; SettingError on all ranks if no step is left."""
     dataset = prepare_dataset(config.resolved_data, ranks=ranks)
     layout = lay_out(config, ranks=ranks)
     is_simulated = config.parallel.simulated_ranks is not None

@@ -90,11 +90,7 @@ class Run:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Run]:
-    """Return the runs in the folders or their subfolders, each folder once.
-
-    Raises:
-        SettingError: no run, or a damaged file; names the file and line.
-    """
+    """Return the runs in the folders or their subfolders; SettingError names the damaged file and line."""
     folders: dict[Path, Path] = {}
     for path in paths:
         for folder in _run_folders(path):

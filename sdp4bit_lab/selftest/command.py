@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from sdp4bit_lab.common.files import write_atomically
+from sdp4bit_lab.common.files import write_output
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0
-from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.selftest.check import Check, Context, Outcome, run_checks
 from sdp4bit_lab.selftest.config import CheckName, SelftestConfig
 from sdp4bit_lab.selftest.exchanges import check_exchanges
@@ -70,10 +69,7 @@ def _result(outcomes: Sequence[Outcome]) -> str:
 
 def _report(config: SelftestConfig, outcomes: Sequence[Outcome], result: dict[str, Any]) -> None:
     if config.json is not None:
-        try:
-            write_atomically(config.json, json.dumps(result, indent=2) + "\n")
-        except OSError as error:
-            raise SettingError(f"cannot write --json {config.json}: {error}") from error
+        write_output(config.json, json.dumps(result, indent=2) + "\n", option="--json")
     rule = "-" * _WIDTH
     lines = [rule, _row("check", "result", "seconds", ""), rule]
     for outcome in outcomes:

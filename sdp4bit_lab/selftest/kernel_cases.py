@@ -280,10 +280,7 @@ def difference(
     device: torch.device = CPU,
     **named: Any,
 ) -> str | None:
-    """Describe how a back end differs from the reference on the CPU; None if it does not.
-
-    Compares the whole storage of all tensors bit for bit: outputs, guard bytes and inputs.
-    """
+    """Describe how any bit of the tensors' storage differs from the reference on the CPU, or None."""
     arguments = {"first": first, **named}
     written, layout = "out" if "out" in named else "replica", named.get("sent", named.get("layout"))
     results = [_call(operator, arguments, "reference", CPU), _call(operator, arguments, backend, device)]

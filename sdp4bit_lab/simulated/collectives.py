@@ -139,10 +139,7 @@ class SimulatedReduceScatter:
                     each.forward()
 
     def finish(self, take: Callable[[int, Tensor], None]) -> None:
-        """Pass every rank's row [n] of the sum to take(rank, row), which must copy it.
-
-        Call it after all ranks have contributed; they may contribute again afterwards.
-        """
+        """Pass every rank's row [n] of the sum to take(rank, row), which must copy it."""
         under_way, self._under_way = self._under_way, []
         assert len(under_way) == self._layout.size
         for rank, (slices, row) in enumerate(under_way):
@@ -167,11 +164,7 @@ class SimulatedAllReduce:
     def __init__(
         self, layout: NodeLayout, *, config: GradientConfig, seed: int, bucket: int, scratch: Scratch
     ) -> None:
-        """Prepare without allocating.
-
-        Args:
-            scratch: memory for messages, which buckets may share.
-        """
+        """Prepare without allocating; buckets may share the scratch memory."""
         self._layout = layout
         self._scratch = scratch
         ranks = range(layout.size)
@@ -248,20 +241,12 @@ class SimulatedReplica(WeightReplica):
     def __init__(
         self, layout: NodeLayout, *, config: WeightConfig, traffic: TrafficCounter, scratch: Scratch
     ) -> None:
-        """Prepare without allocating.
-
-        Args:
-            traffic: counts the bytes of one rank; all send the same.
-        """
+        """Prepare without allocating; `traffic` counts one rank's bytes, which are equal for all."""
         topology = Topology(layout=layout, node=0, local_rank=0, intra=None, inter=None)
         super().__init__(topology, config=config, traffic=traffic, scratch=scratch)
 
     def refresh_fully(self, rows: Tensor, held: Tensor) -> None:
-        """Copy the rows of all ranks into the replica.
-
-        Args:
-            rows, held: [ranks, n], contiguous, in the dtype that weights are gathered in.
-        """
+        """Copy rows into the replica, both [ranks, n], contiguous, in the gathered dtype."""
         layout, row_bytes = self._topology.layout, held[0].nbytes
         if rows is not held:
             held.copy_(rows)
@@ -272,11 +257,7 @@ class SimulatedReplica(WeightReplica):
             self._traffic.count_bytes(row_bytes * layout.nodes, level="intra", peers=peers)
 
     def refresh(self, rows: Tensor, held: Tensor, *, sections: Sequence[Section] = ()) -> None:
-        """Add the quantized differences from the given rows to the replica.
-
-        Args:
-            sections: sections of a row; () for one.
-        """
+        """Add the quantized differences from the rows to the replica; sections () is a single one."""
         if self.bits is None:
             self.refresh_fully(rows, held)
             return

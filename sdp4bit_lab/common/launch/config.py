@@ -28,11 +28,7 @@ class RanksConfig:
         return timedelta(minutes=self.distributed_timeout_minutes)
 
     def processes(self, devices: int) -> int:
-        """Return the number of processes to start on this machine.
-
-        Args:
-            devices: GPUs of this machine.
-        """
+        """Return the number of processes to start on this machine, which has `devices` GPUs."""
         return self.nproc_per_node or devices or 1
 
     def check_world(self, world_size: int) -> None:

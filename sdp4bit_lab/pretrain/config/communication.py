@@ -83,11 +83,7 @@ class CommunicationConfig:
         return self.quantized_weights or self.quantized_gradients
 
     def resolve(self, strategy: Strategy | None, *, seed: int) -> SDP4BitConfig:
-        """Return the library's settings.
-
-        Raises:
-            SettingError: conflicting settings, or settings that the strategy does not use.
-        """
+        """Return the library's settings; SettingError if they conflict or the strategy does not use them."""
         if self.names_parts:
             if strategy is not None:
                 raise SettingError(
@@ -171,11 +167,7 @@ class ReliabilityConfig:
             raise SettingError("--audit-on-mismatch has no effect with --audit-interval 0")
 
     def applied_to(self, config: SDP4BitConfig) -> SDP4BitConfig:
-        """Add these settings to the library's.
-
-        Raises:
-            SettingError: an invalid value, or alerts without quantization.
-        """
+        """Add these settings to the library's; SettingError for alerts without quantization."""
         try:
             audit = AuditConfig(interval=self.audit_interval or 1, on_mismatch=self.audit_on_mismatch)
             alerts = None if self.alerts == "off" else AlertConfig()

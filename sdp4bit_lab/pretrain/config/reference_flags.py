@@ -40,11 +40,7 @@ WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
 
 
 def drop_reference_flags(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Remove the flags without effect; return the other arguments and a note for each flag.
-
-    Raises:
-        SettingError: an unsupported value.
-    """
+    """Return the other arguments, and a note per flag; SettingError for an unsupported value."""
     rest: list[str] = []
     notes: list[str] = []
     remaining = iter(arguments)

@@ -22,11 +22,7 @@ _SHOWN = 5
 
 
 def check_same_settings(config: PretrainConfig) -> None:
-    """Check that all ranks have equal versions and settings; call on every rank.
-
-    Raises:
-        SettingError: on all ranks, with the values that differ.
-    """
+    """Raise SettingError on all ranks unless all have equal versions and settings."""
     local = {"sdp4bit": VERSION, "torch": str(torch.__version__), **dict(_settings(config))}
     by_rank = gather_over_ranks(local, what="comparison of the settings")
     lines = []

@@ -66,11 +66,7 @@ def _on_every_node(work: Callable[[], T], *, known: Callable[[T], bool], ranks: 
 
 
 def check_indexed(config: DataConfig) -> str:
-    """Check the .bin/.idx files and return the key of the dataset.
-
-    Raises:
-        SettingError: a missing or damaged file; names file and field.
-    """
+    """Return the dataset's key; SettingError names the file and field that are missing or damaged."""
     corpora = {part.prefix: IndexedTokens(part.prefix) for _, parts in _blends(config) for part in parts}
     for corpus in corpora.values():
         corpus.check()
@@ -87,11 +83,7 @@ def check_indexed(config: DataConfig) -> str:
 
 
 def open_indexed(config: DataConfig, *, key: str) -> Dataset:
-    """Open .bin/.idx files that have been checked.
-
-    Raises:
-        SettingError: a split without documents, or --eod-mask-loss without a known end-of-document token.
-    """
+    """Open checked .bin/.idx files; SettingError if a split has no documents."""
     masked = config.end_of_document if config.eod_mask_loss else None
     if config.eod_mask_loss and masked is None:
         raise SettingError(

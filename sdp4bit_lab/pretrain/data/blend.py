@@ -24,11 +24,7 @@ class Part:
 
 
 def parse_blend(paths: Sequence[str | Path], *, option: str) -> list[Part]:
-    """Parse `[WEIGHT] PREFIX ...`, in which all corpora or none have a weight.
-
-    Raises:
-        SettingError: a missing weight, or one that is not a positive number.
-    """
+    """Parse `[WEIGHT] PREFIX ...`; SettingError unless all or none have a positive weight."""
     given = [str(path) for path in paths]
     weights = [_weight(text, option=option) for text in given]
     if not any(weight is not None for weight in weights):

@@ -17,11 +17,7 @@ _DATASETS_FORMATS = {".gz": "json", ".zst": "json", ".parquet": "parquet"}
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
-    """Expand patterns into files: in the given order, sorted by name within a pattern.
-
-    Raises:
-        SettingError: no file matches, or the package `datasets` is missing for one.
-    """
+    """Expand patterns in order; SettingError if nothing matches or the package datasets is missing."""
     files: list[Path] = []
     for pattern in patterns:
         paths = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
@@ -35,11 +31,7 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
 
 
 def read_documents(path: Path, *, keys: Sequence[str] = ("text",)) -> Iterator[list[list[str]]]:
-    """Yield the sentences of each key of each document; an undivided text is one sentence.
-
-    Raises:
-        SettingError: an unreadable file, or a document without text; names the line.
-    """
+    """Yield the sentences of each key of each document; an undivided text is one sentence."""
     try:
         for where, members in _members(path):
             yield [_sentences(members, key, where=where) for key in keys]

@@ -72,11 +72,7 @@ class PreprocessConfig(TokenizerConfig):
 
 
 def preprocess(config: PreprocessConfig, *, console: Console | None = None) -> None:
-    """Tokenize the documents and write the files of every key.
-
-    Raises:
-        SettingError: an invalid input, or an output that cannot be written; no new files are left.
-    """
+    """Write the files of every key; on SettingError no new files are left."""
     console = console or Console(stderr=True)
     for name in ("split", "torch_backend"):
         if getattr(config, name) is not None:

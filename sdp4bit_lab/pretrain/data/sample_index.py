@@ -112,11 +112,7 @@ class IndexedSamples:
         self.count = max(0, split.tokens - 1) // sequence_length
 
     def rows(self, numbers: Iterable[int]) -> Tokens:
-        """Return the tokens of these samples plus the next token, [samples, length + 1].
-
-        Raises:
-            SettingError: a token outside the vocabulary.
-        """
+        """Return [samples, length + 1] tokens; SettingError if one is outside the vocabulary."""
         rows = np.stack([self._row(*divmod(number, self.count)) for number in numbers])
         low, high = int(rows.min()), int(rows.max())
         if low < 0 or high >= self._split.vocabulary:

@@ -82,11 +82,7 @@ class BytePairTokenizer:
 def load_tokenizer(
     *, vocab_file: Path | None, merge_file: Path | None, tokenizer_model: Path | None, eod_token: str | None
 ) -> BytePairTokenizer:
-    """Load GPT-2's two files, or a tokenizer.json or its folder.
-
-    Raises:
-        SettingError: a missing or damaged file, or one without the token --eod-token.
-    """
+    """Load GPT-2's two files, or a tokenizer.json or its folder; SettingError if it is damaged."""
     if tokenizer_model is not None:
         path = tokenizer_model / "tokenizer.json" if tokenizer_model.is_dir() else tokenizer_model
         _require_file("--tokenizer-model", path)

@@ -30,10 +30,7 @@ INIT_BLOCK_ROWS = 64
 
 
 class Linear(nn.Linear):
-    """Linear layer that computes in its input's dtype, whatever dtype the weights are gathered in.
-
-    Under tensor parallelism it uses this rank's part of the weight.
-    """
+    """Linear layer on this rank's part of the weight, in its input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
         weight = local_part(self.weight).to(input.dtype)
@@ -64,10 +61,7 @@ class Embedding(nn.Embedding):
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Return function(*inputs), recomputed in backward from its inputs.
-
-    Not compiled, because torch 2.13 cannot compile it together with split parameters.
-    """
+    """Recompute the function in backward; torch 2.13 cannot compile that with split parameters."""
     result: Tensor = checkpoint(function, *inputs, use_reentrant=False)
     return result
 

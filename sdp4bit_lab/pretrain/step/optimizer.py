@@ -39,8 +39,7 @@ def learning_rate_at(
 ) -> float:
     """Return the learning rate of a step, counted from 0.
 
-    Linear warm-up to the peak, then cosine or linear decay to the minimum at the last decay step, then
-    constant.
+    Linear warm-up to the peak, cosine or linear decay to the minimum at the last decay step, then constant.
     """
     decay_steps = config.decay_steps or steps
     if step < warmup_steps:

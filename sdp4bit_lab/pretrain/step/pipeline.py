@@ -67,11 +67,7 @@ class Pipeline:
             self._schedule = schedule(local[0], micro_batches, loss_fn=self._weigh, scale_grads=False)
 
     def train(self, batches: Sequence[Batch], *, weight: Tensor) -> Tensor:
-        """Return the summed loss on the last stage; reduce the gradients of loss * weight.
-
-        Args:
-            batches: tokens and targets of all micro batches, identical on all stages.
-        """
+        """Return the summed loss on the last stage; reduce the gradients of loss * weight."""
         return self._run(self._schedule.step, batches, weight)
 
     @torch.no_grad()

@@ -87,10 +87,7 @@ class SimulatedModel(ShardedModel):
 
 
 def parameter_groups(model: GPT) -> Iterator[tuple[str, list[str]]]:
-    """Yield name and parameter names of every FSDP2 group of `sdp4bit pretrain`.
-
-    First the parameters outside blocks, then each block, in the order of quantize_communication.
-    """
+    """Yield name and parameter names of every FSDP2 group, in quantize_communication's order."""
     names = [name for name, _ in model.named_parameters()]
     blocks = [f"blocks.{layer}" for layer in model.blocks]
     yield "(root)", [name for name in names if not name.startswith("blocks.")]
@@ -99,11 +96,7 @@ def parameter_groups(model: GPT) -> Iterator[tuple[str, list[str]]]:
 
 
 def build_simulated_model(config: PretrainConfig, *, layout: RankLayout) -> SimulatedModel:
-    """Return the model with the initial weights of a real run on any number of ranks.
-
-    Raises:
-        SettingError: the settings are not for simulated ranks.
-    """
+    """Return the model with the initial weights of a real run on any number of ranks."""
     parallel, training, device = config.parallel, config.training, layout.ranks.device
     ranks, ranks_per_node = parallel.simulated_ranks, parallel.ranks_per_node
     if ranks is None or ranks_per_node is None:
