@@ -166,7 +166,7 @@ def _table(plan: Plan, *, strategy: str) -> list[str]:
         ("collectives", *(f"{cost.collectives}" for cost in costs)),
         ("computation, ms", *(_milliseconds(cost.compute_seconds) for cost in costs)),
         ("communication, ms", *(_milliseconds(cost.communication_seconds) for cost in costs)),
-        ("  of it hidden", *(_milliseconds(cost.hidden_seconds) for cost in costs)),
+        ("  of which hidden", *(_milliseconds(cost.hidden_seconds) for cost in costs)),
         ("quantization, ms", *(_milliseconds(cost.quantization_seconds) for cost in costs)),
         ("step, ms", *(_milliseconds(cost.step_seconds) for cost in costs)),
         ("memory, no activations", *(format_bytes(sum(cost.memory.values())) for cost in costs)),

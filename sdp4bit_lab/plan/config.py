@@ -144,7 +144,7 @@ class PlanConfig:
     json: bool = False
     """Print JSON instead of text."""
     reproduce_table_2: bool = False
-    """Print the paper's Table 2 beside the planner's, and checks against Table 4 and Figure 8."""
+    """Print the paper's Table 2 next to the planner's, and checks against Table 4 and Figure 8."""
     model: PlanModelConfig = field(default_factory=PlanModelConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     layout: ParallelLayout = field(default_factory=ParallelLayout)

@@ -19,7 +19,7 @@ class ParallelConfig(RanksConfig):
     tensor_model_parallel_size: int = 1
     """Consecutive ranks that split the matrices of every block."""
     pipeline_model_parallel_size: int = 1
-    """Pipeline stages with equally many blocks; --accumulation sets the number of micro batches."""
+    """Ranks of a pipeline, with equally many blocks each; --accumulation sets the number of micro batches."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Blocks per stage if each rank has several interleaved stages. Default: one stage per rank."""
     recompute_granularity: Recompute = "none"

@@ -240,7 +240,7 @@ class Batches:
                 yield self._batch(self._train, self._share(micro, rank=rank, first_sample=first_sample))
 
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's validation samples, the same every time; for all ranks, in turns."""
+        """Yield this rank's validation samples, the same every time; for all ranks, interleaved."""
         yield from self._first(self._eval_micro_batches, samples=self._validation)
 
     def test(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -107,7 +107,7 @@ def test_a_run_without_steps_has_a_page(tmp_path):
     empty = write_run(tmp_path / "empty", [], end="")
     (empty / "config.json").unlink()
     page = write_report(ReportConfig(runs=(empty,), out=tmp_path / "report.html")).read_text()
-    assert "No step has been finished." in page
+    assert "No step has finished." in page
 
 
 @pytest.mark.slow
