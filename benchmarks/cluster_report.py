@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import kernels
+
 if TYPE_CHECKING:
     from benchmarks.cluster_strategies import Cluster
 
@@ -143,8 +145,6 @@ def _by_row(result: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 
 def describe_machine(arguments: Sequence[str] | None) -> dict[str, Any]:
     """Return hardware, versions, date, command and commit."""
-    from benchmarks import kernels
-
     machine = kernels.describe_machine()
     versions = {name: machine["versions"][name] for name in ("python", "torch", "numba", "sdp4bit")}
     given = sys.argv[1:] if arguments is None else arguments

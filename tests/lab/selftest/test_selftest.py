@@ -228,7 +228,7 @@ RANK: dict[str, Any] = {
             {"versions": {"torch": "2.9"}},
             "rank 1 on a has versions {'torch': '2.9'}, rank 0 {'torch': '2.13'}",
         ),
-        ({"host": "b"}, 'a has 1 ranks, but LOCAL_WORLD_SIZE is 2: topology="auto" goes by'),
+        ({"host": "b"}, 'a has 1 ranks, but LOCAL_WORLD_SIZE is 2: topology="auto" groups'),
         ({"device_uuid": "GPU-1"}, "2 ranks share a GPU: times mean little, and NCCL may fail"),
         ({"peer_access": False}, "no peer access"),
         ({"kernels": "reference"}, "no fast kernels: install triton"),
