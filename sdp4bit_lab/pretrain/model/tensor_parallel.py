@@ -187,12 +187,12 @@ def parameter_group(parameter: Tensor) -> dist.ProcessGroup | None:
     return parameter.device_mesh.get_group() if isinstance(parameter, DTensor) else None
 
 
-_COLUMNS = SplitLayer(sums_output=False, weight=0, bias=0)
-_ROWS = SplitLayer(sums_output=True, weight=1, bias=0)
+_COLUMN_PARALLEL = SplitLayer(sums_output=False, weight=0, bias=0)
+_ROW_PARALLEL = SplitLayer(sums_output=True, weight=1, bias=0)
 EMBEDDING_STYLE = SplitLayer(sums_output=True, weight=0)
 BLOCK_STYLES: dict[str, ParallelStyle] = {
-    "attention.query_key_value": _COLUMNS,
-    "attention.projection": _ROWS,
-    "feed_forward.expand": _COLUMNS,
-    "feed_forward.projection": _ROWS,
+    "attention.query_key_value": _COLUMN_PARALLEL,
+    "attention.projection": _ROW_PARALLEL,
+    "feed_forward.expand": _COLUMN_PARALLEL,
+    "feed_forward.projection": _ROW_PARALLEL,
 }
