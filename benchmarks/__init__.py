@@ -1,1 +1,1 @@
-"""Measurements, each gated by a check that what is measured is correct."""
+"""Measurements, each preceded by a correctness check."""

@@ -2,12 +2,11 @@
 
     python -m benchmarks.cluster --nodes 2 --ranks-per-node 1 --rates 100mbit,250mbit,1gbit --json FILE
 
-Every strategy (benchmarks/cluster_strategies.py) is built once and warmed up on unshaped links. At each
-rate, rounds follow each other; a round runs one step of every strategy in an order drawn anew, so that a
-disturbance hits them alike. Medians over the rounds count, the spread is (slowest - fastest) / median, and
-a ratio is that of two steps of the same round. Bytes are read from the interfaces' counters and compared
-with what the strategy says it sent. Needs root and iproute2; makes network namespaces of its own and
-removes them, also when it is killed.
+Every strategy (benchmarks/cluster_strategies.py) is built once and warmed up on unshaped links. At each rate,
+every round runs one step of every strategy in a new random order, so that disturbances affect all of them.
+Results are medians over the rounds; the spread is (slowest - fastest) / median, and ratios are between steps
+of the same round. Bytes are read from the interfaces' counters and compared with the strategy's own count.
+Needs root and iproute2; creates network namespaces and removes them, even when killed.
 """
 
 from __future__ import annotations
@@ -37,23 +36,23 @@ EXIT_IMPOSSIBLE = 2
 PORT = 29500
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP_STEPS = 4
-"""Connections open, DDP rebuilds its buckets, PowerSGD has begun, kernels are compiled."""
+"""Opens connections, rebuilds DDP's buckets, starts PowerSGD and compiles kernels."""
 MINIMUM_ROUNDS = 3
 PROFILED_STEPS = 20
 BUILD_TIMEOUT, STEP_TIMEOUT = 240.0, 120.0
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
-"""Large tensors come from memory that the process keeps: else every step pays for zeroed pages again."""
+"""Keep freed memory in the process; otherwise every step pays for zeroed pages."""
 
 _PRIORITY = ["sh", "-c", 'echo -10 2> /dev/null > /proc/self/autogroup; exec nice -n -10 "$@"', "sh"]
-"""Other programs disturb the ranks less. Where the kernel groups processes by session, a nice value counts
-inside the group only, so the group gets one as well."""
+"""Raise the priority of the ranks. If the kernel groups processes by session, nice values only count inside
+the group, so the group is raised as well."""
 
 
 class Ranks:
-    """The workers on the nodes, which all get the same commands."""
+    """Workers on the nodes, which all get the same commands."""
 
     def __init__(self, network: Network, *, ranks_per_node: int, log: Path) -> None:
-        """Start one worker per rank, each on a core of its own as far as there are enough."""
+        """Start one worker per rank, each on its own core if there are enough."""
         self._answers: list[queue.Queue[str]] = []
         self._processes: list[subprocess.Popen[str]] = []
         self._log = log
@@ -88,27 +87,23 @@ class Ranks:
             self._answers.append(answers)
 
     def ask(self, command: dict[str, Any], *, timeout: float) -> list[dict[str, Any]]:
-        """Return every rank's answer.
-
-        Raises:
-            NetworkError: a rank ended or did not answer in time, with the end of what the ranks wrote.
-        """
+        """Return every rank's answer; NetworkError with its last output if a rank exited or hangs."""
         for process in self._processes:
             assert process.stdin is not None
             try:
                 process.stdin.write(json.dumps(command) + "\n")
                 process.stdin.flush()
             except BrokenPipeError:
-                raise self._failure("a rank has ended") from None
+                raise self._failure("a rank exited") from None
         deadline = time.monotonic() + timeout
         answers = []
         for rank, waiting in enumerate(self._answers):
             try:
                 line = waiting.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise self._failure(f"rank {rank} gave no answer within {timeout:.0f} s") from None
+                raise self._failure(f"rank {rank} did not answer within {timeout:.0f} s") from None
             if not line:
-                raise self._failure(f"rank {rank} has ended")
+                raise self._failure(f"rank {rank} exited")
             answers.append(json.loads(line))
         return answers
 
@@ -118,7 +113,7 @@ class Ranks:
 
 
 def _collect(stream: Any, answers: queue.Queue[str]) -> None:
-    """Put every line into the queue, and an empty one when there are no more."""
+    """Put every line into the queue, then an empty one at the end."""
     for line in itertools.chain(stream, [""]):
         answers.put(line)
 
@@ -144,7 +139,7 @@ def measure(
 
 
 def run_once(network: Network, ranks: Ranks, *, name: str, rate: str, round: int) -> Sample:
-    """One step of a strategy, with what the interfaces counted meanwhile."""
+    """Run one step of a strategy and read the interfaces' counters."""
     before = network.sent_bytes()
     answers = ranks.ask({"run": name, "steps": 1}, timeout=STEP_TIMEOUT)
     after = network.sent_bytes()
@@ -165,16 +160,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__.split("\n")[0])
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=1)
-    parser.add_argument("--rates", default="100mbit,250mbit,1gbit", help="of each link, in each direction")
-    parser.add_argument(
-        "--strategies", help="names to compare, comma-separated; default: all that differ here"
-    )
-    parser.add_argument("--seconds-per-rate", type=float, default=45.0, help="at least three rounds are run")
+    parser.add_argument("--rates", default="100mbit,250mbit,1gbit", help="rate of each link, per direction")
+    parser.add_argument("--strategies", help="comma-separated; default: all that differ on this cluster")
+    parser.add_argument("--seconds-per-rate", type=float, default=45.0, help="runs at least three rounds")
     parser.add_argument("--hidden", type=int, default=384, help="width of the model")
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--seed", type=int, default=0, help="of the order, the data and the initial weights")
-    parser.add_argument("--profile", help="strategy to profile at the last rate, on rank 0")
-    parser.add_argument("--json", type=Path, help="file for machine, rows, ratios and bytes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of order, data and initial weights")
+    parser.add_argument("--profile", help="strategy to profile on rank 0, at the last rate")
+    parser.add_argument("--json", type=Path, help="output file for machine, rows and ratios")
     chosen = parser.parse_args(arguments)
     if not 2 <= chosen.nodes <= 200 or chosen.ranks_per_node < 1:
         parser.error("--nodes must be 2 to 200 and --ranks-per-node at least 1")

@@ -1,13 +1,12 @@
-"""Nodes as network namespaces: a veth link each to a bridge, shaped both ways; nothing outside them changes.
+"""Emulate nodes as network namespaces, each joined to a bridge by a shaped veth link.
 
-Every node is a namespace with one uplink, `eth0`. Its other end is a port of a bridge in a namespace of its
-own, the switch. A token bucket (tbf) at both ends of each link shapes what a node sends and what it
-receives. Ranks of one node talk over `lo`, which is neither shaped nor counted.
+Every node is a namespace with one uplink, `eth0`, whose peer is a port of a bridge in the switch's namespace.
+Token buckets (tbf) at both ends of each link shape traffic in both directions. Ranks of one node communicate
+over `lo`, which is neither shaped nor counted. Nothing outside the namespaces changes.
 
-Cleaning up is the duty of a watchdog process from the start: it waits for the end of its standard input,
-which comes when the network is closed or when the process that made it dies, however it dies. Then it ends
-what runs in the namespaces and removes them. If it is killed as well, the next network removes what is
-left.
+A watchdog process cleans up. It waits for its standard input to close, which happens when the network is
+closed or its creator dies. Then it kills the processes in the namespaces and removes the namespaces. If the
+watchdog is killed too, the next network removes the leftovers.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _SUBNET = "10.77.0"
 _UNITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
 
 _MINIMUM_BURST = 128 * 1024
-"""Below one 64 KiB offload packet the token bucket cuts packets in software and falls short of its rate."""
+"""Below one 64 KiB offload packet, the token bucket splits packets in software and misses its rate."""
 _MINIMUM_QUEUE = 1 << 20
 _BURST_SECONDS, _QUEUE_SECONDS = 1e-3, 20e-3
 
-# Namespaces are the arguments. A process that is just starting may appear after the first look.
+# The arguments are namespaces. Retry, because a process that is starting may be missed at first.
 _WATCHDOG = """
 trap '' INT TERM HUP
 cat > /dev/null
@@ -48,15 +47,15 @@ for name in "$@"; do ip netns del "$name" 2> /dev/null; done
 
 
 class NetworkError(RuntimeError):
-    """A command that sets up the network failed."""
+    """Report a failed command during network setup."""
 
 
 def reason_to_skip() -> str | None:
-    """Return why a network cannot be made here, or None."""
+    """Return why a network cannot be created here, or None."""
     if os.name != "posix" or not Path("/proc/self/ns/net").exists():
         return "network namespaces exist on Linux only"
     if os.geteuid() != 0:
-        return "making network namespaces needs root"
+        return "creating network namespaces needs root"
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
     if missing:
         return f"{' and '.join(missing)} not found: install iproute2"
@@ -75,15 +74,15 @@ def reason_to_skip() -> str | None:
 
 
 def rate_in_bits(rate: str) -> float:
-    """Return bits per second of a rate such as 250mbit; ValueError for others."""
+    """Convert a rate such as 250mbit to bits per second; ValueError if it is malformed."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(gbit|mbit|kbit)", rate)
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f"rate {rate!r} is not understood: write it like 250mbit or 1gbit")
+        raise ValueError(f"invalid rate {rate!r}: use the form 250mbit or 1gbit")
     return float(match[1]) * _UNITS[match[2]]
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the namespaces of networks whose process has ended, and return their names."""
+    """Remove the namespaces of networks whose process has exited, and return their names."""
     left = []
     for line in _run("ip", "netns", "list").splitlines():
         match = _NAME.fullmatch(line.split(" ")[0])
@@ -95,10 +94,9 @@ def remove_leftovers() -> list[str]:
 
 
 class Network:
-    """Nodes that reach each other over shaped links; a context manager that leaves nothing behind."""
+    """Nodes joined by shaped links; a context manager that cleans up after itself."""
 
     def __init__(self, nodes: int) -> None:
-        """Prepare; nothing exists before the context is entered."""
         base = f"{PREFIX}{_identity()}"
         self._switch = f"{base}-switch"
         self.nodes = [f"{base}-n{node}" for node in range(nodes)]
@@ -106,13 +104,9 @@ class Network:
         self._watchdog: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Network:
-        """Join the nodes by unshaped links.
-
-        Raises:
-            NetworkError: a command failed; what had been made is removed.
-        """
+        """Create the nodes and unshaped links; remove them if a command fails (NetworkError)."""
         remove_leftovers()
-        # A session of its own: an interrupt from the terminal must not reach it before it has cleaned up.
+        # A separate session, so that Ctrl-C does not reach it before it has cleaned up.
         self._watchdog = subprocess.Popen(
             ["sh", "-c", _WATCHDOG, "sh", self._switch, *self.nodes],
             stdin=subprocess.PIPE,
@@ -126,11 +120,10 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End and remove everything in the network."""
         self.close()
 
     def close(self) -> None:
-        """End and remove everything in the network; may be called again."""
+        """Kill and remove everything in the network; idempotent."""
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
             assert watchdog.stdin is not None
@@ -152,7 +145,7 @@ class Network:
             _run("ip", "-n", node, "addr", "add", f"{self.address(index)}/24", "dev", UPLINK)
             for device in ("lo", UPLINK):
                 _run("ip", "-n", node, "link", "set", device, "up")
-            # Connections keep their speed while the ranks compute, and start without what others have learnt.
+            # Keep the congestion window during computation, and ignore metrics of earlier connections.
             for name, value in (
                 ("tcp_congestion_control", "reno"),
                 ("tcp_slow_start_after_idle", "0"),
@@ -162,11 +155,10 @@ class Network:
                 _run("ip", "netns", "exec", node, "sh", "-c", setting)
 
     def address(self, node: int) -> str:
-        """Return the address of a node."""
         return f"{_SUBNET}.{node + 1}"
 
     def set_rate(self, rate: str | None) -> None:
-        """Let every link carry at most this rate in each direction; None lifts the limit."""
+        """Limit every link to this rate in each direction; None removes the limit."""
         bits = None if rate is None else rate_in_bits(rate)
         ends = [(node, UPLINK) for node in self.nodes]
         ends += [(self._switch, f"p{index}") for index in range(len(self.nodes))]
@@ -177,7 +169,7 @@ class Network:
                 _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *_token_bucket(bits))
 
     def sent_bytes(self) -> list[int]:
-        """Return what each node has sent over its link so far, by the interface's counter."""
+        """Return the bytes that each node has sent over its link so far, by the interface's counter."""
         counters = []
         for node in self.nodes:
             links = json.loads(_run("ip", "-n", node, "-j", "-s", "link", "show", UPLINK))
@@ -185,7 +177,7 @@ class Network:
         return counters
 
     def start(self, node: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a program on a node, in a session of its own; close() ends it."""
+        """Start a program on a node in a separate session; close() kills it."""
         return subprocess.Popen(
             ["ip", "netns", "exec", self.nodes[node], *command], start_new_session=True, **options
         )
@@ -198,7 +190,7 @@ def _token_bucket(bits: float) -> list[str]:
 
 
 def _identity() -> str:
-    """Return this process's id and start time, which together name no other process."""
+    """Return this process's id and start time, which together are unique."""
     return f"{os.getpid()}-{_started(os.getpid())}"
 
 
@@ -211,7 +203,6 @@ def process_status(pid: int) -> list[str]:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process started, in the kernel's ticks; None if there is no such process."""
     status = process_status(pid)
     return status[19] if status else None
 

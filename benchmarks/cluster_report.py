@@ -1,9 +1,9 @@
-"""Report samples of an emulated cluster: rows, ratios of steps of one round, bytes, a table.
+"""Summarize samples of an emulated cluster: rows, ratios of steps of one round, bytes.
 
     python -m benchmarks.cluster_report RUN1.json RUN2.json RUN3.json
 
-prints several runs of the same command: medians of the runs' medians, and the lowest and highest of them.
-`python -m benchmarks.tables` writes those in results/cluster into the documentation.
+prints several runs of the same command: the median of the runs' medians, the lowest and the highest. `python
+-m benchmarks.tables` writes results/cluster into the documentation.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from benchmarks import kernels
 
 if TYPE_CHECKING:
     from benchmarks.cluster_strategies import Cluster
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 LABEL = "emulated cluster, TCP, gloo, CPU"
 FASTEST = "sdp4bit"
 TOLERATED_BYTES = 0.03
-"""TCP headers, acknowledgements and the barriers around a step."""
+"""Allowance for TCP headers, acknowledgements and the barriers around a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ def summarize(
         groups.setdefault((sample.rate, sample.strategy), []).append(sample)
     rows = [_row(group) for group in groups.values()]
     names = {name for _, name in groups}
-    # With several ranks per node the flat exchange is no fair reference: the levels alone gain much.
+    # With several ranks per node a flat exchange is not a fair reference: the hierarchy alone gains much.
     references = [name for name in ("hierarchical", "fair", "fair-bf16", "ddp", "fsdp2") if name in names]
     targets = [name for name in names if name.startswith(FASTEST)]
     ratios = [
@@ -75,7 +76,7 @@ def summarize(
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Return median, fastest and slowest, and how far these are apart relative to the median."""
+    """Return median, fastest, slowest, and the spread relative to the median."""
     median, fastest, slowest = statistics.median(seconds), min(seconds), max(seconds)
     spread = (slowest - fastest) / median
     return {"seconds_per_step": median, "spread": spread, "fastest": fastest, "slowest": slowest}
@@ -110,11 +111,7 @@ def _ratio(reference: Sequence[Sample], target: Sequence[Sample]) -> dict[str, A
 
 
 def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return several runs as one: the median, the lowest and the highest of their medians.
-
-    Raises:
-        ValueError: runs that differ in nodes, model, rates or strategies.
-    """
+    """Merge runs of the same command: median, lowest and highest; ValueError if they differ."""
     kinds = [(r["nodes"], r["ranks_per_node"], r["parameters"], sorted(_by_row(r))) for r in results]
     if any(kind != kinds[0] for kind in kinds):
         raise ValueError(
@@ -134,7 +131,7 @@ def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
             }
         )
     ratios = []
-    # Runs of the same strategies and rates have the same ratios in the same order.
+    # Runs of the same command have the same ratios in the same order.
     for same in zip(*(result["ratios"] for result in results), strict=True):
         medians = [ratio["ratio"] for ratio in same]
         middle = statistics.median(medians)
@@ -148,8 +145,6 @@ def _by_row(result: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 
 def describe_machine(arguments: Sequence[str] | None) -> dict[str, Any]:
     """Return hardware, versions, date, command and commit."""
-    from benchmarks import kernels
-
     machine = kernels.describe_machine()
     versions = {name: machine["versions"][name] for name in ("python", "torch", "numba", "sdp4bit")}
     given = sys.argv[1:] if arguments is None else arguments
@@ -159,20 +154,13 @@ def describe_machine(arguments: Sequence[str] | None) -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "versions": versions | {"linux": platform.release().partition("-")[0]},
         "date": machine["date"],
-        "commit": _commit(),
+        "commit": machine["commit"],
         "command": shlex.join(["python", "-m", "benchmarks.cluster", *given]),
     }
 
 
-def _commit() -> str | None:
-    """Return the commit of this checkout, with a plus sign if tracked files differ from it."""
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
-
-
 def print_tables(result: dict[str, Any]) -> None:
-    """The rows and the ratios, as Markdown."""
+    """Print rows and ratios as Markdown."""
     machine = result["machine"]
     print(
         f"\n{result['label']}: {result['nodes']} nodes x {result['ranks_per_node']} ranks, "
@@ -199,12 +187,11 @@ def print_tables(result: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the tables of several runs, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cluster_report",
         description="Show several runs of benchmarks.cluster as one.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="what --json has written")
+    parser.add_argument("runs", nargs="+", type=Path, help="files written by --json")
     chosen = parser.parse_args(arguments)
     try:
         result = combine([json.loads(path.read_text()) for path in chosen.runs])

@@ -1,14 +1,13 @@
-"""Every way of training one GPT over several nodes that the emulated cluster compares, as a training step.
+"""Training strategies that the emulated cluster compares.
 
-All start from the same weights, see the same data and step the same AdamW. FSDP2 strategies shard each
-block and the rest, keep weights gathered between forward and backward (`reshard_after_forward=False`: one
-gather per step, as in the paper) and gather in bf16; all compute in bf16 where the machine is fast at it,
-else in fp32. HSDP shards inside a node and replicates between nodes. DDP keeps whole fp32 weights on every
-rank.
+All start from the same weights, read the same data and use AdamW. FSDP2 strategies shard each block and the
+rest in bf16 and gather weights once per step (`reshard_after_forward=False`), as in the paper. All compute in
+bf16 if the machine does so fast, else in fp32. HSDP shards inside a node and replicates between nodes. DDP
+keeps fp32 weights on every rank.
 
-A half that a strategy leaves in full precision goes through the same pairwise exchange as a quantized half:
-gloo's own reduce-scatter sends twice what is needed and its all-gather runs half duplex between two ranks.
-Only `fsdp2`, which is what a user of gloo has today, goes through gloo's own.
+Full-precision halves of a strategy use the same pairwise exchange as quantized halves. Gloo's own
+reduce-scatter sends twice the necessary bytes, and its all-gather is half duplex between two ranks. Only
+`fsdp2`, the current state for gloo users, uses gloo's collectives.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ FULL_WEIGHTS = WeightConfig(bits=None)
 FULL_GRADIENTS = GradientConfig(intra_bits=None, inter_bits=None, hadamard=False)
 POWER_SGD_RANK = 4
 POWER_SGD_START = 2
-"""Steps that PowerSGD averages in full precision first; warm-up must be longer."""
+"""Steps that PowerSGD first averages in full precision; the warm-up must be longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The model and its data; the default is large enough that 250 Mbit/s are 90 % of a step."""
+    """Model and data; large enough by default that communication at 250 Mbit/s is 90 % of a step."""
 
     layers: int = 6
     hidden: int = 384
@@ -53,13 +52,13 @@ class Workload:
     micro_batch: int = 1
     learning_rate: float = 3e-4
     warmup_steps: int = 20
-    """Steps in which the learning rate rises; at its full height from the start, the gradient's norm jumps
-    from 3 to 47 at step 11, and a quantized run meets that step with another loss than plain FSDP2."""
+    """Steps of learning-rate warm-up. Without it, the gradient norm jumps from 3 to 47 at step 11, and a
+    quantized run then has another loss than plain FSDP2."""
     seed: int = 0
 
     @property
     def shape(self) -> ModelShape:
-        """What the model is built from."""
+        """Sizes of the model."""
         return ModelShape(
             layers=self.layers,
             hidden=self.hidden,
@@ -75,8 +74,8 @@ class Workload:
     def batch(self, step: int, *, rank: int) -> tuple[Tensor, Tensor]:
         """Return tokens and targets of a rank's step, both [micro_batch, sequence_length].
 
-        Frequencies fall as in text (Zipf), and every other token follows from the one before, so that a model
-        has something to learn within few steps.
+        Frequencies follow Zipf's law, as in text, and every other token follows from its predecessor, so that
+        a model can learn within few steps.
         """
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step * 4099 + rank)
         frequencies = 1.0 / torch.arange(1, self.vocabulary + 1)
@@ -89,19 +88,18 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """How many ranks are where; ranks are numbered node by node."""
+    """Numbers of nodes and ranks; ranks are numbered node by node."""
 
     nodes: int
     ranks_per_node: int
 
     @property
     def ranks(self) -> int:
-        """Ranks of all nodes."""
         return self.nodes * self.ranks_per_node
 
 
 class TrainingStep:
-    """One strategy's model and optimizer; calling it trains one step."""
+    """Model and optimizer of one strategy; calling it trains one step."""
 
     def __init__(
         self, model: nn.Module, *, workload: Workload, sent_bytes: Callable[[], float] | None = None
@@ -113,7 +111,7 @@ class TrainingStep:
         self.steps = 0
 
     def __call__(self, *, micro_batches: int = 1) -> Tensor:
-        """Train one step, of so many times the same batch, and return this rank's loss before it."""
+        """Train one step on `micro_batches` copies of a batch; return this rank's loss before it."""
         for _ in range(micro_batches):
             tokens, targets = self._workload.batch(self.steps, rank=dist.get_rank())
             loss: Tensor = self._model(tokens, targets).sum() / targets.numel()
@@ -126,12 +124,12 @@ class TrainingStep:
         return loss.detach()
 
     def sent_bytes(self) -> float | None:
-        """Return what this rank says it has sent to other nodes so far; None if nobody counts."""
+        """Return this rank's count of bytes sent to other nodes so far; None if it does not count."""
         return None if self._sent_bytes is None else self._sent_bytes()
 
 
 class Bf16ReduceScatter:
-    """FSDP2's reduce-scatter as a pairwise exchange of bf16 rows, which are summed in fp32."""
+    """FSDP2's reduce-scatter as a pairwise exchange of bf16 rows, summed in fp32."""
 
     def __init__(self, scratch: Scratch, cluster: Cluster) -> None:
         self._scratch = scratch
@@ -140,7 +138,6 @@ class Bf16ReduceScatter:
         """Bytes sent to other nodes so far."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new tensor."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     @torch.no_grad()
@@ -152,7 +149,7 @@ class Bf16ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """`output_tensor` [n] holds this rank's row of the mean or sum of `input_tensor` [ranks * n]."""
+        """Write this rank's row of the mean or sum of `input_tensor` [ranks * n] into `output_tensor` [n]."""
         ranks, device = group.size(), input_tensor.device
         sent = input_tensor.view(ranks, -1)
         row_bytes = sent[0].nbytes
@@ -164,12 +161,12 @@ class Bf16ReduceScatter:
 
 
 def compute_dtype() -> torch.dtype:
-    """Return the type of activations that this machine multiplies fast."""
+    """Return the dtype of activations that is fast on this machine."""
     return resolve_compute_dtype("auto", param_dtype=torch.bfloat16, device=torch.device("cpu"))
 
 
 def build_model(workload: Workload) -> GPT:
-    """Return the model with its initial weights, the same on all ranks."""
+    """Return the model with its initial weights, identical on all ranks."""
     model = GPT(workload.shape, compute_dtype=compute_dtype())
     model.reset_parameters(seed=workload.seed)
     return model
@@ -178,7 +175,7 @@ def build_model(workload: Workload) -> GPT:
 def shard(
     model: GPT, *, reduce_dtype: torch.dtype = torch.float32, replicated_over: Cluster | None = None
 ) -> GPT:
-    """Return the model, sharded by FSDP2 over all ranks, or over those of each node of the cluster."""
+    """Shard the model with FSDP2 over all ranks, or over those of each node of the cluster."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if replicated_over is not None:
         shape = replicated_over.nodes, replicated_over.ranks_per_node
@@ -190,7 +187,7 @@ def shard(
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    # Blocks are asked for when the forward pass begins; an exchange that can will overlap it.
+    # Prefetch all blocks at the start of forward; exchanges that can will overlap with it.
     cast(FSDPModule, model).set_modules_to_forward_prefetch(cast(list[FSDPModule], blocks))
     return model
 
@@ -204,23 +201,23 @@ def _fsdp2(workload: Workload, cluster: Cluster) -> TrainingStep:
 
 
 def _counted(comm: sdp4bit.CommHandle | sdp4bit.DDPCommState, share: float = 1.0) -> Callable[[], float]:
-    """Return the count of bytes sent to other nodes: a share of those that the library counts as such."""
+    """Return a counter of the inter-node bytes reported by the library, scaled by `share`."""
     return lambda: float(comm.stats()["total"]["inter_bytes"]) * share
 
 
 def _crossing(cluster: Cluster) -> float:
-    """Return the share of a rank's peers that are on other nodes."""
+    """Return the fraction of a rank's peers that are on other nodes."""
     return (cluster.ranks - cluster.ranks_per_node) / max(1, cluster.ranks - 1)
 
 
 def _quantized(config: SDP4BitConfig, *, levels: int = 2) -> Callable[[Workload, Cluster], TrainingStep]:
-    """Return a builder of FSDP2 with this communication, in one level (all ranks alike) or two."""
+    """Return a builder of quantized FSDP2 with one level (all peers equal) or two."""
 
     def build(workload: Workload, cluster: Cluster) -> TrainingStep:
         model = shard(build_model(workload))
         per_node = cluster.ranks_per_node if levels == 2 else 1
         comm = sdp4bit.quantize_communication(model, topology=per_node, config=config)
-        # Of what one level counts as sent to other "nodes", some goes to ranks of this one.
+        # With one level, some of the counted bytes go to ranks of the same node.
         share = 1.0 if levels == 2 else _crossing(cluster)
         return TrainingStep(model, workload=workload, sent_bytes=_counted(comm, share))
 
@@ -240,23 +237,23 @@ def _fair_bf16(workload: Workload, cluster: Cluster) -> TrainingStep:
 
 
 def _bf16_hook(state, bucket):  # type: ignore[no-untyped-def]
-    # A function of our own: DDP refuses the stock one by its name unless the back end is NCCL. Without
-    # annotations: DDP compares them with its types, and here they are strings.
+    # DDP rejects the stock hook by name unless the back end is NCCL. It compares annotations with types, but
+    # they are strings here, so there are none.
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def ddp(
     module: nn.Module, hook: str | None, *, ranks_per_node: int, **power_sgd: Any
 ) -> tuple[DistributedDataParallel, sdp4bit.DDPCommState | None]:
-    """Return the module in DDP with a communication hook: "bf16", "powersgd", "sdp4bit", or None.
+    """Wrap the module in DDP with a communication hook: "bf16", "powersgd", "sdp4bit" or None.
 
     Args:
         power_sgd: further settings of torch's PowerSGDState.
 
     Returns:
-        The model, and the state of our hook.
+        The model, and the state of the sdp4bit hook.
     """
-    # With several buckets the follow-up reductions of PowerSGD race on gloo and abort.
+    # With several buckets, PowerSGD's follow-up reductions race on gloo and abort.
     bucket = {"bucket_cap_mb": 4096} if hook == "powersgd" else {}
     model = DistributedDataParallel(module, gradient_as_bucket_view=True, **bucket)
     if hook == "sdp4bit":
@@ -299,9 +296,7 @@ def _preset(name: strategies.Strategy, *, chunks: int = 1) -> SDP4BitConfig:
     config = strategies.STRATEGIES[name]
     gradients = config.gradients or FULL_GRADIENTS
     return replace(
-        config,
-        weights=config.weights or FULL_WEIGHTS,
-        gradients=replace(gradients, pipeline_chunks=chunks),
+        config, weights=config.weights or FULL_WEIGHTS, gradients=replace(gradients, pipeline_chunks=chunks)
     )
 
 
@@ -324,11 +319,11 @@ STRATEGIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
     **{name: _quantized(_preset(name)) for name in _PRESETS},
     "sdp4bit-4chunks": _quantized(_preset("sdp4bit", chunks=4)),
 }
-"""Builders by name. compute: no communication at all, so ranks drift apart; it bounds what can be gained."""
+"""Builders by name. compute: no communication, so ranks diverge; an upper bound of the gain."""
 
 
 def strategies_for(cluster: Cluster) -> list[str]:
-    """Return the strategies that differ on this cluster: with one rank per node there is one level only."""
+    """Return the strategies that differ on this cluster: one rank per node has only one level."""
     return [
         name for name in STRATEGIES if name not in _OF_SEVERAL_RANKS_PER_NODE or cluster.ranks_per_node > 1
     ]

@@ -1,10 +1,12 @@
-"""One rank of the emulated cluster: builds strategies and runs steps as its standard input says.
+"""Run one rank of the emulated cluster, controlled by its standard input.
 
-Every line in is a command in JSON, every line out its answer:
-{"build": [names], "workload": {...}, "nodes": n, "ranks_per_node": g}  ->  {"parameters": n}
-{"run": name, "steps": n}  ->  {"seconds": [...], "loss": mean of all ranks, "sent_bytes": n or null}
-{"profile": name, "steps": n}  ->  {"milliseconds": {part of a step: its time}}
-The end of the input ends it.
+Every input line is a JSON command, and every output line its answer:
+
+    {"build": [names], "workload": {...}, "nodes": n, "ranks_per_node": g}  ->  {"parameters": n}
+    {"run": name, "steps": n}  ->  {"seconds": [...], "loss": mean of all ranks, "sent_bytes": n or null}
+    {"profile": name, "steps": n}  ->  {"milliseconds": {part of a step: its time}}
+
+The end of the input ends the process.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def build(command: dict[str, Any]) -> dict[str, TrainingStep]:
 
 
 def run(step: TrainingStep, steps: int) -> dict[str, Any]:
-    """Train; a step lasts until all ranks have finished it."""
+    """Train steps, each of which lasts until all ranks have finished it."""
     before = step.sent_bytes()
     seconds = []
     loss = torch.zeros(())
@@ -86,7 +88,7 @@ def profile(step: TrainingStep, steps: int) -> dict[str, Any]:
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # Answers have the output to themselves, whatever a library prints.
+    # Reserve the original standard output for answers, because libraries may print.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     dist.init_process_group("gloo")

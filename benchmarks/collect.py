@@ -1,10 +1,10 @@
-"""Collect finished runs, or plans, into the files of results/ that benchmarks/tables.py reads.
+"""Collect finished runs or plans into the files of results/ that benchmarks/tables.py reads.
 
     python -m benchmarks.collect accuracy RUNS [RUNS ...] --title TEXT --command TEXT --commit HASH
     python -m benchmarks.collect planning
 
-`accuracy` takes --out folders of `sdp4bit compare` with equal settings and writes results/accuracy.json;
-`planning` predicts the gain of several models, numbers of nodes and link rates and writes
+`accuracy` reads --out folders of `sdp4bit compare` with equal settings and writes results/accuracy.json.
+`planning` predicts the gain for several models, numbers of nodes and link rates and writes
 results/planning.json. Both describe this machine.
 """
 
@@ -38,15 +38,11 @@ GBITS = (1, 10, 25, 100, 400, 800)
 MEMORY = 80e9
 """Bytes of an H100."""
 SEQUENCES = 4
-"""Of 2,048 tokens, per GPU and step."""
+"""Sequences of 2,048 tokens per GPU and step."""
 
 
 def accuracy(folders: Sequence[Path], *, title: str, command: str, commit: str) -> dict[str, Any]:
-    """Return the runs of comparisons with equal settings, and the bytes that each strategy sends.
-
-    Raises:
-        SettingError: a folder has no finished run, or the runs differ in more than strategy and seed.
-    """
+    """Return the runs of comparisons with equal settings, and the bytes that each strategy sends."""
     runs = merge_finished(folders)
     rows, sent = [], {}
     for run in runs:
@@ -115,7 +111,6 @@ def _facts(command: str, commit: str | None) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the file, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.collect", description=__doc__.split("\n")[0])
     kinds = parser.add_subparsers(dest="kind", required=True)
     runs = kinds.add_parser("accuracy", help="validation losses of finished runs")

@@ -1,13 +1,13 @@
-"""Time the five operators on each back end, as a share of a copy of the same tensor on the same machine.
+"""Time the five operators on each back end relative to a copy of the same tensor.
 
     python -m benchmarks.kernels --elements 16384,16777216 --backends numba --threads 1,2 --json kernels.json
 
-Before an operator is timed, its bytes are compared with those of the reference. Rounds are interleaved: each
-runs a copy and every operator of every back end and width, so that a disturbance hits them alike; the median
-of the rounds counts. A share is (bytes read and written / seconds) of an operator over that of `Tensor.copy_`
-of as many fp32 values. `elements` are the values of the tensor that an operator reads or writes; for
-dequantize_reduce_quantize those in all messages together. `--bits 4,3.5,3` are the widths of weight
-differences and of the hop between nodes.
+Before timing, the output bytes are compared with the reference. Every round runs a copy and every operator of
+every back end and width, so that disturbances affect all of them; results are medians over the rounds. A
+share is an operator's bandwidth (bytes read and written / seconds) relative to that of `Tensor.copy_` of as
+many fp32 values. `elements` are the values of the tensor that an operator reads or writes, or for
+dequantize_reduce_quantize those of all messages together. `--bits 4,3.5,3` are the widths of weight
+differences and of the inter-node hop.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ DEVICES = {"reference": "cpu", "numba": "cpu", "triton": "cuda"}
 DEFAULT_ELEMENTS = [1 << power for power in range(14, 29, 2)]
 """64 KB to 1 GB of fp32 values."""
 REFERENCE_ELEMENTS = 1 << 24
-"""The reference needs some 100 bytes of memory per element, and seconds beyond this size."""
+"""The reference needs about 100 bytes of memory per element, and seconds beyond this size."""
 MEASURED_SECONDS = 2e-4
 SAME_FOR_ALL_WIDTHS = (COPY, "hadamard_quantize", FROM_BF16)
-"""What `--bits` does not change: the first hop has 8 bits."""
+"""Independent of `--bits`, because the first hop has 8 bits."""
 
 
 def reason_to_skip(backend: str) -> str | None:
@@ -72,18 +72,9 @@ def check_bytes(backend: str, elements: int, bits: float) -> None:
 
 
 def measure(
-    backends: list[str],
-    elements: int,
-    threads: int | None,
-    rounds: int,
-    budget: float,
-    widths: list[float],
+    backends: list[str], elements: int, threads: int | None, rounds: int, budget: float, widths: list[float]
 ) -> list[dict[str, Any]]:
-    """Time all operators of back ends of one device.
-
-    Args:
-        budget: seconds after which a slow operator is left out of further rounds.
-    """
+    """Time all operators of one device; stop timing each after `budget` seconds."""
     device = DEVICES[backends[0]]
     runs: dict[tuple[str, str, int], tuple[Case, int]] = {}
     for backend, bits in itertools.product(backends, widths):
@@ -117,11 +108,11 @@ def measure(
 
 
 def describe_machine() -> dict[str, Any]:
-    """Hardware, versions, commit, date and command."""
+    """Return hardware, versions, commit, date and command."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    # Python starts `uname` to answer: only where there is nothing to read.
+    # Only as a fallback, because platform.processor starts `uname`.
     processor = names[0] if names else platform.processor() or platform.machine()
     versions = {"python": platform.python_version()}
     for package in ("torch", "numba", "triton", "sdp4bit"):
@@ -143,7 +134,6 @@ def describe_machine() -> dict[str, Any]:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print the rows."""
     cells = [
         (
             row["op"],
@@ -166,7 +156,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def plot(rows: list[dict[str, Any]], machine: dict[str, Any], path: Path) -> None:
-    """One panel per operator: share of a copy over the number of elements."""
+    """Draw one panel per operator: share of a copy over the number of elements."""
     from matplotlib import pyplot
 
     operators = [op for op in dict.fromkeys(row["op"] for row in rows) if op != COPY]

@@ -1,15 +1,15 @@
-"""Count the bytes that `torch.optim.Muon` sends by itself in a step, beside those of its model's training.
+"""Count the bytes that `torch.optim.Muon` itself sends in a step, compared with its model's training.
 
     python -m benchmarks.muon_traffic --out results/muon_traffic.json
 
-The matrices of a GPT block are sharded over all ranks, inside each node with replicas on the others (HSDP),
-or like that with Muon on views over the ranks of the node alone (`node_views`). Every functional collective
-that DTensor issues in `optimizer.step()` is counted as a ring in rank order, the least that any algorithm
-needs. Bytes are per parameter, sent by one node to others.
+The matrices of a GPT block are sharded over all ranks, or inside each node with replicas on other nodes
+(HSDP). A third case is HSDP with Muon on views over the ranks of one node (`node_views`). Every functional
+collective that DTensor issues in `optimizer.step()` counts as a ring in rank order, the minimum of any
+algorithm. Bytes are per parameter, sent by one node to others.
 
-`measured`: FSDP2 on four gloo processes as two nodes of two ranks; `step` are the bytes of one forward and
-backward with this library, `step_plain` without it. `traced`: the collectives of Muon alone at larger sizes,
-by fake tensors and torch's fake process group. Both count the same where both ran.
+`measured`: FSDP2 on four gloo processes as two nodes of two ranks; `step` is the bytes of one forward and
+backward with this library, `step_plain` without it. `traced`: collectives of Muon alone at larger sizes, with
+fake tensors and torch's fake process group. Both give the same count where both run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -42,12 +41,12 @@ MEASURED, TRACED = (2, 2, 1024), [(2, 2, 1024), (2, 8, 4096), (16, 8, 4096)]
 """Nodes, ranks per node, hidden size."""
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 RINGS = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_reduce": 2, "all_to_all_single": 1}
-"""How often a ring sends the whole tensor around."""
+"""Number of times that a ring sends the full tensor around."""
 FLAT, HYBRID, VIEWS = "shards over all ranks", "HSDP", "HSDP, Muon on views over the node"
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts calls and bytes between nodes of the collectives below DTensor."""
+    """Count calls and inter-node bytes of the collectives below DTensor."""
 
     def __init__(self, ranks_per_node: int) -> None:
         super().__init__()
@@ -60,7 +59,7 @@ class CollectiveCounter(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if DTensor in types:
-            return NotImplemented  # DTensor comes back with its collectives
+            return NotImplemented  # DTensor calls again with its collectives
         name = function._schema.name.partition("::")[2]
         if function.namespace == "_c10d_functional" and name in RINGS:
             self._count(name, args[0], str(args[-1]))
@@ -69,18 +68,18 @@ class CollectiveCounter(TorchDispatchMode):
     def _count(self, name: str, tensor: torch.Tensor, group_name: str) -> None:
         group = torch._C._distributed_c10d._resolve_process_group(group_name)
         ranks = dist.get_process_group_ranks(group)
-        # The whole tensor: of a gather its result, of the others their input.
+        # The full tensor: the result of a gather, the input of other collectives.
         whole = tensor.nbytes * (len(ranks) if name == "all_gather_into_tensor" else 1)
         nodes = len({rank // self._ranks_per_node for rank in ranks})
         self.calls[f"{name} {'between nodes' if nodes > 1 else 'inside a node'}"] += 1
         if nodes > 1:
-            # A ring over all ranks leaves a node once, one over replicas for each of its ranks.
+            # A ring over all ranks leaves a node once, rings over replicas once per rank of the node.
             rings = self._ranks_per_node * nodes // len(ranks)
             self.inter_bytes += rings * RINGS[name] * whole * (len(ranks) - 1) / len(ranks)
 
 
 def matrices(hidden: int) -> dict[str, tuple[int, int]]:
-    """Return the matrices of a GPT block: outputs and inputs."""
+    """Return the matrices of a GPT block as (outputs, inputs)."""
     return {
         "attention qkv": (3 * hidden, hidden),
         "attention projection": (hidden, hidden),
@@ -96,7 +95,7 @@ def meshes(nodes: int, per_node: int) -> dict[str, DeviceMesh]:
 
 
 def on_node(tensor: DTensor) -> DTensor:
-    """Return the same shard as a DTensor over the ranks of the node alone; memory is shared."""
+    """Return the shard as a DTensor over the ranks of the node, sharing memory."""
     mesh = tensor.device_mesh["shard"]
     return DTensor.from_local(
         tensor.to_local(),
@@ -109,7 +108,7 @@ def on_node(tensor: DTensor) -> DTensor:
 
 
 def node_views(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Return a view of each HSDP parameter and its gradient whose collectives stay inside the node."""
+    """Return views of HSDP parameters and gradients whose collectives stay inside the node."""
     views = []
     for parameter in parameters:
         assert isinstance(parameter, DTensor)
@@ -120,7 +119,7 @@ def node_views(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def step_muon(parameters: Sequence[nn.Parameter], *, placement: str, per_node: int) -> CollectiveCounter:
-    """Step once, the first time; return what was sent."""
+    """Take the first optimizer step and return the traffic."""
     chosen = node_views(parameters) if placement == VIEWS else parameters
     optimizer = torch.optim.Muon(chosen, lr=1e-2)
     with CollectiveCounter(per_node) as counter:
@@ -129,7 +128,7 @@ def step_muon(parameters: Sequence[nn.Parameter], *, placement: str, per_node: i
 
 
 def measure(shape: tuple[int, int], mesh: DeviceMesh, *, placement: str, per_node: int) -> dict[str, Any]:
-    """Return what one node sends per parameter in a step of this matrix on real processes."""
+    """Return the bytes per parameter that one node sends in a step of this matrix, on real processes."""
     torch.manual_seed(0)
     layer = fully_shard(nn.Linear(shape[1], shape[0], bias=False), mesh=mesh, mp_policy=POLICY)
     config = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
@@ -142,7 +141,7 @@ def measure(shape: tuple[int, int], mesh: DeviceMesh, *, placement: str, per_nod
     layer(torch.randn(8, shape[1]))  # ends the step
     stats = comm.stats()
     comm.remove()
-    # All ranks of a node send as much as this one.
+    # All ranks of a node send equal amounts.
     step = stats["last_step"]["inter_bytes"] * per_node
     return {
         **_counted(counter, shape),
@@ -152,7 +151,7 @@ def measure(shape: tuple[int, int], mesh: DeviceMesh, *, placement: str, per_nod
 
 
 def trace(shape: tuple[int, int], mesh: DeviceMesh, *, placement: str, per_node: int) -> dict[str, Any]:
-    """Return what one node would send per parameter: DTensor chooses collectives by shapes and meshes."""
+    """Return the bytes per parameter that one node would send, as DTensor chooses collectives by shape."""
     local = (shape[0] // mesh.shape[-1], shape[1])
     placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
     with FakeTensorMode():
@@ -169,7 +168,7 @@ def _counted(counter: CollectiveCounter, shape: tuple[int, int]) -> dict[str, An
 
 
 def count(rank: int, store: str, sizes: tuple[int, int, int], out: str) -> None:
-    """Count all matrices on all meshes, as one rank; without a store by the fake process group."""
+    """Count all matrices on all meshes as one rank; without a store, on the fake process group."""
     nodes, per_node, hidden = sizes
     world = nodes * per_node
     if store:
@@ -194,7 +193,6 @@ def count(rank: int, store: str, sizes: tuple[int, int, int], out: str) -> None:
 
 
 def _totals(found: dict[str, Any], hidden: int) -> dict[str, dict[str, float]]:
-    """Return bytes per parameter over all matrices of the block."""
     sizes = {name: rows * columns for name, (rows, columns) in matrices(hidden).items()}
     return {
         placement: {
@@ -207,7 +205,6 @@ def _totals(found: dict[str, Any], hidden: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> int:
-    """Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -218,12 +215,9 @@ def main() -> int:
             ranks = sizes[0] * sizes[1] if store else 1
             multiprocessing.spawn(count, args=(store, sizes, out), nprocs=ranks)
             results.append(json.loads(Path(out).read_text()))
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False)
     measured, *traced = results
     record = {
         "unit": "bytes per parameter and step that one node sends to others",
-        "commit": commit.stdout.strip(),
         **describe_machine(),
         "command": shlex.join(["python", "-m", "benchmarks.muon_traffic", *sys.argv[1:]]),
         "measured": measured,

@@ -1,4 +1,4 @@
-"""The five operators as a training step calls them, to be timed as a share of a copy of the same size."""
+"""Call the five operators as in a training step, for timing relative to a copy of the same size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DRAWN_ELEMENTS = 1 << 22
 COPY = "copy"
 FROM_BF16 = "hadamard_quantize, bf16 gradient"
 DITHERED = ", dithered"
-"""Follows the name of an operator between nodes that dithers, or takes dither off."""
+"""Suffix for inter-node operators that apply or remove dither."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ def _make_messages(values: Tensor, layout: MessageLayout) -> Tensor:
 
 
 def _draw(elements: int, seed: int, device: str) -> Tensor:
-    """Return normal values, the same on every device; repeated where many are asked for."""
+    """Return normal values, identical on every device, repeated if there are many."""
     drawn = torch.randn(min(elements, DRAWN_ELEMENTS), generator=torch.Generator().manual_seed(seed))
     return drawn.to(device).repeat(-(-elements // drawn.numel()))[:elements]
 
@@ -57,7 +57,8 @@ def make_cases(elements: int, device: str, *, bits: float = 4) -> dict[str, Case
     """Return the operators as a training step calls them, with the method's group sizes.
 
     Args:
-        bits: of weight differences and of the hop between nodes; below 4, differences are in groups of 128.
+        bits: width of weight differences and of the inter-node hop; below 4, differences are in groups of
+        128.
     """
     main = _draw(elements, 0, device)
     copied = torch.empty_like(main)
@@ -68,12 +69,7 @@ def make_cases(elements: int, device: str, *, bits: float = 4) -> dict[str, Case
     replica = (main + 0.01 * _draw(elements, 1, device)).bfloat16()
     difference = torch.empty(1, weights.nbytes, dtype=torch.uint8, device=device)
     clip = WeightConfig(bits=bits).effective_clip
-    named: dict[str, Any] = {
-        "replica": replica,
-        "out": difference[0],
-        "layout": weights,
-        "clip": clip,
-    }
+    named: dict[str, Any] = {"replica": replica, "out": difference[0], "layout": weights, "clip": clip}
     ops.subtract_quantize(main, **named)
     updated = replica.clone()[None]
 
@@ -98,9 +94,7 @@ def make_cases(elements: int, device: str, *, bits: float = 4) -> dict[str, Case
     return {
         COPY: Case(run=lambda: copied.copy_(main), inputs=(main,), output=copied),
         "subtract_quantize": Case(
-            run=lambda: ops.subtract_quantize(main, **named),
-            inputs=(main, replica),
-            output=difference,
+            run=lambda: ops.subtract_quantize(main, **named), inputs=(main, replica), output=difference
         ),
         "dequantize_add": Case(
             run=lambda: ops.dequantize_add(difference, replica=updated, layout=weights, accumulate=True),
@@ -145,7 +139,7 @@ def make_cases(elements: int, device: str, *, bits: float = 4) -> dict[str, Case
 
 
 def measure_once(run: Callable[[], object], repetitions: int, device: str) -> float:
-    """Return the seconds of one call; on a GPU those of the device, by events."""
+    """Return the seconds of one call, measured by events on a GPU."""
     if device == "cpu":
         start = time.perf_counter()
         for _ in range(repetitions):

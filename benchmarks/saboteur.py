@@ -1,16 +1,16 @@
-"""`python -m sdp4bit`, with faults: the process of one rank ends, or hangs, at a chosen moment.
+"""Run `python -m sdp4bit_lab` with faults: one rank kills or stops itself at a chosen moment.
 
-The soak starts this module instead of the package; the library itself knows nothing of it. The environment
-variable SOAK_FOLDER names a folder with
+The soak test starts this module instead of the package. The environment variable SOAK_FOLDER names a folder
+with
 
-    plan.json       a list of faults; the first without a mark is the one to come
-    fired-000       the mark of fault 0, made by the process that it hits (or by the soak)
-    rank-0          what rank 0 is doing, in one line of fixed length: process, step, phase
-    resumed.jsonl   a line for each load, by rank 0: the newest step, and the one that was loaded
-    started.jsonl   a line for each start, by rank 0: when its first step was logged, and which it was
+    plan.json       list of faults; the first without a mark is next
+    fired-000       mark of fault 0, written by the affected process (or by the soak test)
+    rank-0          current activity of rank 0, in one line of fixed length: process, step, phase
+    resumed.jsonl   one line per load, by rank 0: the newest step, and the loaded one
+    started.jsonl   one line per start, by rank 0: time and number of its first logged step
 
-A fault is {"signal", "rank", "phase", "call"}: at this call of the phase since the start, the rank sends the
-signal to itself. A fault whose phase is "random" is left to the soak, which sends it from outside.
+A fault is {"signal", "rank", "phase", "call"}: at this call of the phase since the start, the rank sends
+itself the signal. The soak test itself sends faults whose phase is "random".
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def mark_of(folder: Path, number: int) -> Path:
 
 
 def next_fault(folder: Path) -> tuple[int, dict[str, Any]] | None:
-    """Return the number of the fault to come, and the fault."""
+    """Return number and content of the next fault, or None."""
     for number, fault in enumerate(json.loads((folder / "plan.json").read_text())):
         if not mark_of(folder, number).exists():
             return number, fault
@@ -49,7 +49,7 @@ def next_fault(folder: Path) -> tuple[int, dict[str, Any]] | None:
 
 
 class Saboteur:
-    """Knows what this rank is doing, and ends it when its moment has come."""
+    """Track this rank's activity, and kill or stop it at its fault."""
 
     def __init__(self, folder: Path, *, rank: int) -> None:
         self._folder = folder
@@ -66,7 +66,7 @@ class Saboteur:
         self._show("start")
 
     def watch(self, owner: Any, name: str, phase: str) -> None:
-        """Count calls of the function as calls of the phase, and strike in them."""
+        """Count calls of the function as calls of the phase, and trigger faults in them."""
         function = getattr(owner, name)
 
         @functools.wraps(function)
@@ -78,7 +78,7 @@ class Saboteur:
 
     @contextmanager
     def _in(self, phase: str) -> Iterator[None]:
-        # The thread that writes checkpoints has phases of its own.
+        # The checkpoint thread has its own phases.
         stack: list[str] = self._stacks.__dict__.setdefault("phases", [])
         stack.append(phase)
         self._show(phase)
@@ -102,13 +102,13 @@ class Saboteur:
         os.kill(os.getpid(), signal.Signals[fault["signal"]])
 
     def _show(self, phase: str) -> None:
-        # Also of the thread that writes checkpoints; what began last stands there.
+        # Shared with the checkpoint thread: the latest phase wins.
         text = f"{os.getpid()} {self.step} {phase}".ljust(LINE - 1) + "\n"
         self._line[:] = text.encode()
 
 
 def instrument(saboteur: Saboteur, *, folder: Path, rank: int) -> None:
-    """Phases are known, and the saboteur strikes in them."""
+    """Wrap the functions of all phases."""
     import torch
 
     from sdp4bit.collectives.exchange import PendingExchange

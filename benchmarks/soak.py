@@ -1,11 +1,11 @@
-"""A training run that is killed again and again, and ends with the losses of an undisturbed one, bit for bit.
+"""Kill a training run repeatedly and check that it ends with the losses of an undisturbed run, bit for bit.
 
     python -m benchmarks.soak --kills 50 --seed 1 --json soak.json
 
-Trains a small model under torchrun, with checkpoints in the background every few steps. Ranks are killed
-from outside at random moments, and by themselves at chosen ones (see benchmarks/saboteur.py): most by
-SIGKILL, some by SIGTERM, which saves and leaves, so that the command is started again, and some by SIGSTOP,
-which only the timeout of the others notices. All starts have one command line.
+Trains a small model under torchrun with frequent background checkpoints. Ranks are killed from outside at
+random moments, and by themselves at chosen ones (see benchmarks/saboteur.py). Most signals are SIGKILL. After
+SIGTERM the run saves and stops, and the command is started again. SIGSTOP is only noticed by the timeout of
+the other ranks. All starts use the same command line.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ import torch
 from benchmarks.cluster_network import process_status
 from benchmarks.saboteur import FOLDER, PHASES, mark_of, next_fault
 
-# How many calls of a phase a start may make before the fault; an exchange is one of about 20 in a step.
+# Maximum number of calls of a phase between a start and its fault; a step has about 20 exchanges.
 CALLS = {
     **{"exchange": 160, "checkpoint write": 60, "checkpoint copy": 2, "checkpoint publish": 2},
     **{"load": 1, "validation": 1},
 }
 STEPS_WITHOUT_FAULT = 12
-"""A fault whose moment does not come is sent from outside after so many steps."""
+"""Steps after which a fault that did not occur is sent from outside."""
 SHUTDOWN = 30.0
-"""Seconds that torchrun gives a rank after SIGTERM; a stopped one does not answer."""
+"""Seconds that torchrun gives a rank after SIGTERM, which a stopped rank does not answer."""
 START = 120.0
-"""Seconds that a start may take on a machine with other work."""
+"""Seconds that a start may take on a busy machine."""
 FIRST_RANK_ONLY = ("checkpoint publish", "log")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Soak:
-    """What is run."""
+    """Settings of a soak test."""
 
     kills: int = 50
     ranks: int = 4
@@ -61,7 +61,7 @@ class Soak:
 
 
 class Doing(NamedTuple):
-    """What a rank is doing."""
+    """Activity of a rank."""
 
     pid: int
     step: int
@@ -70,7 +70,7 @@ class Doing(NamedTuple):
 
 @dataclass(kw_only=True)
 class Kill:
-    """A fault, and how the run came back from it."""
+    """A fault and the recovery from it."""
 
     number: int
     signal: str
@@ -78,20 +78,20 @@ class Kill:
     phase: str
     from_outside: bool
     step: int
-    """Training step that the rank was in; 0 before the first."""
+    """Training step of the rank; 0 before the first."""
     at_seconds: float
-    """Since the start of the soak."""
+    """Since the start of the soak test."""
     ended_after_seconds: float | None = None
-    """Until all other ranks had ended."""
+    """Until all other ranks had exited."""
     recovered_after_seconds: float | None = None
     """Until the next step was logged."""
     resumed_from_step: int | None = None
-    """0 if there was no checkpoint yet."""
+    """0 without a checkpoint."""
     pids: list[int] = field(default_factory=list)
 
 
 def plan(soak: Soak) -> list[dict[str, Any]]:
-    """Return the faults: signals in a fixed proportion, phases in turn, all else at random."""
+    """Return the faults: signals in fixed proportions, phases in equal shares, the rest at random."""
     chance = random.Random(soak.seed)
     stops, terms = round(0.1 * soak.kills), round(0.12 * soak.kills)
     signals = ["SIGSTOP"] * stops + ["SIGTERM"] * terms
@@ -105,7 +105,7 @@ def plan(soak: Soak) -> list[dict[str, Any]]:
             "signal": name,
             "rank": 0 if phase in FIRST_RANK_ONLY else chance.randrange(soak.ranks),
             "phase": phase,
-            # From outside: after so many steps; 0 is during the start.
+            # From outside: after this many steps; 0 is during the start.
             "call": chance.randint(1, CALLS.get(phase, 10)) if phase != "random" else chance.randrange(0, 9),
             "delay": chance.random(),
         }
@@ -117,7 +117,7 @@ def command(soak: Soak, folder: Path, *, out: str, module: str, more: list[str])
     """Return the command line, the same for every start."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        # A fault causes one restart at most; a program that fails by itself must not go on for ever.
+        # A fault causes at most one restart; a program that fails by itself must not restart forever.
         *("--max-restarts", str(soak.kills)),
         *("--nproc-per-node", str(soak.ranks), "-m", module, "pretrain", "--seed", str(soak.seed)),
         *("--ranks-per-node", str(soak.ranks_per_node), "--num-layers", "2", "--hidden-size", "64"),
@@ -130,11 +130,11 @@ def command(soak: Soak, folder: Path, *, out: str, module: str, more: list[str])
 
 
 class SoakError(RuntimeError):
-    """The run did not come back."""
+    """Report that the run did not recover."""
 
 
 class Runner:
-    """Starts the run, disturbs it, and keeps account."""
+    """Start the run, disturb it and record the kills."""
 
     def __init__(self, soak: Soak, folder: Path) -> None:
         self.soak = soak
@@ -151,7 +151,7 @@ class Runner:
         self._environment = {**os.environ, FOLDER: str(folder), "OMP_NUM_THREADS": "1"}
 
     def run(self) -> None:
-        """Run to the end, through every fault."""
+        """Run to the end through all faults."""
         while True:
             self.starts_of_command += 1
             with (
@@ -166,7 +166,7 @@ class Runner:
                     if process.poll() is None:
                         process.terminate()
             if process.returncode != 0:
-                raise SoakError(f"torchrun ended with {process.returncode}: {self.tail()}")
+                raise SoakError(f"torchrun exited with {process.returncode}: {self.tail()}")
             if last_step(self._out) == self.soak.train_steps:
                 self._complete()
                 return
@@ -175,7 +175,7 @@ class Runner:
         return self._log.read_text(errors="replace")[-3000:]
 
     def _disturb(self, process: subprocess.Popen[bytes]) -> None:
-        """Watch one start of the command until it ends; SoakError if it hangs."""
+        """Watch one start of the command until it exits; SoakError if it hangs."""
         seen, changed = None, time.time()
         while process.poll() is None:
             time.sleep(0.02)
@@ -184,7 +184,7 @@ class Runner:
             if now != seen:
                 seen, changed = now, time.time()
             if time.time() - changed > self.soak.timeout_seconds + SHUTDOWN + START:
-                raise SoakError(f"nothing moves: {now[1]}: {self.tail()}")
+                raise SoakError(f"no progress: {now[1]}: {self.tail()}")
             self._strike_from_outside(process)
         self._note_kills()
 
@@ -196,7 +196,7 @@ class Runner:
         if self.kills and first_rank.pid in self.kills[-1].pids:
             return  # the run has not been restarted since
         if fault["phase"] == "random" and fault["call"] == 0:
-            # During the start, at any time of what it usually takes.
+            # During the start, at a random time within its usual duration.
             time.sleep(3 * fault["delay"])
         else:
             last_kill = self._begin + self.kills[-1].at_seconds if self.kills else self._begin
@@ -215,7 +215,7 @@ class Runner:
             os.kill(doing.pid, signal.Signals[fault["signal"]])
 
     def _note_kills(self) -> None:
-        """Enter new marks into the account, and the end of the other ranks into that of the last one."""
+        """Record new marks, and the exit of the other ranks after the last kill."""
         faults = json.loads((self.folder / "plan.json").read_text())
         while len(self.kills) < len(faults) and mark_of(self.folder, len(self.kills)).exists():
             number = len(self.kills)
@@ -263,7 +263,7 @@ class Runner:
 
 
 def last_step(out: Path) -> int:
-    """Return the last training step of the log, 0 if there is none."""
+    """Return the last logged training step; 0 if there is none."""
     try:
         with (out / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
@@ -274,14 +274,14 @@ def last_step(out: Path) -> int:
         try:
             values = json.loads(line)
         except ValueError:
-            continue  # begun before the part that was read, or being written
+            continue  # cut off at the start of the part read, or being written
         if values["event"] == "train":
             return int(values["step"])
     return 0
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines; none if it does not exist or is being written."""
+    """Return the objects of a JSON-lines file; none if it is missing or being written."""
     try:
         return [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError):
@@ -289,7 +289,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def started_at(folder: Path) -> list[tuple[float, int]]:
-    """Return the moment and the number of the first step of every start."""
+    """Return time and number of the first step of every start."""
     return [(line["time"], line["step"]) for line in read_lines(folder / "started.jsonl")]
 
 
@@ -303,9 +303,9 @@ def is_child(pid: int, parent: int) -> bool:
 
 
 def losses(out: Path) -> list[tuple[str, int, float, float | None]]:
-    """Return event, step, loss and gradient norm of all steps and validations, in the order of the log.
+    """Return event, step, loss and gradient norm of all steps and validations in log order.
 
-    Its other lines tell what telemetry has sampled, which is no part of a checkpoint.
+    Excludes samples of telemetry, which are not part of a checkpoint.
     """
     return [
         (line["event"], line["step"], line["loss"], line.get("grad_norm"))
@@ -315,11 +315,11 @@ def losses(out: Path) -> list[tuple[str, int, float, float | None]]:
 
 
 def run_soak(soak: Soak, folder: Path) -> dict[str, Any]:
-    """Return the account of a soak; SoakError if the run hangs or does not come back.
+    """Return the record of a soak test; SoakError if the run hangs or does not recover.
 
-    1. The run, undisturbed, without checkpoints.
-    2. The run, with faults, until it has come to its end.
-    3. All steps and validations in their logs are compared: loss and gradient norm, bit for bit, in order.
+    1. Run undisturbed, without checkpoints.
+    2. Run to the end with faults.
+    3. Compare loss and gradient norm of all logged steps and validations, bit for bit, in order.
     """
     begin = time.time()
     (folder / "text.txt").write_text(Path(random.__file__).read_text() + Path(argparse.__file__).read_text())
@@ -368,11 +368,11 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--ranks-per-node", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=0, help="four per kill when not given")
+    parser.add_argument("--steps", type=int, default=0, help="default: four per kill")
     parser.add_argument("--timeout-seconds", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the account into this file")
-    parser.add_argument("--folder", type=Path, help="keep logs and checkpoints here")
+    parser.add_argument("--json", type=Path, help="output file")
+    parser.add_argument("--folder", type=Path, help="folder for logs and checkpoints")
     given = vars(parser.parse_args())
     path, folder = given.pop("json"), given.pop("folder")
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:

@@ -3,8 +3,8 @@
     python -m benchmarks.tables
 
 writes docs/results/*.md, docs/images/loss-over-bytes.png and step-time.png, and the text between the markers
-`<!-- result NAME -->` and `<!-- end -->` of README.md and of the pages in docs/. A page without changed
-results does not change. benchmarks/collect.py and `benchmarks.cluster --json` write what is read here.
+`<!-- result NAME -->` and `<!-- end -->` of README.md and docs/. Pages with unchanged results do not change.
+The inputs come from benchmarks/collect.py and `benchmarks.cluster --json`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ NOTICE = "<!-- Written by `python -m benchmarks.tables`. -->\n\n"
 MARKED = re.compile(r"(<!-- result ([\w-]+) -->\n?).*?(<!-- end -->)", re.DOTALL)
 BASELINE = "baseline"
 FEWEST_DRAWN = 5
-"""Strategies of a figure of losses, the baseline not counted."""
+"""Strategies in the figure of losses, not counting the baseline."""
 FULL = {"gradient": 4.0, "weight": 2.0}
 """Bytes of a gradient in fp32 and of a weight in bf16."""
 STUDIES = ("finetuning", "two_roundings")
-"""Folders of experiments/ whose tables are results of the library as it is."""
+"""Folders of experiments/ with results of the current library."""
 RATES = {"100mbit": "100 Mbit/s", "250mbit": "250 Mbit/s", "1gbit": "1 Gbit/s", "1000mbit": "1 Gbit/s"}
 SHOWN = {"fair": "fp32 gradients", "fair-bf16": "bf16 gradients", "sdp4bit": "sdp4bit"}
 """Strategies of the README's table and figure, by the names of benchmarks/cluster_strategies.py."""
-REFERENCES = ("hierarchical", "fair", "fair-bf16", "ddp", "ddp-bf16", "hsdp", "fsdp2")
 
 
 def encoded_bytes(bits: float | None, group_size: int, *, full: float) -> float:
@@ -47,7 +46,7 @@ def encoded_bytes(bits: float | None, group_size: int, *, full: float) -> float:
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Return a Markdown table whose columns after the first `left` ones are aligned to the right."""
+    """Return a Markdown table with the first `left` columns left-aligned and the others right-aligned."""
     assert all(len(row) == len(titles) for row in rows), titles
     rows = [
         [re.sub(r"(?<=\d) (?=%|to [+-]?\d)|(?<=\d to) (?=[+-]?\d)", "\N{NO-BREAK SPACE}", c) for c in r]
@@ -58,7 +57,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
 
 
 def percent(value: float, *, digits: int = 3) -> str:
-    """Return a signed percentage that no line break divides."""
+    """Format a signed percentage without a line-break opportunity."""
     return f"{value:+.{digits}f}\N{NO-BREAK SPACE}%"
 
 
@@ -93,12 +92,12 @@ class Loss:
 
     @property
     def bytes(self) -> float:
-        """Bytes per parameter and step between nodes."""
+        """Inter-node bytes per parameter and step."""
         return self.gradient_bytes + self.weight_bytes
 
     @property
     def name(self) -> str:
-        """The strategy with its options in short form: weights of 3 bits in groups of 128 are `w3/128`."""
+        """Strategy with abbreviated options: 3-bit weights in groups of 128 are `w3/128`."""
         name, *options = self.strategy.split(":")
         chosen = dict(option.split("=") for option in options)
         short = []
@@ -117,23 +116,22 @@ class Loss:
         return ", ".join([name, *short, *(f"{key} {value}" for key, value in chosen.items())])
 
     def interval_text(self, *, digits: int = 3) -> str:
-        """Return the 95 % interval."""
         low, high = self.interval
         return f"{low:+.{digits}f} to {percent(high, digits=digits)}".replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def unstable_seeds(result: dict[str, Any]) -> list[int]:
-    """Return the seeds whose baseline had a jump of its gradient norm."""
+    """Return the seeds whose baseline has spikes of the gradient norm."""
     return sorted(
         run["seed"] for run in result.get("runs", ()) if run["strategy"] == BASELINE and run["spikes"]
     )
 
 
 def losses(result: dict[str, Any], *, only_stable: bool = False) -> list[Loss]:
-    """Return the losses of an accuracy result, from the most bytes to the fewest; without the baseline.
+    """Return the losses of an accuracy result without the baseline, most bytes first.
 
-    A result has the runs, or what remains of those that were not kept: differences and intervals.
-    Strategies with fewer than three seeds are left out, because they have no meaningful interval.
+    A result has runs, or only differences and intervals if the runs were not kept. Strategies with fewer than
+    three seeds have no meaningful interval and are omitted.
     """
     if "outcomes" in result:
         found = [Loss(**{**row, "interval": tuple(row["interval"])}) for row in result["outcomes"]]
@@ -201,7 +199,7 @@ def loss_section(result: dict[str, Any]) -> str:
 
 
 def draw_losses(result: dict[str, Any], path: Path, *, digest: str) -> None:
-    """Draw loss over bytes with 95 % intervals; every point has its name beside it."""
+    """Draw loss over bytes with 95 % intervals and labels."""
     from matplotlib.figure import Figure
 
     chosen = result.get("figure")
@@ -233,7 +231,7 @@ def draw_losses(result: dict[str, Any], path: Path, *, digest: str) -> None:
     axes.set_xlim(0.25, 9)
     axes.set_xticks([0.5, 1, 2, 4, 6], ["0.5", "1", "2", "4", "6"])
     axes.minorticks_off()
-    # In proportion up to a tenth of a percent, where most lie; beyond it by factors.
+    # Linear up to 0.1 %, which covers most strategies, and logarithmic beyond.
     axes.set_yscale("symlog", linthresh=0.1)
     bottom, top = min(loss.interval[0] for loss in found), 1.4 * max(loss.interval[1] for loss in found)
     axes.set_ylim(min(bottom, -0.02) - 0.01, top)
@@ -251,7 +249,7 @@ def draw_losses(result: dict[str, Any], path: Path, *, digest: str) -> None:
 
 
 def cluster_results(folder: Path) -> list[dict[str, Any]]:
-    """Return one result per layout of the emulated cluster: the runs of each are combined."""
+    """Return one result per layout of the emulated cluster, combined over its runs."""
     layouts: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -260,7 +258,6 @@ def cluster_results(folder: Path) -> list[dict[str, Any]]:
 
 
 def _seconds(result: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the rows by strategy and rate."""
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     for row in result["rows"]:
         rows.setdefault(row["strategy"], {})[row["rate"]] = row
@@ -349,7 +346,7 @@ def profile_section(results: Sequence[dict[str, Any]]) -> str:
 
 
 def draw_step_times(result: dict[str, Any], path: Path, *, digest: str) -> None:
-    """Draw three bars per rate: full precision with fp32 and with bf16 gradients, and sdp4bit."""
+    """Draw three bars per rate: full precision with fp32 and bf16 gradients, and sdp4bit."""
     from matplotlib.figure import Figure
 
     by_strategy, rates = _seconds(result), _rates(result)
@@ -392,7 +389,7 @@ def _save(figure: Any, path: Path, *, digest: str) -> None:
 
 
 def planning_page(result: dict[str, Any]) -> str:
-    """Return the gains that the planner predicts, by model, nodes and link rate."""
+    """Return the planner's predicted gains by model, nodes and link rate."""
     rates = list(dict.fromkeys(row["gbit"] for row in result["rows"]))
     cells: dict[tuple[str, int], list[str]] = {}
     for row in result["rows"]:
@@ -403,13 +400,13 @@ def planning_page(result: dict[str, Any]) -> str:
     return (
         f"{NOTICE}# Predicted gains\n\nTimes faster than FSDP2 with bf16 gradients, by the link rate of "
         f"a node in Gbit/s. {result['assumptions']} **Arithmetic, not a measurement**: "
-        "[planning](../planning.md) states what is assumed.\n\n"
+        "[planning](../planning.md) states the assumptions.\n\n"
         f"{table(['model', 'nodes', *(f'{rate:g}' for rate in rates)], rows)}\n{origin(result)}"
     )
 
 
 def section(result: dict[str, Any]) -> str:
-    """Return a result that has its tables already, with their origin."""
+    """Return a result that contains its tables, with their origin."""
     # Losses of single runs are raw data.
     shown = [each for each in result["tables"] if "seed" not in each["columns"]]
     tables = [table(each["columns"], each["rows"]) for each in shown]
@@ -418,7 +415,7 @@ def section(result: dict[str, Any]) -> str:
 
 
 def studies_page(folder: Path) -> str:
-    """Return the tables of the studies that are results."""
+    """Return the tables of the studies."""
     text = f"{NOTICE}# Studies\n\nEach folder of `experiments/` has the script and a page of text.\n"
     for name in STUDIES:
         result = json.loads((folder / name / "result.json").read_text(encoding="utf-8"))
@@ -433,7 +430,7 @@ def studies_page(folder: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What is in results/, and the documents that are made of it."""
+    """Content of results/, and the documents generated from it."""
 
     root: Path = ROOT
 
@@ -443,29 +440,29 @@ class Results:
 
     @cached_property
     def accuracy(self) -> list[dict[str, Any]]:
-        """Accuracy results, the newest recipe first."""
+        """Accuracy results, latest recipe first."""
         names = ("accuracy.json", "accuracy-first-recipe.json")
         return [self._read(name) for name in names if (self.root / "results" / name).exists()]
 
     @cached_property
     def headline(self) -> dict[str, Any]:
-        """The accuracy result that pages quote: the newest that has the default strategy."""
+        """Accuracy result quoted by pages: the latest with the default strategy."""
         return next(
             each for each in self.accuracy if any(loss.strategy == "sdp4bit" for loss in losses(each))
         )
 
     @cached_property
     def widest(self) -> dict[str, Any]:
-        """The accuracy result that is drawn: the newest that has fewer and more bytes than the default."""
+        """Accuracy result of the figure: the latest with enough strategies."""
         return next(each for each in self.accuracy if len(losses(each)) >= FEWEST_DRAWN)
 
     @cached_property
     def clusters(self) -> list[dict[str, Any]]:
-        """Results of the emulated cluster, one per layout, the smallest first."""
+        """Results of the emulated cluster, one per layout, smallest first."""
         return cluster_results(self.root / "results" / "cluster")
 
     def pages(self) -> dict[str, str]:
-        """Return the generated pages by their path."""
+        """Return the generated pages by path."""
         bytes_text = (
             "Bytes are per parameter and step between nodes: an fp32 gradient (4) and a bf16 weight that is "
             "gathered once (2), or their quantized forms with scales. FSDP2's default gathers weights twice, "
@@ -490,11 +487,7 @@ class Results:
         return {path: f"{text.rstrip()}\n" for path, text in pages.items()}
 
     def fragment(self, name: str) -> str:
-        """Return the text that a marker represents.
-
-        Raises:
-            ValueError: no result has this name.
-        """
+        """Return the text for a marker; ValueError if no result has this name."""
         kind, _, detail = name.partition("-")
         if kind == "loss":
             return self._loss(detail or "sdp4bit")
@@ -510,7 +503,6 @@ class Results:
         )
 
     def _loss(self, strategy: str) -> str:
-        """Return the loss of a strategy by the newest recipe that has it."""
         every = (loss for result in self.accuracy for loss in losses(result) if loss.strategy == strategy)
         loss = next(every, None)
         if loss is None:
@@ -527,7 +519,6 @@ class Results:
         return next(row[-1] for row in rows if row[0] == "LoRA, sdp4bit")
 
     def _summary(self) -> str:
-        """Return the README's table."""
         cluster = self.clusters[0]
         by_strategy, rates = _seconds(cluster), _rates(cluster)
         loss = next(each for each in losses(self.headline) if each.strategy == "sdp4bit")
@@ -550,7 +541,7 @@ class Results:
         return table(titles, rows)
 
     def documents(self) -> Iterator[tuple[Path, str]]:
-        """Yield path and content of every generated page, and of every page that has a marker."""
+        """Yield path and content of every generated page and of every page with a marker."""
         generated = self.pages()
         yield from ((self.root / path, text) for path, text in generated.items())
         pages = [self.root / "README.md", *sorted((self.root / "docs").rglob("*.md"))]
@@ -563,7 +554,7 @@ class Results:
                 yield path, filled
 
     def figures(self) -> dict[Path, tuple[Callable[..., None], dict[str, Any]]]:
-        """Return how every figure is drawn, and from what."""
+        """Return the drawing function and the result of every figure."""
         images = self.root / "docs" / "images"
         return {
             images / "loss-over-bytes.png": (draw_losses, self.widest),
@@ -572,7 +563,7 @@ class Results:
 
 
 def digest_of(result: dict[str, Any]) -> str:
-    """Return a digest of a result, which a figure carries so that an old one is noticed."""
+    """Return a digest of a result, which its figure stores to reveal that it is outdated."""
     return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
 
 
@@ -582,7 +573,7 @@ def is_current(path: Path, result: dict[str, Any]) -> bool:
 
 
 def main(root: Path = ROOT) -> int:
-    """Write what has changed, and return the exit code."""
+    """Write the pages and figures that have changed; return the exit code."""
     results = Results(root=root)
     for path, text in results.documents():
         if not path.exists() or path.read_text(encoding="utf-8") != text:

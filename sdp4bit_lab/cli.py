@@ -1,4 +1,4 @@
-"""The `sdp4bit` command: one registry of what it can do."""
+"""Register and run the commands of `sdp4bit`."""
 
 from __future__ import annotations
 
@@ -27,39 +27,38 @@ if TYPE_CHECKING:
 
 _TRAINING = ("tyro", "rich", "tensorboard", "tokenizers", "yaml")
 _ABOUT = (
-    "4-bit communication for sharded data parallel training. `sdp4bit COMMAND --help` shows the options that "
-    "matter, `--help-all` all of them, `sdp4bit --version` the version."
+    "4-bit communication for sharded data parallel training. `sdp4bit COMMAND --help` shows the common "
+    "options, `--help-all` all of them, and `sdp4bit --version` the version."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One of the commands."""
+    """Describe one command: its settings, requirements and entry point."""
 
     name: str
     settings: str
-    """Its settings class as module:class, imported when the command is chosen."""
+    """Settings class as module:class, imported when the command is chosen."""
     packages: Sequence[str]
-    """Imports of the extra `lab` that it needs, checked before it starts."""
+    """Packages of the extra `lab` that must be installed."""
     shown: Sequence[str] = ()
-    """Fields that `--help` shows; all of them if empty. `--help-all` always shows all."""
+    """Fields that `--help` lists; () for all. `--help-all` always lists all."""
     takes_reference_flags: bool = False
-    """Whether it takes flags of the reference implementation that have no effect here."""
+    """Whether to accept flags of the reference implementation that have no effect here."""
     run: Callable[[Any], int]
-    """Runs the command and returns the exit code."""
+    """Return the exit code. The docstring is the command's description."""
 
     @property
     def description(self) -> str:
-        """Description in `--help`."""
         return " ".join((self.run.__doc__ or "").split())
 
     def parse(self, options: Sequence[str]) -> Any:
-        """Return the settings; prints help or an error and exits instead where that is due.
+        """Return the settings; print help and exit if asked.
 
-        Options may stand in a file, given by --config-file, if the command needs yaml.
+        Commands that depend on yaml also accept --config-file.
 
         Raises:
-            SettingError: options that contradict each other, or a package that is missing.
+            SettingError: conflicting options, or a missing package.
         """
         from sdp4bit_lab.common.options import format_help, parse_with_tyro, parse_without_tyro
         from sdp4bit_lab.common.settings import SettingError
@@ -96,7 +95,7 @@ COMMANDS: dict[str, Command] = {}
 def _command(
     name: str, *, shown: str = "", **options: Any
 ) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
-    """Return a decorator that registers a function; its docstring is the command's description."""
+    """Return a decorator that registers a command."""
 
     def register(run: Callable[[Any], int]) -> Callable[[Any], int]:
         COMMANDS[name] = Command(name=name, run=run, shown=shown.split(), **options)
@@ -117,8 +116,8 @@ def _command(
 )
 def _pretrain(config: PretrainConfig) -> int:
     """Pretrain a GPT with FSDP2 and quantized communication. Starts --nproc-per-node processes on this
-    machine; under torchrun, torchrun starts them. --config-file NAME.yaml (or .toml) reads options from a
-    file; options on the command line override it."""
+    machine, or uses the processes that torchrun started. --config-file NAME.yaml (or .toml) reads options
+    from a file; options on the command line override it."""
     if config.dry_run:
         from sdp4bit_lab.plan.dry_run import print_dry_run
 
@@ -149,19 +148,17 @@ def _compare(config: CompareConfig) -> int:
     from sdp4bit_lab.common.launch.config import RanksConfig
     from sdp4bit_lab.common.launch.local import run_on_ranks
 
-    # With several jobs this process starts those of every run.
+    # With --jobs, this process starts the ranks of every run itself.
     parallel = config.parallel if config.jobs == 1 else RanksConfig(nproc_per_node=1)
     return run_on_ranks("sdp4bit_lab.compare.run:compare", config=config, parallel=parallel)
 
 
 @_command(
-    "demo",
-    settings="sdp4bit_lab.compare.config:DemoConfig",
-    packages=(*_TRAINING, "matplotlib", "scipy"),
+    "demo", settings="sdp4bit_lab.compare.config:DemoConfig", packages=(*_TRAINING, "matplotlib", "scipy")
 )
 def _demo(config: DemoConfig) -> int:
-    """Train a small GPT on 4 processes of this machine, which represent 2 nodes of 2 ranks: first with plain
-    FSDP2, then with 4-bit communication. If it is interrupted, the same command continues."""
+    """Train a small GPT on 4 local processes that represent 2 nodes of 2 ranks: first with plain FSDP2, then
+    with 4-bit communication. If it is interrupted, the same command continues."""
     from sdp4bit_lab.compare.config import DEMO_PROCESSES, DEMO_RANKS_PER_NODE
     from sdp4bit_lab.compare.tables import link_times
 
@@ -178,11 +175,11 @@ def _demo(config: DemoConfig) -> int:
     packages=("tyro", "rich", "safetensors", "tokenizers"),
 )
 def _export(config: ExportConfig) -> int:
-    """Write the model and tokenizer of a checkpoint as a Hugging Face GPT-2 model: config.json,
-    model.safetensors and the tokenizer's files. One process, no GPU."""
+    """Write a checkpoint's model and tokenizer as a Hugging Face GPT-2 model: config.json, model.safetensors
+    and the tokenizer files. Needs one process and no GPU."""
     from sdp4bit_lab.pretrain.export import export_model
 
-    print(f"sdp4bit: written {export_model(config)}")
+    print(f"sdp4bit: wrote {export_model(config)}")
     return 0
 
 
@@ -192,8 +189,7 @@ def _export(config: ExportConfig) -> int:
     packages=("tyro", "rich", "tokenizers"),
 )
 def _preprocess(config: PreprocessConfig) -> int:
-    """Turn documents (.jsonl, plain text) into Megatron's .bin/.idx files, which pretrain and compare read
-    with --data-path."""
+    """Tokenize documents (.jsonl, plain text) into Megatron's .bin/.idx files, which --data-path reads."""
     from sdp4bit_lab.pretrain.data.preprocess import preprocess
 
     preprocess(config)
@@ -209,8 +205,9 @@ def _preprocess(config: PreprocessConfig) -> int:
     reproduce_table_2""",
 )
 def _plan(config: PlanConfig) -> int:
-    """Predict the gain of quantized communication on a cluster: bytes, step time, memory and whether it
-    pays. Options describe the cluster, or it is the paper's, or `sdp4bit probe` has measured it."""
+    """Predict the gain of quantized communication on a cluster: bytes, step time, memory and a
+    recommendation. The cluster is described by options, measured by `sdp4bit probe`, or one of the
+    paper's."""
     from sdp4bit_lab.plan.command import run_plan
 
     return run_plan(config)
@@ -218,8 +215,8 @@ def _plan(config: PlanConfig) -> int:
 
 @_command("probe", settings="sdp4bit_lab.plan.config:ProbeConfig", packages=("tyro", "yaml"))
 def _probe(config: ProbeConfig) -> int:
-    """Measure the intra-node and inter-node bandwidth and the speed of quantization, for `sdp4bit plan
-    --probe`. Starts --nproc-per-node processes on this machine; under torchrun, torchrun starts them."""
+    """Measure intra-node and inter-node bandwidth and quantization speed for `sdp4bit plan --probe`. Starts
+    --nproc-per-node processes on this machine, or uses the processes that torchrun started."""
     from sdp4bit_lab.common.launch.local import run_on_ranks
 
     return run_on_ranks(
@@ -229,13 +226,13 @@ def _probe(config: ProbeConfig) -> int:
 
 @_command("selftest", settings="sdp4bit_lab.selftest.config:SelftestConfig", packages=())
 def _selftest(config: SelftestConfig) -> int:
-    """Check that the library works on these machines, and whether it pays: kernels against the reference,
-    exchanges over the real network, streams with random delays, a training run. Needs torchrun or
-    --nproc-per-node; a single process checks the kernels only."""
+    """Check that the library works on these machines, and whether it is faster there. Compares kernels with
+    the reference, collectives on the real network with a simulation, and a short training run with plain
+    FSDP2. Needs torchrun or --nproc-per-node; a single process checks the kernels only."""
     from sdp4bit_lab.common.launch.local import run_on_ranks
 
     if config.device == "cpu":
-        # Before any process asks for GPUs, which decides the back end of its exchanges.
+        # Before torch.cuda is first queried, because visible GPUs would select NCCL.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return run_on_ranks(
         "sdp4bit_lab.selftest.command:selftest", config=config, parallel=config.parallel, leaves_early=False
@@ -249,15 +246,15 @@ def _selftest(config: SelftestConfig) -> int:
 )
 def _report(config: ReportConfig) -> int:
     """Write an HTML page about training runs: loss, inter-node bytes and training stability. Reads the --out
-    folders of pretrain, compare and demo, also while they run."""
+    folders of pretrain, compare and demo, even during training."""
     from sdp4bit_lab.report.command import write_report
 
-    print(f"sdp4bit: written {write_report(config)}")
+    print(f"sdp4bit: wrote {write_report(config)}")
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code of the command: 0, 2 for a wrong setting, 1 or a signal's for a failed run."""
+    """Run a command; return 0, 2 for a wrong setting, 1 or 128 + signal for a failed run."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["--version"]:
         print(f"sdp4bit {__version__}")
@@ -269,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         if not arguments:
-            raise SettingError(f"no command is given: use one of {', '.join(COMMANDS)}")
+            raise SettingError(f"no command given: use one of {', '.join(COMMANDS)}")
         if arguments[0] not in COMMANDS:
             near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
@@ -284,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _overview() -> str:
-    """List the commands, without importing the settings of any."""
+    """List the commands without importing their settings."""
     lines = ["usage: sdp4bit COMMAND [options]", "", *textwrap.wrap(_ABOUT, 80), "", "commands:"]
     for name, command in COMMANDS.items():
         lines += textwrap.wrap(

@@ -79,7 +79,7 @@ def test_no_help_imports_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no command is given: use one of pretrain, compare, demo"),
+        ([], "no command given: use one of pretrain, compare, demo"),
         (["pretrian"], "'pretrian' is not a command: did you mean pretrain?"),
     ],
 )

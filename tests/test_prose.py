@@ -35,7 +35,7 @@ CHECKED_NUMBERS = {
     "docs/theory.md",  # tests/collectives/test_error_theory.py
 }
 """Pages whose tables of numbers come from a file or are compared with the code by a test."""
-PACKAGES = ("sdp4bit",)
+PACKAGES = ("sdp4bit", "sdp4bit_lab", "benchmarks")
 _MESSAGES = {"ValueError", "TypeError", "RuntimeError", "warn", "warn_once", "warning", "info", "error"}
 """Calls whose strings a user reads; every call in a `raise` statement is one, too."""
 WORDS = {
@@ -135,8 +135,9 @@ def code_texts(source: str) -> Iterator[tuple[int, str]]:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            # An entry of Args or Raises is a paragraph of its own, and its name no prose.
-            text = inspect.cleandoc(str(node.value.value))
+            # Indented blocks are tables or code. An entry of Args or Raises is a paragraph of its own, and its
+            # name no prose.
+            text = re.sub(r"(?<=\n\n)( {4}.*\n?)+", "\n", inspect.cleandoc(str(node.value.value)))
             yield node.lineno, re.sub(r"\n *(\w+, )*\w+:(?=\s)", "\n\n", text)
         elif (
             isinstance(node, ast.Call)

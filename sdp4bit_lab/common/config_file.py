@@ -1,4 +1,4 @@
-"""A YAML or TOML file of options, read as if they stood on the command line before the others."""
+"""Read options from a YAML or TOML file, as if they came first on the command line."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OPTION = "--config-file"
 def expand_config_file(arguments: Sequence[str]) -> list[str]:
     """Replace --config-file FILE by the options in the file.
 
-    Options on the command line come later and therefore win. Keys are the options' names, with - or _, in any
-    sections; the name of a section has no meaning.
+    Options on the command line come later and win. Keys are option names, with - or _, in any section;
+    section names have no meaning.
 
     Raises:
-        SettingError: the file cannot be read or parsed, or gives an option twice.
+        SettingError: the file cannot be read or parsed, or repeats an option.
     """
     rest: list[str] = []
     loaded: list[str] = []
@@ -52,11 +52,10 @@ def _read(path: Path) -> list[str]:
             import yaml
 
             content = yaml.safe_load(text) or {}
-    except Exception as error:  # each parser has errors of its own, all of which say where
+    except Exception as error:  # every parser has its own error types
         raise SettingError(f"{OPTION} {path} cannot be read: {' '.join(str(error).split())}") from error
     require(
-        isinstance(content, dict),
-        f"{path} must hold options with their values, not {type(content).__name__}",
+        isinstance(content, dict), f"{path} must contain a mapping of options, not {type(content).__name__}"
     )
     arguments: list[str] = []
     names = set()

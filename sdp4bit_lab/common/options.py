@@ -1,4 +1,4 @@
-"""Options of a settings class: their names and help texts, `--help`, and errors of one line."""
+"""List the options of a settings class, format `--help`, and report parsing errors in one line."""
 
 from __future__ import annotations
 
@@ -23,32 +23,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One field of a settings class, as the command line shows it."""
+    """Describe one field of a settings class as a command-line option."""
 
     section: str
-    """Field that holds its settings class; empty for the class of the command itself."""
+    """Field that holds its settings class; empty for the command's own class."""
     name: str
     flags: list[str]
-    """The primary flag first; a word without dashes for a positional argument."""
+    """Primary flag first; a word without dashes for a positional argument."""
     value: str
-    """Type of the value, or its choices; empty for a switch."""
+    """Type or choices; empty for a switch."""
     default: str
-    """The value, or the end of the docstring after "Default:"; empty for none."""
+    """Default value, or the text after "Default:" in the docstring; empty for none."""
     text: str
-
-    @property
-    def sentence(self) -> str:
-        """The first clause of the text."""
-        return re.split(r"[.;:](?= |$)", self.text, maxsplit=1)[0] + "."
-
-    @property
-    def help(self) -> str:
-        """The text and the default."""
-        return f"{self.text} (default: {self.default})" if self.default else self.text
 
 
 def options_of(settings: type) -> Iterator[Option]:
-    """Yield the options of a settings class and of the settings classes among its fields."""
+    """Yield the options of a settings class and of its nested settings classes."""
     for section, part in sections(settings):
         hints, flags, texts = get_type_hints(part, include_extras=True), option_flags(part), docstrings(part)
         for field in fields(part):
@@ -75,7 +65,7 @@ def _default(default: Any) -> str:
 
 
 def _value(hint: Any) -> str:
-    """Return the type of a value for people, or its choices."""
+    """Describe the type of a value, or list its choices."""
     if hint is bool:
         return ""
     if get_origin(hint) is Literal:
@@ -89,7 +79,7 @@ def _value(hint: Any) -> str:
 
 
 def sections(settings: type) -> Iterator[tuple[str, type]]:
-    """Yield the class itself under the name "", then the settings classes among its fields by name."""
+    """Yield the class itself under the name "", then its nested settings classes by field name."""
     yield "", settings
     for field in fields(settings):
         part = section_type(field)
@@ -98,7 +88,7 @@ def sections(settings: type) -> Iterator[tuple[str, type]]:
 
 
 def section_type(field: Field[Any]) -> type | None:
-    """Return the settings class of a field that has one; None for an option."""
+    """Return the settings class that a field holds; None for an option."""
     if field.default_factory is MISSING:
         return None
     default = field.default_factory()
@@ -106,27 +96,20 @@ def section_type(field: Field[Any]) -> type | None:
 
 
 def docstrings(settings: type) -> dict[str, str]:
-    """Map the fields of a settings class and its bases to the docstrings below them, in one line."""
+    """Map the fields of a settings class and its bases to their docstrings, each in one line."""
     texts: dict[str, str] = {}
     for base in reversed([base for base in settings.__mro__ if is_dataclass(base)]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(definition, ast.ClassDef)
         for statement, below in itertools.pairwise(definition.body):
             match statement, below:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
+                case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
                     texts[name] = " ".join(text.split())
     return texts
 
 
 def format_help(settings: type, *, prog: str, description: str, shown: Sequence[str] = ()) -> str:
-    """Format the help of a command.
-
-    Args:
-        shown: fields to list with their primary flag and one sentence; all fields in full if empty.
-    """
+    """Format the help: all options, or only the fields `shown`, each with its first sentence."""
     parser = argparse.ArgumentParser(
         prog=prog, usage="%(prog)s [options]", description=description, add_help=False
     )
@@ -137,7 +120,8 @@ def format_help(settings: type, *, prog: str, description: str, shown: Sequence[
         title = "" if shown else each.section
         if title not in groups:
             groups[title] = parser.add_argument_group(f"{title.replace('_', ' ')} options".strip())
-        text = each.sentence + (f" (default: {each.default})" if each.default else "") if shown else each.help
+        text = re.split(r"[.;:](?= |$)", each.text, maxsplit=1)[0] + "." if shown else each.text
+        text += f" (default: {each.default})" if each.default else ""
         flags = each.flags[: 1 if shown else None]
         options: dict[str, Any] = {"action": "store_true"}
         if each.value and not shown:
@@ -149,13 +133,13 @@ def format_help(settings: type, *, prog: str, description: str, shown: Sequence[
 
 
 def parse_with_tyro(settings: type[T], arguments: Sequence[str], *, prog: str, default: T | None = None) -> T:
-    """Build the settings from options.
+    """Build settings from options.
 
     Args:
-        default: values of the options that are not given.
+        default: values of options that are not given.
 
     Raises:
-        SettingError: an unknown option, an impossible value, or options that contradict each other.
+        SettingError: an unknown option, an invalid value, or conflicting options.
     """
     import tyro
 
@@ -163,7 +147,7 @@ def parse_with_tyro(settings: type[T], arguments: Sequence[str], *, prog: str, d
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            # Options have the names of their fields alone; a test keeps those unique.
+            # Options are named after their fields alone; a test keeps the names unique.
             config = (tyro.conf.OmitArgPrefixes,)
             if default is None:
                 return tyro.cli(settings, prog=prog, args=list(arguments), config=config)
@@ -173,15 +157,15 @@ def parse_with_tyro(settings: type[T], arguments: Sequence[str], *, prog: str, d
 
 
 def _message(box: str, settings: type) -> str:
-    """Return the message of tyro's error, which it prints in a frame and explains below a rule."""
+    """Extract the message from the box that tyro prints around an error."""
     lines = [line.strip("│ ") for line in box.splitlines()]
-    # The title is part of the frame, or has a rule below it if the output's encoding has no frames.
+    # The title is part of the box, or is underlined if the encoding lacks box characters.
     body = lines[1:] if box.startswith("╭") else lines[2:]
     message = " ".join(itertools.takewhile(lambda line: not line.startswith(("──", "-----", "╰")), body))
     wrong = re.match(r"invalid choice '(.*)' for argument '(--[\w-]+)", message)
     if wrong is None:
         return message
-    # tyro lists the choices in any order.
+    # tyro lists the choices in arbitrary order.
     choices = next(each.value.strip("{}") for each in options_of(settings) if wrong[2] in each.flags)
     return f"{wrong[2]} {wrong[1]}: use one of {choices.replace(',', ', ')}"
 
@@ -195,14 +179,14 @@ def _check_known(settings: type, arguments: Sequence[str], *, prog: str) -> None
         if flag.startswith("--") and flag not in known:
             near = difflib.get_close_matches(flag, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise SettingError(f"{prog} has no option {flag}: {hint}--help-all shows all options")
+            raise SettingError(f"{prog} has no option {flag}: {hint}see --help-all")
 
 
 def parse_without_tyro(settings: type[T], arguments: Sequence[str], *, prog: str) -> T:
-    """Build the settings from options with one value each, by the standard library alone.
+    """Build settings with the standard library alone, for options that take one value.
 
     Raises:
-        SettingError: an unknown option, an impossible value, or options that contradict each other.
+        SettingError: an unknown option, an invalid value, or conflicting options.
     """
     _check_known(settings, arguments, prog=prog)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -213,7 +197,7 @@ def parse_without_tyro(settings: type[T], arguments: Sequence[str], *, prog: str
                 continue
             hint = hints[field.name]
             is_choice = get_origin(hint) is Literal
-            # Optional values, such as int | None.
+            # The value type of int | None.
             kind = next((k for k in get_args(hint) if k is not type(None)), hint)
             parser.add_argument(
                 *flags[field.name],
@@ -222,7 +206,7 @@ def parse_without_tyro(settings: type[T], arguments: Sequence[str], *, prog: str
                 choices=get_args(hint) if is_choice else None,
                 default=argparse.SUPPRESS,
             )
-    # tyro takes --nproc_per_node for --nproc-per-node.
+    # Like tyro, accept --nproc_per_node.
     pairs = [argument.partition("=") for argument in arguments]
     spelled = [
         (name.replace("_", "-") if name.startswith("--") else name) + equals + value

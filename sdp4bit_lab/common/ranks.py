@@ -1,4 +1,4 @@
-"""The processes of a run: joining the process group, and agreeing on errors."""
+"""Join the process group and share values and errors among ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Which process of the run this is, and the device it computes on."""
+    """Identify this process and its device."""
 
     rank: int
     world_size: int
@@ -32,23 +32,23 @@ class Ranks:
     local_world_size: int
     device: torch.device
     job: str | None = None
-    """Names the job, the same after torchrun has restarted its processes; None for a process alone."""
+    """Job name that survives restarts by torchrun; None without a launcher."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process prints and writes for all."""
+        """Whether this process prints and writes for all ranks."""
         return self.rank == 0
 
 
 @contextmanager
 def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
-    """Open the default process group for the block: torchrun's ranks, or one process alone.
+    """Open the default process group for the block: the launcher's ranks, or one rank.
 
     Args:
-        timeout: how long a rank waits for the others in an exchange; torch's default when not given.
+        timeout: timeout of collectives.
 
     Raises:
-        ExchangeError: a rank is missing after the timeout.
+        ExchangeError: a rank did not join before the timeout.
     """
     alone = "RANK" not in os.environ
     rank, world_size, local_rank, local_world_size = (
@@ -61,8 +61,8 @@ def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        # Ranks on one machine share its cores; more threads than cores cost several times the step. torchrun
-        # sets OMP_NUM_THREADS by itself for several ranks; for one rank it is somebody's wish.
+        # Ranks share the cores: oversubscribed threads make steps several times slower. torchrun sets
+        # OMP_NUM_THREADS itself for several ranks; for one rank, it is the user's choice.
         if local_world_size > 1 or "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
     store: Store = HashStore()
@@ -92,18 +92,18 @@ def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> T:
-    """Run `work` on every rank, and return its result here once it has succeeded on all.
+    """Run `work` on every rank and return its local result, or fail on all ranks.
 
     Raises:
-        SettingError: on all ranks, if it was raised on any.
-        RuntimeError: on all ranks, if anything else was raised on any.
+        SettingError: on all ranks, if any rank raised it.
+        RuntimeError: on all ranks, if any rank raised something else.
     """
     result: T
     failure: tuple[bool, str] | None = None
     cause: Exception | None = None
     try:
         result = work()
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    except Exception as error:  # the other ranks must not wait for this one
         cause = error
         is_setting = isinstance(error, SettingError)
         failure = (is_setting, str(error) if is_setting else f"{type(error).__name__}: {error}")
@@ -117,7 +117,9 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
 
 
 def broadcast_from_rank0(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 alone, and return its result, or raise its error, on all ranks."""
+    """Run `work` on rank 0; return its result or raise its error on all ranks."""
+    if not dist.is_initialized():
+        return work()
     result = run_on_all_ranks(lambda: work() if dist.get_rank() == 0 else None)
     box: list[T | None] = [result]
     with comm_error_context("broadcast from rank 0"):
@@ -126,12 +128,14 @@ def broadcast_from_rank0(work: Callable[[], T]) -> T:
 
 
 def gather_over_ranks(value: T, *, what: str, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks, in their order.
+    """Return the values of all ranks in rank order; only this one without a process group.
 
     Args:
-        what: is gathered, for the error of a rank that does not answer.
-        group: among whom; all when not given.
+        what: names the operation in errors.
+        group: default: all ranks.
     """
+    if not dist.is_initialized():
+        return [value]
     values = [value] * dist.get_world_size(group)
     with comm_error_context(what, group=group):
         dist.all_gather_object(values, value, group=group)
@@ -139,7 +143,7 @@ def gather_over_ranks(value: T, *, what: str, group: dist.ProcessGroup | None = 
 
 
 def sum_over_ranks(values: list[float], *, device: torch.device) -> list[float]:
-    """Return the sums of each value over all ranks, added in double precision."""
+    """Sum each value over all ranks in fp64."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     with comm_error_context("sum over all ranks"):
         dist.all_reduce(tensor)

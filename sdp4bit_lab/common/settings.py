@@ -1,36 +1,33 @@
-"""The error of a wrong setting, the checks that raise it, and the names of options."""
+"""Check settings and map them to option names."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from typing import TYPE_CHECKING, get_type_hints
 
-# The self-test makes settings without tyro; `option_flags` then reads the attributes of these marks alone.
+# The self-test runs without tyro; only the attributes of these marks are read then.
 try:
-    from tyro.conf import arg as arg  # noqa: PLC0414  re-exported
+    from tyro.conf import arg as arg  # noqa: PLC0414
 except ModuleNotFoundError:
     if not TYPE_CHECKING:
         from types import SimpleNamespace as arg
 
 EXIT_SETTING = 2
-"""Exit code of a command with a wrong setting."""
+"""Exit code for a wrong setting."""
 
 
 class SettingError(Exception):
-    """A setting that cannot work; the message has the numbers and the way out, in one line.
-
-    Not a ValueError: the option parser would catch those and put its own words around them.
-    """
+    """Report an invalid setting and its remedy; not a ValueError, which tyro would reword."""
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise SettingError with the message unless the condition is true."""
+    """Raise SettingError unless the condition holds."""
     if not condition:
         raise SettingError(message)
 
 
 def require_at_least(minimum: float, settings: object, *names: str) -> None:
-    """Raise SettingError if one of these fields has a value and it is below the minimum."""
+    """Raise SettingError if a field is set and below the minimum."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and value < minimum:
@@ -39,7 +36,7 @@ def require_at_least(minimum: float, settings: object, *names: str) -> None:
 
 
 def require_positive(settings: object, *names: str) -> None:
-    """Raise SettingError if one of these fields has a value and it is not positive."""
+    """Raise SettingError if a field is set and not positive."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and not value > 0:
@@ -47,12 +44,12 @@ def require_positive(settings: object, *names: str) -> None:
 
 
 def option(name: str, *aliases: str) -> object:
-    """Annotate a field whose option has another name than the field, and further names."""
+    """Name an option differently from its field, with optional aliases."""
     return arg(name=name, aliases=[f"--{alias}" for alias in aliases])
 
 
 def option_flags(settings: type) -> dict[str, list[str]]:
-    """Map the fields of a settings class to their flags, the primary flag first."""
+    """Map the fields of a settings class to their flags, primary flag first."""
     hints = get_type_hints(settings, include_extras=True)
     flags: dict[str, list[str]] = {}
     for field in fields(settings):

@@ -1,4 +1,4 @@
-"""Moving averages of curves."""
+"""Smooth curves."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 WINDOW_SHARE = 20
-"""The window of a moving average is the number of values divided by this."""
+"""Number of values divided by the window of the moving average."""
 
 
 def smoothed(numbers: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return the mean over a twentieth of the values around each, narrower at the ends.
-
-    Values that are not finite are left out, and NaN in the result.
-    """
+    """Return a centered average over a twentieth of the values, NaN where they are not finite."""
     values = np.asarray(numbers, dtype=np.float64)
     half = max(1, len(values) // (2 * WINDOW_SHARE))
     finite = np.isfinite(values)

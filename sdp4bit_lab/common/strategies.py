@@ -1,4 +1,4 @@
-"""Strategies by name: the paper's ablation (table 6) in its order, then the library's presets."""
+"""Name the strategies: the paper's ablation (Table 6) in its order, then the library's presets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT_STRATEGY: Strategy = "sdp4bit"
 def _whole_rows(
     weights: WeightConfig | None = None, gradients: GradientConfig | None = None
 ) -> SDP4BitConfig:
-    """Build a strategy of the paper, which quantizes rows as a whole."""
+    """Build a strategy of the paper, which quantizes each row without parameter boundaries."""
     return SDP4BitConfig(weights=weights, gradients=gradients, separate_parameters=False)
 
 
@@ -47,5 +47,5 @@ STRATEGIES: dict[Strategy, SDP4BitConfig] = {
     "sdp4bit-w2g2": SDP4BitConfig.preset("sdp4bit-w2g2"),
 }
 """baseline: bf16 weights, fp32 gradients. qw: 4-bit weights. qwd: 4-bit weight differences. ulq: 4-bit
-gradients at both hops. tlq: 8-bit inside a node, 4-bit between nodes. tlq-hs: tlq after a Hadamard transform.
-sdp4bit-paper: qwd and tlq-hs together, the paper's SDP4Bit."""
+gradients at both hops. tlq: 8-bit intra-node, 4-bit inter-node. tlq-hs: tlq after a Hadamard transform.
+sdp4bit-paper: qwd and tlq-hs, the paper's SDP4Bit."""

@@ -1,1 +1,1 @@
-"""Several strategies and seeds under the same conditions, and what came out."""
+"""Compare strategies and seeds under identical conditions."""

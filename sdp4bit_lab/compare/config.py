@@ -1,4 +1,4 @@
-"""Settings of the commands that train several times: compare, and demo, which is a preset of it."""
+"""Settings of compare and of demo, which is a preset of it."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ DEMO_RANKS_PER_NODE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """The same training run with several strategies and seeds."""
+    """Train the same model with several strategies and seeds."""
 
     strategies: str = "baseline,sdp4bit"
     """Strategies, separated by commas: baseline, qw, qwd, ulq, tlq, tlq-hs, sdp4bit-paper, sdp4bit,
-    sdp4bit-w3g3.5, sdp4bit-w2g3, sdp4bit-w2g2. Communication options of a single strategy follow its name
-    after colons: tlq-hs:gq-group-size-inter=64."""
+    sdp4bit-w3g3.5, sdp4bit-w2g3, sdp4bit-w2g2. Communication options for one strategy follow its name after
+    colons: tlq-hs:gq-group-size-inter=64."""
     seeds: str = "1"
     """Seeds, separated by commas. A seed sets initial weights, sample order and random rounding."""
     baseline: str | None = None
     """Strategy that the others are compared with. Default: baseline."""
     merge: tuple[Path, ...] = ()
-    """Folders of earlier comparisons. Nothing is trained; --out receives the tables of all their runs."""
+    """Folders of earlier comparisons, whose runs are tabulated together in --out. Nothing is trained."""
     out: Path = DEFAULT_OUT
     """Folder for summary.json, table.md, curves.png and a folder per run. Finished runs in it are kept."""
     jobs: int = 1
-    """Runs to train at the same time, each with one thread per rank."""
+    """Runs to train concurrently, each with one thread per rank."""
     log_interval: int = 10
     """Steps between printed lines."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -50,16 +50,16 @@ class CompareConfig:
     def __post_init__(self) -> None:
         require_at_least(1, self, "jobs", "log_interval")
         if self.merge:
-            require(self.out != DEFAULT_OUT, "--merge needs --out, a folder for the merged tables")
+            require(self.out != DEFAULT_OUT, "--merge needs --out, the folder for the merged tables")
             require(
                 replace(self, merge=(), out=DEFAULT_OUT, baseline=None) == CompareConfig(),
-                "--merge trains nothing: the only other options that it takes are --out and --baseline",
+                "--merge trains nothing: use it with --out and --baseline only",
             )
             return
         for name in ("exit_interval", "exit_duration_in_mins"):
             require(
                 getattr(self.training, name) is None,
-                f"--{name.replace('_', '-')} is for `pretrain`, which saves a checkpoint: leave it out. A "
+                f"--{name.replace('_', '-')} is for `pretrain`, which saves a checkpoint: remove it. A "
                 "signal stops `compare`, and the same command continues with the remaining runs",
             )
         variants = [variant for variant, _ in self.runs()]
@@ -68,20 +68,16 @@ class CompareConfig:
             value, flag = getattr(self.communication, name), option_flags(CommunicationConfig)[name][0]
             require(
                 any(getattr(variant.communication, name) == value for variant in variants),
-                f"{flag} has no effect with any of the strategies {self.strategies}",
+                f"{flag} has no effect on any of the strategies {self.strategies}",
             )
 
     def runs(self) -> list[tuple[Variant, PretrainConfig]]:
-        """Return every run with its settings, in the order they are trained: seed by seed."""
+        """Return every variant with its settings in training order: seed by seed."""
         variants = parse_variants(self.strategies, shared=self.communication)
         return [(variant, self._run(variant, seed)) for seed in _numbers(self.seeds) for variant in variants]
 
     def choose_baseline(self, labels: list[str]) -> str | None:
-        """Return the label of the strategy to compare with; None if there is no `baseline` and none is given.
-
-        Args:
-            labels: the strategies of the runs, which may come from merged comparisons.
-        """
+        """Return the baseline's label; None if it is not given and `baseline` is not among the labels."""
         if self.baseline is None:
             return DEFAULT_BASELINE if DEFAULT_BASELINE in labels else None
         try:
@@ -91,7 +87,7 @@ class CompareConfig:
         choices = ", ".join(dict.fromkeys(labels))
         require(
             given in labels,
-            f"--baseline: {given} is not among the strategies: add it, or choose one of {choices}",
+            f"--baseline: {given} is not among the strategies: add it, or use one of {choices}",
         )
         return given
 
@@ -117,15 +113,15 @@ def _numbers(text: str) -> list[int]:
     try:
         seeds = [int(part) for part in text.split(",")]
     except ValueError:
-        raise SettingError(f"--seeds {text!r}: give numbers with commas between, such as 1,2,3") from None
+        raise SettingError(f"--seeds {text!r}: give integers separated by commas, such as 1,2,3") from None
     if len(set(seeds)) < len(seeds) or min(seeds) < 0:
-        raise SettingError(f"--seeds {text!r}: give numbers of at least 0, each one once")
+        raise SettingError(f"--seeds {text!r}: give different integers of at least 0")
     return seeds
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """A small GPT, trained twice: with plain FSDP2 and with 4-bit communication."""
+    """A small GPT, trained with plain FSDP2 and with 4-bit communication."""
 
     out: Path = Path("runs/demo")
     """Folder for summary.json, table.md, curves.png and a folder per run."""
@@ -142,7 +138,7 @@ class DemoConfig:
         self.comparison()
 
     def comparison(self) -> CompareConfig:
-        """Return the two runs: the tiny model on the standard library's sources."""
+        """Return the settings of both runs: the tiny model on the standard library's sources."""
         return CompareConfig(
             seeds=str(self.seed),
             out=self.out,
@@ -151,7 +147,7 @@ class DemoConfig:
                 steps=self.steps,
                 eval_interval=max(2, self.steps // 3),
                 compute_dtype=self.compute_dtype,
-                # Weights are gathered once a step, as in the paper; twice would flatter the comparison.
+                # Gather weights once per step, as in the paper; twice would make the savings look larger.
                 reshard_after_forward=False,
             ),
             parallel=ParallelConfig(nproc_per_node=DEMO_PROCESSES, ranks_per_node=DEMO_RANKS_PER_NODE),

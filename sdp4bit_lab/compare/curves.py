@@ -1,4 +1,4 @@
-"""Draw the loss curves of several runs, and the differences of the strategies from the baseline."""
+"""Draw loss curves and the differences of the strategies from the baseline."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sdp4bit_lab.compare.outcomes import outcomes
 from sdp4bit_lab.compare.paired import PairedDifference
 
 _COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-"""Can be told apart with any kind of colour vision (Okabe and Ito 2008; without their yellow, too light)."""
+"""Distinguishable with color blindness (Okabe and Ito 2008, without the pale yellow)."""
 _LINES = ("-", (0, (5, 2)), (0, (1, 1.3)))
 _MARKERS = "osD^vPX"
 _SKIPPED = 10
-"""The first tenth of a run falls so steeply that the rest would be a flat line."""
+"""Fraction 1/10 of a run that the vertical axis ignores, because the loss falls steeply there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,10 @@ class _Strategy:
 
 
 def draw_curves(runs: Sequence[FinishedRun], *, baseline: str | None, path: Path) -> None:
-    """Draw the losses of every strategy into a PNG file; with a baseline, also the differences from it.
+    """Draw the losses into a PNG; with a baseline, also the differences from it.
 
-    Lines are training losses, smoothed, and points validation losses; both are means over the seeds. Bands
-    reach from the least to the most of the seeds. A run that diverged is a thin line of its own, with a cross
-    where it ends.
+    Lines are smoothed training losses and points are validation losses, averaged over the seeds. Bands span
+    the seeds. A diverged run is a thin line of its own that ends in a cross.
     """
     strategies = _strategies(runs, baseline=baseline)
     compared = [strategy for strategy in strategies if strategy.difference is not None]
@@ -56,7 +55,7 @@ def draw_curves(runs: Sequence[FinishedRun], *, baseline: str | None, path: Path
     losses = figure.add_subplot(grid[0, 0])
     for strategy in strategies:
         _draw_losses(losses, strategy)
-    # The vertical axis fits what comes after the first steep part, of runs that did not diverge.
+    # Ignore the steep start and diverged runs.
     fitting = [run for run in runs if run.diverged_at is None] or list(runs)
     shown = [loss for run in fitting for loss in _later(smoothed(run.losses))]
     _fit(losses, [*shown, *(loss for run in fitting for _, loss in run.validation)])
@@ -64,7 +63,7 @@ def draw_curves(runs: Sequence[FinishedRun], *, baseline: str | None, path: Path
     several = len({run.seed for run in runs}) > 1
     losses.set_title(
         "Training loss (lines, smoothed) and validation loss (points)"
-        + ("\nmeans over the seeds; bands: least to most" if several else "")
+        + ("\nmeans over the seeds; bands: minimum to maximum" if several else "")
     )
     losses.set_xlabel("optimizer step")
     losses.grid(alpha=0.3)
@@ -140,14 +139,14 @@ def _draw_differences(axes: Any, compared: Sequence[_Strategy], reference: _Stra
         shown += [*_later(np.mean(curves, axis=0)), *_later(points)]
     axes.axhline(0, color="0.3", linewidth=1)
     _fit(axes, shown)
-    axes.set_title(f"Difference to {reference.label} with the same seed")
+    axes.set_title(f"Difference from {reference.label} with the same seed")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("nats per token")
     axes.grid(alpha=0.3)
 
 
 def _draw_outcomes(axes: Any, compared: Sequence[_Strategy], reference: _Strategy) -> None:
-    """Draw the last validation loss of every strategy against the baseline's: seeds, mean, interval."""
+    """Draw the difference of every strategy's last validation loss from the baseline's."""
     for row, strategy in enumerate(compared):
         difference, colour = strategy.difference, strategy.line["color"]
         assert difference is not None
@@ -161,7 +160,7 @@ def _draw_outcomes(axes: Any, compared: Sequence[_Strategy], reference: _Strateg
     axes.set_ylim(len(compared) - 0.5, -0.5)
     axes.locator_params(axis="x", nbins=5)
     axes.set_title("Last validation loss: mean, 95 % interval, seeds (|)", fontsize=10)
-    axes.set_xlabel(f"difference to {reference.label} (nats per token)")
+    axes.set_xlabel(f"difference from {reference.label} (nats per token)")
     axes.grid(alpha=0.3, axis="x")
 
 

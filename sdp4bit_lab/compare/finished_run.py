@@ -1,4 +1,4 @@
-"""Keep the measurements and settings of a run that has ended in result.json."""
+"""Store measurements and settings of finished runs in result.json."""
 
 from __future__ import annotations
 
@@ -22,56 +22,47 @@ RESULT = "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """One run of a comparison, the content of result.json; the same on every rank, apart from the seconds."""
+    """Content of result.json; identical on all ranks except for the seconds."""
 
     strategy: str
     """Label of the variant."""
     seed: int
     losses: tuple[float, ...]
-    """Training loss of every step, the first step's before any update."""
+    """Training loss of every step, measured before the step's update."""
     validation: tuple[tuple[int, float], ...]
-    """Step and validation loss."""
+    """Steps and validation losses."""
     train_loss: float
     """Mean training loss of the last 20 steps."""
     intra_bytes_per_step: int
-    """Intra-node bytes that all ranks sent in a step; the median."""
+    """Median intra-node bytes of all ranks in a step."""
     inter_bytes_per_step: int
-    """Inter-node bytes that all ranks sent in a step; the median."""
+    """Median inter-node bytes of all ranks in a step."""
     seconds: float
     """Duration of all steps."""
     test_loss: float | None = None
-    """Loss after the last step on data of its own."""
+    """Loss on the test split after the last step."""
     diverged_at: int | None = None
-    """Step at which the loss stopped being a finite number; None for a run that reached its end."""
+    """Step at which the loss became NaN or infinite; None for a complete run."""
     spikes: tuple[GradientSpike, ...] = ()
-    """Steps whose gradient norm was far above those before: training was unstable there."""
+    """Steps whose gradient norm was far above the preceding ones."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Settings that all runs of a comparison share."""
+    """Settings shared by all runs of a comparison."""
     quantization: dict[str, Any] = field(default_factory=dict)
-    """The library's settings, the seed included."""
+    """The library's settings, including the seed."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Version of torch, and the device."""
+    """Torch version and device."""
 
     @classmethod
     def of(cls, result: TrainingResult, **settings: Any) -> FinishedRun:
-        """Return the run of a training result.
-
-        Args:
-            settings: fields that the result lacks: settings, quantization, environment.
-        """
+        """Build the record of a training result, with the fields settings, quantization and environment."""
         diverged_at = result.diverged_at
         if diverged_at is None and not math.isfinite(result.validation_loss):
             diverged_at = result.steps[-1].step
+        equal = ("strategy", "seed", "train_loss", "intra_bytes_per_step", "inter_bytes_per_step")
         return cls(
-            strategy=result.strategy,
-            seed=result.seed,
+            **{name: getattr(result, name) for name in (*equal, "seconds", "test_loss")},
             losses=tuple(step.loss for step in result.steps),
             validation=tuple(result.validation),
-            train_loss=result.train_loss,
-            intra_bytes_per_step=result.intra_bytes_per_step,
-            inter_bytes_per_step=result.inter_bytes_per_step,
-            seconds=result.seconds,
-            test_loss=result.test_loss,
             diverged_at=diverged_at,
             spikes=tuple(gradient_spikes((step.step, step.grad_norm) for step in result.steps)),
             **settings,
@@ -79,16 +70,15 @@ class FinishedRun:
 
     @property
     def validation_loss(self) -> float:
-        """The last validation loss; NaN for a run that diverged."""
+        """Last validation loss; NaN for a diverged run."""
         return self.validation[-1][1] if self.diverged_at is None else math.nan
 
     @property
     def name(self) -> str:
-        """The run, for people."""
         return f"{self.strategy}, seed {self.seed}"
 
     def write(self, folder: Path) -> None:
-        """Write result.json into the folder; JSON has null for a loss that is not finite."""
+        """Write result.json into the folder, with null for losses that are not finite."""
         content = asdict(self) | {
             "losses": [finite(loss) for loss in self.losses],
             "validation": [[step, finite(loss)] for step, loss in self.validation],
@@ -99,7 +89,7 @@ class FinishedRun:
 
     @classmethod
     def read(cls, folder: Path) -> FinishedRun:
-        """Return the run of a folder's result.json; SettingError if it is not one."""
+        """Read result.json from the folder; SettingError if it is invalid."""
         path = folder / RESULT
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -110,13 +100,12 @@ class FinishedRun:
             return cls(**content)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SettingError(
-                f"{path} cannot be read ({type(error).__name__}: {error}): delete it, and the run is "
-                "trained again"
+                f"{path} cannot be read ({type(error).__name__}: {error}): delete it to repeat the run"
             ) from error
 
 
 def finite(value: float | None) -> float | None:
-    """Return the loss, or None for one that is not a number: JSON has no NaN."""
+    """Return the value, or None if it is NaN or infinite, which JSON lacks."""
     return value if value is None or math.isfinite(value) else None
 
 
@@ -125,38 +114,28 @@ def _number(value: float | None) -> float:
 
 
 def run_settings(config: PretrainConfig, *, dataset: str, world_size: int) -> dict[str, Any]:
-    """Return the settings that must be equal in two comparable runs, whatever their strategy and seed.
-
-    Args:
-        dataset: key of the tokens; their folder does not matter.
-    """
+    """Return the settings that comparable runs share, whatever their strategy, seed and data folder."""
     settings = {
         "model": asdict(config.model_shape),
         "data": {"dataset": dataset, "eod_mask_loss": config.data.eod_mask_loss},
-        "training": asdict(config.training)
-        | {"sequence_length": config.sequence_length, "micro_batch_size": config.micro_batch_size},
-        "optimizer": asdict(config.optimizer)
-        | {"learning_rate": config.learning_rate, "warmup_steps": config.warmup_steps},
+        **config.resolved_sections(),
         "parallel": asdict(config.parallel) | {"world_size": world_size},
     }
-    # They are resolved into other settings.
+    # Resolved into other settings.
     del settings["optimizer"]["warmup_fraction"], settings["parallel"]["nproc_per_node"]
-    # As they are read back from a file.
+    # Normalize as if read back from a file.
     normalized: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return normalized
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Return facts outside the settings that may change the last digits of a loss."""
+    """Return the torch version and the device, which may change the last digits of a loss."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"torch": torch.__version__, "device": kind}
 
 
 def first_difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return the first setting that differs, with both values; None if all are equal.
-
-    A setting that only one of them has equals None in the other.
-    """
+    """Return the first setting that differs, with both values, or None; a missing setting is None."""
     left, right = dict(flattened(one)), dict(flattened(other))
     differing = (name for name in {**left, **right} if left.get(name) != right.get(name))
     name = next(differing, None)
@@ -164,7 +143,7 @@ def first_difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, A
 
 
 def flattened(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the members of nested settings by their dotted path."""
+    """Yield the members of nested settings by dotted path."""
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from flattened(value, f"{prefix}{name}.")

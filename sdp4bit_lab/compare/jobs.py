@@ -1,4 +1,4 @@
-"""Train the runs of a comparison: one in the processes of the command, or several at once in their own."""
+"""Train the runs of a comparison, one at a time on the command's ranks or concurrently in child processes."""
 
 from __future__ import annotations
 
@@ -30,26 +30,22 @@ _POLL = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run to train."""
+    """One run to train."""
 
     config: PretrainConfig
     label: str
     part: str
-    """Its number among all runs, for the output."""
+    """Its position among all runs, for the output."""
     planned: dict[str, Any]
     """Strategy, settings and quantization that its result must have."""
 
     @property
     def folder(self) -> Path:
-        """Folder of the run."""
         return self.config.logging.out
 
 
 def train(job: Job, *, ranks: Ranks) -> str | None:
-    """Train a run on these ranks and write its result; return the reason if it ended early.
-
-    A run that diverges is a result.
-    """
+    """Train a run and write its result, also if it diverges; return the reason if it stopped early."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     result = pretrain(
         job.config, ranks=ranks, console=console, label=job.label, part=job.part, keep_diverged=True
@@ -62,26 +58,26 @@ def train(job: Job, *, ranks: Ranks) -> str | None:
 
 
 def train_with_one_thread(job: Job, *, ranks: Ranks) -> None:
-    """Train a run as `train` does, beside others on the same cores."""
+    """Train a run on cores shared with other runs."""
     torch.set_num_threads(1)
     train(job, ranks=ranks)
 
 
 def train_at_once(jobs: Sequence[Job], *, most: int) -> Iterator[tuple[Job, int]]:
-    """Train the runs in processes of their own, up to `most` at once; yield each with its exit code.
+    """Train up to `most` runs concurrently in child processes; yield each with its exit code.
 
-    A signal to this process reaches all runs, and no other run starts after it.
+    A signal to this process is forwarded to all runs, and no further run starts.
     """
     context = multiprocessing.get_context("spawn")
     waiting, running = list(jobs), dict[SpawnProcess, Job]()
     was_forwarded = False
-    # Its start unblocks two signals, so it comes first.
+    # Started first, because starting it unblocks two signals.
     resource_tracker.ensure_running()
     try:
         while running or (waiting and received() is None):
             while waiting and len(running) < most and received() is None:
                 process = context.Process(target=_run_job, args=(waiting[0],))
-                # The process inherits the mask: a signal waits until its ranks listen.
+                # The child inherits the mask: a signal stays pending until its ranks listen.
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
                 process.start()
                 running[process] = waiting.pop(0)

@@ -1,4 +1,4 @@
-"""Summarize several runs of each strategy: means, spreads, and differences from a baseline seed by seed."""
+"""Summarize the runs of each strategy: means, deviations, and paired differences from the baseline."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from sdp4bit_lab.compare.paired import PairedDifference, paired_difference
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOutcome:
-    """The runs of one strategy, over the seeds; losses are of the runs that did not diverge."""
+    """Summary of one strategy over its seeds; losses exclude diverged runs."""
 
     strategy: str
     seeds: tuple[int, ...]
-    """Seeds of the runs that reached their end."""
+    """Seeds of the complete runs."""
     diverged: dict[int, int]
-    """Seeds of the others, with the step at which each diverged."""
+    """Seeds of the diverged runs, with the step of each."""
     validation_loss: float | None
-    """Mean over the seeds; None if all diverged, like the next two."""
+    """Mean over the seeds; like train_loss, None if all runs diverged."""
     validation_spread: float | None
-    """Standard deviation over the seeds; None for one seed, too."""
+    """Standard deviation over the seeds; None for fewer than two."""
     train_loss: float | None
     difference: PairedDifference | None
-    """From the baseline; None for the baseline itself, and without a seed that both have."""
+    """None for the baseline itself, and without a common seed."""
     intra_bytes_per_step: int
     inter_bytes_per_step: int
     seconds: float
@@ -33,7 +33,7 @@ class StrategyOutcome:
 
 
 def outcomes(runs: Sequence[FinishedRun], *, baseline: str | None) -> list[StrategyOutcome]:
-    """Return one outcome per strategy, in the order of their first runs."""
+    """Return one outcome per strategy, in order of first appearance."""
     losses = {(run.strategy, run.seed): run.validation_loss for run in runs if run.diverged_at is None}
     unstable = [run.seed for run in runs if run.strategy == baseline and run.spikes]
     results = []

@@ -1,4 +1,4 @@
-"""Compare the losses of two kinds of runs seed by seed, so that the seeds' own effect cancels."""
+"""Compare losses seed by seed, so that the effect of the seed cancels."""
 
 from __future__ import annotations
 
@@ -12,44 +12,41 @@ from scipy.special import stdtrit
 
 CONFIDENCE = 0.95
 FEWEST_PAIRS = 3
-"""Seeds that significance needs: the interval of two is 3.6 times as wide as of three with equal spread."""
+"""Seeds needed for significance: with two, the interval is 3.6 times as wide as with three."""
 
 Significance = Literal["not significantly different", "higher", "lower", "unstable baseline"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """Validation losses of a strategy minus those of the baseline with the same seed."""
+    """Validation losses of a strategy minus those of the baseline with the same seeds."""
 
     by_seed: dict[int, float]
     percent_by_seed: dict[int, float]
-    """The same, relative to the baseline's loss of that seed."""
+    """Relative to the baseline's loss with that seed."""
     unstable_seeds: tuple[int, ...] = ()
-    """Seeds whose baseline trained unstably, so that differences from it mean little."""
+    """Seeds with an unstable baseline, for which differences mean little."""
 
     @property
     def mean(self) -> float:
-        """Mean over the seeds."""
         return statistics.fmean(self.by_seed.values())
 
     @property
     def mean_percent(self) -> float:
-        """Mean over the seeds, in percent."""
         return statistics.fmean(self.percent_by_seed.values())
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Interval of the mean with 95 % confidence; None for one seed."""
+        """95 % confidence interval of the mean; None for one seed."""
         return confidence_interval(list(self.by_seed.values()))
 
     @property
     def percent_interval(self) -> tuple[float, float] | None:
-        """Interval of the mean in percent with 95 % confidence; None for one seed."""
         return confidence_interval(list(self.percent_by_seed.values()))
 
     @property
     def significance(self) -> Significance | None:
-        """Side of 0 on which the interval lies; None for fewer than three seeds."""
+        """Position of the interval relative to 0; None for fewer than three seeds."""
         interval = self.interval
         if interval is None or len(self.by_seed) < FEWEST_PAIRS:
             return None
@@ -61,22 +58,19 @@ class PairedDifference:
         return "higher" if low > 0 else "lower"
 
 
-def interval_text(difference: PairedDifference) -> str:
-    """Return the interval in nats and in percent as two lines; a dash for one seed."""
-    interval, percent = difference.interval, difference.percent_interval
-    if interval is None or percent is None:
-        return "–"
-    return f"{interval[0]:+.4f} to {interval[1]:+.4f}\n({percent[0]:+.2f} to {percent[1]:+.2f} %)"
+def interval_text(interval: tuple[float, float] | None, form: str, unit: str = "") -> str:
+    """Format an interval; a dash for one seed."""
+    return "–" if interval is None else f"{interval[0]:{form}} to {interval[1]:{form}}{unit}"
 
 
 def paired_difference(
     pairs: Mapping[int, tuple[float, float]], *, unstable_seeds: Sequence[int] = ()
 ) -> PairedDifference:
-    """Return the differences of the losses of a strategy and of its baseline.
+    """Return the differences of a strategy's losses from the baseline's.
 
     Args:
-        pairs: by seed, the loss of the strategy and of the baseline.
-        unstable_seeds: those whose baseline trained unstably.
+        pairs: loss of the strategy and of the baseline, by seed.
+        unstable_seeds: seeds with an unstable baseline.
     """
     return PairedDifference(
         by_seed={seed: loss - reference for seed, (loss, reference) in pairs.items()},
@@ -86,7 +80,7 @@ def paired_difference(
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the mean, by Student's t; None for one value."""
+    """Return the 95 % interval of the mean by Student's t; None for one value."""
     if len(values) < 2:
         return None
     mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))

@@ -1,4 +1,4 @@
-"""Train several strategies and seeds under the same conditions, and report their losses and bytes."""
+"""Train several strategies and seeds under identical conditions and tabulate losses and bytes."""
 
 from __future__ import annotations
 
@@ -23,27 +23,23 @@ from sdp4bit_lab.pretrain.data.batches import prepare_dataset
 
 
 def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
-    """Train the runs without a result, report all of them, and return them.
+    """Train the runs that have no result yet, and return all finished runs.
 
-    1. Runs whose folder has a result of the same settings are taken from there.
-    2. Each other one is trained, here or in processes of its own; the report is written after every run.
-
-    A signal ends the comparison after the step; it can be started again.
+    The report is updated after every run. A signal stops the comparison after the current step.
 
     Raises:
-        SettingError: on all ranks, before anything is trained: a folder has a result of other settings.
-        SystemExit: one of several runs that were trained at once has failed; the others have ended.
+        SettingError: on all ranks before training: a folder has a result with other settings.
+        SystemExit: a run of --jobs failed; the others have ended.
     """
     world_size = ranks.world_size
     if config.jobs > 1:
-        require(world_size == 1, "--jobs starts the processes itself: do not use torchrun with it")
+        require(world_size == 1, "--jobs starts its own processes: run it without torchrun")
         world_size = config.parallel.processes(torch.cuda.device_count())
         config.parallel.check_world(world_size)
     if world_size == 1 and config.parallel.simulated_ranks is None:
         raise SettingError(
-            "one rank sends nothing, so all strategies are the same: start several, for example "
-            "--nproc-per-node 4 --ranks-per-node 2, or simulate them with "
-            "--simulated-ranks 4 --ranks-per-node 2"
+            "one rank sends nothing, so all strategies are identical: start several with --nproc-per-node 4 "
+            "--ranks-per-node 2, or simulate them with --simulated-ranks 4 --ranks-per-node 2"
         )
     console = Console(highlight=False, markup=False, soft_wrap=True)
     runs = config.runs()
@@ -95,15 +91,15 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
     if last.runs:
         run_on_all_ranks(lambda: _conclude(last, config.out, console) if ranks.is_first else None)
     if stopped is not None and ranks.is_first:
-        console.print(f"Stopped by {stopped}: the same command continues with the remaining runs.")
+        console.print(f"Stopped by {stopped}. The same command continues with the remaining runs.")
     if failed:
-        note(f"error: runs that failed: {', '.join(failed)}")
+        note(f"error: failed runs: {', '.join(failed)}")
         raise SystemExit(EXIT_FAILED)
     return list(last.runs)
 
 
 def merge_comparisons(config: CompareConfig) -> list[FinishedRun]:
-    """Write summary, table and curves of the finished runs of --merge to --out, and return the runs."""
+    """Write summary, table and curves for the finished runs of --merge; return the runs."""
     runs = merge_finished(config.merge)
     baseline = config.choose_baseline([run.strategy for run in runs])
     report = Report(runs=runs, baseline=baseline, planned=len(runs))
@@ -113,6 +109,6 @@ def merge_comparisons(config: CompareConfig) -> list[FinishedRun]:
 
 def _conclude(report: Report, out: Path, console: Console) -> None:
     report.write(out)
-    report.print(console)
-    console.print(f"Curves, table and summary are in {out}")
+    # Already wrapped at 80 columns.
+    console.print(f"{report.text()}\n\nWrote summary.json, table.md and curves.png to {out}")
     console.print(f"Next: sdp4bit report {out}")

@@ -1,4 +1,4 @@
-"""Find finished runs in folders: those of this comparison, and those of several to be merged."""
+"""Find finished runs of this comparison, or of several that are merged."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sdp4bit_lab.compare.finished_run import RESULT, FinishedRun, first_differen
 
 
 def find_finished(planned: Mapping[Path, dict[str, Any]]) -> dict[Path, FinishedRun]:
-    """Return the runs that have ended, by their folder.
+    """Return the finished runs by folder.
 
     Args:
         planned: by folder, the strategy, settings and quantization of its run.
 
     Raises:
-        SettingError: a folder has the result of a run with other settings.
+        SettingError: a folder has a result with other settings.
     """
     finished = {folder: FinishedRun.read(folder) for folder in planned if (folder / RESULT).is_file()}
     for folder, run in finished.items():
@@ -26,25 +26,25 @@ def find_finished(planned: Mapping[Path, dict[str, Any]]) -> dict[Path, Finished
         if difference is not None:
             name, before, now = difference
             raise SettingError(
-                f"{folder} has the result of a run with other settings, {name} {before} (now {now}): "
-                "choose another --out, or delete that folder to train the run again"
+                f"{folder} has a result with other settings, {name} {before} (now {now}): "
+                "choose another --out, or delete that folder to repeat the run"
             )
     return finished
 
 
 def merge_finished(folders: Sequence[Path]) -> list[FinishedRun]:
-    """Return the finished runs of several comparisons, in the order of the strategies and their seeds.
+    """Return the finished runs of several comparisons, ordered by strategy and seed.
 
     Raises:
-        SettingError: a folder without runs, a run that is there twice with different results, or runs whose
-            settings differ in more than strategy and seed.
+        SettingError: a folder without runs, a run with two different results, or runs whose settings differ
+        in more than strategy and seed.
     """
     runs: dict[Path, FinishedRun] = {}
     for folder in folders:
         results = sorted(path.parent for path in folder.glob(f"*/{RESULT}"))
         require(
             bool(results),
-            f"--merge {folder}: there is no finished run (a folder with {RESULT}): give the --out folders of "
+            f"--merge {folder}: no finished run (a folder with {RESULT}): give --out folders of "
             "`sdp4bit compare`",
         )
         runs |= {path: FinishedRun.read(path) for path in results}
@@ -56,9 +56,9 @@ def merge_finished(folders: Sequence[Path]) -> list[FinishedRun]:
         first = by_strategy.setdefault(run.strategy, path)
         _require_equal(first, path, *({**runs[p].quantization, "seed": None} for p in (first, path)))
         other = by_name.setdefault(run.name, path)
-        if repr(runs[other]) != repr(run):  # NaN differs from itself, but its text does not
+        if repr(runs[other]) != repr(run):  # as text, because NaN differs from itself
             raise SettingError(
-                f"{other} and {path} are two runs of {run.name}, with different results: merge one of them"
+                f"{other} and {path} have different results of {run.name}: merge only one of them"
             )
     names = list[str](STRATEGIES)
 
@@ -73,6 +73,5 @@ def _require_equal(first: Path, second: Path, one: dict[str, Any], other: dict[s
     if difference is not None:
         name, left, right = difference
         raise SettingError(
-            f"--merge: {first} has {name} {left}, {second} has {right}: runs can be compared if they differ "
-            "in strategy and seed alone"
+            f"--merge: {first} has {name} {left}, {second} has {right}: only strategy and seed may differ"
         )

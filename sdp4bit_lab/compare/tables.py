@@ -1,55 +1,56 @@
-"""Print a comparison as tables, write it as Markdown and JSON, and add notes on its limits."""
+"""Format a comparison as text, Markdown and JSON, with notes on its limits."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Column, Table
-
 from sdp4bit.traffic import format_bytes
-from sdp4bit_lab.common.files import write_atomically
+from sdp4bit_lab.common.files import aligned, wrapped, write_atomically
 from sdp4bit_lab.compare.config import DEFAULT_BASELINE
 from sdp4bit_lab.compare.finished_run import FinishedRun, finite
 from sdp4bit_lab.compare.outcomes import StrategyOutcome, outcomes
 from sdp4bit_lab.compare.paired import CONFIDENCE, FEWEST_PAIRS, interval_text
 
 NONE = "–"
+INTERVAL = f"{100 * CONFIDENCE:.0f} % interval"
+LONGEST_NAME = 16
+"""Longest name of a strategy that leaves room for the other cells in 80 columns."""
 LINKS = (100, 250, 1000)
 """Mbit/s between nodes."""
+
+Table = list[tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The finished runs of a comparison, to be printed and written."""
+    """Finished runs of a comparison."""
 
     runs: Sequence[FinishedRun]
     baseline: str | None
-    """Label of the strategy that the others are compared with; None where it is not among them."""
+    """Label of the baseline; None if it is not among the runs."""
     planned: int
-    """Runs that the comparison has when it is complete."""
+    """Number of runs of the complete comparison."""
 
     @cached_property
     def outcomes(self) -> list[StrategyOutcome]:
-        """One outcome per strategy."""
         return outcomes(self.runs, baseline=self.baseline)
 
     def write(self, out: Path) -> None:
         """Write summary.json, table.md and curves.png."""
-        from sdp4bit_lab.compare.curves import draw_curves  # imports matplotlib: a second, on rank 0 only
+        from sdp4bit_lab.compare.curves import draw_curves  # imports matplotlib, which takes a second
 
         write_atomically(out / "summary.json", json.dumps(self.summary(), indent=2, allow_nan=False) + "\n")
         write_atomically(out / "table.md", self.markdown())
         draw_curves(self.runs, baseline=self.baseline, path=out / "curves.png")
 
     def notes(self) -> list[str]:
-        """Return the limits of the numbers, a sentence each."""
+        """Return the limits of the numbers, one sentence each."""
         notes = list(_unstable_notes(self.runs, baseline=self.baseline))
         left = self.planned - len(self.runs)
         if left:
@@ -58,12 +59,11 @@ class Report:
         if self.baseline is None:
             notes.append(
                 f"There are no differences because {DEFAULT_BASELINE} is not among the strategies: add it, "
-                "or choose another one with --baseline."
+                "or choose another with --baseline."
             )
         elif len(self.outcomes) > 1 and not differences:
             notes.append(
-                f"There are no differences because no seed has runs of {self.baseline} and of another "
-                "strategy."
+                f"There are no differences because {self.baseline} shares no seed with another strategy."
             )
         pairs = min((len(difference.by_seed) for difference in differences), default=FEWEST_PAIRS)
         if pairs < FEWEST_PAIRS:
@@ -77,19 +77,19 @@ class Report:
             if alone:
                 notes.append(
                     f"{outcome.strategy}: {self.baseline} has no finished run with seed {alone}, so the "
-                    "difference is over the other seeds."
+                    "difference covers the other seeds."
                 )
         for run in self.runs:
             if run.diverged_at is not None:
-                notes.append(f"{run.name} diverged at step {run.diverged_at}; no mean contains it.")
+                notes.append(f"{run.name} diverged at step {run.diverged_at} and is excluded from the means.")
         starts: dict[int, FinishedRun] = {}
         for run in self.runs:
             first = starts.setdefault(run.seed, run)
-            # As text: NaN differs from itself.
+            # Compared as text, because NaN differs from itself.
             if run.losses and first.losses and repr(run.losses[0]) != repr(first.losses[0]):
                 notes.append(
                     f"WARNING: with seed {run.seed}, {first.strategy} and {run.strategy} started "
-                    f"differently: the loss of step 1, before any update, is {first.losses[0]} and "
+                    f"differently: their losses before the first update are {first.losses[0]} and "
                     f"{run.losses[0]}."
                 )
         for name in ("torch", "device"):
@@ -99,7 +99,7 @@ class Report:
         return notes
 
     def summary(self) -> dict[str, Any]:
-        """Return the content of summary.json; docs/pretraining.md explains its members."""
+        """Return the content of summary.json, described in docs/pretraining.md."""
         return {
             "baseline": self.baseline,
             "confidence": CONFIDENCE,
@@ -109,88 +109,76 @@ class Report:
             "runs": [_run_member(run) for run in self.runs],
         }
 
-    def loss_table(self) -> list[tuple[str, ...]]:
-        """Return titles and rows; those of differences only if there is a baseline.
-
-        Line breaks are for the terminal; Markdown has spaces.
-        """
-        titles = ["strategy", "seeds", "validation loss"]
-        if self.baseline is not None:
-            titles += [
-                f"difference from {self.baseline}",
-                f"{100 * CONFIDENCE:.0f} % interval",
-                "significance",
-            ]
-        rows = []
+    def tables(self) -> list[tuple[str, Table]]:
+        """Return captions and tables; the first row of a table has its titles."""
+        losses: Table = [("strategy", "seeds", "validation loss", "significance")]
+        differences: Table = [("strategy", "nats", INTERVAL, "percent", INTERVAL)]
+        costs: Table = [("strategy", "training loss", "intra-node", "inter-node", "fewer", "seconds")]
+        plain = [o.inter_bytes_per_step for o in self.outcomes if o.strategy == self.baseline]
         for outcome in self.outcomes:
-            seeds, spread = f"{len(outcome.seeds)}", outcome.validation_spread
+            name, difference, sent = outcome.strategy, outcome.difference, outcome.inter_bytes_per_step
+            seeds = f"{len(outcome.seeds)}"
             if outcome.diverged:
                 seeds += f", {len(outcome.diverged)} diverged"
-            loss = NONE if outcome.validation_loss is None else f"{outcome.validation_loss:.4f}"
-            row = [outcome.strategy, seeds, loss if spread is None else f"{loss}\n± {spread:.4f}"]
-            difference = outcome.difference
+            loss = _number(outcome.validation_loss, ".4f")
+            if outcome.validation_spread is not None:
+                loss += f" ± {outcome.validation_spread:.4f}"
+            losses.append((name, seeds, loss, (difference and difference.significance) or NONE))
             if difference is not None:
-                mean = f"{difference.mean:+.4f}\n({difference.mean_percent:+.2f} %)"
-                row += [mean, interval_text(difference), difference.significance or NONE]
-            rows.append(tuple(row + [NONE] * (len(titles) - len(row))))
-        return [tuple(titles), *rows]
-
-    def cost_table(self) -> list[tuple[str, ...]]:
-        """Return titles and rows; bytes are per step, summed over all ranks."""
-        titles = ("strategy", "training loss", "intra-node bytes", "inter-node bytes", "seconds")
-        plain = [o.inter_bytes_per_step for o in self.outcomes if o.strategy == self.baseline]
-
-        def fewer(sent: float) -> str:
+                percent = difference.percent_interval
+                differences.append(
+                    (
+                        *(name, f"{difference.mean:+.4f}", interval_text(difference.interval, "+.4f")),
+                        *(f"{difference.mean_percent:+.2f} %", interval_text(percent, "+.2f", " %")),
+                    )
+                )
             ratio = plain[0] / sent if plain and sent else 1.0
-            return f"\n({ratio:.2f}x fewer)" if ratio > 1 else ""
-
-        rows = [
-            (
-                outcome.strategy,
-                NONE if outcome.train_loss is None else f"{outcome.train_loss:.4f}",
-                f"{format_bytes(outcome.intra_bytes_per_step)}/step",
-                f"{format_bytes(outcome.inter_bytes_per_step)}/step{fewer(outcome.inter_bytes_per_step)}",
-                f"{outcome.seconds:.1f}",
+            costs.append(
+                (
+                    *(name, _number(outcome.train_loss, ".4f"), format_bytes(outcome.intra_bytes_per_step)),
+                    *(format_bytes(sent), f"{ratio:.2f}x" if ratio > 1 else NONE, f"{outcome.seconds:.1f}"),
+                )
             )
-            for outcome in self.outcomes
+        if not differences[1:]:
+            losses = [row[:-1] for row in losses]
+        tables = [
+            ("", losses),
+            (f"Validation loss minus that of {self.baseline} with the same seeds:", differences),
+            ("Bytes per step, summed over all ranks:", costs),
         ]
-        return [titles, *rows]
+        return [(caption, table) for caption, table in tables if table[1:]]
 
-    def print(self, console: Console) -> None:
-        """Print the tables and their notes."""
-        for titles, *rows in (self.loss_table(), self.cost_table()):
-            columns = (
-                Column(title, overflow="fold", width=_width(title, cells))
-                for title, *cells in zip(titles, *rows, strict=True)
-            )
-            table = Table(*columns, box=SIMPLE, pad_edge=False, show_edge=False, collapse_padding=True)
-            for row in rows:
-                table.add_row(*row)
-            console.print(table, "", soft_wrap=False)
-        for note in self.notes():
-            console.print(note, highlight=False, markup=False, soft_wrap=False)
+    def text(self) -> str:
+        """Return the tables and their notes for a terminal of 80 columns."""
+        blocks = []
+        for caption, table in self.tables():
+            lines = [caption] if caption else []
+            short = [(name if len(name) <= LONGEST_NAME else "", *cells) for name, *cells in table]
+            for (name, *_), line in zip(table, aligned(short), strict=True):
+                # A long name gets a line of its own.
+                lines += [name, line] if len(name) > LONGEST_NAME else [line]
+            blocks.append("\n".join(lines))
+        return "\n\n".join([*blocks, *filter(None, [wrapped(self.notes())])])
 
     def markdown(self) -> str:
         """Return the tables and their notes as Markdown."""
-        parts = [_markdown_table(self.loss_table()), _markdown_table(self.cost_table())]
+        parts = [
+            f"{caption}\n\n" * bool(caption) + _markdown_table(table) for caption, table in self.tables()
+        ]
         notes = "".join(f"* {note}\n" for note in self.notes())
         return "\n".join([*parts, notes] if notes else parts)
 
 
-def _width(title: str, cells: Sequence[str]) -> int:
-    """Return the width of a column: titles and words break at spaces, numbers at line breaks alone."""
-    texts = [line for cell in cells for line in cell.split("\n")]
-    if not any(character.isdigit() for text in texts for character in text):
-        texts = [word for text in texts for word in text.split()]
-    return min(24, max(map(len, [*title.split(), *texts])))
+def _number(value: float | None, form: str) -> str:
+    return NONE if value is None else f"{value:{form}}"
 
 
 def link_times(summary: dict[str, Any], *, nodes: int) -> str:
-    """Return the time that a node needs to send its bytes of a step, by strategy and network.
+    """Return the time a node needs to send the bytes of a step, by strategy and network.
 
     Args:
         summary: content of summary.json.
-        nodes: nodes of the runs, which send equally many bytes.
+        nodes: number of nodes, which send equal amounts.
     """
     sent = {name: each["inter_bytes_per_step"] / nodes for name, each in summary["strategies"].items()}
     titles = ("plain FSDP2" if name == DEFAULT_BASELINE else name for name in sent)
@@ -201,19 +189,15 @@ def link_times(summary: dict[str, Any], *, nodes: int) -> str:
     for megabits in LINKS:
         rate = megabits * 1e6 / 8
         rows.append((f"at {megabits:,} Mbit/s", *(f"{1000 * size / rate:,.0f} ms" for size in sent.values())))
-    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([name.ljust(first), *map(str.rjust, cells, widths)]) for name, *cells in rows]
-    return "\n".join(
-        [
-            *lines,
-            "The seconds of the runs do not show this: all processes share the cores of this machine,",
-            "and their messages pass through its memory instead of a network.",
-        ]
+    explanation = (
+        "The seconds of the runs do not show this, because all processes share this machine and exchange "
+        "messages through its memory."
     )
+    return "\n".join([*aligned(rows), textwrap.fill(explanation, 80)])
 
 
 def _unstable_notes(runs: Sequence[FinishedRun], *, baseline: str | None) -> Iterator[str]:
-    """Yield the runs with spikes of the gradient norm, and a warning if the baseline is among them."""
+    """Yield runs with spikes of the gradient norm, and a warning if the baseline is one of them."""
     unstable = [run for run in runs if run.spikes]
     for run in unstable:
         worst = max(run.spikes, key=lambda spike: spike.ratio)
@@ -221,14 +205,14 @@ def _unstable_notes(runs: Sequence[FinishedRun], *, baseline: str | None) -> Ite
         yield f"{run.name} was unstable: {worst}{more}."
     if any(run.strategy == baseline for run in unstable):
         yield (
-            "WARNING: the baseline itself is unstable: differences mean little. Lower --lr or raise "
-            "--lr-warmup-iters until it has no such steps."
+            "WARNING: the baseline is unstable, so differences mean little. Lower --lr or raise "
+            "--lr-warmup-iters until it has no spikes."
         )
 
 
 def _markdown_table(table: Sequence[Sequence[str]]) -> str:
     lines = [table[0], ("---",) * len(table[0]), *table[1:]]
-    return "".join(f"| {' | '.join(cells)} |".replace("\n", " ") + "\n" for cells in lines)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def _strategy_member(outcome: StrategyOutcome) -> dict[str, Any]:

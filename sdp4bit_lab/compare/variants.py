@@ -1,10 +1,9 @@
-"""Parse strategies with options, as `compare --strategies` takes them: tlq-hs:gq-group-size-inter=64."""
+"""Parse strategies with options, such as tlq-hs:gq-group-size-inter=64 in `compare --strategies`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from sdp4bit.config import SDP4BitConfig
 from sdp4bit_lab.common.options import parse_with_tyro
 from sdp4bit_lab.common.settings import SettingError, option_flags, require
 from sdp4bit_lab.common.strategies import STRATEGIES, Strategy
@@ -13,34 +12,29 @@ from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One of the strategies to compare."""
+    """One strategy of a comparison."""
 
     label: str
-    """Its strategy, and behind colons the options that were given for it alone, each by its first name."""
+    """Strategy, followed after colons by its own options under their primary names."""
     strategy: Strategy
     communication: CommunicationConfig
-    """These options, and those of the command that apply to the strategy."""
+    """Its own options, and those of the command that apply to the strategy."""
 
     @property
     def folder_name(self) -> str:
-        """The label, in characters that every file system and shell accepts."""
+        """The label in characters that every file system and shell accepts."""
         return self.label.replace(":", "+")
-
-    def quantization(self, *, seed: int) -> SDP4BitConfig:
-        """Return the library's settings."""
-        return self.communication.resolve(self.strategy, seed=seed)
 
 
 def parse_variants(text: str, *, shared: CommunicationConfig) -> list[Variant]:
-    """Return the variants of a list with commas between.
+    """Parse a comma-separated list of variants.
 
     Args:
-        text: the value of --strategies.
+        text: value of --strategies.
         shared: options of the command, which apply to every strategy that uses them.
 
     Raises:
-        SettingError: an unknown strategy or option, options that contradict each other, a strategy given
-            twice.
+        SettingError: an unknown or repeated strategy, an unknown option, or conflicting options.
     """
     items = [item.strip() for item in text.split(",") if item.strip()]
     require(bool(items), f"--strategies {text!r}: give at least one of {', '.join(STRATEGIES)}")
@@ -50,16 +44,16 @@ def parse_variants(text: str, *, shared: CommunicationConfig) -> list[Variant]:
         raise SettingError(f"--strategies: {error}") from error
     labels = [variant.label for variant in variants]
     for label in labels:
-        require(labels.count(label) == 1, f"--strategies: {label} is given twice: give each one once")
+        require(labels.count(label) == 1, f"--strategies: {label} is given twice")
     return variants
 
 
 def parse_variant(item: str, *, shared: CommunicationConfig) -> Variant:
-    """Return one variant; its label has the options that differ from `shared`, in order of definition."""
+    """Parse one variant; its label has the options that differ from `shared`, in order of definition."""
     name, *options = (part.strip() for part in item.split(":"))
     strategy = next((choice for choice in STRATEGIES if choice == name), None)
     if strategy is None:
-        raise SettingError(f"{name!r} is unknown: use any of {', '.join(STRATEGIES)}")
+        raise SettingError(f"{name!r} is unknown: use one of {', '.join(STRATEGIES)}")
     usable = shared.restricted_to(strategy)
     try:
         communication = parse_with_tyro(

@@ -1,1 +1,1 @@
-"""What quantized communication would gain on a cluster, before anything runs; integers and a cost model."""
+"""`sdp4bit plan`: predict the effect of quantized communication from byte counts and a cost model."""

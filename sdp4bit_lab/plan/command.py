@@ -1,18 +1,17 @@
-"""Print a plan, or the paper's tables, as text or JSON."""
+"""Print a plan, or the reproduction of the paper's tables, as text or JSON."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 
 from sdp4bit.traffic import format_bytes
-from sdp4bit_lab.common.files import wrapped
+from sdp4bit_lab.common.files import aligned, wrapped
 from sdp4bit_lab.plan.config import MEMORY_SHARE, PlanConfig
 from sdp4bit_lab.plan.memory import identifier
 from sdp4bit_lab.plan.paper import (
@@ -27,13 +26,13 @@ from sdp4bit_lab.plan.step import Cluster, Plan, Range
 
 NOTABLE_PADDING = 1.05
 _OVERLAPS = {
-    "fsdp2": "where FSDP2 puts it by default",
-    "megatron": "where --overlap-grad-reduce and --overlap-param-gather put it",
+    "fsdp2": "in FSDP2's default schedule",
+    "megatron": "with --overlap-grad-reduce and --overlap-param-gather",
 }
 
 
 def run_plan(config: PlanConfig) -> int:
-    """Print the plan, or the paper's tables, and return 0."""
+    """Print the plan or the paper's tables; return 0."""
     if config.reproduce_table_2:
         tables = reproduction()
         content = reproduction_json(tables) if config.json else reproduction_text(tables)
@@ -48,7 +47,7 @@ def run_plan(config: PlanConfig) -> int:
 
 
 def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan) -> dict[str, Any]:
-    """Return a plan as JSON: bytes, seconds, bytes per second."""
+    """Return a plan as JSON; units: bytes, seconds, bytes per second."""
     costs = {}
     for name in ("baseline", "bf16_baseline", "quantized"):
         cost = getattr(plan, name)
@@ -65,7 +64,7 @@ def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan) -> dict[str, Any
         "model": config.model_name,
         "parameters": config.parameters,
         "parameters_per_rank_group": plan.parameters,
-        # Bandwidths that nothing depends on are infinite, which JSON is not.
+        # Unused bandwidths are infinite, which JSON lacks.
         "cluster": {name: None if value == math.inf else value for name, value in vars(cluster).items()},
         "layout": asdict(config.resolved_layout),
         "data_parallel": asdict(plan.grid),
@@ -90,11 +89,11 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> str:
     least, most = layout.overlaps
     shared = layout.tensor_parallel > 1 and cluster.inter_bandwidth_shared
     overlap = (
-        "times of a step: from nothing hidden, as in the paper's runs, to all that fits behind computation, "
+        "times: from no overlap, as in the paper's runs, to all communication that fits behind computation "
         + _OVERLAPS[layout.engine]
     )
     if least == most:
-        overlap = f"times of a step: {100 * least:.0f} % of the communication overlaps, as far as it fits"
+        overlap = f"times: {100 * least:.0f} % of the communication overlaps, as far as it fits"
     placement, reductions = f"{plan.grid.nodes} nodes x {plan.grid.ranks_per_node}", "reduce-scatter"
     if plan.replicas.size > 1:
         shards, replicas = (f"{each.nodes} x {each.ranks_per_node}" for each in (plan.grid, plan.replicas))
@@ -128,28 +127,28 @@ def _notes(config: PlanConfig, cluster: Cluster, plan: Plan) -> list[str]:
     if plan.frozen_bytes_per_node:
         seconds = plan.frozen_bytes_per_node / cluster.inter_bandwidth
         notes.append(
-            f"LoRA of rank {config.lora_rank}: frozen weights travel once, before the first step: "
+            f"LoRA of rank {config.lora_rank}: frozen weights are sent once, before the first step: "
             f"{format_bytes(plan.frozen_bytes_per_node)} per node, {seconds:.1f} s"
         )
     if plan.padding > NOTABLE_PADDING:
         notes.append(
-            f"padding: FSDP2 cuts dimension 0 into {plan.grid.size} equal parts and pads the last ones "
-            f"({plan.most_padded}); --least-padding, tensor parallelism or a flat buffer send less"
+            f"padding: FSDP2 splits dimension 0 into {plan.grid.size} equal parts and pads the last ones "
+            f"({plan.most_padded}); --least-padding, tensor parallelism or a flat buffer reduces it"
         )
     if cluster.quantization_bandwidth is None:
         notes.append(
-            "quantization time is not known and left out: measure it with `sdp4bit probe`, or give --device"
+            "quantization time is unknown and omitted: measure it with `sdp4bit probe`, or give --device"
         )
     elif config.cluster.device is not None and config.cluster.quantization_bandwidth is None:
         notes.append(
             f"assumed, not measured: quantization at {format_bytes(cluster.quantization_bandwidth)}/s, "
-            f"{100 * MEMORY_SHARE:.0f} % of the memory bandwidth in the data sheet of {config.cluster.device}"
+            f"{100 * MEMORY_SHARE:.0f} % of the data-sheet memory bandwidth of {config.cluster.device}"
         )
     return notes
 
 
 def _milliseconds(seconds: Range | float) -> str:
-    """Return one number, or two if they look different; from 1,000 on without decimals."""
+    """Format one number, or a range if its ends look different; no decimals from 1,000 on."""
     values = [1000 * each for each in (seconds if isinstance(seconds, tuple) else (seconds,))]
     digits = 0 if max(values) >= 1000 else 1
     return " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in values))
@@ -170,7 +169,7 @@ def _table(plan: Plan, *, strategy: str) -> list[str]:
         ("collectives", *(f"{cost.collectives}" for cost in costs)),
         ("computation, ms", *(_milliseconds(cost.compute_seconds) for cost in costs)),
         ("communication, ms", *(_milliseconds(cost.communication_seconds) for cost in costs)),
-        ("  of it hidden", *(_milliseconds(cost.hidden_seconds) for cost in costs)),
+        ("  of which hidden", *(_milliseconds(cost.hidden_seconds) for cost in costs)),
         ("quantization, ms", *(_milliseconds(cost.quantization_seconds) for cost in costs)),
         ("step, ms", *(_milliseconds(cost.step_seconds) for cost in costs)),
         ("memory, no activations", *(format_bytes(sum(cost.memory.values())) for cost in costs)),
@@ -178,26 +177,15 @@ def _table(plan: Plan, *, strategy: str) -> list[str]:
     for use in dict.fromkeys(use for cost in costs for use in cost.memory):
         sizes = (format_bytes(cost.memory[use]) if use in cost.memory else "-" for cost in costs)
         rows.append((f"  {use}", *sizes))
-    return _aligned(rows)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return one line per row, with the first column to the left and the others to the right."""
-    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, others, strict=True))]
-        )
-        for name, *cells in rows
-    ]
+    return aligned(rows)
 
 
 def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:.3g} GB/s" if math.isfinite(bytes_per_second) else "no exchange"
+    return f"{bytes_per_second / 1e9:.3g} GB/s" if math.isfinite(bytes_per_second) else "unused"
 
 
 def reproduction_json(tables: Reproduction) -> dict[str, Any]:
-    """Return the paper's tables and the planner's as JSON."""
+    """Return the published and predicted tables as JSON."""
     rows = [
         {**p.row._asdict(), "published": p.row.speedup, **{k: v for k, v in asdict(p).items() if k != "row"}}
         for p in tables.rows
@@ -206,7 +194,7 @@ def reproduction_json(tables: Reproduction) -> dict[str, Any]:
 
 
 def reproduction_text(tables: Reproduction) -> str:
-    """Return the paper's tables and the planner's as text."""
+    """Return the published and predicted tables as text."""
     rows: list[tuple[str, ...]] = [
         ("cluster", "model", "TP/PP", "published", "predicted", "from baseline", "GB/s", "TFLOP/s")
     ]
@@ -220,17 +208,17 @@ def reproduction_text(tables: Reproduction) -> str:
         predicted = [f"{speedups[strategy]:.2f} x" for speedups in tables.figure_8.values()]
         figure.append((f"  {strategy}", f"{low:.1f} - {high:.1f} x", *predicted))
     lines = [
-        "Table 2, speed-up over fp32 gradients and bf16 weights; no overlap, accumulation 1, fp32 scales. "
-        "Fitted to the published step times: a compute rate per row, and two bandwidths per cluster (without "
-        "and with tensor parallelism). 'From baseline': with the rate from the baseline alone, not fitted to "
-        "the quantized step.",
+        "Table 2, speed-up over fp32 gradients and bf16 weights, without overlap or accumulation, with fp32 "
+        "scales. Fitted to the published step times: a compute rate per row, and two bandwidths per cluster "
+        "(without and with tensor parallelism). 'From baseline' takes the compute rate from the baseline's "
+        "step time alone.",
         "",
-        *_aligned(rows),
+        *aligned(rows),
         "",
-        f"Table 4, predicted: gradient exchange of 1.3B on 32 A100, published {TABLE_4_QUANTIZED_MS} ms; "
-        f"predicted {tables.table_4_ms:.1f} ms at the bandwidth of its own fp32 exchange, "
-        f"{tables.table_4_fitted_ms:.1f} ms at the one fitted to Table 2",
-        f"Figure 8, predicted: speed-up of {FIGURE_8_MODEL} (the text gives ranges over both clusters)",
-        *_aligned(figure),
+        f"Table 4, gradient exchange of 1.3B on 32 A100: published {TABLE_4_QUANTIZED_MS} ms, predicted "
+        f"{tables.table_4_ms:.1f} ms with the bandwidth of its fp32 exchange, "
+        f"{tables.table_4_fitted_ms:.1f} ms with the bandwidth fitted to Table 2",
+        f"Figure 8, speed-up of {FIGURE_8_MODEL} (published as ranges over both clusters)",
+        *aligned(figure),
     ]
     return wrapped(lines)

@@ -1,4 +1,4 @@
-"""Settings of the commands plan and probe."""
+"""Settings of plan and probe."""
 
 from __future__ import annotations
 
@@ -28,47 +28,45 @@ DeviceName = Literal["a100", "h100", "h200", "b200"]
 MEMORY_BANDWIDTH: dict[DeviceName, float] = {"a100": 2.04e12, "h100": 3.35e12, "h200": 4.8e12, "b200": 8e12}
 """Bytes per second, from the data sheets of the SXM modules (A100: 80 GB)."""
 MEMORY_SHARE = 0.92
-"""Share of it that copies reach, and that quantization is assumed to reach: it is bound by memory on these
-devices."""
+"""Assumed fraction of it for quantization, which is memory-bound; copies reach this fraction."""
 NVLINK_BANDWIDTH: dict[DeviceName, float] = {"a100": 300e9, "h100": 450e9, "h200": 450e9, "b200": 900e9}
-"""Bytes per second and direction to the other devices of the node, from the same data sheets."""
+"""Bytes per second and direction to other GPUs of the node, from the same data sheets."""
 NVLINK_SHARE = 2 / 3
-"""Share of it that all-to-alls are assumed to reach."""
+"""Assumed fraction of it for all-to-alls."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """The machines: one of the paper's clusters, a measured one or one of usual speeds, with single values
-    replaced."""
+    """One of the paper's clusters, a measured one, or one with data-sheet speeds; values can be replaced."""
 
     cluster: ClusterName | None = None
-    """The paper's cluster of 16 nodes, with the bandwidths that its Table 2 implies: a100 (4 GPUs per node)
-    or h800 (8). Default: a100, unless --probe or --device is given."""
+    """The paper's cluster of 16 nodes, with the bandwidths implied by its Table 2: a100 (4 GPUs per node) or
+    h800 (8). Default: a100, unless --probe or --device is given."""
     probe: Path | None = None
     """Measurements from `sdp4bit probe`, instead of --cluster."""
     device: DeviceName | None = None
-    """GPU model, with speeds from its data sheet: quantization at 92 % of the memory bandwidth, NVLink at two
-    thirds of its rate. With --cluster or --probe it sets the speed of quantization only."""
+    """GPU model, with data-sheet speeds: quantization at 92 % of the memory bandwidth, NVLink at two thirds
+    of its rate. With --cluster or --probe, it sets the speed of quantization only."""
     nodes: int | None = None
     """Number of nodes. Default: the cluster's."""
     devices_per_node: int | None = None
     """GPUs per node. Default: the cluster's."""
     inter_bandwidth: float | None = None
-    """GB/s from one node to the others, per direction; 100 Gbit/s are 12.5. Default: the cluster's."""
+    """GB/s from one node to the others, per direction; 100 Gbit/s is 12.5. Default: the cluster's."""
     intra_bandwidth: float | None = None
     """GB/s from one GPU to the others of its node, per direction. Default: the cluster's."""
     latency_us: float | None = None
     """Latency of a collective in microseconds. Default: the cluster's, or 0."""
     device_tflops: float | None = None
-    """TFLOP/s that a GPU sustains on the model without communication; `sdp4bit pretrain --log-throughput` on
-    one node measures it. Default: the cluster's."""
+    """TFLOP/s that a GPU sustains on the model without communication, as measured by `sdp4bit pretrain
+    --log-throughput` on one node. Default: the cluster's."""
     quantization_bandwidth: float | None = None
-    """GB/s that the quantization kernels read and write. Default: the cluster's or --device's."""
+    """Memory traffic of the quantization kernels in GB/s. Default: the cluster's or --device's."""
 
     def __post_init__(self) -> None:
         require(
             self.cluster is None or self.probe is None,
-            f"--cluster {self.cluster} and --probe {self.probe} both name a cluster: give one of the two",
+            f"--cluster {self.cluster} and --probe {self.probe} both name a cluster: give only one",
         )
         require_at_least(1, self, "nodes", "devices_per_node")
         require_at_least(0, self, "latency_us")
@@ -77,11 +75,7 @@ class ClusterConfig:
         )
 
     def resolve(self, *, model: str) -> Cluster:
-        """Return the cluster; SettingError if something is missing.
-
-        Args:
-            model: name of the model, whose compute rate is known for the paper's clusters.
-        """
+        """Return the cluster with the compute rate of the model; SettingError if a value is missing."""
         scaled = {
             "nodes": (self.nodes, 1),
             "devices_per_node": (self.devices_per_node, 1),
@@ -98,11 +92,11 @@ class ClusterConfig:
         elif self.device is None or self.cluster is not None:
             values = asdict(reproduction().cluster(self.cluster or "a100", model=model))
             if given.keys() - {"latency", "quantization_bandwidth"}:
-                values["name"] = f"your cluster, the paper's {values['name']} where nothing else is given"
+                values["name"] = f"your cluster, completed with values of the paper's {values['name']}"
         else:
             values = {"name": self.device, "intra_bandwidth": NVLINK_SHARE * NVLINK_BANDWIDTH[self.device]}
         if self.device is not None:
-            # A speed that was measured on other devices does not apply.
+            # A speed measured on other devices does not apply.
             values["quantization_bandwidth"] = MEMORY_SHARE * MEMORY_BANDWIDTH[self.device]
         if self.inter_bandwidth is not None:
             values["inter_bandwidth_shared"] = None
@@ -134,8 +128,8 @@ def _read_probe(path: Path) -> dict[str, Any]:
         raise SettingError(f"--probe {path} cannot be read: {error}") from error
     if not isinstance(measured, dict) or measured.get("format") != PROBE_FORMAT:
         raise SettingError(
-            f"--probe {path} was not written by `sdp4bit probe` of this version: "
-            f"it lacks format {PROBE_FORMAT}"
+            f"--probe {path} was not written by this version of `sdp4bit probe`: "
+            f"its format is not {PROBE_FORMAT}"
         )
     missing = [name for name in _PROBED if name not in measured]
     require(not missing, f"--probe {path} lacks {', '.join(missing)}")
@@ -148,13 +142,13 @@ class PlanConfig:
 
     strategy: Strategy | None = None
     """Communication strategy. Default: sdp4bit, unless --quantized-weights or --quantized-gradients is
-    given."""
+    set."""
     lora_rank: int | None = None
     """Freeze the model and train LoRA adapters of this rank on all matrices of the blocks (FSDP2)."""
     json: bool = False
     """Print JSON instead of text."""
     reproduce_table_2: bool = False
-    """Print the paper's Table 2 beside the planner's, and checks against Table 4 and Figure 8."""
+    """Print the paper's Table 2 next to the planner's, and checks against Table 4 and Figure 8."""
     model: PlanModelConfig = field(default_factory=PlanModelConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     layout: ParallelLayout = field(default_factory=ParallelLayout)
@@ -163,41 +157,36 @@ class PlanConfig:
     def __post_init__(self) -> None:
         require(
             not self.reproduce_table_2 or replace(self, reproduce_table_2=False, json=False) == PlanConfig(),
-            "--reproduce-table-2 is about the paper's models and clusters: the only other option that it "
-            "takes is --json",
+            "--reproduce-table-2 uses the paper's models and clusters: combine it with --json only",
         )
         require_at_least(1, self, "lora_rank")
         require(
             self.lora_rank is None or (self.layout.engine == "fsdp2" and self.layout.tensor_parallel == 1),
-            "--lora-rank is planned for FSDP2 without tensor parallelism: leave out --tp and --engine",
+            "--lora-rank supports FSDP2 without tensor parallelism: remove --tp and --engine",
         )
         _ = self.quantization
 
     @property
     def quantization(self) -> SDP4BitConfig:
-        """The library's settings."""
         return self.communication.resolve(self.strategy, seed=0)
 
     @property
     def strategy_name(self) -> str:
-        """The strategy, for people."""
         return self.communication.strategy_name(self.strategy)
 
     @property
     def model_name(self) -> str:
-        """The model, for people: its card, or its sizes if they are not the card's."""
+        """Preset, or layers x hidden size if these are not the preset's."""
         shape = self.shape
         is_card = (shape.layers, shape.hidden) == (self.model.card.layers, self.model.card.hidden)
         return self.model.model_card if is_card else f"{shape.layers} x {shape.hidden}"
 
     @property
     def shape(self) -> ModelShape:
-        """Sizes of the model under this layout."""
         return self.model.padded_shape(tensor_parallel=self.layout.tensor_parallel)
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model."""
         return sum(group.numel for group in self._adapted(gpt_groups(self.shape)))
 
     def _adapted(self, groups: tuple[ShardedGroup, ...]) -> tuple[ShardedGroup, ...]:
@@ -205,12 +194,11 @@ class PlanConfig:
 
     @property
     def resolved_layout(self) -> ParallelLayout:
-        """The layout with a micro batch size."""
         size = self.layout.micro_batch_size or self.model.card.micro_batch_size
         return replace(self.layout, micro_batch_size=size)
 
     def plan(self, cluster: Cluster) -> Plan:
-        """Return the plan; SettingError if model, layout and cluster do not fit together."""
+        """Return the plan; SettingError if model, layout and cluster are incompatible."""
         layout = self.resolved_layout
         groups = self._adapted(
             gpt_groups(
@@ -231,16 +219,16 @@ class PlanConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
-    """Sizes of the measurements, and the file of the result."""
+    """Sizes of the measurements, and the result file."""
 
     out: Path = Path("runs/probe.json")
     """JSON file to write, for `sdp4bit plan --probe`."""
     megabytes: float = 16.0
-    """MB that each rank sends in one exchange, over all peers."""
+    """MB that each rank sends per all-to-all, summed over its peers."""
     rounds: int = 5
-    """Timed exchanges per level, after two for warm-up. The median is used."""
+    """Timed all-to-alls per level, after two for warm-up. The median is used."""
     quantized_values: int = 4 * 1024**2
-    """Number of values on which the quantization kernels are timed."""
+    """Number of values for timing the quantization kernels."""
     parallel: RanksConfig = field(default_factory=RanksConfig)
 
     def __post_init__(self) -> None:

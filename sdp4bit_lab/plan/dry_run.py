@@ -1,4 +1,4 @@
-"""Print the parameters and bytes that a training run would need on each rank, without training."""
+"""Print a training run's parameters and memory per rank without training."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 
 
 def dry_run(config: PretrainConfig) -> dict[str, Any]:
-    """Return the parameters of the model and of the rank with most of them, and that rank's bytes by use.
+    """Return the number of parameters and the memory of the rank with the most parameters.
 
-    Activations are not counted: they depend on recomputation and the kernels.
+    Activations are excluded, because they depend on recomputation and kernels.
 
     Raises:
-        SettingError: the ranks, the model and the batch do not fit together.
+        SettingError: ranks, model and batch are incompatible.
     """
     parallel, shape = config.parallel, config.model_shape
     world_size = config.world_size or parallel.nproc_per_node or 1
@@ -32,8 +32,8 @@ def dry_run(config: PretrainConfig) -> dict[str, Any]:
     per_node = min(data_ranks, max(1, per_node))
     require(
         data_ranks % per_node == 0,
-        f"the {data_ranks} ranks of a data-parallel group do not fill nodes of {per_node}: choose other "
-        "--ranks-per-node, or tensor and pipeline sizes",
+        f"the {data_ranks} ranks of a data-parallel group do not fill nodes of {per_node}: change "
+        "--ranks-per-node, or the tensor or pipeline size",
     )
     grid = RankGrid(nodes=data_ranks // per_node, ranks_per_node=per_node)
     groups = gpt_groups(
@@ -58,7 +58,7 @@ def dry_run(config: PretrainConfig) -> dict[str, Any]:
 
 
 def print_dry_run(config: PretrainConfig) -> None:
-    """Print a table or one JSON object; under torchrun, rank 0 prints it for all its ranks."""
+    """Print a table or one JSON object; under torchrun, only on rank 0."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if int(os.environ["RANK"]):
             return
@@ -68,9 +68,9 @@ def print_dry_run(config: PretrainConfig) -> None:
     lines = [
         f"{needs['parameters']:,} parameters, at most {needs['parameters_per_rank']:,} on one of "
         f"{needs['world_size']} ranks",
-        f"{needs['micro_batches']} micro batches a step",
+        f"{needs['micro_batches']} micro batches per step",
         *(f"  {use:<28}{size / 1e9:>10.3f} GB" for use, size in sizes.items()),
-        "Activations and communicators are not counted.",
+        "Activations and communicators are not included.",
     ]
     if config.json:
         by_name = {identifier(use): size for use, size in sizes.items()}

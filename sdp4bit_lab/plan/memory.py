@@ -1,4 +1,4 @@
-"""Estimate the memory of one rank in a step, by use, without activations and communicators."""
+"""Estimate the memory of one rank by use, without activations and communicators."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ GATHERED_AT_ONCE = 2
 def memory_per_rank(traffic: Sequence[GroupTraffic], *, grid: RankGrid, accumulation: int) -> dict[str, int]:
     """Return bytes by use: main weights, Adam, gradients, gathered weights, replica, message buffers.
 
-    FSDP2 keeps shards of gradients (whole ones while micro batches accumulate) and gathers few groups at a
+    FSDP2 keeps gradient shards, or full gradients while micro batches accumulate, and gathers few groups at a
     time. A flat buffer keeps all weights and gradients on every rank, and its weights are the replica.
 
     Args:
-        grid: the ranks among which the groups are sharded.
+        grid: ranks that shard the groups.
     """
     rows, trained = [group.row_numel for group in traffic], sum(group.trained_numel for group in traffic)
     is_flat = any(group.group.is_flat for group in traffic)
@@ -43,7 +43,7 @@ def memory_per_rank(traffic: Sequence[GroupTraffic], *, grid: RankGrid, accumula
     if largest.weights is not None and grid.size > 1 and not is_flat:
         copies = grid.size if is_full(largest.weights, grid=grid) else grid.nodes
         memory["weight replica, bf16"] = GATHERED_BYTES * copies * sum(rows)
-    # All groups share the buffers that the largest one needs.
+    # All groups share the buffers of the largest one.
     buffers = max(sum(exchange.buffer_bytes for exchange in group.exchanges) for group in traffic)
     if buffers:
         memory["message buffers"] = buffers
@@ -51,5 +51,5 @@ def memory_per_rank(traffic: Sequence[GroupTraffic], *, grid: RankGrid, accumula
 
 
 def identifier(use: str) -> str:
-    """Return the name of a use as a key of JSON: "Adam, fp32" is adam_fp32."""
+    """Return the JSON key of a use: "Adam, fp32" becomes adam_fp32."""
     return re.sub(r"\W+", "_", use.lower())

@@ -1,4 +1,4 @@
-"""Cut the parameters of a GPT into the groups that data parallelism gathers and reduces."""
+"""Divide a GPT's parameters into the groups that data parallelism gathers and reduces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sdp4bit_lab.pretrain.model.cards import VOCABULARY_MULTIPLE, CardName, Mode
 Shape = tuple[int, ...]
 
 MEGATRON_ALIGNMENT = 128
-"""Megatron-Core ends its buckets at multiples of this and of the number of ranks."""
+"""Megatron-Core pads buckets to multiples of this and of the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class PlanModelConfig(ModelConfig):
     """The GPT to plan for: a preset, with single sizes replaced."""
 
     model_card: Annotated[CardName, option("preset", "model-card")] = "1.3B"
-    """Model sizes, and defaults of sequence length, micro batch size and vocabulary."""
+    """Model sizes, and defaults for sequence length, micro batch size and vocabulary."""
     vocabulary: Annotated[int | None, option("vocab-size")] = None
     """Vocabulary size. Default: the preset's."""
     sequence_length: Annotated[int | None, option("seq-length", "sequence-length")] = None
@@ -34,45 +34,41 @@ class PlanModelConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(1, self, "vocabulary", "sequence_length")
-        require(
-            self.dropout == 0, "--dropout changes neither bytes nor the count of operations: leave it out"
-        )
+        require(self.dropout == 0, "--dropout changes neither bytes nor operations: remove it")
 
     @property
     def tokens(self) -> int:
-        """Tokens per sequence."""
         return self.sequence_length or self.card.sequence_length
 
     def padded_shape(self, *, tensor_parallel: int) -> ModelShape:
-        """Return the sizes; the vocabulary is padded to 128 rows on each tensor-parallel rank."""
+        """Return the sizes, with the vocabulary padded to 128 rows per tensor-parallel rank."""
         vocabulary = round_up(self.vocabulary or self.card.vocabulary, VOCABULARY_MULTIPLE * tensor_parallel)
         return self.shape(vocabulary=vocabulary, sequence_length=self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedGroup:
-    """Parameters that are gathered and reduced together, with the shapes on one model-parallel rank."""
+    """Parameters that are gathered and reduced together, with their shapes on one model-parallel rank."""
 
     name: str
     shapes: tuple[Shape, ...]
     freed_after_forward: bool = True
     """Whether backward gathers the weights again."""
     is_flat: bool = False
-    """One buffer cut into equal rows, as Megatron-Core does, instead of FSDP2's cut along a dimension."""
+    """One buffer divided into equal rows, as in Megatron-Core, instead of FSDP2's split along a dimension."""
     frozen: frozenset[int] = frozenset()
-    """Places in `shapes` of parameters that are gathered and never trained."""
+    """Indices in `shapes` of parameters that are gathered but not trained."""
 
     @property
     def numel(self) -> int:
-        """Parameters, without padding."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     def row_numel(self, *, ranks: int, least_padding: bool = False, trained_only: bool = False) -> int:
-        """Return the values of one rank's row, padding included.
+        """Return the number of values in one rank's row, padding included.
 
         Args:
-            least_padding: each parameter is cut along :func:`least_padded_dim` instead of dimension 0.
-            trained_only: leave out frozen parameters.
+            least_padding: shard each parameter along :func:`least_padded_dim` instead of dimension 0.
+            trained_only: exclude frozen parameters.
         """
         if self.is_flat:
             return round_up(self.numel, math.lcm(ranks, MEGATRON_ALIGNMENT)) // ranks
@@ -83,7 +79,7 @@ class ShardedGroup:
         return [_part(shape, ranks, least_padding) for shape in self.shapes]
 
     def sections(self, *, ranks: int, unit: int, least_padding: bool = False) -> tuple[Section, ...]:
-        """Return the sections of a row of all that trains, each parameter apart; see `cut_row`."""
+        """Return the sections of a row of trained parameters; see `cut_row`."""
         parameters = [
             RowParameter(numel=part, is_fine=len(self.shapes[place]) <= 1, number=place)
             for place, part in enumerate(self._parts(ranks, least_padding))
@@ -94,7 +90,7 @@ class ShardedGroup:
     def refreshed_sections(
         self, *, ranks: int, unit: int, least_padding: bool = False
     ) -> tuple[Section, ...]:
-        """Return the parts of a whole row's sections that train, and whose differences are sent."""
+        """Return the trained parts of a full row's sections, whose differences are sent."""
         ends = list(itertools.accumulate(self._parts(ranks, least_padding), initial=0))
         places = enumerate(itertools.pairwise(ends))
         trained = merge_ranges([each for place, each in places if place not in self.frozen])
@@ -105,16 +101,16 @@ class ShardedGroup:
 
 
 def _part(shape: Shape, ranks: int, least_padding: bool) -> int:
-    """Return the values of a parameter in one rank's row."""
     dim = least_padded_dim(shape, ranks=ranks) if least_padding else 0
     return -(-shape[dim] // ranks) * math.prod(shape[:dim] + shape[dim + 1 :])
 
 
 def least_padded_dim(shape: Sequence[int], *, ranks: int) -> int:
-    """Return the dimension to shard a parameter along: 0, unless only another one is divided evenly.
+    """Return the dimension to shard along: 0, unless only another one divides evenly.
 
-    FSDP2 cuts dimension 0 into equal parts and pads the last ones: 1024 rows on 4096 ranks are sent as 4096.
-    `fully_shard(..., shard_placement_fn=...)` accepts another dimension if the number of ranks divides it.
+    FSDP2 splits dimension 0 into equal parts and pads the last ones: 1024 rows on 4096 ranks are sent as
+    4096. `fully_shard(..., shard_placement_fn=...)` accepts another dimension that the number of ranks
+    divides.
     """
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
@@ -126,14 +122,14 @@ def gpt_groups(
     pipeline_parallel: int = 1,
     freed_after_forward: bool = True,
 ) -> tuple[ShardedGroup, ...]:
-    """Return the FSDP2 groups of the first pipeline stage, which has the most parameters: a group per block,
-    and one for the rest.
+    """Return the FSDP2 groups of the first pipeline stage, which has the most parameters: one per block, and
+    one for the rest.
 
-    Under tensor parallelism, parameters that all its ranks share are in groups of their own; under pipeline
-    parallelism, so are those at the ends.
+    Parameters shared by tensor-parallel ranks have groups of their own. So do those at the ends of a
+    pipeline.
 
     Raises:
-        SettingError: the model cannot be cut like this.
+        SettingError: the parallel sizes do not divide the model.
     """
     for flag, parts, name, count in (
         ("--tp", tensor_parallel, "hidden size", shape.hidden),
@@ -172,7 +168,7 @@ def gpt_groups(
 
 
 def with_adapters(groups: Sequence[ShardedGroup], *, rank: int) -> tuple[ShardedGroup, ...]:
-    """Return the groups frozen, with LoRA's matrices behind each matrix and bias of a block, as in peft."""
+    """Freeze the groups and add LoRA matrices after each matrix and bias of a block, as peft does."""
     adapted = []
     for group in groups:
         shapes: list[Shape] = []
@@ -189,6 +185,6 @@ def with_adapters(groups: Sequence[ShardedGroup], *, rank: int) -> tuple[Sharded
 
 
 def flat_buffer(groups: Sequence[ShardedGroup]) -> tuple[ShardedGroup, ...]:
-    """Return the same parameters as one flat buffer, gathered once a step."""
+    """Return the same parameters as one flat buffer, gathered once per step."""
     numel = sum(group.numel for group in groups)
     return (ShardedGroup(name="buffer", shapes=((numel,),), freed_after_forward=False, is_flat=True),)

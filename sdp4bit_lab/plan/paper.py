@@ -1,9 +1,9 @@
 """Compare the planner with the paper's measurements: Table 2 fitted, Table 4 and Figure 8 predicted.
 
 Source: SDP4Bit (arXiv 2410.15526), section 5 and Tables 2, 4 and 8. The speed runs use micro batch 1, no
-accumulation, no overlap. The reference implementation sends fp32 scales and gathers weight differences by one
-ring over all ranks, so these bytes are counted here. The intra-node hop hides behind the inter-node one
-(Table 4: an 8-bit hop costs as much as a 4-bit hop) and is left out.
+accumulation and no overlap. The reference implementation sends fp32 scales and gathers weight differences
+with one ring over all ranks, so these bytes are counted here. The intra-node hop is omitted because it hides
+behind the inter-node hop: in Table 4, an 8-bit hop costs as much as a 4-bit hop.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ REFERENCE_SCALE_BYTES = 4
 NVLINK: dict[ClusterName, float] = {"a100": 200e9, "h800": 130e9}
 """Assumed bytes per second and direction of a device inside its node: two thirds of the nominal rate."""
 QUANTIZATION_BANDWIDTH = 688e9
-"""Table 5, large messages, measured on an A100; its unit is not printed and assumed to be GB/s."""
+"""Table 5, large messages on an A100; its unit is not printed and assumed to be GB/s."""
 
 
 class Published(NamedTuple):
-    """A row of Table 2, with its parallelism from Table 8; rates in TFLOP/s per device."""
+    """A row of Table 2, with the parallelism of Table 8; rates in TFLOP/s per device."""
 
     cluster: ClusterName
     model: CardName
@@ -42,7 +42,6 @@ class Published(NamedTuple):
 
     @property
     def speedup(self) -> float:
-        """Published rate of the quantized step relative to the baseline's."""
         return self.quantized / self.baseline
 
 
@@ -64,12 +63,12 @@ TABLE_4_BASELINE_MS, TABLE_4_QUANTIZED_MS = 379.3, 45.9
 FIGURE_8_MODEL: CardName = "2.7B"
 FIGURE_8_NODES: dict[ClusterName, int] = {"a100": 8, "h800": 16}
 FIGURE_8 = {"qwd": (1.1, 1.2), "tlq-hs": (1.4, 1.8), "sdp4bit": (1.6, 2.4)}
-"""Ranges in the text over both clusters; the plotted numbers are not printed."""
+"""Ranges over both clusters from the text; the plotted numbers are not printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """A row of Table 2: what a node sends to others in a step, and the published times."""
+    """A row of Table 2: bytes that a node sends per step, and the published times."""
 
     row: Published
     flops: float
@@ -78,11 +77,11 @@ class _Run:
     """Bytes of gradients and of weights, by strategy."""
 
     def seconds_sending(self, strategy: str, *, bandwidth: float) -> float:
-        """Return the time of the communication."""
+        """Return the communication time."""
         return sum(self.bytes_sent[strategy]) / bandwidth
 
     def times(self, bandwidth: float) -> tuple[tuple[float, float], ...]:
-        """Return the published seconds of a step and those of its communication: baseline, quantized."""
+        """Return the published step time and the communication time of the baseline and quantized step."""
         published = self.row.baseline, self.row.quantized
         return tuple(
             (self.flops / (rate * 1e12), self.seconds_sending(strategy, bandwidth=bandwidth))
@@ -90,9 +89,9 @@ class _Run:
         )
 
     def compute_seconds(self, bandwidth: float) -> float:
-        """Return the computation with which both published times have the least squared relative errors.
+        """Return the compute time that minimizes the squared relative errors of both published times.
 
-        The minimum has a closed form: both times are linear in it.
+        The minimum has a closed form because both times are linear in it.
         """
         times = self.times(bandwidth)
         seconds = sum((step - sent) / step**2 for step, sent in times) / sum(step**-2 for step, _ in times)
@@ -107,7 +106,7 @@ def _run(row: Published, *, nodes: int = NODES) -> _Run:
     grid, _ = layout.grids(nodes=nodes, devices_per_node=devices)
     parameters = sum(group.numel for group in gpt_groups(shape))
     if row.pipeline_parallel > 1:
-        # Stages are assumed to be equal; the last one has an output embedding of its own.
+        # Assumes equal stages; the last one has its own output embedding.
         parameters += shape.vocabulary * shape.hidden
     numel = -(-parameters // (parts * grid.size))
 
@@ -127,14 +126,14 @@ def _run(row: Published, *, nodes: int = NODES) -> _Run:
     return _Run(
         row=row,
         flops=shape.flops_per_sample(model.tokens) / parts,
-        # All devices of a node send at once.
+        # All devices of a node send simultaneously.
         bytes_sent={strategy: (devices * one, devices * other) for strategy, (one, other) in sent.items()},
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A row of Table 2 as the planner predicts it."""
+    """A row of Table 2 as predicted."""
 
     row: Published
     predicted: float
@@ -144,30 +143,26 @@ class Prediction:
     bandwidth: float
     """Bytes per second of a node, fitted to all rows of this cluster with this kind of parallelism."""
     device_flops: float
-    """Rate of a device with this model while it does not communicate."""
+    """Compute rate of a device with this model."""
     baseline_bytes: float
     quantized_bytes: float
-    """Sent by a node to others in a step."""
+    """Sent by a node per step, like baseline_bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduction:
-    """The paper's speed section as the planner predicts it."""
+    """The paper's speed results as predicted."""
 
     rows: tuple[Prediction, ...]
     table_4_ms: float
-    """Quantized gradient exchange, at the bandwidth of the table's own baseline."""
+    """Quantized gradient exchange, with the bandwidth of the table's own baseline."""
     table_4_fitted_ms: float
-    """The same at the bandwidth fitted to Table 2."""
+    """The same with the bandwidth fitted to Table 2."""
     figure_8: dict[ClusterName, dict[str, float]]
-    """Speed-up of 2.7B by strategy."""
+    """Speed-up of 2.7B by cluster and strategy."""
 
     def cluster(self, name: ClusterName, *, model: str) -> Cluster:
-        """Return one of the paper's clusters with the bandwidths that its Table 2 implies.
-
-        Args:
-            model: whose compute rate the devices get; the median of all rates if it is not in the table.
-        """
+        """Return a cluster as Table 2 implies it, with the model's compute rate or the median rate."""
         rows = [p for p in self.rows if p.row.cluster == name]
         rates = [p.device_flops for p in rows if p.row.model == model] or [p.device_flops for p in rows]
         alone, shared = (
@@ -187,11 +182,11 @@ class Reproduction:
 
 @cache
 def reproduction() -> Reproduction:
-    """Fit Table 2 with at most two bandwidths per cluster, and predict Table 4 and Figure 8 from them.
+    """Fit Table 2 with two bandwidths per cluster, and predict Table 4 and Figure 8 from them.
 
-    A ring of one data-parallel group uses a node's links otherwise than the rings of several groups at once
-    (tensor parallelism), so each gets a bandwidth. Each model on each cluster has one compute rate. Both
-    minimize the squared relative errors of the published step times: 20 times, 10 rates, 4 bandwidths.
+    One ring uses a node's links differently from the concurrent rings of tensor-parallel groups, so each kind
+    has its own bandwidth. Each model has one compute rate per cluster. Both minimize the squared relative
+    errors of the published step times: 20 times, 10 rates, 4 bandwidths.
     """
     rows: dict[tuple[ClusterName, CardName], Prediction] = {}
     for cluster in DEVICES_PER_NODE:
@@ -211,8 +206,7 @@ def reproduction() -> Reproduction:
 
 
 def _fit(runs: Sequence[_Run]) -> float:
-    """Return the bandwidth whose step times have the least squared relative errors."""
-    from scipy.optimize import minimize_scalar  # help and plans of measured clusters do without
+    from scipy.optimize import minimize_scalar  # slow to import, and only needed here
 
     def error(log_bandwidth: float) -> float:
         bandwidth, total = math.exp(log_bandwidth), 0.0
@@ -222,7 +216,7 @@ def _fit(runs: Sequence[_Run]) -> float:
                 total += ((compute_seconds + sent) / published - 1) ** 2
         return total
 
-    # At the least of these bandwidths, communication alone takes as long as a published step.
+    # At the lowest of these, communication alone takes as long as a published step.
     exhausted = [sum(run.bytes_sent["baseline"]) / run.times(1.0)[0][0] for run in runs]
     low, high = math.log(min(exhausted)), math.log(100 * max(exhausted))
     fit = minimize_scalar(error, bounds=(low, high), method="bounded", options={"xatol": 1e-9})
@@ -237,7 +231,7 @@ def _predict(run: _Run, *, bandwidth: float) -> Prediction:
         predicted=(compute_seconds + sent) / (compute_seconds + sent_quantized),
         predicted_from_baseline=published / (published - sent + sent_quantized),
         bandwidth=bandwidth,
-        # With one micro batch, a stage of a pipeline waits for the others as often as it computes.
+        # With one micro batch, a pipeline stage is idle while the others compute.
         device_flops=run.flops * run.row.pipeline_parallel / compute_seconds,
         baseline_bytes=sent * bandwidth,
         quantized_bytes=sent_quantized * bandwidth,

@@ -1,4 +1,4 @@
-"""Measure a cluster for the planner: bandwidths, latency, the speed of quantization."""
+"""Measure a cluster's bandwidths, latency and quantization speed for the planner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sdp4bit.quantization.hadamard import INVERSE_FACTOR
 from sdp4bit.quantization.layout import BLOCK, message_layout, round_up
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 from sdp4bit.traffic import format_bytes
-from sdp4bit_lab.common.files import wrapped, write_atomically
+from sdp4bit_lab.common.files import wrapped, write_output
 from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks, run_on_all_ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.plan.config import PROBE_FORMAT, ProbeConfig
@@ -42,45 +42,38 @@ TINY_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Speed of one level for a rank while all ranks send; slowest rank, median of the rounds."""
+    """Speed of one level for a rank while all ranks send: slowest rank, median of the rounds."""
 
     sent_bytes: int
-    """By a rank in one exchange."""
+    """Sent by a rank in one exchange."""
     seconds: float
     fastest: float
     slowest: float
-    """Seconds of the fastest and of the slowest round."""
+    """Seconds of the slowest round; `fastest` of the fastest."""
     latency: float
     """Seconds of an exchange of a few bytes."""
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of a rank, without the latency."""
+        """Bytes per second of a rank, excluding the latency."""
         return self._rate(self.seconds)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Bandwidths of the slowest and of the fastest round."""
+        """Bandwidths of the slowest and the fastest round."""
         return self._rate(self.slowest), self._rate(self.fastest)
 
     def _rate(self, seconds: float) -> float:
-        # On a very fast or disturbed link the difference would be noise: at most half is latency.
+        # At most half counts as latency, because on a very fast or noisy link the difference would be noise.
         return self.sent_bytes / max(seconds - self.latency, seconds / 2)
 
 
 def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
-    """Measure, write and print on rank 0, and return the measurements, the same on every rank.
-
-    Raises:
-        SettingError: ranks that do not fill the nodes, or a file that cannot be written; on all ranks.
-    """
+    """Measure, write and print on rank 0; return the measurements on every rank."""
     result = measure(config, ranks=ranks)
 
     def report() -> None:
-        try:
-            write_atomically(config.out, json.dumps(result, indent=2) + "\n")
-        except OSError as error:
-            raise SettingError(f"cannot write --out {config.out}: {error}") from error
+        write_output(config.out, json.dumps(result, indent=2) + "\n", option="--out")
         sys.stdout.write(f"{describe(result, out=config.out)}\n")
 
     run_on_all_ranks(lambda: report() if ranks.is_first else None)
@@ -88,12 +81,13 @@ def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
 
 
 def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
-    """Return the measurements, the same on every rank.
+    """Return the measurements, identical on every rank.
 
-    All nodes exchange inside at once, then all ranks between nodes; then all ranks quantize at once.
+    All nodes exchange internally at the same time, then all ranks exchange between nodes, then all ranks
+    quantize.
 
     Raises:
-        SettingError: ranks that do not fill the nodes; on all ranks.
+        SettingError: on all ranks: ranks that do not fill the nodes.
     """
     device, rounds = ranks.device, config.rounds
     hosts = gather_over_ranks(host_name(), what="names of the hosts")
@@ -102,7 +96,7 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
     intra = _link(topology.intra, sent_bytes=per_rank, rounds=rounds, device=device)
     inter = _link(topology.inter, sent_bytes=per_rank, rounds=rounds, device=device)
     destroy_topology(topology)
-    # One rank sends nothing; its kernels are timed as one of two.
+    # A single rank sends nothing; time its kernels as for two ranks.
     quantize, moved = _quantization(config.quantized_values, ranks=max(2, len(hosts)), device=device)
     quantization_seconds = _seconds(quantize, rounds=rounds, device=device)
     return {
@@ -142,7 +136,7 @@ def _topology(config: ProbeConfig, hosts: list[str]) -> Topology:
 
 
 def _link(group: ProcessGroup | None, *, sent_bytes: int, rounds: int, device: torch.device) -> Link | None:
-    """Return the measurement of a level; None if it has one rank. Collective over the whole job."""
+    """Return the measurement of a level, or None if it has one rank; a collective of all ranks."""
     if group is None:
         return None
 
@@ -185,11 +179,11 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _quantization(values: int, *, ranks: int, device: torch.device) -> tuple[Callable[[], None], float]:
-    """Return the operators of a one-level reduction of that many gradients, and the bytes that they move."""
+    """Return the operators of a one-level reduction of this many gradients, and the bytes they move."""
     config, row = GradientConfig(inside_one_node=True), values // ranks
     if row < config.min_numel:
         raise SettingError(
-            f"--quantized-values {values} are {row} per row on {ranks} ranks, fewer than are quantized: "
+            f"--quantized-values {values} is {row} per row on {ranks} ranks, too few to be quantized: "
             f"give at least {config.min_numel * ranks}"
         )
     assert config.intra_bits is not None
@@ -213,8 +207,8 @@ def describe(result: dict[str, Any], *, out: Path) -> str:
     """Return the measurements as text of 80 columns.
 
     Args:
-        result: as `measure` returns it.
-        out: the file that has been written.
+        result: result of `measure`.
+        out: written file.
     """
     measured, nodes, per_node = result["measured"], result["nodes"], result["devices_per_node"]
     lines = [f"{result['name']}: {nodes} nodes with {per_node} rank{'s' * (per_node > 1)} each"]
@@ -224,13 +218,13 @@ def describe(result: dict[str, Any], *, out: Path) -> str:
         ("inter", "inter-node, per node", per_node),
     ):
         if level not in links:
-            lines.append(f"{name}: one rank, not measured")
+            lines.append(f"{name}: not measured (one rank)")
             continue
         link = links[level]
         slowest, fastest = (format_bytes(ranks * rate) for rate in link.spread)
         lines.append(
-            f"{name}: {format_bytes(ranks * link.bandwidth)}/s and direction ({slowest} to {fastest}/s in "
-            f"{measured['rounds']} rounds), {1e6 * link.latency:.0f} us per exchange"
+            f"{name}: {format_bytes(ranks * link.bandwidth)}/s per direction ({slowest} to {fastest}/s in "
+            f"{measured['rounds']} rounds), latency {1e6 * link.latency:.0f} us"
         )
     slowest, fastest = (
         format_bytes(measured["quantization_bytes"] / measured[f"quantization_{end}"])
@@ -243,10 +237,10 @@ def describe(result: dict[str, Any], *, out: Path) -> str:
     if len(links) == 2 and links["intra"].bandwidth < links["inter"].bandwidth:
         lines.append(
             f"WARNING: a rank is slower inside its node ({format_bytes(links['intra'].bandwidth)}/s) than "
-            f"between nodes ({format_bytes(links['inter'].bandwidth)}/s): look for missing NVLink or P2P, or "
-            "for --ranks-per-node that is not the machines'"
+            f"between nodes ({format_bytes(links['inter'].bandwidth)}/s): check NVLink, P2P and "
+            "--ranks-per-node"
         )
     if nodes > measured["hosts"]:
-        lines.append(f"note: {nodes} nodes on {measured['hosts']} host: there is no network between them")
+        lines.append(f"note: {nodes} nodes on {measured['hosts']} host, without a network between them")
     lines.append(f"next: sdp4bit plan --probe {out} --device-tflops X (docs/planning.md: how to measure X)")
     return wrapped(lines)

@@ -1,10 +1,9 @@
 """Predict a step with and without quantized communication: bytes, time, memory and a recommendation.
 
-This is a model of a step, not a measurement: computation, plus bytes over bandwidth and a latency per
-collective, less the part that overlaps computation, plus the time of the quantization kernels. The overlap is
-not one number: times are ranges from none of it to all that fits. The bytes are exact
-(:mod:`sdp4bit_lab.plan.traffic`). `sdp4bit probe` measures the bandwidths, or the paper's tables imply them
-(:mod:`sdp4bit_lab.plan.paper`).
+This is a model, not a measurement. The time of a step is computation, plus bytes over bandwidth, plus latency
+per collective, minus overlap, plus quantization kernels. Overlap is unknown, so times are ranges from none to
+all that fits. The bytes are exact (:mod:`sdp4bit_lab.plan.traffic`). Bandwidths come from `sdp4bit probe` or
+from the paper's tables (:mod:`sdp4bit_lab.plan.paper`).
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from sdp4bit_lab.plan.traffic import GATHERED_BYTES, REDUCED_BYTES, Exchange, Ra
 BF16_BYTES = 2
 BASELINE = SDP4BitConfig(weights=None, gradients=None)
 FORWARD_SHARE, FORWARD_SHARE_LORA = 1 / 3, 1 / 2
-"""Forward takes a third of the arithmetic, backward two; without gradients of frozen weights, one."""
+"""Forward is a third of the arithmetic; without gradients of frozen weights, half."""
 MIN_GAIN_TO_CONSIDER, MIN_GAIN_TO_ENABLE = 0.05, 0.20
-"""Relative gains of a step over a baseline."""
+"""Relative gains over a baseline's step."""
 _NO, _PERHAPS = "do not enable", "perhaps"
 
 Range = tuple[float, float]
-"""With the least and with the most overlap."""
+"""Value with the least and with the most overlap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,17 +38,17 @@ class Cluster:
     nodes: int
     devices_per_node: int
     inter_bandwidth: float
-    """Of one node to the others."""
+    """From one node to the others."""
     intra_bandwidth: float
-    """Of one device to the others of its node."""
+    """From one device to the others of its node."""
     device_flops: float
     """Floating-point operations per second that a device sustains on the model, without communication."""
     inter_bandwidth_shared: float | None = None
     """Of one node when several data-parallel groups send at once (tensor parallelism); None: the same."""
     latency: float = 0.0
-    """Seconds that a collective takes beside its bytes."""
+    """Seconds that a collective takes in addition to its bytes."""
     quantization_bandwidth: float | None = None
-    """Bytes per second that the quantization kernels read and write; None: their time is left out."""
+    """Bytes per second that the quantization kernels read and write; None omits their time."""
 
     def inter_bandwidth_per_rank(self, *, tensor_parallel: int) -> float:
         """Return a rank's share of its node's link when all ranks of the node send."""
@@ -72,11 +71,9 @@ class ParallelLayout:
     accumulation: int = 1
     """Micro batches per step."""
     overlap: float | None = None
-    """Fraction of the communication that overlaps with computation. Default: print both ends of the range, 0
-    and 1."""
+    """Fraction of the communication that overlaps with computation. Default: print the range from 0 to 1."""
     engine: Literal["fsdp2", "megatron"] = "fsdp2"
-    """Training engine: fsdp2 (a parameter group per block) or megatron (one flat buffer, gathered once per
-    step)."""
+    """Training engine: fsdp2 (one group per block) or megatron (one flat buffer, gathered once per step)."""
     reshard_after_forward: bool = True
     """Free gathered weights after forward and gather them again in backward (ZeRO-3). Off: gather once per
     micro batch. FSDP2 only."""
@@ -98,20 +95,20 @@ class ParallelLayout:
         ):
             require(
                 not is_given or self.engine == "fsdp2",
-                f"{flag} has no effect with --engine {self.engine}: it is FSDP2's",
+                f"{flag} has no effect with --engine {self.engine}: it applies to FSDP2",
             )
 
     @property
     def overlaps(self) -> Range:
-        """The least and the largest share of the communication that runs beside computation."""
+        """Least and largest fraction of the communication that overlaps with computation."""
         return (0.0, 1.0) if self.overlap is None else (self.overlap, self.overlap)
 
     def grids(self, *, nodes: int, devices_per_node: int) -> tuple[RankGrid, RankGrid]:
-        """Return the ranks among which the model is sharded, and those that have the same shard.
+        """Return the ranks that shard the model, and the ranks that hold the same shard.
 
         Raises:
             SettingError: model-parallel ranks do not divide the cluster or its nodes, or replicas do not
-                divide its data-parallel ranks.
+            divide its data-parallel ranks.
         """
         tensor, parts = self.tensor_parallel, self.tensor_parallel * self.pipeline_parallel
         devices = nodes * devices_per_node
@@ -122,15 +119,15 @@ class ParallelLayout:
         )
         require(
             max(tensor, devices_per_node) % min(tensor, devices_per_node) == 0,
-            f"--tp {tensor} and the {devices_per_node} devices of a node do not divide each other: ranks of "
-            "a data-parallel group would be spread unevenly",
+            f"--tp {tensor} and the {devices_per_node} devices per node do not divide each other: "
+            "data-parallel groups would be spread unevenly over nodes",
         )
         ranks = devices // parts
         per_node = min(ranks, max(1, devices_per_node // tensor))
         require(
             ranks % per_node == 0,
-            f"the {ranks} ranks of a data-parallel group do not fill nodes with {per_node} of them each: "
-            "choose --pp so that stages are made of whole nodes",
+            f"the {ranks} ranks of a data-parallel group do not fill nodes of {per_node} ranks: "
+            "choose --pp so that stages consist of complete nodes",
         )
         require(
             ranks % self.replicas == 0,
@@ -140,8 +137,8 @@ class ParallelLayout:
         inside = min(shards, per_node)
         require(
             max(shards, per_node) % inside == 0,
-            f"--replicas {self.replicas} shards the model over {shards} ranks, which do not fill nodes with "
-            f"{per_node} of them each evenly",
+            f"--replicas {self.replicas} shards the model over {shards} ranks, which do not fill nodes of "
+            f"{per_node} ranks evenly",
         )
         beside = per_node // inside
         return (
@@ -162,17 +159,16 @@ class StepCost:
     """Sent by all ranks of a node to other nodes."""
     collectives: int
     compute_seconds: float
-    """Arithmetic, waiting for other pipeline stages included."""
+    """Arithmetic and pipeline bubbles."""
     communication_seconds: float
     hidden_seconds: Range
-    """Part of the communication that overlaps computation."""
+    """Part of the communication that overlaps with computation."""
     quantization_seconds: float
     memory: dict[str, int]
     """Bytes per rank by use, without activations and communicators."""
 
     @property
     def step_seconds(self) -> Range:
-        """Time of a step."""
         least, most = (
             self.compute_seconds + (self.communication_seconds - hidden) + self.quantization_seconds
             for hidden in self.hidden_seconds
@@ -182,41 +178,41 @@ class StepCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A strategy beside the two baselines, on one cluster."""
+    """A strategy and two baselines on one cluster."""
 
     parameters: int
-    """Of one rank's share under tensor and pipeline parallelism."""
+    """Parameters of one model-parallel rank."""
     row_numel: int
-    """Values in the rows of one rank, FSDP2's padding included."""
+    """Values in one rank's rows, including FSDP2's padding."""
     grid: RankGrid
-    """The ranks among which the model is sharded."""
+    """Ranks that shard the model."""
     replicas: RankGrid
-    """The ranks that have the same shard: one, except with HSDP."""
+    """Ranks that hold the same shard: one, except with HSDP."""
     baseline: StepCost
-    """fp32 gradients, reduce-scattered; bf16 weights, gathered."""
+    """fp32 reduce-scatter of gradients, bf16 all-gather of weights."""
     bf16_baseline: StepCost
     """The same with bf16 gradients."""
     quantized: StepCost
     most_padded: str
-    """The group with most padding, and the length of its rows relative to its parameters."""
+    """Group with the most padding, and its padded size relative to its parameters."""
     frozen_bytes_per_node: float
-    """Frozen weights that a node sends to others before the first step, and never again; 0 if none are."""
+    """Frozen weights that a node sends once, before the first step."""
 
     def speedups(self, baseline: StepCost) -> Range:
-        """Return the speed-up of a step over one of the baselines."""
+        """Return the speed-up of a step over a baseline."""
         ours, plain = self.quantized.step_seconds, baseline.step_seconds
         return plain[0] / ours[0], plain[1] / ours[1]
 
     @property
     def padding(self) -> float:
-        """Values in all rows over parameters: the factor that uneven cuts put on every byte count."""
+        """Values in all rows divided by parameters, by which padding multiplies every byte count."""
         return self.row_numel * self.grid.size / self.parameters
 
     @property
     def recommendation(self) -> str:
-        """Whether to enable quantized communication, and the speed-up of a step, in one sentence."""
+        """Recommendation with the speed-up of a step, in one sentence."""
         if self.grid.size * self.replicas.size == 1:
-            return f"{_NO}: the data-parallel group has one rank, nothing is sent"
+            return f"{_NO}: the data-parallel group has one rank and sends nothing"
         over_fp32, over_bf16 = self.speedups(self.baseline), self.speedups(self.bf16_baseline)
         advice = {_advice(*gains) for gains in zip(over_fp32, over_bf16, strict=True)}
         prefix = advice.pop() if len(advice) == 1 else _PERHAPS
@@ -245,14 +241,14 @@ def plan_step(
     layout: ParallelLayout,
     config: SDP4BitConfig,
 ) -> Plan:
-    """Return the cost of a steady step with this configuration and with both baselines.
+    """Return the cost of a steady-state step with this configuration and with both baselines.
 
     Args:
-        groups: the parameters of one model-parallel rank.
-        flops_per_sequence: forward and backward of the whole model over one sequence.
+        groups: parameters of one model-parallel rank.
+        flops_per_sequence: forward and backward of the full model over one sequence.
 
     Raises:
-        SettingError: a layout that the cluster does not hold.
+        SettingError: the layout does not fit the cluster.
     """
     grid, replicas = layout.grids(nodes=cluster.nodes, devices_per_node=cluster.devices_per_node)
     sequences = (layout.micro_batch_size or 1) * layout.accumulation
@@ -284,8 +280,8 @@ def plan_step(
         gradients = seconds(exchange for group in traffic for exchange in (group.gradients, group.all_reduce))
         refresh = seconds(group.refresh for group in traffic)
         gathers = seconds(group.gathers for group in traffic)
-        # Gradients hide behind the backward of the last micro batch, the weight refresh behind the first
-        # forward, FSDP2's gathers behind the rest. A flat buffer is gathered before the first forward.
+        # Gradients overlap with the last backward, the refresh with the first forward, and FSDP2's gathers
+        # with the rest. A flat buffer is gathered before the first forward.
         forward = forward_share * arithmetic / layout.accumulation
         backward = (1 - forward_share) * arithmetic / layout.accumulation
         is_flat = any(group.is_flat for group in groups)
@@ -335,7 +331,7 @@ def plan_step(
 def exchange_seconds(exchange: Exchange, *, cluster: Cluster, layout: ParallelLayout) -> float:
     """Return the time of an exchange.
 
-    A ring keeps both levels busy at once. Of two hops cut into chunks, the shorter one shows only once.
+    A ring keeps both levels busy at once; of two hops in chunks, one chunk of the shorter hop is exposed.
     """
     intra = exchange.intra_bytes / cluster.intra_bandwidth
     inter = exchange.inter_bytes / cluster.inter_bandwidth_per_rank(tensor_parallel=layout.tensor_parallel)

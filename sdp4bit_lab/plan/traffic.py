@@ -1,8 +1,8 @@
-"""Count the bytes that one rank sends in a step, by level, from the layouts of the messages.
+"""Count the bytes that one rank sends per step and level, from the layouts of the messages.
 
-These are the bytes that :mod:`sdp4bit.traffic` counts while a job runs. Quantized messages are exact. A
-collective of the communication library counts as a ring in rank order, the least that any algorithm needs,
-spread evenly over the ranks of a node.
+:mod:`sdp4bit.traffic` counts the same bytes during training. Quantized messages are exact. Collectives of the
+communication library count as rings in rank order, the minimum of any algorithm, spread evenly over the ranks
+of a node.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class RankGrid:
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
         return self.nodes * self.ranks_per_node
 
 
@@ -47,18 +46,18 @@ class Exchange:
     intra_bytes: float = 0.0
     inter_bytes: float = 0.0
     padding_bytes: float = 0.0
-    """Part of both that fills rows up to 32 values and messages up to 16 bytes."""
+    """Part of both byte counts that pads rows to 32 values and messages to 16 bytes."""
     collectives: int = 0
     chunks: int | None = None
-    """Chunks that overlap their two levels; None for a ring, which keeps both levels busy at once."""
+    """Chunks whose two hops overlap; None for a ring, which keeps both levels busy at once."""
     moved_bytes: float = 0.0
-    """Device memory that the quantization kernels read and write."""
+    """Device memory traffic of the quantization kernels."""
     buffer_bytes: int = 0
-    """Message buffers in use at once."""
+    """Message buffers in use at the same time."""
 
 
 def ring(row_bytes: float, *, grid: RankGrid, times: int = 1) -> Exchange:
-    """Return the exchange of `times` rings over all ranks that gather, or reduce, rows of `row_bytes`."""
+    """Return `times` rings over all ranks that gather or reduce rows of `row_bytes`."""
     sent, g = times * row_bytes * (grid.size - 1), grid.ranks_per_node
     if grid.nodes == 1:
         return Exchange(intra_bytes=float(sent), collectives=times)
@@ -68,13 +67,13 @@ def ring(row_bytes: float, *, grid: RankGrid, times: int = 1) -> Exchange:
 def _message(
     pieces: Sequence[tuple[Section, int]], *, bits: float | None, group_size: int, rows: int = 1
 ) -> JointLayout:
-    """Return the layout of a message of `rows` rows with that many values of each section."""
+    """Return the layout of a message of `rows` rows with the given number of values per section."""
     layouts = (section.layout(n, bits=bits, group_size=group_size, parts=rows) for section, n in pieces)
     return JointLayout(tuple(layouts))
 
 
 def _send(messages: Sequence[tuple[Level, JointLayout, int]]) -> Exchange:
-    """Return the exchange of messages: a level, a layout and how often it is sent, for each collective."""
+    """Return the exchange of messages: level, layout and number of copies of each collective."""
 
     def nbytes(level: Level) -> float:
         return float(sum(layout.nbytes * copies for hop, layout, copies in messages if hop == level))
@@ -99,8 +98,8 @@ def gradient_exchange(
 
     Args:
         config: None for full precision, which also applies to rows below its min_numel.
-        dense_bytes: bytes per value of a reduction in full precision.
-        sections: the row's; () for one.
+        dense_bytes: bytes per value of a full-precision reduction.
+        sections: sections of the row; () for one.
     """
     if grid.size == 1 or not (row_numel or sections):
         return Exchange()
@@ -117,12 +116,12 @@ def gradient_exchange(
         inter = _message(pieces, bits=config.inter_bits, group_size=config.inter_group_size)
         messages += [("intra", intra, g - 1), ("inter", inter, n - 1)]
         buffers.append(2 * (g * intra.nbytes * (g > 1) + n * inter.nbytes * (n > 1)))
-    # Chunks take turns with the buffers, which are as long as the longest chunk's messages.
+    # Chunks alternate between the buffers, which have the size of the largest chunk's messages.
     turns = [buffers[turn::SLICES_UNDER_WAY] for turn in range(SLICES_UNDER_WAY)]
     return replace(
         _send(messages),
         chunks=max(1, len(buffers)),
-        # Every rank's row is read and the sum written; messages are written and read.
+        # Rows are read and the sum is written; messages are written and read.
         moved_bytes=float(REDUCED_BYTES * (grid.size + 1) * sum(lengths) + sum(buffers)),
         buffer_bytes=sum(max(turn) for turn in turns if turn),
     )
@@ -138,7 +137,7 @@ def all_reduce_exchange(
 ) -> Exchange:
     """Return one all-reduce of `numel` values over replicas; arguments as for `gradient_exchange`.
 
-    Full precision applies if a rank's part is below min_numel. Its ring goes around twice.
+    Uses full precision if a rank's part is below min_numel; that ring counts twice.
     """
     g, n = grid.ranks_per_node, grid.nodes
     if grid.size == 1 or numel == 0:
@@ -152,7 +151,7 @@ def all_reduce_exchange(
         pieces.append(replace(section, ranges=((0, length),)))
     over = grid if count == grid.size else replace(grid, nodes=1)
     reduced = gradient_exchange(0, grid=over, config=replace(config, min_numel=0), sections=pieces)
-    # The sums of the pieces are gathered between nodes, then inside each node.
+    # The summed pieces are gathered between nodes, then inside each node.
     hop: Level = "inter" if n > 1 else "intra"
     bits, group_size = getattr(config, f"{hop}_bits"), getattr(config, f"{hop}_group_size")
     layout = _message([(piece, piece.numel) for piece in pieces], bits=bits, group_size=group_size)
@@ -172,11 +171,7 @@ def all_reduce_exchange(
 def weight_refresh(
     row_numel: int, *, grid: RankGrid, config: WeightConfig | None, sections: Sequence[Section] = ()
 ) -> Exchange:
-    """Return one refresh of the weight replica, once per optimizer step.
-
-    Args:
-        sections: the row's; () for one.
-    """
+    """Return one refresh of the weight replica, once per step; sections () is a single one."""
     if config is None or grid.size == 1 or row_numel == 0:
         return Exchange()
     g, n = grid.ranks_per_node, grid.nodes
@@ -195,7 +190,7 @@ def weight_refresh(
     return replace(
         _send([("inter", layout, n - 1), ("intra", layout, intra_copies)]),
         chunks=1,
-        # The difference is read from two bf16 rows; every row of the replica is read, changed and written.
+        # Two bf16 rows are read for the difference; each row of the replica is read and written.
         moved_bytes=float((1 + rows) * (2 * GATHERED_BYTES * row_numel + layout.nbytes)),
         buffer_bytes=layout.nbytes * (1 + n + (grid.size if gathers_all else 0)),
     )
@@ -220,23 +215,22 @@ def is_full(config: WeightConfig, *, grid: RankGrid) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTraffic:
-    """Exchanges of one rank for one parameter group in a step."""
+    """Exchanges of one rank and parameter group in a step."""
 
     group: ShardedGroup
     row_numel: int
     trained_numel: int
-    """Of these, the values that train."""
+    """Trained values among row_numel."""
     weights: WeightConfig | None
     """Settings that apply on these ranks; None for full precision."""
     gradients: Exchange
     all_reduce: Exchange
-    """Of gradients, over the replicas of HSDP."""
+    """All-reduce of gradients over the replicas of HSDP."""
     refresh: Exchange
     gathers: Exchange
 
     @property
     def exchanges(self) -> tuple[Exchange, Exchange, Exchange, Exchange]:
-        """All exchanges of the group."""
         return self.gradients, self.all_reduce, self.refresh, self.gathers
 
 
@@ -250,14 +244,15 @@ def group_traffic(
     dense_bytes: int = REDUCED_BYTES,
     least_padding: bool = False,
 ) -> GroupTraffic:
-    """Return a group's traffic in a steady step: gradients are reduced once, after the last micro batch.
+    """Return a group's traffic in a steady-state step, with one gradient reduction after the last micro
+    batch.
 
     Args:
-        grid: the ranks among which the group is sharded.
-        replicas: the ranks with the same shard, which sum its gradients (HSDP).
+        grid: ranks that shard the group.
+        replicas: ranks with the same shard, which sum its gradients (HSDP).
         accumulation: micro batches per step; FSDP2 gathers the weights again for each.
-        dense_bytes: bytes per gradient of a reduction in full precision.
-        least_padding: parameters are cut along the dimension that pads least, see `least_padded_dim`.
+        dense_bytes: bytes per gradient of a full-precision reduction.
+        least_padding: shard parameters along the dimension with the least padding, see `least_padded_dim`.
     """
     row, trained = (
         group.row_numel(ranks=grid.size, least_padding=least_padding, trained_only=only)
@@ -269,7 +264,7 @@ def group_traffic(
     if gradients is not None and not gradients.applies_to(nodes=max(grid.nodes, replicas.nodes)):
         gradients = None
     if group.is_flat and weights is not None:
-        # A flat buffer stays gathered: its replica is a full one.
+        # A flat buffer stays gathered, so its replica is full.
         weights = replace(weights, replica="full")
 
     def sections(unit: int, *, is_refresh: bool = False) -> tuple[Section, ...]:
@@ -278,7 +273,7 @@ def group_traffic(
         cut = group.refreshed_sections if is_refresh else group.sections
         return cut(ranks=grid.size, unit=unit, least_padding=least_padding)
 
-    # One row is cut in one way to be reduced, in another to be summed over replicas and to be refreshed.
+    # The sections of a row differ for its reduction, its sum over replicas, and its refresh.
     reduced, summed = (
         sections(
             group_unit(gradients or GradientConfig(), nodes=each.nodes, ranks_per_node=each.ranks_per_node)

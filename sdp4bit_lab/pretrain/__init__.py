@@ -1,1 +1,1 @@
-"""GPT pretraining with 4-bit communication: imported by the command line only."""
+"""Pretrain a GPT with 4-bit communication."""

@@ -1,4 +1,4 @@
-"""Saving a run while training continues, and resuming it bit for bit; files: `checkpoint_files.py`."""
+"""Save checkpoints during training and resume bit for bit; `checkpoint_files.py` has the file format."""
 
 from __future__ import annotations
 
@@ -43,27 +43,25 @@ _SIZES = ("layers", "hidden", "heads", "vocabulary", "positions")
 
 
 class RandomState:
-    """The random generators of this rank, as a Stateful."""
+    """Random generators of this rank; a Stateful."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of the generators of the CPU and of the device."""
         state = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self._device)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Continue from the state."""
         torch.set_rng_state(state_dict["cpu"])
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(state_dict["cuda"], self._device)
 
 
 class Checkpointer:
-    """Saves and loads the checkpoints of one run."""
+    """Save and load the checkpoints of one run."""
 
     def __init__(
         self,
@@ -77,14 +75,14 @@ class Checkpointer:
         ranks: Ranks,
         attach: Callable[[Path], None] | None = None,
     ) -> None:
-        """Make one on all ranks, before the first forward: while weights are gathered, modules have others.
+        """Create on all ranks before the first forward, because gathering replaces parameters.
 
         Args:
-            models: this rank's part of the model, sharded, or stages of a pipeline. Names are global.
-            communication: the handle of sdp4bit.quantize_communication.
-            per_rank: further state that each rank has for itself, such as generators of its own.
-            record: what the run trains; compared with that of a loaded checkpoint.
-            attach: writes further files, such as the tokenizer, into a checkpoint's folder; called on rank 0.
+            models: this rank's sharded part of the model, or its pipeline stages; names are global.
+            communication: handle of sdp4bit.quantize_communication.
+            per_rank: further state of this rank, such as random generators.
+            record: description of the run, compared with that of a loaded checkpoint.
+            attach: writes further files, such as the tokenizer, into a checkpoint's folder on rank 0.
         """
         self._models, self._optimizer, self._communication = models, optimizer, communication
         self._names = {p: name for model in models for name, p in model.named_parameters()}
@@ -106,8 +104,8 @@ class Checkpointer:
             if ranks.is_first:
                 for leftover in config.save.glob(".step-*.partial"):  # of runs that were killed
                     shutil.rmtree(leftover, ignore_errors=True)
-            # A group of its own, because collectives of a save in the background must not mix with those of
-            # training; over gloo, because dcp.async_save would need a CPU backend in the default group.
+            # A separate group, so that background saves do not mix with training's collectives; over gloo,
+            # because dcp.async_save would need a CPU backend in the default group.
             self._group = dist.new_group(
                 backend="gloo", timeout=job_timeout(), group_desc="sdp4bit checkpoints"
             )
@@ -115,18 +113,14 @@ class Checkpointer:
     # -- saving ----------------------------------------------------------------------------------------
 
     def save(self, *, progress: Progress) -> None:
-        """Save the present state, in the background unless --no-async-save; called on all ranks.
-
-        Raises:
-            CheckpointError: on all ranks: this save, or the one before it, failed.
-        """
+        """Save the state on all ranks; CheckpointError if this save or the previous one failed."""
         self.wait()
         record = replace(self._record, progress=progress, saved_at=time.time())
         tensors = self._state()
         if not self._config.async_save:
             self._write(tensors, record)
             return
-        # A copy in the memory of the host: the next step changes the tensors.
+        # Copy to host memory, because the next step changes the tensors.
         staged = cast(dict[str, Tensor], self._stager.stage(tensors))
         self._pending = self._executor.submit(self._write, staged, record)
 
@@ -145,13 +139,13 @@ class Checkpointer:
             free = shutil.disk_usage(self._config.save).free if self._config.save.is_dir() else 0
             raise CheckpointError(
                 f"the checkpoint of step {step} was not saved: {first_failure(error)}; {free:,} bytes are "
-                f"free in {self._config.save}. Older checkpoints are as they were"
+                f"free in {self._config.save}. Older checkpoints are unchanged"
             ) from error
 
     def poll(self) -> None:
-        """Raise the error of a save in the background when it has ended; called on all ranks after a step.
+        """Raise the error of a completed background save; call on all ranks after a step.
 
-        Takes one small all-reduce while a save is going on, and nothing otherwise.
+        Costs one small all-reduce while a save is in progress, and nothing otherwise.
         """
         if self._pending is None:
             return
@@ -162,7 +156,7 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until no save is going on; CheckpointError on all ranks if one failed."""
+        """Wait for a save in progress; CheckpointError on all ranks if it failed on any."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -174,7 +168,7 @@ class Checkpointer:
                 raise CheckpointError(message) from error
 
     def close(self) -> None:
-        """Wait for the save that is going on, and free everything; CheckpointError as by `wait`."""
+        """Wait for a save in progress and free all resources; raises like `wait`."""
         self.wait()
         self._executor.shutdown()
         self._stager.close()
@@ -185,13 +179,13 @@ class Checkpointer:
     # -- loading ---------------------------------------------------------------------------------------
 
     def load(self, folder: Path) -> Progress:
-        """Load the newest intact checkpoint and return its position; called on all ranks.
+        """Load the newest intact checkpoint and return its position; a collective.
 
-        With the same strategy on the same layout the continuation is bit-exact. Otherwise replicas are
-        refreshed in full precision, or random numbers start again, with a warning.
+        With the same strategy and layout, training continues bit for bit. Otherwise replicas are refreshed in
+        full precision or random numbers restart, with a warning.
 
         Raises:
-            SettingError: on all ranks: no complete checkpoint there, or one of another model.
+            SettingError: on all ranks: no complete checkpoint, or one of another model.
         """
         path, record, reader = open_checkpoint(folder)
         self._check_matches(path, record)
@@ -210,7 +204,7 @@ class Checkpointer:
         self._loadable(path, lambda: self._apply(tensors))
         for part, stateful in self._per_rank.items() if random else ():
             stateful.load_state_dict(_nested(stateful.state_dict(), f"rank{self._ranks.rank}.{part}", random))
-        # After the weights: loading those asks for a refresh of the replicas, this says otherwise.
+        # After the weights, because loading them requests a refresh of the replicas.
         if communication is not None:
             state = self._communication.state_dict()
             self._communication.load_state_dict(_nested(state, "communication", communication))
@@ -229,17 +223,17 @@ class Checkpointer:
             if record.shape.get(name) != here[name]
         ]
         if different:
-            raise SettingError(f"{path} is a checkpoint of another model: {', '.join(different)}")
+            raise SettingError(f"{path} is a checkpoint of a different model: {', '.join(different)}")
 
     def _warn_of_differences(self, path: Path, record: RunRecord, *, exact: bool) -> None:
         here = self._record
         messages = []
         if record.dataset != here.dataset:
-            messages.append(f"{path} was trained on other text or another tokenizer than this run")
+            messages.append(f"{path} was trained on different text or with a different tokenizer")
         if record.seed != here.seed:
             messages.append(
-                f"{path} was trained with seed {record.seed}, this run has {here.seed}: it reads samples in "
-                "another order, and may read some twice"
+                f"{path} was trained with seed {record.seed}, this run has {here.seed}: the sample order "
+                "differs, and some samples may be repeated"
             )
         if record.strategy != here.strategy:
             messages.append(
@@ -248,15 +242,15 @@ class Checkpointer:
             )
         elif not exact:
             messages.append(
-                f"{path} was saved with world size {record.world_size} as {record.layout} and is loaded with "
-                f"{here.world_size} as {here.layout}: random numbers restart, and the continuation is not "
+                f"{path} was saved with world size {record.world_size} ({record.layout}) and is loaded with "
+                f"{here.world_size} ({here.layout}): random numbers restart, so the continuation is not "
                 "bit-exact"
             )
         for message in messages if self._ranks.is_first else ():
             warnings.warn(f"sdp4bit: {message}", stacklevel=3)
 
     def _loadable(self, path: Path, work: Callable[[], T]) -> T:
-        """Return what `work` returns; SettingError on all ranks if the checkpoint lacks what it needs."""
+        """Return the result of `work`; SettingError on all ranks if the checkpoint does not fit."""
 
         def attempt() -> T:
             try:
@@ -269,7 +263,7 @@ class Checkpointer:
     # -- state -----------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Tensor]:
-        """Return everything that is saved; the tensors are those of training, not copies."""
+        """Return all tensors to save, as references."""
         tensors = self._model_tensors()
         for parameter, name in self._optimized():
             for slot, value in self._optimizer.state.get(parameter, {}).items():
@@ -283,7 +277,7 @@ class Checkpointer:
         return {f"model.{n}": v.detach() for model in self._models for n, v in model.state_dict().items()}
 
     def _optimized(self) -> Iterator[tuple[nn.Parameter, str]]:
-        """Yield the parameters in the order of the optimizer's state, with their global names."""
+        """Yield the parameters in the optimizer's order, with their global names."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 yield parameter, self._names[parameter]
@@ -293,8 +287,8 @@ class Checkpointer:
         tensors = self._model_tensors()
         for name, value in tensors.items():
             if name not in saved or saved[name].size != value.shape:
-                actual = "is not in it" if name not in saved else f"has the shape {tuple(saved[name].size)}"
-                raise ValueError(f"{name} {actual}, this model needs {tuple(value.shape)}")
+                actual = "is missing" if name not in saved else f"has shape {tuple(saved[name].size)}"
+                raise ValueError(f"{name} {actual}, but this model needs {tuple(value.shape)}")
         for parameter, name in self._optimized():
             for slot in _slots(saved, name):
                 kind = saved[f"optimizer.{name}.{slot}"]
@@ -323,26 +317,24 @@ class Checkpointer:
         return tensors
 
     def _apply(self, loaded: Mapping[str, Tensor]) -> None:
-        """Load model and optimizer."""
         for model in self._models:
             model.load_state_dict({name: loaded[f"model.{name}"] for name in model.state_dict()})
         state = {
             index: {slot: loaded[f"optimizer.{name}.{slot}"] for slot in _slots(loaded, name)}
             for index, (_, name) in enumerate(self._optimized())
         }
-        # Learning rate, betas and decay are settings of this run, not of the one that was saved.
+        # Learning rate, betas and decay come from this run's settings.
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _slots(names: Mapping[str, object], parameter: str) -> list[str]:
-    """Return the optimizer's slots of a parameter, such as exp_avg."""
     prefix = f"optimizer.{parameter}."
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
 def _flat(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a nested state by their paths, and one tensor of all other values."""
+    """Flatten a nested state into tensors by path, plus one tensor for all other values."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, object] = {}
 
@@ -364,7 +356,7 @@ def _flat(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _nested(state: Mapping[str, Any], prefix: str, loaded: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return a state of this form with the loaded values in place of its own."""
+    """Return a state of this structure with the loaded values."""
     content = loaded.get(f"{prefix}.values")
     values: dict[str, Any] = {**loaded, **({} if content is None else json.loads(bytes(content.tolist())))}
 
@@ -379,19 +371,19 @@ def _nested(state: Mapping[str, Any], prefix: str, loaded: Mapping[str, Tensor])
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run starts."""
+    """Starting point of a run."""
 
     folder: Path | None = None
-    """Of the checkpoints to load; None to begin."""
+    """Folder of checkpoints to load; None to start from scratch."""
     continues: bool = False
-    """Whether they are the run's own, so that it may find all of its steps done."""
+    """Whether they are the run's own, so that all steps may be done already."""
 
 
 def choose_start(config: CheckpointConfig, *, job: str | None) -> Start:
-    """Return where the run starts, the same on all ranks.
+    """Return the starting point, identical on all ranks.
 
-    From --save if it has a checkpoint and --auto-resume or the same --load asks for it, or if this job saved
-    it before torchrun restarted its processes; otherwise from --load, or at the beginning.
+    Use --save if it has a checkpoint and --auto-resume or an equal --load is given, or if this job saved it
+    before torchrun restarted the processes. Otherwise use --load, or start from scratch.
     """
 
     def choose() -> Start:
@@ -408,7 +400,7 @@ def choose_start(config: CheckpointConfig, *, job: str | None) -> Start:
 
 
 def _job_of(checkpoints: Sequence[Path]) -> str | None:
-    """Return the job that saved the newest readable one."""
+    """Return the job that saved the newest readable checkpoint."""
     for path in checkpoints:
         try:
             return RunRecord.read(path).job

@@ -1,12 +1,12 @@
-"""GPT-2 in Hugging Face's format: a folder with config.json, model.safetensors and tokenizer files.
+"""Export a checkpoint as a Hugging Face GPT-2: config.json, model.safetensors and tokenizer files.
 
-The models are the same function: pre-norm, learned positions, GELU by tanh, epsilon 1e-5, output tied to the
-token embedding. The layouts differ in three ways:
+Both models compute the same function: pre-norm, learned positions, tanh GELU, epsilon 1e-5, tied embeddings.
+Hugging Face's layout differs in three ways:
 
-* their matrices are transposed, [inputs, outputs];
-* rows of the packed attention weight are ordered [query/key/value, head, channel] there, [head,
-  query/key/value, channel] here;
-* their embedding has a row for each token; here it is padded to a multiple of 128 rows.
+* matrices are transposed, [inputs, outputs];
+* rows of the packed attention weight are ordered [query/key/value, head, channel] instead of [head,
+  query/key/value, channel];
+* the embedding has one row per token, without padding to a multiple of 128.
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from sdp4bit_lab.common.files import sync
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.pretrain.checkpoint_files import (
-    TOKENIZER,
-    RunRecord,
-    open_checkpoint,
-    read_tensors,
-)
+from sdp4bit_lab.pretrain.checkpoint_files import TOKENIZER, open_checkpoint, read_tensors
 from sdp4bit_lab.pretrain.config.checkpoint import ExportConfig
 from sdp4bit_lab.pretrain.data.documents import END_OF_TEXT
 from sdp4bit_lab.pretrain.model.cards import ModelShape
@@ -56,14 +53,10 @@ _MODEL: dict[str, object] = {
 
 
 def export_model(config: ExportConfig) -> Path:
-    """Return the folder, which holds the checkpoint's model and tokenizer; needs one process and no GPU.
-
-    Raises:
-        SettingError: no complete checkpoint there, or the folder exists or cannot be written.
-    """
+    """Write a checkpoint's model and tokenizer, and return the folder; SettingError if it exists."""
     out = config.out
     if out.exists():
-        raise SettingError(f"--out {out} exists: name a new folder")
+        raise SettingError(f"--out {out} exists: give a new folder")
     path, record, reader = open_checkpoint(config.load)
     tensors = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
@@ -71,7 +64,7 @@ def export_model(config: ExportConfig) -> Path:
         if name.startswith("model.")
     }
     read_tensors(tensors, path=path, reader=reader)
-    shape = _shape_of(record, path=path)
+    shape = ModelShape(**record.shape)
     weights = to_huggingface(
         {name.removeprefix("model."): tensor for name, tensor in tensors.items()},
         shape=shape,
@@ -85,10 +78,10 @@ def export_model(config: ExportConfig) -> Path:
         end_of_text = _write_tokenizer(working, tokenizer, shape=shape) if tokenizer.is_file() else None
         settings = _settings(shape, vocabulary_size=record.vocabulary_size, end_of_text=end_of_text)
         _write_json(working / CONFIG, settings)
-        _save_file(weights, working / WEIGHTS)
+        save_file(weights, working / WEIGHTS, metadata={"format": "pt"})
         working.rename(out)
         sync(out.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         size = sum(tensor.nbytes for tensor in weights.values())
         shutil.rmtree(working, ignore_errors=True)
         raise SettingError(f"cannot write {out}, which takes {size:,} bytes ({error})") from error
@@ -98,11 +91,7 @@ def export_model(config: ExportConfig) -> Path:
 def to_huggingface(
     weights: Mapping[str, Tensor], *, shape: ModelShape, vocabulary_size: int
 ) -> dict[str, Tensor]:
-    """Return the weights in their names and layouts, without the rows that pad the embedding.
-
-    Raises:
-        SettingError: a weight is missing.
-    """
+    """Return the weights with Hugging Face's names and layouts; SettingError if one is missing."""
     converted: dict[str, Tensor] = {}
     for ours, theirs, layout in _names(shape.layers):
         if ours not in weights:
@@ -117,13 +106,13 @@ def to_huggingface(
 
 
 def _names(layers: int) -> Iterator[tuple[str, str, Layout]]:
-    """Yield the name of every parameter here and there, and how its layout differs."""
+    """Yield both names of every parameter, and how its layout differs."""
     yield _TOKEN_EMBEDDING, "wte.weight", "plain"
     yield _POSITION_EMBEDDING, "wpe.weight", "plain"
     for layer in range(layers):
         for ours, theirs, layout in _BLOCK:
             yield f"blocks.{layer}.{ours}.weight", f"h.{layer}.{theirs}.weight", layout
-            # A bias is a vector: transposing leaves it as it is.
+            # Transposing a bias has no effect.
             yield f"blocks.{layer}.{ours}.bias", f"h.{layer}.{theirs}.bias", layout
     for kind in ("weight", "bias"):
         yield f"final_norm.{kind}", f"ln_f.{kind}", "plain"
@@ -150,17 +139,9 @@ def _settings(shape: ModelShape, *, vocabulary_size: int, end_of_text: int | Non
     }
 
 
-def _shape_of(record: RunRecord, *, path: Path) -> ModelShape:
-    names = ("layers", "hidden", "heads", "vocabulary", "positions", "dropout")
-    try:
-        return ModelShape(**{name: record.shape[name] for name in names})
-    except KeyError as error:
-        raise SettingError(f"{path} has no value of {error.args[0]}") from None
-
-
 def _write_tokenizer(folder: Path, tokenizer: Path, *, shape: ModelShape) -> int | None:
-    """Write the tokenizer's files; return the number of the end-of-text token, if it has one."""
-    content = _read_json(tokenizer)
+    """Write the tokenizer's files; return the end-of-text token, if any."""
+    content = json.loads(tokenizer.read_bytes())
     shutil.copyfile(tokenizer, folder / TOKENIZER)
     model = content.get("model", {})
     vocabulary: dict[str, int] = dict(model.get("vocab", {})) if model.get("type") == "BPE" else {}
@@ -183,26 +164,6 @@ def _write_tokenizer(folder: Path, tokenizer: Path, *, shape: ModelShape) -> int
         },
     )
     return end_of_text
-
-
-def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise SettingError(f"{path} cannot be read ({error})") from error
-    if not isinstance(content, dict):
-        raise SettingError(f"{path} does not hold a JSON object")
-    return content
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

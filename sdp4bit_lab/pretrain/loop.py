@@ -1,4 +1,4 @@
-"""The steps and validations of a run, measured."""
+"""Run and measure the steps and validations of a run."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from sdp4bit_lab.pretrain.step.training_step import TrainingStep
 
 @contextmanager
 def _naming_the_time(when: str) -> Iterator[None]:
-    """Name the step in errors of the communication inside the block."""
+    """Prefix communication errors inside the block with the step."""
     start = time.monotonic()
     try:
         yield
     except RuntimeError as error:
         if not is_communication_failure(error):
             raise
-        # An exchange that has no name, as those of pipelines, has no duration.
+        # Unnamed collectives, such as those of pipelines, have no duration.
         seconds = error.seconds if isinstance(error, ExchangeError) else time.monotonic() - start
         raise ExchangeError(f"{when}: {error}", seconds=seconds) from error
 
 
 @dataclass(kw_only=True)
 class TrainingLoop:
-    """Optimizer steps and validations of one run; nothing else."""
+    """Optimizer steps and validations of one run."""
 
     config: PretrainConfig
     model: ShardedModel
@@ -60,16 +60,16 @@ class TrainingLoop:
         self._sent_before = self._communication.stats()["total"]
         self._reported_step: int | None = None
         self.stop_code = 0
-        """The largest code of a rank in the last step."""
+        """Largest stop code of all ranks in the last step."""
 
     def steps(self, *, stop_code: Callable[[int], int] = lambda _: 0) -> Iterator[StepMetrics]:
-        """Yield the measurements of each remaining optimizer step, after it.
+        """Yield the measurements of each remaining step.
 
         Args:
-            stop_code: returns this rank's reason to leave after a step of this number, 0 for none.
+            stop_code: returns this rank's reason to stop after the given step, 0 for none.
 
         Raises:
-            ExchangeError: a rank has ended or hangs; with the step.
+            ExchangeError: a rank exited or hangs; names the step.
         """
         while self.progress.step < self.config.training.steps:
             with _naming_the_time(f"step {self.progress.step + 1}"):
@@ -90,7 +90,7 @@ class TrainingLoop:
         batches = list(self.batches.training(self.progress.samples))
 
         def numbers() -> list[float]:
-            # Behind the backward pass nothing is sent in a step but these.
+            # After backward, a step sends nothing but these numbers.
             sent = self._newly_sent()
             return [sent["intra_bytes"], sent["inter_bytes"], stop_code(self.progress.step + 1)]
 
@@ -98,8 +98,7 @@ class TrainingLoop:
         intra_bytes, inter_bytes, _ = outcome.sums
         self.stop_code = round(outcome.maxima[-1])
         self.progress = Progress(
-            step=self.progress.step + 1,
-            samples=self.progress.samples + self.batches.global_batch_size,
+            step=self.progress.step + 1, samples=self.progress.samples + self.batches.global_batch_size
         )
 
         stats = self._communication.stats()
@@ -121,7 +120,7 @@ class TrainingLoop:
         )
 
     def new_measures(self) -> tuple[int, Sequence[Mapping[str, object]]] | None:
-        """Return the last measured step and its measures by parameter group, once for each measurement."""
+        """Return the last measured step and its measures by parameter group, once per measurement."""
         step = self._communication.stats()["sampled_step"]
         if step is None or step == self._reported_step:
             return None
@@ -129,7 +128,7 @@ class TrainingLoop:
         return step, self._communication.group_stats()
 
     def validate(self, *, test: bool = False) -> ValidationMetrics:
-        """Compute the mean loss of the validation or test batches of all ranks, and the bytes sent."""
+        """Compute the mean loss over all ranks' validation or test batches, and the bytes sent."""
         batches = self.batches.test() if test else self.batches.validation()
         with _naming_the_time(f"{'test' if test else 'validation'} after step {self.progress.step}"):
             loss_sum, tokens = self._step_of_model.validate(batches)
@@ -145,6 +144,5 @@ class TrainingLoop:
         )
 
     def _newly_sent(self) -> dict[str, int]:
-        """Count the bytes that this rank has sent since the last call."""
         before, self._sent_before = self._sent_before, self._communication.stats()["total"]
         return {level: total - before[level] for level, total in self._sent_before.items()}

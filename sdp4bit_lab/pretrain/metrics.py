@@ -1,4 +1,4 @@
-"""Output of a run while it trains: JSON lines, TensorBoard and lines on the console."""
+"""Write metrics as JSON lines, TensorBoard events and console lines."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 _WIDE = 140
-"""Columns of a line with everything."""
+"""Columns of a full line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step; bytes are what all ranks together sent in it."""
+    """One optimizer step; bytes are summed over all ranks."""
 
     step: int
     samples: int
-    """Sequences trained on since the beginning, this step's included."""
+    """Sequences trained on so far."""
     loss: float
     lr: float
     grad_norm: float
@@ -42,20 +42,16 @@ class StepMetrics:
     intra_bytes: int
     inter_bytes: int
     compression_ratio: float
-    """Bytes that plain FSDP2 would have sent inter-node, over those sent; rank 0's, like the next two."""
+    """Inter-node bytes of plain FSDP2 over those sent; on rank 0, like the next two."""
     weight_drift: float | None
-    """|main weights - replica| / |main weights| when last measured; None where weights are not quantized."""
+    """Last measured |main weights - replica| / |main weights|; None without weight quantization."""
     gradient_error: float | None
-    """Relative error of quantizing gradients when last measured; None where they are not quantized."""
+    """Last measured relative quantization error; None without gradient quantization."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationMetrics:
-    """A validation after an optimizer step; bytes are what all ranks together sent for it.
-
-    The first forward after a step is what refreshes quantized weights: after a validation, the next training
-    step does not send them again.
-    """
+    """One validation; its bytes include the weight refresh that the next step then needs not send."""
 
     step: int
     loss: float
@@ -64,7 +60,7 @@ class ValidationMetrics:
 
 
 class MetricsWriter:
-    """Writes and shows the metrics of a run."""
+    """Write and print the metrics of a run."""
 
     def __init__(
         self,
@@ -76,11 +72,12 @@ class MetricsWriter:
         validation_due: bool = False,
         console: Console | None = None,
     ) -> None:
-        """Open the outputs; files of an earlier part of the run lose the events of later steps.
+        """Open the outputs; a resumed run drops the events of steps after its start.
 
         Args:
-            first_step: steps that have been done.
-            validation_due: so is the validation after them, if an earlier continuation has done it already.
+            first_step: number of completed steps.
+            validation_due: whether the validation after them is still due, and an earlier record of it is
+            dropped.
         """
         self._config = config
         self._steps = steps
@@ -97,13 +94,12 @@ class MetricsWriter:
             path = config.out / "metrics.jsonl"
             write_atomically(path, "".join(json.dumps(event) + "\n" for event in earlier))
             self._lines = path.open("a", encoding="utf-8")
-        # First W&B: it copies the events of TensorBoard writers that are made after it.
+        # W&B first, because it copies only the events of TensorBoard writers created later.
         self._wandb = _start_wandb(config)
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
         self._since_line: list[StepMetrics] = []
 
     def close(self) -> None:
-        """Complete all files."""
         if self._lines is not None:
             self._lines.close()
         if self._tensorboard is not None:
@@ -112,7 +108,7 @@ class MetricsWriter:
             self._wandb.finish()
 
     def log_step(self, metrics: StepMetrics) -> None:
-        """Write a step to all outputs; print a line every log interval, with the means since the last."""
+        """Write a step to all outputs; at every log interval, print the means since the last line."""
         self._write("train", metrics)
         self._since_line.append(metrics)
         spike = self._spikes.observe(metrics.step, metrics.grad_norm)
@@ -124,7 +120,7 @@ class MetricsWriter:
             self._since_line.clear()
 
     def log_communication(self, step: int, groups: Sequence[Mapping[str, object]]) -> None:
-        """Write rank 0's measures of all parameter groups to all outputs but the console."""
+        """Write rank 0's measures of all parameter groups to the files."""
         finite = [_finite(group) for group in groups]
         self._write_line("communication", {"step": step, "groups": finite})
         for group in finite:
@@ -132,11 +128,11 @@ class MetricsWriter:
             self._write_scalars("communication", numbers, step=step)
 
     def log_alert(self, step: int, group: str | None, message: str, **numbers: float | None) -> None:
-        """Write an alert to all outputs and print it.
+        """Write an alert to all outputs.
 
         Args:
             group: parameter group; None for the whole run.
-            numbers: the value and its threshold.
+            numbers: value and threshold.
         """
         finite, where = _finite(numbers), "run" if group is None else group
         self._write_line("alert", {"step": step, "group": group, "message": message, **finite})
@@ -146,16 +142,16 @@ class MetricsWriter:
     def log_validation(
         self, metrics: ValidationMetrics, *, event: Literal["validation", "test"] = "validation"
     ) -> None:
-        """Write a validation, or the test after the last step, to all outputs, and print it."""
+        """Write a validation, or the test after the last step, to all outputs."""
         self._write(event, metrics)
         self.say(f"step {metrics.step}/{self._steps}  {event} loss {metrics.loss:.4f}")
 
     def say(self, message: str) -> None:
-        """Print a line behind the description of the run."""
+        """Print a line prefixed with the run's description."""
         self._console.print(f"{self._description}: {message}", highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, last: StepMetrics) -> str:
-        """Format the means of the steps since the last line; a terminal of 140 columns shows more of them."""
+        """Format the means of the steps since the last line, with more of them on 140 columns."""
         steps = self._since_line
         seconds = statistics.fmean(step.step_seconds for step in steps)
         tokens = statistics.fmean(step.tokens_per_second * step.step_seconds for step in steps)
@@ -198,7 +194,7 @@ class MetricsWriter:
 
 
 def _finite(values: Mapping[str, object]) -> dict[str, object]:
-    """Replace numbers that are not finite by None: JSON has no NaN."""
+    """Replace NaN and infinite numbers by None, because JSON lacks them."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
@@ -206,7 +202,7 @@ def _finite(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _earlier_events(config: LoggingConfig, *, first_step: int, validation_due: bool) -> list[dict[str, Any]]:
-    """Read the events of the steps that have been done from metrics.jsonl; none for a new run."""
+    """Read the events of completed steps from metrics.jsonl; none for a new run."""
     path = config.out / "metrics.jsonl"
     if not first_step or not path.is_file():
         return []

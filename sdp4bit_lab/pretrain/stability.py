@@ -1,4 +1,4 @@
-"""Whether a run trains stably: steps whose gradient norm far exceeds those before them."""
+"""Detect unstable training: steps whose gradient norm far exceeds the preceding ones."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 SPIKE_RATIO = 4.0
-"""Norm over the median of the norms before it, from which a step counts as a spike."""
+"""Ratio of a norm to the median of the preceding norms above which it is a spike."""
 _WINDOW = 50
 _FEWEST = 10
-"""Norms that a median needs: the first steps of a run differ by more than this ratio."""
+"""Norms needed for a median, because the first steps of a run differ by more than the ratio."""
 
 
 class GradientSpike(NamedTuple):
-    """A step whose gradient was far larger than those before it."""
+    """Step with an exceptionally large gradient."""
 
     step: int
     norm: float
-    """Of the whole model, before clipping."""
+    """Of the full model, before clipping."""
     median: float
-    """Of the norms of up to 50 steps before."""
+    """Of the norms of up to 50 preceding steps."""
 
     @property
     def ratio(self) -> float:
-        """How many times the usual gradient this one is."""
         return self.norm / self.median
 
     def __str__(self) -> str:
@@ -34,16 +33,13 @@ class GradientSpike(NamedTuple):
 
 
 class SpikeDetector:
-    """Compares every step's gradient norm with those of the steps before."""
+    """Compare each gradient norm with the preceding ones."""
 
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=_WINDOW)
 
     def observe(self, step: int, norm: float) -> GradientSpike | None:
-        """Take the norm of the next step; return the spike that it is, or None.
-
-        A norm that is not finite is left out.
-        """
+        """Add the next norm; return the spike, if it is one. Ignores NaN and infinite norms."""
         if not math.isfinite(norm):
             return None
         spike = None
@@ -56,7 +52,7 @@ class SpikeDetector:
 
 
 def gradient_spikes(norms: Iterable[tuple[int, float]]) -> list[GradientSpike]:
-    """Return the spikes among steps and their gradient norms, given in the order of training."""
+    """Return the spikes among (step, norm) pairs in training order."""
     detector = SpikeDetector()
     spikes = (detector.observe(step, norm) for step, norm in norms)
     return [spike for spike in spikes if spike is not None]

@@ -1,4 +1,4 @@
-"""Leaving a run early, on all ranks after the same step: on a signal, after a time, at a step."""
+"""Stop a run early, on all ranks after the same step: on a signal, after a time, at a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INTERVAL, _DURATION, _FIRST_SIGNAL = 1, 2, 3
 
 
 class StopRequests:
-    """Reasons to leave early; the ranks combine their codes at every step."""
+    """Reasons to stop early; the ranks combine their codes at every step."""
 
     def __init__(self, config: TrainingConfig, *, device: torch.device) -> None:
         self._config = config
@@ -23,14 +23,14 @@ class StopRequests:
         self._start = time.monotonic()
 
     def before_first_step(self) -> str | None:
-        """Return the signal that ends the run before its first step, or None; a collective."""
+        """Return the signal that stops the run before its first step, or None; a collective."""
         code = torch.tensor(_signal_code(), device=self._device)
         with comm_error_context("agreement on whether to leave before the first step"):
             dist.all_reduce(code, op=dist.ReduceOp.MAX)
         return self.reason(int(code.item()))
 
     def reason(self, code: int) -> str | None:
-        """Put the largest code of all ranks into words; None for 0."""
+        """Describe the largest code of all ranks; None for 0."""
         if code == _INTERVAL:
             return f"--exit-interval {self._config.exit_interval}"
         if code == _DURATION:
@@ -38,7 +38,7 @@ class StopRequests:
         return SIGNALS[code - _FIRST_SIGNAL].name if code else None
 
     def code(self, step: int) -> int:
-        """Return this rank's reason to leave after a step, 0 for none; the largest of all ranks counts."""
+        """Return this rank's reason to stop after a step; 0 for none."""
         if code := _signal_code():
             return code
         minutes = self._config.exit_duration_in_mins

@@ -1,4 +1,4 @@
-"""One training run, readable from top to bottom: build, loop, validate, log, checkpoint."""
+"""Train one run: build, loop, validate, log, checkpoint."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ FINAL_STEPS = 20
 
 
 class TrainingDivergedError(RuntimeError):
-    """The loss is no longer a finite number."""
+    """Report a loss that is NaN or infinite."""
 
 
 @dataclass(kw_only=True)
 class TrainingResult:
-    """Measurements of a run; the same on every rank."""
+    """Measurements of a run; identical on every rank."""
 
     strategy: str
     seed: int
     steps: list[StepMetrics] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
-    """Step and validation loss."""
+    """Steps and validation losses."""
     stopped: str | None = None
-    """Why the run ended before its last step; None if it did not."""
+    """Reason for stopping before the last step; None for a complete run."""
     diverged_at: int | None = None
-    """Step at which the loss stopped being finite; None if it did not."""
+    """Step at which the loss became NaN or infinite; None if it did not."""
     test_loss: float | None = None
-    """Loss after the last step on data of its own; None without any."""
+    """Loss on the test split after the last step, if there is one."""
 
     @property
     def train_loss(self) -> float:
@@ -64,17 +64,16 @@ class TrainingResult:
 
     @property
     def validation_loss(self) -> float:
-        """The last validation loss."""
         return self.validation[-1][1]
 
     @property
     def intra_bytes_per_step(self) -> int:
-        """Intra-node bytes that all ranks sent in a step; the median, as the first step differs."""
+        """Median intra-node bytes of all ranks in a step."""
         return round(statistics.median(step.intra_bytes for step in self.steps))
 
     @property
     def inter_bytes_per_step(self) -> int:
-        """Inter-node bytes that all ranks sent in a step; the median, as the first step differs."""
+        """Median inter-node bytes of all ranks in a step."""
         return round(statistics.median(step.inter_bytes for step in self.steps))
 
     @property
@@ -92,18 +91,18 @@ def pretrain(
     part: str | None = None,
     keep_diverged: bool = False,
 ) -> TrainingResult:
-    """Train, and return the measurements; called on every rank.
+    """Train and return the measurements; call on every rank.
 
     Args:
-        label: name of the run in its result and its output; its strategy's name when not given.
-        part: number of the run among several, such as "run 1 of 6"; None for a single run, whose output ends
-            with the next command.
-        keep_diverged: return the measurements up to there if the loss stops being finite.
+        label: name of the run in its result and output; default: its strategy.
+        part: position among several runs, such as "run 1 of 6"; None for a single run, which also prints the
+        next command.
+        keep_diverged: whether to return the measurements if the loss diverges.
 
     Raises:
         SettingError: on all ranks, before the first step.
-        CheckpointError: on all ranks, at the end of the step by which a checkpoint has failed to be saved.
-        TrainingDivergedError: on all ranks, if the loss stops being finite, unless such runs are kept.
+        CheckpointError: on all ranks, after the step in which a failed save is noticed.
+        TrainingDivergedError: on all ranks, if the loss diverges, unless keep_diverged.
     """
     check_same_settings(config)
     config.check_layout(ranks.world_size)
@@ -125,24 +124,19 @@ def pretrain(
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The parts of a run, at the step that it begins with."""
+    """Parts of a run at its first step."""
 
     config: PretrainConfig
     loop: TrainingLoop
     checkpointer: Checkpointer
     start: Start
     first_step: int
-    """Steps that have been done before."""
+    """Number of completed steps."""
     result: TrainingResult
-    """Measurements so far."""
 
 
 def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
-    """Build data, model, optimizer and checkpointer, and load the checkpoint that the run resumes from.
-
-    Raises:
-        SettingError: on all ranks, if the parts do not fit together, or nothing is left to train.
-    """
+    """Build the parts of a run and load its checkpoint; SettingError on all ranks if no step is left."""
     dataset = prepare_dataset(config.resolved_data, ranks=ranks)
     layout = lay_out(config, ranks=ranks)
     is_simulated = config.parallel.simulated_ranks is not None
@@ -187,15 +181,10 @@ def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
     progress = Progress() if start.folder is None else checkpointer.load(start.folder)
     if progress.step >= config.training.steps and not start.continues:
         raise SettingError(
-            f"the loaded checkpoint has done {progress.step} steps: set --train-iters to more than that"
+            f"the loaded checkpoint has completed {progress.step} steps: set --train-iters to more"
         )
     loop = TrainingLoop(
-        config=config,
-        model=model,
-        optimizer=optimizer,
-        batches=batches,
-        progress=progress,
-        ranks=ranks,
+        config=config, model=model, optimizer=optimizer, batches=batches, progress=progress, ranks=ranks
     )
     return Run(
         config=config,
@@ -208,7 +197,7 @@ def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
 
 
 def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
-    """Train the remaining steps; after each of them report, validate, save and stop, if that is due."""
+    """Train the remaining steps: log, validate, save and stop after each of them as due."""
     config, loop, result, checkpointer = run.config, run.loop, run.result, run.checkpointer
     stops = StopRequests(config.training, device=loop.ranks.device)
     result.stopped = stops.before_first_step()
@@ -258,7 +247,7 @@ def _report_alert(writer: MetricsWriter, alert: sdp4bit.Alert) -> None:
 
 
 def describe_run(run: Run) -> str:
-    """Describe the model, the ranks and the batch in one line."""
+    """Describe model, ranks and batch in one line."""
     config, model, batches = run.config, run.loop.model, run.loop.batches
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in GPT(config.model_shape).parameters())
@@ -269,12 +258,11 @@ def describe_run(run: Run) -> str:
         f"{parameters / 1e6:,.1f} M parameters, {model.describe_ranks()}, "
         f"{batches.global_batch_size} x {config.sequence_length} tokens per step, "
         f"param {config.training.param_dtype}, compute {compute_dtype}"
-        + (f", flags = strategy {name}" if config.communication.names_parts and name in STRATEGIES else "")
+        + (f", same as strategy {name}" if config.communication.names_parts and name in STRATEGIES else "")
     )
 
 
 def _describe_start(run: Run) -> list[str]:
-    """Name the checkpoint that the run resumes from, if there is one to look for."""
     folder = run.config.checkpoint
     if run.start.folder is not None:
         line = f"resumed from step {run.first_step} of {run.start.folder}"
@@ -286,19 +274,17 @@ def _describe_start(run: Run) -> list[str]:
 
 
 def _describe_end(run: Run) -> list[str]:
-    """Give the reason if the run ends before its last step."""
     result, folder = run.result, run.config.checkpoint.save
     if result.diverged_at is not None:
-        return [f"stopped at step {result.diverged_at}: the loss or its gradient is no longer finite"]
+        return [f"stopped at step {result.diverged_at}: the loss or its gradient is NaN or infinite"]
     if result.stopped is None:
         return []
     kept = "not saved because --save was not given" if folder is None else f"saved in {folder}"
     kept = kept if result.steps else "nothing was trained"
-    return [f"left after step {run.loop.progress.step} because of {result.stopped}; {kept}"]
+    return [f"stopped after step {run.loop.progress.step} because of {result.stopped}; {kept}"]
 
 
 def _describe_result(run: Run) -> list[str]:
-    """List losses, time and bytes; nothing if nothing was trained."""
     result = run.result
     if not result.steps:
         return []
@@ -318,7 +304,6 @@ def _describe_result(run: Run) -> list[str]:
 
 
 def _describe_next(run: Run) -> list[str]:
-    """Name the checkpoint and the command to continue with."""
     result, logging, save = run.result, run.config.logging, run.config.checkpoint.save
     lines = []
     if result.steps and result.stopped is None:
@@ -330,14 +315,10 @@ def _describe_next(run: Run) -> list[str]:
 
 
 def write_settings(config: PretrainConfig, *, label: str, ranks: Ranks) -> None:
-    """Write config.json, by which tools know a run."""
+    """Write config.json, from which other commands identify the run."""
     settings = {
         **asdict(config),
-        # Defaults of the preset are written as values.
-        "training": asdict(config.training)
-        | {"sequence_length": config.sequence_length, "micro_batch_size": config.micro_batch_size},
-        "optimizer": asdict(config.optimizer)
-        | {"learning_rate": config.learning_rate, "warmup_steps": config.warmup_steps},
+        **config.resolved_sections(),
         "strategy": config.strategy_name,
         "label": label,
         "quantization": asdict(config.quantization),
@@ -352,7 +333,6 @@ def write_settings(config: PretrainConfig, *, label: str, ranks: Ranks) -> None:
 
 
 def _open_writer(run: Run, *, console: Console | None, part: str | None) -> MetricsWriter:
-    """Open the outputs on rank 0, and a writer without outputs on the others."""
     config, ranks, progress = run.config, run.loop.ranks, run.loop.progress
     logging = config.logging
     if not ranks.is_first:

@@ -1,1 +1,1 @@
-"""One HTML page about training runs."""
+"""`sdp4bit report`: an HTML page about training runs."""

@@ -1,4 +1,4 @@
-"""Answers the questions of a reader: does the loss suffer, how many bytes are saved, is the run healthy?"""
+"""Answer three questions: does the loss increase, how many bytes are saved, are the runs healthy?"""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from sdp4bit_lab.report.runs import Run
 LARGEST_LIST = 6
 """Sentences of an answer; the tables have the rest."""
 LARGE_PERCENT = 1.0
-"""Increase of the loss above which the answer is marked as bad."""
+"""Significant increase of the loss above which the answer is marked as bad."""
 _SIGNIFICANCE: dict[str | None, str] = {
     "not significantly different": "no significant difference",
     "lower": "the loss is significantly lower",
     "higher": "the loss is significantly higher",
-    "unstable baseline": "undecided, because training was unstable without quantization, too",
+    "unstable baseline": "undecided, because the baseline was unstable too",
     None: "undecided with fewer than 3 seeds",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answer, with one sentence for each strategy or run."""
+    """One answer, with a sentence per strategy or run."""
 
     question: str
     mood: Literal["good", "bad", "open"]
@@ -36,21 +36,21 @@ class Answer:
 
 
 def answers(runs: Sequence[Run]) -> list[Answer]:
-    """Return the three answers about the runs; the first run's strategy is the baseline."""
+    """Return the three answers; the first run's strategy is the baseline."""
     return [_loss(runs), _savings(runs), _health(runs)]
 
 
 def baseline_of(run: Run, runs: Sequence[Run]) -> Run | None:
-    """Return the run of the first run's strategy with the same seed; None if there is none.
+    """Return the run of the first run's strategy with the same seed, or None.
 
-    Runs of different seeds are never compared: seeds change the loss more than quantization does.
+    Different seeds are never compared, because they change the loss more than quantization does.
     """
     same = (other for other in runs if other.label == runs[0].label and other.seed == run.seed)
     return next(same, None) if run.seed is not None and run.label != runs[0].label else None
 
 
 def validated_together(run: Run, baseline: Run) -> tuple[int, float, float] | None:
-    """Return the last step that both have validated and their losses; None without such a step."""
+    """Return the last step that both runs validated, and their losses; None if there is none."""
     ours, theirs = (
         {step: loss for step, loss in zip(each.validation, each.validation_losses(), strict=True) if loss > 0}
         for each in (run, baseline)
@@ -67,7 +67,7 @@ def median(run: Run, name: str) -> float | None:
 
 
 def _loss(runs: Sequence[Run]) -> Answer:
-    question, baseline_label = "Does the loss suffer?", str(runs[0].label)
+    question, baseline_label = "Does the loss increase?", str(runs[0].label)
     losses: dict[str, dict[int, tuple[float, float]]] = {}
     unstable = [
         run.seed for run in runs if run.label == runs[0].label and run.seed is not None and run.spikes()
@@ -96,11 +96,11 @@ def _why_not_compared(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
         return "there is one run; add the folder of a run without quantization"
     if any(run.label is None or run.seed is None for run in runs):
-        return f"config.json of a run has no strategy or no seed ({', '.join(run.name for run in runs)})"
+        return f"config.json of a run lacks the strategy or seed ({', '.join(run.name for run in runs)})"
     if len({run.label for run in runs}) == 1:
         return f"all runs have the strategy {runs[0].label}"
     if all(baseline_of(run, runs) is None for run in runs):
-        return f"no other strategy has a seed of {runs[0].label}"
+        return f"no other strategy has a seed in common with {runs[0].label}"
     return "no two runs of the same seed were validated at the same step"
 
 
@@ -145,7 +145,7 @@ def _speed(runs: Sequence[Run], baselines: Sequence[Run]) -> str:
 
 
 def _mean(runs: Sequence[Run], name: str) -> float | None:
-    """Return the mean of the medians of the runs; None if a run has none."""
+    """Return the mean of the runs' medians; None if a run has none."""
     medians = [median(run, name) for run in runs]
     known = [value for value in medians if value is not None]
     return statistics.fmean(known) if len(known) == len(medians) else None
@@ -163,16 +163,16 @@ def _health(runs: Sequence[Run]) -> Answer:
         question="Is the run healthy?" if len(runs) == 1 else "Are the runs healthy?",
         mood="bad" if any(faults) else "open" if notes else "good",
         sentences=_shortened(notes)
-        or ["Yes: all steps done, no alert, no gradient spike, no loss that is NaN or infinite."],
+        or ["Yes: all steps done, no alerts, no gradient spikes, no NaN or infinite losses."],
     )
 
 
 def _faults(run: Run) -> list[str]:
     losses, spikes = np.concatenate([run.column("loss"), run.validation_losses()]), run.spikes()
-    # Training also writes an alert for every spike.
+    # Every spike also has an alert.
     alerts = [a for a in run.alerts if not any(a.message.startswith(str(spike)) for spike in spikes)]
     counts = {
-        "losses that are NaN or infinite": int(np.isnan(losses).sum()),
+        "NaN or infinite losses": int(np.isnan(losses).sum()),
         "gradient spikes": len(spikes),
         "alerts": len(alerts),
     }

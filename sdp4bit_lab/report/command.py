@@ -1,4 +1,4 @@
-"""`sdp4bit report`: one HTML page about training runs, from the files that they write."""
+"""`sdp4bit report`: write one HTML page about training runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.common.settings import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,22 +22,15 @@ class ReportConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.runs), "give at least one RUN, the --out folder of pretrain, compare or demo")
-        require(not self.out.is_dir(), f"--out {self.out} is a folder: give the name of the page in it")
+        require(not self.out.is_dir(), f"--out {self.out} is a folder: give a file name")
 
 
 def write_report(config: ReportConfig) -> Path:
-    """Write the page and return its path; runs may still be training.
-
-    Raises:
-        SettingError: a folder has no run, a file is damaged, or the page cannot be written.
-    """
-    from sdp4bit_lab.common.files import write_atomically
+    """Write the page and return its path; runs may still be training."""
+    from sdp4bit_lab.common.files import write_output
     from sdp4bit_lab.report.page import render_page
     from sdp4bit_lab.report.runs import find_runs
 
     page = render_page(find_runs(config.runs), now=datetime.now().astimezone())
-    try:
-        write_atomically(config.out, page)
-    except OSError as error:
-        raise SettingError(f"cannot write --out {config.out}: {error}") from error
+    write_output(config.out, page, option="--out")
     return config.out

@@ -1,4 +1,4 @@
-"""Renders the report as one HTML file with style, scripts and data inside."""
+"""Render the report as one HTML file with embedded style, scripts and data."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from sdp4bit_lab.report.answers import answers, baseline_of, median, validated_t
 from sdp4bit_lab.report.runs import Run
 
 COLOURS = ("#3b82d6", "#d9691e", "#2f9e5b", "#c74aa0", "#8468e0", "#1796a3", "#a57f0b", "#d94848")
-"""One per strategy; each has a contrast above 3 to the light and to the dark page."""
+"""One per strategy; each has a contrast above 3 on light and dark pages."""
 DASHES = {"solid": "", "dash": "7 3", "dot": "2 2.5", "dashdot": "8 3 2 3"}
 """One per seed: plotly's name and SVG's stroke-dasharray."""
 MOST_POINTS = 6_000
 """Points of all curves of a plot together."""
 MOST_MARKERS = 30
-"""Points of a curve that are marked, because few points may be one apart."""
+"""Longest curve that has markers, without which isolated points would be invisible."""
 MOST_ALERTS = 200
 FINAL_STEPS = 20
-"""Steps whose mean is the training loss of the table, as in summary.json."""
+"""Steps averaged for the training loss of the table, as in summary.json."""
 NONE = "–"
 
 Curve = tuple[np.ndarray, np.ndarray]
@@ -41,15 +41,15 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 
 class Plot(NamedTuple):
-    """A plot over the steps, with a curve for each run."""
+    """Plot over the steps with one curve per run."""
 
     title: str
     about: str
     curves: list[Curve]
     is_smoothed: bool = False
-    """Whether a smoothed line is drawn over faint values."""
+    """Whether to draw a smoothed line over faint values."""
     unit: str = ""
-    """Unit of the values; with one, they have SI prefixes and the axis begins at 0."""
+    """Unit of the values, which get SI prefixes and an axis from 0; empty for none."""
 
 
 def render_page(runs: Sequence[Run], *, now: datetime) -> str:
@@ -59,8 +59,7 @@ def render_page(runs: Sequence[Run], *, now: datetime) -> str:
     alerts = sorted((a.step, run.name, a.group or "all", a.message) for run in runs for a in run.alerts)
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = template.from_string(_asset("page.html.j2")).render(
-        # The browser loads nothing and runs these two scripts alone, whatever the texts of the runs are.
-        # Plotly sets styles of elements while it draws.
+        # Load nothing and run only these scripts, whatever text the runs contain. Plotly sets inline styles.
         policy=f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; "
         "style-src 'unsafe-inline'; img-src data:; base-uri 'none'",
         style=Markup(_asset("page.css")),
@@ -77,7 +76,7 @@ def render_page(runs: Sequence[Run], *, now: datetime) -> str:
         alerts_left=max(0, len(alerts) - MOST_ALERTS),
         settings=_setting_rows(runs),
     )
-    # JSON and file names may hold half of a surrogate pair, which UTF-8 has no bytes for.
+    # JSON and file names may contain lone surrogates, which UTF-8 cannot encode.
     return page.encode("utf-8", errors="replace").decode("utf-8")
 
 
@@ -90,13 +89,13 @@ def _hash(content: str) -> str:
 
 
 def _json(data: Any) -> Markup:
-    """Return JSON in which no text ends the element around it."""
+    """Return JSON that cannot end the surrounding element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c"))
 
 
 def _line_styles(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Return colour and dash of each run: by strategy and seed if all differ in these, else by position."""
+    """Return color and dash of each run: by strategy and seed if these are unique, else by position."""
     labels = list(dict.fromkeys(run.label for run in runs))
     seeds = list(dict.fromkeys(run.seed for run in runs))
     numbers = [(labels.index(run.label), seeds.index(run.seed)) for run in runs]
@@ -106,7 +105,6 @@ def _line_styles(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def _plots(runs: Sequence[Run]) -> list[Plot]:
-    """Return the plots that have a value."""
     loss, norm, inter, intra = (
         [_curve(run.train, run.column(name)) for run in runs]
         for name in ("loss", "grad_norm", "inter_bytes", "intra_bytes")
@@ -114,9 +112,9 @@ def _plots(runs: Sequence[Run]) -> list[Plot]:
     validation = [_curve(run.validation, run.validation_losses()) for run in runs]
     difference = [_difference(run, baseline_of(run, runs)) for run in runs]
     relative = f"Training loss relative to {runs[0].label or runs[0].name}"
-    every = "Sent by all ranks together in each step."
+    every = "Sent by all ranks in each step."
     plots = [
-        Plot("Training loss", "Nats per token; faint: each step.", loss, is_smoothed=True),
+        Plot("Training loss", "Nats per token. Faint: single steps.", loss, is_smoothed=True),
         Plot("Validation loss", "Nats per token.", validation),
         Plot(relative, "Same seed, same step; above zero is worse.", difference, is_smoothed=True),
         Plot("Gradient norm", "Of the whole model, before clipping.", norm, is_smoothed=True),
@@ -127,7 +125,7 @@ def _plots(runs: Sequence[Run]) -> list[Plot]:
 
 
 def _is_drawn(plot: Plot, values: np.ndarray) -> bool:
-    """Return whether there is a value; bytes that are all zero are none."""
+    """Return whether there is a finite value, which must be nonzero for bytes."""
     return bool((np.isfinite(values) & ((values != 0) if plot.unit else True)).any())
 
 
@@ -143,7 +141,7 @@ def _difference(run: Run, baseline: Run | None) -> Curve:
 
 
 def _figure(plot: Plot, runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the figure as plotly's JSON; `meta` of a trace is the number of its run."""
+    """Return a figure in plotly's JSON; `meta` of a trace is the index of its run."""
     traces: list[dict[str, Any]] = []
     for number, ((colour, dash), curve) in enumerate(zip(_line_styles(runs), plot.curves, strict=True)):
         main: dict[str, Any] = {"line": {"color": colour, "dash": dash, "width": 1.8}}
@@ -155,13 +153,13 @@ def _figure(plot: Plot, runs: Sequence[Run]) -> dict[str, Any]:
             drawn = [None if np.isnan(value) else float(f"{value:.7g}") for value in y]
             mode = "lines+markers" if len(x) <= MOST_MARKERS and style is main else "lines"
             marker = {"marker": {"size": 8}, "cliponaxis": False}
-            # Plotly reads some HTML in names.
+            # Plotly interprets HTML in names.
             name = html.escape(runs[number].name, quote=False)
             trace = {"x": x.tolist(), "y": drawn, "name": name, "meta": number, "mode": mode}
             traces.append(trace | marker | style)
     axis = {"automargin": True, "gridcolor": "rgba(128,128,128,0.25)", "zerolinecolor": "gray"}
     x_axis = {"title": {"text": "step", "standoff": 4}, "tickformat": "d", "showgrid": False}
-    # All plots have the same range, with space for markers at the ends.
+    # All plots share one range, with space for markers at the ends.
     last = max((max(run.train, default=1) for run in runs), default=1)
     x_axis["range"] = [0, 1.03 * last]
     x_axis["unifiedhovertitle"] = {"text": "step %{x}"}
@@ -175,14 +173,14 @@ def _figure(plot: Plot, runs: Sequence[Run]) -> dict[str, Any]:
         "margin": {"l": 10, "r": 14, "t": 10, "b": 10},
         "height": 270,
         "font": {"size": 11},
-        # The style sheet colours background and text, for light and dark pages.
+        # The style sheet sets the colors for light and dark mode.
         **dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)"),
     }
     return {"data": traces, "layout": layout}
 
 
 def decimated(steps: np.ndarray, values: np.ndarray, *, most: int) -> Curve:
-    """Return about `most` points at most: of every range of steps the smallest, the largest and a NaN."""
+    """Reduce a curve to about `most` points: the extremes and a NaN of every range of steps."""
     if len(steps) <= most:
         return steps, values
     kept = {0, len(steps) - 1}
@@ -196,7 +194,6 @@ def decimated(steps: np.ndarray, values: np.ndarray, *, most: int) -> Curve:
 
 
 def _row(run: Run, runs: Sequence[Run]) -> dict[str, str]:
-    """Return the cells of a run in the table of runs, by their titles."""
     baseline = baseline_of(run, runs)
     together = baseline and validated_together(run, baseline)
     last, losses = max(run.train, default=0), run.column("loss")[-FINAL_STEPS:]
@@ -222,7 +219,7 @@ def _row(run: Run, runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _quantization(run: Run) -> str:
-    """Return bits and group sizes of weights and gradients, and the rounding between nodes."""
+    """Describe bits and group sizes of weights and gradients, and the inter-node rounding."""
     weights, gradients = (run.setting("quantization", part) or {} for part in ("weights", "gradients"))
     parts = []
     if weights.get("bits"):
@@ -239,7 +236,7 @@ def _quantization(run: Run) -> str:
 
 
 def _setting_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return path and values of every member of config.json, those that differ between the runs first."""
+    """Return name and values of every setting, those that differ between the runs first."""
     flat = [{k: json.dumps(v, ensure_ascii=False) for k, v in flattened(run.settings)} for run in runs]
     rows = [(name, [each.get(name, NONE) for each in flat]) for name in sorted(set().union(*flat))]
     return sorted(rows, key=lambda row: len(set(row[1])) == 1)

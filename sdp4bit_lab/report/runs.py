@@ -1,4 +1,4 @@
-"""Reads the files that training runs write: metrics.jsonl, config.json, and the summary of a comparison."""
+"""Read the files of training runs: metrics.jsonl, config.json, and a comparison's summary.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Fields = dict[str, float | None]
 
 
 class Alert(NamedTuple):
-    """A warning of a run; without a group, it concerns the whole model."""
+    """Warning of a run; group is None for the whole model."""
 
     step: int
     group: str | None
@@ -33,26 +33,26 @@ class Alert(NamedTuple):
 
 @dataclass(kw_only=True)
 class Run:
-    """The settings and measurements of one training run."""
+    """Settings and measurements of one training run."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
-    """config.json; empty without one."""
+    """Content of config.json; empty without the file."""
     train: dict[int, Fields] = field(default_factory=dict)
     """Numbers of every optimizer step, in order."""
     validation: dict[int, Fields] = field(default_factory=dict)
     alerts: list[Alert] = field(default_factory=list)
 
     def column(self, name: str) -> np.ndarray:
-        """Return one number per step of `train`; NaN for null and absent ones."""
+        """Return one number per training step; NaN for null and missing ones."""
         return np.array([fields.get(name) for fields in self.train.values()], dtype=np.float64)
 
     def validation_losses(self) -> np.ndarray:
-        """Return one loss per step of `validation`; NaN for null."""
+        """Return one loss per validation; NaN for null."""
         return np.array([fields.get("loss") for fields in self.validation.values()], dtype=np.float64)
 
     def setting(self, *path: str) -> Any:
-        """Return a member of config.json; None if it is missing or null."""
+        """Return a member of config.json by path; None if it is missing or null."""
         value: Any = self.settings
         for name in path:
             value = value.get(name) if isinstance(value, dict) else None
@@ -60,42 +60,37 @@ class Run:
 
     @property
     def label(self) -> str | None:
-        """Strategy, with the options by which a comparison varies it; None if not recorded."""
+        """Strategy with the options that a comparison varies; None if not recorded."""
         label = self.setting("label") or self.setting("strategy")
         return None if label is None else str(label)
 
     @property
     def seed(self) -> int | None:
-        """Seed of weights, samples and rounding; None if not recorded."""
         seed = self.setting("seed")
         return seed if isinstance(seed, int) else None
 
     @property
     def simulated_ranks(self) -> int | None:
-        """Number of data-parallel ranks simulated by one process; None for real ranks."""
+        """Simulated data-parallel ranks; None for real ranks."""
         ranks = self.setting("parallel", "simulated_ranks")
         return ranks if isinstance(ranks, int) else None
 
     @property
     def ranks(self) -> str:
-        """Number of ranks and of ranks per node, for people."""
+        """Description of the ranks and ranks per node."""
         count = self.simulated_ranks or self.setting("ranks") or self.setting("parallel", "nproc_per_node")
         per_node = self.setting("parallel", "ranks_per_node")
         text = f"{count or 'not recorded'}" + (" simulated" if self.simulated_ranks else "")
         return f"{text}\n{per_node} per node" if per_node else text
 
     def spikes(self) -> list[GradientSpike]:
-        """Return the spikes of the gradient norm, the largest first."""
+        """Return the spikes of the gradient norm, largest first."""
         norms = zip(self.train, self.column("grad_norm").tolist(), strict=True)
         return sorted(gradient_spikes(norms), key=lambda spike: -spike.ratio)
 
 
 def find_runs(paths: Sequence[Path]) -> list[Run]:
-    """Return the runs of the folders, or of their subfolders; every folder once.
-
-    Raises:
-        SettingError: no run is there, or a file is damaged; names the file and the line.
-    """
+    """Return the runs in the folders or their subfolders; SettingError names the damaged file and line."""
     folders: dict[Path, Path] = {}
     for path in paths:
         for folder in _run_folders(path):
@@ -105,7 +100,7 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def read_run(folder: Path, *, name: str) -> Run:
-    """Return the run of a folder; errors are those of `find_runs`."""
+    """Return the run of a folder; errors as in `find_runs`."""
     settings = _read_object(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     run = Run(name=name, settings=settings)
     path = folder / METRICS
@@ -113,7 +108,7 @@ def read_run(folder: Path, *, name: str) -> Run:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise SettingError(f"{path} cannot be read: {error}") from error
-    # After the last line break there is nothing, or a line that the run is writing or was killed in.
+    # A line without a line break is still being written, or its run was killed.
     for number, line in enumerate(lines[:-1], start=1):
         if line.strip():
             _add(run, line, f"{path}, line {number}")
@@ -122,22 +117,22 @@ def read_run(folder: Path, *, name: str) -> Run:
 
 def _run_folders(path: Path) -> list[Path]:
     if not path.is_dir():
-        raise SettingError(f"{path} is not a folder: give the --out of pretrain, compare or demo")
+        raise SettingError(f"{path} is not a folder: give an --out folder of pretrain, compare or demo")
     if (path / METRICS).is_file():
         return [path]
     if (path / SETTINGS).is_file():
         raise SettingError(f"{path} has {SETTINGS} but no {METRICS}: rerun without --no-jsonl")
     folders = {folder.name: folder for folder in sorted(path.iterdir()) if (folder / METRICS).is_file()}
     if not folders:
-        raise SettingError(f"neither {path} nor a folder in it has {METRICS}: give the --out of a run")
+        raise SettingError(f"neither {path} nor its subfolders contain {METRICS}: give an --out folder")
     first = [name for name in _summary_order(path / SUMMARY) if name in folders]
-    # A comparison that still runs has no summary; the others are compared with its baseline.
+    # An unfinished comparison has no summary; put its baseline first.
     rest = sorted(folders.keys() - set(first), key=lambda name: (not name.startswith("baseline"), name))
     return [folders[name] for name in (*first, *rest)]
 
 
 def _summary_order(path: Path) -> list[str]:
-    """Return the run folders of a comparison in the order of training."""
+    """Return the run folders of a comparison in training order."""
     runs = _read_object(path).get("runs") if path.is_file() else None
     if not isinstance(runs, list):
         return []
@@ -145,7 +140,7 @@ def _summary_order(path: Path) -> list[str]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest endings of the paths that are all different."""
+    """Return the shortest path suffixes that are all different."""
     for length in range(1, max(len(folder.parts) for folder in folders)):
         names = ["/".join(folder.parts[-length:]) for folder in folders]
         if len(set(names)) == len(names):
@@ -172,12 +167,12 @@ def _add(run: Run, line: bytes, where: str) -> None:
         shown = line[:40].decode(errors="replace")
         raise SettingError(f"{where}: not JSON ({error}): {shown!r}; remove the line") from error
     kind = event.get("event") if isinstance(event, dict) else None
-    # Other kinds of events (tests, measurements of groups) are not on the page.
+    # The page does not show other events.
     if kind not in ("train", "validation", "alert"):
         return
     step = event.get("step")
     if not isinstance(step, int) or not 0 <= step < LAST_STEP:
-        raise SettingError(f'{where}: "step" is {step!r}, not a number of steps; remove the line')
+        raise SettingError(f'{where}: "step" is {step!r}, not a step; remove the line')
     if kind == "alert":
         group = event.get("group")
         message = str(event.get("message", ""))
@@ -190,5 +185,5 @@ def _add(run: Run, line: bytes, where: str) -> None:
 def _number(name: str, value: Any, where: str) -> float | None:
     if value is not None and not isinstance(value, int | float):
         raise SettingError(f'{where}: "{name}" is {value!r}, not a number; remove the line')
-    # Python writes NaN where JSON has null. Integers beyond 1e308 do not become floats.
+    # Python writes NaN, which JSON lacks. Integers beyond 1e308 do not fit a float.
     return None if value is None or not abs(value) < 1e308 else float(value)

@@ -1,1 +1,1 @@
-"""`sdp4bit selftest`: does the library work on these machines, and does it pay there?"""
+"""`sdp4bit selftest`: check whether the library works on these machines, and whether it is faster there."""

@@ -1,4 +1,4 @@
-"""Run checks on all ranks, up to the first failure on any of them."""
+"""Run checks on all ranks and stop at the first failure on any of them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from sdp4bit_lab.selftest.config import SelftestConfig
 
 
 class CheckFailedError(Exception):
-    """A result is wrong; the message has the numbers."""
+    """Report a wrong result, with numbers."""
 
     def __init__(self, message: str, *, case: str) -> None:
         super().__init__(message)
         self.case = case
-        """Input that shows the failure."""
+        """Input that reproduces the failure."""
 
 
 class OtherRankFailedError(Exception):
-    """Another rank has raised CheckFailedError."""
+    """Report that another rank raised CheckFailedError."""
 
 
 class CheckSkippedError(Exception):
-    """The check does not apply to these ranks; the message gives the reason."""
+    """Report why a check does not apply to these ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,10 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank."""
         return self.ranks.device
 
     @property
     def is_cuda(self) -> bool:
-        """Whether it is a GPU."""
         return self.device.type == "cuda"
 
     def say(self, line: str) -> None:
@@ -56,16 +54,15 @@ class Context:
             sys.stdout.flush()
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
     def fail_together(self, failure: CheckFailedError | None) -> None:
-        """Raise on all ranks if one has a failure, so that none waits for another. All ranks call this.
+        """Raise on all ranks if any rank has a failure; a collective.
 
         Raises:
-            CheckFailedError: the failure of this rank.
-            OtherRankFailedError: the failure of another rank.
+            CheckFailedError: this rank's failure.
+            OtherRankFailedError: another rank failed.
         """
         failed = gather_over_ranks(failure is not None, what="failures of a check")
         if failure is not None:
@@ -74,17 +71,17 @@ class Context:
             raise OtherRankFailedError
 
     def require(self, is_right: bool, message: str, *, case: str) -> None:
-        """Raise on all ranks, as `fail_together` does, unless the result is right on all."""
+        """Raise on all ranks, like `fail_together`, unless the result is right on all."""
         self.fail_together(None if is_right else CheckFailedError(message, case=case))
 
 
 Check = Callable[[Context], dict[str, Any]]
-"""Returns findings for JSON; raises CheckFailedError or CheckSkippedError."""
+"""Return findings for JSON; raise CheckFailedError or CheckSkippedError."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Outcome of a check on all ranks; empty members do not apply."""
+    """Outcome of a check on all ranks; fields that do not apply are empty."""
 
     name: str
     result: str = "passed"
@@ -94,17 +91,17 @@ class Outcome:
     reason: str = ""
     """Reason for skipping."""
     failure: dict[str, Any] = field(default_factory=dict)
-    """The first rank that has failed: rank, message, case; details, the traceback of an unexpected error."""
+    """First failed rank: rank, message, case; details: traceback of an unexpected error."""
     reproduce: str = ""
-    """Command that runs the failed check alone."""
+    """Command that repeats the failed check alone."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the members for JSON, without empty ones."""
+        """Return the nonempty fields for JSON."""
         return {name: value for name, value in asdict(self).items() if value not in ("", {})}
 
 
 def run_checks(checks: Sequence[tuple[str, Check]], context: Context) -> list[Outcome]:
-    """Return the outcomes up to the first failure; the same on every rank, findings aside."""
+    """Return the outcomes up to the first failure; identical on all ranks except for findings."""
     outcomes: list[Outcome] = []
     for number, (name, check) in enumerate(checks, start=1):
         context.say(f"[{number}/{len(checks)}] {name} ...")
@@ -120,7 +117,7 @@ def _run(name: str, check: Check, context: Context) -> Outcome:
     failure: dict[str, Any] = {}
     try:
         outcome.findings = check(context)
-        # Errors of CUDA kernels are raised here, not in the next check.
+        # Surface errors of CUDA kernels in this check instead of the next one.
         context.synchronize()
     except CheckSkippedError as skipped:
         outcome.result, outcome.reason = "skipped", str(skipped)
@@ -128,12 +125,12 @@ def _run(name: str, check: Check, context: Context) -> Outcome:
         pass
     except CheckFailedError as failed:
         failure = {"message": str(failed), "case": failed.case, "details": ""}
-    except Exception as error:  # the other ranks must not wait for this one, whatever the error is
+    except Exception as error:  # the other ranks must not wait for this one
         message = f"{type(error).__name__}: {error}"
         failure = {"message": message, "case": name, "details": traceback.format_exc()}
     if failure:
         failure = {"rank": context.ranks.rank, **failure}
-        # Printed before the gather, because ranks inside an exchange arrive there only after its timeout.
+        # Printed before the gather, where ranks stuck in a collective arrive only after its timeout.
         sys.stderr.write("rank {rank}: {name} failed: {message}\n{details}\n".format(name=name, **failure))
         sys.stderr.flush()
     failures = gather_over_ranks(failure, what=f"end of the check of {name}")
@@ -145,7 +142,7 @@ def _run(name: str, check: Check, context: Context) -> Outcome:
 
 
 def command_to_repeat(name: str, context: Context) -> str:
-    """Return the command that runs one check again with as many ranks."""
+    """Return the command that repeats one check on as many ranks."""
     config, ranks = context.config, context.ranks
     command = "python" if ranks.world_size == 1 else f"torchrun --nproc-per-node {ranks.local_world_size}"
     nodes = ranks.world_size // ranks.local_world_size

@@ -1,4 +1,4 @@
-"""`sdp4bit selftest`: run the checks, print their results, write the file for a bug report."""
+"""`sdp4bit selftest`: run the checks, print the results and write a file for bug reports."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from sdp4bit_lab.common.files import write_atomically
+from sdp4bit_lab.common.files import write_output
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0
-from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.selftest.check import Check, Context, Outcome, run_checks
 from sdp4bit_lab.selftest.config import CheckName, SelftestConfig
 from sdp4bit_lab.selftest.exchanges import check_exchanges
@@ -35,9 +34,9 @@ _CHECKS: dict[CheckName, Check] = {
 
 
 def selftest(config: SelftestConfig, *, ranks: Ranks) -> dict[str, Any]:
-    """Run the checks, print and write their results on rank 0, and return them.
+    """Run the checks, print and write the results on rank 0, and return them.
 
-    Exits with 1 on all ranks if a check has failed.
+    Exits with 1 on all ranks if a check failed.
 
     Raises:
         SettingError: on all ranks, if the file cannot be written.
@@ -60,7 +59,6 @@ def selftest(config: SelftestConfig, *, ranks: Ranks) -> dict[str, Any]:
 
 
 def _result(outcomes: Sequence[Outcome]) -> str:
-    """Return the result in one sentence."""
     if outcomes[-1].failure:
         return f"{outcomes[-1].name} failed: do not train with this installation, and report it"
     skipped = [outcome.name for outcome in outcomes if outcome.result == "skipped"]
@@ -71,10 +69,7 @@ def _result(outcomes: Sequence[Outcome]) -> str:
 
 def _report(config: SelftestConfig, outcomes: Sequence[Outcome], result: dict[str, Any]) -> None:
     if config.json is not None:
-        try:
-            write_atomically(config.json, json.dumps(result, indent=2) + "\n")
-        except OSError as error:
-            raise SettingError(f"cannot write --json {config.json}: {error}") from error
+        write_output(config.json, json.dumps(result, indent=2) + "\n", option="--json")
     rule = "-" * _WIDTH
     lines = [rule, _row("check", "result", "seconds", ""), rule]
     for outcome in outcomes:
@@ -83,14 +78,13 @@ def _report(config: SelftestConfig, outcomes: Sequence[Outcome], result: dict[st
     lines.append(rule)
     if failure := outcomes[-1].failure:
         lines.append(f"Rank {failure['rank']}, {failure['case']}")
-        lines.append(f"Again: {outcomes[-1].reproduce}")
+        lines.append(f"Repeat with: {outcomes[-1].reproduce}")
     lines.append(textwrap.fill(f"Result: {result['result']}.", _WIDTH))
     if config.json is not None:
-        lines.append(f"{config.json} is for a bug report.")
+        lines.append(f"Attach {config.json} to bug reports.")
     sys.stdout.write("\n".join(lines) + "\n")
 
 
 def _row(name: str, result: str, seconds: str, about: str) -> str:
-    """Return a row of the table; a long text continues in its column."""
     first = f"{name:<15} {result:<8} {seconds:>8}  "
     return textwrap.fill(f"{first}{about}", _WIDTH, subsequent_indent=" " * len(first)).rstrip()

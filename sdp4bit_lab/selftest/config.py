@@ -19,9 +19,9 @@ class SelftestConfig:
     """Settings of the self-test."""
 
     json: Path | None = None
-    """JSON file to write, for a bug report."""
+    """JSON file to write for bug reports."""
     device: Literal["auto", "cpu"] = "auto"
-    """Device to test; auto uses GPUs if there are any."""
+    """Device to test; auto uses GPUs if available."""
     only: str = ",".join(CHECKS)
     """Checks to run, separated by commas."""
     seed: int = 0
@@ -41,8 +41,8 @@ class SelftestConfig:
 
     @property
     def checks(self) -> list[CheckName]:
-        """The checks to run, in their order."""
+        """Selected checks in execution order."""
         given = [name.strip() for name in self.only.split(",") if name.strip()]
         if not given or not set(given) <= set(CHECKS):
-            raise SettingError(f"--only {self.only!r}: use any of {', '.join(CHECKS)}, with commas between")
+            raise SettingError(f"--only {self.only!r}: give a comma-separated list of {', '.join(CHECKS)}")
         return [name for name in CHECKS if name in given]

@@ -1,4 +1,4 @@
-"""Check that exchanges over the real network equal the same exchanges simulated in one process."""
+"""Check that collectives on the real network equal their simulation in one process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WEIGHTS = {
 
 
 def check_exchanges(context: Context) -> dict[str, Any]:
-    """Return the number of exchanges by nodes x ranks; every one is bit-equal to the simulated exchange."""
+    """Return the number of bit-equal exchanges by layout, nodes x ranks per node."""
     size = context.ranks.world_size
     if size == 1:
         raise CheckSkippedError("one rank sends nothing: start several, with torchrun or --nproc-per-node")
@@ -57,7 +57,7 @@ def check_exchanges(context: Context) -> dict[str, Any]:
         layout = simulated_layout(size, ranks_per_node=per_node)
         topology = create_topologies([layout])[layout.ranks]
         name = f"{layout.nodes} x {per_node}"
-        # All exchanges run before a failure is raised, because other ranks wait for this rank's messages.
+        # Finish all exchanges before raising, because other ranks wait for this rank's messages.
         failures = [*_check_gradients(context, topology, name), *_check_weights(context, topology, name)]
         context.fail_together(next((failure for failure in failures if failure is not None), None))
         destroy_topology(topology)
@@ -67,7 +67,7 @@ def check_exchanges(context: Context) -> dict[str, Any]:
 
 
 def _values(context: Context, *shape: int, seed: int) -> Tensor:
-    """Return values of several magnitudes, the same on all ranks."""
+    """Return values of several magnitudes, identical on all ranks."""
     generator = torch.Generator().manual_seed(1000 * context.config.seed + seed)
     scales = torch.exp2(torch.randint(-6, 3, (*shape[:-1], 1), generator=generator).float())
     return (torch.randn(shape, generator=generator) * scales).to(context.device)
@@ -94,7 +94,7 @@ def _check_gradients(context: Context, topology: Topology, layout: str) -> Itera
             for peer in range(size):
                 simulated_scatter.add(rows[peer].clone(), call=call)
             rows_of_ranks: list[Tensor] = []
-            # The row is overwritten for the next rank.
+            # The row buffer is reused for the next rank.
             simulated_scatter.finish(lambda _, row: rows_of_ranks.append(row.clone()))  # noqa: B023
             yield _compare(output, rows_of_ranks[rank], f"gradients, {case}")
 

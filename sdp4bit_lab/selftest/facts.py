@@ -1,4 +1,4 @@
-"""Collect versions, devices and environment of all ranks, and warn of settings that hurt."""
+"""Collect versions, devices and environment of all ranks, and warn about harmful settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MUST_AGREE = ("versions", "cuda", "nccl", "device", "kernels")
 
 
 def check_facts(context: Context) -> dict[str, Any]:
-    """Return versions, devices and environment of all ranks, and warnings about them."""
+    """Return the facts of all ranks, and warnings about them."""
     device = context.device
     properties = torch.cuda.get_device_properties(device) if context.is_cuda else None
     facts: dict[str, Any] = {
@@ -59,7 +59,7 @@ def check_facts(context: Context) -> dict[str, Any]:
 
 
 def warnings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield warnings about the facts of all ranks, a sentence each."""
+    """Yield warnings about the facts of all ranks, one sentence each."""
     for name in _MUST_AGREE:
         for number, rank in enumerate(ranks):
             if rank[name] != ranks[0][name]:
@@ -71,23 +71,23 @@ def warnings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if sizes != {count}:
             yield (
                 f"{host} has {count} ranks, but LOCAL_WORLD_SIZE is {', '.join(map(str, sorted(sizes)))}: "
-                'topology="auto" goes by the host name; give ranks per node if several hosts share one'
+                'topology="auto" groups ranks by host name; set ranks per node if hosts share a name'
             )
     is_cuda = any(rank["device_uuid"] for rank in ranks)
     used = Counter(rank["device_uuid"] for rank in ranks if rank["device_uuid"])
     if used and max(used.values()) > 1:
-        yield f"{max(used.values())} ranks share a GPU: times mean little, and NCCL may refuse"
+        yield f"{max(used.values())} ranks share a GPU: times mean little, and NCCL may fail"
     if is_cuda and any(rank["environment"].get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" for rank in ranks):
         yield (
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 lets kernels and exchanges wait for each other: unset it with "
-            "FSDP2; Megatron-Core needs it with tensor parallelism only"
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 serializes kernels and collectives: unset it for FSDP2; "
+            "Megatron-Core needs it for tensor parallelism only"
         )
     if any(rank["environment"].get("CUDA_LAUNCH_BLOCKING") == "1" for rank in ranks):
-        yield "CUDA_LAUNCH_BLOCKING=1: nothing overlaps; unset it outside debugging"
+        yield "CUDA_LAUNCH_BLOCKING=1 disables all overlap: unset it outside debugging"
     if any(rank["peer_access"] is False for rank in ranks):
-        yield "some GPUs of a host cannot reach each other's memory (no P2P): exchanges go through the host"
+        yield "some GPUs of a host have no peer access (P2P): their messages pass through host memory"
     if any(rank["kernels"] == "reference" for rank in ranks):
-        yield "no fast kernels: install triton (GPUs) or numba (CPUs); the PyTorch reference is very slow"
+        yield "no fast kernels: install triton (GPU) or numba (CPU); the PyTorch reference is very slow"
 
 
 def _device_name(device: torch.device) -> str:
@@ -98,7 +98,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _peer_access(device: torch.device) -> bool | None:
-    """Return whether this GPU can access the memory of all others of the host; None for a CPU."""
+    """Return whether this GPU can access the memory of all other local GPUs; None for a CPU."""
     if device.type != "cuda":
         return None
     others = [index for index in range(torch.cuda.device_count()) if index != device.index]

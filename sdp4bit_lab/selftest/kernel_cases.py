@@ -1,6 +1,7 @@
-"""Calls on which a back end must equal the reference bit for bit: row lengths, widths, types, edge values.
+"""Operator calls on which every back end must equal the reference bit for bit.
 
-Outputs are poisoned and lie between guard bytes, so that a byte written beside them is a difference, too.
+They cover row lengths, bit widths, dtypes and edge values. Outputs are poisoned and surrounded by guard
+bytes, so that stray writes count as differences.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sdp4bit.quantization.random import RoundingKey, derive_keys
 
 CPU = torch.device("cpu")
 POISON, GUARD = 0xAB, 16
-"""Byte around every message, and bytes; a multiple of a message's alignment."""
+"""Fill byte, and number of guard bytes around a message; a multiple of the message alignment."""
 KEY = RoundingKey(*derive_keys(1234, 7))
 DITHER = KEY._replace(dither=True)
 ROUNDINGS = (None, KEY, DITHER._replace(sender=5))
@@ -31,7 +32,7 @@ HOPS = (
     *((8, 3), (8, 2), (3, 2), (2, 3), (4, 2), (3, 4), (2, 8), (3, 32)),
     *((8, 3.5), (3.5, 3.5), (3.5, 4), (4, 3.5), (3.5, 32)),
 )
-"""Bits that are received and that are sent."""
+"""Bits received and bits sent."""
 EDGE_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "zero": lambda x: x * 0.0,
     "negative zero": lambda x: x.abs() * -0.0,
@@ -56,7 +57,7 @@ def guarded_messages(count: int, layout: MessageLayout) -> Tensor:
 
 
 def guarded_values(values: Tensor, offset: int = 0) -> Tensor:
-    """Return a copy whose rows have any alignment, with 77 around each."""
+    """Return a copy whose rows have arbitrary alignment, surrounded by 77."""
     buffer = torch.full((*values.shape[:-1], values.shape[-1] + offset + 8), 77.0, dtype=values.dtype)
     view = buffer[..., offset : offset + values.shape[-1]]
     view.copy_(values)
@@ -64,12 +65,12 @@ def guarded_values(values: Tensor, offset: int = 0) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole storage of a view."""
+    """Return the whole storage of a view as a 1-D tensor."""
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Return the bits of floats as integers, -1 for every NaN: payloads may differ."""
+    """Return the bits of floats as integers, with -1 for every NaN because payloads may differ."""
     if tensor.dtype == torch.uint8:
         return tensor
     integers = {4: torch.int32, 2: torch.int16}[tensor.element_size()]
@@ -77,7 +78,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def make_values(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return normal values whose magnitude changes from block to block."""
+    """Return normal values whose magnitude changes every 32 values."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator)
     blocks = -(-shape[-1] // 32)
@@ -86,14 +87,14 @@ def make_values(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> T
 
 
 def make_messages(count: int, layout: MessageLayout, seed: int, special: bool = False) -> Tensor:
-    """Return messages of any codes, unused ones included, with scales of many magnitudes or edge values."""
+    """Return messages with random codes, including unused ones, and varied scales or edge values."""
     generator = torch.Generator().manual_seed(seed)
     messages = guarded_messages(count, layout)
     codes = torch.randint(0, 256, (count, layout.scales_offset), generator=generator, dtype=torch.uint8)
     if layout.bits == FULL_PRECISION:
         values = make_values(count, layout.parts, layout.padded_numel, seed=seed)
         if special:
-            # A NaN that becomes -0 if its bits are rounded to bf16 as those of a number.
+            # This NaN becomes -0 if its bits are rounded to bf16 like those of a number.
             values.view(torch.int32)[..., ::500] = 0x7FFFFFFF
         codes = values.view(torch.uint8).reshape(count, layout.scales_offset)
     messages[:, : layout.scales_offset] = codes
@@ -107,22 +108,21 @@ def make_messages(count: int, layout: MessageLayout, seed: int, special: bool = 
 
 
 class Shape(NamedTuple):
-    """A row of the table; the number chooses the other arguments of its calls."""
+    """Row shape; its number selects the other arguments of the calls."""
 
     number: int
     group_size: int
     numel: int
     edges: bool
-    """Whether every second group has edge values, or an edge scale."""
+    """Whether every second group has edge values or an edge scale."""
 
     def layout(self, bits: float, *, parts: int = 1, group_size: int | None = None) -> MessageLayout:
-        """Return the layout of a message of these rows."""
         return MessageLayout(
             numel=self.numel, bits=bits, group_size=group_size or self.group_size, parts=parts
         )
 
     def choose(self, *columns: tuple[Any, ...]) -> list[Any]:
-        """Return one of each column; the columns advance at different paces."""
+        """Pick a value from each column; the columns advance at different rates."""
         return [column[self.number // pace % len(column)] for pace, column in enumerate(columns, start=1)]
 
     def values(self, *rows: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -135,9 +135,9 @@ class Shape(NamedTuple):
         return guarded_values(values.to(dtype), offset=self.numel % 3)
 
 
-# Group sizes: the defaults, the smallest, halves that begin within a block of 32 (32, 96, 160), more than a
-# tile of the CPU (2048, 5120), more than the registers of a GPU's program (8224, 16384).
-# Lengths: none, below, at and above a block; a tail of an odd and an even number of blocks; several tiles.
+# Group sizes: the defaults, the smallest one, halves that start within a block of 32 (32, 96, 160).
+# Further more than a CPU tile (2048, 5120), and more than the registers of a GPU program (8224, 16384).
+# Lengths: zero; below, at and above a block; tails of an odd and an even number of blocks; several tiles.
 _ROWS = [
     *((128, 0), (128, 1), (128, 31), (128, 32), (128, 33), (128, 128), (128, 128 + 64)),
     *((128, 3 * 128 + 96), (128, 128 * 17 + 64), (128, 4096 + 16)),
@@ -152,7 +152,7 @@ SHAPES += [Shape(number, *row, True) for number, row in enumerate(_EDGE_ROWS)]
 
 
 class KernelCase(NamedTuple):
-    """A call of an operator."""
+    """One call of an operator."""
 
     operator: Callable[..., None]
     first: Tensor
@@ -168,7 +168,7 @@ def _text(value: Any) -> str:
 
 
 def subtract_quantize(shape: Shape) -> Iterator[KernelCase]:
-    """Yield calls for rows of this shape, as the next four functions do."""
+    """Yield calls for rows of this shape, like the next four functions."""
     dtype, kind = shape.choose(DTYPES, (*DTYPES, None))
     for place, bits in enumerate(ALL_BITS):
         replica = None if kind is None else make_values(shape.numel, seed=2, dtype=kind)
@@ -188,7 +188,7 @@ def dequantize_add(shape: Shape) -> Iterator[KernelCase]:
 
 
 def hadamard_quantize(shape: Shape) -> Iterator[KernelCase]:
-    """Yield calls on a transposed view: gradients lie as [parts, destinations, numel]."""
+    """Yield calls on a transposed view: gradients are stored as [parts, destinations, numel]."""
     rounding, dtype = shape.choose(ROUNDINGS[::-1], DTYPES)
     rounding = rounding and rounding._replace(first=32 * 3, row_stride=32 * 1000)
     for bits in ALL_BITS:
@@ -218,7 +218,7 @@ def dequantize_reduce_hadamard(shape: Shape) -> Iterator[KernelCase]:
     counts = (2, 1, 4, 3, 0, 9, 16, 33)
     transform, dtype, count, dither = shape.choose((True, False), DTYPES, counts, DITHERS)
     parts, accumulate = shape.choose((1, 2, 3), (False, True))
-    # Exact in fp32, as with a power of two of ranks, or rounded.
+    # A power of two is exact in fp32, as for 2**k ranks; 1/96 is rounded.
     multiplier = 2.0**-12 if shape.edges else 1 / 96
     for bits in ALL_BITS:
         before = torch.full((shape.numel,), float("nan"), dtype=dtype)
@@ -232,7 +232,7 @@ def dequantize_reduce_hadamard(shape: Shape) -> Iterator[KernelCase]:
 
 
 def scales_that_round_up() -> Iterator[KernelCase]:
-    """Yield groups whose scales end in all low bits around 0xFFFD before they are rounded up to bf16."""
+    """Yield groups whose unrounded scales have low 16 bits close to a bf16 rounding boundary."""
     for bits in QUANTIZED_BITS:
         candidates = (torch.arange(1 << 22, dtype=torch.int32) + 0x40400000).view(torch.float32)
         step = candidates * torch.tensor(1.0 / largest_code(bits), dtype=torch.float32)
@@ -246,7 +246,7 @@ def scales_that_round_up() -> Iterator[KernelCase]:
 
 
 def ends_of_random_numbers() -> Iterator[KernelCase]:
-    """Yield calls whose keys and counters are at the ends of their ranges."""
+    """Yield calls with keys and counters at the ends of their ranges."""
     layout = MessageLayout(numel=64, bits=4, group_size=64, parts=2)
     values = make_values(1, 2, 64, seed=12)
     for k0, k1 in ((0xFFFFFFFF, 0x80000000), (0, 1)):
@@ -298,31 +298,27 @@ def difference(
     device: torch.device = CPU,
     **named: Any,
 ) -> str | None:
-    """Describe how a back end differs from the reference on the CPU; return None if it does not.
-
-    All storage of the tensors is compared bit for bit: outputs, the bytes around them, and inputs.
-    """
+    """Describe how any bit of the tensors' storage differs from the reference on the CPU, or None."""
     arguments = {"first": first, **named}
     written, layout = "out" if "out" in named else "replica", named.get("sent", named.get("layout"))
     results = [_call(operator, arguments, "reference", CPU), _call(operator, arguments, backend, device)]
     for name in (name for name, value in arguments.items() if isinstance(value, Tensor)):
         expected, result = (whole(each[name]).to(CPU) for each in results)
         if name == written and result.dtype == torch.uint8 and layout and layout.bits == FULL_PRECISION:
-            # Any NaN equals any other.
+            # All NaNs compare equal.
             expected, result = expected.view(torch.float32), result.view(torch.float32)
         different = bits_of(result) != bits_of(expected)
         if different.any():
             where = different.nonzero()[:8].flatten().tolist()
             return f"{name}: {int(different.sum())} of {different.numel()} differ, first at {where}"
         if name != written and not torch.equal(bits_of(result), bits_of(whole(arguments[name]))):
-            return f"{name} is an input and has been changed"
+            return f"{name} is an input and was changed"
     return None
 
 
 def _call(
     operator: Callable[..., None], arguments: dict[str, Any], backend: ops.BackendName, device: torch.device
 ) -> dict[str, Any]:
-    """Call the operator with copies of the arguments, and return these."""
     copies = dict(arguments)
     for name, value in arguments.items():
         if isinstance(value, Tensor):

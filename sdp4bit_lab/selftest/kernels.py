@@ -1,4 +1,4 @@
-"""Check that the kernels of this device write the reference's bytes."""
+"""Check that the kernels of this device produce the reference's bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sdp4bit_lab.selftest.kernel_cases import all_cases, difference
 
 
 def check_kernels(context: Context) -> dict[str, Any]:
-    """Return the number of calls, each equal to the reference."""
+    """Return the number of calls compared with the reference."""
     backend, compared = ops.backend_name(context.device.type), 0
     if backend == "reference":
-        raise CheckSkippedError("the reference is the only back end here")
+        raise CheckSkippedError("only the reference back end is available")
     progress = Progress(lambda text: context.say(f"      {text}"))
     for case in all_cases():
         found = difference(case.operator, case.first, backend="auto", device=context.device, **case.named)

@@ -1,4 +1,4 @@
-"""A small GPT for the self-test, and batches of synthetic text."""
+"""Build a small GPT and synthetic batches for the self-test."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sdp4bit_lab.pretrain.step.parallelize import lay_out, shard_chunks
 from sdp4bit_lab.selftest.check import Context
 
 VOCABULARY, SEQUENCE, SEQUENCES = 512, 64, 4
-"""Vocabulary size; tokens of a sequence; sequences per rank and step."""
+"""Vocabulary size; tokens per sequence; sequences per rank and step."""
 _LARGEST_STRIDE = 6
 
 
 def toy_config(context: Context) -> PretrainConfig:
-    """Return the settings of a GPT of 0.9 million parameters."""
+    """Return the settings of a GPT with 0.9 million parameters."""
     return PretrainConfig(
         strategy="baseline",
         seed=context.config.seed,
@@ -37,7 +37,7 @@ def toy_config(context: Context) -> PretrainConfig:
 
 
 def sharded_toy(context: Context, *, replicas: int = 1) -> GPT:
-    """Return the GPT under FSDP2, or HSDP with several replicas; its weights are the same in every call."""
+    """Return the GPT under FSDP2, or HSDP if replicas > 1, with the same weights in every call."""
     config, ranks, mesh = toy_config(context), context.ranks, None
     if replicas > 1:
         shape, names = (replicas, ranks.world_size // replicas), ("replicate", "shard")
@@ -49,12 +49,12 @@ def sharded_toy(context: Context, *, replicas: int = 1) -> GPT:
 
 
 def blocks_of(model: GPT) -> list[FSDPModule]:
-    """Return the blocks; each is a parameter group."""
+    """Return the blocks, which are parameter groups."""
     return [cast(FSDPModule, block) for block in model.blocks.values()]
 
 
 def batches(context: Context, *, rank: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Return inputs and targets, int64 [sequences, tokens], for a rank: numbers with constant strides."""
+    """Return a rank's inputs and targets, int64 [sequences, tokens]: arithmetic progressions."""
     generator = torch.Generator().manual_seed(1000 * context.config.seed + rank)
     result = []
     for _ in range(count):
@@ -73,7 +73,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def topology_of(context: Context) -> TopologySpec:
-    """Return the given ranks per node, or hosts, or two halves of one host so that messages are quantized."""
+    """Return the given ranks per node, "auto" for several hosts, or half of a single host's ranks."""
     given, size = context.config.parallel.ranks_per_node, context.ranks.world_size
     if given is not None:
         return given

@@ -1,4 +1,4 @@
-"""Recommend sdp4bit or not for this cluster, from measured bandwidths and the planner's bytes of a model."""
+"""Recommend for or against sdp4bit on this cluster, from measured bandwidths and planned bytes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sdp4bit_lab.selftest.check import CheckSkippedError, Context
 MODEL: CardName = "1.3B"
 _MEGABYTES, _ROUNDS = 8.0, 3
 _LEAST_GAIN = 1.1
-"""Ratio of the exchange times for which sdp4bit is recommended."""
+"""Ratio of the communication times above which sdp4bit is recommended."""
 
 
 def check_recommendation(context: Context) -> dict[str, Any]:
-    """Return the seconds of a step's exchanges of a 1.3B model, and a recommendation."""
+    """Return the communication time of a 1.3B model's step, and a recommendation."""
     if context.ranks.world_size == 1:
-        raise CheckSkippedError("one rank exchanges nothing")
+        raise CheckSkippedError("one rank sends nothing")
     parallel = context.config.parallel
     probed = measure(
         ProbeConfig(megabytes=_MEGABYTES, rounds=_ROUNDS, parallel=parallel), ranks=context.ranks
@@ -36,7 +36,7 @@ def check_recommendation(context: Context) -> dict[str, Any]:
         nodes=probed["nodes"],
         devices_per_node=probed["devices_per_node"],
         inter_bandwidth=probed["inter_bandwidth"],
-        # Unused if a node has one device.
+        # Not used with one device per node.
         intra_bandwidth=probed["intra_bandwidth"] or probed["inter_bandwidth"],
         latency=probed["latency"],
         quantization_bandwidth=probed["quantization_bandwidth"],
@@ -44,7 +44,7 @@ def check_recommendation(context: Context) -> dict[str, Any]:
     )
     plan = plan_step(
         gpt_groups(PlanModelConfig(model_card=MODEL).padded_shape(tensor_parallel=1)),
-        # Of exchanges alone: computation takes no time.
+        # Plan communication only.
         flops_per_sequence=0.0,
         cluster=cluster,
         layout=ParallelLayout(),
@@ -62,17 +62,18 @@ def check_recommendation(context: Context) -> dict[str, Any]:
 
 
 def recommendation(*, plain: float, bf16: float, exchange: float, kernels: float) -> str:
-    """Return a recommendation from the seconds of a step's exchanges with each way to communicate."""
+    """Return a recommendation from the seconds of a step's communication."""
     ours = exchange + kernels
     gain = bf16 / ours
     text = (
-        f"estimated exchanges of a {MODEL} model on these links, per step: {plain:.2f} s with fp32 "
+        f"estimated communication of a {MODEL} model on these links, per step: {plain:.2f} s with fp32 "
         f"gradients, {bf16:.2f} s with bf16 gradients, {ours:.2f} s with sdp4bit (of which kernels "
         f"{kernels:.2f} s). "
     )
     if gain < _LEAST_GAIN:
-        return text + "sdp4bit does not pay here"
+        return text + "sdp4bit is not worth enabling here"
     return (
-        text + f"sdp4bit shortens them {plain / ours:.1f} and {gain:.1f} times: it pays unless computation "
-        "hides them"
+        text
+        + f"sdp4bit makes it {plain / ours:.1f} and {gain:.1f} times faster: enable it unless computation "
+        "hides the communication"
     )

@@ -1,8 +1,8 @@
-"""Check that random delays change no bit: an operation that does not wait for its inputs shows up here.
+"""Check that random delays change no bit, which exposes operations that do not wait for their inputs.
 
-Every scenario is trained once while the host waits for the device after each operator, as with
-CUDA_LAUNCH_BLOCKING=1. Then it is trained with random delays before operators: sleeping kernels on the
-stream of a GPU, sleeping ranks on CPUs.
+Every scenario is first trained with a synchronization after each operator, as with CUDA_LAUNCH_BLOCKING=1.
+Then it is trained with random delays before operators: sleep kernels on a GPU's stream, or sleeping CPU
+ranks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from sdp4bit_lab.selftest.model import batches, blocks_of, loss_of, sharded_toy,
 
 _STEPS = 4
 _DELAYED = 0.1
-"""Share of the operators that are delayed."""
+"""Fraction of the operators that are delayed."""
 _CYCLES, _SECONDS = 1_000_000, 0.001
-"""Longest delay: about half a millisecond on a GPU; on a CPU."""
+"""Longest delay: on a GPU (about 0.5 ms), and on a CPU."""
 _GRADIENTS = GradientConfig(min_numel=0, inside_one_node=True)
 _QUANTIZED = SDP4BitConfig(gradients=_GRADIENTS)
 
@@ -38,7 +38,7 @@ def _prefetch(model: GPT) -> None:
 
 
 def _unshard_ahead(model: GPT) -> None:
-    """Gather the last block on the caller's stream while others are gathered, as pipeline schedules do."""
+    """Gather the last block on the caller's stream while others are gathered, like pipeline schedules."""
     _prefetch(model)
     first, *_, last = blocks_of(model)
     first.register_forward_pre_hook(  # type: ignore[attr-defined]
@@ -48,7 +48,7 @@ def _unshard_ahead(model: GPT) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A way to train."""
+    """Variant of the training run."""
 
     config: SDP4BitConfig = _QUANTIZED
     models: int = 1
@@ -66,7 +66,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 class _EachOperator(TorchDispatchMode):
-    """Calls a function before and one after every operator on plain tensors."""
+    """Call functions before and after every operator on plain tensors."""
 
     def __init__(self, *, before: Callable[[], None], after: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -82,9 +82,9 @@ class _EachOperator(TorchDispatchMode):
 
 
 def check_streams(context: Context) -> dict[str, Any]:
-    """Return the scenarios whose losses and weights no delay has changed."""
+    """Return the scenarios whose losses and weights are unaffected by delays."""
     if context.ranks.world_size == 1:
-        raise CheckSkippedError("one rank exchanges nothing: start several")
+        raise CheckSkippedError("one rank sends nothing: start several")
     for name, scenario in SCENARIOS.items():
         with _EachOperator(before=lambda: None, after=context.synchronize):
             expected = _train(context, scenario)
@@ -107,14 +107,14 @@ def check_streams(context: Context) -> dict[str, Any]:
 
 
 def _delays(context: Context, seed: int) -> Callable[[], None]:
-    """Return a function that delays some of its calls, the same ones for the same seed."""
+    """Return a function that delays some of its calls, reproducibly for each seed."""
     generator = random.Random(seed)
 
     def delay() -> None:
         if generator.random() >= _DELAYED:
             return
         if context.is_cuda:
-            # A kernel on the current stream: whatever does not wait for this stream overtakes it.
+            # A kernel on the current stream: work that does not wait for this stream overtakes it.
             torch.cuda._sleep(generator.randrange(_CYCLES))
         elif generator.random() < _DELAYED:
             time.sleep(generator.uniform(0, _SECONDS))
@@ -123,7 +123,7 @@ def _delays(context: Context, seed: int) -> Callable[[], None]:
 
 
 def _train(context: Context, scenario: Scenario) -> list[float]:
-    """Return this rank's losses, and the sums of its shards of the weights."""
+    """Return this rank's losses and the sums of its weight shards."""
     models = [sharded_toy(context) for _ in range(scenario.models)]
     for model in models:
         scenario.prepare(model)

@@ -30,14 +30,14 @@ from sdp4bit_lab.selftest.model import batches, loss_of, sharded_toy, topology_o
 TOLERANCE = 0.003
 """Relative difference of a loss from plain FSDP2's. Rounding to 4 bits changes it by 0.0014 in 20 steps."""
 GRADIENT_TOLERANCE = 0.3
-"""Norm of the first gradient's error over the gradient's. A 4-bit quantizer has an error of 0.12 on
+"""Norm of the first gradient's error relative to the gradient. A 4-bit quantizer has an error of 0.12 on
 normal values."""
 NORM_TOLERANCE = math.sqrt(1 + GRADIENT_TOLERANCE**2) - 1
-"""Relative difference of the gradient's norm. HSDP's shards differ from FSDP2's, so that norms alone can be
-compared; the error is orthogonal to the gradient."""
+"""Relative difference of the gradient's norm, because HSDP's shards differ from FSDP2's. Assumes an error
+orthogonal to the gradient."""
 LEARNING_RATE = 1e-3
 _WARM_UP = 3
-"""First steps, in which buffers are allocated and the host may wait."""
+"""First steps, which allocate buffers and may synchronize."""
 _QUANTIZED = SDP4BitConfig(
     gradients=GradientConfig(min_numel=0, inside_one_node=True),
     telemetry=TelemetryConfig(interval=1),
@@ -47,7 +47,7 @@ _LOSSLESS = SDP4BitConfig(weights=WeightConfig(bits=None), gradients=None)
 _IDENTITY = replace(
     _LOSSLESS, gradients=GradientConfig(intra_bits=None, inter_bits=None, hadamard=False, min_numel=0)
 )
-"""Gradients take the whole path without quantizers."""
+"""Send gradients through the full path without quantizers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +56,14 @@ class _Trained:
     gradient: Tensor
     """This rank's shard of the first step's gradient, in fp32."""
     step_seconds: float
-    """Median without the warm-up."""
+    """Median after the warm-up."""
     stats: dict[str, Any]
     peak_bytes: int | None
-    """Peak of the allocated memory; None on a CPU."""
+    """Peak allocated memory; None on a CPU."""
 
 
 def check_training(context: Context) -> dict[str, Any]:
-    """Return losses, times and bytes; losses and gradients are within their tolerances."""
+    """Return losses, times and bytes after checking losses and gradients."""
     if context.ranks.world_size == 1:
         raise CheckSkippedError(
             "one rank sends nothing: `sdp4bit pretrain --simulated-ranks 4 --ranks-per-node 2` trains as 4 do"
@@ -72,14 +72,14 @@ def check_training(context: Context) -> dict[str, Any]:
     plain, lossless = _train(context, None), _train(context, _LOSSLESS)
     _require_losses(context, plain.losses, lossless.losses, how="sdp4bit without a quantizer", tolerance=0.0)
     size = context.ranks.world_size
-    # A sum of two is exact; more addends are rounded at every addition, in another order than FSDP2's.
+    # Two addends give the same sum in either order. More are rounded in another order than FSDP2's.
     exact = 0.0 if size == 2 else size * torch.finfo(torch.float32).eps
     _require_gradient(context, plain, _train(context, _IDENTITY, steps=1), tolerance=exact)
     quantized = _train(context, _QUANTIZED)
     _require_gradient(context, plain, quantized, tolerance=GRADIENT_TOLERANCE)
     _require_losses(context, plain.losses, quantized.losses, how="sdp4bit")
     if context.is_cuda:
-        # Without the audit, which reads its result on the host.
+        # Without the audit, which synchronizes.
         _train(context, replace(_QUANTIZED, audit=None), forbids_waiting=True)
     losses = {"plain": plain.losses, "sdp4bit": quantized.losses}
     topology = topology_of(context)
@@ -88,12 +88,12 @@ def check_training(context: Context) -> dict[str, Any]:
     if replicas > 1:
         hybrid = _train(context, _QUANTIZED, replicas=replicas)
         losses["HSDP, sdp4bit"] = hybrid.losses
-        # Every replica has the whole gradient, so that the sum over all ranks counts it once per replica.
+        # Every replica has the whole gradient, so the sum over all ranks counts it once per replica.
         norm, hybrid_norm = _norm(plain.gradient), _norm(hybrid.gradient) / math.sqrt(replicas)
         context.require(
             abs(hybrid_norm - norm) <= NORM_TOLERANCE * norm,
             f"the norm of the first gradient is {hybrid_norm:.4f} with HSDP and sdp4bit and {norm:.4f} with "
-            f"plain FSDP2: more than {100 * NORM_TOLERANCE:.1g} % apart",
+            f"plain FSDP2: they differ by more than {100 * NORM_TOLERANCE:.1g} %",
             case="step 1",
         )
         _require_losses(context, plain.losses, hybrid.losses, how="HSDP and sdp4bit")
@@ -102,7 +102,7 @@ def check_training(context: Context) -> dict[str, Any]:
     context.say(f"      last losses: {last}")
     context.say(
         f"      {format_bytes(total['inter_bytes'])} inter-node, {ratio:.2f}x fewer than plain FSDP2; "
-        "replicas equal after every step"
+        "replicas identical after every step"
     )
     return {
         "losses": losses,
@@ -135,14 +135,14 @@ def _require_gradient(context: Context, plain: _Trained, other: _Trained, *, tol
     error, norm = _norm(other.gradient - plain.gradient), _norm(plain.gradient)
     context.require(
         error <= tolerance * norm,
-        f"the first gradient differs from that of plain FSDP2 by {error / norm:.2g} of its norm, more than "
+        f"the first gradient differs from plain FSDP2's by {error / norm:.2g} of its norm, more than "
         f"{tolerance:.2g}",
         case="step 1",
     )
 
 
 def _norm(shard: Tensor) -> float:
-    """Return the norm of a vector from its shards; all ranks call this."""
+    """Return the norm of a sharded vector; a collective."""
     return math.sqrt(sum(gather_over_ranks(shard.double().square().sum().item(), what="norms")))
 
 
@@ -154,7 +154,7 @@ def _train(
     forbids_waiting: bool = False,
     replicas: int = 1,
 ) -> _Trained:
-    """Train under FSDP2, or HSDP with several replicas; with `config`, under sdp4bit."""
+    """Train under FSDP2, or HSDP if replicas > 1; quantized if `config` is given."""
     model = sharded_toy(context, replicas=replicas)
     handle = None
     if config is not None:
@@ -194,7 +194,7 @@ def _train(
 
 @contextmanager
 def _no_waiting(is_forbidden: bool) -> Iterator[None]:
-    """Let CUDA raise inside the block if the host waits for the device."""
+    """Make CUDA raise inside the block when the host waits for the device."""
     if not is_forbidden:
         yield
         return

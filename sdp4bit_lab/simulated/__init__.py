@@ -1,1 +1,1 @@
-"""Many data-parallel ranks in one process, with what their communication does to weights and gradients."""
+"""Simulate many data-parallel ranks in one process, including the effect of their communication."""

@@ -1,6 +1,6 @@
-"""The exchanges of many ranks in one process: the same operators on the same messages, and no transfer.
+"""Simulate the collectives of many ranks in one process: the same operators and messages, without transfers.
 
-A message is quantized right where its receiver reads it.
+A sender quantizes each message into its receiver's buffer.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sdp4bit.traffic import Level, TrafficCounter
 
 
 def simulated_layout(ranks: int, *, ranks_per_node: int) -> NodeLayout:
-    """Return ranks 0 .. ranks - 1, node by node; ValueError if they do not fill the nodes."""
+    """Return the layout of ranks 0 .. ranks - 1, node by node; ValueError if they do not fill the nodes."""
     return arrange(range(ranks), [rank // ranks_per_node for rank in range(ranks)])
 
 
 class SimulatedExchange(GroupExchange):
-    """The all-to-alls of one simulated rank: what one rank sends and another receives is one piece of memory.
+    """All-to-alls of one simulated rank, in memory shared by senders and receivers.
 
-    The ranks of a node exchange in a matrix [receiver, sender, nbytes], which the next node uses after them;
-    those with one local rank have a matrix of their own.
+    The ranks of a node share a matrix [receiver, sender, nbytes], which the next node reuses. Ranks with
+    equal local rank share a matrix between nodes.
     """
 
     def __init__(self, topology: Topology, scratch: Scratch, *, bucket: int) -> None:
@@ -40,7 +40,6 @@ class SimulatedExchange(GroupExchange):
     def messages(
         self, level: Level, use: Use, index: int, *, slot: int | None, nbytes: int, device: torch.device
     ) -> Tensor:
-        """See GroupExchange."""
         topology = self._topology
         if level == "intra":
             size, me, where = topology.ranks_per_node, topology.local_rank, ""
@@ -53,15 +52,15 @@ class SimulatedExchange(GroupExchange):
     def start(
         self, received: Tensor, sent: Tensor, *, level: Level, tag: int, overlaps: bool, what: str
     ) -> PendingExchange:
-        """Return at once: messages are where they belong, when the peers have written theirs."""
+        """Return at once, because the peers write messages into place."""
         return PendingExchange([])
 
 
 class SimulatedReduceScatter:
-    """Reduces the rows of simulated ranks as QuantizedReduceScatter does between processes, bit for bit.
+    """Reduce the rows of simulated ranks like QuantizedReduceScatter does between processes, bit for bit.
 
-    Ranks hand in their rows one after another. What is kept of a rank is the message it sends; of the ranks
-    of a node that is complete, the messages between nodes and the node's part of the sums.
+    Ranks contribute one after another. Only the messages of a rank are kept; once a node is complete, its
+    messages to other nodes and its part of the sums.
     """
 
     def __init__(
@@ -75,12 +74,12 @@ class SimulatedReduceScatter:
         scratch: Scratch,
         first_rank: int = 0,
     ) -> None:
-        """Prepare; nothing is allocated.
+        """Prepare without allocating.
 
         Args:
-            traffic: counts what one of the ranks sends; all send the same.
-            scratch: memory for messages; buckets may share it.
-            first_rank: numbers the first of the ranks, for the rounding bits.
+            traffic: counts the bytes of one rank; all send the same.
+            scratch: memory for messages, which buckets may share.
+            first_rank: global number of the first rank, for the rounding bits.
         """
         self._layout = layout
         self._scratch = scratch
@@ -105,21 +104,15 @@ class SimulatedReduceScatter:
         self._sums: Tensor | None = None
 
     def add(
-        self,
-        rows: Tensor,
-        *,
-        call: int,
-        nonfinite: Tensor | None = None,
-        sections: Sequence[Section] = (),
+        self, rows: Tensor, *, call: int, nonfinite: Tensor | None = None, sections: Sequence[Section] = ()
     ) -> None:
-        """Add the next rank's rows, one for each rank, to the sum.
+        """Add the next rank's rows, one per destination rank.
 
         Args:
             rows: [ranks, n], fp32; may be overwritten afterwards.
-            call: number of this reduction of the bucket since the start, for the rounding bits.
-            nonfinite: counts the groups that are not finite and come in to this rank, as in a call of
-                QuantizedReduceScatter.
-            sections: of a row, the same for all ranks; () for one.
+            call: number of this reduction of the bucket, for the rounding bits.
+            nonfinite: counts incoming groups that are not finite, as in QuantizedReduceScatter.
+            sections: sections of a row, identical for all ranks; () for one.
         """
         rank = len(self._under_way)
         if self._sums is None or self._sums.shape != rows.shape or self._sums.device != rows.device:
@@ -131,11 +124,11 @@ class SimulatedReduceScatter:
         self._take(slices, row)
 
     def add_parts(self, parts: Sequence[RowPart], row: Tensor, *, call: int) -> None:
-        """Add the next rank's sections, whose outputs together are this row, which `finish` hands on."""
+        """Add the next rank's sections; their outputs together form this row."""
         self._take(self._members[len(self._under_way)].slices_of_parts(parts, call=call), row)
 
     def _take(self, slices: list[ReductionSlice], row: Tensor) -> None:
-        """Let the next rank send its messages, and those of a node that is complete theirs to others."""
+        """Send the next rank's messages; if its node is complete, also those between nodes."""
         self._under_way.append((slices, row))
         rank, per_node = len(self._under_way) - 1, self._layout.ranks_per_node
         for each in slices:
@@ -146,10 +139,7 @@ class SimulatedReduceScatter:
                     each.forward()
 
     def finish(self, take: Callable[[int, Tensor], None]) -> None:
-        """Hand every rank's row [n] of the sum to take(rank, row), which must copy it.
-
-        All ranks have handed in their rows, and may do so again afterwards.
-        """
+        """Pass every rank's row [n] of the sum to take(rank, row), which must copy it."""
         under_way, self._under_way = self._under_way, []
         assert len(under_way) == self._layout.size
         for rank, (slices, row) in enumerate(under_way):
@@ -158,27 +148,23 @@ class SimulatedReduceScatter:
             take(rank, row)
 
     def configure(self, config: GradientConfig) -> None:
-        """Do the next reductions with these settings."""
+        """Use these settings for the next reductions."""
         for member in self._members:
             member.configure(config)
 
     @property
     def of_rank_0(self) -> QuantizedReduceScatter:
-        """Rank 0's part of the reduction, whose settings are those of all."""
+        """Rank 0's part of the reduction, whose settings apply to all."""
         return self._members[0]
 
 
 class SimulatedAllReduce:
-    """Sums the tensors of simulated ranks as QuantizedAllReduce does between processes, bit for bit."""
+    """Sum the tensors of simulated ranks like QuantizedAllReduce does between processes, bit for bit."""
 
     def __init__(
         self, layout: NodeLayout, *, config: GradientConfig, seed: int, bucket: int, scratch: Scratch
     ) -> None:
-        """Prepare; nothing is allocated.
-
-        Args:
-            scratch: memory for messages; buckets may share it.
-        """
+        """Prepare without allocating; buckets may share the scratch memory."""
         self._layout = layout
         self._scratch = scratch
         ranks = range(layout.size)
@@ -187,7 +173,7 @@ class SimulatedAllReduce:
         reduced_over = layout
         if len(members) < layout.size:
             reduced_over = simulated_layout(len(members), ranks_per_node=len(members))
-        # One, or between two nodes one in each.
+        # One reduction, or with two nodes one in each.
         self._reductions = [
             SimulatedReduceScatter(
                 reduced_over,
@@ -209,12 +195,12 @@ class SimulatedAllReduce:
         multiplier: float = 1.0,
         sections: Sequence[Section] = (),
     ) -> Tensor:
-        """Return what each rank ends with.
+        """Return the result of each rank.
 
         Args:
-            values: of each rank, [n] of one type, contiguous.
-            call: number of this reduction of the bucket since the start, for the rounding bits.
-            sections: of the values; () for one.
+            values: values of each rank, [n] of one dtype, contiguous.
+            call: number of this reduction of the bucket, for the rounding bits.
+            sections: sections of the values; () for one.
         """
         size, total = self._layout.size, torch.empty_like(values[0])
         if size == 1 or not total.numel():
@@ -250,25 +236,17 @@ class SimulatedAllReduce:
 
 
 class SimulatedReplica(WeightReplica):
-    """Replica that all simulated ranks share: it is the same on all, and stored once, by the caller."""
+    """Weight replica that is identical on all simulated ranks and stored once, by the caller."""
 
     def __init__(
         self, layout: NodeLayout, *, config: WeightConfig, traffic: TrafficCounter, scratch: Scratch
     ) -> None:
-        """Prepare; nothing is allocated.
-
-        Args:
-            traffic: counts what one of the ranks sends; all send the same.
-        """
+        """Prepare without allocating; `traffic` counts one rank's bytes, which are equal for all."""
         topology = Topology(layout=layout, node=0, local_rank=0, intra=None, inter=None)
         super().__init__(topology, config=config, traffic=traffic, scratch=scratch)
 
     def refresh_fully(self, rows: Tensor, held: Tensor) -> None:
-        """Set what is held to the given rows of all ranks.
-
-        Args:
-            rows, held: [ranks, n], contiguous, in the type that weights are gathered in.
-        """
+        """Copy rows into the replica, both [ranks, n], contiguous, in the gathered dtype."""
         layout, row_bytes = self._topology.layout, held[0].nbytes
         if rows is not held:
             held.copy_(rows)
@@ -279,11 +257,7 @@ class SimulatedReplica(WeightReplica):
             self._traffic.count_bytes(row_bytes * layout.nodes, level="intra", peers=peers)
 
     def refresh(self, rows: Tensor, held: Tensor, *, sections: Sequence[Section] = ()) -> None:
-        """Move what is held towards the given rows by their quantized differences.
-
-        Args:
-            sections: of a row; () for one.
-        """
+        """Add the quantized differences from the rows to the replica; sections () is a single one."""
         if self.bits is None:
             self.refresh_fully(rows, held)
             return
@@ -303,7 +277,7 @@ class SimulatedReplica(WeightReplica):
             self._traffic.count_messages(message, level="intra", peers=peers, copies=layout.nodes)
 
     def count_gather(self, row_bytes: int) -> None:
-        """Count a gather of the weights from the ranks of the node, if a rank does not hold all of them."""
+        """Count a gather of weights inside the node, unless every rank holds all of them."""
         layout = self._topology.layout
         if not self.is_full:
             peers = layout.ranks_per_node - 1

@@ -1,7 +1,7 @@
-"""What the communication of many ranks does to the weights and gradients of one process.
+"""Apply the communication of many ranks to the weights and gradients of one process.
 
-Plays the part that FSDP2 and its quantized hooks have in a real run: when weights are gathered and refreshed,
-how gradients are reduced, what would have been sent.
+Replaces FSDP2 and its quantized hooks: when weights are gathered and refreshed, how gradients are reduced,
+and how many bytes would be sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMAT_VERSION = 1
 
 
 class SimulatedGroup:
-    """Parameters that the simulated ranks gather and reduce together; `sample_main` is rank 0's."""
+    """Parameters that the simulated ranks gather and reduce together."""
 
     def __init__(self, name: str, rows: RowLayout, *, main: Mapping[str, Tensor]) -> None:
         self.name = name
@@ -39,7 +39,7 @@ class SimulatedGroup:
         self.device = next(iter(main.values())).device
 
     def sections(self, *, unit: int, separate: bool) -> tuple[Section, ...]:
-        """Return the sections of a row, as those of FSDP2's; see `cut_row`."""
+        """Return the sections of a row, as for FSDP2; see `cut_row`."""
         if not separate:
             return whole_row(self.shard_numel)
         parameters = [
@@ -51,12 +51,12 @@ class SimulatedGroup:
         return cut_row(parameters, unit=unit, count=len(parameters))
 
     def sample_main(self, ranges: Sequence[Range]) -> Tensor:
-        """Return these ranges of rank 0's main shard, one behind the other, in fp32."""
+        """Return these ranges of rank 0's main shard, concatenated, in fp32."""
         return sample_of(self.rows.row(self._main, rank=0), ranges).float()
 
 
 class SimulatedGroupState(GroupState):
-    """Communication of one parameter group of all simulated ranks; its counters are one rank's."""
+    """Communication state of one parameter group; counters are per rank."""
 
     group: SimulatedGroup
     replica: SimulatedReplica | None
@@ -71,28 +71,25 @@ class SimulatedGroupState(GroupState):
         stays_gathered: bool,
     ) -> None:
         super().__init__(group, index=index, layout=layout)
-        self.resync_wanted = True  # the first refresh is in full precision, too
+        self.resync_wanted = True  # the first refresh is in full precision
         self._held = held
         self.reductions_of_all: SimulatedReduceScatter | None = None
-        """Of all ranks together; `reduction` is rank 0's part of it."""
+        """Reduction of all ranks; `reduction` is rank 0's part of it."""
         self.stays_gathered = stays_gathered
-        """Whether the weights are kept after forward, for the backward that follows."""
+        """Whether the weights are kept from forward to backward."""
         self.is_gathered = False
         self.is_changed = False
-        """Whether an optimizer has changed the main weights since the last refresh."""
+        """Whether the main weights have changed since the last refresh."""
         self.weight_sections: tuple[Section, ...] = ()
         self.gradient_sections: tuple[Section, ...] = ()
-        """Of a row of weights and of gradients."""
         self.was_loaded = False
-        """What is held comes from a checkpoint; the next refresh, in full precision, is with that."""
+        """Whether the replica comes from a checkpoint, and the next full refresh sends it."""
 
     @property
     def refresh_is_full(self) -> bool:
-        """See GroupState."""
         return self.resync_wanted
 
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
-        """See GroupState."""
         held = self.group.rows.row(self._held, rank=0)
         return self.group.sample_main(ranges), sample_of(held, ranges)
 
@@ -111,10 +108,10 @@ class SimulatedModelState(ModelState):
 
 
 class SimulatedCommHandle(CommHandle):
-    """Communication of simulated ranks: the engine, and the handle that all engines have.
+    """Communication engine of simulated ranks, with the common handle interface.
 
-    `stats()` reports the bytes of all ranks together. Quantization errors are measured on rank 0, and decide
-    on alerts. There is one copy of each replica, so an audit finds nothing.
+    `stats()` reports the bytes of all ranks together. Quantization errors are measured on rank 0 and decide
+    on alerts. Each replica is stored once, so an audit finds nothing.
     """
 
     _state: SimulatedModelState
@@ -129,14 +126,13 @@ class SimulatedCommHandle(CommHandle):
         config: SDP4BitConfig,
         reshard: bool,
     ) -> None:
-        """Prepare; nothing is allocated.
+        """Prepare without allocating.
 
         Args:
-            main: the fp32 main weights, which the optimizer updates.
-            compute: the weights that all ranks compute with; the same module as main if nothing can make
-                them differ.
-            groups: name and parameters' names of every FSDP2 group, in the order of their numbers.
-            reshard: whether the ranks free the weights of a block after its forward.
+            main: fp32 main weights, which the optimizer updates.
+            compute: weights that all ranks compute with; the same module as main if they cannot differ.
+            groups: name and parameter names of every FSDP2 group, in order.
+            reshard: whether ranks free a block's weights after its forward.
         """
         self.layout = layout
         self._main_parameters = dict(main.named_parameters())
@@ -167,7 +163,7 @@ class SimulatedCommHandle(CommHandle):
             self._watch(Alerts(comms, process_groups=alone, telemetry=telemetry, config=config.alerts))
 
     def _choose(self, comm: SimulatedGroupState, config: SDP4BitConfig) -> None:
-        """Give a group what quantizes its weights and its gradients, or the reason why nothing does."""
+        """Set up a group's quantized communication, or the reason for its absence."""
         nodes = self.layout.nodes
         comm.weights_unquantized_reason = one_node_reason(config.weights, nodes=nodes)
         comm.gradients_unquantized_reason = one_node_reason(config.gradients, nodes=nodes)
@@ -176,10 +172,7 @@ class SimulatedCommHandle(CommHandle):
                 unit=config.weights.group_size, separate=config.separate_parameters
             )
             comm.replica = SimulatedReplica(
-                self.layout,
-                config=config.weights,
-                traffic=comm.weight_traffic,
-                scratch=self._scratch,
+                self.layout, config=config.weights, traffic=comm.weight_traffic, scratch=self._scratch
             )
         if config.gradients is None or comm.gradients_unquantized_reason:
             return
@@ -196,16 +189,11 @@ class SimulatedCommHandle(CommHandle):
             unit=comm.reduction.group_unit, separate=config.separate_parameters
         )
 
-    @property
-    def row_layouts(self) -> list[RowLayout]:
-        """How FSDP2 would cut each parameter group into rows, in the order of the groups."""
-        return [comm.group.rows for comm in self._state.groups]
-
     # -- weights ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def before_forward(self) -> None:
-        """Make the weights to compute with current; called before every forward of rank 0."""
+        """Update the compute weights; call before every forward of rank 0."""
         state = self._state
         if state.step_pending:
             state.step_pending = False
@@ -219,30 +207,30 @@ class SimulatedCommHandle(CommHandle):
                 comm.is_gathered = True
 
     def after_forward(self) -> None:
-        """Note that rank 0 has ended a forward."""
+        """Record the end of a forward of rank 0."""
         for comm in self._state.groups:
             comm.is_gathered = comm.stays_gathered
 
     def before_backward(self) -> None:
-        """Note that rank 0 is about to go backward, which frees the weights behind it."""
+        """Record the start of a backward of rank 0, which then frees the weights."""
         for comm in self._state.groups:
             if not comm.is_gathered:
                 self._count_gather(comm)
             comm.is_gathered = False
 
     def reshard(self) -> None:
-        """Free what the root of the model has gathered, as its reshard() does."""
+        """Record that the root's weights are freed, as by its reshard()."""
         self._state.groups[0].is_gathered = False
 
     def mark_step(self) -> None:
-        """Note that an optimizer has changed the main weights."""
+        """Record that an optimizer has changed the main weights."""
         self._state.step_pending = True
         for comm in self._state.groups:
             comm.is_changed = True
             comm.is_gathered = False
 
     def resync(self) -> None:
-        """Let the next forward compute with the main weights, sent in full precision."""
+        """Refresh the replicas in full precision before the next forward."""
         for comm in self._state.groups:
             comm.resync_wanted, comm.was_loaded = True, False
             comm.is_changed = comm.is_gathered = False
@@ -262,7 +250,7 @@ class SimulatedCommHandle(CommHandle):
         layout.write_rows(self._main, rows)
         is_evaluated = comm.is_changed and not comm.resync_wanted and not self._compute.training
         if is_evaluated and comm.replica.sends_differences:
-            # As on FSDP2, the size of a step decides when an evaluation is the first to use it.
+            # As on FSDP2, the size of the change decides if an evaluation is the first to use it.
             by_rank = [change_squares(row.to(self._dtype), own) for row, own in zip(rows, held, strict=True)]
             comm.resync_wanted = bool(is_large_change(torch.stack(by_rank).sum(0)))
         if comm.resync_wanted:
@@ -285,7 +273,7 @@ class SimulatedCommHandle(CommHandle):
             comm.replica.count_gather(shard_bytes)
 
     def _rows(self, use: str, comm: SimulatedGroupState, dtype: torch.dtype) -> Tensor:
-        """Return [ranks, n] of unspecified content, until the next call for this use."""
+        """Return uninitialized [ranks, n], valid until the next call for this use."""
         nbytes = comm.group.shard_numel * dtype.itemsize
         name, device = f"{use} rows", comm.group.device
         return self._scratch.messages(name, self.layout.size, nbytes, device=device).view(dtype)
@@ -294,9 +282,9 @@ class SimulatedCommHandle(CommHandle):
 
     @torch.no_grad()
     def add_gradients(self, gradients: Mapping[str, Tensor], *, rank: int) -> None:
-        """Add a rank's gradients, which are not needed afterwards; called for one rank after another.
+        """Add a rank's gradients, which may be overwritten; call for one rank after another.
 
-        Full-precision sums are fp32, added in the order of the ranks.
+        Full-precision sums are fp32, in rank order.
         """
         state = self._state
         for comm in state.groups:
@@ -319,7 +307,7 @@ class SimulatedCommHandle(CommHandle):
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Give the main weights the mean of all ranks' gradients as theirs."""
+        """Set the gradients of the main weights to the mean over all ranks."""
         ranks = self.layout.size
         for comm in self._state.groups:
             names = [segment.name for segment in comm.group.rows.segments]
@@ -358,12 +346,12 @@ class SimulatedCommHandle(CommHandle):
         return wrong
 
     def state_dict(self) -> StateDict:
-        """Return what a bit-exact resume needs: what the ranks hold of the weights, and counters."""
+        """Return the gathered weights and counters, for a bit-exact resume."""
         state = self._state
         replica: dict[str, Tensor] = {}
         counters: dict[str, Tensor] = {}
         for comm in state.groups:
-            # Before a refresh in full precision nothing is pending: a resumed run begins with one too.
+            # A pending full refresh is not saved, because a resumed run starts with one.
             is_due = comm.resync_wanted and not comm.was_loaded
             changed = int(comm.is_changed and not is_due)
             counters[comm.group.name] = torch.tensor([comm.reductions, comm.refreshes, changed])
@@ -381,7 +369,7 @@ class SimulatedCommHandle(CommHandle):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue from a saved state, when the main weights have been loaded."""
+        """Continue from a saved state, after the main weights have been loaded."""
         state = self._state
         state.steps, state.step_pending = int(state_dict["steps"]), False
         for comm in state.groups:

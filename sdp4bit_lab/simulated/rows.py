@@ -1,4 +1,4 @@
-"""How FSDP2 would cut a parameter group into rows, one for each rank."""
+"""Cut parameter groups into one row per rank, like FSDP2."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Where one parameter's chunks lie in the rows of its group."""
+    """Position of one parameter's chunks in the rows of its group."""
 
     name: str
     start: int
     end: int
-    """Between them, a chunk of `per_rank` slices of the parameter's first dimension, or fewer and zeros."""
+    """Between start and end: `per_rank` slices of the first dimension, or fewer and zeros."""
     per_rank: int
     length: int
     """Size of the parameter's first dimension."""
 
     def chunk(self, tensor: Tensor, rank: int) -> Tensor:
-        """View the part of a tensor shaped like the parameter that a rank holds, which may be empty."""
+        """View a rank's part of a tensor with the parameter's shape; may be empty."""
         first = min(rank * self.per_rank, self.length)
         return tensor[first : min(first + self.per_rank, self.length)]
 
 
 class RowLayout:
-    """A parameter group of a model, cut into rows for a number of ranks."""
+    """Rows of a parameter group."""
 
     def __init__(self, parameters: Mapping[str, Tensor], *, ranks: int) -> None:
-        """Cut like FSDP2: every parameter along its first dimension, chunks filled up to equal sizes."""
+        """Split every parameter along its first dimension, and pad chunks to equal sizes."""
         self.ranks = ranks
         self.segments: list[Segment] = []
         numel = 0
@@ -42,10 +42,10 @@ class RowLayout:
             self.segments.append(Segment(name=name, start=numel, end=end, per_rank=per_rank, length=length))
             numel = end
         self.numel = numel
-        """Values of a row, padding included."""
+        """Values in a row, including padding."""
 
     def write_rows(self, tensors: Mapping[str, Tensor], rows: Tensor) -> None:
-        """Write the tensors to the rows [ranks, n], in their type; zeros where chunks are filled up."""
+        """Write the tensors into the rows [ranks, n], cast to their dtype, with zeros as padding."""
         for segment in self.segments:
             tensor, (whole, part) = tensors[segment.name], _split(segment)
             place = rows[:, segment.start : segment.end]
@@ -57,7 +57,7 @@ class RowLayout:
                 place[whole, : last.numel()].copy_(last)
 
     def read_rows(self, rows: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Read the tensors from the rows [ranks, n], in their own type."""
+        """Read the tensors from the rows [ranks, n], cast to the tensors' dtype."""
         for segment in self.segments:
             tensor, (whole, part) = tensors[segment.name], _split(segment)
             place = rows[:, segment.start : segment.end]
@@ -67,14 +67,14 @@ class RowLayout:
                 last.copy_(place[whole, : last.numel()].view(last.shape))
 
     def read_row(self, row: Tensor, *, rank: int, tensors: Mapping[str, Tensor]) -> None:
-        """Read the parts of the tensors that a rank holds from its row [n]."""
+        """Read a rank's parts of the tensors from its row [n]."""
         for segment in self.segments:
             chunk = segment.chunk(tensors[segment.name], rank)
             if chunk.numel():
                 chunk.copy_(row[segment.start : segment.start + chunk.numel()].view(chunk.shape))
 
     def row(self, tensors: Mapping[str, Tensor], *, rank: int) -> Tensor:
-        """Return a rank's row [n] of tensors shaped like the parameters, in their type."""
+        """Return a rank's row [n] of tensors with the parameters' shapes."""
         like = next(iter(tensors.values()))
         row = torch.zeros(self.numel, dtype=like.dtype, device=like.device)
         for segment in self.segments:
@@ -84,5 +84,5 @@ class RowLayout:
 
 
 def _split(segment: Segment) -> tuple[int, int]:
-    """Return how many ranks hold a full chunk, and how many slices the next one has."""
+    """Return the number of ranks with a full chunk, and the slices of the next rank."""
     return divmod(segment.length, segment.per_rank)

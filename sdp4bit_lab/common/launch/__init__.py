@@ -1,1 +1,1 @@
-"""The processes of a run: started, joined, ended together."""
+"""Start, join and stop the processes of a run."""

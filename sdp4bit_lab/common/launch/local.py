@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this machine, and end all of them when one fails."""
+"""Start the ranks of a run on this machine and stop all of them when one fails."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ _WAIT_FOR_ROOT_CAUSE = 3.0
 def run_on_ranks(program: str, *, config: object, parallel: RanksConfig, leaves_early: bool = True) -> int:
     """Run a program on all ranks and return the exit code.
 
-    Under torchrun this process is one of the ranks, and so it is if there is only one. Otherwise the ranks
-    are started here; when one fails, the others are stopped at once, and none outlives this call.
+    Under torchrun, or with a single rank, this process is the rank. Otherwise the ranks are child processes;
+    if one fails, the others are killed. None outlives this call.
 
     Args:
         program: function of `config` and `ranks=` as module:name, imported by the ranks alone.
-        leaves_early: the program leaves by itself after a signal; otherwise a signal ends the ranks.
+        leaves_early: whether the program stops by itself after a signal; if not, a signal kills the ranks.
 
     Returns:
-        0, also of a program that has left because of SIGTERM or SIGUSR1; 130 if it was SIGINT; 1 or 2 if it
-        has failed; 128 and the signal's number if a signal has ended the ranks at once.
+        0, also after stopping for SIGTERM or SIGUSR1; 130 after SIGINT; 1 or 2 after a failure; 128 + signal
+        if a signal killed the ranks.
 
     Raises:
-        SettingError: the number of processes does not fit the other settings; nothing has been started.
+        SettingError: the number of processes conflicts with other settings; nothing was started.
     """
     if "RANK" in os.environ:
         return _run_rank(program, config, parallel.timeout, leaves_early=leaves_early)
@@ -67,23 +67,22 @@ def run_on_ranks(program: str, *, config: object, parallel: RanksConfig, leaves_
 
 
 def _run_rank(program: str, config: object, timeout: timedelta, *, leaves_early: bool) -> int:
-    """Run the program as one rank and return its exit code."""
     rank, run = int(os.environ.get("RANK", "0")), pkgutil.resolve_name(program)
     try:
         with join_ranks(timeout=timeout) as ranks:
             if leaves_early:
-                # Not earlier: a rank that joins has nothing to save, and may wait for one that has ended.
+                # Only now: while joining there is nothing to save, and a peer may already have exited.
                 listen()
             run(config, ranks=ranks)
             ignore()
     except ExchangeError as error:
         _report_error(f"{error} (--distributed-timeout-minutes)")
-        # Usually another rank has ended: the launcher names the first one that it sees, which is to be that.
+        # Usually a peer's exit is the cause. The launcher reports the first exit it sees, so wait.
         time.sleep(_WAIT_FOR_ROOT_CAUSE)
         return EXIT_FAILED
     except SettingError as error:
         if rank:
-            # Rank 0 reports it for all, and the launcher then ends this process; unless rank 0 is fine.
+            # Rank 0 usually reports the same error, and the launcher then kills this process.
             time.sleep(_WAIT_FOR_ROOT_CAUSE)
         _report_error(f"rank {rank}: {error}" if rank else str(error))
         return EXIT_SETTING
@@ -91,12 +90,12 @@ def _run_rank(program: str, config: object, timeout: timedelta, *, leaves_early:
 
 
 def _run_processes(program: str, config: object, timeout: timedelta, *, size: int, leaves_early: bool) -> int:
-    # Acted on in `_join` alone, because a handler could miss a rank that is being started.
+    # Handled in `_join`, because a handler could miss a rank that is being started.
     signals: list[signal.Signals] = []
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: signals.append(signal.Signals(number)))
-    # Kept here, so that no rank has to guess a free port.
+    # Hosted here, so that no rank has to guess a free port.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     processes = [
@@ -107,9 +106,9 @@ def _run_processes(program: str, config: object, timeout: timedelta, *, size: in
         )
         for rank in range(size)
     ]
-    # Started first, because its start unblocks two signals.
+    # Started first, because starting it unblocks two signals.
     resource_tracker.ensure_running()
-    # Processes inherit the mask: a signal to the process group waits until a rank listens.
+    # Children inherit the mask: a signal to the process group stays pending until a rank listens.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     note(f"starting {size} processes")
     try:
@@ -133,29 +132,24 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
-        # The launcher keeps the store: rank 0 must not start one.
+        # The launcher hosts the store, so rank 0 must not.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 
 def _run_process(
-    program: str,
-    config: object,
-    timeout: timedelta,
-    *,
-    environment: dict[str, str],
-    leaves_early: bool,
+    program: str, config: object, timeout: timedelta, *, environment: dict[str, str], leaves_early: bool
 ) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.update(environment)
     code = _run_rank(program, config, timeout, leaves_early=leaves_early)
     if code:
-        # At once, so that the launcher stops the others before they report the same error.
+        # Without cleanup, so that the launcher stops the others before they report the same error.
         os._exit(code)
 
 
 def end_with_parent() -> None:
-    """End this process when the one that started it has ended; for a thread of its own."""
+    """Exit when the parent process has exited; run it in its own thread."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()
@@ -163,7 +157,7 @@ def end_with_parent() -> None:
 
 
 def _join(processes: Sequence[SpawnProcess], signals: list[signal.Signals], *, leaves_early: bool) -> int:
-    """Wait for the ranks, forward signals to them, and return the exit code; ranks may still run."""
+    """Wait for the ranks, forward signals to them, and return the exit code. Ranks may still be running."""
     asked_by: signal.Signals | None = None
     first_at: float | None = None
     while running := [process for process in processes if process.exitcode is None]:
@@ -175,7 +169,7 @@ def _join(processes: Sequence[SpawnProcess], signals: list[signal.Signals], *, l
             if number != signal.SIGUSR1:
                 first_at = first_at or time.monotonic()
                 if not leaves_early or time.monotonic() - first_at > REPEAT_SIGNAL_SECONDS:
-                    _report_error(f"{number.name}: the ranks were killed")
+                    _report_error(f"{number.name}: killed the ranks")
                     return 128 + number
             if asked_by is None:
                 asked_by = number
@@ -189,21 +183,21 @@ def _join(processes: Sequence[SpawnProcess], signals: list[signal.Signals], *, l
 
 
 def _failed(processes: Sequence[SpawnProcess]) -> dict[int, int]:
-    """Map the ranks that have failed to their exit codes."""
+    """Map failed ranks to their exit codes."""
     return {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
 
 
 def _report_failure(processes: Sequence[SpawnProcess]) -> int:
     first = _failed(processes)
-    # Others fail at the same moment, and one of them may be the cause.
+    # Other ranks may fail at the same time, and one of them may be the cause.
     time.sleep(_WAIT_FOR_OTHER_FAILURES)
     failed = {**first, **_failed(processes)}
     if EXIT_SETTING in failed.values():
-        return EXIT_SETTING  # the rank has reported it
-    # A rank that a signal has ended comes first: the others fail for want of it, at about the same time.
+        return EXIT_SETTING  # already reported by the rank
+    # Prefer a rank killed by a signal: the others fail because of it.
     rank, code = min(failed.items(), key=lambda item: item[1] >= 0)
-    ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    _report_error(f"rank {rank} failed ({ending}); the other ranks have been stopped")
+    ending = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    _report_error(f"rank {rank} failed ({ending}); the other ranks were stopped")
     return EXIT_FAILED
 
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to leave after its step: heard by every process of the run, kept until it looks."""
+"""Record signals that ask a run to stop after the current step."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Batch systems send the first two some time before they end a job; the third is Ctrl-C."""
+"""Batch systems send the first two some time before they end a job. The third is Ctrl-C."""
 REPEAT_SIGNAL_SECONDS = 1.0
-"""Seconds after which a signal is a second one. `timeout` signals its child and then the child's whole group:
-one wish, which comes twice."""
+"""Time in which a repeated signal is a duplicate: `timeout` signals its child, then the process group."""
 
-# Of the process, as signals are: one that comes between two runs of a process concerns the second.
+# Process-wide, like signals: one that arrives between two runs applies to the second.
 _received: signal.Signals | None = None
 _ends_after: float | None = None
 
 
 def listen() -> None:
-    """Let the signals ask this process to leave from now on, instead of ending it.
+    """Record the signals instead of terminating; pending blocked ones arrive now.
 
-    Those that were blocked until now arrive. A signal that is ignored, as shells without job control have it
-    in the background, stays so.
+    Ignored signals stay ignored, as for background jobs of shells without job control.
     """
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -34,16 +32,16 @@ def listen() -> None:
 
 
 def ignore() -> None:
-    """Ignore the signals, so that one that comes again does not kill this process while it ends."""
+    """Ignore the signals, so that a repeated one does not kill the process during shutdown."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Let the signals ask to leave inside the block; a process that listens already continues with that.
+    """Record signals inside the block, unless the process already does.
 
-    Only a process's main thread can listen; in other threads signals do what they did before.
+    Has no effect outside the main thread.
     """
     global _received, _ends_after
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -64,7 +62,7 @@ def _remember(number: int, _frame: FrameType | None) -> None:
     global _received, _ends_after
     _received = _received or signal.Signals(number)
     if number == signal.SIGUSR1 or "RANK" in os.environ:
-        return  # a launcher ends its ranks itself
+        return  # the launcher kills its ranks itself
     if _ends_after is None:
         _ends_after = time.monotonic() + REPEAT_SIGNAL_SECONDS
     elif time.monotonic() > _ends_after:
@@ -73,5 +71,5 @@ def _remember(number: int, _frame: FrameType | None) -> None:
 
 
 def received() -> signal.Signals | None:
-    """Return the first signal that has come, None before."""
+    """Return the first recorded signal, or None."""
     return _received

@@ -1,8 +1,8 @@
-"""A store for the addresses of this start's processes alone, whatever the launcher's store still holds.
+"""Separate the store of this start from keys that earlier starts left in the launcher's store.
 
-torchrun keeps one store over its restarts. Back ends write their addresses there under the same names every
-time, and a rank that is early reads those of processes that have ended. TORCHELASTIC_RESTART_COUNT does not
-tell starts apart: each node counts for itself.
+torchrun keeps one store across restarts. Back ends write their addresses under the same names each time, so
+an early rank could read the addresses of processes that have exited. TORCHELASTIC_RESTART_COUNT cannot
+distinguish starts because every node counts for itself.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ _PREFIX = "sdp4bit"
 
 
 def join_store(rendezvous: Store, *, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, str]:
-    """Return a part of the store that only the processes of this start use, and a name of the whole job.
+    """Return a prefix store for the processes of this start, and the name of the job.
 
-    1. Every rank but 0 registers with a number of its own, drawn at random.
-    2. Rank 0 answers each hello with it and the name of the start: an answer to a process that has ended, or
-       of one, has another number.
+    1. Every rank but 0 registers a random number.
+    2. Rank 0 answers with that number and the name of the start. Stale answers have another number.
     3. The ranks confirm the name.
 
     Raises:
-        ExchangeError: a rank is missing after the timeout.
+        ExchangeError: a rank did not register before the timeout.
     """
     store = PrefixStore(_PREFIX, rendezvous)
     job = store.compare_set("job", "", uuid4().hex).decode()
@@ -41,7 +40,7 @@ def join_store(rendezvous: Store, *, rank: int, world_size: int, timeout: timede
 
 
 def _serve_handshake(store: Store, *, world_size: int, deadline: float) -> str:
-    """Return the name of the start, which all ranks have confirmed."""
+    """Return the name of the start after all ranks have confirmed it."""
     start = uuid4().hex
     missing = set(range(1, world_size))
     answered: dict[int, str] = {}
@@ -59,7 +58,6 @@ def _serve_handshake(store: Store, *, world_size: int, deadline: float) -> str:
 
 
 def _join_handshake(store: Store, *, rank: int, deadline: float) -> str:
-    """Return the name of the start."""
     hello = uuid4().hex
     store.set(f"hello {rank}", hello)
     while True:
@@ -78,7 +76,7 @@ def _read(store: Store, key: str) -> str | None:
 def _pause(deadline: float, *, missing: list[int], rank: int) -> None:
     if time.monotonic() > deadline:
         raise ExchangeError(
-            f"start of the ranks: rank {rank} has waited for {ranks_in_words(missing)} until the timeout. "
-            "See their errors, or give them a longer timeout"
+            f"start of the ranks: rank {rank} waited for {ranks_in_words(missing)} until the timeout. "
+            "Check their errors, or raise the timeout"
         )
     time.sleep(_INTERVAL)

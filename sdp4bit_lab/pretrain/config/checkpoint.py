@@ -1,4 +1,4 @@
-"""Settings of saving, resuming and exporting."""
+"""Settings for saving, resuming and exporting."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class CheckpointConfig:
     """Folder to resume from: its latest complete checkpoint, or one of its step folders. If it equals --save
     and is empty, the run starts from step 1."""
     auto_resume: bool = False
-    """Resume from --save if it has a checkpoint, else from --load if given. One command line then starts and
-    resumes a run."""
+    """Resume from --save if it has a checkpoint, else from --load, so that one command starts and resumes."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "save_interval", "keep_last")
@@ -39,15 +38,14 @@ class CheckpointConfig:
         )
 
     def is_due(self, step: int, *, is_last: bool = False) -> bool:
-        """Return whether a checkpoint is to be saved after this step."""
         return self.save is not None and (is_last or step % self.save_interval == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """A checkpoint to write as a Hugging Face GPT-2 model."""
+    """Checkpoint to export as a Hugging Face GPT-2 model."""
 
     load: Path
-    """Folder of checkpoints, whose latest complete one is used, or one of its step folders."""
+    """Folder of checkpoints, whose latest complete one is exported, or one of its step folders."""
     out: Path
     """New folder for config.json, model.safetensors and the tokenizer."""

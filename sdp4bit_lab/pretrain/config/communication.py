@@ -1,4 +1,4 @@
-"""What is quantized, by the paper's names and the reference implementation's flags, and what is watched."""
+"""Settings of quantized communication under the reference implementation's flags, and of its checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sdp4bit_lab.common.settings import SettingError, option, option_flags
 from sdp4bit_lab.common.strategies import DEFAULT_STRATEGY, STRATEGIES, Strategy
 
 REFERENCE_INTRA_GROUP = 512
-"""The reference parser's intra-node default; its scripts, the paper and our strategies use 128."""
+"""Intra-node default of the reference parser; its scripts, the paper and our strategies use 128."""
 
 if TYPE_CHECKING:
     _Bits = float
@@ -35,14 +35,13 @@ _GRADIENTS = {
     "start_step": "start_step",
     "gradients_inside_one_node": "inside_one_node",
 }
-"""Fields of the library's settings by the names of ours. Switches that are off, and None, change nothing."""
+"""Map our field names to the library's. Options that are off or None change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationConfig:
-    """Details of the quantized communication. With --strategy they change its values. Otherwise
-    --quantized-weights and --quantized-gradients select what is quantized, as in the reference
-    implementation."""
+    """Details of the quantized communication. With --strategy they modify it. Otherwise --quantized-weights
+    and --quantized-gradients enable quantization, as in the reference implementation."""
 
     quantized_weights: bool = False
     """Send 4-bit weight differences, instead of --strategy."""
@@ -51,10 +50,9 @@ class CommunicationConfig:
     weight_group_size: Annotated[int | None, option("wq-group-size")] = None
     """Weight differences that share a scale. Default: the strategy's, or 2048."""
     replica: ReplicaPlacement | None = None
-    """Placement of the weight replica: node (sharded over the ranks of a node) or full (on every rank).
-    Default: node."""
+    """Weight replica: node (sharded over the ranks of a node) or full (on every rank). Default: node."""
     quantized_gradients: bool = False
-    """Reduce gradients by two quantized all-to-alls, instead of --strategy."""
+    """Reduce gradients with two quantized all-to-alls, instead of --strategy."""
     inter_bits: Annotated[_Bits | None, option("gradient-quantization-bits-inter")] = None
     """Bits per inter-node gradient. Default: the strategy's, or 4."""
     inter_group_size: Annotated[int | None, option("gq-group-size-inter")] = None
@@ -67,11 +65,9 @@ class CommunicationConfig:
     hadamard_transform: bool = False
     """Apply a Hadamard transform to gradients before quantization; part of tlq-hs and sdp4bit."""
     inter_rounding: Annotated[Rounding | None, option("gradient-rounding-inter")] = None
-    """Rounding of inter-node gradients. Default: dither with sdp4bit, stochastic with the paper's
-    strategies."""
+    """Rounding of inter-node gradients. Default: dither with sdp4bit, stochastic with the paper's ones."""
     pipeline_chunks: Annotated[int | None, option("gradient-alltoall-pipeline", "pipeline-chunks")] = None
-    """Slices of a gradient exchange, whose intra-node and inter-node transfers overlap. Default: chosen by
-    size."""
+    """Slices of a gradient exchange whose intra-node and inter-node hops overlap. Default: by size."""
     start_step: Annotated[int | None, option("gradients-quantization-start-iteration")] = None
     """Steps with full-precision gradients before quantization starts. Default: 0."""
     gradients_inside_one_node: bool = False
@@ -88,20 +84,16 @@ class CommunicationConfig:
 
     @property
     def names_parts(self) -> bool:
-        """Whether the flags, rather than a strategy, select what is quantized."""
+        """Whether flags instead of a strategy enable quantization."""
         return self.quantized_weights or self.quantized_gradients
 
     def resolve(self, strategy: Strategy | None, *, seed: int) -> SDP4BitConfig:
-        """Return the library's settings.
-
-        Raises:
-            SettingError: settings that contradict each other, or that this strategy has no use for.
-        """
+        """Return the library's settings; SettingError if they conflict or the strategy does not use them."""
         if self.names_parts:
             if strategy is not None:
                 raise SettingError(
-                    f"--strategy {strategy} and --quantized-weights / --quantized-gradients both select what "
-                    "is quantized: give one of the two"
+                    f"--strategy {strategy} conflicts with --quantized-weights and --quantized-gradients: "
+                    "give one or the other"
                 )
             reference = GradientConfig(
                 intra_group_size=REFERENCE_INTRA_GROUP,
@@ -122,7 +114,7 @@ class CommunicationConfig:
                 self._require_used(
                     names,
                     getattr(base, part) is not None,
-                    f"with strategy {strategy}, which does not quantize {part}: leave it out, or use {users}",
+                    f"with strategy {strategy}, which does not quantize {part}: remove it, or use {users}",
                 )
         try:
             return replace(
@@ -135,22 +127,22 @@ class CommunicationConfig:
             raise SettingError(str(error)) from error
 
     def strategy_name(self, strategy: Strategy | None) -> str:
-        """Return the name of what is quantized: that of the preset that flags and details make, or else of
-        the strategy whose details they are, or custom. How a row is cut changes no value and no name."""
+        """Return the preset that flags and details amount to, else the modified strategy, else custom.
+        Slicing changes no value and no name."""
         ours = self.resolve(strategy, seed=0)
         uncut = ours.gradients and replace(ours.gradients, pipeline_chunks=None)
         same = (n for n, c in STRATEGIES.items() if (c.weights, c.gradients) == (ours.weights, uncut))
         return next(same, "custom" if self.names_parts else strategy or DEFAULT_STRATEGY)
 
     def restricted_to(self, strategy: Strategy) -> CommunicationConfig:
-        """Leave out the settings of a part that the strategy does not quantize."""
+        """Drop the settings of parts that the strategy does not quantize."""
         config = STRATEGIES[strategy]
         unused = {**({} if config.weights else _WEIGHTS), **({} if config.gradients else _GRADIENTS)}
         defaults: dict[str, Any] = {name: getattr(CommunicationConfig(), name) for name in unused}
         return replace(self, **defaults)
 
     def given(self) -> list[str]:
-        """List the names of the fields that differ from their default."""
+        """List the fields that differ from their defaults."""
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
     def _values(self, names: dict[str, str]) -> dict[str, Any]:
@@ -180,11 +172,7 @@ class ReliabilityConfig:
             raise SettingError("--audit-on-mismatch has no effect with --audit-interval 0")
 
     def applied_to(self, config: SDP4BitConfig) -> SDP4BitConfig:
-        """Add these settings to the library's.
-
-        Raises:
-            SettingError: a value that cannot work, or alerts although nothing is quantized.
-        """
+        """Add these settings to the library's; SettingError for alerts without quantization."""
         try:
             audit = AuditConfig(interval=self.audit_interval or 1, on_mismatch=self.audit_on_mismatch)
             alerts = None if self.alerts == "off" else AlertConfig()

@@ -1,14 +1,14 @@
-"""Settings of the pretraining program: frozen dataclasses that check themselves, and the model cards.
+"""Settings of pretraining: frozen dataclasses that check themselves.
 
-Every field is a command-line option; the docstring below it is what `--help` shows.
+Every field is a command-line option, and the docstring below it is the help text.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from sdp4bit.config import SDP4BitConfig, TelemetryConfig
 from sdp4bit_lab.common.settings import SettingError, option, require, require_at_least, require_positive
@@ -23,9 +23,9 @@ from sdp4bit_lab.pretrain.model.cards import MODEL_CARDS, VOCABULARY_MULTIPLE, C
 DecayStyle = Literal["cosine", "linear", "constant"]
 
 LOWEST_SHARE = 0.1
-"""Learning rate at the end of the decay over the peak, as in the paper, when none is given."""
+"""Default learning rate at the end of the decay relative to the peak, as in the paper."""
 WARMUP_SHARE = 0.01
-"""Of the decay steps, as in the paper."""
+"""Default warm-up relative to the decay steps, as in the paper."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class ModelConfig:
     """The GPT to train: a preset, with single sizes replaced."""
 
     model_card: Annotated[CardName, option("preset", "model-card")] = "tiny"
-    """Model sizes, and defaults of sequence length, micro batch size, learning rate and vocabulary."""
+    """Model sizes, and defaults for sequence length, micro batch size, learning rate and vocabulary."""
     layers: Annotated[int | None, option("num-layers", "layers")] = None
     """Transformer blocks. Default: the preset's."""
     hidden: Annotated[int | None, option("hidden-size", "hidden")] = None
@@ -43,7 +43,7 @@ class ModelConfig:
     positions: Annotated[int | None, option("max-position-embeddings")] = None
     """Learned positions. Default: the sequence length."""
     dropout: float = 0.0
-    """Dropout probability of the embedding, the attention weights and both branches of a block."""
+    """Dropout probability for the embedding, the attention weights and both branches of a block."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "layers", "hidden", "heads", "positions")
@@ -57,11 +57,10 @@ class ModelConfig:
 
     @property
     def card(self) -> ModelCard:
-        """The model card."""
         return MODEL_CARDS[self.model_card]
 
     def shape(self, *, vocabulary: int, sequence_length: int) -> ModelShape:
-        """Return the sizes of the model; the vocabulary is rounded up to a multiple of 128."""
+        """Return the sizes of the model, with the vocabulary rounded up to a multiple of 128."""
         positions = self.positions or sequence_length
         require(
             positions >= sequence_length,
@@ -89,8 +88,7 @@ class OptimizerConfig:
     decay_style: Annotated[DecayStyle, option("lr-decay-style")] = "cosine"
     """Shape of the decay from --lr to --min-lr."""
     warmup_fraction: Annotated[float | None, option("lr-warmup-fraction", "warmup-fraction")] = None
-    """Fraction of the decay steps with linear warm-up. Default: --lr-warmup-iters, or the preset's steps, or
-    0.01."""
+    """Fraction of the decay steps for warm-up. Default: --lr-warmup-iters, the preset's steps, or 0.01."""
     warmup_steps: Annotated[int | None, option("lr-warmup-iters")] = None
     """Steps with linear warm-up, instead of --lr-warmup-fraction."""
     decay_steps: Annotated[int | None, option("lr-decay-iters", "decay-steps")] = None
@@ -121,7 +119,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What is written while training."""
+    """Output during training."""
 
     out: Path = Path("runs/pretrain")
     """Folder for config.json, metrics.jsonl and TensorBoard events."""
@@ -138,7 +136,7 @@ class LoggingConfig:
     log_interval: int = 10
     """Steps between printed lines."""
     log_throughput: bool = False
-    """Print TFLOP/s per device, with the paper's formula."""
+    """Print TFLOP/s per device, by the paper's formula."""
     telemetry_interval: int = 10
     """Steps between measurements of the quantization error; 0 disables them."""
 
@@ -151,13 +149,13 @@ class LoggingConfig:
         )
         require(
             self.wandb_project is None or self.tensorboard,
-            "--wandb-project copies the events of TensorBoard: leave out --no-tensorboard",
+            "--wandb-project copies TensorBoard events: remove --no-tensorboard",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
-    """Everything one training run depends on."""
+    """Settings of one training run."""
 
     strategy: Strategy | None = None
     """Communication strategy; baseline is plain FSDP2. The paper has evidence for 4 bits, as in sdp4bit, from
@@ -193,13 +191,11 @@ class PretrainConfig:
         )
         if not self.dry_run:
             rate, lowest = self.learning_rate, self.optimizer.min_lr
-            require(
-                lowest is None or lowest <= rate, f"--min-lr {lowest} is above the peak of {rate}: see --lr"
-            )
+            require(lowest is None or lowest <= rate, f"--min-lr {lowest} is above the peak {rate}: see --lr")
         _ = self.model_shape, self.quantization
 
     def check_layout(self, world_size: int) -> None:
-        """Raise SettingError unless the ranks, the model and the batch fit together."""
+        """Raise SettingError unless ranks, model and batch are compatible."""
         self.parallel.check_world(world_size)
         shape = self.model_shape
         self.parallel.check_model(
@@ -211,7 +207,6 @@ class PretrainConfig:
 
     @property
     def quantization(self) -> SDP4BitConfig:
-        """The library's settings."""
         interval = self.logging.telemetry_interval
         measured = replace(
             self.communication.resolve(self.strategy, seed=self.seed),
@@ -221,12 +216,12 @@ class PretrainConfig:
 
     @property
     def strategy_name(self) -> str:
-        """The strategy, for people: its name, or what the reference implementation's flags make."""
+        """Strategy, or the strategy that the reference implementation's flags amount to."""
         return self.communication.strategy_name(self.strategy)
 
     @property
     def learning_rate(self) -> float:
-        """Peak learning rate; SettingError if the card has none and none is given."""
+        """Peak learning rate; SettingError if neither the options nor the preset define it."""
         rate = self.optimizer.learning_rate or self.model.card.learning_rate
         if rate is None:
             raise SettingError(
@@ -236,7 +231,7 @@ class PretrainConfig:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps in which the learning rate rises, from the options or the card."""
+        """Steps of linear warm-up."""
         optimizer, steps = self.optimizer, self.optimizer.warmup_steps
         if steps is None and optimizer.warmup_fraction is None:
             steps = self.model.card.warmup_steps
@@ -247,31 +242,34 @@ class PretrainConfig:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens per sequence."""
         return self.training.sequence_length or self.model.card.sequence_length
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences per rank in one forward."""
         return self.training.micro_batch_size or self.model.card.micro_batch_size
 
     @property
     def model_shape(self) -> ModelShape:
-        """Sizes of the model."""
         return self.model.shape(
             vocabulary=self.resolved_data.vocabulary, sequence_length=self.sequence_length
         )
 
     @property
     def resolved_data(self) -> DataConfig:
-        """The data's settings; what is tokenized or made up here gets the card's vocabulary by default."""
+        """Data settings, with the preset's vocabulary for text tokenized at the start and for mock data."""
         data = self.data
         if data.vocabulary_size is not None or data.source == "indexed" or data.has_tokenizer:
             return data
         return replace(data, vocabulary_size=self.model.card.vocabulary)
 
+    def resolved_sections(self) -> dict[str, dict[str, Any]]:
+        """Return the training and optimizer settings with the preset's defaults resolved."""
+        batch = {"sequence_length": self.sequence_length, "micro_batch_size": self.micro_batch_size}
+        rates = {"learning_rate": self.learning_rate, "warmup_steps": self.warmup_steps}
+        return {"training": asdict(self.training) | batch, "optimizer": asdict(self.optimizer) | rates}
+
     def micro_batches(self, data_parallel_size: int) -> int:
-        """Return the micro batches of an optimizer step; SettingError if the batch does not divide."""
+        """Return the micro batches per step; SettingError if the global batch does not divide."""
         if self.training.global_batch_size is None:
             return self.training.accumulation or 1
         at_once = self.micro_batch_size * data_parallel_size

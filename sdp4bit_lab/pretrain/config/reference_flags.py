@@ -1,4 +1,4 @@
-"""Flags of the reference implementation's scripts that have no effect here, each with the reason."""
+"""Accept flags of the reference implementation's scripts that have no effect here."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from sdp4bit_lab.common.settings import SettingError
 
-_OWN_MODEL = "The model is this program's own."
-_FUSION = "Fusions are up to --compile."
+_OWN_MODEL = "This program has its own model."
+_FUSION = "--compile decides on fusions."
 _NO_FP16 = "Weights are gathered in bf16 or fp32, which need no loss scale."
 
 WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
@@ -21,30 +21,26 @@ WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
     "--loss-scale": ("N", _NO_FP16),
     "--loss-scale-window": ("N", _NO_FP16),
     "--min-loss-scale": ("N", _NO_FP16),
-    "--no-async-tensor-model-parallel-allreduce": ("", "PyTorch's tensor parallelism has no such switch."),
+    "--no-async-tensor-model-parallel-allreduce": ("", "PyTorch's tensor parallelism has no such option."),
     "--no-bias-dropout-fusion": ("", _FUSION),
     "--no-bias-gelu-fusion": ("", _FUSION),
-    "--no-gradient-accumulation-fusion": ("", "There is no fused accumulation of gradients to switch off."),
+    "--no-gradient-accumulation-fusion": ("", "There is no fused gradient accumulation."),
     "--no-masked-softmax-fusion": ("", "Mask and softmax are part of PyTorch's attention."),
     "--num-workers": ("N", "Every rank reads the memory-mapped data itself, without worker processes."),
     "--overlap-grad-reduce": ("", "FSDP2 always reduces a block while backward continues."),
     "--overlap-param-gather": ("", "FSDP2 always gathers a block while the one before it computes."),
     "--position-embedding-type": ("learned_absolute", "Positions are always learned, as in the paper."),
-    "--timing-log-level": ("N", "torch.profiler shows the time of the parts of a step."),
+    "--timing-log-level": ("N", "Use torch.profiler to time the parts of a step."),
     "--transformer-impl": ("local|transformer_engine", _OWN_MODEL),
     "--use-distributed-optimizer": ("", "FSDP2 always shards the optimizer's state."),
-    "--use-flash-attn": ("", "Attention takes PyTorch's flash kernel wherever that can run."),
+    "--use-flash-attn": ("", "Attention uses PyTorch's flash kernel if possible."),
     "--use-mcore-models": ("", _OWN_MODEL),
 }
-"""Values, separated by |, N for any and empty for a switch; and the reason."""
+"""Accepted values (separated by |, N for any, empty for a switch), and the reason."""
 
 
 def drop_reference_flags(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Split off the flags without effect; return the other arguments and a line for each flag dropped.
-
-    Raises:
-        SettingError: a value that would ask for something else.
-    """
+    """Return the other arguments, and a note per flag; SettingError for an unsupported value."""
     rest: list[str] = []
     notes: list[str] = []
     remaining = iter(arguments)

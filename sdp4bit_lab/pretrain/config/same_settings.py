@@ -1,4 +1,4 @@
-"""Comparison of the settings and versions of all ranks."""
+"""Compare the settings and versions of all ranks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,14 @@ from sdp4bit_lab.common.ranks import gather_over_ranks
 from sdp4bit_lab.common.settings import SettingError, option_flags
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 
-# Of the machine, not of the run; data at other paths is compared where it is opened.
+# These depend on the machine. Data paths may differ too; their content is compared when opened.
 _MAY_DIFFER = {"--nproc-per-node", "--out", "--data-cache-path", "--tensorboard-dir"}
 _ONE_FOLDER = {"--save", "--load"}
 _SHOWN = 5
 
 
 def check_same_settings(config: PretrainConfig) -> None:
-    """Check that all ranks have the same versions and the same settings; called on every rank.
-
-    Raises:
-        SettingError: the same on all ranks, with the values that differ.
-    """
+    """Raise SettingError on all ranks unless all have equal versions and settings."""
     local = {"sdp4bit": VERSION, "torch": str(torch.__version__), **dict(_settings(config))}
     by_rank = gather_over_ranks(local, what="comparison of the settings")
     lines = []
@@ -40,8 +36,8 @@ def check_same_settings(config: PretrainConfig) -> None:
     if lines:
         more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         raise SettingError(
-            f"the ranks do not run the same: {'; '.join(lines[:_SHOWN])}{more}. Give all ranks one command "
-            "line and install the same versions on all nodes"
+            f"the ranks differ: {'; '.join(lines[:_SHOWN])}{more}. Use the same command line and versions on "
+            "all nodes"
         )
 
 

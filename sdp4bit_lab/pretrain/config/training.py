@@ -1,4 +1,4 @@
-"""Settings of how long a run is, how large its batches are, and in which precision it computes."""
+"""Settings of run length, batch size and precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ComputeDtype = Literal["auto", "bf16", "fp32"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Length and size of the training run, and its precision."""
+    """Length, batch size and precision of the run."""
 
     steps: Annotated[int, option("train-iters", "steps")] = 200
     """Optimizer steps."""
@@ -26,7 +26,7 @@ class TrainingConfig:
     sequence_length: Annotated[int | None, option("seq-length", "sequence-length")] = None
     """Tokens per sequence. Default: the preset's."""
     eval_interval: int = 100
-    """Steps between validations. The last step is always followed by one."""
+    """Steps between validations. The last step is always validated."""
     eval_batches: Annotated[int, option("eval-iters", "eval-batches")] = 4
     """Global batches per validation; every validation uses the same samples."""
     param_dtype: Annotated[Precision, option("param-dtype", "precision")] = "bf16"
@@ -40,9 +40,9 @@ class TrainingConfig:
     """Free gathered weights after forward and gather them again in backward (ZeRO-3). Off: gather once per
     step."""
     exit_interval: int | None = None
-    """Save and exit at a multiple of this step."""
+    """Save and stop after a step that is a multiple of this number."""
     exit_duration_in_mins: float | None = None
-    """Save and exit after this many minutes, at the end of a step."""
+    """Save and stop at the end of the step after this many minutes."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "steps", "micro_batch_size", "global_batch_size", "accumulation")
@@ -51,7 +51,7 @@ class TrainingConfig:
         require(
             self.accumulation is None or self.global_batch_size is None,
             f"--accumulation {self.accumulation} and --global-batch-size {self.global_batch_size} both set "
-            "the batch size: give one of the two",
+            "the batch size: give only one",
         )
         require(
             self.compute_dtype in ("auto", "fp32", self.param_dtype),

@@ -1,1 +1,1 @@
-"""Tokens: from text or Megatron's files to the micro batches of a rank."""
+"""Read tokens from text or Megatron's files and form the micro batches of a rank."""

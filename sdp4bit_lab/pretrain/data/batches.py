@@ -1,7 +1,7 @@
-"""Tokens from wherever the settings say, and the micro batches that a rank reads of them.
+"""Open the dataset of a run and form the micro batches of a rank.
 
-The order is a function of the seed and of a sample's global number alone, so that any number of ranks with
-the same global batch sees the same samples in every step.
+The order depends only on the seed and the global sample number, so any number of ranks with the same global
+batch sees the same samples in every step.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ T = TypeVar("T")
 def prepare_dataset(config: DataConfig, *, ranks: Ranks) -> Dataset:
     """Return the dataset on every rank.
 
-    1. Rank 0 tokenizes the text, unless the cache has it, or checks the .bin/.idx files.
-    2. Local rank 0 of every other node does, where the cache is not shared, and compares.
-    3. Everybody opens the files.
+    1. Rank 0 tokenizes the text, unless it is cached, or checks the .bin/.idx files.
+    2. Local rank 0 of every other node does the same unless the cache is shared, and compares.
+    3. All ranks open the files.
 
     Raises:
         SettingError: on all ranks: unreadable text, damaged files, or nodes that read different data.
@@ -49,7 +49,7 @@ def prepare_dataset(config: DataConfig, *, ranks: Ranks) -> Dataset:
 
 
 def _on_every_node(work: Callable[[], T], *, known: Callable[[T], bool], ranks: Ranks) -> T:
-    """Return what rank 0 got; local rank 0 of every other node got the same, or knows it already."""
+    """Return rank 0's result, after local rank 0 of every other node has reproduced it unless known."""
     expected = broadcast_from_rank0(work)
 
     def repeat() -> None:
@@ -57,7 +57,7 @@ def _on_every_node(work: Callable[[], T], *, known: Callable[[T], bool], ranks: 
             found = work()
             if found != expected:
                 raise SettingError(
-                    f"rank {ranks.rank} reads other data than rank 0 ({found}, {expected}): use the same "
+                    f"rank {ranks.rank} reads different data than rank 0 ({found}, {expected}): use the same "
                     "files, Python and tokenizers versions on all nodes, or a shared --data-cache-path"
                 )
 
@@ -66,11 +66,7 @@ def _on_every_node(work: Callable[[], T], *, known: Callable[[T], bool], ranks: 
 
 
 def check_indexed(config: DataConfig) -> str:
-    """Return the key of the dataset; its .bin/.idx files are known to be undamaged.
-
-    Raises:
-        SettingError: a file is missing or damaged; it names file and field.
-    """
+    """Return the dataset's key; SettingError names the file and field that are missing or damaged."""
     corpora = {part.prefix: IndexedTokens(part.prefix) for _, parts in _blends(config) for part in parts}
     for corpus in corpora.values():
         corpus.check()
@@ -87,16 +83,12 @@ def check_indexed(config: DataConfig) -> str:
 
 
 def open_indexed(config: DataConfig, *, key: str) -> Dataset:
-    """Return the dataset of .bin/.idx files that have been checked.
-
-    Raises:
-        SettingError: a split without documents, or --eod-mask-loss without the token to mask.
-    """
+    """Open checked .bin/.idx files; SettingError if a split has no documents."""
     masked = config.end_of_document if config.eod_mask_loss else None
     if config.eod_mask_loss and masked is None:
         raise SettingError(
-            "--eod-mask-loss needs the token that ends documents: give the tokenizer (--vocab-file and "
-            "--merge-file, or --tokenizer-model, with --eod-token if it is an unusual one)"
+            "--eod-mask-loss needs the end-of-document token: give the tokenizer (--vocab-file and "
+            "--merge-file, or --tokenizer-model) and --eod-token if it is unusual"
         )
     splits: list[Split | None]
     blends = dict(_blends(config))
@@ -124,7 +116,7 @@ def open_indexed(config: DataConfig, *, key: str) -> Dataset:
 
 
 def _blends(config: DataConfig) -> list[tuple[str, list[Part]]]:
-    """Return the corpora of each option that names some."""
+    """Return the corpora of each data option that is given."""
     options = {
         "--data-path": config.data_path,
         "--train-data-path": config.train_data_path,
@@ -135,13 +127,13 @@ def _blends(config: DataConfig) -> list[tuple[str, list[Part]]]:
 
 
 def _ranges(shares: Sequence[float]) -> list[tuple[float, float]]:
-    """Return where each share of the documents begins and ends, between 0 and 1."""
+    """Return the start and end of each share, between 0 and 1."""
     ends = [sum(shares[: index + 1]) for index in range(len(shares))]
     return list(zip([0.0, *ends[:-1]], ends, strict=True))
 
 
 def _open_blend(parts: Sequence[Part], config: DataConfig, *, shares: tuple[float, float]) -> Split | None:
-    """Return a share of the documents of each corpus; None for a share of nothing."""
+    """Return a share of the documents of each corpus; None for an empty share."""
     if shares[0] >= shares[1]:
         return None
     splits = []
@@ -169,7 +161,7 @@ def _open_blend(parts: Sequence[Part], config: DataConfig, *, shares: tuple[floa
 
 
 class Batches:
-    """The micro batches that one data-parallel rank reads of every global batch."""
+    """Micro batches of one data-parallel rank."""
 
     def __init__(
         self,
@@ -187,9 +179,9 @@ class Batches:
         """Check that the splits are long enough; SettingError otherwise.
 
         Args:
-            rank: place in the data-parallel dimension; ranks that share a model replica have the same. None
-                if this process computes for all ranks.
-            world_size: size of the data-parallel dimension.
+            rank: index among the data-parallel ranks, shared by the ranks of a model replica; None if this
+            process computes for all ranks.
+            world_size: number of data-parallel ranks.
         """
         self._micro_batch_size = micro_batch_size
         self._accumulation = accumulation
@@ -200,8 +192,8 @@ class Batches:
         self._train = dataset.train.samples(sequence_length=sequence_length, seed=seed)
         if self._train.count == 0:
             raise SettingError(
-                f"the training text has {dataset.train.tokens} tokens, less than one sequence of "
-                f"{sequence_length} and its next token: give more text or a smaller --seq-length"
+                f"the training text has {dataset.train.tokens} tokens, fewer than one sequence of "
+                f"{sequence_length} plus the next token: give more text or a smaller --seq-length"
             )
         self._validation = dataset.validation.samples(sequence_length=sequence_length, seed=None)
         self._eval_micro_batches = self._available(
@@ -209,7 +201,7 @@ class Batches:
         )
         self._test: Samples | None = None
         self.notes: list[str] = []
-        """What is to be told at the start of the run."""
+        """Lines to print at the start of the run."""
         try:
             if dataset.test is not None:
                 test = dataset.test.samples(sequence_length=sequence_length, seed=None)
@@ -227,34 +219,32 @@ class Batches:
         available = samples.count // across
         if available == 0:
             raise SettingError(
-                f"the {name} text has {split.tokens} tokens, less than {across} sequences of "
-                f"{length} for {self._world_size} ranks: give more text, a larger share for {name} "
-                "(--validation-fraction, --split), or a smaller --micro-batch-size or --seq-length"
+                f"the {name} text has {split.tokens} tokens, fewer than {across} sequences of {length} for "
+                f"{self._world_size} ranks: give more text, a larger share (--validation-fraction, --split), "
+                "or a smaller --micro-batch-size or --seq-length"
             )
         return min(batches * self._accumulation, available)
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences per optimizer step, over all ranks."""
         return self._world_size * self._micro_batch_size * self._accumulation
 
     @property
     def has_test(self) -> bool:
-        """Whether part of the data is for a test after training."""
         return self._test is not None
 
     def training(self, first_sample: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's micro batches of the global batch that starts at a sample, or all ranks'."""
+        """Yield this rank's (or all ranks') micro batches of the global batch that starts at a sample."""
         for rank in self._ranks:
             for micro in range(self._accumulation):
                 yield self._batch(self._train, self._share(micro, rank=rank, first_sample=first_sample))
 
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's share of the validation samples, the same ones every time; of all, in turns."""
+        """Yield this rank's validation samples, the same every time; for all ranks, interleaved."""
         yield from self._first(self._eval_micro_batches, samples=self._validation)
 
     def test(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's share of the test samples, the same ones every time; nothing without any."""
+        """Yield this rank's test samples, the same every time, if there are any."""
         if self._test is not None:
             yield from self._first(self._test_micro_batches, samples=self._test)
 
@@ -268,10 +258,10 @@ class Batches:
         return range(start, start + self._micro_batch_size)
 
     def _batch(self, samples: Samples, numbers: range) -> tuple[Tensor, Tensor]:
-        """Return tokens and targets, [samples, length]; the targets of masked positions are ignored."""
+        """Return tokens and targets, [samples, length]; masked targets are ignored by the loss."""
         tokens = torch.from_numpy(samples.rows(numbers))
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         if self._masked_token is not None:
-            # As in Megatron: nothing is to be learnt of the token that follows the end of a document.
+            # As in Megatron, the token after the end of a document is not a target.
             targets[inputs == self._masked_token] = IGNORED_TARGET
         return inputs.to(self._device), targets.to(self._device)

@@ -1,4 +1,4 @@
-"""Blends of corpora: weights on the command line, and the corpus that each sample comes from."""
+"""Blend corpora: parse weights and choose the corpus of each sample."""
 
 from __future__ import annotations
 
@@ -16,19 +16,15 @@ from sdp4bit_lab.pretrain.data.samples import Samples, Split, Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A corpus of a blend."""
+    """One corpus of a blend."""
 
     prefix: Path
     weight: Fraction | None
-    """Share of the samples before normalization; None where shares follow the sizes."""
+    """Share of the samples before normalization; None for shares in proportion to size."""
 
 
 def parse_blend(paths: Sequence[str | Path], *, option: str) -> list[Part]:
-    """Return the corpora of `[WEIGHT] PREFIX ...`: all of them have a weight or none.
-
-    Raises:
-        SettingError: a weight that is missing, not a number, or not above 0.
-    """
+    """Parse `[WEIGHT] PREFIX ...`; SettingError unless all or none have a positive weight."""
     given = [str(path) for path in paths]
     weights = [_weight(text, option=option) for text in given]
     if not any(weight is not None for weight in weights):
@@ -38,7 +34,7 @@ def parse_blend(paths: Sequence[str | Path], *, option: str) -> list[Part]:
     )
     require(
         alternating,
-        f"{option} {' '.join(given)}: give a weight before every prefix, or before none, as in 0.3 a 0.7 b",
+        f"{option} {' '.join(given)}: give a weight before every prefix or none, as in 0.3 a 0.7 b",
     )
     return [
         Part(prefix=Path(prefix), weight=weight)
@@ -47,7 +43,7 @@ def parse_blend(paths: Sequence[str | Path], *, option: str) -> list[Part]:
 
 
 def _weight(text: str, *, option: str) -> Fraction | None:
-    if Path(f"{text}.idx").exists():  # a corpus may have a number for a name
+    if Path(f"{text}.idx").exists():  # a corpus may be named like a number
         return None
     try:
         number = float(text)
@@ -60,26 +56,25 @@ def _weight(text: str, *, option: str) -> Fraction | None:
 
 @dataclass(frozen=True, kw_only=True)
 class BlendedSplit:
-    """The same part, training for example, of several corpora."""
+    """One split, such as training, of several corpora."""
 
     names: Sequence[str]
     splits: Sequence[Split]
     weights: Sequence[Fraction] | None
-    """Shares of the samples; None: as many as each has, so that all end at the same time."""
+    """Shares of the samples; None to use up all corpora at the same time."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of all corpora."""
         return sum(split.tokens for split in self.splits)
 
     def samples(self, *, sequence_length: int, seed: int | None) -> BlendedSamples:
-        """Return the samples of all corpora, mixed; SettingError if one corpus has none."""
+        """Return the mixed samples of all corpora; SettingError if one corpus has none."""
         parts = [split.samples(sequence_length=sequence_length, seed=seed) for split in self.splits]
         for name, split, part in zip(self.names, self.splits, parts, strict=True):
             require(
                 part.count > 0,
-                f"{name} has {split.tokens} tokens, less than one sequence of {sequence_length} and its next "
-                "token: leave it out, or give shorter sequences or another --split",
+                f"{name} has {split.tokens} tokens, fewer than one sequence of {sequence_length} plus the "
+                "next token: remove it, or give shorter sequences or another --split",
             )
         return BlendedSamples(parts, weights=self.weights or [Fraction(part.count) for part in parts])
 
@@ -87,9 +82,9 @@ class BlendedSplit:
 class BlendedSamples:
     """Samples of several sources in fixed shares.
 
-    The first source gets its share of all numbers, evenly spread; the second its share of the remaining
-    ones, and so on. Among the first n samples, the first source has its share rounded to whole samples; the
-    error of the others stays below the number of sources, however large n is. Nothing is counted up to n.
+    The first source gets its share of all numbers, evenly spread; the second its share of the remaining ones,
+    and so on. Among the first n samples, the first source has its share rounded to an integer; the error of
+    the others stays below the number of sources for any n. No counting up to n is needed.
     """
 
     def __init__(self, parts: Sequence[Samples], *, weights: Sequence[Fraction]) -> None:
@@ -99,12 +94,11 @@ class BlendedSamples:
         self.count = sum(part.count for part in parts)
 
     def rows(self, numbers: Iterable[int]) -> Tokens:
-        """Return the tokens of these samples and the token that follows each; [samples, length + 1]."""
         turns = (self.turn(number) for number in numbers)
         return np.concatenate([self._parts[part].rows([number]) for part, number in turns])
 
     def turn(self, number: int) -> tuple[int, int]:
-        """Return the source of a sample, and the number of the sample there."""
+        """Return the source of a sample, and its number within the source."""
         for part, share in enumerate(self._shares[:-1]):
             before, after = _rounded(number * share), _rounded((number + 1) * share)
             if after > before:

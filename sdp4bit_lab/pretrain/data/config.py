@@ -1,4 +1,4 @@
-"""Settings of the data: where tokens come from, how they are split, and the tokenizer that made them."""
+"""Settings of the data, its splits and its tokenizer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TokenizerConfig:
 
     tokenizer_type: TokenizerType | None = None
     """Tokenizer: GPT2BPETokenizer (--vocab-file and --merge-file), HuggingFaceTokenizer (--tokenizer-model)
-    or NullTokenizer (tokens 0 to --vocab-size, the last one ends a document). Default: follows from the
+    or NullTokenizer (tokens 0 to --vocab-size, of which the last ends a document). Default: inferred from the
     files."""
     vocab_file: Path | None = None
     """GPT-2's vocab.json."""
@@ -49,11 +49,11 @@ class TokenizerConfig:
     def __post_init__(self) -> None:
         require(
             (self.vocab_file is None) == (self.merge_file is None),
-            "--vocab-file and --merge-file are one tokenizer: give both or none",
+            "--vocab-file and --merge-file form one tokenizer: give both or neither",
         )
         require(
             self.vocab_file is None or self.tokenizer_model is None,
-            "--vocab-file and --tokenizer-model are two tokenizers: give one of them",
+            "--vocab-file and --tokenizer-model are two tokenizers: give only one",
         )
         kind = self.tokenizer_type
         require(
@@ -66,7 +66,7 @@ class TokenizerConfig:
         )
         require(
             kind != "NullTokenizer" or not self.has_tokenizer,
-            "--tokenizer-type NullTokenizer reads no files: leave out --vocab-file, --merge-file and "
+            "--tokenizer-type NullTokenizer reads no files: remove --vocab-file, --merge-file and "
             "--tokenizer-model",
         )
         require(
@@ -76,15 +76,14 @@ class TokenizerConfig:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether files of a tokenizer are given."""
         return self.vocab_file is not None or self.tokenizer_model is not None
 
     @cached_property
     def tokenizer(self) -> BytePairTokenizer | None:
-        """The tokenizer of the given files; None without files."""
+        """Tokenizer of the given files; None without files."""
         if not self.has_tokenizer:
             return None
-        # The self-test has these settings without the package `tokenizers`.
+        # The self-test uses these settings without the package `tokenizers`.
         from sdp4bit_lab.pretrain.data.tokenizer import load_tokenizer
 
         return load_tokenizer(
@@ -97,7 +96,7 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(TokenizerConfig):
-    """Where the tokens come from, and their tokenizer."""
+    """Source of the tokens, and their tokenizer."""
 
     data_path: _Paths = ()
     """Prefixes of .bin/.idx files from `sdp4bit preprocess` or Megatron, each after an optional weight. Or
@@ -105,7 +104,7 @@ class DataConfig(TokenizerConfig):
     separated by <|endoftext|>). Default: the source code of Python's standard library."""
     split: str | None = None
     """Proportions of training, validation and test documents in the .bin/.idx files of --data-path. A test
-    part that is too small is skipped with a warning. Default: 969,30,1."""
+    split that is too small is skipped with a warning. Default: 969,30,1."""
     train_data_path: _Paths = ()
     """.bin/.idx prefixes for training, with optional weights, instead of --data-path and --split."""
     valid_data_path: _Paths = ()
@@ -113,14 +112,14 @@ class DataConfig(TokenizerConfig):
     test_data_path: _Paths = ()
     """.bin/.idx prefixes for a test after training, with --train-data-path."""
     mock_data: bool = False
-    """Train on synthetic tokens that depend on the seed only, for speed measurements."""
+    """Train on synthetic tokens that depend only on the seed, for speed measurements."""
     vocabulary_size: _VocabularySize = None
     """Vocabulary size. Required for .bin/.idx files without a tokenizer; for text it is the size of the
     byte-level BPE tokenizer to train. Default: the preset's."""
     validation_fraction: float | None = None
-    """Fraction of the text that is held out for validation, in complete documents. Default: 0.05."""
+    """Fraction of the text held out for validation, in complete documents. Default: 0.05."""
     eod_mask_loss: bool = False
-    """Exclude the token after each end of a document from the loss."""
+    """Exclude the token after each end of document from the loss."""
     cache_dir: CacheFolder = None
     """Cache of tokenized text and sample orders. Default: $XDG_CACHE_HOME/sdp4bit or ~/.cache/sdp4bit."""
 
@@ -130,7 +129,7 @@ class DataConfig(TokenizerConfig):
         require(size is None or 1 <= size <= 1 << 20, f"--vocab-size {size} must be between 1 and {1 << 20}")
         require(
             self.validation_fraction is None or 0 < self.validation_fraction < 1,
-            f"--validation-fraction {self.validation_fraction} must be between 0 and 1, both excluded",
+            f"--validation-fraction {self.validation_fraction} must be above 0 and below 1",
         )
         _ = self.split_shares
         self._check_source()
@@ -139,31 +138,30 @@ class DataConfig(TokenizerConfig):
         source = self.source
         apart = bool(self.train_data_path or self.valid_data_path or self.test_data_path)
         if self.mock_data:
-            require(not self.data_path and not apart, "--mock-data reads no files: leave out --data-path")
-            require(not self.eod_mask_loss, "--mock-data has no ends of documents: leave out --eod-mask-loss")
+            require(not self.data_path and not apart, "--mock-data reads no files: remove --data-path")
+            require(not self.eod_mask_loss, "--mock-data has no documents: remove --eod-mask-loss")
         require(
             not (self.data_path and apart),
-            "--data-path is divided by --split, --train-data-path and --valid-data-path are not: give one "
-            "or the others",
+            "--data-path conflicts with --train-data-path and --valid-data-path: give one or the others",
         )
         require(
             not apart or bool(self.train_data_path and self.valid_data_path),
-            "--train-data-path and --valid-data-path belong together: give both",
+            "--train-data-path and --valid-data-path must be given together",
         )
         absent = [path for path in self.data_path if not _is_number(path) and not Path(path).exists()]
         require(
             self.split is None or source == "indexed" or not absent,
-            f"--data-path {absent[0] if absent else ''}: there are no .bin and .idx files of this prefix",
+            f"--data-path {absent[0] if absent else ''}: no .bin and .idx files with this prefix",
         )
         require(
             self.split is None or (source == "indexed" and not apart),
-            f"--split {self.split} divides the .bin/.idx files of --data-path: leave it out"
-            + ("" if source == "indexed" else "; text is split by --validation-fraction"),
+            f"--split {self.split} applies to .bin/.idx files of --data-path: remove it"
+            + ("" if source == "indexed" else "; --validation-fraction splits text"),
         )
         require(
             self.validation_fraction is None or source in ("text", "standard library"),
-            f"--validation-fraction {self.validation_fraction} divides text that is tokenized at the start: "
-            "leave it out" + ("; .bin/.idx files are divided by --split" if source == "indexed" else ""),
+            f"--validation-fraction {self.validation_fraction} applies to text tokenized at the start: "
+            "remove it" + ("; --split divides .bin/.idx files" if source == "indexed" else ""),
         )
         if source in ("text", "standard library"):
             size = self.vocabulary_size
@@ -174,7 +172,7 @@ class DataConfig(TokenizerConfig):
             )
             require(
                 self.tokenizer_type != "NullTokenizer",
-                "--tokenizer-type NullTokenizer is for .bin/.idx files: text has to be tokenized",
+                "--tokenizer-type NullTokenizer applies to .bin/.idx files: give a tokenizer for text",
             )
         require(
             self.tokenizer_type != "NullTokenizer" or self.vocabulary_size is not None,
@@ -183,7 +181,7 @@ class DataConfig(TokenizerConfig):
 
     @cached_property
     def source(self) -> Source:
-        """The kind of data; SettingError if text and .bin/.idx files are mixed."""
+        """Kind of data; SettingError if text and .bin/.idx files are mixed."""
         if self.mock_data:
             return "mock"
         if self.train_data_path or self.valid_data_path or self.test_data_path:
@@ -196,19 +194,19 @@ class DataConfig(TokenizerConfig):
             text = [str(path) for path, indexed in kinds.items() if not indexed and Path(path).exists()]
             require(
                 not text,
-                f"--data-path mixes .bin/.idx prefixes with text ({', '.join(text)}): preprocess that, too",
+                f"--data-path mixes .bin/.idx prefixes with text ({', '.join(text)}): preprocess the text",
             )
             return "indexed"
         require(
             not numbers,
-            f"--data-path {' '.join(map(str, self.data_path))}: weights are for .bin/.idx prefixes, and none "
-            "of these is one (`sdp4bit preprocess` makes them from text)",
+            f"--data-path {' '.join(map(str, self.data_path))}: weights apply to .bin/.idx prefixes, which "
+            "`sdp4bit preprocess` makes from text",
         )
         return "text"
 
     @cached_property
     def vocabulary(self) -> int:
-        """Tokens the model must know, whatever the source; SettingError if it is unknown."""
+        """Number of tokens that the model must know; SettingError if it is unknown."""
         size = self.vocabulary_size
         if self.tokenizer is not None:
             known = self.tokenizer.vocabulary_size
@@ -229,19 +227,18 @@ class DataConfig(TokenizerConfig):
 
     @property
     def end_of_document(self) -> int | None:
-        """Token that ends documents, if the settings define it."""
+        """End-of-document token, if the settings define it."""
         if self.tokenizer is not None:
             return self.tokenizer.end_of_text
         return self.vocabulary_size if self.tokenizer_type == "NullTokenizer" else None
 
     @property
     def held_out(self) -> float:
-        """Share of the text for validation."""
         return self.validation_fraction or DEFAULT_VALIDATION_FRACTION
 
     @property
     def split_shares(self) -> tuple[float, float, float]:
-        """Shares of the documents for training, validation and test; they sum to 1."""
+        """Shares of the documents for training, validation and test, which sum to 1."""
         text = DEFAULT_SPLIT if self.split is None else self.split
         try:
             shares = [float(part) for part in text.split(",")]
@@ -251,14 +248,13 @@ class DataConfig(TokenizerConfig):
             2 <= len(shares) <= 3
             and all(math.isfinite(share) and share >= 0 for share in shares)
             and min(shares[:2]) > 0,
-            f"--split {text!r}: give two or three numbers of at least 0 with commas between, for training, "
-            f"validation and test, such as {DEFAULT_SPLIT}; training and validation need more than 0",
+            f"--split {text!r}: give two or three comma-separated numbers for training, validation and test, "
+            f"such as {DEFAULT_SPLIT}; the first two must be positive, the third at least 0",
         )
         train, validation, test = [share / sum(shares) for share in (*shares, 0.0)[:3]]
         return train, validation, test
 
     def cache_folder(self) -> Path:
-        """Return the folder of the cache, whether it exists or not."""
         if self.cache_dir is not None:
             return self.cache_dir
         base = os.environ.get("XDG_CACHE_HOME")
@@ -274,7 +270,7 @@ def _is_number(path: str | Path) -> bool:
 
 
 def _is_indexed(path: str | Path) -> bool:
-    """Return whether .bin/.idx files are meant: by their prefix, or by the name of one of them."""
+    """Return whether a path names .bin/.idx files, by their prefix or by one of their names."""
     return Path(path).suffix in (".bin", ".idx") or any(
         Path(f"{path}{suffix}").exists() for suffix in (".idx", ".bin")
     )

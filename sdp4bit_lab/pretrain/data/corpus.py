@@ -1,4 +1,4 @@
-"""Text documents: the default corpus, files given by the user, and which documents are held out."""
+"""Read text documents, from files or the default corpus, and split off validation documents."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from sdp4bit_lab.pretrain.data.documents import read_documents
 SMALLEST_VOCABULARY = 257
 """The 256 bytes and the end of text."""
 STANDARD_LIBRARY_BYTES = 6_000_000
-"""Length of the default corpus: enough for a few million tokens' worth of steps, tokenized in seconds."""
+"""Length of the default corpus: enough for a few million tokens of training, tokenized in seconds."""
 _LEFT_OUT = frozenset(
-    # Installed packages and tests are not everywhere; the rest is tables and grammar, not text.
+    # Packages and tests are not always installed; the rest is tables and grammar.
     ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"]
 )
 
 
 def read_corpus(paths: Sequence[Path]) -> Iterator[str]:
-    """Yield the documents of text and .jsonl files in order, empty ones left out.
+    """Yield the nonempty documents of text and .jsonl files in order.
 
-    Without files, the first 6 MB of the sources of the running Python's standard library, sorted by path.
+    Without files, yield the first 6 MB of the standard library's sources, sorted by path.
 
     Raises:
-        SettingError: a file is missing, or a line is no document; it names the line.
+        SettingError: a missing file, or an invalid line, which it names.
     """
     if not paths:
         yield from _standard_library(STANDARD_LIBRARY_BYTES)
     for path in paths:
         if not path.is_file():
-            raise SettingError(f"--data-path {path}: there is no such file, nor {path}.idx")
+            raise SettingError(f"--data-path {path}: neither this file nor {path}.idx exists")
         for (sentences,) in read_documents(path):
             if text := "".join(sentences):
                 yield text
@@ -53,7 +53,7 @@ def _standard_library(limit: int) -> Iterator[str]:
 
 
 def _source_files(folder: str) -> Iterator[str]:
-    """Yield the Python files below a folder, each folder's content by name."""
+    """Yield the Python files below a folder, sorted by name within each folder."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):
             if entry.name not in _LEFT_OUT:
@@ -64,19 +64,19 @@ def _source_files(folder: str) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSplit:
-    """The documents of a corpus, and which of them are for validation."""
+    """Documents of a corpus, and those among them for validation."""
 
     paths: Sequence[Path]
-    """Files; those of `read_corpus`."""
+    """Files, as for `read_corpus`."""
     digest: str
     """Hash of all documents in order."""
     documents: int
     held_out: frozenset[int]
-    """Indices of the validation documents; empty if there is one document, whose end is held out instead."""
+    """Indices of the validation documents; empty for a single document, whose end is held out."""
     validation_fraction: float
 
     def read(self) -> Iterator[tuple[str, bool]]:
-        """Yield every document, or part of the only one, with whether it is for validation."""
+        """Yield every document, or part of a single one, and whether it is for validation."""
         for index, text in enumerate(read_corpus(self.paths)):
             if self.documents == 1:
                 boundary = round(len(text) * (1 - self.validation_fraction))
@@ -87,9 +87,9 @@ class CorpusSplit:
 
 
 def split_corpus(paths: Sequence[Path], *, validation_fraction: float) -> CorpusSplit:
-    """Split by the documents alone: those with the smallest hashes are held out.
+    """Hold out the documents with the smallest hashes, so that the split depends on content alone.
 
-    As many as hold `validation_fraction` of the bytes, at least one, never all.
+    They have at least `validation_fraction` of the bytes; at least one document is held out, and never all.
 
     Raises:
         SettingError: there is no text.
@@ -102,7 +102,7 @@ def split_corpus(paths: Sequence[Path], *, validation_fraction: float) -> Corpus
         total.update(digest)
         ranked.append((digest, index, len(content)))
     if not ranked:
-        raise SettingError("the corpus holds no text: give other files with --data-path")
+        raise SettingError("the corpus has no text: give other files with --data-path")
     wanted = validation_fraction * sum(size for _, _, size in ranked)
     held_out: set[int] = set()
     heapq.heapify(ranked)

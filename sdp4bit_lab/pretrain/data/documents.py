@@ -1,4 +1,4 @@
-"""Documents of text: JSON lines and plain text; Hugging Face datasets reads compressed lines and Parquet."""
+"""Read documents from JSON lines, plain text, compressed JSON lines and Parquet."""
 
 from __future__ import annotations
 
@@ -17,16 +17,12 @@ _DATASETS_FORMATS = {".gz": "json", ".zst": "json", ".parquet": "parquet"}
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
-    """Expand patterns: files in the order given, those of one pattern by name.
-
-    Raises:
-        SettingError: no file matches, or one needs the package `datasets`, which is missing.
-    """
+    """Expand patterns in order; SettingError if nothing matches or the package datasets is missing."""
     files: list[Path] = []
     for pattern in patterns:
         paths = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
         matching = [Path(path) for path in paths if Path(path).is_file()]
-        require(bool(matching), f"--input {pattern}: there is no such file")
+        require(bool(matching), f"--input {pattern}: no such file")
         files += matching
     for path in files:
         if path.suffix in _DATASETS_FORMATS:
@@ -35,11 +31,7 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
 
 
 def read_documents(path: Path, *, keys: Sequence[str] = ("text",)) -> Iterator[list[list[str]]]:
-    """Yield the sentences of each key of each document; an undivided text is one sentence.
-
-    Raises:
-        SettingError: the file cannot be read, or a document has no text; it names the line.
-    """
+    """Yield the sentences of each key of each document; an undivided text is one sentence."""
     try:
         for where, members in _members(path):
             yield [_sentences(members, key, where=where) for key in keys]
@@ -48,7 +40,7 @@ def read_documents(path: Path, *, keys: Sequence[str] = ("text",)) -> Iterator[l
 
 
 def _members(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield the place of each document, for messages, and its members."""
+    """Yield the location of each document, for messages, and its members."""
     if path.suffix in _DATASETS_FORMATS:
         for number, row in enumerate(_datasets_rows(path), start=1):
             yield f"{path}, row {number}", row
@@ -71,7 +63,7 @@ def _datasets_rows(path: Path) -> Iterator[Mapping[str, object]]:
     datasets, kind = _import_datasets(path), _DATASETS_FORMATS[path.suffix]
     try:
         yield from datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
-    except Exception as error:  # of any of the packages that decompress and parse
+    except Exception as error:  # several packages decompress and parse
         raise SettingError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -87,15 +79,14 @@ def _parse(line: bytes, *, where: str) -> dict[str, object]:
         members = json.loads(line)
     except ValueError as error:
         raise SettingError(f"{where}: not JSON: {error}") from error
-    require(isinstance(members, dict), f"{where}: a JSON object is expected, not {type(members).__name__}")
+    require(isinstance(members, dict), f"{where}: expected a JSON object, not {type(members).__name__}")
     return dict(members)
 
 
 def _sentences(members: Mapping[str, object], key: str, *, where: str) -> list[str]:
     require(
         key in members,
-        f'{where}: there is no "{key}", but {", ".join(map(repr, members))}: set --json-keys of sdp4bit '
-        "preprocess",
+        f'{where}: no "{key}" among {", ".join(map(repr, members))}: set --json-keys of sdp4bit preprocess',
     )
     value = members[key]
     sentences: list[str] = []
@@ -105,6 +96,6 @@ def _sentences(members: Mapping[str, object], key: str, *, where: str) -> list[s
         try:
             sentence.encode()
         except UnicodeEncodeError as error:
-            raise SettingError(f'{where}: "{key}" is no text: {error}') from None
+            raise SettingError(f'{where}: "{key}" is not valid text: {error}') from None
         sentences.append(sentence)
     return sentences

@@ -1,8 +1,8 @@
-"""Megatron's data files: tokens of documents in PREFIX.bin, and where each starts in PREFIX.idx.
+"""Read Megatron's data files: tokens in PREFIX.bin, and the start of each document in PREFIX.idx.
 
-All numbers are little-endian, arrays are not aligned:
+Numbers are little-endian and arrays are unaligned:
 
-    PREFIX.bin   tokens of all sequences, one after another
+    PREFIX.bin   tokens of all sequences, concatenated
 
     PREFIX.idx    0  9 bytes   MMIDIDX and two zero bytes
                   9  u64       version, 1
@@ -14,7 +14,7 @@ All numbers are little-endian, arrays are not aligned:
                      D x i64   first sequence of each document, then S
                      S x i8    mode of each sequence; in multimodal data only
 
-A document is one sequence, unless it was split into sentences, or empty.
+A document is one sequence, unless it was split into sentences or is empty.
 """
 
 from __future__ import annotations
@@ -34,45 +34,41 @@ HEADER = struct.Struct("<9sQBQQ")
 _CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 DTYPE_CODES = {np.dtype(name): code for code, name in _CODES.items()}
 _SMALL_VOCABULARY = 65500
-"""From this many tokens on, Megatron writes 4 bytes for each."""
+"""Vocabulary size from which Megatron writes 4 bytes per token."""
 _CHECKED_AT_ONCE = 1 << 20
 _SAMPLED_BLOCKS = 64
 _SAMPLED_BYTES = 1 << 16
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype[np.integer]:
-    """Return the dtype of the tokens of a vocabulary."""
+    """Return the token dtype for a vocabulary."""
     return np.dtype("<u2" if vocabulary_size < _SMALL_VOCABULARY else "<i4")
 
 
 def bin_path(prefix: Path) -> Path:
-    """Return the file of the tokens."""
+    """Return the path of the tokens."""
     return prefix.with_name(f"{prefix.name}.bin")
 
 
 def idx_path(prefix: Path) -> Path:
-    """Return the file of the index."""
+    """Return the path of the index."""
     return prefix.with_name(f"{prefix.name}.idx")
 
 
 class IndexedTokens:
-    """The documents of one PREFIX.bin and PREFIX.idx, through memory maps."""
+    """Memory-mapped documents of one PREFIX.bin and PREFIX.idx."""
 
     def __init__(self, prefix: Path) -> None:
-        """Map the files, and check the header and their sizes.
-
-        Raises:
-            SettingError: a file is missing, damaged, cut off, or not of this format; it names file and field.
-        """
+        """Map the files and check header and sizes; SettingError names file and field."""
         self.prefix = prefix
         path, data = idx_path(prefix), bin_path(prefix)
         require(
             prefix.suffix not in (".bin", ".idx"),
-            f"{prefix}: leave out {prefix.suffix}: the prefix of both files is meant",
+            f"{prefix}: remove {prefix.suffix}: give the common prefix of both files",
         )
         for file, other in ((path, data), (data, path)):
-            though = f", though {other} is there" if other.exists() else ""
-            require(file.is_file(), f"{file}: there is no such file{though}")
+            though = f", but {other} exists" if other.exists() else ""
+            require(file.is_file(), f"{file}: no such file{though}")
         try:
             self._open(path, data)
         except OSError as error:
@@ -82,21 +78,22 @@ class IndexedTokens:
         size = path.stat().st_size
         with path.open("rb") as file:
             header = file.read(HEADER.size)
-        require(len(header) == HEADER.size, f"{path}: header: the file has {size} bytes of its {HEADER.size}")
+        require(
+            len(header) == HEADER.size, f"{path}: header: the file has only {size} of {HEADER.size} bytes"
+        )
         magic, version, code, sequences, boundaries = HEADER.unpack(header)
         require(magic == MAGIC, f"{path}: magic: the file starts with {magic!r} instead of {MAGIC!r}")
         require(version == VERSION, f"{path}: version: {version} instead of {VERSION}")
         dtype = np.dtype(_CODES.get(code, "V1"))
         require(
-            np.issubdtype(dtype, np.integer),
-            f"{path}: dtype: code {code} is not an integer type (1-5, 8)",
+            np.issubdtype(dtype, np.integer), f"{path}: dtype: code {code} is not an integer type (1-5, 8)"
         )
-        require(boundaries >= 1, f"{path}: document count: 0 boundaries, at least 1 is needed")
+        require(boundaries >= 1, f"{path}: document count: 0 boundaries instead of at least 1")
         needed = HEADER.size + sequences * 12 + boundaries * 8
         require(
             size in (needed, needed + sequences),
-            f"{path}: arrays: {sequences} sequences and {boundaries} document boundaries take {needed} bytes "
-            f"(or {needed + sequences} with modes), the file has {size}: cut off, or not of this format",
+            f"{path}: arrays: {sequences} sequences and {boundaries} document boundaries need {needed} bytes "
+            f"(or {needed + sequences} with modes), but the file has {size}: truncated, or another format",
         )
         self.dtype: np.dtype[np.integer] = dtype
         start = HEADER.size
@@ -109,14 +106,14 @@ class IndexedTokens:
         size, needed = data.stat().st_size, self.tokens * dtype.itemsize
         require(
             size == needed,
-            f"{data}: size: the file has {size} bytes, {path.name} has {self.tokens} tokens of "
+            f"{data}: size: the file has {size} bytes, but {path.name} lists {self.tokens} tokens of "
             f"{dtype.itemsize} bytes ({needed})",
         )
         self._tokens: npt.NDArray[np.integer] = _map(data, dtype, self.tokens, offset=0)
 
     @property
     def documents(self) -> int:
-        """Number of documents, empty ones included."""
+        """Number of documents, including empty ones."""
         return len(self._boundaries) - 1
 
     @property
@@ -125,7 +122,7 @@ class IndexedTokens:
         return len(self._lengths)
 
     def starts(self, documents: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        """Return the first token of each of these documents; for the number past the last, all tokens."""
+        """Return the first token of each document; for the index past the last, the number of tokens."""
         sequences = np.asarray(self._boundaries[documents], np.int64)
         starts = np.full(sequences.shape, self.tokens, np.int64)
         inside = sequences < len(self._pointers)
@@ -133,18 +130,15 @@ class IndexedTokens:
         return starts
 
     def lengths(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return the tokens of the documents of a range."""
+        """Return the number of tokens of each document in a range."""
         return np.diff(self.starts(np.arange(first, last + 1)))
 
     def read(self, start: int, count: int) -> npt.NDArray[np.integer]:
-        """Return a range of tokens, without copying."""
+        """Return a range of tokens as a view."""
         return self._tokens[start : start + count]
 
     def check(self) -> None:
-        """Check every number of the index; SettingError names the first that is wrong.
-
-        Reads the complete index, a second or two for 100 million documents.
-        """
+        """Check the complete index, 1 or 2 s for 100 million documents; SettingError names the number."""
         path, item, sequences = idx_path(self.prefix), self.dtype.itemsize, self.sequences
         offset = 0
         for start in range(0, sequences, _CHECKED_AT_ONCE):
@@ -166,12 +160,11 @@ class IndexedTokens:
         for position, expected in ((0, 0), (len(self._boundaries) - 1, sequences)):
             value = self._boundaries[position]
             require(
-                value == expected,
-                f"{path}: document indices: number {position} is {value}, not {expected}",
+                value == expected, f"{path}: document indices: number {position} is {value}, not {expected}"
             )
 
     def fingerprint(self) -> str:
-        """Return a hash of both files: of all bytes of small ones, of 64 blocks spread over large ones."""
+        """Return a hash of both files: of all bytes, or of 64 blocks spread over a large file."""
         digest = hashlib.sha256()
         for path in (idx_path(self.prefix), bin_path(self.prefix)):
             size = path.stat().st_size
@@ -189,7 +182,7 @@ class IndexedTokens:
 
 
 def _map(path: Path, dtype: npt.DTypeLike, count: int, *, offset: int) -> npt.NDArray[np.integer]:
-    # A file cannot be mapped from its end on.
+    # An empty range cannot be mapped.
     if count == 0:
         return np.empty(0, dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))

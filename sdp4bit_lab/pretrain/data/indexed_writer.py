@@ -1,4 +1,4 @@
-"""Writing Megatron's data files, so that they appear complete or not at all."""
+"""Write Megatron's data files atomically."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
@@ -22,13 +21,13 @@ _LONGEST = np.iinfo(np.int32).max
 
 
 class IndexedWriter:
-    """A pair of files being written; PREFIX.bin and PREFIX.idx are there after `finish`, and not before.
+    """Write a pair of files; PREFIX.bin and PREFIX.idx appear only after `finish`.
 
-    Until then the tokens are in PREFIX.bin.partial; what a killed writer leaves, the next one overwrites.
+    Until then the tokens are in PREFIX.bin.partial. The next writer overwrites leftovers of a killed one.
     """
 
     def __init__(self, prefix: Path, *, dtype: np.dtype[np.integer], overwrite: bool = False) -> None:
-        """Begin the files; SettingError if they are there, are being written, or cannot be written."""
+        """Open the files; SettingError if they exist, are being written, or cannot be written."""
         self._prefix = prefix
         self._dtype = dtype
         self._partial_bin = prefix.with_name(f"{prefix.name}.bin.partial")
@@ -36,9 +35,9 @@ class IndexedWriter:
         for path in (bin_path(prefix), idx_path(prefix)):
             require(
                 overwrite or not path.exists(),
-                f"{path} is there: remove it, give --overwrite or another prefix",
+                f"{path} exists: remove it, or give --overwrite or another prefix",
             )
-        # 4 bytes each: a corpus may have 200 million documents.
+        # 4-byte integers, because a corpus may have 200 million documents.
         self._lengths, self._sequences = array("i"), array("i")
         self.tokens = 0
         try:
@@ -55,25 +54,19 @@ class IndexedWriter:
     def __enter__(self) -> IndexedWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Remove what was not finished."""
+    def __exit__(self, *_: object) -> None:
         if not self._finished:
             self._partial_idx.unlink(missing_ok=True)
             self._partial_bin.unlink(missing_ok=True)
         self._file.close()
 
     def add(self, document: Sequence[Sequence[int]]) -> None:
-        """Append the tokens of each sequence of a document; an empty document has no sequence."""
+        """Append the token sequences of a document; an empty document has none."""
         try:
             for tokens in document:
                 require(
                     len(tokens) <= _LONGEST,
-                    f"{self._prefix}: {len(tokens)} tokens in one text; an index holds at most {_LONGEST}",
+                    f"{self._prefix}: a text has {len(tokens)} tokens, more than the limit of {_LONGEST}",
                 )
                 self._file.write(np.array(tokens, self._dtype).tobytes())
                 self._lengths.append(len(tokens))
@@ -83,11 +76,11 @@ class IndexedWriter:
         self._sequences.append(len(document))
 
     def finish(self) -> None:
-        """Write both files to the disk, under their names.
+        """Flush both files to disk and rename them.
 
-        1. Write tokens and index out under temporary names.
-        2. Remove an index that is there: from here on there is the new pair or none.
-        3. Give the tokens their name, then the index.
+        1. Write tokens and index under temporary names.
+        2. Remove an existing index, so that a crash leaves the new pair or none.
+        3. Rename the tokens, then the index.
         """
         target_bin, target_idx = bin_path(self._prefix), idx_path(self._prefix)
         try:
@@ -113,7 +106,7 @@ class IndexedWriter:
 
 
 def _write_sums(file: BinaryIO, values: npt.NDArray[np.int32], *, scale: int) -> None:
-    """Write, for each value, the sum of those before it."""
+    """Write the exclusive prefix sums of the values."""
     total = 0
     for start in range(0, len(values), _WRITTEN_AT_ONCE):
         part = values[start : start + _WRITTEN_AT_ONCE].astype(np.int64) * scale
@@ -123,7 +116,7 @@ def _write_sums(file: BinaryIO, values: npt.NDArray[np.int32], *, scale: int) ->
 
 
 def _lock(file: BinaryIO, path: Path) -> bool:
-    """Return whether the file is locked and still has its name: a finished writer has renamed it."""
+    """Lock the file; return False if it is locked or a finished writer has renamed it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

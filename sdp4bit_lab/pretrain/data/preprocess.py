@@ -1,4 +1,4 @@
-"""`sdp4bit preprocess`: documents to Megatron's .bin/.idx files."""
+"""`sdp4bit preprocess`: tokenize documents into Megatron's .bin/.idx files."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
 
 _Keys = Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--columns"])]
 _ENCODED_AT_ONCE = 1 << 22
-"""Characters; the tokenizer's threads share the documents of one call."""
+"""Characters per call of the tokenizer, whose threads share the documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessConfig(TokenizerConfig):
-    """Documents to tokens, in the files that Megatron reads."""
+    """Documents to tokenize for Megatron's file format."""
 
     input: tuple[str, ...]
     """Files or patterns such as 'pile/*.jsonl': .jsonl or .json (one object per line), or plain text (one
-    document per file, or several separated by <|endoftext|>). Compressed .gz and .zst files and .parquet need
-    the package datasets."""
+    document per file, or several separated by <|endoftext|>). Compressed .gz and .zst files and .parquet
+    files need the package datasets."""
     output_prefix: Path
-    """Start of the output names: PREFIX_KEY_document.bin and .idx for each of --json-keys."""
+    """Prefix of the output files: PREFIX_KEY_document.bin and .idx for each of --json-keys."""
     json_keys: _Keys = ("text",)
     """Members or columns that contain text. A list of strings becomes several sequences."""
     append_eod: bool = False
     """Append the end-of-document token to every document."""
     workers: int | None = None
-    """Threads that tokenize. Default: the number of cores."""
+    """Tokenizer threads. Default: the number of cores."""
     overwrite: bool = False
     """Replace existing files."""
     log_interval: int = 100_000
     """Documents between printed lines."""
     dataset_impl: Literal["mmap"] = "mmap"
-    """Output format; mmap is the only one."""
+    """Output format; only mmap is supported."""
     split: str | None = None
     """Accepted for compatibility with the reference implementation; has no effect."""
     torch_backend: str | None = None
@@ -55,30 +55,24 @@ class PreprocessConfig(TokenizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.input), "--input: give the files that hold the documents")
+        require(bool(self.input), "--input: give at least one file")
         require(
             self.has_tokenizer,
-            "give the tokenizer: --vocab-file and --merge-file, or --tokenizer-model; docs/data.md shows how "
-            "to train one",
+            "give a tokenizer: --vocab-file and --merge-file, or --tokenizer-model; docs/data.md describes "
+            "how to train one",
         )
         require(
             bool(self.json_keys) and len(set(self.json_keys)) == len(self.json_keys),
-            f"--json-keys {' '.join(self.json_keys)}: give at least one, each one once",
+            f"--json-keys {' '.join(self.json_keys)}: give at least one, without repetition",
         )
         require_at_least(1, self, "workers", "log_interval")
 
     def prefix(self, key: str) -> Path:
-        """Return the prefix of the files of a key."""
         return self.output_prefix.with_name(f"{self.output_prefix.name}_{key}_document")
 
 
 def preprocess(config: PreprocessConfig, *, console: Console | None = None) -> None:
-    """Write the files of every key, complete.
-
-    Raises:
-        SettingError: an input is missing, damaged or has a line without text, or an output cannot be written;
-            then there are no new files.
-    """
+    """Write the files of every key; on SettingError no new files are left."""
     console = console or Console(stderr=True)
     for name in ("split", "torch_backend"):
         if getattr(config, name) is not None:
@@ -86,7 +80,7 @@ def preprocess(config: PreprocessConfig, *, console: Console | None = None) -> N
                 f"--{name.replace('_', '-')} {getattr(config, name)} has no effect here", style="yellow"
             )
     if config.workers is not None:
-        # The tokenizers library reads it when its first call starts the threads.
+        # The tokenizers library reads it at its first call.
         os.environ["RAYON_NUM_THREADS"] = str(config.workers)
     files, tokenizer = find_files(config.input), config.tokenizer
     assert tokenizer is not None
@@ -108,7 +102,7 @@ def preprocess(config: PreprocessConfig, *, console: Console | None = None) -> N
             if count // config.log_interval > before // config.log_interval:
                 rate = tokens / (time.perf_counter() - start)
                 console.print(f"{count:,} documents, {tokens:,} tokens, {rate:,.0f}/s", highlight=False)
-        require(tokens > 0, f"--input {' '.join(config.input)}: the {count} documents hold no text")
+        require(tokens > 0, f"--input {' '.join(config.input)}: the {count} documents have no text")
         for writer in writers:
             writer.finish()
     seconds = time.perf_counter() - start
@@ -125,8 +119,8 @@ def encode(
 ) -> Iterator[list[list[int]]]:
     """Yield the tokens of each sentence of each document.
 
-    As in Megatron: sentences without tokens are left out, and a document without any stays as an empty one
-    and has no end-of-document token.
+    As in Megatron, sentences without tokens are skipped. A document without tokens stays empty and gets no
+    end-of-document token.
     """
     end = [tokenizer.require_end_of_text()] if append_eod else []
     encoded = iter(tokenizer.encode([sentence for sentences in documents for sentence in sentences]))

@@ -1,7 +1,7 @@
-"""The order in which training reads a .bin/.idx corpus: documents, cut into samples, and the order of these.
+"""Order the documents and samples of a .bin/.idx corpus.
 
-Every epoch has an order of its own, made from the seed and the epoch's number. Nothing depends on the number
-of steps or ranks, so a run resumes from any sample.
+Every epoch has its own order, which depends on the seed and the epoch alone. Because it is independent of the
+number of steps and ranks, a run can resume from any sample.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from sdp4bit_lab.pretrain.data.samples import Tokens
 
 FORMAT_VERSION = 1
 CACHED_FROM = 1 << 22
-"""Documents and samples from which an order is kept on disk: below, making it again takes a second or two."""
+"""Documents plus samples from which an order is cached on disk; below, recomputing takes a second or two."""
 _VALIDATION_SEED = 0
 _Integers = npt.NDArray[np.integer]
 
 
 Shuffled = Literal["documents and samples", "samples", "nothing"]
-"""Of .bin/.idx files that are given; of text tokenized at the start of a run; of text held out of that."""
+"""For .bin/.idx files; for text tokenized at the start of a run; for validation text of the latter."""
 
 
 class Epoch(NamedTuple):
     """One pass over the documents."""
 
     documents: _Integers
-    """The documents in the order of this epoch."""
+    """Documents in the order of this epoch."""
     starts: _Integers
-    """Tokens of this epoch before each of them; then all tokens."""
+    """Number of the epoch's tokens before each of them; then the total."""
     samples: _Integers
-    """Positions of the samples in the epoch, in sequence lengths, in the order they are read."""
+    """Start of each sample in the epoch, in units of the sequence length, in reading order."""
 
 
 def make_epoch(
@@ -55,16 +55,16 @@ def make_epoch(
     epoch: int,
     shuffled: Shuffled = "documents and samples",
 ) -> Epoch:
-    """Make the order of an epoch.
+    """Compute the order of an epoch.
 
     Args:
         lengths: tokens of each document.
-        first: number of the first of these documents in the corpus.
+        first: index of the first of these documents in the corpus.
     """
     count = max(0, int(lengths.sum()) - 1) // sequence_length
     documents, samples = _numbers(len(lengths)), _numbers(count)
     if shuffled == "samples":
-        # NumPy may change this stream in a release; a test has the numbers of NumPy 2.4.
+        # NumPy may change this stream in a release; a test records the numbers of NumPy 2.4.
         samples = np.random.default_rng([seed, epoch]).permutation(count)
     elif shuffled == "documents and samples":
         random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
@@ -85,25 +85,24 @@ class IndexedSplit:
     """One past the last document."""
     vocabulary: int
     fingerprint: str
-    """Names the corpus, and its order where that is not the usual one."""
+    """Identifies the corpus, and its order if it is not the usual one."""
     cache: Path
     shuffled: Shuffled = "documents and samples"
 
     @property
     def tokens(self) -> int:
-        """Tokens of these documents."""
         first, last = self.corpus.starts(np.array([self.first, self.last]))
         return int(last - first)
 
     def samples(self, *, sequence_length: int, seed: int | None) -> IndexedSamples:
-        """Return the samples in the order of a seed; for validation in the same order in every run."""
+        """Return the samples in the order of a seed; None: fixed order for validation."""
         return IndexedSamples(
             self, sequence_length=sequence_length, seed=_VALIDATION_SEED if seed is None else seed
         )
 
 
 class IndexedSamples:
-    """Samples of a range of documents; a sample reaches over the ends of documents."""
+    """Samples of a range of documents; samples span document boundaries."""
 
     def __init__(self, split: IndexedSplit, *, sequence_length: int, seed: int) -> None:
         self._split = split
@@ -113,17 +112,13 @@ class IndexedSamples:
         self.count = max(0, split.tokens - 1) // sequence_length
 
     def rows(self, numbers: Iterable[int]) -> Tokens:
-        """Return the tokens of these samples and the token that follows each; [samples, length + 1].
-
-        Raises:
-            SettingError: a token that the vocabulary does not have.
-        """
+        """Return [samples, length + 1] tokens; SettingError if one is outside the vocabulary."""
         rows = np.stack([self._row(*divmod(number, self.count)) for number in numbers])
         low, high = int(rows.min()), int(rows.max())
         if low < 0 or high >= self._split.vocabulary:
             raise SettingError(
-                f"{self._split.corpus.prefix}.bin holds token {low if low < 0 else high}; the vocabulary "
-                f"ends at {self._split.vocabulary - 1}: give the tokenizer it was made with, or a larger "
+                f"{self._split.corpus.prefix}.bin has token {low if low < 0 else high}, but the vocabulary "
+                f"ends at {self._split.vocabulary - 1}: give the tokenizer of the corpus, or a larger "
                 "--vocab-size"
             )
         return rows
@@ -132,7 +127,7 @@ class IndexedSamples:
         order, corpus = self._epoch(epoch), self._split.corpus
         begin = int(order.samples[number]) * self._sequence_length
         end = begin + self._sequence_length + 1
-        # Documents that hold token `begin` of the epoch up to token `end - 1`, empty ones between included.
+        # Documents with the epoch's tokens from `begin` to `end - 1`, including empty ones between.
         first, last = np.searchsorted(order.starts, (begin, end - 1), side="right").tolist()
         documents = order.documents[first - 1 : last].astype(np.int64)
         starts, stops = corpus.starts(documents), corpus.starts(documents + 1)
@@ -144,7 +139,7 @@ class IndexedSamples:
 
     def _epoch(self, number: int) -> Epoch:
         if number not in self._epochs:
-            # A batch may lie across the boundary of two epochs; no more are needed.
+            # A batch may span two epochs, but not more.
             self._epochs = {key: value for key, value in self._epochs.items() if abs(key - number) == 1}
             self._epochs[number] = self._find_or_make(number)
         return self._epochs[number]
@@ -173,13 +168,13 @@ class IndexedSamples:
             ) from error
 
     def _keep(self, number: int, folder: Path) -> None:
-        """Write the order into the folder; ranks of this node that need it too wait for this one."""
+        """Write the order into the folder; other ranks of this node that need it wait."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = folder.with_name(f"{folder.name}.lock")
         with lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if folder.is_dir():
-                # This opened the file again after the maker had removed it.
+                # The file was reopened after its creator had removed it.
                 lock.unlink(missing_ok=True)
                 return
             with complete_folder(folder) as working:
@@ -202,7 +197,7 @@ class IndexedSamples:
 
 @contextmanager
 def complete_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write into, which gets its name at the end of the block, complete, or goes."""
+    """Yield a folder to write into; rename it at the end of the block, or remove it on an error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     working = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
@@ -211,7 +206,7 @@ def complete_folder(folder: Path) -> Iterator[Path]:
         try:
             working.rename(folder)
         except OSError:
-            # Another process was first; its files are the same.
+            # Another process was faster; its files are identical.
             if not folder.is_dir():
                 raise
     finally:

@@ -1,4 +1,4 @@
-"""What every source of tokens offers: numbered samples of one length, without an end; and synthetic ones."""
+"""Define the interface of token sources, and synthetic tokens."""
 
 from __future__ import annotations
 
@@ -14,40 +14,38 @@ from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
 Tokens = npt.NDArray[np.int64]
 
 MOCK_SAMPLES = 1 << 40
-"""Synthetic samples there are; more than anybody reads."""
+"""Number of synthetic samples; more than any run reads."""
 _VALIDATION_SEED = (1 << 64) - 1
 _JUMPS = 64
 
 
 class Samples(Protocol):
-    """Numbered samples; which tokens a number means depends on the seed and the number alone."""
+    """Numbered samples, each determined by the seed and its number."""
 
     @property
     def count(self) -> int:
-        """Samples until all tokens have been seen once; larger numbers see them again."""
+        """Samples per epoch; larger numbers continue with the next epoch."""
         ...
 
     def rows(self, numbers: Iterable[int]) -> Tokens:
-        """Return the tokens of these samples and the token that follows each; [samples, length + 1]."""
+        """Return the tokens of these samples plus the next token, [samples, length + 1]."""
         ...
 
 
 class Split(Protocol):
-    """The tokens for one purpose: training, validation or test."""
+    """Tokens for training, validation or test."""
 
     @property
-    def tokens(self) -> int:
-        """Tokens there are."""
-        ...
+    def tokens(self) -> int: ...
 
     def samples(self, *, sequence_length: int, seed: int | None) -> Samples:
-        """Return the samples in the order of a seed; None: that of validation, always the same."""
+        """Return the samples in the order of a seed; None: fixed order for validation."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Tokens to train and validate on."""
+    """Training, validation and test data."""
 
     key: str
     """Equal for equal tokens and splits."""
@@ -55,27 +53,25 @@ class Dataset:
     validation: Split
     test: Split | None = None
     needs_test: bool = True
-    """Whether a test that is too short is an error; else the run goes without."""
+    """Whether a test split that is too short is an error; if not, the test is skipped."""
     tokenizer: BytePairTokenizer | None = None
     masked_token: int | None = None
-    """Token after which the loss does not count."""
+    """Token whose successor is excluded from the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MockSplit:
-    """Tokens that count up from a random one and jump to another about every 64 tokens."""
+    """Tokens that count up and jump to a random token about every 64 tokens."""
 
     vocabulary: int
     number: int = 0
-    """Training, validation and test have different ones."""
+    """Distinguishes training, validation and test."""
 
     @property
     def tokens(self) -> int:
-        """More tokens than anybody reads."""
         return MOCK_SAMPLES
 
     def samples(self, *, sequence_length: int, seed: int | None) -> MockSamples:
-        """Return the samples of a seed; those of validation are none of these."""
         return MockSamples(
             vocabulary=self.vocabulary,
             sequence_length=sequence_length,
@@ -86,8 +82,7 @@ class MockSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class MockSamples:
-    """Numbered synthetic samples: the same for the same seed, from nothing but the numbers of split and
-    sample."""
+    """Synthetic samples, determined by the seed, the split and the sample number."""
 
     vocabulary: int
     sequence_length: int
@@ -96,11 +91,10 @@ class MockSamples:
     count: int = MOCK_SAMPLES
 
     def rows(self, numbers: Iterable[int]) -> Tokens:
-        """Return the tokens of these samples and the token that follows each; [samples, length + 1]."""
         return np.stack([self._row(number) for number in numbers])
 
     def _row(self, number: int) -> Tokens:
-        # Raw bits of a counter-based generator: frozen in NumPy, and no two pairs of numbers share any.
+        # Raw bits of a counter-based generator, which NumPy guarantees not to change.
         length = self.sequence_length + 1
         generator = np.random.Philox(key=self.seed, counter=[0, 0, number, self.split])
         bits = generator.random_raw(2 * length).reshape(2, length)

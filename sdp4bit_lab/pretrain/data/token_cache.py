@@ -1,10 +1,10 @@
-"""Text that is tokenized at the start of a run: its .bin/.idx files and its tokenizer, in the cache folder.
+"""Cache text that is tokenized at the start of a run.
 
 CACHE/text-KEY/
-    train.bin, train.idx            documents to train on, in the order of the text
-    validation.bin, validation.idx  documents held out
-    tokenizer.json                  what they were tokenized with
-    settings.json                   what KEY is the hash of
+    train.bin, train.idx            training documents, in the order of the text
+    validation.bin, validation.idx  held-out documents
+    tokenizer.json                  their tokenizer
+    settings.json                   hashed to KEY
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from sdp4bit_lab.pretrain.data.samples import Dataset
 from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
 
 FORMAT_VERSION = 2
-"""Of the tokens and their order; where they are the same, checkpoints and compared runs fit each other."""
+"""Version of the tokens and their order; if equal, checkpoints and compared runs are compatible."""
 TRAIN, VALIDATION = "train", "validation"
 _ENCODE_DOCUMENTS = 256
 
 
 def fill_cache(config: DataConfig) -> Path:
-    """Find the cache folder of the tokenized text; write it if it is not there.
+    """Return the cache folder of the tokenized text, written if necessary.
 
-    The folder appears under its name complete or not at all, whoever else writes it at the same time.
+    The folder appears atomically, even with concurrent writers.
 
     Raises:
-        SettingError: text that cannot be read, or a folder that cannot be written.
+        SettingError: unreadable text, or a folder that cannot be written.
     """
     note("reading the text")
     split = split_corpus(list(map(Path, config.data_path)), validation_fraction=config.held_out)
@@ -67,7 +67,7 @@ def fill_cache(config: DataConfig) -> Path:
 
 
 def open_cache(folder: Path, *, config: DataConfig) -> Dataset:
-    """Open the dataset of a cache folder; SettingError if a file of it is damaged."""
+    """Open the dataset of a cache folder; SettingError if a file is damaged."""
     tokenizer = config.tokenizer or BytePairTokenizer.load(folder / "tokenizer.json")
     key = folder.name.removeprefix("text-")
 
@@ -93,10 +93,9 @@ def open_cache(folder: Path, *, config: DataConfig) -> Dataset:
 
 
 def _tokenize(split: CorpusSplit, *, config: DataConfig, folder: Path) -> None:
-    """Write tokenizer.json and the .bin/.idx files of both splits into the folder."""
     training_text = (text for text, held_out in split.read() if not held_out)
     if config.tokenizer is None:
-        note(f"training a tokenizer of {config.vocabulary:,} tokens")
+        note(f"training a tokenizer with {config.vocabulary:,} tokens")
     tokenizer = config.tokenizer or BytePairTokenizer.train(training_text, vocabulary_size=config.vocabulary)
     tokenizer.save(folder / "tokenizer.json")
     dtype = token_dtype(config.vocabulary)
@@ -104,7 +103,7 @@ def _tokenize(split: CorpusSplit, *, config: DataConfig, folder: Path) -> None:
         IndexedWriter(folder / TRAIN, dtype=dtype) as train,
         IndexedWriter(folder / VALIDATION, dtype=dtype) as validation,
     ):
-        note(f"tokenizing {split.documents:,} documents, for this run and later ones")
+        note(f"tokenizing {split.documents:,} documents for the cache")
         remaining, progress, done = split.read(), Progress(note), 0
         while documents := list(islice(remaining, _ENCODE_DOCUMENTS)):
             encoded = tokenizer.encode_documents([text for text, _ in documents])

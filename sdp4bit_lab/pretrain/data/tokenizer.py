@@ -1,4 +1,4 @@
-"""Byte-level BPE: trained on a text, or read from files."""
+"""Train or load byte-level BPE tokenizers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.data.documents import END_OF_TEXT
 
 _TRAINING_CHARACTERS = 64 << 20
-"""The vocabulary is learned from this much text; more changes little and takes minutes."""
+"""Characters from which the vocabulary is learned; more changes little and takes minutes."""
 _ENDS_OF_DOCUMENTS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 
 class BytePairTokenizer:
-    """Text to token numbers and back."""
+    """Convert text to tokens and back."""
 
     def __init__(self, tokenizer: Tokenizer, *, end_of_text: int | None = None) -> None:
         self._tokenizer = tokenizer
         self.end_of_text = end_of_text
-        """Token that ends a document; None if the tokenizer has none."""
+        """Token that ends a document, if there is one."""
 
     @classmethod
     def train(cls, documents: Iterable[str], *, vocabulary_size: int) -> BytePairTokenizer:
-        """Learn a tokenizer of at most `vocabulary_size` tokens, fewer if the text repeats too little."""
+        """Train a tokenizer with at most `vocabulary_size` tokens, fewer for short text."""
         tokenizer = _gpt2_tokenizer(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocabulary_size,
@@ -40,55 +40,49 @@ class BytePairTokenizer:
 
     @classmethod
     def load(cls, path: Path) -> BytePairTokenizer:
-        """Return the tokenizer that `save` wrote."""
+        """Load a tokenizer written by `save`."""
         tokenizer = Tokenizer.from_file(str(path))
         return cls(tokenizer, end_of_text=tokenizer.token_to_id(END_OF_TEXT))
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer, as JSON."""
         self._tokenizer.save(str(path))
 
     @property
     def vocabulary_size(self) -> int:
-        """Largest token number, plus one."""
+        """Largest token plus one."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def digest(self) -> str:
-        """Hash everything that the tokens of a text depend on."""
+        """Return a hash of everything that tokenization depends on."""
         return hashlib.sha256(f"{self.end_of_text} {self._tokenizer.to_str()}".encode()).hexdigest()
 
     def encode(self, documents: Sequence[str]) -> list[list[int]]:
-        """Return the token numbers of each document, without an end of text."""
+        """Return the tokens of each document, without an end-of-text token."""
         encodings = self._tokenizer.encode_batch_fast(list(documents), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def encode_documents(self, documents: Sequence[str]) -> list[list[int]]:
-        """Return the token numbers of each document, the end of text included."""
+        """Return the tokens of each document, with an end-of-text token."""
         end = self.require_end_of_text()
         return [[*tokens, end] for tokens in self.encode(documents)]
 
     def require_end_of_text(self) -> int:
-        """Return the token that ends a document; SettingError if there is none."""
+        """Return the end-of-text token; SettingError if there is none."""
         if self.end_of_text is None:
             raise SettingError(
-                f"the tokenizer has none of the tokens {', '.join(_ENDS_OF_DOCUMENTS)}: name the one that "
-                "ends a document with --eod-token"
+                f"the tokenizer has none of the tokens {', '.join(_ENDS_OF_DOCUMENTS)}: name its "
+                "end-of-document token with --eod-token"
             )
         return self.end_of_text
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token numbers."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
 def load_tokenizer(
     *, vocab_file: Path | None, merge_file: Path | None, tokenizer_model: Path | None, eod_token: str | None
 ) -> BytePairTokenizer:
-    """Read GPT-2's two files, or a tokenizer.json or the folder it is in.
-
-    Raises:
-        SettingError: a file is missing or damaged, or has no token --eod-token.
-    """
+    """Load GPT-2's two files, or a tokenizer.json or its folder; SettingError if it is damaged."""
     if tokenizer_model is not None:
         path = tokenizer_model / "tokenizer.json" if tokenizer_model.is_dir() else tokenizer_model
         _require_file("--tokenizer-model", path)
@@ -102,7 +96,7 @@ def load_tokenizer(
         _require_file("--vocab-file", vocab_file)
         _require_file("--merge-file", merge_file)
         try:
-            # <|endoftext|> in a text is text: as in Megatron, it is not added as a special token.
+            # As in Megatron, <|endoftext|> inside a text is not a special token.
             tokenizer = _gpt2_tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
         except Exception as error:  # the library raises Exception itself
             raise SettingError(
@@ -113,13 +107,13 @@ def load_tokenizer(
     end_of_text = next((number for number in numbers if number is not None), None)
     if eod_token and end_of_text is None:
         raise SettingError(
-            f"--eod-token {eod_token}: the tokenizer has no such token among its {tokenizer.get_vocab_size()}"
+            f"--eod-token {eod_token} is not among the tokenizer's {tokenizer.get_vocab_size()} tokens"
         )
     return BytePairTokenizer(tokenizer, end_of_text=end_of_text)
 
 
 def _named_end(config: Path) -> tuple[str, ...]:
-    """Read the end-of-text token from the file beside a tokenizer.json."""
+    """Read the end-of-text token from tokenizer_config.json."""
     try:
         named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
     except FileNotFoundError:
@@ -132,7 +126,7 @@ def _named_end(config: Path) -> tuple[str, ...]:
 
 def _require_file(option: str, path: Path) -> None:
     if not path.is_file():
-        raise SettingError(f"{option} {path}: there is no such file")
+        raise SettingError(f"{option} {path}: no such file")
 
 
 def _gpt2_tokenizer(model: models.BPE) -> Tokenizer:

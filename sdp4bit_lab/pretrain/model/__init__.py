@@ -1,1 +1,1 @@
-"""The GPT: its sizes by name, and its parts over tensor-parallel ranks."""
+"""GPT model, its presets, and its tensor-parallel parts."""

@@ -1,4 +1,4 @@
-"""The models of the paper by name (appendix D and table 8), and one that a laptop trains."""
+"""Presets: the paper's models (appendix D and Table 8), and one that a laptop can train."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Recompute = Literal["none", "selective", "full"]
 
 GPT2_VOCABULARY = 50257
 VOCABULARY_MULTIPLE = 128
-"""The embedding has a multiple of this many rows, as in the paper; the extra rows are never a target."""
+"""The embedding is padded to a multiple of this many rows, as in the paper; extra rows are never targets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """Size and training defaults of a named model."""
+    """Size and training defaults of a preset."""
 
     layers: int
     hidden: int
@@ -24,11 +24,11 @@ class ModelCard:
     sequence_length: int = 2048
     micro_batch_size: int
     learning_rate: float | None
-    """None where the paper timed the model but did not train it."""
+    """None if the paper timed the model without training it."""
     warmup_steps: int | None = None
-    """Steps of warm-up; None where it is the paper's share of all steps."""
+    """None for the paper's fraction of all steps."""
     vocabulary: int = GPT2_VOCABULARY
-    """Tokens of the tokenizer, before rounding up."""
+    """Tokens of the tokenizer, before padding."""
 
 
 MODEL_CARDS: dict[CardName, ModelCard] = {
@@ -54,7 +54,7 @@ MODEL_CARDS: dict[CardName, ModelCard] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes a GPT is built from, everything resolved."""
+    """Resolved sizes of a GPT."""
 
     layers: int
     hidden: int
@@ -64,10 +64,10 @@ class ModelShape:
     dropout: float = 0.0
 
     def flops_per_sample(self, sequence_length: int) -> float:
-        """Return the floating-point operations of forward and backward over one sequence.
+        """Return the floating-point operations of forward and backward for one sequence.
 
-        The paper's count, without recomputation: 72 s L h^2 (1 + s / 6h + V / 12Lh). Over the time of a step
-        and the number of devices it gives the rates of its table 2.
+        The paper's count, without recomputation: 72 s L h^2 (1 + s / 6h + V / 12Lh). Divided by step time and
+        number of devices, it gives the rates of its Table 2.
         """
         h, layers, s = self.hidden, self.layers, sequence_length
         return 72 * s * layers * h**2 * (1 + s / (6 * h) + self.vocabulary / (12 * layers * h))

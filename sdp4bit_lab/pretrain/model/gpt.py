@@ -30,32 +30,26 @@ INIT_BLOCK_ROWS = 64
 
 
 class Linear(nn.Linear):
-    """A linear layer that computes in the dtype of its input, whatever the weights are gathered in.
-
-    Split over ranks, it computes with what this rank holds.
-    """
+    """Linear layer on this rank's part of the weight, in its input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return input @ weight.T + bias."""
         weight = local_part(self.weight).to(input.dtype)
         bias = padded_bias(self.bias, width=weight.shape[0]).to(input.dtype)
         return F.linear(input, weight, bias)
 
 
 class LayerNorm(nn.LayerNorm):
-    """A layer norm that computes in the dtype of its input, whatever the weights are gathered in."""
+    """Layer norm that computes in its input's dtype, whatever dtype the weights are gathered in."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised input, scaled and shifted."""
         weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 class Embedding(nn.Embedding):
-    """An embedding; split over ranks, each gives the rows it holds and zeros for the others."""
+    """Embedding that returns zeros for rows on other tensor-parallel ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the rows of the given indices."""
         weight = local_part(self.weight)
         if not isinstance(self.weight, DTensor):
             return F.embedding(input, weight)
@@ -67,10 +61,7 @@ class Embedding(nn.Embedding):
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Return function(*inputs), which keeps the inputs only and is computed again in backward.
-
-    Not a part of compiled graphs, which cannot hold it together with split parameters (torch 2.13).
-    """
+    """Recompute the function in backward; torch 2.13 cannot compile that with split parameters."""
     result: Tensor = checkpoint(function, *inputs, use_reentrant=False)
     return result
 
@@ -84,12 +75,11 @@ class Attention(nn.Module):
         self.dropout = shape.dropout
         self.recompute = recompute
         self.tensor_rank: int | None = None
-        """This rank's number among those that share the heads, if they are shared."""
+        """Index of this rank among those that share the heads, if any."""
         self.query_key_value = Linear(shape.hidden, 3 * shape.hidden)
         self.projection = Linear(shape.hidden, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend to the position itself and those before it; [batch, length, hidden]."""
         packed = self.query_key_value(x)
         if self.recompute and self.training:
             y = _recomputed(self._core, packed)
@@ -98,9 +88,9 @@ class Attention(nn.Module):
         return F.dropout(self.projection(y), self.dropout, self.training)
 
     def _core(self, packed: Tensor) -> Tensor:
-        """Compute the heads of this rank; [batch, length, channels of these heads]."""
+        """Compute this rank's heads; returns [batch, length, channels of these heads]."""
         batch, length, _ = packed.shape
-        # Channels are ordered [head, query/key/value, channel]: a part of them is a part of the heads.
+        # Channels are [head, query/key/value, channel]: a slice of them is a slice of the heads.
         query, key, value = packed.view(batch, length, -1, 3, self.head_size).permute(3, 0, 2, 1, 4)
         dropout = self.dropout if self.training else 0.0
         own_numbers: AbstractContextManager[None] = nullcontext()
@@ -112,7 +102,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers, four times as wide in between."""
+    """Two linear layers with a hidden width of 4 times the model's."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -121,13 +111,12 @@ class FeedForward(nn.Module):
         self.projection = Linear(4 * shape.hidden, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the transformed positions; [batch, length, hidden]."""
         y = self.projection(F.gelu(self.expand(x), approximate="tanh"))
         return F.dropout(y, self.dropout, self.training)
 
 
 class Block(nn.Module):
-    """One transformer block; the unit that FSDP2 gathers and reduces."""
+    """Transformer block, the unit that FSDP2 gathers and reduces."""
 
     def __init__(self, shape: ModelShape, *, recompute: Recompute) -> None:
         super().__init__()
@@ -138,15 +127,15 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the residual stream after this block; [batch, length, hidden]."""
+        """Return the residual stream after this block, [batch, length, hidden]."""
         if self.recompute and self.training:
-            # Inside the FSDP2 unit: the recomputation uses the weights that backward has gathered anyway.
+            # Inside the FSDP2 unit, so that recomputation uses the weights that backward gathers anyway.
             y: Tensor = _recomputed(self._residual, x)
             return y
         return self._residual(x)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile what the block computes; recomputation stays around it."""
+        """Compile the block's computation, inside the recomputation."""
         self._residual = torch.compile(self._residual, *args, **kwargs)  # type: ignore[method-assign]
 
     def _residual(self, x: Tensor) -> Tensor:
@@ -156,11 +145,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT language model that returns its own loss, or consecutive blocks of one: a stage of a pipeline.
+    """GPT language model that returns its own loss, or consecutive blocks of one as a pipeline stage.
 
-    Parameters of a stage have the names they have in the whole model. The first and the last stage both hold
-    the token embedding; their gradients are to be added. Build it on any device, also meta, and call
-    :meth:`reset_parameters` once its memory exists.
+    Parameters of a stage have the names of the full model. The first and the last stage both hold the token
+    embedding, whose gradients must be summed. Build it on any device, including meta, and call
+    :meth:`reset_parameters` after allocation.
     """
 
     def __init__(
@@ -185,12 +174,12 @@ class GPT(nn.Module):
         self.final_norm = LayerNorm(shape.hidden) if self.is_last else None
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return the sum of the cross entropies of predicting `targets`, fp32 [1]; -100 does not count.
+        """Return the summed cross entropy of predicting `targets`, fp32 [1]; -100 is ignored.
 
         Without targets, return the logits. A stage that is not the last returns the residual stream.
 
         Args:
-            x: tokens [batch, length], int64; after the first stage the residual stream [.., hidden].
+            x: tokens [batch, length], int64; after the first stage, the residual stream [.., hidden].
             targets: [batch, length], int64; used by the last stage.
         """
         if self.token_embedding is not None and self.position_embedding is not None:
@@ -211,15 +200,15 @@ class GPT(nn.Module):
         loss = summed_cross_entropy(
             logits.flatten(0, 1), targets.flatten(), start=first_row(weight), group=group
         )
-        # A copy: FSDP2 warns of outputs that are views.
+        # A copy, because FSDP2 warns of outputs that are views.
         return torch.stack([loss])
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int) -> None:
-        """Give every parameter its initial value, the same bits however the model is laid out over ranks.
+        """Initialize the parameters, with the same bits for any layout over ranks.
 
-        GPT-2's scheme: normal with deviation 0.02, divided by sqrt(2 * layers) for the projections that end
-        in the residual stream; biases 0, norms 1.
+        GPT-2's scheme: normal with standard deviation 0.02, divided by sqrt(2 * layers) for projections into
+        the residual stream; biases 0, norms 1.
         """
         residual_std = INIT_STD / math.sqrt(2 * self.shape.layers)
         for name, parameter in self.named_parameters():
@@ -237,9 +226,9 @@ class GPT(nn.Module):
 
 
 def _local_range(parameter: Tensor) -> tuple[range, range]:
-    """Return the rows and columns of a matrix that this rank holds.
+    """Return this rank's rows and columns of a matrix.
 
-    FSDP2 splits what tensor parallelism has left of a parameter, though it comes first in the mesh.
+    FSDP2 splits the part that tensor parallelism leaves, although it comes first in the mesh.
     """
     local = [range(size) for size in parameter.shape]
     if isinstance(parameter, DTensor):
@@ -250,9 +239,9 @@ def _local_range(parameter: Tensor) -> tuple[range, range]:
             if isinstance(placement, Replicate):
                 continue
             dim = getattr(placement, "dim", None)
-            # Where a dimension is split twice, a strided shard marks the second split.
+            # If a dimension is split twice, a strided shard marks the second split.
             if dim is None or (dim in split) != hasattr(placement, "split_factor"):
-                raise ValueError(f"unknown part of a parameter: {parameter.placements}")
+                raise ValueError(f"unknown placements of a parameter: {parameter.placements}")
             split.add(dim)
             size = -(-len(local[dim]) // mesh.size(mesh_dim))
             start = mesh.get_local_rank(mesh_dim) * size
@@ -266,7 +255,7 @@ def _fill_normal(
 ) -> None:
     """Fill `local` with these rows and columns of a normal matrix of the given shape.
 
-    Rows come in blocks with a generator of their own, so that a rank computes only blocks it has a part of.
+    Every block of rows has its own generator, so that a rank computes only the blocks it needs.
     """
     for start in range(rows.start // INIT_BLOCK_ROWS * INIT_BLOCK_ROWS, rows.stop, INIT_BLOCK_ROWS):
         stop = min(start + INIT_BLOCK_ROWS, shape[0])

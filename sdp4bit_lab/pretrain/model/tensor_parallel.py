@@ -1,13 +1,14 @@
-"""Tensor parallelism: which part of a parameter a rank holds, and what is exchanged around its use.
+"""Tensor parallelism: split parameters and the collectives around their use.
 
-Parameters are split by `parallelize_module` and stay DTensors, so that FSDP2 and checkpoints know where parts
-belong. Arithmetic is on local tensors. Parameters that are equal on all ranks are never quantized together
-with split ones: they would share scales with neighbours that differ from rank to rank, and drift apart.
+`parallelize_module` splits parameters, which stay DTensors so that FSDP2 and checkpoints know their
+placement. Arithmetic uses local tensors. Parameters that are equal on all tensor-parallel ranks are never
+quantized together with split ones: they would share scales with neighbors that differ between ranks, and
+drift apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -23,40 +24,31 @@ IGNORED_TARGET = -100
 """Targets with this value have no loss, as in torch's cross entropy."""
 
 
-class ColumnParallel(ParallelStyle):
-    """Rows of the weight, and so columns of the output, are split; the input is complete."""
+class SplitLayer(ParallelStyle):
+    """Split parameters of a layer over the ranks, along the given dimension of each.
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _split(module, device_mesh, {"weight": Shard(0), "bias": Shard(0)})
-        module.register_forward_pre_hook(lambda _, inputs: (enter(inputs[0], device_mesh.get_group()),))
-        return module
-
-
-class RowParallel(ParallelStyle):
-    """Columns of the weight, and so of the input, are split; the output is complete.
-
-    The bias is split too: each rank adds its part to its share of the sum.
+    With split rows of the weight, the input is complete and the output is split. With split columns, or for
+    an embedding, partial outputs are summed; each rank adds its part of the bias to its partial sum.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _split(module, device_mesh, {"weight": Shard(1), "bias": Shard(0)})
-        module.register_forward_hook(lambda _, __, output: leave(output, device_mesh.get_group()))
-        return module
-
-
-class VocabularyParallel(ParallelStyle):
-    """Rows of an embedding are split; the output is complete."""
+    def __init__(self, *, sums_output: bool, **dims: int) -> None:
+        self._sums_output = sums_output
+        self._dims = dims
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _split(module, device_mesh, {"weight": Shard(0)})
-        module.register_forward_hook(lambda _, __, output: leave(output, device_mesh.get_group()))
+        _split(module, device_mesh, {name: Shard(dim) for name, dim in self._dims.items()})
+        group = device_mesh.get_group()
+        if self._sums_output:
+            module.register_forward_hook(lambda _, __, output: leave(output, group))
+        else:
+            module.register_forward_pre_hook(lambda _, inputs: (enter(inputs[0], group),))
         return module
 
 
 def _split(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
     for name, placement in placements.items():
         whole = module.get_parameter(name)
-        # Every rank makes the whole without memory, so nothing is sent.
+        # Every rank has the full parameter on meta, so nothing is sent.
         part = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
 
@@ -67,14 +59,14 @@ def local_part(parameter: Tensor) -> Tensor:
 
 
 def first_row(parameter: Tensor) -> int:
-    """Return the index of the first row that this rank holds of a parameter with equally split rows."""
+    """Return the index of this rank's first row of a parameter with evenly split rows."""
     if not isinstance(parameter, DTensor):
         return 0
     return int(parameter.device_mesh.get_local_rank()) * int(parameter.to_local().shape[0])
 
 
 def padded_bias(bias: Tensor, *, width: int) -> Tensor:
-    """Return this rank's part of a bias at its place among zeros; the bias itself if it is whole."""
+    """Return this rank's part of a bias, zero-padded to its position; the bias itself if it is complete."""
     part, start = local_part(bias), first_row(bias)
     if part.shape[0] == width:
         return part
@@ -82,7 +74,7 @@ def padded_bias(bias: Tensor, *, width: int) -> Tensor:
 
 
 class _Context(Protocol):
-    """What autograd keeps from forward to backward."""
+    """State that autograd keeps from forward to backward."""
 
     group: dist.ProcessGroup
     saved_tensors: tuple[Tensor, ...]
@@ -91,7 +83,7 @@ class _Context(Protocol):
 
 
 class _Enter(torch.autograd.Function):
-    """The input is whole on all ranks; each has a part of its gradient."""
+    """The input is complete on all ranks; each rank has a partial gradient."""
 
     @staticmethod
     def forward(ctx: _Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -104,7 +96,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The output is the sum of what the ranks have; each gets the whole gradient."""
+    """The output is the sum of the ranks' partial results; each rank gets the full gradient."""
 
     @staticmethod
     def forward(_: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -122,19 +114,19 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return x, which is equal on all ranks; backward sums what the ranks contribute to its gradient."""
+    """Return x, which is equal on all ranks; backward sums the ranks' gradients."""
     result: Tensor = _Enter.apply(x, group)  # type: ignore[no-untyped-call]
     return result
 
 
 def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of x over the ranks; backward hands its gradient to all of them."""
+    """Return the sum of x over the ranks; backward passes its gradient to all of them."""
     result: Tensor = _Leave.apply(x, group)  # type: ignore[no-untyped-call]
     return result
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropies where each rank has the logits of a part of the vocabulary."""
+    """Summed cross entropy of logits that are split over the vocabulary."""
 
     @staticmethod
     def forward(
@@ -164,12 +156,12 @@ class _SplitCrossEntropy(torch.autograd.Function):
 def summed_cross_entropy(
     logits: Tensor, targets: Tensor, *, start: int = 0, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the sum of the cross entropies of all targets that are not -100, in fp32; a scalar.
+    """Return the fp32 sum of the cross entropies of all targets other than -100.
 
     Args:
-        logits: [n, vocabulary], or with a group this rank's columns of them, from column `start` on.
+        logits: [n, vocabulary], or with a group this rank's columns, starting at column `start`.
         targets: [n], int64.
-        group: the ranks that hold the other columns; all return the same.
+        group: ranks that hold the other columns; all return the same.
     """
     if group is None:
         return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED_TARGET, reduction="sum")
@@ -179,9 +171,9 @@ def summed_cross_entropy(
 
 @contextmanager
 def random_numbers_of_rank(tensor_rank: int, *, device: torch.device) -> Iterator[None]:
-    """Let each tensor-parallel rank draw other numbers inside; outside, all draw the same again.
+    """Draw different numbers on each tensor-parallel rank inside the block, and equal ones outside.
 
-    The numbers follow from the generator of the CPU, so recomputation and resumed runs repeat them.
+    The seed comes from the CPU generator, so recomputation and resumed runs repeat the numbers.
     """
     seed = int(torch.randint(1 << 62, (), dtype=torch.int64))
     devices = [] if device.type == "cpu" else [device]
@@ -191,15 +183,16 @@ def random_numbers_of_rank(tensor_rank: int, *, device: torch.device) -> Iterato
 
 
 def parameter_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks that a gathered parameter is split over, if it is."""
+    """Return the ranks that a gathered parameter is split over, if any."""
     return parameter.device_mesh.get_group() if isinstance(parameter, DTensor) else None
 
 
-Style = Callable[[], ParallelStyle]
-BLOCK_STYLES: dict[str, Style] = {
-    "attention.query_key_value": ColumnParallel,
-    "attention.projection": RowParallel,
-    "feed_forward.expand": ColumnParallel,
-    "feed_forward.projection": RowParallel,
+_COLUMN_PARALLEL = SplitLayer(sums_output=False, weight=0, bias=0)
+_ROW_PARALLEL = SplitLayer(sums_output=True, weight=1, bias=0)
+EMBEDDING_STYLE = SplitLayer(sums_output=True, weight=0)
+BLOCK_STYLES: dict[str, ParallelStyle] = {
+    "attention.query_key_value": _COLUMN_PARALLEL,
+    "attention.projection": _ROW_PARALLEL,
+    "feed_forward.expand": _COLUMN_PARALLEL,
+    "feed_forward.projection": _ROW_PARALLEL,
 }
-"""How the layers of a block are split."""

@@ -1,4 +1,4 @@
-"""Gradients after their reduction: tied embeddings of a pipeline, global norm, clipping."""
+"""Process reduced gradients: tied embeddings of a pipeline, global norm, clipping."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EPSILON = 1e-6
 
 
 class Gradients:
-    """The gradients of this rank's shards; made while no weights are gathered."""
+    """Gradients of this rank's shards; create it while no weights are gathered."""
 
     def __init__(self, model: ShardedModel) -> None:
         layout = model.layout
@@ -30,7 +30,7 @@ class Gradients:
         if last > 0 and stage in (0, last):
             (embedding,) = (c.token_embedding for c in model.chunks if c.token_embedding is not None)
             self._tied, self._tied_peer = embedding.get_parameter("weight"), last - stage
-        # In the norm, a parameter counts on the ranks that hold shards of it, and of equal ones on the first.
+        # The norm counts every shard once: equal parameters of tensor-parallel ranks only on the first.
         self._counted = [
             parameter
             for parameter in self._parameters
@@ -39,9 +39,9 @@ class Gradients:
         ]
 
     def add_tied(self) -> None:
-        """Sum the gradients of the token embedding that the first and the last stage hold.
+        """Sum the gradients of the token embedding of the first and the last stage.
 
-        One exchange in full precision between the two; adding two numbers gives both the same bits.
+        One full-precision exchange between the two; the sum of two numbers has the same bits on both.
         """
         if self._tied is None:
             return
@@ -57,13 +57,13 @@ class Gradients:
         own.add_(other)
 
     def gather(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of the whole model's gradient in fp64, and the numbers of all ranks [ranks, n].
+        """Return the gradient norm of the full model in fp64, and the numbers of all ranks [ranks, n].
 
-        Both have the same bits on every rank: sums of squares are added in the order of the ranks. One
-        collective; the host does not wait.
+        Both have the same bits on every rank, because sums of squares are added in rank order. One
+        collective, without host synchronization.
 
         Args:
-            numbers: this rank's, fp64 [n] on its device.
+            numbers: this rank's numbers, fp64 [n] on its device.
         """
         squares = self._squared_norms()
         row = torch.cat([torch.stack(squares), numbers])
@@ -74,12 +74,12 @@ class Gradients:
         return norms.flatten().sum().sqrt(), others
 
     def _squared_norms(self) -> list[Tensor]:
-        """Return this rank's squared norm, fp64 scalars that are added over all ranks."""
+        """Return this rank's squared norm as fp64 scalars to sum over all ranks."""
         own = torch.nn.utils.get_total_norm([_gradient(p) for p in self._counted if p.grad is not None])
         return [own.to(self._device).double().square()]
 
     def clip(self, norm: Tensor, *, largest: float) -> None:
-        """Scale the gradients, whose norm is given, to at most the largest norm (0: any)."""
+        """Scale gradients of the given norm to at most `largest`; 0 disables clipping."""
         factor = torch.ones_like(norm) if largest == 0 else (largest / (norm + _EPSILON)).clamp(max=1.0)
         gradients = [_gradient(p) for p in self._parameters if p.grad is not None]
         torch._foreach_mul_(gradients, factor.float())

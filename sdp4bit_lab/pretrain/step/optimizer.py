@@ -1,4 +1,4 @@
-"""AdamW with Megatron's decay groups, and the learning-rate schedule."""
+"""AdamW with Megatron's weight-decay groups, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sdp4bit_lab.pretrain.config.pretrain import LOWEST_SHARE, OptimizerConfig
 def build_optimizer(
     parameters: Iterable[nn.Parameter], *, config: OptimizerConfig, learning_rate: float
 ) -> torch.optim.AdamW:
-    """Return AdamW over the parameters: matrices and embeddings decay, biases and norms do not."""
-    # One fused update cannot mix parameters of several meshes, as tensor parallelism makes them.
+    """Return AdamW with weight decay for matrices and embeddings, but not for biases and norms."""
+    # A fused update cannot mix parameters of several meshes, as in tensor parallelism.
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -37,10 +37,9 @@ def build_optimizer(
 def learning_rate_at(
     step: int, *, config: OptimizerConfig, peak: float, warmup_steps: int, steps: int
 ) -> float:
-    """Return the learning rate of a step (counted from 0) of a run of `steps`.
+    """Return the learning rate of a step, counted from 0.
 
-    Linear over the warm-up, which ends at the peak; then half a cosine, or a line, to the smallest rate at
-    the last decay step; constant afterwards.
+    Linear warm-up to the peak, cosine or linear decay to the minimum at the last decay step, then constant.
     """
     decay_steps = config.decay_steps or steps
     if step < warmup_steps:
@@ -54,6 +53,6 @@ def learning_rate_at(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the rate of the next step of the optimizer."""
+    """Set the rate of the optimizer's next step."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate

@@ -1,6 +1,6 @@
-"""A model laid out over all ranks: tensor and pipeline parallelism, FSDP2, quantized communication.
+"""Lay out a model over all ranks: tensor and pipeline parallelism, FSDP2, quantized communication.
 
-Ranks form a mesh [pipeline, data, tensor]: tensor-parallel ranks are neighbours, pipeline stages far apart.
+Ranks form a mesh [pipeline, data, tensor]: tensor-parallel ranks are adjacent, pipeline stages far apart.
 FSDP2 shards every stage over its data ranks.
 """
 
@@ -26,7 +26,7 @@ from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.config.training import ComputeDtype, Precision
 from sdp4bit_lab.pretrain.model.gpt import GPT, Block
-from sdp4bit_lab.pretrain.model.tensor_parallel import BLOCK_STYLES, VocabularyParallel
+from sdp4bit_lab.pretrain.model.tensor_parallel import BLOCK_STYLES, EMBEDDING_STYLE
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -39,7 +39,7 @@ def dtype_of(precision: Precision) -> torch.dtype:
 def resolve_compute_dtype(
     chosen: ComputeDtype, *, param_dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """Return the dtype of the activations."""
+    """Return the dtype of activations."""
     if chosen != "auto":
         return _DTYPES[chosen]
     if device.type == "cpu" and not _cpu_has_bf16():
@@ -56,7 +56,7 @@ def _cpu_has_bf16() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
-    """This rank's place in the mesh [pipeline, data, tensor]."""
+    """This rank's position in the mesh [pipeline, data, tensor]."""
 
     mesh: DeviceMesh
     ranks: Ranks
@@ -68,7 +68,7 @@ class RankLayout:
 
     @property
     def data(self) -> DeviceMesh:
-        """Ranks with the same part of the model and other data; FSDP2's."""
+        """Ranks with the same part of the model and different data; FSDP2's ranks."""
         return self.mesh["data"]
 
     @property
@@ -77,37 +77,25 @@ class RankLayout:
         return self.mesh["tensor"]
 
     @property
-    def data_ranks(self) -> Ranks:
-        """This rank among those that read other data: the same for all that hold a part of one replica."""
-        ranks = self.ranks
-        return Ranks(
-            rank=self.data.get_local_rank(),
-            world_size=self.data.size(),
-            local_rank=ranks.local_rank,
-            local_world_size=ranks.local_world_size,
-            device=ranks.device,
-        )
-
-    @property
     def random_stream(self) -> int:
-        """Which random numbers this rank draws: the same as its tensor-parallel peers, and nobody else."""
+        """Random stream of this rank, shared only with its tensor-parallel peers."""
         return self.pipeline.get_local_rank() * self.data.size() + self.data.get_local_rank()
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank's loss counts: one of those that compute the loss of some data."""
+        """Whether this rank's loss counts: one rank per part of the data."""
         is_last = self.pipeline.get_local_rank() == self.pipeline.size() - 1
         return is_last and self.tensor.get_local_rank() == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedModel:
-    """What this rank has of a model."""
+    """This rank's part of a model."""
 
     chunks: list[GPT]
-    """The whole model, or its stages on this rank in the order of the pipeline. Names are global."""
+    """The full model, or its stages on this rank in pipeline order; parameter names are global."""
     stages: list[int]
-    """Numbers of the chunks in the pipeline."""
+    """Pipeline indices of the chunks."""
     layout: RankLayout
     communication: sdp4bit.CommHandle
 
@@ -118,21 +106,20 @@ class ShardedModel:
 
     @property
     def per_rank(self) -> dict[str, Stateful]:
-        """Further state of this rank that a checkpoint holds, besides its generators and communication."""
+        """Further state of this rank for checkpoints, besides generators and communication."""
         return {}
 
     def train(self, mode: bool = True) -> None:
-        """Switch dropout on or off."""
         for chunk in self.chunks:
             chunk.train(mode)
 
     def reshard(self) -> None:
-        """Free gathered weights, which a root keeps after a forward that no backward follows."""
+        """Free gathered weights, which a root keeps after a forward without backward."""
         for chunk in self.chunks:
             cast(FSDPModule, chunk).reshard()
 
     def describe_layout(self) -> str:
-        """Describe the layout, on which the parts of the model and the random numbers of a rank depend."""
+        """Describe the layout, which determines each rank's part of the model and random numbers."""
         layout = self.layout
         stages = f" in {len(self.chunks)} stages each" if len(self.chunks) > 1 else ""
         sizes = {"data": layout.data, "pipeline": layout.pipeline, "tensor": layout.tensor}
@@ -140,7 +127,7 @@ class ShardedModel:
         return (text or "one rank") + stages
 
     def describe_ranks(self) -> str:
-        """Return how many ranks there are, and on what, in words."""
+        """Describe the number and kind of ranks."""
         ranks = self.layout.ranks
         where = ranks.device.type
         if self.layout.pipeline.size() * self.layout.tensor.size() > 1:
@@ -148,12 +135,12 @@ class ShardedModel:
         return f"{ranks.world_size} ranks ({where})"
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of all chunks; to be called while no weights are gathered."""
+        """Return the parameters of all chunks; call while no weights are gathered."""
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
 
 def lay_out(config: PretrainConfig, *, ranks: Ranks) -> RankLayout:
-    """Return this rank's place; SettingError if the ranks do not fill the mesh."""
+    """Return this rank's position; SettingError if the ranks do not fill the mesh."""
     parallel = config.parallel
     parallel.check_world(ranks.world_size)
     pipeline, tensor = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
@@ -165,19 +152,19 @@ def lay_out(config: PretrainConfig, *, ranks: Ranks) -> RankLayout:
     timeout = job_timeout()
     groups = [mesh[name].get_group() for name in ("pipeline", "data", "tensor")]
     for group in groups:
-        # Groups of a mesh take the default of the back end otherwise, half an hour for gloo.
+        # Groups of a mesh otherwise have the back end's default timeout, half an hour for gloo.
         if timeout is not None and group != dist.group.WORLD:
             set_timeout(timeout, group)
     return RankLayout(mesh=mesh, ranks=ranks)
 
 
 def build_model(config: PretrainConfig, *, layout: RankLayout) -> ShardedModel:
-    """Build this rank's shards of the model, with initial weights and quantized communication.
+    """Build this rank's shards with initial weights and quantized communication.
 
-    No rank ever holds more than that: it is built without memory, split, and each shard is then filled.
+    The model is built on meta and split before its shards are allocated.
 
     Raises:
-        SettingError: the communication cannot be set up like this; on all ranks.
+        SettingError: on all ranks, if the communication cannot be set up.
     """
     stages = config.parallel.stages(config.model_shape.layers)
     local_stages = _stages_here(config, layout=layout)
@@ -194,11 +181,11 @@ def build_model(config: PretrainConfig, *, layout: RankLayout) -> ShardedModel:
 
 
 def shard_chunks(config: PretrainConfig, *, layout: RankLayout, mesh: DeviceMesh | None = None) -> list[GPT]:
-    """Build this rank's shards of the model, without memory.
+    """Build this rank's shards of the model on meta.
 
     Args:
-        mesh: what FSDP2 gets instead of the data-parallel ranks in one dimension; with two it replicates
-            over the first.
+        mesh: replaces the 1-D mesh of data-parallel ranks for FSDP2, which replicates over the first
+        dimension of a 2-D mesh.
     """
     stages = config.parallel.stages(config.model_shape.layers)
     return [
@@ -226,7 +213,7 @@ def _shard_chunk(config: PretrainConfig, *, layers: range, layout: RankLayout, m
         )
     if layout.tensor.size() > 1:
         _split_tensors(model, layout.tensor)
-    # Inputs are not cast: activations keep the compute dtype, which may differ from the param dtype.
+    # Do not cast inputs: activations keep the compute dtype, which may differ from the param dtype.
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -235,7 +222,7 @@ def _shard_chunk(config: PretrainConfig, *, layers: range, layout: RankLayout, m
     for block in model.blocks.values():
         assert isinstance(block, Block)
         if apart:
-            # Quantized without split parameters, so that they stay equal on tensor-parallel ranks.
+            # A group without split parameters, so that quantization keeps tensor-parallel ranks equal.
             shard([block.attention_norm, block.feed_forward_norm])
         if training.compile:
             block.compile()
@@ -250,32 +237,29 @@ def _shard_chunk(config: PretrainConfig, *, layers: range, layout: RankLayout, m
 
 
 def _split_tensors(model: GPT, mesh: DeviceMesh) -> None:
-    """Split the matrices of a model without memory over the ranks of the mesh."""
     if model.token_embedding is not None:
-        parallelize_module(model, mesh, {"token_embedding": VocabularyParallel()})
+        parallelize_module(model, mesh, {"token_embedding": EMBEDDING_STYLE})
     for block in model.blocks.values():
         assert isinstance(block, Block)
-        parallelize_module(block, mesh, {name: style() for name, style in BLOCK_STYLES.items()})
+        parallelize_module(block, mesh, BLOCK_STYLES)
         block.attention.tensor_rank = mesh.get_local_rank()
 
 
 def _named_roots(chunks: list[GPT], numbers: list[int], *, stages: int) -> nn.Module:
-    """Return one module with all roots, whose parameter groups have the same names on no two stages."""
+    """Return one module with all roots, whose parameter groups have unique names across stages."""
     if stages == 1:
         return chunks[0]
-    # The token embedding's group comes first on both ranks that hold it: its number chooses rounding bits.
+    # The token embedding's group is first on both ranks that hold it: the index selects rounding bits.
     order = sorted(range(len(chunks)), key=lambda index: chunks[index].token_embedding is None)
     return nn.ModuleDict({f"stage{numbers[index]}": chunks[index] for index in order})
 
 
 def quantize(model: nn.Module, *, config: PretrainConfig) -> sdp4bit.CommHandle:
-    """Return the handle of the model's communication, quantized by the configured strategy."""
+    """Quantize the model's communication by the configured strategy and return the handle."""
     ranks_per_node = config.parallel.ranks_per_node
     try:
         return sdp4bit.quantize_communication(
-            model,
-            topology="auto" if ranks_per_node is None else ranks_per_node,
-            config=config.quantization,
+            model, topology="auto" if ranks_per_node is None else ranks_per_node, config=config.quantization
         )
     except ValueError as error:
         raise SettingError(str(error)) from error

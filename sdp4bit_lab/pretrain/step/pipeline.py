@@ -1,4 +1,4 @@
-"""Micro batches on their way through the stages of a pipeline (torch.distributed.pipelining)."""
+"""Run micro batches through pipeline stages with torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from sdp4bit_lab.pretrain.step.parallelize import ShardedModel
 
@@ -20,7 +15,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Pipeline:
-    """The stages on this rank and their schedule: 1F1B, interleaved if a rank has several stages."""
+    """Stages of this rank and their schedule: 1F1B, interleaved if a rank has several stages."""
 
     def __init__(
         self,
@@ -42,7 +37,7 @@ class Pipeline:
             tokens = torch.empty(batch, dtype=torch.int64, device="meta")
             stream = torch.empty(*batch, chunk.shape.hidden, dtype=chunk.compute_dtype, device="meta")
             loss = torch.empty(1, device="meta")
-            # Shapes are given: finding them out would take a forward of every stage, with communication.
+            # Shapes are given, because inferring them would take a forward with communication.
             made = PipelineStage(
                 chunk,
                 number,
@@ -53,13 +48,13 @@ class Pipeline:
                 group=group,
             )
             if device.type == "cpu" and torch.__version__ < "2.13":
-                # Older releases open connections with an int64 that the neighbour receives as fp32, which
-                # gloo refuses. It needs no opening.
+                # Older releases open connections with an int64 received as fp32, which gloo rejects and does
+                # not need.
                 made._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
             return made
 
-        # The loss is a sum over tokens with a weight of its own; torch would divide the gradient by the
-        # number of micro batches, and with it whatever earlier steps have accumulated.
+        # The loss is a weighted sum over tokens. torch would divide by the number of micro batches and also
+        # scale gradients accumulated before.
         local = [stage(number) for number in model.stages]
         self._schedule: ScheduleInterleaved1F1B | ScheduleGPipe | Schedule1F1B
         if len(local) > 1:
@@ -67,28 +62,24 @@ class Pipeline:
                 list(local), micro_batches, loss_fn=self._weigh, scale_grads=False
             )
         else:
-            # With few micro batches every stage does all forwards first, which torch calls GPipe.
+            # With few micro batches every stage runs all forwards first (GPipe).
             schedule = ScheduleGPipe if micro_batches < stages else Schedule1F1B
             self._schedule = schedule(local[0], micro_batches, loss_fn=self._weigh, scale_grads=False)
 
     def train(self, batches: Sequence[Batch], *, weight: Tensor) -> Tensor:
-        """Return the sum of the losses, on the last stage; gradients of it times the weight are reduced.
-
-        Args:
-            batches: tokens and targets of all micro batches, the same on all stages.
-        """
+        """Return the summed loss on the last stage; reduce the gradients of loss * weight."""
         return self._run(self._schedule.step, batches, weight)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the sum of the losses, on the last stage."""
+        """Return the summed loss on the last stage."""
         return self._run(self._schedule.eval, batches, torch.ones_like(self._weight))
 
     def _run(self, run: Callable[..., object], batches: Sequence[Batch], weight: Tensor) -> Tensor:
         self._loss_sum, self._weight = torch.zeros_like(self._loss_sum), weight
         tokens = torch.cat([batch for batch, _ in batches])
         targets = torch.cat([batch for _, batch in batches])
-        # The last stage computes the loss itself, so that no logits outlive their micro batch.
+        # The last stage computes the loss itself, so that logits are freed after their micro batch.
         run(*([tokens] if self._is_first else []), target=targets, targets=targets)
         return self._loss_sum
 

@@ -1,7 +1,7 @@
-"""A model that one process trains as many data-parallel ranks would, with their quantized communication.
+"""Train a model in one process as many data-parallel ranks would, with quantized communication.
 
-The process has the fp32 main weights and, in the type that weights are gathered in, what all ranks hold of
-them. It computes the ranks' forwards and backwards one after another.
+The process holds the fp32 main weights, and the gathered weights that all ranks share. It computes the
+forwards and backwards of the ranks in turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sdp4bit_lab.simulated.communication import SimulatedCommHandle
 
 
 class SimulatedRandom:
-    """A state of the random generators for every simulated rank, as that rank would have it; a Stateful."""
+    """Random generator states of all simulated ranks; a Stateful."""
 
     def __init__(self, ranks: int, *, seed: int, device: torch.device) -> None:
         self._generators = RandomState(device)
@@ -41,11 +41,9 @@ class SimulatedRandom:
         self._states[rank] = self._generators.state_dict()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the states of all ranks, stacked."""
         return {name: torch.stack([state[name] for state in self._states]) for name in self._states[0]}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Continue the ranks' random numbers from these states."""
         self._states = [
             {name: stacked[rank].clone() for name, stacked in state_dict.items()}
             for rank in range(len(self._states))
@@ -54,32 +52,27 @@ class SimulatedRandom:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedModel(ShardedModel):
-    """The model of a run of simulated ranks; `chunks` holds its main weights, whole."""
+    """Model of simulated ranks; `chunks` holds the full main weights."""
 
     compute: GPT
-    """The weights that all ranks hold, in the type they are gathered in."""
+    """Gathered weights of all ranks, in param_dtype."""
     communication: SimulatedCommHandle
     random: SimulatedRandom
 
     @property
     def data_parallel_size(self) -> int:
-        """Simulated ranks."""
         return self.communication.layout.size
 
     def train(self, mode: bool = True) -> None:
-        """Switch dropout on or off."""
         self.compute.train(mode)
 
     def reshard(self) -> None:
-        """Count what the ranks' roots have gathered as freed."""
         self.communication.reshard()
 
     def describe_layout(self) -> str:
-        """Return how many simulated ranks there are, nodes x ranks per node, as checkpoints name it."""
         return f"{self.data_parallel_size} simulated ranks ({self._nodes})"
 
     def describe_ranks(self) -> str:
-        """Return how many ranks there are, and where."""
         device = self.layout.ranks.device.type
         return f"{self.data_parallel_size} simulated ranks ({self._nodes}, {device})"
 
@@ -90,16 +83,11 @@ class SimulatedModel(ShardedModel):
 
     @property
     def per_rank(self) -> dict[str, Stateful]:
-        """Further state that a checkpoint holds."""
         return {"simulated_random": self.random}
 
 
 def parameter_groups(model: GPT) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name and the parameters' names of every FSDP2 group, as `sdp4bit pretrain` makes them.
-
-    One group for what is in no block, then one for each block: the order in which quantize_communication
-    numbers them.
-    """
+    """Yield name and parameter names of every FSDP2 group, in quantize_communication's order."""
     names = [name for name, _ in model.named_parameters()]
     blocks = [f"blocks.{layer}" for layer in model.blocks]
     yield "(root)", [name for name in names if not name.startswith("blocks.")]
@@ -108,15 +96,11 @@ def parameter_groups(model: GPT) -> Iterator[tuple[str, list[str]]]:
 
 
 def build_simulated_model(config: PretrainConfig, *, layout: RankLayout) -> SimulatedModel:
-    """Return the model with its initial weights: those of a real run on any number of ranks.
-
-    Raises:
-        SettingError: these settings are not for simulated ranks.
-    """
+    """Return the model with the initial weights of a real run on any number of ranks."""
     parallel, training, device = config.parallel, config.training, layout.ranks.device
     ranks, ranks_per_node = parallel.simulated_ranks, parallel.ranks_per_node
     if ranks is None or ranks_per_node is None:
-        raise SettingError("--simulated-ranks and --ranks-per-node set the number of simulated ranks")
+        raise SettingError("simulated ranks need --simulated-ranks and --ranks-per-node")
     param_dtype = dtype_of(training.param_dtype)
     quantization = config.quantization
 
@@ -133,7 +117,7 @@ def build_simulated_model(config: PretrainConfig, *, layout: RankLayout) -> Simu
 
     main = build()
     main.reset_parameters(seed=config.seed)
-    # Only quantization or rounding to another type can make what ranks hold differ from the main weights.
+    # Only quantization or another dtype can make gathered weights differ from the main weights.
     is_shared = param_dtype == torch.float32 and quantization.weights is None
     compute = main if is_shared else build().to(param_dtype)
     if training.compile:

@@ -1,4 +1,4 @@
-"""The optimizer step of simulated ranks: their forwards and backwards one after another, one exchange."""
+"""Optimizer step of simulated ranks: forwards and backwards in turn, then one exchange."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from sdp4bit_lab.pretrain.step.training_step import TrainingStep
 
 
 class SimulatedGradients(Gradients):
-    """The reduced gradients of all simulated ranks."""
+    """Reduced gradients of all simulated ranks."""
 
     def __init__(self, model: SimulatedModel) -> None:
         super().__init__(model)
         self._ranks = model.data_parallel_size
 
     def _squared_norms(self) -> list[Tensor]:
-        """See Gradients: one for each simulated rank, of the chunks that it holds."""
+        """Return one squared norm per simulated rank, of its chunks."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         squares = []
         for rank in range(self._ranks):
-            # Views, so that every rank adds its squares in the order in which it would alone.
+            # Views of each rank's chunks, so that squares are added in the order of a real rank.
             chunks = [_chunk(gradient, rank=rank, ranks=self._ranks) for gradient in gradients]
             squares.append(torch.nn.utils.get_total_norm(chunks).to(self._device).double().square())
         return squares
 
 
 def _chunk(tensor: Tensor, *, rank: int, ranks: int) -> Tensor:
-    """Cut out the rows of a tensor that FSDP2 gives a rank; possibly none."""
+    """Return the rows of a tensor that FSDP2 gives a rank, possibly none."""
     size = -(-tensor.shape[0] // ranks)
     return tensor[min(rank * size, tensor.shape[0]) :][:size]
 
 
 @dataclass(kw_only=True)
 class SimulatedTrainingStep(TrainingStep):
-    """Turns the micro batches of all simulated ranks, rank by rank, into an optimizer step."""
+    """Turn the micro batches of all simulated ranks, rank by rank, into an optimizer step."""
 
     model: SimulatedModel
 
@@ -51,7 +51,6 @@ class SimulatedTrainingStep(TrainingStep):
         self.optimizer.register_step_post_hook(lambda *_: self.model.communication.mark_step())
 
     def _forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
-        """Return the sum of all ranks' losses; the weighted gradients are reduced."""
         model, ranks = self.model, self.model.data_parallel_size
         micro_batches = len(batches) // ranks
         total = torch.zeros_like(weight, dtype=torch.float64)
@@ -67,7 +66,7 @@ class SimulatedTrainingStep(TrainingStep):
     def _of_rank(
         self, batches: Sequence[Batch], weight: Tensor, *, is_first: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the sum of one rank's losses, and its weighted gradients as FSDP2 would reduce them."""
+        """Return one rank's summed loss, and its weighted gradients as FSDP2 would reduce them."""
         model, communication = self.model.compute, self.model.communication
         loss_sum, gradients = torch.zeros_like(weight), dict[str, Tensor]()
         for tokens, targets in batches:
@@ -87,7 +86,7 @@ class SimulatedTrainingStep(TrainingStep):
         return loss_sum, gradients
 
     def _evaluate(self, batches: list[Batch]) -> Tensor:
-        """Return the loss of a batch; the ranks take turns."""
+        """Return the loss of a batch, whose rank is the next in turn."""
         ((tokens, targets),) = batches
         is_first = self._evaluated % self.model.data_parallel_size == 0
         self._evaluated += 1
@@ -100,7 +99,6 @@ class SimulatedTrainingStep(TrainingStep):
 
 
 def _accumulate(model: torch.nn.Module, gradients: dict[str, Tensor]) -> None:
-    """Add the gradients of a micro batch in fp32, and take them from the model."""
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue

@@ -1,4 +1,4 @@
-"""What one optimizer step, and a validation, computes, in any layout."""
+"""Compute one optimizer step or validation, for any layout."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from sdp4bit_lab.pretrain.step.pipeline import Batch, Pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """Loss, tokens and norm of an optimizer step; the same on all ranks."""
+    """Result of an optimizer step; identical on all ranks."""
 
     loss_sum: float
-    """Sum of the losses of all tokens of the global batch; the same on all ranks."""
+    """Summed loss over the tokens of the global batch."""
     tokens: float
-    """Tokens of the global batch whose loss counts; the same on all ranks."""
+    """Tokens of the global batch whose loss counts."""
     grad_norm: float
-    """Norm of the gradient before clipping; the same on all ranks."""
+    """Gradient norm before clipping."""
     sums: list[float]
-    """Of the further numbers, over all ranks."""
+    """Sums of the further numbers over all ranks."""
     maxima: list[float]
-    """The largest of each of them."""
+    """Maxima of the further numbers over all ranks."""
 
 
 @dataclass(kw_only=True)
 class TrainingStep:
-    """Turns micro batches into an optimizer step: forward, backward, reduction, clipping, update."""
+    """Turn micro batches into an optimizer step: forward, backward, reduction, clipping, update."""
 
     model: ShardedModel
     optimizer: torch.optim.Optimizer
@@ -58,20 +58,20 @@ class TrainingStep:
             )
 
     def run(self, batches: Iterable[Batch], *, numbers: Callable[[], Sequence[float]] = tuple) -> StepOutcome:
-        """Run one optimizer step; return loss, tokens and norm.
+        """Run one optimizer step.
 
-        The gradient is that of the mean over all tokens of the global batch whose target is not -100. Two
-        collectives beside the model's own, and one wait of the host: it reads everything at once.
+        The loss is the mean over all tokens of the global batch whose target is not -100. Adds two
+        collectives to the model's own, and one host synchronization that reads everything.
 
         Args:
-            numbers: returns further numbers of this rank after the backward pass, to be put together.
+            numbers: returns further numbers of this rank after backward, to be combined over ranks.
         """
         layout, batches = self.model.layout, list(batches)
         tokens = self._count(batches)
         data = layout.data.get_group()
         with comm_error_context("sum of the number of tokens", group=data):
             dist.all_reduce(tokens, group=data)
-        # FSDP2 averages over the data ranks; the weight makes a sum of it.
+        # FSDP2 averages over the data ranks; the weight turns that into a sum.
         weight = (self.model.data_parallel_size / tokens.clamp(min=1)).float()
 
         self.model.train()
@@ -86,25 +86,21 @@ class TrainingStep:
         self._gradients.clip(norm, largest=self.config.optimizer.clip_grad)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        # The only wait of the host, behind everything that it has queued.
+        # The only host synchronization, after all work has been queued.
         grad_norm, count, *both = results.tolist()
         sums, maxima = both[: local.numel()], both[local.numel() :]
         return StepOutcome(
-            loss_sum=sums[0],
-            tokens=max(1.0, count),
-            grad_norm=grad_norm,
-            sums=sums[1:],
-            maxima=maxima[1:],
+            loss_sum=sums[0], tokens=max(1.0, count), grad_norm=grad_norm, sums=sums[1:], maxima=maxima[1:]
         )
 
     def _forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
-        """Return the sum of this rank's losses; the weighted gradients are reduced."""
+        """Return this rank's summed loss; reduce the weighted gradients."""
         if self._pipeline is not None:
             return self._pipeline.train(batches, weight=weight)
         (model,) = self.model.chunks
         loss_sum = torch.zeros_like(weight)
         for micro, (tokens, targets) in enumerate(batches):
-            # Gradients of earlier micro batches stay on this rank and are reduced with the last one's.
+            # Earlier micro batches accumulate locally and are reduced with the last one.
             cast(FSDPModule, model).set_requires_gradient_sync(micro == len(batches) - 1)
             loss = model(tokens, targets).sum()
             (loss * weight).backward()
@@ -113,7 +109,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def validate(self, batches: Iterable[Batch]) -> tuple[float, float]:
-        """Return the sum of the losses and their number; both 0 where another rank reports them."""
+        """Return the summed loss and the number of tokens; both 0 if another rank reports them."""
         self.model.train(False)
         loss_sum = tokens = torch.zeros((), dtype=torch.float64, device=self.model.layout.ranks.device)
         remaining = iter(batches)
@@ -130,12 +126,11 @@ class TrainingStep:
             ((tokens, targets),) = batches
             loss: Tensor = self.model.chunks[0](tokens, targets)
             return loss.sum()
-        # The schedule takes its number of micro batches; what is missing at the end has no loss.
+        # The schedule needs a fixed number of micro batches; pad with batches without a loss.
         tokens, targets = batches[-1]
         nothing = (tokens, torch.full_like(targets, IGNORED_TARGET))
         return self._pipeline.evaluate(batches + [nothing] * (self._accumulation - len(batches)))
 
     def _count(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the number of targets that have a loss, fp64."""
         counts = [(targets != IGNORED_TARGET).sum() for _, targets in batches]
         return torch.stack(counts).sum().double()

@@ -143,8 +143,8 @@ def test_merged_comparisons_are_one(tmp_path, capsys):
             "/a/baseline-seed2 has settings.training.steps 20, .*/b/baseline-seed1 has ",
         ),
         (1, {"quantization": OTHER_BITS}, "/a/baseline-seed2 has gradients.bits 4, .*/b/baseline-seed1 has "),
-        (2, {"first": 7.0}, "are two runs of baseline, seed 2, with different results"),
-        (None, {}, "b: there is no finished run"),
+        (2, {"first": 7.0}, "have different results of baseline, seed 2"),
+        (None, {}, "b: no finished run"),
     ],
 )
 def test_runs_that_do_not_belong_together_are_not_merged(tmp_path, seed, changes, message):

@@ -34,7 +34,7 @@ def test_jobs_have_the_results_of_one_after_another_and_outlive_one_that_fails(t
     obstacle.touch()
     code, output = outcome_of([*short, str(tmp_path / "two"), "--jobs", "2"])
     assert code == 1, output
-    assert "sdp4bit: error: runs that failed: sdp4bit, seed 1 (exit code 2)" in output
+    assert "sdp4bit: error: failed runs: sdp4bit, seed 1 (exit code 2)" in output
     assert "Not trained yet: 1 of 2 runs." in output
     obstacle.unlink()
     code, output = outcome_of([*short, str(tmp_path / "two"), "--jobs", "2"])
@@ -59,5 +59,5 @@ def test_a_signal_ends_all_jobs_and_starts_no_other(number, code, tmp_path):
     ended, output = outcome_of(command, strike)
     assert ended == code, output
     assert output.count(f"because of {number.name}; not saved") == 2
-    assert f"Stopped by {number.name}: the same command continues with the remaining runs." in output
+    assert f"Stopped by {number.name}. The same command continues with the remaining runs." in output
     assert "seed 2" not in output

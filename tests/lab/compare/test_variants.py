@@ -20,12 +20,12 @@ def test_options_stand_behind_their_strategy():
     quantized, plain = parse_variants(
         "sdp4bit:wq-group-size=512:gradient-rounding-inter=nearest, sdp4bit", shared=NONE
     )
-    config = quantized.quantization(seed=3)
+    config = quantized.communication.resolve(quantized.strategy, seed=3)
     assert config.seed == 3
     assert config.weights is not None and config.weights.group_size == 512
     assert config.gradients is not None and config.gradients.inter_rounding == "nearest"
     assert config.gradients.intra_rounding == "stochastic"
-    assert plain.quantization(seed=3) != config
+    assert plain.communication.resolve(plain.strategy, seed=3) != config
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_shared_options_apply_to_strategies_that_use_them_and_a_variant_s_own_wi
     ("text", "message"),
     [
         ("", "give at least one of baseline, qw"),
-        ("fast", "'fast' is unknown: use any of baseline, qw"),
+        ("fast", "'fast' is unknown: use one of baseline, qw"),
         ("qwd:wq-group-size=33", "must be a positive multiple of 32"),
-        ("qwd:quantized-gradients", "both select what is quantized"),
+        ("qwd:quantized-gradients", "conflicts with --quantized-weights"),
         ("tlq:wq-group-size=64", "no effect with strategy tlq, which does not quantize weights: .* use qw, "),
         ("qwd:replica=full,qwd: replica=full", "qwd:replica=full is given twice"),
     ],
@@ -87,7 +87,7 @@ def test_the_baseline_is_one_of_the_strategies():
     assert config.choose_baseline(labels) == "qwd:wq-group-size=512"
     assert CompareConfig().choose_baseline(["baseline", "qw"]) == "baseline"
     assert CompareConfig().choose_baseline(["qwd", "qw"]) is None
-    with pytest.raises(SettingError, match=r"--baseline: tlq is not among .* choose one of qwd, qw$"):
+    with pytest.raises(SettingError, match=r"--baseline: tlq is not among .* use one of qwd, qw$"):
         CompareConfig(strategies="qwd,qw", baseline="tlq")
     with pytest.raises(SettingError, match="--baseline: 'fast' is unknown"):
         CompareConfig(baseline="fast")
@@ -99,13 +99,13 @@ def test_the_baseline_is_one_of_the_strategies():
         ({"training": TrainingConfig(exit_interval=5)}, "--exit-interval is for `pretrain`"),
         (
             {"strategies": "tlq", "communication": CommunicationConfig(weight_group_size=32)},
-            "--wq-group-size has no effect with any of the strategies",
+            "--wq-group-size has no effect on any of the strategies",
         ),
-        ({"seeds": "1,1"}, "each one once"),
+        ({"seeds": "1,1"}, "different integers"),
         ({"merge": (Path("a"),)}, "--merge needs --out"),
         (
             {"merge": (Path("a"),), "out": Path("b"), "model": ModelConfig(layers=2)},
-            "other options that it takes are --out and",
+            "use it with --out and --baseline only",
         ),
     ],
 )

@@ -133,7 +133,7 @@ def test_a_plan_of_lora_sends_frozen_weights_once(capsys: Capture) -> None:
     assert memory["weight_replica_bf16"] == 2 * lora["parameters"]
     assert memory["adam_fp32"] == 8 * adapters / 2
     assert main(["plan", "--lora-rank", "8"]) == 0
-    assert "LoRA of rank 8: frozen weights travel once" in " ".join(capsys.readouterr().out.split())
+    assert "LoRA of rank 8: frozen weights are sent once" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_documented_table_is_the_command_s(capsys: Capture) -> None:
@@ -153,4 +153,4 @@ def test_the_documented_table_is_the_command_s(capsys: Capture) -> None:
 @pytest.mark.parametrize("arguments", [("--tp", "4"), ("--engine", "megatron")])
 def test_lora_is_planned_for_fsdp2_alone(capsys: Capture, arguments: tuple[str, ...]) -> None:
     assert main(["plan", "--lora-rank", "8", *arguments]) == 2
-    assert "--lora-rank is planned for FSDP2 without tensor parallelism" in capsys.readouterr().err
+    assert "--lora-rank supports FSDP2 without tensor parallelism" in capsys.readouterr().err

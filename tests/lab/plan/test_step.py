@@ -121,7 +121,7 @@ ALONE = {"nodes": 1, "devices_per_node": 1}
         ({"inter_bandwidth": 1e15}, {}, "do not enable: 1.00 times"),
         # A gain over fp32 alone is not enough.
         ({"config": SDP4BitConfig(gradients=None)}, {"overlap": 0}, "do not enable: 1.2"),
-        (ALONE, {}, "do not enable: the data-parallel group has one rank, nothing is sent"),
+        (ALONE, {}, "do not enable: the data-parallel group has one rank and sends nothing"),
     ],
 )
 def test_the_recommendation_follows_the_gain(

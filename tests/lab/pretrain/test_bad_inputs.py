@@ -44,9 +44,9 @@ def damaged(run: PretrainConfig, folder: Path) -> PretrainConfig:
 
 
 CASES: dict[Case, str] = {
-    other_settings: "the ranks do not run the same: --seed is 5 on rank 0, 7 on rank 1; --train-iters is 2 "
-    "on rank 0, 9 on rank 1. Give all ranks one command line",
-    damaged: "__1_0.distcp does not have the checksum",
+    other_settings: "the ranks differ: --seed is 5 on rank 0, 7 on rank 1; --train-iters is 2 "
+    "on rank 0, 9 on rank 1. Use the same command line and versions",
+    damaged: "the checksum of __1_0.distcp differs from SHA256SUMS",
 }
 
 

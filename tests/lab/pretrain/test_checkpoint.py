@@ -158,7 +158,7 @@ def test_saves_beside_training_on_a_full_disk_and_of_a_killed_rank_resume_bit_fo
     message, steps = outcomes[0]
     assert 5 <= steps <= 6
     assert message.startswith("the checkpoint of step 4 was not saved: rank 1: "), message
-    assert " bytes are free in " in message and message.endswith("Older checkpoints are as they were")
+    assert " bytes are free in " in message and message.endswith("Older checkpoints are unchanged")
     assert names(base / "full-saved") == ["step-00000002"]
 
     with pytest.raises(AssertionError, match="rank 1: ended without a result"):
@@ -176,9 +176,9 @@ def test_saves_beside_training_on_a_full_disk_and_of_a_killed_rank_resume_bit_fo
     assert names(base / "killed-saved") == ["step-00000002", "step-00000004", "step-00000008"]
     assert first == second
     nowhere, finished, other_model = first
-    assert "nowhere: no checkpoint there" in nowhere
-    assert "has done 8 steps: set --train-iters to more than that" in finished
-    assert "full-saved/step-00000002 is a checkpoint of another model: layers 2 (now 1)" in other_model
+    assert "nowhere: no checkpoint found" in nowhere
+    assert "has completed 8 steps: set --train-iters to more" in finished
+    assert "full-saved/step-00000002 is a checkpoint of a different model: layers 2 (now 1)" in other_model
 
 
 def resume_as(run: PretrainConfig, *strategies: str) -> dict[str, tuple[list[float], list[str]]]:

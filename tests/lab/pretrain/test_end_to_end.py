@@ -42,7 +42,7 @@ def kill_a_rank(arguments: list[str], *, log: Path, step: int) -> None:
         os.kill(random.choice(ranks_of(process.pid)), signal.SIGKILL)
         _, error = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "ended by SIGKILL" in error
+    assert "killed by SIGKILL" in error
 
 
 @pytest.mark.slow

@@ -154,8 +154,8 @@ def test_the_command_exports_a_trained_model_and_names_what_is_in_the_way(tmp_pa
     run_ranks(train_here, 1, saving)
     saved, hf = str(tmp_path / "saved"), str(tmp_path / "hf")
     assert main(["export", "--load", saved, "--out", hf]) == 0
-    assert capsys.readouterr().out == f"sdp4bit: written {hf}\n"
+    assert capsys.readouterr().out == f"sdp4bit: wrote {hf}\n"
     assert main(["export", "--load", saved, "--out", hf]) == 2
-    assert capsys.readouterr().err == f"sdp4bit: error: --out {hf} exists: name a new folder\n"
-    with pytest.raises(SettingError, match="nowhere: no checkpoint there"):
+    assert capsys.readouterr().err == f"sdp4bit: error: --out {hf} exists: give a new folder\n"
+    with pytest.raises(SettingError, match="nowhere: no checkpoint found"):
         export_model(ExportConfig(load=tmp_path / "nowhere", out=tmp_path / "out"))

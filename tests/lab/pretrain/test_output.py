@@ -49,6 +49,6 @@ def test_a_run_ends_with_what_it_has_measured_and_how_to_go_on(text, tmp_path):
     # One of several leaves that to the command that trains them, and every line names the run.
     assert all(line.startswith(f"qwd, seed {run.seed}: ") for line in one)
     assert one[0].endswith(": run 1 of 6")
-    assert one[1].endswith(", flags = strategy qwd") and "flags" not in alone[0]
+    assert one[1].endswith(", same as strategy qwd") and "same as" not in alone[0]
     assert "intra-node" in one[-1]
     assert max(map(len, alone[:-2])) <= 100

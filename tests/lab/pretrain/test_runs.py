@@ -127,7 +127,7 @@ def test_compare_writes_summary_table_and_curves(text, tmp_path):
     assert answers[0] == answers[1]
     assert answers[0][0] == names
     assert (
-        "baseline-seed1 has the result of a run with other settings, settings.optimizer.learning_rate 0.005"
+        "baseline-seed1 has a result with other settings, settings.optimizer.learning_rate 0.005"
         in (answers[0][1])
     )
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())

@@ -55,7 +55,7 @@ def test_does_the_loss_suffer(answered):
     assert answered(*three_seeds(0.1, 0.11, 0.1))[0][0] == "bad"
     assert answered(*three_seeds(-0.1, -0.11, -0.1))[0][0] == "good"
     mood, (sentence,) = answered(*three_seeds(0.1, 0.11, 0.1, plain=UNSTABLE))[0]
-    assert mood == "open" and "undecided, because training was unstable" in sentence
+    assert mood == "open" and "undecided, because the baseline was unstable" in sentence
     plain = [*PLAIN, validation_event(5, 4.0), validation_event(10, 4.2)]
     quantized = [*train_events(), validation_event(5, 5.0), validation_event(10, 4.4)]
     assert answered(("baseline", 1, 4.0, plain), ("qw", 1, None, quantized))[0] == (
@@ -72,9 +72,9 @@ def test_does_the_loss_suffer(answered):
     [
         ([("qw", 1, 4.0)], "there is one run; add the folder of a run without quantization"),
         ([("qw", 1, 4.0), ("qw", 2, 4.0)], "all runs have the strategy qw"),
-        ([("baseline", 1, 4.0), ("qw", 2, 4.0)], "no other strategy has a seed of baseline"),
+        ([("baseline", 1, 4.0), ("qw", 2, 4.0)], "no other strategy has a seed in common with baseline"),
         ([("b", 1, 4.0), ("qw", 1, None)], "no two runs of the same seed were validated at the same step"),
-        ([("b", None, 4.0), ("qw", 1, 4.0)], "config.json of a run has no strategy or no seed (0-b, 1-qw)"),
+        ([("b", None, 4.0), ("qw", 1, 4.0)], "config.json of a run lacks the strategy or seed (0-b, 1-qw)"),
     ],
 )
 def test_the_reason_is_given_if_nothing_can_be_compared(answered, runs, reason):
@@ -102,7 +102,7 @@ def test_is_the_run_healthy(answered):
     mood, (sentence,) = answered(("qw", 1, None, events))[2]
     assert (mood, sentence) == (
         "bad",
-        "0-qw: losses that are NaN or infinite: 2; gradient spikes: 1; alerts: 1; "
+        "0-qw: NaN or infinite losses: 2; gradient spikes: 1; alerts: 1; "
         f"largest spike: {spike}; 17 of 20 steps done.",
     )
     warned = [*train_events(), alert_event(3, "too much")]

@@ -38,7 +38,7 @@ def test_a_line_that_is_being_written_and_unknown_events_are_left_out(tmp_path):
     ("line", "message"),
     [
         ("{broken", r"metrics\.jsonl, line 2: not JSON .*remove the line"),
-        ('{"event": "train", "loss": 1}', r'line 2: "step" is None, not a number of steps'),
+        ('{"event": "train", "loss": 1}', r'line 2: "step" is None, not a step'),
         ('{"event": "train", "step": 1%s}' % (20 * "0"), r'line 2: "step" is 10+, not'),
         ('{"event": "train", "step": 2, "loss": "low"}', r"line 2: \"loss\" is 'low', not a number"),
     ],
@@ -53,7 +53,7 @@ def test_damaged_lines_are_named(tmp_path, line, message):
 def test_folders_without_a_run_are_named(tmp_path):
     for path, message in (
         (tmp_path / "none", "is not a folder"),
-        (tmp_path, "nor a folder in it has metrics"),
+        (tmp_path, "nor its subfolders contain metrics"),
     ):
         with pytest.raises(SettingError, match=message):
             find_runs([path])
@@ -92,9 +92,9 @@ def test_the_command_writes_a_small_page_that_loads_nothing(tmp_path, capsys):
     run = write_run(tmp_path / "a", train_events(10_000))
     page = tmp_path / "new" / "report.html"
     assert main(["report", str(run), "--out", str(page)]) == 0
-    assert "written" in capsys.readouterr().out
+    assert "wrote" in capsys.readouterr().out
     assert main(["report", str(run), "--out", str(tmp_path)]) == 2
-    assert "is a folder: give the name of the page" in capsys.readouterr().err
+    assert "is a folder: give a file name" in capsys.readouterr().err
     text = unescape(page.read_text().replace(get_plotlyjs(), ""))
     assert len(text) < 1_500_000 and "default-src 'none'" in text
     assert not re.search(
@@ -107,7 +107,7 @@ def test_a_run_without_steps_has_a_page(tmp_path):
     empty = write_run(tmp_path / "empty", [], end="")
     (empty / "config.json").unlink()
     page = write_report(ReportConfig(runs=(empty,), out=tmp_path / "report.html")).read_text()
-    assert "No step has been finished." in page
+    assert "No step has finished." in page
 
 
 @pytest.mark.slow

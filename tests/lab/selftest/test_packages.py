@@ -103,7 +103,7 @@ def test_a_wrong_option_of_the_self_test_is_named(tmp_path: Path) -> None:
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (["--step", "3"], "has no option --step: did you mean --steps?"),
         (["--steps", "0"], "--steps 0 must be at least 1"),
-        (["--only", "kernel"], "--only 'kernel': use any of facts, kernels"),
+        (["--only", "kernel"], "--only 'kernel': give a comma-separated list of facts, kernels"),
     ):
         done = run_without(EXTRA, tmp_path, "selftest", *arguments)
         assert done.returncode == 2 and message in done.stderr, done.stderr

@@ -44,7 +44,7 @@ def watch(owner: object, name: str, phase: str) -> None:
 # The data is prepared, and the model is still to be built.
 watch(Batches, "__init__", "start")
 watch(Batches, "training", "training")
-watch(TrainingLoop, "_validate", "validation")
+watch(TrainingLoop, "validate", "validation")
 # In the background, beside the steps that follow.
 watch(checkpoint, "save_state", "saving")
 

@@ -89,7 +89,7 @@ def test_processes_of_a_new_start_never_meet_what_old_ones_left():
 
     # Ranks that are missing are named, though they have left traces at earlier starts.
     outcomes = join(store, [0, 2], seconds=1)
-    assert "rank 0 has waited for rank 1 until the timeout" in str(outcomes[0])
+    assert "rank 0 waited for rank 1 until the timeout" in str(outcomes[0])
     assert "3" in {members for members, _ in join(store, [2, 1, 0]).values()}
 
 

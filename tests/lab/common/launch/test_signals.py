@@ -29,7 +29,7 @@ STEPS = 12
 SIGNALLED = [sys.executable, str(Path(__file__).with_name("signalled_command.py"))]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LEAVING = "the ranks stop after this step; a second one kills them"
-ENDED = "the ranks were killed"
+ENDED = "killed the ranks"
 Process = subprocess.Popen[str]
 
 
@@ -56,7 +56,7 @@ def test_faults_and_signals_end_all_ranks(deed, ranks, code, output):
     assert ended[0] == code, ended[1]
     started = [f"sdp4bit: starting {ranks} processes"] if ranks > 1 else []
     if output is None:
-        assert "rank 1 failed (ended by SIGKILL); the other ranks have been stopped" in ended[1]
+        assert "rank 1 failed (killed by SIGKILL); the other ranks were stopped" in ended[1]
     else:
         assert sorted(ended[1].splitlines()) == sorted([*started, *output])
 
@@ -113,7 +113,7 @@ def test_a_signal_before_the_ranks_listen_reaches_them(tmp_path):
     run = [*PRETRAIN, *options(text, tmp_path / "run"), "--save", str(folder)]
     code, output = outcome_of(run, signal_early)
     assert code == 0, output
-    assert "left after step 0 because of SIGTERM; nothing was trained" in output
+    assert "stopped after step 0 because of SIGTERM; nothing was trained" in output
     assert not folder.exists() or not list(folder.iterdir())
 
 
@@ -136,13 +136,13 @@ def test_compare_demo_and_probe_leave_on_a_signal_to_the_group(tmp_path):
     text, out = write_text(tmp_path / "text.txt"), tmp_path / "compare"
     code, output = outcome_of_signal(signal.SIGINT, ["compare", *ranks, *options(text, out)], out=out)
     assert code == 130, output
-    assert "Stopped by SIGINT: the same command continues with the remaining runs." in output
+    assert "Stopped by SIGINT. The same command continues with the remaining runs." in output
 
     out = tmp_path / "demo"
     demo = ["demo", "--out", str(out), "--cache-dir", str(tmp_path / "cache")]
     code, output = outcome_of_signal(signal.SIGTERM, demo, out=out)
     assert code == 0, output
-    assert "Stopped by SIGTERM: the same command continues with the remaining runs." in output
+    assert "Stopped by SIGTERM. The same command continues with the remaining runs." in output
     assert not (out / "summary.json").exists()
 
     probe = ["probe", *ranks, "--rounds", "1000000", "--out", str(tmp_path / "probe.json")]

@@ -140,7 +140,7 @@ def test_a_file_holds_options_and_the_command_line_wins(name, text, tmp_path):
 def test_a_wrong_file_is_named_with_its_key(tmp_path, capsys):
     for name, text, message in (
         ("a.yaml", "a: [", "a.yaml cannot be read"),
-        ("a.yaml", "- 1", "must hold options with their values, not list"),
+        ("a.yaml", "- 1", "must contain a mapping of options, not list"),
         ("a.toml", "a = ", "a.toml cannot be read"),
         ("a.yaml", "lr: 1\nmodel:\n  lr: 2", "lr is given more than once"),
         ("a.json", "{}", "must end in .yaml, .yml or .toml"),

@@ -38,27 +38,27 @@ def test_wrong_data_settings_are_refused(tmp_path):
     files = {"vocab_file": vocab, "merge_file": merges}
     for options, message in (
         ({"data_path": (prefix, tmp_path / "t.txt")}, r"mixes \.bin/\.idx prefixes with text .*t\.txt"),
-        ({"data_path": ("0.5", tmp_path / "t.txt")}, r"weights are for \.bin/\.idx prefixes"),
-        ({"data_path": (tmp_path / "t.txt",), "split": "9,1"}, "text is split by --validation-fraction"),
-        ({"data_path": (prefix,), "validation_fraction": 0.1}, r"--validation-fraction 0.1 divides text"),
+        ({"data_path": ("0.5", tmp_path / "t.txt")}, r"weights apply to \.bin/\.idx prefixes"),
+        ({"data_path": (tmp_path / "t.txt",), "split": "9,1"}, "--validation-fraction splits text"),
+        ({"data_path": (prefix,), "validation_fraction": 0.1}, r"--validation-fraction 0.1 applies to text"),
         ({"mock_data": True, "data_path": (prefix,)}, "--mock-data reads no files"),
-        ({"mock_data": True, "eod_mask_loss": True}, "--mock-data has no ends of documents"),
+        ({"mock_data": True, "eod_mask_loss": True}, "--mock-data has no documents"),
         ({"data_path": (prefix,), "train_data_path": (prefix,)}, "give one or the others"),
-        ({"train_data_path": (prefix,)}, "belong together"),
-        ({"test_data_path": (prefix,)}, "belong together"),
-        ({"vocab_file": vocab}, "--vocab-file and --merge-file are one tokenizer"),
+        ({"train_data_path": (prefix,)}, "must be given together"),
+        ({"test_data_path": (prefix,)}, "must be given together"),
+        ({"vocab_file": vocab}, "--vocab-file and --merge-file form one tokenizer"),
         ({**files, "tokenizer_model": vocab}, "two tokenizers"),
         ({"tokenizer_type": "GPT2BPETokenizer"}, "needs --vocab-file and --merge-file"),
         ({"tokenizer_type": "HuggingFaceTokenizer"}, "needs --tokenizer-model"),
         ({"tokenizer_type": "NullTokenizer", **files}, "reads no files"),
-        ({"tokenizer_type": "NullTokenizer"}, "text has to be tokenized"),
+        ({"tokenizer_type": "NullTokenizer"}, "give a tokenizer for text"),
         ({"tokenizer_type": "NullTokenizer", "data_path": (prefix,)}, "needs --vocab-size"),
         ({"eod_token": "</s>"}, "--eod-token names a token of"),
         ({"vocabulary_size": 0}, "--vocab-size 0 must be between 1"),
         ({"vocabulary_size": 256}, "--vocab-size 256 must be between 257"),
         ({"validation_fraction": 0.0}, "--validation-fraction 0.0"),
         *(
-            ({"data_path": (prefix,), "split": split}, "give two or three numbers")
+            ({"data_path": (prefix,), "split": split}, "give two or three comma-separated numbers")
             for split in ("1", "1,2,3,4", "a,b", "1,0,0", "0,1", "1,-1,1", "nan,1", "")
         ),
     ):
@@ -70,10 +70,10 @@ def test_wrong_data_settings_are_refused(tmp_path):
             "give --vocab-file and --merge-file, --tokenizer-model, or --vocab-size",
         ),
         ({**files, "vocabulary_size": 299}, "--vocab-size 299 differs from the 300 tokens"),
-        ({**files, "eod_token": "<none>"}, "--eod-token <none>: the tokenizer has no such token"),
+        ({**files, "eod_token": "<none>"}, "--eod-token <none> is not among the tokenizer"),
         ({"vocab_file": merges, "merge_file": vocab}, "are not GPT-2's"),
         ({"tokenizer_model": vocab}, r"vocab\.json is not a tokenizer\.json"),
-        ({"tokenizer_model": tmp_path / "no.json"}, r"no\.json: there is no such file"),
+        ({"tokenizer_model": tmp_path / "no.json"}, r"no\.json: no such file"),
     ):
         with pytest.raises(SettingError, match=message):
             _ = DataConfig(**options).vocabulary

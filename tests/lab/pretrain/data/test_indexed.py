@@ -127,7 +127,7 @@ class TestWriter:
             return target
 
         prefix = write_corpus(tmp_path / "x", [[1, 2]])
-        with pytest.raises(SettingError, match=r"x\.bin is there: remove it, give --overwrite"):
+        with pytest.raises(SettingError, match=r"x\.bin exists: remove it, or give --overwrite"):
             IndexedWriter(prefix, dtype=SMALL)
         monkeypatch.setattr(Path, "rename", record)
         with IndexedWriter(prefix, dtype=SMALL, overwrite=True) as writer:
@@ -160,8 +160,8 @@ DAMAGE = {
     "float dtype": (lambda b: number(b, 17, "<B", 6), r"dtype: code 6 is not"),
     "sequence count": (lambda b: number(b, 18, "<Q", 1 << 60), r"arrays: 1152921504606846976 sequences"),
     "no boundaries": (lambda b: number(b, 26, "<Q", 0), r"document count: 0 boundaries"),
-    "cut header": (lambda b: b.__delitem__(slice(20, None)), r"header: the file has 20 bytes of its 34"),
-    "cut arrays": (lambda b: b.__delitem__(slice(100, None)), r"take 130 bytes .* the file has 100"),
+    "cut header": (lambda b: b.__delitem__(slice(20, None)), r"header: the file has only 20 of 34"),
+    "cut arrays": (lambda b: b.__delitem__(slice(100, None)), r"need 130 bytes .* the file has 100"),
     "length": (lambda b: number(b, 38, "<i", 2), r"sequence pointers: number 2 is 8; it must be the bytes"),
     "negative": (lambda b: number(b, 34, "<i", -3), r"sequence lengths: number 0 is -3; it must be at lea"),
     "boundary": (lambda b: number(b, 98, "<q", 9), r"document indices: number 2 is 9; it must be ascending"),
@@ -205,12 +205,12 @@ class TestDamage:
 
     def test_missing_files_and_full_names(self, tmp_path):
         write_corpus(tmp_path / "x", [[1, 2]])
-        with pytest.raises(SettingError, match=r"x\.idx: leave out \.idx"):
+        with pytest.raises(SettingError, match=r"x\.idx: remove \.idx"):
             IndexedTokens(tmp_path / "x.idx")
         (tmp_path / "x.idx").unlink()
-        with pytest.raises(SettingError, match=r"x\.idx: there is no such file, though .*x\.bin is there"):
+        with pytest.raises(SettingError, match=r"x\.idx: no such file, but .*x\.bin exists"):
             IndexedTokens(tmp_path / "x")
-        with pytest.raises(SettingError, match=r"y\.idx: there is no such file$"):
+        with pytest.raises(SettingError, match=r"y\.idx: no such file$"):
             IndexedTokens(tmp_path / "y")
 
     def test_modes_of_multimodal_data_are_let_pass(self, corpus, tmp_path):

@@ -192,11 +192,11 @@ class TestInputs:
         ("line", "message"),
         [
             (b"{", "not JSON"),
-            (b'"text"', "a JSON object is expected, not str"),
-            (b'{"words": "x"}', "there is no \"text\", but 'words': set --json-keys of"),
+            (b'"text"', "expected a JSON object, not str"),
+            (b'{"words": "x"}', "no \"text\" among 'words': set --json-keys of"),
             (b'{"text": 3}', '"text" is int, not a string'),
             (b'{"text": ["a", null]}', '"text" is NoneType, not a string'),
-            (b'{"text": "\\ud800"}', '"text" is no text: .*surrogates'),
+            (b'{"text": "\\ud800"}', '"text" is not valid text: .*surrogates'),
             (b'{"text": "caf\xe9"}', "not JSON: .*utf-8"),
         ],
     )
@@ -226,9 +226,9 @@ class TestInputs:
             run(vocabulary, tmp_path / "x.jsonl", tmp_path / "x.parquet", to=tmp_path / "x")
 
     def test_nothing_to_do_is_an_error(self, vocabulary, tmp_path):
-        with pytest.raises(SettingError, match=r"--input .*none\*\.jsonl: there is no such file"):
+        with pytest.raises(SettingError, match=r"--input .*none\*\.jsonl: no such file"):
             run(vocabulary, str(tmp_path / "none*.jsonl"), to=tmp_path / "x")
-        with pytest.raises(SettingError, match="the 1 documents hold no text"):
+        with pytest.raises(SettingError, match="the 1 documents have no text"):
             run(vocabulary, write_lines(tmp_path / "x.jsonl", [""]), to=tmp_path / "x")
         assert [entry.name for entry in tmp_path.iterdir()] == ["x.jsonl"]
 
@@ -253,5 +253,5 @@ def test_a_killed_run_leaves_nothing_that_loads(vocabulary, tmp_path, signal_num
     assert outcome_of([*arguments, *files, "--output-prefix", str(tmp_path / "x")], kill)[0] == code
     assert partial.exists() == (signal_number == signal.SIGKILL)
     assert not any((tmp_path / f"x_text_document.{end}").exists() for end in ("bin", "idx"))
-    with pytest.raises(SettingError, match="there is no such file"):
+    with pytest.raises(SettingError, match="no such file"):
         IndexedTokens(tmp_path / "x_text_document")

@@ -152,7 +152,7 @@ class TestSampleIndex:
 
     def test_a_token_outside_the_vocabulary_is_named(self, tmp_path):
         split = open_split(write_corpus(tmp_path / "x", [[1, 2, 3, 90, 5]]), vocabulary=90)
-        with pytest.raises(SettingError, match=r"x\.bin holds token 90; the vocabulary ends at 89"):
+        with pytest.raises(SettingError, match=r"x\.bin has token 90, but the vocabulary ends at 89"):
             split.samples(sequence_length=4, seed=0).rows([0])
 
 
@@ -214,7 +214,7 @@ class TestBlend:
         big = counting_corpus(tmp_path / "big", documents=60)
         small = write_corpus(tmp_path / "small", [[1, 2], [3]], code=4)
         with pytest.raises(
-            SettingError, match=r"small, documents 0 to 1, has 2 tokens, less than one sequence"
+            SettingError, match=r"small, documents 0 to 1, has 2 tokens, fewer than one sequence"
         ):
             batches(dataset(big, small, split="1,1"), rank=0, world_size=1, micro=1, accumulation=1)
 
@@ -305,9 +305,9 @@ class TestBatches:
 
     def test_too_little_text_says_what_to_change(self, tmp_path):
         data = dataset(write_corpus(tmp_path / "a", [range(1003), range(400)]), split="1,1")
-        with pytest.raises(SettingError, match=r"1003 tokens, less than one sequence of 2000"):
+        with pytest.raises(SettingError, match=r"1003 tokens, fewer than one sequence of 2000"):
             batches(data, rank=0, world_size=1, micro=1, accumulation=1, sequence_length=2000)
-        with pytest.raises(SettingError, match=r"400 tokens, less than 8 sequences of 100 for 2 ranks"):
+        with pytest.raises(SettingError, match=r"400 tokens, fewer than 8 sequences of 100 for 2 ranks"):
             batches(data, rank=0, world_size=2, micro=4, accumulation=1, sequence_length=100)
 
     def test_a_test_set_that_nobody_asked_for_may_be_empty(self, tmp_path):
@@ -319,7 +319,7 @@ class TestBatches:
             assert not reader.has_test and list(reader.test()) == []
             (note,) = reader.notes
             assert note.startswith(
-                "no test after training: the test text has 0 tokens, less than 1 sequences"
+                "no test after training: the test text has 0 tokens, fewer than 1 sequences"
             )
         # Of several corpora, too.
         others = [counting_corpus(tmp_path / n, documents=100, seed=i) for i, n in enumerate("yw")]
@@ -347,7 +347,7 @@ class TestBatches:
 
     def test_masking_needs_to_know_the_end(self, tmp_path):
         prefix = write_corpus(tmp_path / "a", [[1, 2, 3]] * 10)
-        with pytest.raises(SettingError, match="--eod-mask-loss needs the token that ends documents"):
+        with pytest.raises(SettingError, match="--eod-mask-loss needs the end-of-document token"):
             dataset(prefix, eod_mask_loss=True)
 
 
@@ -390,7 +390,7 @@ def test_nodes_that_read_other_files_are_an_error_on_all_ranks(tmp_path):
     configs = [DataConfig(data_path=(str(p),), vocabulary_size=VOCABULARY) for p in (a, b)]
     first, second = run_ranks(open_and_report, 2, *configs)
     assert first == second
-    assert "rank 1 reads other data than rank 0" in first[1]
+    assert "rank 1 reads different data than rank 0" in first[1]
     (tmp_path / "b.idx").write_bytes((tmp_path / "b.idx").read_bytes()[:60])
     first, second = run_ranks(open_and_report, 2, *configs)
     assert first == second

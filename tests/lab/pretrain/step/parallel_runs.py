@@ -77,9 +77,9 @@ class Job:
 
     def mine(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """Yield this data rank's part of global micro batches."""
-        ranks = self.layout.data_ranks
+        size, rank = self.layout.data.size(), self.layout.data.get_local_rank()
         for tokens, targets in batches:
-            yield tokens.chunk(ranks.world_size)[ranks.rank], targets.chunk(ranks.world_size)[ranks.rank]
+            yield tokens.chunk(size)[rank], targets.chunk(size)[rank]
 
     def parameters(self) -> dict[str, Tensor]:
         """Return this rank's parameters, as whole tensors, by their names; called on all ranks."""
