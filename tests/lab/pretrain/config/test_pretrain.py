@@ -76,7 +76,10 @@ WRONG = [
     (lambda: PretrainConfig(seed=-1), "--seed -1"),
     (lambda: reliability(audit_interval=-1), "audit.interval=-1 must be an integer of at least 1"),
     (lambda: reliability(audit_interval=0, audit_on_mismatch="resync"), "--audit-on-mismatch has no effect"),
-    (lambda: PretrainConfig(strategy="baseline", reliability=reliability(alerts="warn")), "nothing to watch"),
+    (
+        lambda: PretrainConfig(strategy="baseline", reliability=reliability(alerts="warn")),
+        "alerts need quantized",
+    ),
     (lambda: parallel(ranks_per_node=0), "--ranks-per-node 0"),
     (lambda: parallel(ranks_per_node=3).check_world(4), "3 does not divide the 4 ranks.* 1, 2, 4"),
     (lambda: parallel(tensor_model_parallel_size=4).check_world(6), "is 4, which does not divide the 6"),
