@@ -135,8 +135,7 @@ def code_texts(source: str) -> Iterator[tuple[int, str]]:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            # Indented blocks are tables or code. An entry of Args or Raises is a paragraph of its own, and its
-            # name no prose.
+            # Indented blocks are tables or code. An entry of Args or Raises is a paragraph, without its name.
             text = inspect.cleandoc(str(node.value.value))
             text = re.sub(r"(?<=\n\n)( {4}.*\n?)+", "\n", text)
             yield node.lineno, re.sub(r"\n *(\w+, )*\w+:(?=\s)", "\n\n", text)
