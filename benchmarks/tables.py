@@ -503,8 +503,8 @@ class Results:
         )
 
     def _loss(self, strategy: str) -> str:
-        every = (loss for result in self.accuracy for loss in losses(result) if loss.strategy == strategy)
-        loss = next(every, None)
+        every = (loss for result in self.accuracy for loss in losses(result, only_stable=True))
+        loss = next((loss for loss in every if loss.strategy == strategy), None)
         if loss is None:
             raise ValueError(f"no accuracy result has three seeds of {strategy}")
         return f"{percent(loss.percent, digits=2)} ({loss.interval_text(digits=2)})"
@@ -521,7 +521,7 @@ class Results:
     def _summary(self) -> str:
         cluster = self.clusters[0]
         by_strategy, rates = _seconds(cluster), _rates(cluster)
-        loss = next(each for each in losses(self.headline) if each.strategy == "sdp4bit")
+        loss = next(each for each in losses(self.headline, only_stable=True) if each.strategy == "sdp4bit")
         cost = percent(loss.percent, digits=2)
         bytes_of = {"fair": "6", "fair-bf16": "4", "sdp4bit": f"{loss.bytes:.2f}"}
         rows = []

@@ -265,7 +265,7 @@ class GroupState(ABC):
             return self.weights_unquantized_reason
         text = describe_weights(self.replica.config, where=self.replica_place)
         text += self._describe_fine([self.replica.bits])
-        return text + (f", {self.full_refreshes} times in full precision" if self.full_refreshes else "")
+        return text + (f", full refreshes: {self.full_refreshes}" if self.full_refreshes else "")
 
     @property
     def replica_place(self) -> str:

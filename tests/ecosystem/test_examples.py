@@ -44,7 +44,7 @@ def test_example_runs_and_logs_bytes(package: str) -> None:
     assert "sdp4bit/inter_bytes" in done.stdout + done.stderr
     assert "int4/2048 difference" in done.stdout and "inter int4/128, Hadamard" in done.stdout
     if package in ("peft", "bitsandbytes"):
-        assert "9 frozen not sent" in flat(done.stdout) and "times in full precision" not in flat(done.stdout)
+        assert "9 frozen not sent" in flat(done.stdout) and "full refreshes" not in flat(done.stdout)
 
 
 @pytest.mark.parametrize("package", PAGES)

@@ -290,10 +290,6 @@ MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     "message buffers of two roots": ("two roots", _shared_buffers),
     "message buffers of two unshards": ("unshard", _shared_buffers),
     "message buffers of all-reduces of two roots": ("HSDP, two roots", _shared_buffers),
-    "message buffers of an all-reduce and the next reduce-scatter": (
-        "HSDP, shards between nodes",
-        _shared_buffers,
-    ),
     "message buffers of two slices": (
         "pipeline chunks",
         lambda: mock.patch.object(exchange, "SLICES_UNDER_WAY", 1),

@@ -248,8 +248,8 @@ class FSDPModelState(ModelState):
                     comm.apply(Event.MISFIT)
                     self.warn_once(
                         "sdp4bit: the loaded communication state was not saved with these weights, by these "
-                        "ranks and with this layout. Replicas are refreshed in full precision instead "
-                        f"({comm.group.name} first)"
+                        "ranks and with this layout, or the weights were edited after the last forward. "
+                        f"Replicas are refreshed in full precision instead ({comm.group.name} first)"
                     )
                 # An evaluation may have replaced the weights by averages, for which a difference is too
                 # coarse, and its bytes hardly matter. With mode="direct" the replica always differs.
