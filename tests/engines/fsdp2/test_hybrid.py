@@ -209,7 +209,8 @@ def check_measures() -> None:
     run.evaluate()
     run.check_replicas()
     assert {group.gradient_bits for group in run.comm.groups} == {4}
-    assert run.comm.stats()["gradient_error"] > 0.15
+    # 8 bits alone have an error of about 0.01.
+    assert run.comm.stats()["gradient_error"] > 0.1
     assert {alert.group for alert in run.comm.alerts()} == {group.group.name for group in run.comm.groups}
 
 
