@@ -264,17 +264,18 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", help="field=value,...; see Setting")
     parser.add_argument("--seeds", default="1")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--report", type=Path, help="folder for rows.json and loss.png")
+    parser.add_argument("--report", type=Path, help="folder for result.json and loss.png")
     arguments = parser.parse_args()
     if arguments.report:
-        rows = rows_of(collect(arguments.out))
+        runs = collect(arguments.out)
+        rows = rows_of(runs)
         for row in rows:
             interval = "" if row["low"] is None else f" ({row['low']:+.2f} to {row['high']:+.2f})"
             print(
                 f"{row['replicas']} x {row['tokens']:4} H={row['every']:2} bits={row['bits']:2} "
                 f"{row['bytes']:.3f} B  {row['percent']:+.2f} %{interval}  {row['seeds']} seeds"
             )
-        (arguments.report / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (arguments.report / "result.json").write_text(json.dumps(runs, indent=1) + "\n")
         draw(rows, arguments.report / "loss.png")
         return
     torch.set_num_threads(1)

@@ -148,18 +148,6 @@ class QuantizedReduceScatter:
             name: name of the parameter group, for errors and profiles.
         """
         self.topology = topology
-        self.configure(config)
-        self._seed = seed
-        self._rank = rank
-        self._rank_step = rank_step
-        self.bucket = bucket
-        self.traffic = traffic
-        self.scratch = scratch
-        self.exchange = exchange or GroupExchange(topology, scratch)
-        self.name = name or f"group {bucket}"
-
-    def configure(self, config: GradientConfig) -> None:
-        """Change the settings of the next reductions; all ranks do so between the same two."""
         self.config = config
         self.hops = _hops(self.topology, config)
         # Without a quantizer the transform would only add rounding errors.
@@ -169,6 +157,14 @@ class QuantizedReduceScatter:
             config.exact_own and last is not None and last.level == "inter" and last.bits is not None
         )
         """Whether this node's part of the sum is not quantized on the hop between nodes."""
+        self._seed = seed
+        self._rank = rank
+        self._rank_step = rank_step
+        self.bucket = bucket
+        self.traffic = traffic
+        self.scratch = scratch
+        self.exchange = exchange or GroupExchange(topology, scratch)
+        self.name = name or f"group {bucket}"
 
     @property
     def bits(self) -> float | None:

@@ -147,11 +147,6 @@ class SimulatedReduceScatter:
                 each.finish()
             take(rank, row)
 
-    def configure(self, config: GradientConfig) -> None:
-        """Use these settings for the next reductions."""
-        for member in self._members:
-            member.configure(config)
-
     @property
     def of_rank_0(self) -> QuantizedReduceScatter:
         """Rank 0's part of the reduction, whose settings apply to all."""
