@@ -25,6 +25,8 @@ from sdp4bit_lab.plan.paper import (
 from sdp4bit_lab.plan.step import Cluster, Plan, Range
 
 NOTABLE_PADDING = 1.05
+SLOW_LINK = 0.125e9
+"""Bytes per second and node, 1 Gbit/s."""
 _OVERLAPS = {
     "fsdp2": "in FSDP2's default schedule",
     "megatron": "with --overlap-grad-reduce and --overlap-param-gather",
@@ -89,8 +91,8 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> str:
     least, most = layout.overlaps
     shared = layout.tensor_parallel > 1 and cluster.inter_bandwidth_shared
     overlap = (
-        "times: from no overlap, as in the paper's runs, to all communication that fits behind computation "
-        + _OVERLAPS[layout.engine]
+        "times: longest without overlap, as in the paper's runs, shortest with all communication that fits "
+        f"behind computation {_OVERLAPS[layout.engine]}"
     )
     if least == most:
         overlap = f"times: {100 * least:.0f} % of the communication overlaps, as far as it fits"
@@ -119,6 +121,10 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> str:
         "",
         f"recommendation: {plan.recommendation}",
     ]
+    if cluster.inter_bandwidth < SLOW_LINK and plan.quantized.inter_bytes:
+        lines.append(
+            "below 1 Gbit/s, consider local steps (DiLoCo): they send fewer bytes still, but change training"
+        )
     return wrapped(lines)
 
 
@@ -149,8 +155,8 @@ def _notes(config: PlanConfig, cluster: Cluster, plan: Plan) -> list[str]:
 
 def _milliseconds(seconds: Range | float) -> str:
     """Format one number, or a range if its ends look different; no decimals from 1,000 on."""
-    values = [1000 * each for each in (seconds if isinstance(seconds, tuple) else (seconds,))]
-    digits = 0 if max(values) >= 1000 else 1
+    values = sorted(1000 * each for each in (seconds if isinstance(seconds, tuple) else (seconds,)))
+    digits = 0 if values[-1] >= 1000 else 1
     return " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in values))
 
 
