@@ -13,13 +13,25 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cluster_report
+from benchmarks.markdown import origin, percent, save_figure, table
+from benchmarks.speed_tables import (
+    RATES,
+    SHOWN,
+    cluster_results,
+    cluster_section,
+    draw_step_times,
+    kernels_page,
+    overlap_section,
+    profile_section,
+    rates_of,
+    seconds_of,
+)
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.compare.finished_run import FinishedRun
 from sdp4bit_lab.compare.outcomes import outcomes
@@ -35,43 +47,11 @@ FULL = {"gradient": 4.0, "weight": 2.0}
 """Bytes of a gradient in fp32 and of a weight in bf16."""
 STUDIES = ("finetuning", "two_roundings")
 """Folders of experiments/ with results of the current library."""
-RATES = {"100mbit": "100 Mbit/s", "250mbit": "250 Mbit/s", "1gbit": "1 Gbit/s", "1000mbit": "1 Gbit/s"}
-SHOWN = {"fair": "fp32 gradients", "fair-bf16": "bf16 gradients", "sdp4bit": "sdp4bit"}
-"""Strategies of the README's table and figure, by the names of benchmarks/cluster_strategies.py."""
 
 
 def encoded_bytes(bits: float | None, group_size: int, *, full: float) -> float:
     """Return the bytes of one value with its share of a scale; `full` without quantization."""
     return full if bits is None else bits / 8 + 2 / group_size
-
-
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Return a Markdown table with the first `left` columns left-aligned and the others right-aligned."""
-    assert all(len(row) == len(titles) for row in rows), titles
-    rows = [
-        [re.sub(r"(?<=\d) (?=%|to [+-]?\d)|(?<=\d to) (?=[+-]?\d)", "\N{NO-BREAK SPACE}", c) for c in r]
-        for r in rows
-    ]
-    rule = ["---"] * left + ["---:"] * (len(titles) - left)
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (titles, rule, *rows))
-
-
-def percent(value: float, *, digits: int = 3) -> str:
-    """Format a signed percentage without a line-break opportunity."""
-    return f"{value:+.{digits}f}\N{NO-BREAK SPACE}%"
-
-
-def origin(result: dict[str, Any]) -> str:
-    """Return command, commit, machine, versions and date of a result."""
-    machine = result["machine"]
-    if isinstance(machine, dict):
-        result = {"commit": None, **machine, "machine": f"{machine['cores']} cores, {machine['cpu']}"}
-    shown = {name: version for name, version in result["versions"].items() if name != "linux"}
-    versions = ", ".join(f"{name} {version}" for name, version in shown.items())
-    commit = f", commit {result['commit']}" if result["commit"] else ""
-    facts = f"{result['machine']}; {versions}; {result['date'][:10]}{commit}."
-    command = f"<details><summary>Command</summary><pre><code>{result['command']}</code></pre></details>\n"
-    return f"{facts[0].upper()}{facts[1:]}\n\n{command}"
 
 
 # -- loss ------------------------------------------------------------------------------------------------
@@ -195,7 +175,23 @@ def loss_section(result: dict[str, Any]) -> str:
     if unstable:
         seeds = ", ".join(map(str, unstable))
         note += f"The gradient norm of the baseline jumps with seed {seeds}: it is not stable.\n\n"
-    return f"## {result['title']}\n\n{table(titles, rows)}\n{note}{origin(result)}\n"
+    return f"## {result['title']}\n\n{table(titles, rows)}\n{steps_table(result)}{note}{origin(result)}\n"
+
+
+def steps_table(result: dict[str, Any]) -> str:
+    """Return the differences after every evaluation; empty if runs have one evaluation or were not kept."""
+    runs = result.get("runs", ())
+    steps = sorted({step for run in runs for step, _ in run["validation"]})
+    if len(steps) < 2:
+        return ""
+    rows = []
+    for step in steps:
+        until = [
+            run | {"validation": [loss for loss in run["validation"] if loss[0] <= step]} for run in runs
+        ]
+        found = losses(result | {"runs": until})
+        rows.append([f"{step:,}", *(f"{percent(loss.percent)} ({loss.interval_text()})" for loss in found)])
+    return table(["difference after step", *(f"`{loss.name}`" for loss in losses(result))], rows) + "\n"
 
 
 def draw_losses(result: dict[str, Any], path: Path, *, digest: str) -> None:
@@ -242,147 +238,7 @@ def draw_losses(result: dict[str, Any], path: Path, *, digest: str) -> None:
     axes.set_title(result["title"], fontsize=9, loc="left")
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
-    _save(figure, path, digest=digest)
-
-
-# -- seconds per step ------------------------------------------------------------------------------------
-
-
-def cluster_results(folder: Path) -> list[dict[str, Any]]:
-    """Return one result per layout of the emulated cluster, combined over its runs."""
-    layouts: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for path in sorted(folder.glob("*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        layouts.setdefault((result["nodes"], result["ranks_per_node"]), []).append(result)
-    return [cluster_report.combine(same) if len(same) > 1 else same[0] for _, same in sorted(layouts.items())]
-
-
-def _seconds(result: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    rows: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in result["rows"]:
-        rows.setdefault(row["strategy"], {})[row["rate"]] = row
-    return rows
-
-
-def _rates(result: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys(row["rate"] for row in result["rows"]))
-
-
-def _ratio(result: dict[str, Any], *, rate: str, reference: str, strategy: str) -> dict[str, Any] | None:
-    wanted = {"rate": rate, "reference": reference, "strategy": strategy}
-    return next((ratio for ratio in result["ratios"] if wanted.items() <= ratio.items()), None)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" + "s" * (count != 1)
-
-
-def cluster_section(result: dict[str, Any]) -> str:
-    """Return ratios, seconds and bytes of one layout, with their origin."""
-    rates = _rates(result)
-    titles = [RATES[rate] for rate in rates]
-    pairs = dict.fromkeys((ratio["strategy"], ratio["reference"]) for ratio in result["ratios"])
-    faster = []
-    for strategy, reference in pairs:
-        cells = []
-        for rate in rates:
-            ratio = _ratio(result, rate=rate, reference=reference, strategy=strategy)
-            cells.append(
-                f"{ratio['ratio']:.2f} ({ratio['lowest']:.2f}–{ratio['highest']:.2f})" if ratio else ""
-            )
-        faster.append([f"`{strategy}` over `{reference}`", *cells])
-    rows = []
-    by_strategy = _seconds(result)
-    slowest_first = sorted(by_strategy, key=lambda name: -by_strategy[name][rates[0]]["seconds_per_step"])
-    for strategy in slowest_first:
-        of = by_strategy[strategy]
-        cells = [f"{of[rate]['seconds_per_step']:.3f}" if rate in of else "" for rate in rates]
-        first = of[rates[0]]
-        counted = first["reported_bytes_per_node_per_step"]
-        sent = f"{first['tx_bytes_per_node_per_step'] / 1e6:.2f}"
-        rows.append([f"`{strategy}`", *cells, sent, "" if counted is None else f"{counted / 1e6:.2f}"])
-    heading = f"{_plural(result['nodes'], 'node')} x {_plural(result['ranks_per_node'], 'rank')}"
-    note = f"{result['note'][0].upper()}{result['note'][1:]}.\n\n" if result.get("note") else ""
-    return (
-        f"## {heading}\n\n{result['parameters'] / 1e6:.1f} million parameters.\n\n"
-        f"{table(['times faster', *titles], faster)}\n"
-        f"{table(['seconds per step', *titles, 'MB', 'counted'], rows)}\n{note}{origin(result)}\n"
-    )
-
-
-def overlap_section(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return seconds and gains of a commit and of the one before it, run in turn."""
-    rates = _rates(after)
-    rows = []
-    for strategy in _seconds(after):
-        cells = []
-        for rate in rates:
-            for result in (before, after):
-                seconds = _seconds(result)[strategy][rate]["seconds_per_step"]
-                ratio = _ratio(result, rate=rate, reference="fair", strategy=strategy)
-                cells.append(f"{seconds:.3f}" + (f" ({ratio['ratio']:.2f}x)" if ratio else ""))
-        rows.append([f"`{strategy}`", *cells])
-    titles = [f"{RATES[rate]}, {when}" for rate in rates for when in ("before", "after")]
-    return (
-        "## Overlap with the backward pass\n\nSeconds per step before and after gradients on the host were "
-        "exchanged during the backward pass, 2 nodes x 1 rank, and the gain over `fair` of the same run. "
-        "Medians of three runs of either commit, in turn.\n\n"
-        f"{table(['strategy', *titles], rows)}\nBefore: {origin(before)}\nAfter: {origin(after)}\n"
-    )
-
-
-def profile_section(results: Sequence[dict[str, Any]]) -> str:
-    """Return where the time of a step goes, a column per result."""
-    parts = results[0]["profile"]["ms"]
-    rows = [[part, *(f"{result['profile']['ms'][part]:.1f}" for result in results)] for part in parts]
-    rows.append(["total", *(f"{sum(result['profile']['ms'].values()):.1f}" for result in results)])
-    titles = [f"`{result['profile']['strategy']}`" for result in results]
-    rate = RATES[results[0]["profile"]["rate"]]
-    return (
-        f"## Profile of a step\n\nMilliseconds of rank 0 at {rate}, 2 nodes x 1 rank, under PyTorch's "
-        f"profiler, which makes a step some 10 % longer.\n\n"
-        f"{table(['part', *titles], rows)}\n{origin(results[-1])}\n"
-    )
-
-
-def draw_step_times(result: dict[str, Any], path: Path, *, digest: str) -> None:
-    """Draw three bars per rate: full precision with fp32 and bf16 gradients, and sdp4bit."""
-    from matplotlib.figure import Figure
-
-    by_strategy, rates = _seconds(result), _rates(result)
-    figure = Figure(figsize=(4.0, 1.15 * len(rates) + 0.2), layout="constrained")
-    for axes, rate in zip(figure.subplots(len(rates), 1, squeeze=False).flat, rates, strict=True):
-        seconds = [by_strategy[name][rate]["seconds_per_step"] for name in SHOWN]
-        colors = ["tab:gray", "darkgray", "tab:green"]
-        axes.barh(
-            list(SHOWN.values()), [1, *(s / seconds[0] for s in seconds[1:])], color=colors, height=0.75
-        )
-        for number, (name, taken) in enumerate(zip(SHOWN, seconds, strict=True)):
-            ratio = _ratio(result, rate=rate, reference="fair", strategy=name)
-            factor = ratio["ratio"] if ratio else seconds[0] / taken
-            text = f"{taken:.2f} s" + (f", {factor:.1f}x faster" if number else "")
-            inside = taken / seconds[0] > 0.6
-            axes.text(
-                taken / seconds[0] + (-0.02 if inside else 0.02),
-                number,
-                text,
-                **{"va": "center", "ha": "right" if inside else "left", "fontsize": 9},
-                color="white" if inside and number == 0 else "black",
-                weight="bold" if name == "sdp4bit" else None,
-            )
-        axes.set_title(RATES[rate], fontsize=9, loc="left", pad=2)
-        axes.set_xlim(0, 1.02)
-        axes.invert_yaxis()
-        axes.tick_params(length=0, labelsize=9)
-        axes.set_xticks([])
-        for side in ("top", "right", "bottom"):
-            axes.spines[side].set_visible(False)
-    _save(figure, path, digest=digest)
-
-
-def _save(figure: Any, path: Path, *, digest: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=200, metadata={"Source": digest, "Software": None})
+    save_figure(figure, path, digest=digest)
 
 
 # -- plans and studies -----------------------------------------------------------------------------------
@@ -441,7 +297,7 @@ class Results:
     @cached_property
     def accuracy(self) -> list[dict[str, Any]]:
         """Accuracy results, latest recipe first."""
-        names = ("accuracy.json", "accuracy-first-recipe.json")
+        names = ("accuracy.json", "accuracy-longer.json", "accuracy-first-recipe.json")
         return [self._read(name) for name in names if (self.root / "results" / name).exists()]
 
     @cached_property
@@ -469,9 +325,10 @@ class Results:
             "which sends 2 more wherever weights are not quantized. Differences are of the validation loss, "
             "relative to the baseline with the same seeds; intervals by Student's t."
         )
-        sections = "\n".join([*map(loss_section, self.accuracy), section(self._read("longer.json"))])
+        sections = "\n".join(map(loss_section, self.accuracy))
         folder = self.root / "results"
         overlap = [cluster_results(folder / "overlap" / when)[0] for when in ("before", "after")]
+        kernels = [self._read(f"kernels/{path.name}") for path in sorted((folder / "kernels").glob("*"))]
         profiles = [self._read(f"profile/{name}.json") for name in ("fair", "sdp4bit")]
         speed = "\n".join(
             [*map(cluster_section, self.clusters), overlap_section(*overlap), profile_section(profiles)]
@@ -481,6 +338,7 @@ class Results:
             "docs/results/speed.md": f"{NOTICE}# Seconds per step\n\n"
             "[How this is measured](../speed.md). Medians of several runs, with the lowest and the highest. "
             f"MB: sent by a node per step.\n\n{speed}",
+            "docs/results/kernels.md": f"{NOTICE}# Times of all operators\n\n{kernels_page(kernels)}",
             "docs/results/planning.md": planning_page(self._read("planning.json")),
             "docs/results/studies.md": studies_page(self.root / "experiments"),
         }
@@ -520,7 +378,7 @@ class Results:
 
     def _summary(self) -> str:
         cluster = self.clusters[0]
-        by_strategy, rates = _seconds(cluster), _rates(cluster)
+        by_strategy, rates = seconds_of(cluster), rates_of(cluster)
         loss = next(each for each in losses(self.headline, only_stable=True) if each.strategy == "sdp4bit")
         cost = percent(loss.percent, digits=2)
         bytes_of = {"fair": "6", "fair-bf16": "4", "sdp4bit": f"{loss.bytes:.2f}"}

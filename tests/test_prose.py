@@ -27,7 +27,6 @@ PAGES = [
     ),
 ]
 CHECKED_NUMBERS = {
-    "docs/benchmarks.md",  # results/kernels
     "docs/fsdp2.md",  # results/muon_traffic.json
     "docs/lora.md",  # experiments/finetuning/result.json, and the command above the table
     "docs/low-precision.md",  # tests/engines/fsdp2/test_subclasses.py

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cluster_report, collect, tables
+from benchmarks import cluster_report, collect, speed_tables, tables
 from benchmarks.cluster_report import Sample
 from benchmarks.cluster_strategies import Cluster
+from benchmarks.markdown import percent
 from sdp4bit.quantization.layout import message_layout
 from sdp4bit_lab.compare.finished_run import FinishedRun
 from tests import ROOT
@@ -84,7 +85,17 @@ def test_an_unstable_baseline_is_named(tmp_path: Path) -> None:
     result["runs"] += [{**run, "seed": 4} for run in result["runs"] if run["seed"] == 3]
     text = tables.loss_section(result)
     assert "unstable baseline" in text and "jumps with seed 1" in text
-    assert f"{tables.percent(0.225)} |" in text and f"{tables.percent((0.2 + 0.3 + 0.3) / 3)} (" in text
+    assert f"{percent(0.225)} |" in text and f"{percent((0.2 + 0.3 + 0.3) / 3)} (" in text
+
+
+def test_a_run_with_several_evaluations_shows_the_difference_after_each(tmp_path: Path) -> None:
+    result = collected(tmp_path)
+    assert tables.steps_table(result) == ""
+    for run in result["runs"]:
+        run["validation"].insert(0, [1, 2 * run["validation"][0][1] - 5.0])  # twice the difference
+    rows = tables.steps_table(result).splitlines()
+    starts = [f"| 1 | {percent(0.4)} (", f"| 2 | {percent(0.2)} ("]
+    assert [row[: len(start)] for row, start in zip(rows[2:-1], starts, strict=True)] == starts
 
 
 def test_fewer_than_three_seeds_are_left_out(tmp_path: Path) -> None:
@@ -128,12 +139,12 @@ def cluster_runs(folder: Path, *, seconds: dict[str, float]) -> None:
 
 def test_runs_of_the_cluster_become_a_table_and_a_figure(tmp_path: Path) -> None:
     cluster_runs(tmp_path, seconds={"fair": 4.0, "fair-bf16": 3.0, "sdp4bit": 1.0})
-    (result,) = tables.cluster_results(tmp_path)
-    text = tables.cluster_section(result)
+    (result,) = speed_tables.cluster_results(tmp_path)
+    text = speed_tables.cluster_section(result)
     assert "| `sdp4bit` over `fair` | 4.00 (4.00–4.00) | 4.00 (4.00–4.00) |" in text
     assert "| `fair` | 4.000 | 0.400 | 2.00 | 1.99 |" in text
     figure = tmp_path / "figure.png"
-    tables.draw_step_times(result, figure, digest=tables.digest_of(result))
+    speed_tables.draw_step_times(result, figure, digest=tables.digest_of(result))
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert tables.is_current(figure, result)
     assert not tables.is_current(figure, result | {"parameters": 2})

@@ -1,0 +1,175 @@
+"""Seconds per step and speed of the operators, as tables and a figure; see benchmarks/tables.py."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import cluster_report
+from benchmarks.markdown import origin, save_figure, table
+
+RATES = {"100mbit": "100 Mbit/s", "250mbit": "250 Mbit/s", "1gbit": "1 Gbit/s", "1000mbit": "1 Gbit/s"}
+SHOWN = {"fair": "fp32 gradients", "fair-bf16": "bf16 gradients", "sdp4bit": "sdp4bit"}
+"""Strategies of the README's table and figure, by the names of benchmarks/cluster_strategies.py."""
+
+
+def cluster_results(folder: Path) -> list[dict[str, Any]]:
+    """Return one result per layout of the emulated cluster, combined over its runs."""
+    layouts: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        layouts.setdefault((result["nodes"], result["ranks_per_node"]), []).append(result)
+    return [cluster_report.combine(same) if len(same) > 1 else same[0] for _, same in sorted(layouts.items())]
+
+
+def seconds_of(result: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the rows by strategy and rate."""
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        rows.setdefault(row["strategy"], {})[row["rate"]] = row
+    return rows
+
+
+def rates_of(result: dict[str, Any]) -> list[str]:
+    """Return the link rates, slowest first."""
+    return list(dict.fromkeys(row["rate"] for row in result["rows"]))
+
+
+def _ratio(result: dict[str, Any], *, rate: str, reference: str, strategy: str) -> dict[str, Any] | None:
+    wanted = {"rate": rate, "reference": reference, "strategy": strategy}
+    return next((ratio for ratio in result["ratios"] if wanted.items() <= ratio.items()), None)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + "s" * (count != 1)
+
+
+def cluster_section(result: dict[str, Any]) -> str:
+    """Return ratios, seconds and bytes of one layout, with their origin."""
+    rates = rates_of(result)
+    titles = [RATES[rate] for rate in rates]
+    pairs = dict.fromkeys((ratio["strategy"], ratio["reference"]) for ratio in result["ratios"])
+    faster = []
+    for strategy, reference in pairs:
+        cells = []
+        for rate in rates:
+            ratio = _ratio(result, rate=rate, reference=reference, strategy=strategy)
+            cells.append(
+                f"{ratio['ratio']:.2f} ({ratio['lowest']:.2f}–{ratio['highest']:.2f})" if ratio else ""
+            )
+        faster.append([f"`{strategy}` over `{reference}`", *cells])
+    rows = []
+    by_strategy = seconds_of(result)
+    slowest_first = sorted(by_strategy, key=lambda name: -by_strategy[name][rates[0]]["seconds_per_step"])
+    for strategy in slowest_first:
+        of = by_strategy[strategy]
+        cells = [f"{of[rate]['seconds_per_step']:.3f}" if rate in of else "" for rate in rates]
+        first = of[rates[0]]
+        counted = first["reported_bytes_per_node_per_step"]
+        sent = f"{first['tx_bytes_per_node_per_step'] / 1e6:.2f}"
+        rows.append([f"`{strategy}`", *cells, sent, "" if counted is None else f"{counted / 1e6:.2f}"])
+    heading = f"{_plural(result['nodes'], 'node')} x {_plural(result['ranks_per_node'], 'rank')}"
+    note = f"{result['note'][0].upper()}{result['note'][1:]}.\n\n" if result.get("note") else ""
+    return (
+        f"## {heading}\n\n{result['parameters'] / 1e6:.1f} million parameters.\n\n"
+        f"{table(['times faster', *titles], faster)}\n"
+        f"{table(['seconds per step', *titles, 'MB', 'counted'], rows)}\n{note}{origin(result)}\n"
+    )
+
+
+def overlap_section(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return seconds and gains of a commit and of the one before it, run in turn."""
+    rates = rates_of(after)
+    rows = []
+    for strategy in seconds_of(after):
+        cells = []
+        for rate in rates:
+            for result in (before, after):
+                seconds = seconds_of(result)[strategy][rate]["seconds_per_step"]
+                ratio = _ratio(result, rate=rate, reference="fair", strategy=strategy)
+                cells.append(f"{seconds:.3f}" + (f" ({ratio['ratio']:.2f}x)" if ratio else ""))
+        rows.append([f"`{strategy}`", *cells])
+    titles = [f"{RATES[rate]}, {when}" for rate in rates for when in ("before", "after")]
+    return (
+        "## Overlap with the backward pass\n\nSeconds per step before and after gradients on the host were "
+        "exchanged during the backward pass, 2 nodes x 1 rank, and the gain over `fair` of the same run. "
+        "Medians of three runs of either commit, in turn.\n\n"
+        f"{table(['strategy', *titles], rows)}\nBefore: {origin(before)}\nAfter: {origin(after)}\n"
+    )
+
+
+def profile_section(results: Sequence[dict[str, Any]]) -> str:
+    """Return where the time of a step goes, a column per result."""
+    parts = results[0]["profile"]["ms"]
+    rows = [[part, *(f"{result['profile']['ms'][part]:.1f}" for result in results)] for part in parts]
+    rows.append(["total", *(f"{sum(result['profile']['ms'].values()):.1f}" for result in results)])
+    titles = [f"`{result['profile']['strategy']}`" for result in results]
+    rate = RATES[results[0]["profile"]["rate"]]
+    return (
+        f"## Profile of a step\n\nMilliseconds of rank 0 at {rate}, 2 nodes x 1 rank, under PyTorch's "
+        f"profiler, which makes a step some 10 % longer.\n\n"
+        f"{table(['part', *titles], rows)}\n{origin(results[-1])}\n"
+    )
+
+
+def draw_step_times(result: dict[str, Any], path: Path, *, digest: str) -> None:
+    """Draw three bars per rate: full precision with fp32 and bf16 gradients, and sdp4bit."""
+    from matplotlib.figure import Figure
+
+    by_strategy, rates = seconds_of(result), rates_of(result)
+    figure = Figure(figsize=(4.0, 1.15 * len(rates) + 0.2), layout="constrained")
+    for axes, rate in zip(figure.subplots(len(rates), 1, squeeze=False).flat, rates, strict=True):
+        seconds = [by_strategy[name][rate]["seconds_per_step"] for name in SHOWN]
+        colors = ["tab:gray", "darkgray", "tab:green"]
+        axes.barh(
+            list(SHOWN.values()), [1, *(s / seconds[0] for s in seconds[1:])], color=colors, height=0.75
+        )
+        for number, (name, taken) in enumerate(zip(SHOWN, seconds, strict=True)):
+            ratio = _ratio(result, rate=rate, reference="fair", strategy=name)
+            factor = ratio["ratio"] if ratio else seconds[0] / taken
+            text = f"{taken:.2f} s" + (f", {factor:.1f}x faster" if number else "")
+            inside = taken / seconds[0] > 0.6
+            axes.text(
+                taken / seconds[0] + (-0.02 if inside else 0.02),
+                number,
+                text,
+                **{"va": "center", "ha": "right" if inside else "left", "fontsize": 9},
+                color="white" if inside and number == 0 else "black",
+                weight="bold" if name == "sdp4bit" else None,
+            )
+        axes.set_title(RATES[rate], fontsize=9, loc="left", pad=2)
+        axes.set_xlim(0, 1.02)
+        axes.invert_yaxis()
+        axes.tick_params(length=0, labelsize=9)
+        axes.set_xticks([])
+        for side in ("top", "right", "bottom"):
+            axes.spines[side].set_visible(False)
+    save_figure(figure, path, digest=digest)
+
+
+def kernels_page(runs: Sequence[dict[str, Any]]) -> str:
+    """Return times of all operators, and their shares of a copy, over all runs."""
+    found: dict[int, dict[tuple[str, float], list[dict[str, Any]]]] = {}
+    for row in (row for run in runs for row in run["rows"]):
+        name = row["op"], row["bits"] or (32 if row["op"] == "copy" else 8)
+        found.setdefault(row["elements"], {}).setdefault(name, []).append(row)
+    text = (
+        "[How this is measured](../benchmarks.md). Medians over runs, with the lowest and the highest share "
+        "of a copy.\n\n"
+    )
+    for elements, by_name in sorted(found.items(), reverse=True):
+        cells = []
+        for (name, bits), rows in sorted(by_name.items(), key=lambda item: (item[0][0], -item[0][1])):
+            seconds = statistics.median(row["seconds"] for row in rows)
+            times = f"{1e3 * seconds:.2f}", f"{1e9 * seconds / elements:.3f}"
+            shares = [100 * row["share_of_copy"] for row in rows]
+            share = f"{statistics.median(shares):.0f} %"
+            if len(rows) > 1:
+                share += f" ({min(shares):.0f}–{max(shares):.0f})"
+            cells.append([f"`{name}`", f"{bits:g}", *times, share, f"{len(rows)}"])
+        titles = ["operator", "bits", "ms", "ns per value", "share of a copy", "runs"]
+        text += f"## {elements / 1e6:.1f} million values\n\n{table(titles, cells)}\n"
+    return text + "\n".join(map(origin, runs))
