@@ -76,9 +76,11 @@ def test_a_lost_worker_of_ray_train_changes_no_bit(tmp_path: Path) -> None:
         wait_for(lambda: "step 6: loss" in log.read_text(), [ray], tmp_path)
         os.kill(int(re.findall(r"pid=(\d+)\) world_rank=1", log.read_text())[0]), signal.SIGKILL)
         assert ray.wait(timeout=200) == 0, log.read_text()[-4000:]
-    before, resumed, after = log.read_text().partition("resumed at step 4")
+    before, resumed, after = log.read_text().partition("resumed at step ")
     assert resumed and losses(before) == expected[: len(losses(before))]
-    assert losses(after) == expected[4:]
+    stored = int(re.match(r"\d+", after)[0])  # type: ignore[index]
+    assert stored in (4, 8)  # 8 if the worker lived that long
+    assert losses(after) == expected[stored:]
     assert re.search(r"layers\.0 .* 2 x 1 ", after)
 
 
