@@ -174,7 +174,8 @@ def loss_section(result: dict[str, Any]) -> str:
     note = f"{result['note']}\n\n" if result.get("note") else ""
     if unstable:
         seeds = ", ".join(map(str, unstable))
-        note += f"The gradient norm of the baseline jumps with seed {seeds}: it is not stable.\n\n"
+        plural = "s" * (len(unstable) > 1)
+        note += f"The gradient norm of the baseline jumps with seed{plural} {seeds}: it is not stable.\n\n"
     return f"## {result['title']}\n\n{table(titles, rows)}\n{steps_table(result)}{note}{origin(result)}\n"
 
 
