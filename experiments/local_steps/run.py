@@ -227,32 +227,28 @@ def rows_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the loss over the bytes, a line per number of replicas and batch."""
+    """Draw the loss over the bytes, a line per number of replicas, with the default batch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2))
     axes = figure.subplots()
-    lines: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    lines: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        if row["bits"] == 4 and row["start"] == Setting.start:
-            lines[row["replicas"], row["tokens"]].append(row)
-    for (replicas, tokens), points in sorted(lines.items()):
+        if row["bits"] == 4 and row["start"] == Setting.start and row["tokens"] == Setting.tokens:
+            lines[row["replicas"]].append(row)
+    for replicas, points in sorted(lines.items()):
         points.sort(key=lambda row: row["bytes"])
         x, y = [p["bytes"] for p in points], [p["percent"] for p in points]
         spread = [(p["high"] or p["percent"]) - p["percent"] for p in points]
-        label = f"{replicas} replicas, {tokens} tokens each"
-        axes.errorbar(x, y, yerr=spread, marker="o", capsize=3, label=label)
-        if len(points) > 3:
-            for p in points:
-                axes.annotate(
-                    f"H={p['every']}", (p["bytes"], p["percent"]), (4, 4), textcoords="offset points"
-                )
+        axes.errorbar(x, y, yerr=spread, marker="o", capsize=3, label=f"{replicas} replicas")
+        for p in points:
+            axes.annotate(f"H={p['every']}", (p["bytes"], p["percent"]), (4, 4), textcoords="offset points")
     axes.set_xscale("log")
     axes.set_xlabel("bytes per parameter and step between nodes, local steps")
     axes.set_ylabel("loss over synchronous training, %")
     axes.axhline(0, color="grey", linewidth=0.8)
     axes.axvline(1.02, color="grey", linestyle=":", label="sdp4bit, every step")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left")
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
